@@ -19,9 +19,9 @@ from tests.support.cluster_runs import Started
 from tests.support.unshared_runs import NODE_FOLDER, SCRATCH, SLOW, TWO_NODES, UnsharedHosts, await_condition
 
 SEED, NUM_CUTS, LONGEST_SAVE_SECONDS = 6, 10, 0.04
-SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+OPTIMIZER_FILE = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 _FILES_OF_A_NODE = 3
-"""Weights, the rank's optimizer shard, and its sidecar."""
+"""Weights, the rank's optimizer file, and its sidecar."""
 _DAY = 86400
 _FILLER = f"{SCRATCH}/filler"
 
@@ -49,24 +49,24 @@ def wiped(hosts: UnsharedHosts) -> None:
     hosts.cluster.boot("node1", new_disk=True)
 
 
-def without_shard(*names: str) -> Harm:
-    """Delete the second rank's optimizer shard from the newest checkpoint on these hosts."""
+def without_optimizer_file(*names: str) -> Harm:
+    """Delete the second rank's optimizer file from the newest checkpoint on these hosts."""
 
     def harm(hosts: UnsharedHosts) -> None:
         tag = hosts.newest()
         for name in names:
-            (hosts.checkpoints(name) / tag / SHARD).unlink()
+            (hosts.checkpoints(name) / tag / OPTIMIZER_FILE).unlink()
 
     return harm
 
 
 def flipped(*names: str) -> Harm:
-    """Flip a bit of the second rank's shard in the newest checkpoint on these hosts; size and mtime stay the same."""
+    """Flip a bit of the second rank's optimizer file in the newest checkpoint on these hosts. Size and mtime stay."""
 
     def harm(hosts: UnsharedHosts) -> None:
         tag = hosts.newest()
         for name in names:
-            _flip(hosts.checkpoints(name) / tag / SHARD)
+            _flip(hosts.checkpoints(name) / tag / OPTIMIZER_FILE)
 
     return harm
 
@@ -167,13 +167,13 @@ def disk_freed(hosts: UnsharedHosts) -> None:
 CASES = [
     Case("all nodes are intact"),
     Case("one node's disk is wiped", wiped),
-    Case("a shard of the newest checkpoint is missing on its node", without_shard("node1")),
+    Case("an optimizer file of the newest checkpoint is missing on its node", without_optimizer_file("node1")),
     Case(
-        "a shard of the newest checkpoint is missing on its node and in the gathered copy",
-        without_shard("node1", "head"),
+        "an optimizer file of the newest checkpoint is missing on its node and in the gathered copy",
+        without_optimizer_file("node1", "head"),
     ),
-    Case("a bit is flipped in a shard on its node", flipped("node1")),
-    Case("a bit is flipped in a shard on its node and in the gathered copy", flipped("node1", "head")),
+    Case("a bit is flipped in an optimizer file on its node", flipped("node1")),
+    Case("a bit is flipped in an optimizer file on its node and in the gathered copy", flipped("node1", "head")),
     Case("`latest` is on rank 0's node only, and names the oldest checkpoint", latest_of_rank_0),
     Case("clock skew", skewed),
     Case("the head is restarted while it gathers", strikes=(head_lost_while_gathering,), repair=at_full_speed),

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.cluster
 
 RUN, FIRST, LAST = "unshared", "step-00000015", "step-00000030"
 SCRATCH = "/var/tmp/t5-pretrain-0/scratch"
-SHARD_OF_0 = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-SHARD_OF_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+OPTIMIZER_FILE_OF_0 = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+OPTIMIZER_FILE_OF_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 HOSTS = ["--hostfile", HOSTFILE, "--num-nodes", "2"]
 SECONDS = 400
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -133,8 +133,8 @@ def test_hosts_without_shared_storage_train_the_same_weights_as_one_host(
 def test_checkpoints_are_gathered_whole_and_each_node_keeps_only_its_part(trained: UnsharedRun) -> None:
     for tag in (FIRST, LAST):
         tags.require_complete(trained.folder / "checkpoints" / tag)
-    assert not (trained.folder_on("node1") / "checkpoints" / LAST / SHARD_OF_0).exists()
-    assert not (trained.folder_on("node0") / "checkpoints" / LAST / SHARD_OF_1).exists()
+    assert not (trained.folder_on("node1") / "checkpoints" / LAST / OPTIMIZER_FILE_OF_0).exists()
+    assert not (trained.folder_on("node0") / "checkpoints" / LAST / OPTIMIZER_FILE_OF_1).exists()
 
 
 def test_another_head_is_refused_the_checkpoints_of_a_run_until_it_adopts_them(
@@ -165,7 +165,7 @@ def test_a_wiped_disk_a_flipped_bit_and_a_wrong_latest_are_repaired_from_the_gat
 ) -> None:
     trained.roll_back(["node0"])
     trained.wipe("node1")
-    flip_bit(trained.folder_on("node0") / "checkpoints" / FIRST / SHARD_OF_0)
+    flip_bit(trained.folder_on("node0") / "checkpoints" / FIRST / OPTIMIZER_FILE_OF_0)
     (trained.folder_on("node0") / "checkpoints" / "latest").write_text("step-00000099")
     ended = trained.train([*HOSTS, "--adopt"])  # in case the other head owns the run
     assert ended.exit_code == 0, ended.output[-4000:]
@@ -205,7 +205,7 @@ def test_a_run_that_lost_all_checkpoints_restarts_only_on_request_even_if_a_node
     trained.wipe("node2")
     ended = trained.train()
     assert ended.exit_code == 1
-    assert re.search(rf"{SHARD_OF_1} \(last seen [^)]* on [^)]*node2\)", ended.message)
+    assert re.search(rf"{OPTIMIZER_FILE_OF_1} \(last seen [^)]* on [^)]*node2\)", ended.message)
     assert (seen := last_complete(trained.folder)) is not None
     assert seen.tag == LAST
     left = tags_in(trained.folder_on("node0") / "checkpoints")

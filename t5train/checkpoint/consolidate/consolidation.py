@@ -76,7 +76,7 @@ def require_vacant(out: Path, fingerprint: str | None) -> None:
     if strangers := sorted({path.name for path in out.iterdir()} - {*there.files, MANIFEST}):
         raise StorageError(
             f"{out} holds damaged weights and an unrelated file, {strangers[0]}. Move that file to another folder, "
-            "then try again: the damaged weights are set aside and written again"
+            "then try again: the damaged weights are moved aside and written again"
         )
 
 
