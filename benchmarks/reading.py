@@ -57,7 +57,7 @@ def main() -> None:
 
 def python_documentation(root: Path, windows: int) -> TokenShards:
     """Tokenise the built-in corpus, repeated until it has about this many windows."""
-    sources.write_passages(root / "once.jsonl")
+    sources.write_pydocs(root / "once.jsonl")
     once = (root / "once.jsonl").read_bytes()
     text = root / "text"
     text.mkdir()

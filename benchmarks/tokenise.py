@@ -105,7 +105,7 @@ def main() -> None:
 
 def python_documentation(root: Path) -> Path:
     """Write the built-in corpus with its short passages joined to 100 words, a usual length for Wikipedia passages."""
-    sources.write_passages(root / "pydocs.jsonl")
+    sources.write_pydocs(root / "pydocs.jsonl")
     words = [word for line in (root / "pydocs.jsonl").open() for word in json.loads(line)["text"].split()]
     passages = [" ".join(words[first : first + PASSAGE_WORDS]) for first in range(0, len(words), PASSAGE_WORDS)]
     joined = root / "joined.jsonl"

@@ -3,12 +3,13 @@
 Uses only the standard library, because nodes import it.
 """
 
+import errno
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from t5train.errors import SpecError, StorageError
+from t5train.files.atomic import try_writing
 
 _GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -36,18 +37,12 @@ def require_host_memory(needed_bytes: int, decided_by: str) -> None:
 
 
 def require_space(root: Path, needed_bytes: int, what: str) -> None:
-    """Create ``root`` if necessary, and raise StorageError unless ``needed_bytes`` for ``what`` fit in it.
-
-    It creates a temporary file, because permissions alone do not reveal a read-only or full file system.
-    """
+    """Create ``root`` if necessary, and raise StorageError unless ``needed_bytes`` for ``what`` fit in it."""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root) as file:
-            file.write(b"\0")
+        try_writing(root)
     except OSError as error:
-        raise StorageError(
-            f"{root} cannot be written: {error.strerror}; choose another root (--root or --out)"
-        ) from error
+        raise _not_writable(root, error) from error
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < needed_bytes:
         raise StorageError(
@@ -55,6 +50,22 @@ def require_space(root: Path, needed_bytes: int, what: str) -> None:
             f"{format_bytes(needed_bytes)} are needed. Free {format_bytes(needed_bytes - free_bytes)}, or choose "
             "another root (--root or --out)"
         )
+
+
+def require_writable(root: Path) -> None:
+    """Raise StorageError if ``root``, or its nearest existing parent, cannot be written. Creates nothing.
+
+    A full disk passes, because there may be nothing left to write.
+    """
+    try:
+        try_writing(next(folder for folder in (root, *root.absolute().parents) if folder.exists()))
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise _not_writable(root, error) from error
+
+
+def _not_writable(root: Path, error: OSError) -> StorageError:
+    return StorageError(f"{root} cannot be written: {error.strerror}; choose another root (--root or --out)")
 
 
 def format_bytes(size_bytes: int) -> str:

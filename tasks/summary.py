@@ -14,19 +14,19 @@ from prefect.cache_policies import NO_CACHE
 from t5train import metrics
 from t5train.files.run_folder import METRICS, WITNESS_FOLDER
 from t5train.locations import local_folder
-from t5train.metrics import Values, loss_lines, read
+from t5train.metrics import Values, loss_lines
 from t5train.records.stage_records import Checkpoint, Publication
 from t5train.records.witness import Witness
 from t5train.spec import RunSpec
 
 
-def saving_line(metrics: Iterable[Values]) -> str:
+def saving_line(lines: Iterable[Values]) -> str:
     """Return how long saving paused training, in seconds and as a share of the time for steps and saving together.
 
     Steps that were lost and trained again are counted once.
     """
     saved, trained = [], 0.0
-    for line in metrics:
+    for line in lines:
         trained += line.get("seconds") or 0.0
         if (seconds := line.get("save_seconds")) is not None:
             saved.append(seconds)
@@ -38,12 +38,12 @@ def saving_line(metrics: Iterable[Values]) -> str:
 TRAINING, VALIDATION = "loss", "validation_loss"
 
 
-def loss_curve_png(metrics: Path) -> bytes:
+def loss_curve_png(path: Path) -> bytes:
     """Plot training and validation loss by step, from a run's ``metrics.jsonl``; return the PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines = read(metrics)
+    lines = metrics.read(path)
     figure = Figure(figsize=(7, 3.5), dpi=100, layout="constrained")
     axes = figure.subplots()
     axes.plot(*_series(lines, TRAINING), linewidth=1, label="training")

@@ -9,6 +9,7 @@ from infra.head.launch.deepspeed_launcher import launch_command
 from infra.head.launch.local_launch import command
 from infra.head.preflight.run_checks import require_possible
 from infra.head.training_run import launch_spec, rank_program
+from infra.node.attempts import process_guard
 from infra.node.node_folders import node_path
 from t5train.engine.deepspeed_config import deepspeed_config
 from t5train.engine.memory_estimate import Held, held_by_a_rank
@@ -59,7 +60,7 @@ def _launch_command(spec: RunSpec) -> list[str]:
     hosts, run_id = read_hosts(spec.cluster), f"{spec.run_name}-NNNN-ID"
     on_nodes = node_path("attempts", run_id)
     program = (
-        "infra.node.attempts.process_guard",
+        process_guard.MODULE,
         str(on_nodes),
         sys.executable,
         *rank_program(on_nodes / ATTEMPT_SPEC),

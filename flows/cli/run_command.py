@@ -90,7 +90,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
             train_again(spec, held)
         complain(f"watch it at {api_url.removesuffix('/api')}{_login(api_url)}")
         _close_abandoned_runs()
-        publication = _run_flow(held, spec, changed, progress, adopt)
+        publication = _run_flow(held, spec, recipe, changed, progress, adopt)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
         say(line)
     say(f"published: {publication.url}")
@@ -108,7 +108,9 @@ def _close_abandoned_runs() -> None:
         complain(f"run {name!r} was killed and is now closed in Prefect; start the same run again to resume it")
 
 
-def _run_flow(held: HeldRun, spec: RunSpec, changes: dict[str, str], progress: Progress, adopt: bool) -> Publication:
+def _run_flow(
+    held: HeldRun, spec: RunSpec, recipe: str, changes: dict[str, str], progress: Progress, adopt: bool
+) -> Publication:
     from flows.pretrain import pretrain_flow  # imports Prefect, which reads its settings when it is imported
 
     if isinstance(progress, BarProgress):
@@ -116,7 +118,7 @@ def _run_flow(held: HeldRun, spec: RunSpec, changes: dict[str, str], progress: P
     # Without a terminal, progress appears in the run's log.
     pretrain = pretrain_flow(held, progress if isinstance(progress, BarProgress) else silent)
     return pretrain(
-        recipe=spec.recipe,
+        recipe=recipe,
         root=spec.storage.root,
         settings=changes,
         run_name=spec.name,

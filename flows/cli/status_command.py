@@ -70,7 +70,7 @@ def _stage(folder: Path) -> str:
         "trained": [folder / MANIFEST],
         "training": [folder / METRICS],
     }
-    return next((stage for stage, made in signs.items() if any(path.exists() for path in made)), "started")
+    return next((stage for stage, made in signs.items() if any(path.exists() for path in made)), "begun")
 
 
 def _read(path: Path) -> dict[str, Any]:

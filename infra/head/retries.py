@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -56,11 +56,11 @@ def judged(
     last = failures[-MOST_ALIKE:]
     if error.retryable and len(last) == MOST_ALIKE and all(each.is_like(this) for each in last):
         return RepeatedFailure(f"training failed {MOST_ALIKE} times in a row with this error: {error}", error.hosts)
-    named = [host for host in _failed_twice(failures) if host in error.hosts]
+    named = {host: times for host, times in _failed_twice(failures).items() if host in error.hosts}
     if not named:
         return error
     kind = HostReplaced if _is_tried_elsewhere(error) and all(map(is_replaced, named)) else type(error)
-    return kind(f"{_blame(failures, named)}: {error}", error.hosts)
+    return kind(f"{_blame(named)}: {error}", error.hosts)
 
 
 def unfit(run_folder: Path) -> dict[str, str]:
@@ -97,16 +97,16 @@ def _parsed(line: str) -> _Failure | None:
         return None
 
 
-def _failed_twice(failures: Iterable[_Failure]) -> list[str]:
+def _failed_twice(failures: Iterable[_Failure]) -> dict[str, int]:
+    """The hosts that have failed at least twice, and how often."""
     count = Counter(host for failure in failures for host in set(failure.hosts))
-    return [host for host, times in count.items() if times >= _UNFIT]
+    return {host: times for host, times in count.items() if times >= _UNFIT}
 
 
 def _newest_tag(run_folder: Path) -> str:
     return max((path.name for path in (run_folder / CHECKPOINTS).glob("step-*")), default="")
 
 
-def _blame(failures: Iterable[_Failure], named: list[str]) -> str:
-    kinds = {host: [each.kind for each in failures if host in each.hosts] for host in named}
-    blamed = "; ".join(f"{host} has failed {len(kinds[host])} times in the last week" for host in named)
+def _blame(named: Mapping[str, int]) -> str:
+    blamed = "; ".join(f"{host} has failed {times} times in the last week" for host, times in named.items())
     return f"{blamed}. Use --exclude {'@'.join(named)}, or --spares to replace such hosts. The last failure"

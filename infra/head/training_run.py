@@ -129,7 +129,7 @@ class _Training:
         transport = Ssh.configured(spec.cluster, Path(folder))
         begun, unique_id = resume.run_fingerprint(spec, self.shards), resume.unique_id(spec.run_folder)
         of_nodes = NodeRun.of(spec, begun, str(unique_id), hosts, transport, needs.checkpoint_bytes)
-        return NodeLocalStorage(of_nodes, self._write_job, self.progress, self.adopt, self.run.claim)
+        return NodeLocalStorage(of_nodes, self._write_job, self.progress, self.run.claim, self.adopt)
 
 
 def _is_replaced(spec: RunSpec, run: HeldRun, host: str) -> bool:
@@ -189,9 +189,13 @@ def require_ready(spec: RunSpec, run: HeldRun | None = None) -> set[str]:
 def hold_ready_run(spec: RunSpec, held: HeldRun | None = None) -> Iterator[HeldRun]:
     """Hold a run (``hold_run``) that passes ``require_ready``. If the caller has ``held`` it already, only check it.
 
+    ``held`` must be this run: raises RuntimeError if its folder is another.
+
     A run that has already begun is held before it is checked: its ranks may be running on hosts, and end when no head
     renews their lease.
     """
+    if held is not None and held.folder != spec.run_folder:
+        raise RuntimeError(f"the run in {held.folder} is held, but the one to train is in {spec.run_folder}")
     with ExitStack() as stack:
         if held is None and spec.run_folder.exists():
             held = stack.enter_context(hold_run(spec.run_folder))

@@ -85,9 +85,11 @@ def act(name: str, head: Channel) -> None:
     """Receive the request for an action and run the action; send the answer to a Query."""
     function = function_of(name)
     request = head.receive(request_type(function))
+    if request is None:
+        raise BadMessage(f"the request for {name!r} did not arrive completely")
     if isinstance(request, Query):
         head.send(function(request))
-    elif request is not None:
+    else:
         function(request, head)
 
 

@@ -69,9 +69,15 @@ class Channel:
         return self._message(end, kind) if end < most_bytes else None
 
     def receive_within(self, seconds: float, kind: type[T]) -> list[T]:
-        """Wait at most ``seconds`` for messages; return them as soon as any arrive, or the peer has closed."""
+        """Wait at most ``seconds`` for messages; return them as soon as any arrive, or the peer has closed.
+
+        Raises WrongMessage as ``receive`` does, and BrokenOff for a message that is too long.
+        """
         deadline = time.monotonic() + seconds
-        while b"\n" not in self._buffer and not self.at_end:
+        searched = 0
+        while self._buffer.find(b"\n", searched) < 0 and not self.at_end:
+            if (searched := len(self._buffer)) >= _MOST_LINE_BYTES:
+                raise BrokenOff(f"the peer sent {searched >> 20} MiB without the end of a message")
             if not select.select([self._reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return []
             self._fill()

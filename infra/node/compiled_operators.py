@@ -12,33 +12,21 @@ be checked. Locks on a disk that machines share are therefore never removed.
 import fcntl
 import logging
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from infra.node.attempts.rank_environment import search_path
 from infra.node.operator_folder import VARIABLE, operator_folder
+from t5train.files.locks import file_system
 
 # On other types, such as nfs, lustre, cifs and fuse, a process on another machine may have a file open.
 _LOCAL = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
-_MOUNTS = Path("/proc/self/mountinfo")
 
 
 def is_on_local_disk(path: Path) -> bool:
     """Whether the file system of a path is of a kind that only one machine mounts."""
-    return _file_system(path.resolve()) in _LOCAL
-
-
-def _file_system(path: Path) -> str:
-    """The file system type at the deepest mount point above the path; of several mounts there, the last one counts."""
-    found = (0, "")
-    for line in _MOUNTS.read_text("utf-8", "surrogateescape").splitlines():
-        fields, _, after = line.partition(" - ")
-        point = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields.split(" ")[4]))
-        if path.is_relative_to(point) and len(point.parts) >= found[0]:
-            found = (len(point.parts), after.split(" ")[0])
-    return found[1]
+    return file_system(path) in _LOCAL
 
 
 _log = logging.getLogger(__name__)

@@ -228,7 +228,7 @@ def _send(pid: int, number: int, belongs: Belongs) -> None:
         os.close(descriptor)
 
 
-_BOOT, _MACHINE = Path("/proc/sys/kernel/random/boot_id"), Path("/etc/machine-id")
+_MACHINE = Path("/etc/machine-id")
 _NETWORK = Path("/proc/self/ns/net")
 
 
@@ -238,4 +238,4 @@ def identity() -> str:
     Containers with separate networks count as separate machines: the rendezvous and its port belong to a network.
     """
     machine = _MACHINE.read_text("ascii").strip() if _MACHINE.exists() else ""
-    return f"{_BOOT.read_text('ascii').strip()} {machine} {_NETWORK.readlink()}"
+    return f"{boot_id()} {machine} {_NETWORK.readlink()}"

@@ -10,7 +10,6 @@ from typing import IO, Any, Self
 from infra.node import processes
 from infra.node.processes import ProcessIdentity
 from infra.testcluster import host_files, namespaces, network, registry
-from infra.testcluster import namespaces as requirements
 from infra.testcluster.host import Host, Process
 from infra.testcluster.network import HEAD
 from infra.testcluster.registry import State
@@ -38,7 +37,7 @@ class Cluster:
             TestClusterError: this machine cannot run several hosts, or the name is taken.
 
         """
-        if missing := requirements.what_is_missing():
+        if missing := namespaces.what_is_missing():
             raise TestClusterError(f"this machine cannot run a test cluster: {missing}")
         if not 1 <= nodes <= network.MOST_NODES:
             raise TestClusterError(f"{nodes} nodes were requested: a test cluster has 1 to {network.MOST_NODES}")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from t5train.checkpoint import sidecar, tags
 from t5train.checkpoint.sidecar import Sidecar
-from t5train.files import run_folder as run_files
 from t5train.files.atomic import discard
+from t5train.files.run_folder import CHECKPOINTS, RELAYOUT
 from t5train.host_resources import require_space
 from t5train.progress import Progress
 from t5train.records.identity import differences, fingerprint
@@ -28,7 +28,7 @@ def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidate
     A result that an earlier, killed attempt left is verified and reused. Raises StorageError if there is not enough
     disk space.
     """
-    folder = spec.run_folder / run_files.CHECKPOINTS / tag
+    folder = spec.run_folder / CHECKPOINTS / tag
     sidecars = sidecar.read_all(folder)
     changed = _changed(sidecars[0], spec)
     if not changed:
@@ -36,9 +36,7 @@ def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidate
         return None
     _log.info("%s was written in another layout (%s): consolidating it first", folder, "; ".join(changed))
     files = tags.files_of(sidecars)
-    out = _only(
-        spec.run_folder / run_files.RELAYOUT, f"{tag}-{fingerprint({n: d.sha256 for n, d in files.items()})[:12]}"
-    )
+    out = _only(spec.run_folder / RELAYOUT, f"{tag}-{fingerprint({n: d.sha256 for n, d in files.items()})[:12]}")
     if not out.exists():
         size = sum(digest.size for digest in files.values())
         require_space(
@@ -54,7 +52,7 @@ def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidate
 
 def discard_consolidated(run_folder: Path) -> None:
     """Remove the consolidated checkpoint, once the newest checkpoint has the layout of the run."""
-    discard(run_folder / run_files.RELAYOUT)
+    discard(run_folder / RELAYOUT)
 
 
 def _changed(written: Sidecar, spec: RunSpec) -> list[str]:

@@ -15,10 +15,9 @@ from t5train.checkpoint.reshard import consolidated_for, discard_consolidated
 from t5train.checkpoint.resume_point import is_asked_to_begin_again, resume_tag, tags_in
 from t5train.data.loader import ORDER_VERSION
 from t5train.errors import IncompleteCheckpoint, LaunchError, RecordError, RunChanged, SpecError
-from t5train.files import run_folder as run_files
 from t5train.files.atomic import write_json, write_text
 from t5train.files.presence import ABSENT, is_there, reading
-from t5train.files.run_folder import tag_of
+from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS, RUN, WITNESS_FOLDER, tag_of
 from t5train.model.starting_model import require_fit, require_vocabulary, start_fingerprint, start_name
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_files
@@ -28,7 +27,7 @@ from t5train.records.witness import WITNESS, WITNESS_TENSORS
 from t5train.spec import RunSpec, build
 from t5train.spec.rank_job import TrainJob
 
-_WITNESS_FILES = tuple(f"{run_files.WITNESS_FOLDER}/{name}" for name in (WITNESS, WITNESS_TENSORS))
+_WITNESS_FILES = tuple(f"{WITNESS_FOLDER}/{name}" for name in (WITNESS, WITNESS_TENSORS))
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -63,7 +62,7 @@ def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
     Raises RunChanged, naming every field that differs with both values, if it was not; the folder stays unchanged.
     Raises the errors of ``require_fit`` if the model to start from does not fit the spec.
     """
-    path = spec.run_folder / run_files.RUN
+    path = spec.run_folder / RUN
     if start_fingerprint(spec.model, progress):
         require_fit(spec.model, int(shards.counts["vocab_size"]))
         require_vocabulary(spec.model, shards.inputs["vocabulary"])
@@ -83,7 +82,7 @@ def unique_id(run_folder: Path) -> str | None:
 
     None before the run begins.
     """
-    path = run_folder / run_files.RUN
+    path = run_folder / RUN
     found = _begun(path, lambda begun: begun.get("unique_id")) if is_there(path) else None
     return None if found is None else str(found)
 
@@ -94,7 +93,7 @@ def _new_id() -> str:
 
 def begun_fingerprint(run_folder: Path) -> str | None:
     """The fingerprint that a run was begun with; None if it has not begun. Raises SpecError if its file is damaged."""
-    path = run_folder / run_files.RUN
+    path = run_folder / RUN
     return _begun(path, lambda begun: str(begun["fingerprint"])) if is_there(path) else None
 
 
@@ -119,7 +118,7 @@ def load_run_spec(run_folder: Path) -> RunSpec:
         SpecError: The file is absent or damaged; the error names it.
 
     """
-    return _begun(run_folder / run_files.RUN, lambda begun: build(begun["spec"]))
+    return _begun(run_folder / RUN, lambda begun: build(begun["spec"]))
 
 
 def require_same(name: str, path: Path, identity: Mapping[str, Any]) -> None:
@@ -157,7 +156,7 @@ def require_same_settings(spec: RunSpec) -> None:
 
     This check needs no tokens. The location of the text is not compared, as it may have been moved.
     """
-    path = spec.run_folder / run_files.RUN
+    path = spec.run_folder / RUN
     if is_there(path):
         _require_same_order(spec.run_name, _begun(path, lambda begun: dict(begun["identity"])))
         _refuse_changes(spec.run_name, differences(_settings(load_run_spec(spec.run_folder)), _settings(spec)))
@@ -206,7 +205,7 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
         start_fingerprint=start_fingerprint(spec.model),
         start_name=start_name(spec.model),
     )
-    path = attempt_folder / run_files.ATTEMPT_SPEC
+    path = attempt_folder / ATTEMPT_SPEC
     write_text(path, job.model_dump_json(indent=1) + "\n")
     return path
 
@@ -216,7 +215,7 @@ def is_job_of(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> bool:
 
     The path of the weights that the run started from is not compared, because it may differ on nodes.
     """
-    job = TrainJob.read(attempt_folder / run_files.ATTEMPT_SPEC)
+    job = TrainJob.read(attempt_folder / ATTEMPT_SPEC)
     model = job.spec.model.model_copy(update={"start_from": spec.model.start_from})
     described = job.spec.model_copy(update={"model": model})
     return described == spec and job.run_fingerprint == run_fingerprint(spec, shards)
@@ -232,12 +231,12 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
     for name in _WITNESS_FILES:
         if not is_there(folder / name):
             raise LaunchError(f"every rank succeeded, but {folder / name} is missing: start the run again")
-    sidecars = tags.require_complete(folder / run_files.CHECKPOINTS / tag, progress)
+    sidecars = tags.require_complete(folder / CHECKPOINTS / tag, progress)
     discard_consolidated(folder)
     files: dict[str, FileDigest] = {
-        f"{run_files.CHECKPOINTS}/{tag}/{name}": digest for name, digest in tags.files_of(sidecars).items()
+        f"{CHECKPOINTS}/{tag}/{name}": digest for name, digest in tags.files_of(sidecars).items()
     }
-    names = [f"{run_files.CHECKPOINTS}/{tag}/{sidecar.sidecar_name(one.rank)}" for one in sidecars]
+    names = [f"{CHECKPOINTS}/{tag}/{sidecar.sidecar_name(one.rank)}" for one in sidecars]
     return Checkpoint(
         path=folder,
         fingerprint=sidecars[0].run_fingerprint,  # as recorded: the weights it started from may no longer exist
@@ -251,7 +250,7 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
 
 def _require_own_checkpoints(spec: RunSpec, shards: TokenShards) -> None:
     """Raise RunChanged if there is a checkpoint of another run, for example because ``run.json`` was replaced."""
-    folder, own = spec.run_folder / run_files.CHECKPOINTS, run_fingerprint(spec, shards)
+    folder, own = spec.run_folder / CHECKPOINTS, run_fingerprint(spec, shards)
     for tag in tags_in(folder):
         try:
             written = tags.require_agreement(sidecar.read_all(folder / tag), folder / tag)

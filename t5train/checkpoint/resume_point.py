@@ -11,10 +11,9 @@ from pathlib import Path
 from t5train.checkpoint import sidecar, tags
 from t5train.checkpoint.last_complete import LastComplete, last_complete, note, nothing_verifies
 from t5train.errors import IncompleteCheckpoint, SpecError
-from t5train.files import run_folder as run_files
 from t5train.files.atomic import sync_folder, write_text
 from t5train.files.presence import is_folder, is_there, names_in
-from t5train.files.run_folder import is_tag
+from t5train.files.run_folder import BEGIN_AGAIN, CHECKPOINTS, LAST_COMPLETE, SET_ASIDE, is_tag
 from t5train.files.set_aside import set_aside
 from t5train.progress import Progress, silent
 from t5train.records.stage_records import MANIFEST
@@ -53,7 +52,7 @@ def newest_verified_tag(run_folder: Path, progress: Progress = silent) -> str | 
     Unreadable, UnknownVersion or UnlistedFile if it cannot be determined whether a tag is complete: an older one
     must not be used in its place.
     """
-    checkpoints, reasons = run_folder / run_files.CHECKPOINTS, list[str]()
+    checkpoints, reasons = run_folder / CHECKPOINTS, list[str]()
     found = tags_in(checkpoints)
     for tag in found:
         try:
@@ -96,13 +95,13 @@ def ask_to_begin_again(run_folder: Path) -> None:
     The request also applies to a run that has never begun under this root, because such a run can adopt checkpoints
     that hosts have.
     """
-    set_aside(run_folder / MANIFEST, run_folder / run_files.SET_ASIDE, "the run begins again")
-    write_text(run_folder / run_files.BEGIN_AGAIN, f"asked at {datetime.now(UTC).isoformat(timespec='seconds')}\n")
+    set_aside(run_folder / MANIFEST, run_folder / SET_ASIDE, "the run begins again")
+    write_text(run_folder / BEGIN_AGAIN, f"asked at {datetime.now(UTC).isoformat(timespec='seconds')}\n")
 
 
 def is_asked_to_begin_again(run_folder: Path) -> bool:
     """Whether the user asked to begin again, and that has not happened yet."""
-    return is_there(run_folder / run_files.BEGIN_AGAIN)
+    return is_there(run_folder / BEGIN_AGAIN)
 
 
 def require_no_pending_begin_again(run_folder: Path) -> None:
@@ -110,24 +109,24 @@ def require_no_pending_begin_again(run_folder: Path) -> None:
     if is_asked_to_begin_again(run_folder):
         raise SpecError(
             f"an earlier --begin-again of run {run_folder.name} has not taken effect. Repeat --begin-again to train "
-            f"from step 0, or remove {run_folder / run_files.BEGIN_AGAIN} to resume from the last checkpoint"
+            f"from step 0, or remove {run_folder / BEGIN_AGAIN} to resume from the last checkpoint"
         )
 
 
 def _begin_again(run_folder: Path) -> None:
-    checkpoints, aside = run_folder / run_files.CHECKPOINTS, run_folder / run_files.SET_ASIDE
+    checkpoints, aside = run_folder / CHECKPOINTS, run_folder / SET_ASIDE
     for tag in tags_in(checkpoints):
         set_aside(checkpoints / tag, aside, "the run begins again at step 0")
-    set_aside(run_folder / run_files.LAST_COMPLETE, aside, "the run begins again at step 0")
-    (run_folder / run_files.BEGIN_AGAIN).unlink()  # last, so that the next start repeats this if it is interrupted
+    set_aside(run_folder / LAST_COMPLETE, aside, "the run begins again at step 0")
+    (run_folder / BEGIN_AGAIN).unlink()  # last, so that the next start repeats this if it is interrupted
     sync_folder(run_folder)
 
 
 def _set_newer_aside(run_folder: Path, tag: str, last: LastComplete | None) -> None:
     """Move tags that are newer than ``tag`` aside if they may once have been complete; others may be overwritten."""
-    checkpoints = run_folder / run_files.CHECKPOINTS
+    checkpoints = run_folder / CHECKPOINTS
     for newer in tags_in(checkpoints):
         never_complete = last is None or newer > last.tag
         if newer > tag and not (never_complete and is_unfinished(checkpoints / newer)):
             why = f"it is damaged and newer than {tag}, which training resumes from"
-            set_aside(checkpoints / newer, run_folder / run_files.SET_ASIDE, why)
+            set_aside(checkpoints / newer, run_folder / SET_ASIDE, why)

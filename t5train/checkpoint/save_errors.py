@@ -1,13 +1,13 @@
 """Explain why torch could not write a file. Its own error names neither the file nor, on a full disk, the cause."""
 
 import os
-import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from t5train.errors import DiskFailed
+from t5train.files.atomic import try_writing
 from t5train.files.os_errors import naming
 
 _WRITER = "inline_container.cc"
@@ -28,7 +28,7 @@ def naming_folder(folder: Path) -> Iterator[None]:
         if _WRITER not in str(error) and not _is_raised_by_serialization(error):
             raise
         try:
-            _write(folder)
+            try_writing(folder, _PROBE_BYTES)
         except OSError as reason:
             raise OSError(reason.errno, reason.strerror, str(folder)) from error
         said = str(error).splitlines()[0]
@@ -42,10 +42,3 @@ def _is_raised_by_serialization(error: RuntimeError) -> bool:
     """Whether torch's archive writer raised the error. Its C++ code has no frame in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename.endswith(_TORCH)
-
-
-def _write(folder: Path) -> None:
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(_PROBE_BYTES))
-        file.flush()
-        os.fsync(file.fileno())

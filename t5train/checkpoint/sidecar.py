@@ -16,13 +16,12 @@ from t5train.errors import IncompleteCheckpoint, StorageError
 from t5train.files.atomic import write_json
 from t5train.files.confined import child
 from t5train.files.presence import ABSENT, names_in, reading
-from t5train.model.parameters import ExpertLayer, ParameterSlot, Precision
+from t5train.model.parameters import PIPELINE_LAYER, ExpertLayer, ParameterSlot, Precision
 from t5train.records.digests import FileDigest
 from t5train.records.identity import fingerprint, is_sealed
 from t5train.records.stage_records import unknown_version
 
 _OWN_DIGEST = "sha256"
-_LAYER = r"\d+|tied_modules\.[^.]+"
 
 
 class _Part(BaseModel):
@@ -116,7 +115,7 @@ class Sidecar(_Part):
     @classmethod
     def _layers_are_named_as_deepspeed_does(cls, layers: dict[str, str]) -> dict[str, str]:
         for layer in layers:
-            if not re.fullmatch(_LAYER, layer):
+            if not re.fullmatch(PIPELINE_LAYER, layer):
                 raise ValueError(f"{layer!r} is not a layer of a pipeline, such as '3' or 'tied_modules.embedding'")
         return layers
 

@@ -7,15 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from t5train.data import sources as pydocs
 from t5train.data.output_folder import making, stage_folder
 from t5train.data.passages import SourceFile
 from t5train.data.segments import SEGMENTS, FileSegments, Segment, write_segments
-from t5train.data.sources import local_files
+from t5train.data.sources import PYDOCS, local_files, pydocs_files, write_pydocs
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
 from t5train.files.os_errors import explain
-from t5train.host_resources import num_cores, require_space
+from t5train.host_resources import num_cores, require_writable
 from t5train.locations import redacted
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files
@@ -49,7 +48,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         StorageError: The folder cannot be written, or holds something else.
 
     """
-    require_space(out or root, 0, "the corpus")  # before hashing, which takes long for a large corpus
+    require_writable(out or root)  # before hashing, which takes long for a large corpus
     sources = _sources(spec, root, progress)
     digests = _digests(sources, progress)
     identity = fingerprint({"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)})
@@ -59,8 +58,8 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         if found := reusable(Corpus, folder, identity, progress, known=recorded):
             return found
         keep_changed_files(folder)
-        if spec.source == pydocs.PYDOCS:
-            pydocs.write_passages(folder / _PYDOCS_FILE, progress)
+        if spec.source == PYDOCS:
+            write_pydocs(folder / _PYDOCS_FILE, progress)
             sources = [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE)]
             recorded = {}
         files = _scanned(sources, spec.workers or num_cores(), progress)
@@ -78,8 +77,8 @@ def corpus_name(spec: CorpusSpec) -> str:
 
 
 def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFile]:
-    if spec.source == pydocs.PYDOCS:
-        return pydocs.source_files()
+    if spec.source == PYDOCS:
+        return pydocs_files()
     return local_files(spec.source, spec.revision, (root / "cache").absolute(), progress)
 
 

@@ -14,7 +14,6 @@ from typing import IO, cast
 
 import orjson
 from backports.zstd import ZstdError
-from fsspec.compression import compr
 from isal.isal_zlib import IsalError
 
 from t5train.data.passages import Passage, Row, SourceFile
@@ -143,6 +142,8 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         if path.suffix not in _COMPRESSIONS:
             yield stored
             return
+        from fsspec.compression import compr  # slow to import, for worker processes that read plain text
+
         with compr[_COMPRESSIONS[path.suffix]](stored, mode="rb") as file:
             yield file
 

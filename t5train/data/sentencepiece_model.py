@@ -30,6 +30,7 @@ from concurrent.futures import TimeoutError as NotYet
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import sentencepiece
@@ -38,7 +39,9 @@ from tokenizers.normalizers import Precompiled
 
 from t5train.errors import InputError, SpecError
 from t5train.progress import Progress
-from t5train.spec import TokenizerSpec
+
+if TYPE_CHECKING:  # importing it takes long for a worker process, which only encodes
+    from t5train.spec import TokenizerSpec
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 SPECIAL_PIECES = ("<pad>", "</s>", "<unk>")
@@ -87,7 +90,7 @@ def require_t5_form(proto: bytes, where: str) -> None:
             )
 
 
-def train(spec: TokenizerSpec, texts: Iterable[str], progress: Progress) -> bytes:
+def train(spec: "TokenizerSpec", texts: Iterable[str], progress: Progress) -> bytes:
     """Train a unigram model of ``spec.vocab_size`` pieces, including T5's special ones, with T5's normalisation.
 
     The same texts in the same order give the same bytes. Raises SpecError if the vocabulary is too large or too small
@@ -107,7 +110,7 @@ def train(spec: TokenizerSpec, texts: Iterable[str], progress: Progress) -> byte
                 return trained
 
 
-def _train(spec: TokenizerSpec, texts: Iterable[str]) -> bytes:
+def _train(spec: "TokenizerSpec", texts: Iterable[str]) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -132,7 +135,7 @@ def _train(spec: TokenizerSpec, texts: Iterable[str]) -> bytes:
     return model.getvalue()
 
 
-def _training_error(spec: TokenizerSpec, why: str) -> SpecError:
+def _training_error(spec: "TokenizerSpec", why: str) -> SpecError:
     if match := re.search(r"value <= (\d+)", why):
         return SpecError(
             f"tokenizer.vocab_size is {spec.vocab_size}: this corpus gives at most {match[1]} pieces. "

@@ -187,7 +187,7 @@ _INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def source_files() -> list[SourceFile]:
+def pydocs_files() -> list[SourceFile]:
     """Return the source files of the standard library, sorted by name."""
     library = Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(library).as_posix() for path in library.rglob("*.py"))
@@ -200,9 +200,9 @@ def source_files() -> list[SourceFile]:
     return [SourceFile(library / name, name) for name in kept]
 
 
-def write_passages(path: Path, progress: Progress = silent) -> None:
+def write_pydocs(path: Path, progress: Progress = silent) -> None:
     """Write the built-in corpus as JSON lines with id, title and text. Duplicate texts are left out."""
-    files = source_files()
+    files = pydocs_files()
     seen: set[str] = set()
     with replacing(path) as out:
         for done, source in enumerate(files, start=1):

@@ -20,8 +20,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import IO, Any
 
-from t5train import errors
-from t5train.errors import T5TrainError, WorkerLost
+from t5train.errors import T5TrainError, WorkerLost, error_of
 
 Json = dict[str, Any]
 Advance = Callable[[int], None]
@@ -111,8 +110,7 @@ def _obituary(worker: _Worker) -> str:
 
 
 def _as_error(message: Json) -> T5TrainError:
-    kind: type[T5TrainError] = getattr(errors, message["error"])
-    return kind(message["message"])
+    return error_of(message["error"], message["message"])
 
 
 def _answer(message: Json) -> None:

@@ -80,19 +80,15 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_error(folder: Path) -> OSError | None:
-    """Return why a folder cannot be written; None if it can.
+def try_writing(folder: Path, num_bytes: int = 1) -> None:
+    """Write a temporary file to a folder. Raises OSError if it cannot be written.
 
-    A file is actually created, because permissions do not reveal read-only or full file systems.
+    Permissions alone do not reveal a read-only or full file system.
     """
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"\0")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error
-    return None
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(num_bytes))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager

@@ -61,7 +61,8 @@ def _projections(path: str, shape: T5Shape) -> Named:
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _EXPERTS, _GATE = "deepspeed_moe.experts.deepspeed_experts.", "deepspeed_moe.gate.wg."
-_LAYER = r"\d+|tied_modules\.[^.]+"
+PIPELINE_LAYER = r"\d+|tied_modules\.[^.]+"
+"""Pattern of DeepSpeed's name of a pipeline layer."""
 
 
 class _Part(BaseModel):
@@ -135,7 +136,7 @@ def huggingface_name(name: str, model_prefix: str, pipeline_layers: Mapping[str,
     rest = name.removeprefix(model_prefix)
     if not pipeline_layers:
         return rest
-    match = re.fullmatch(rf"({_LAYER})\.(.+)", rest)
+    match = re.fullmatch(rf"({PIPELINE_LAYER})\.(.+)", rest)
     if match is None or match[1] not in pipeline_layers:
         raise ValueError(f"{name!r} is in none of the pipeline's layers {sorted(pipeline_layers)}")
     path = pipeline_layers[match[1]]

@@ -6,8 +6,7 @@
 import json
 from pathlib import Path
 
-from t5train import errors
-from t5train.errors import StorageError, T5TrainError
+from t5train.errors import StorageError, T5TrainError, error_of
 from t5train.files.atomic import write_json
 from t5train.files.os_errors import of_rank
 
@@ -34,10 +33,7 @@ def read(rank_files: Path) -> T5TrainError | None:
         reported = json.loads(_path(rank_files).read_text("utf-8"))
     except FileNotFoundError:
         return None
-    kind = getattr(errors, reported["type"])
-    if not (isinstance(kind, type) and issubclass(kind, T5TrainError)):
-        raise TypeError(f"{_path(rank_files)} names {reported['type']!r}, which is not an error of this project")
-    return kind(reported["message"])
+    return error_of(reported["type"], reported["message"])
 
 
 def _path(rank_files: Path) -> Path:

@@ -66,7 +66,7 @@ def digest_safetensors(path: Path) -> SafetensorsDigest:
 
 
 def digest_safetensors_stream(file: IO[bytes], report: Callable[[int], None]) -> SafetensorsDigest:
-    """The digest of a seekable stream, read in order; ``tell`` is called with the number of bytes read so far."""
+    """The digest of a seekable stream, read in order; ``report`` is called with the number of bytes read so far."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     sizes, pieces = _piece_sizes(file, size), []

@@ -59,7 +59,8 @@ def export(
     _require_replaceable(out, seen)
     lineage = _lineage(weights, seen, spec)
     identity = export_fingerprint(lineage)
-    if (existing := reusable(Export, out, identity, progress)) is not None:
+    existing = reusable(Export, out, identity, progress)
+    if existing is not None and (CERTIFICATE in existing.files or _has_current_card(existing, seen)):
         return existing
     with filling(out) as folder:
         _take_files(weights, _weight_names(weights), folder, progress)
@@ -77,6 +78,13 @@ def export(
         ).commit(folder)
         _give_way(out)
     return record
+
+
+def _has_current_card(export: Export, witness: Witness) -> bool:
+    """Whether the card has the words of this version, as certification requires."""
+    others = {name: digest for name, digest in export.files.items() if name != README}
+    card = model_card(witness, export.inputs, others, export.provenance)
+    return (export.path / README).read_bytes() == card.encode("utf-8")
 
 
 def require_exportable(model: ModelSpec) -> None:

@@ -8,12 +8,11 @@ import logging
 import os
 import secrets
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from t5train.errors import CertificationError, DigestMismatch, PublicationError, RecordError, StorageError
-from t5train.files.atomic import copy_durably, filling
+from t5train.files.atomic import copy_durably, filling, try_writing
 from t5train.files.os_errors import explain
 from t5train.files.presence import reading
 from t5train.locations import Counted, explained, local_folder, redacted, remote_folder
@@ -178,8 +177,7 @@ def _try_folder(folder: Path, needed_bytes: int) -> None:
         raise PublicationError(f"{folder} is a symbolic link or a mount point: publish to a folder inside it")
     nearest = next(parent for parent in folder.parents if parent.exists())
     try:
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
+        try_writing(nearest)
         free = shutil.disk_usage(nearest).free
     except OSError as error:
         raise PublicationError(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from t5train.errors import SpecError
-from t5train.files import run_folder as run_files
+from t5train.files.run_folder import CHECKPOINTS, METRICS, TENSORBOARD, WITNESS_FOLDER
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 
@@ -90,19 +90,19 @@ class TrainJob(BaseModel):
     @property
     def checkpoints_folder(self) -> Path:
         """The folder with all tags."""
-        return self.run_folder / run_files.CHECKPOINTS
+        return self.run_folder / CHECKPOINTS
 
     @property
     def witness_folder(self) -> Path:
         """The folder of the witness."""
-        return self.run_folder / run_files.WITNESS_FOLDER
+        return self.run_folder / WITNESS_FOLDER
 
     @property
     def metrics_path(self) -> Path:
         """The file with one JSON line per step."""
-        return self.run_folder / run_files.METRICS
+        return self.run_folder / METRICS
 
     @property
     def tensorboard_folder(self) -> Path:
         """The folder with the same metrics for TensorBoard."""
-        return self.run_folder / run_files.TENSORBOARD
+        return self.run_folder / TENSORBOARD

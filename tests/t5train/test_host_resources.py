@@ -7,7 +7,7 @@ import pytest
 
 from t5train import host_resources
 from t5train.errors import SpecError, StorageError
-from t5train.host_resources import format_bytes, host_memory_bytes, require_host_memory, require_space
+from t5train.host_resources import format_bytes, host_memory_bytes, require_host_memory, require_space, require_writable
 
 
 def test_a_run_that_fits_in_host_memory_passes() -> None:
@@ -47,6 +47,14 @@ def test_a_root_under_a_file_is_refused(tmp_path: Path) -> None:
 def test_a_root_where_no_file_can_be_created_is_refused() -> None:
     with pytest.raises(StorageError, match="/proc/self cannot be written"):
         require_space(Path("/proc/self"), 1, "the run")
+
+
+def test_an_early_check_of_a_root_creates_nothing(tmp_path: Path) -> None:
+    require_writable(tmp_path / "a" / "root")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"file/root cannot be written: Not a directory; choose another root"):
+        require_writable(tmp_path / "file" / "root")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -26,7 +26,8 @@ from t5train.errors import HostError, HostUnreachable
 
 A = TypeVar("A")
 _CHECK = Path(private_code.__file__).read_text("utf-8")
-_END_SECONDS = 10.0
+END_SECONDS = 5.0
+"""How long an action may take to end after its connection has."""
 
 
 def node_command(action: str, code: str | None) -> list[str]:
@@ -142,7 +143,7 @@ def _collect(stderr: IO[bytes], lines: list[bytes]) -> None:
 def _code(process: subprocess.Popen[bytes]) -> int:
     """Wait for a process; returns its exit code, or 0 if it had to be killed."""
     try:
-        return process.wait(_END_SECONDS)
+        return process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
         ssh.kill(process)
         return 0

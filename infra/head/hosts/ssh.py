@@ -234,7 +234,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def failure_of(host: str, argv: Sequence[str], returncode: int, stderr: bytes) -> HostError:
-    """Return the error for a command that ended with this exit code and wrote ``said`` to stderr."""
+    """Return the error for a command that ended with this exit code and wrote ``stderr``."""
     if returncode == SSH_FAILED:
         return failure_of_ssh(host, stderr)
     return RemoteFailed(

@@ -56,7 +56,7 @@ _BROKEN = (
 
 
 def failure_of_ssh(host: str, stderr: bytes) -> HostError:
-    """Return the error for an ssh process that ended with exit code 255 and wrote ``said`` to stderr."""
+    """Return the error for an ssh process that ended with exit code 255 and wrote ``stderr``."""
     for pattern, kind, remedy in _FAILURES:
         if match := re.search(pattern, stderr.decode("utf-8", "replace")):
             name = match.groupdict().get("name") or host  # as in known_hosts: [host]:port if the port is not 22

@@ -31,7 +31,7 @@ from infra.head.preflight.host_preflight import Fit, require_fit
 from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.stop_signal import is_stop, stoppable
 from infra.head.storage.run_storage import RunStorage
-from infra.node.attempts import attempt, head_lease
+from infra.node.attempts import attempt, head_lease, process_guard
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.attempt_actions import PrepareAttempt, Prepared
 from infra.node.attempts.rank_environment import travelling_environment
@@ -142,7 +142,7 @@ def _started(
     transport = Ssh.configured(spec.cluster, launcher.folder)
     try:
         job = storage.make_ready(this.folder)
-        program = ("infra.node.attempts.process_guard", str(place), sys.executable, *spec.program(place / job.name))
+        program = (process_guard.MODULE, str(place), sys.executable, *spec.program(place / job.name))
         write_hostfile(spec.hosts, launcher.folder)
         argv = launch_command(
             spec.cluster, spec.hosts, launcher.folder, master=(fit.rendezvous.address, fit.port), program=program

@@ -21,6 +21,7 @@ from infra.head.hosts.ssh import SSH_CONFIG
 from infra.node import processes
 from infra.node.attempts import attempt
 from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.process_guard import LAUNCHER_OPTION, MODULE
 from infra.node.attempts.rank_environment import search_path
 from infra.node.node_folders import code_folder, head_folder
 from infra.node.processes import RUN_ID_VARIABLE, ProcessIdentity
@@ -139,7 +140,7 @@ class ClusterLauncher:
         _log.info("attempt %s: %s", this.folder.name, " ".join(argv))
         with open(self.folder / f"{attempt.LAUNCHER}.log", "ab") as log:
             self._guard = subprocess.Popen(
-                [sys.executable, "-m", "infra.node.attempts.process_guard", "--launcher", str(self.folder), *argv],
+                [sys.executable, "-m", MODULE, LAUNCHER_OPTION, str(self.folder), *argv],
                 cwd="/",  # DeepSpeed changes to this folder on hosts, too
                 stdin=subprocess.DEVNULL,
                 stdout=log,

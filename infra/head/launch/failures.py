@@ -26,7 +26,7 @@ from t5train.errors import (
     StorageError,
     T5TrainError,
 )
-from t5train.files.atomic import write_error
+from t5train.files.atomic import try_writing
 from t5train.files.os_errors import of_rank
 from t5train.rank import error_report
 
@@ -219,7 +219,9 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
     for rank, record in records.items():
         if record is None and (this.folder / f"{rank_name(rank)}.pid").exists():
             who = _who(this, rank, num_ranks, None)
-            if (error := write_error(this.folder)) is not None:
+            try:
+                try_writing(this.folder)
+            except OSError as error:
                 reason = of_rank(error)
                 what = f"{who} ended, but its exit record was not written: {reason}"
                 return type(reason), what, this.log(rank_name(rank)), []

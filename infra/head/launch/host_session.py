@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from queue import SimpleQueue
 
-from infra.head.hosts.node_client import Nodes, conversation
+from infra.head.hosts.node_client import END_SECONDS, Nodes, conversation
 from infra.head.hosts.ssh import Transport
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.log_tail import Offsets
@@ -22,7 +22,6 @@ _LOOK_SECONDS = 0.25
 _SILENT_SECONDS = 8.0
 """Silence after which to reconnect. That is faster than to wait for TCP, which waits longer after each try."""
 _BACKOFF_SECONDS = (1.0, 2.0)
-_CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class HostSession:
 
     def join(self) -> None:
         """Wait until the session is closed, for a few seconds at most."""
-        self._thread.join(_CLOSE_SECONDS)
+        self._thread.join(END_SECONDS)
 
     def _stay_open(self) -> None:
         for seconds in chain(_BACKOFF_SECONDS, repeat(_BACKOFF_SECONDS[-1])):

@@ -26,7 +26,7 @@ from infra.head.stop_signal import is_stop, stoppable, undisturbed
 from infra.node import ports, processes
 from infra.node.attempts import attempt, shared_memory
 from infra.node.attempts.attempt import Attempt
-from infra.node.attempts.process_guard import LAUNCHER_OPTION
+from infra.node.attempts.process_guard import LAUNCHER_OPTION, MODULE
 from infra.node.attempts.rank_environment import rank_environment
 from infra.node.compiled_operators import clear_stale_locks, missing
 from infra.node.processes import ProcessIdentity
@@ -95,7 +95,7 @@ def command(spec: LaunchSpec, attempt_folder: Path) -> list[str]:
         *("--hostfile", os.devnull),  # not a regular file, so no hosts; the default is /job/hostfile
         *("--num_gpus", str(spec.num_ranks)),
         *("--master_addr", _ADDRESS, "--master_port", str(spec.master_port or "FREE_PORT")),
-        *("--no_local_rank", "--module", "infra.node.attempts.process_guard", str(attempt_folder)),
+        *("--no_local_rank", "--module", MODULE, str(attempt_folder)),
         *(sys.executable, *spec.program(attempt_folder)),
     ]
 
@@ -112,7 +112,7 @@ def _start(this: Attempt, argv: list[str], environment: Mapping[str, str]) -> su
     _log.info("attempt %s: %s", this.folder.name, " ".join(argv))
     with open(this.log(attempt.LAUNCHER), "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "infra.node.attempts.process_guard", LAUNCHER_OPTION, str(this.folder), *argv],
+            [sys.executable, "-m", MODULE, LAUNCHER_OPTION, str(this.folder), *argv],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -94,7 +94,9 @@ def _require_accelerators(cluster: ClusterSpec) -> None:
         return
     import torch  # slow, and only needed for GPUs
 
-    if (found := torch.accelerator.device_count()) < cluster.ranks:
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    found = torch.accelerator.device_count() if kind is not None and kind.type == "cuda" else 0
+    if found < cluster.ranks:
         raise SpecError(
             f"cluster.accelerator is 'cuda' and cluster.ranks is {cluster.ranks}, but this machine has {found} GPUs "
             "that torch can use. Reduce cluster.ranks, or set cluster.accelerator to cpu"

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -101,10 +101,10 @@ class NodeLocalStorage:
     write_job: Callable[[Path], Path]
     """Writes the job, with the head's paths, to the folder of an attempt; returns the file."""
     progress: Progress
+    host_claim: Claim
+    """The claim of the HeldRun, which is also renewed between two attempts."""
     adopt: bool = False
     """Whether to take over the run from another head whose lease has expired."""
-    host_claim: Claim = field(default_factory=Claim)
-    """The claim of the HeldRun, which is also renewed between two attempts."""
 
     @property
     def owner(self) -> str:

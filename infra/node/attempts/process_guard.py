@@ -34,6 +34,7 @@ from infra.node.attempts.watchdog import Verdict, Watchdog
 from infra.node.processes import ProcessIdentity
 from t5train.errors import StorageError
 
+MODULE = "infra.node.attempts.process_guard"
 LAUNCHER_OPTION = "--launcher"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 1.0

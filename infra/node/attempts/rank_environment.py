@@ -12,8 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from infra.node import node_folders
-from infra.node import operator_folder as operators
+from infra.node import node_folders, operator_folder
 from infra.node.attempts.attempt import Attempt, rank_name
 from infra.node.processes import RUN_ID_VARIABLE
 from t5train.errors import LaunchError
@@ -71,7 +70,7 @@ def rank_environment(
     # Ranks of one machine use loopback: if the hostname resolves to 127.0.1.1, gloo would wait until it times out.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("HF_HUB_OFFLINE", "1")
-    environment.setdefault(operators.VARIABLE, str(operators.operator_folder(environment)))
+    environment.setdefault(operator_folder.VARIABLE, str(operator_folder.operator_folder(environment)))
     environment |= _ALWAYS
     if accelerator is not None:
         environment["DS_ACCELERATOR"] = accelerator
@@ -113,7 +112,7 @@ def variables_of_rank(attempt: Attempt, own: Mapping[str, str]) -> dict[str, str
         environment = {name: value for name, value in own.items() if _is_own(name)}
         environment |= {"PATH": search_path(own), "OMP_NUM_THREADS": _threads(max(1, len(attempt.slots)))}
         environment |= given | {name: own[name] for name in _OF_THE_LAUNCH if name in own}
-        environment.setdefault(operators.VARIABLE, str(operators.operator_folder(environment)))
+        environment.setdefault(operator_folder.VARIABLE, str(operator_folder.operator_folder(environment)))
     environment |= _numbers(own)
     environment |= {LOCKS: str(node_folders.node_path("locks"))}
     return environment | {RANK_FILES: str(attempt.rank_files(rank_name(int(environment["RANK"]))))}

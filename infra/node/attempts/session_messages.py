@@ -48,7 +48,6 @@ class Report:
 class Hello(Report):
     """The first report."""
 
-    host: str
     boot_id: str
     offsets: Offsets
 

@@ -6,7 +6,6 @@ for the length of the lease, SIGALRM ends it, whatever it is waiting for at that
 
 import json
 import signal
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +48,7 @@ def watch(request: Watch, head: Channel) -> None:
     """
     folder = attempt_folder(request.run_id)
     tails = LogTails(folder, request.offsets)
-    head.send(Hello(socket.gethostname(), processes.boot_id(), tails.offsets))
+    head.send(Hello(processes.boot_id(), tails.offsets))
     if not (folder / attempt.ATTEMPT).exists() or head_lease.age_seconds(folder) == float("inf"):
         head.send(Ended(()))  # not prepared, or ended, perhaps by a reboot: do not renew its lease
         return

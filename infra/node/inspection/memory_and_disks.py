@@ -15,7 +15,7 @@ from infra.node.processes import identity
 from infra.node.storage.disk_usage import staged_paths, users
 from infra.node.storage.garbage import size_of
 from t5train.errors import StorageError
-from t5train.files.atomic import write_error
+from t5train.files.atomic import try_writing
 from t5train.host_resources import host_memory_bytes
 
 _MARK = ".mark"
@@ -107,8 +107,11 @@ def _read(path: Path) -> str | None:
 
 def _write_error(folder: Path) -> str:
     """Why a folder cannot be written; empty if it can."""
-    error = write_error(folder)
-    return "" if error is None else str(error.strerror)
+    try:
+        try_writing(folder)
+    except OSError as error:
+        return str(error.strerror)
+    return ""
 
 
 def _free_bytes(folder: Path) -> int:

@@ -44,12 +44,12 @@ def spec_digest(spec: str) -> str:
     """Fingerprint of the whole spec, including execution, as this code reads it, or why this code rejects it."""
     if not spec:
         return ""
-    from t5train.records.identity import fingerprint  # pydantic may be missing here, which another check reports
-    from t5train.spec import RunSpec
-
     try:
+        from t5train.records.identity import fingerprint  # imports pydantic, which may be missing here
+        from t5train.spec import RunSpec
+
         return fingerprint(RunSpec.model_validate(json.loads(spec)).model_dump(mode="json"))
-    except (SpecError, ValueError) as error:
+    except (ImportError, SpecError, ValueError) as error:
         return f"refused: {' '.join(str(error).split())[:300]}"
 
 

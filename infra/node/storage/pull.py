@@ -6,7 +6,7 @@ Standard library only, as nodes import it.
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,14 +31,14 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
-def is_whole(folder: Path, wanted: Wanted, on_bytes: Callable[[int], None] = lambda _: None) -> bool:
+def is_whole(folder: Path, wanted: Wanted) -> bool:
     """Whether the file exists with this or an equivalent content. Raises Unreadable if it cannot be read now."""
     path = within(folder, wanted.name)
     good = {Content(wanted.size, wanted.sha256), *wanted.as_good}
     if file_size(path) not in {each.size for each in good}:
         return False
     try:
-        digest, size = _hash_of(path, on_bytes)
+        digest, size = _hash_of(path)
     except ABSENT:
         return False
     return Content(size, digest.hexdigest()) in good
@@ -127,13 +127,12 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _hash_of(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> "tuple[hashlib._Hash, int]":
+def _hash_of(path: Path) -> "tuple[hashlib._Hash, int]":
     digest, size = hashlib.sha256(), 0
     with reading(path), open(path, "rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             size += len(chunk)
-            on_bytes(len(chunk))
     return digest, size
 
 

@@ -10,7 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from t5train.checkpoint.consolidate.layouts.detection import plan_of
-from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, open_checkpoint, refusing_what_vanishes
+from t5train.checkpoint.consolidate.opened_checkpoint import (
+    OpenedCheckpoint,
+    naming_checkpoint,
+    open_checkpoint,
+    refusing_what_vanishes,
+)
 from t5train.checkpoint.consolidate.plan import Plan
 from t5train.checkpoint.consolidate.tensor_writer import write_tensors
 from t5train.checkpoint.tags import files_of
@@ -130,7 +135,8 @@ def consolidate(
     out = out.resolve()
     with refusing_what_vanishes(checkpoint.absolute()):
         opened = open_checkpoint(checkpoint, tag, progress)
-        return _consolidate(opened, out, shard_bytes, _MOMENTS if moments else (), progress)
+        with naming_checkpoint(opened.folder):
+            return _consolidate(opened, out, shard_bytes, _MOMENTS if moments else (), progress)
 
 
 def _consolidate(

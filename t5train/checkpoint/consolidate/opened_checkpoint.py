@@ -150,6 +150,20 @@ def refusing_what_vanishes(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def naming_checkpoint(folder: Path) -> Iterator[None]:
+    """Put the checkpoint's folder before a ConsolidationError within the block that does not name it.
+
+    The caller may not have chosen the tag, and has to know which one not to choose again.
+    """
+    try:
+        yield
+    except ConsolidationError as error:
+        if str(folder) in str(error):
+            raise
+        raise type(error)(f"{folder}: {error}") from error
+
+
 def _tag_folder(checkpoint: Path, tag: str | None) -> Path:
     if not checkpoint.is_dir():
         raise InputError(f"{checkpoint} is not a folder: give a DeepSpeed save folder or the folder of a tag")

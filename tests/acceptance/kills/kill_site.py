@@ -12,6 +12,7 @@ from pathlib import Path
 
 from infra.head.hosts.hostfile import Host, Hosts
 from infra.head.storage.checkpoint_inventory import complete_tags, survey
+from infra.head.storage.claim import Claim
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.run_storage import NodeLocalStorage
 from infra.node import node_folders
@@ -93,7 +94,7 @@ class Site:
     @property
     def storage(self) -> NodeLocalStorage:
         """Prepares hosts for an attempt, and gathers what a run leaves there."""
-        return NodeLocalStorage(self.run, partial(write_job, self.spec, self.shards), silent)
+        return NodeLocalStorage(self.run, partial(write_job, self.spec, self.shards), silent, Claim())
 
     @property
     def checkpoints(self) -> Path:

@@ -259,9 +259,20 @@ def test_logs_are_packed_without_the_environment_and_the_attempt_can_be_removed(
     assert not prepared.exists()
 
 
-def test_importing_infra_node_loads_no_large_package() -> None:
-    heavy = "import sys, infra.node; sys.exit(bool({'torch', 'pydantic', 'numpy', 'prefect'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", heavy], env=os.environ, check=False).returncode == 0
+def test_importing_all_actions_loads_no_large_package(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = "import sys; from infra.node.__main__ import *; [function_of(name) for name in ACTIONS]; print(*sys.modules)"
+    loaded = set(run_python(code).stdout.split())
+    assert "infra.node.storage.chain_copy" in loaded
+    assert not loaded & {"torch", "pydantic", "numpy", "prefect"}
+
+
+def test_a_request_that_breaks_off_is_reported() -> None:
+    command = [sys.executable, "-m", "infra.node", "logs"]
+    ended = subprocess.run(command, input=b'{"PackLogs": {"run', capture_output=True, env=os.environ, check=False)
+    assert (ended.returncode, ended.stdout) == (1, b"")
+    assert b"the request for 'logs' did not arrive completely" in ended.stderr
 
 
 @pytest.mark.parametrize("name", ACTIONS)

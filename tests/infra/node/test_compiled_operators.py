@@ -65,7 +65,7 @@ def test_a_lock_that_another_machine_may_hold_stays(
         "1 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
         f"2 1 0:50 / {str(tmp_path).replace(' ', chr(92) + '040')} rw,relatime shared:5 - nfs4 server:/home rw\n"
     )
-    monkeypatch.setattr(compiled_operators, "_MOUNTS", mounts)
+    monkeypatch.setattr("t5train.files.locks._MOUNTS", mounts)
     environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
     assert clear_stale_locks(environment) == []
     assert lock.exists()

@@ -11,7 +11,7 @@ from t5train.data import sources
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pydocs") / "pydocs.jsonl"
-    sources.write_passages(path)
+    sources.write_pydocs(path)
     return path
 
 
@@ -37,5 +37,5 @@ def test_the_corpus_has_topics_and_docstrings_of_modules_classes_and_functions(p
 
 
 def test_the_corpus_is_the_same_every_time(written: Path, tmp_path: Path) -> None:
-    sources.write_passages(tmp_path / "again")
+    sources.write_pydocs(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == written.read_bytes()

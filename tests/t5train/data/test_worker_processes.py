@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -50,6 +51,15 @@ def sleep(job: Json, advance: Advance) -> Json:
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers import this file as a module."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
+
+
+@pytest.mark.parametrize("module", ["t5train.data.shard_worker", "t5train.data.segments"])
+def test_worker_processes_start_without_pydantic_and_fsspec(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], module: str
+) -> None:
+    loaded = set(run_python(f"import sys, {module}; print(*sys.modules)").stdout.split())
+    assert module in loaded
+    assert not loaded & {"pydantic", "fsspec", "torch", "t5train.spec"}
 
 
 def run(function: str, jobs: int = 4, workers: int = 2) -> list[Json]:

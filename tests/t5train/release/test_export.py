@@ -122,6 +122,23 @@ def test_a_damaged_export_is_made_again(make_trained: MakeTrained, tmp_path: Pat
     again.verify()
 
 
+def test_an_export_with_the_card_of_another_version_is_made_again_unless_it_is_certified(
+    make_trained: MakeTrained, tmp_path: Path
+) -> None:
+    trained = make_trained()
+    made = export(*trained, tmp_path / "out")
+    card = made.path / "README.md"
+    card.write_text(card.read_text().replace("## Verify", "## Check"))
+    older = made.model_copy(update={"files": made.files | digest_files(made.path, ["README.md"])}).commit()
+    (made.path / "certificate.json").write_text("{}")
+    older.model_copy(update={"files": older.files | digest_files(made.path, ["certificate.json"])}).commit()
+    assert export(*trained, tmp_path / "out").reused
+    older.commit()
+    (made.path / "certificate.json").unlink()
+    assert not export(*trained, tmp_path / "out").reused
+    assert "## Verify" in card.read_text()
+
+
 def test_an_export_of_other_weights_replaces_the_old_one(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained()
     old = export(*trained, tmp_path / "out")

@@ -6,13 +6,13 @@ from typing import NamedTuple
 from t5train.checkpoint.consolidate.layouts import (
     expert_masters,
     experts,
+    module_states,
     pipeline,
     pipeline_masters,
     zero0,
     zero3,
     zero12,
 )
-from t5train.checkpoint.consolidate.layouts import module_states as dense
 from t5train.checkpoint.consolidate.layouts.assembly import assemble
 from t5train.checkpoint.consolidate.layouts.module_states import ReadModule
 from t5train.checkpoint.consolidate.layouts.optimizer_states import ReadGroups
@@ -32,8 +32,8 @@ _Files = StateFile
 _PIPELINE_ZERO0 = Layout(pipeline.module_states, pipeline_masters.replicated)
 _PIPELINE = Layout(pipeline.module_states, pipeline_masters.partitioned)
 LAYOUTS: dict[frozenset[StateFile], Layout] = {
-    frozenset({_Files.MODEL}): Layout(dense.module_states, zero0.groups),
-    frozenset({_Files.MODEL, _Files.OPTIMIZER}): Layout(dense.module_states, zero12.groups),
+    frozenset({_Files.MODEL}): Layout(module_states.module_states, zero0.groups),
+    frozenset({_Files.MODEL, _Files.OPTIMIZER}): Layout(module_states.module_states, zero12.groups),
     frozenset({_Files.RANK_MODEL, _Files.OPTIMIZER}): Layout(zero3.module_states, zero3.groups),
     frozenset({_Files.MODEL, _Files.EXPERT, _Files.OPTIMIZER}): Layout(
         experts.module_states, expert_masters.partitioned_groups

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from infra.head.hosts.hostfile import Hosts
+from infra.head.launch.held_run import hold_run
 from infra.head.storage.claim import Claim
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.provisioning import release
@@ -144,7 +145,7 @@ def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_is_r
     def write_job(folder: Path) -> Path:
         raise StopIteration(tags.complete_tags(second.run.checkpoints))
 
-    storage = NodeLocalStorage(second.run, write_job, silent, adopt=True)
+    storage = NodeLocalStorage(second.run, write_job, silent, second.claim, adopt=True)
     storage.claim(are_ranks_running=False)
     with pytest.raises(StopIteration, match=tag_of(8)):
         storage.make_ready(tmp_path)
@@ -164,7 +165,7 @@ def test_adopting_a_run_without_one_of_its_hosts_does_not_restart_it_at_step_0(
     site.save(8)
     simulate_dead_head(site, first)
     partial = replace(second.run, hosts=Hosts(second.run.hosts.all[:1]), nodes=second.run.nodes.on("a"))
-    NodeLocalStorage(partial, Path, silent, adopt=True).claim(are_ranks_running=False)
+    NodeLocalStorage(partial, Path, silent, second.claim, adopt=True).claim(are_ranks_running=False)
     for _ in range(2):  # the second time, this head owns the run
         with pytest.raises(NothingVerifies, match=rf"{tag_of(8)} lacks rank-00001\.json .*--begin-again"):
             recover(partial, silent)
@@ -183,13 +184,14 @@ def test_a_head_notices_that_another_head_has_taken_over_its_run(site: Site, fir
     assert json.loads(path.read_text())["head"] == "other-head"
 
 
-def test_the_lease_is_renewed_until_the_claim_is_ended_and_expires_afterwards(first: Head, second: Head) -> None:
+def test_the_lease_is_renewed_until_the_run_is_released_and_expires_afterwards(first: Head, second: Head) -> None:
     first.run = with_short_lease(first.run)
-    first.claimed()
-    time.sleep(SECONDS + 1)  # as between two attempts, or while the head verifies checkpoints
-    with pytest.raises(RunOwned, match="it may be running"):
-        second.claimed(adopt=True)
-    first.claim.end()
+    with hold_run(first.run.folder) as held:
+        first.claim = held.claim
+        first.claimed()
+        time.sleep(SECONDS + 1)  # as between two attempts, or while the head verifies checkpoints
+        with pytest.raises(RunOwned, match="it may be running"):
+            second.claimed(adopt=True)
     time.sleep(SECONDS + 0.2)
     assert [owner.head for owner in second.claimed(adopt=True)] == ["this-head"]
 

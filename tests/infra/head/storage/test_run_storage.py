@@ -9,6 +9,7 @@ import pytest
 from infra.head.hosts.ssh import Transport
 from infra.head.stop_signal import Stopped
 from infra.head.storage import checkpoint_sync
+from infra.head.storage.claim import Claim
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.run_storage import NodeLocalStorage
 from t5train.checkpoint import tags
@@ -28,7 +29,7 @@ def test_the_last_checkpoint_is_gathered_after_a_stop_but_not_after_a_killed_ran
             raise error
 
     with pytest.raises(type(error)):
-        train(NodeLocalStorage(run, lambda folder: folder, silent))
+        train(NodeLocalStorage(run, lambda folder: folder, silent, Claim()))
     assert tags.complete_tags(run.checkpoints) == gathered
 
 
@@ -53,7 +54,7 @@ def test_the_error_for_a_host_lost_at_the_last_gather_names_what_is_done_and_wha
     transport = Severed(site.nodes.transport)
     cut = replace(run, nodes=replace(run.nodes, transport=transport))
     with pytest.raises(NotGathered) as caught:
-        NodeLocalStorage(cut, lambda folder: folder, silent).take_home()
+        NodeLocalStorage(cut, lambda folder: folder, silent, Claim()).take_home()
     assert str(caught.value).startswith("training is done, but b was lost before the head had the whole result: b: ")
     assert "Start the same command again when b answers" in str(caught.value)
     assert str(caught.value).endswith(f"training then resumes from {tag_of(4)}")
@@ -100,5 +101,5 @@ def test_the_job_is_written_only_after_its_checkpoint_is_gathered(run: NodeRun, 
 
     site.save(8)
     with pytest.raises(RankKilled):
-        NodeLocalStorage(run, write_job, silent).make_ready(tmp_path)
+        NodeLocalStorage(run, write_job, silent, Claim()).make_ready(tmp_path)
     assert gathered_tags == [tag_of(8)]
