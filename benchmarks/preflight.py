@@ -78,7 +78,7 @@ def planned(number: int, rounds: int) -> tuple[int, float, float]:
     needs, text = needs_of(number), "".join(f"{name} slots={SLOTS}\n" for name in names(number))
     answers = facts_of(names(number), {})
     replies = {name: HostReply(facts, facts.started_at, facts.ended_at) for name, facts in answers.items()}
-    head = software({})
+    head = software("")
     walls, works = [], []
     for _ in range(rounds):
         at, work = time.perf_counter(), cpu_seconds()

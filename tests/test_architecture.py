@@ -127,7 +127,13 @@ def imports_of(tree: ast.Module) -> Iterator[tuple[str, bool]]:
     nested = {
         id(node) for top in tree.body for node in ast.walk(top) if isinstance(top, ast.FunctionDef | ast.ClassDef)
     }
-    typing_only = {id(node) for top in tree.body if isinstance(top, ast.If) for node in ast.walk(top)}
+    typing_only = {
+        id(node)
+        for top in tree.body
+        if isinstance(top, ast.If) and ast.unparse(top.test) == "TYPE_CHECKING"
+        for statement in top.body
+        for node in ast.walk(statement)
+    }
     for node in ast.walk(tree):
         if id(node) in typing_only:
             continue

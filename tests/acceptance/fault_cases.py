@@ -106,9 +106,10 @@ def sshd_down(runner: ClusterRunner, _: Started) -> None:
 
 def is_literal(runner: ClusterRunner, _: Started) -> None:
     """Assert that every rank's environment has the value exactly as it was given."""
-    for host in runner.cluster.nodes:
-        for pid in pids(runner, host, RANK):
-            assert f"T5_QUOTED={QUOTED}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    ranks = [pid for host in runner.cluster.nodes for pid in pids(runner, host, RANK)]
+    assert len(ranks) == len(runner.cluster.nodes)
+    for pid in ranks:
+        assert f"T5_QUOTED={QUOTED}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def is_hidden(runner: ClusterRunner, _: Started) -> None:

@@ -224,6 +224,20 @@ def test_a_run_that_lost_all_checkpoints_restarts_only_on_request_even_if_a_node
     assert tags_in(aside) == sorted(before + left)
 
 
+def test_a_node_that_is_down_at_the_start_is_replaced_by_a_spare_with_the_gathered_checkpoint(
+    trained: UnsharedRun, one_host_weights: Any
+) -> None:
+    trained.roll_back(["node0"])
+    trained.wipe("node2")
+    trained.cluster.power_cut("node1")
+    ended = trained.train(["--hostfile", HOSTFILE, "--spares", "1"])
+    trained.cluster.boot("node1")
+    assert ended.exit_code == 0, ended.output[-4000:]
+    assert "node1 does not answer: node2 takes its place" in ended.output
+    assert trained.resumed_from()[-1] == FIRST
+    assert weights(trained.folder) == one_host_weights
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_files_written_on_one_node_are_restored_to_every_node_that_reads_them(
     unshared: UnsharedRun, variant: str

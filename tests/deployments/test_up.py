@@ -97,7 +97,7 @@ def test_runs_that_lost_their_worker_or_their_process_are_closed(
         time.sleep(0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the last test that uses ``second_up``, because it ends it
 def test_up_shuts_down_gracefully_when_a_service_manager_stops_it(second_up: SecondUp) -> None:
     assert second_up.process.stdout is not None
     assert "Prefect is at" in second_up.process.stdout.readline()

@@ -165,8 +165,8 @@ def test_a_run_saves_on_sigterm_and_a_rank_stopped_by_sigstop_is_detected(
         _wait_for(run, 3 + _last_step(run), 4)
         flow.terminate()
         assert flow.wait(60) == -signal.SIGTERM
-    with _started(tmp_path, SAVED_ONLY_ON_SIGNAL, "train") as training:
-        _finish(training, tmp_path)
+    with _started(tmp_path, SAVED_ONLY_ON_SIGNAL) as flow:
+        _finish(flow, tmp_path)
     output = (tmp_path / "output.log").read_text()
     # No checkpoint is due before the end: each that was resumed from was saved because of a signal.
     first, second, third, fourth = (_resumed_from(run, number) for number in (2, 3, 4, 5))
@@ -206,6 +206,7 @@ def test_a_second_start_is_refused_while_the_first_is_running(tmp_path: Path) ->
     assert again.returncode == 1
     assert f"process {flow.pid}" in again.stderr or str(flow.pid) in again.stderr
     assert again.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert not (tmp_path / "runs" / RUN / "attempts/0002").exists()
     assert "watch it at" not in again.stderr  # refused before it looked for a server, which may take a while to start
 
 

@@ -41,7 +41,6 @@ def make_sidecar(rank: int, step: int, files: dict[str, FileDigest], world_size:
 
 NODE = """
 import sys
-from dataclasses import replace
 from pathlib import Path
 from infra.node import node_folders
 node_folders.PARENT = Path(sys.argv.pop(1))

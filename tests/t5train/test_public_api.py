@@ -34,11 +34,9 @@ def test_importing_the_api_does_not_import_torch_or_pydantic(run_python: Callabl
     assert "'build_corpus'" in loaded
 
 
-@pytest.mark.parametrize("name", t5train.__all__)
+@pytest.mark.parametrize("name", [name for name in t5train.__all__ if name != "T5TrainError"])
 def test_every_public_function_documents_its_parameters_result_and_errors(name: str) -> None:
     found: Any = getattr(t5train, name)
-    if inspect.isclass(found):
-        return
     described = inspect.getdoc(found) or ""
     for parameter in inspect.signature(found).parameters:
         assert re.search(rf"^    {parameter}: ", described, re.MULTILINE), parameter

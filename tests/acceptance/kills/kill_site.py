@@ -25,6 +25,7 @@ from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
 from tests.acceptance.kills.independent_tags import find_complete_tags
+from tests.support.simulated_nodes import NODE
 
 HOSTS = ("a", "b")
 SETTINGS = {
@@ -43,14 +44,6 @@ SETTINGS = {
     "storage.validate_every_steps": 1000,
     "storage.validate_sequences": 8,
 }
-_NODE = """
-import sys
-from pathlib import Path
-from infra.node import node_folders
-node_folders.PARENT = Path(sys.argv.pop(1))
-from infra.node.__main__ import main
-sys.exit(main())
-"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class Folders:
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         """The command that runs an action of infra.node."""
         (self.folder / host).mkdir(parents=True, exist_ok=True)
-        return [sys.executable, "-c", _NODE, str(self.folder / host), argv[-1]]
+        return [sys.executable, "-c", NODE, str(self.folder / host), argv[-1]]
 
     def scratch(self, host: str) -> Path:
         """The scratch folder of a host."""

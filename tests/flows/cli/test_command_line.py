@@ -303,7 +303,7 @@ def test_exit_code_3_means_that_training_is_done_but_its_result_is_not_gathered(
 
 
 @pytest.mark.parametrize("command", ["run", "train"])
-def test_an_unfinished_begin_again_stops_later_starts_until_it_is_repeated_or_withdrawn(
+def test_a_start_after_an_unfinished_begin_again_is_refused_with_how_to_repeat_or_withdraw_it(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
     folder = tmp_path / "work" / "runs" / "mine"

@@ -117,7 +117,7 @@ def objects(where: str, kind: Any, value: Any) -> Iterator[tuple[str, dict[str, 
     yield where, value, list(value)
     for name, inner in value.items():
         member = next((each for each in (hints[name], *get_args(hints[name])) if is_dataclass(each)), None)
-        if member is not None and isinstance(inner, dict) and not isinstance(get_origin(hints[name]), type):
+        if member is not None and isinstance(inner, dict) and get_origin(hints[name]) not in {dict, Mapping}:
             yield from objects(f"{where}.{name}", member, inner)
 
 

@@ -249,7 +249,7 @@ def test_a_host_whose_disk_cannot_be_written_is_named_at_once(
     look_until(supervision, lambda: lease.read_text() != begun)
     lease.unlink()
     lease.symlink_to(lease.name)  # a link to itself cannot be opened
-    look_until(supervision, lambda: supervision.failed)
+    look_until(supervision, lambda: supervision.failed, 5)
     assert type(supervision.failure) is DiskFailed
     assert str(supervision.failure).startswith(f"b: {lease}: Too many levels of symbolic links; ")
     assert supervision.failure.hosts == ("b",)
