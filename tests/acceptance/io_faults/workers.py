@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from infra.node.attempts.rank_environment import search_path
+from infra.node.operator_folder import VARIABLE, operator_folder
 from tests.acceptance.io_faults import interposer
 
 _ENVIRONMENT = {
@@ -35,12 +36,13 @@ class Worker:
 
     def __init__(self, folder: Path, number: int, library: Path) -> None:
         self.folder = folder / f"worker-{number}"
+        operators = {VARIABLE: str(operator_folder())}  # as guards set it for ranks
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.acceptance.io_faults.worker", str(folder), str(number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | _ENVIRONMENT | {"LD_PRELOAD": str(library), "PATH": search_path()},
+            env=os.environ | _ENVIRONMENT | {"LD_PRELOAD": str(library), "PATH": search_path()} | operators,
             start_new_session=True,
         )
 

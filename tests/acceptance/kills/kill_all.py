@@ -20,6 +20,8 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+from infra.node.compiled_operators import clear_stale_locks
+from infra.node.operator_folder import VARIABLE, operator_folder
 from t5train.checkpoint.consolidate import consolidate
 from t5train.checkpoint.resume import conclude, open_run
 from t5train.records.stage_records import Export, TokenizerFiles
@@ -32,6 +34,8 @@ from tests.acceptance.kills.kill_tally import HEADER, Tally
 
 # Set this before anything asks for an accelerator. Each rank has one core.
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
+# These ranks have no guard that would set it. A rank that is killed while it compiles leaves a lock behind.
+os.environ[VARIABLE] = str(operator_folder())
 
 
 def train_with_kills(site: Site, folder: Path, seed: int, kills: int) -> Tally:
@@ -79,6 +83,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50, help="of each stage")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    clear_stale_locks()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="kills-", ignore_cleanup_errors=True) as folder:
         tallies = kill_all(Path(folder), arguments.seed, arguments.kills)
