@@ -86,6 +86,7 @@ def test_each_call_fails_in_turn_with_the_injected_error(library: Path, tmp_path
 @pytest.mark.parametrize(
     ("path", "replaced"),
     [
+        (".", "."),
         ("runs/small/.run.json.1a2b3c4d.tmp", "runs/small/.run.json.*.tmp"),
         ("checkpoints/removed-0123abcd/x", "checkpoints/removed-*/x"),
         ("checkpoints/step-00000004/x", "checkpoints/step-00000004/x"),

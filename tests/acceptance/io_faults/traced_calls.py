@@ -123,7 +123,7 @@ def _track_attached(thread: str, call: str, rest: str, attached: set[str], regio
 
 def normalised(path: str, folder: Path) -> str:
     """The path relative to the folder, with its random parts replaced by ``*`` as in the library."""
-    return "/".join(map(_without_random_parts, Path(path).relative_to(folder).parts))
+    return "/".join(map(_without_random_parts, str(Path(path).relative_to(folder)).split("/")))
 
 
 def _without_random_parts(name: str) -> str:
