@@ -7,7 +7,7 @@ from t5train.spec.cluster_spec import Accelerator, ClusterSpec, DeadlinesSpec, M
 from t5train.spec.data_spec import NUM_SENTINELS, CorpusSpec, ObjectiveSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.model_spec import ExpertsSpec, ModelSpec, pad_vocabulary
 from t5train.spec.overrides import SpecPart, nearest
-from t5train.spec.run_spec import RUN_NAME_PATTERN, RunSpec, build, read, setting_names
+from t5train.spec.run_spec import RUN_NAME_PATTERN, RunSpec, build, setting_names
 from t5train.spec.training_spec import LayoutSpec, OptimizerSpec
 
 __all__ = [
@@ -31,6 +31,5 @@ __all__ = [
     "build",
     "nearest",
     "pad_vocabulary",
-    "read",
     "setting_names",
 ]

@@ -1,6 +1,5 @@
 """RunSpec: everything that decides a run, as data."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -154,14 +153,6 @@ def build(values: Mapping[str, Any]) -> RunSpec:
         return RunSpec.model_validate(values)
     except ValidationError as error:
         raise SpecError(explain(error, setting_names())) from None
-
-
-def read(path: Path) -> RunSpec:
-    """Read a RunSpec from a JSON file. Raises SpecError if the file cannot be read or is not valid."""
-    try:
-        return build(json.loads(path.read_text("utf-8")))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SpecError(f"{path} cannot be read as a run spec ({error}). Restore or correct the file") from error
 
 
 def setting_names() -> list[str]:

@@ -128,15 +128,6 @@ def quoted(argv: Sequence[str]) -> str:
     return " ".join("'" + argument.replace("'", "'\"'\"'") + "'" for argument in argv)
 
 
-def run(transport: Transport, host: str, argv: Sequence[str], *, stdin: bytes = b"", deadline_seconds: float) -> Output:
-    """Run a command on a host, and wait until it ends.
-
-    Raises HostUnreachable, HostKeyMismatch, HostTimeout, or RemoteFailed if its exit code is not 0.
-    """
-    process = _started(transport, host, argv, deadline_seconds)
-    return _output(process, host, argv, stdin, deadline_seconds)
-
-
 def run_everywhere(
     transport: Transport,
     hosts: Iterable[str],

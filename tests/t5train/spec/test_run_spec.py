@@ -1,7 +1,6 @@
 """A RunSpec is made from settings; a wrong one is refused with its name, its value and its constraint."""
 
 import json
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t5train.errors import SpecError
-from t5train.spec import Accelerator, build, pad_vocabulary, read
+from t5train.spec import Accelerator, build, pad_vocabulary
 from t5train.spec.recipes import recipe, smoke
 
 EXPERTS = {"model.version": "v1.0", "model.moe.num_experts": 4}
@@ -47,12 +46,11 @@ def test_a_name_that_is_not_a_setting_is_refused(unknown: str) -> None:
         smoke().with_settings({unknown: 1})
 
 
-def test_an_unknown_name_in_a_spec_file_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+def test_an_unknown_name_in_a_recorded_spec_is_refused_with_the_nearest_one() -> None:
     values = smoke().model_dump(mode="json")
     values["optimizer"]["num_step"] = 5
-    (tmp_path / "spec.json").write_text(json.dumps(values))
     with pytest.raises(SpecError, match=r"optimizer\.num_step is 5: unknown setting \(did you mean"):
-        read(tmp_path / "spec.json")
+        build(values)
 
 
 @pytest.mark.parametrize(
@@ -168,18 +166,6 @@ def test_all_invalid_settings_are_reported_at_once() -> None:
         build(values)
     assert "optimizer.num_steps" in str(caught.value)
     assert "cluster.ranks" in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"null", b'"smoke"'])
-def test_a_file_that_is_not_a_spec_is_refused(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "spec.json").write_bytes(content)
-    with pytest.raises(SpecError):
-        read(tmp_path / "spec.json")
-
-
-def test_a_missing_spec_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"absent\.json cannot be read as a run spec"):
-        read(tmp_path / "absent.json")
 
 
 @given(pieces=st.integers(1, 300_000))

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from infra.head.hosts import code_shipping, node_client
 from infra.head.hosts import ssh as ssh_module
-from infra.head.hosts.ssh import Output, Ssh, quoted, run, run_everywhere, ssh_config
+from infra.head.hosts.ssh import Output, Ssh, Transport, quoted, run_everywhere, ssh_config
 from infra.node import processes
 from infra.node.node_folders import node_path
-from t5train.errors import HostKeyMismatch, HostTimeout, HostUnreachable, RemoteFailed, SpecError
+from t5train.errors import HostError, HostKeyMismatch, HostTimeout, HostUnreachable, RemoteFailed, SpecError
 from t5train.spec import ClusterSpec
 
 HERE = "127.0.0.1"
@@ -74,6 +74,14 @@ def test_the_first_word_runs_as_a_program_even_if_it_is_shell_syntax(name: str, 
     (tmp_path / name).chmod(0o700)
     shell = ["/bin/sh", "-c", quoted([name])]
     assert subprocess.run(shell, check=False, capture_output=True, env={"PATH": str(tmp_path)}).stdout == b"it ran\n"
+
+
+def run(transport: Transport, host: str, argv: Sequence[str], *, stdin: bytes = b"", deadline_seconds: float) -> Output:
+    """The output of a command on one host. Raises its error."""
+    replies = run_everywhere(transport, [host], argv, stdin_of=lambda _: stdin, deadline_seconds=deadline_seconds)
+    if isinstance(reply := replies[host], HostError):
+        raise reply
+    return reply
 
 
 def test_ssh_passes_arguments_input_and_output_unchanged(sshd: Sshd) -> None:
