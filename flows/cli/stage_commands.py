@@ -200,7 +200,9 @@ def verify(place: Annotated[str, typer.Argument(metavar="PATH_OR_URL", help="Fol
 def _only_shards(root: Path) -> Path:
     found = [folder for folder in visible_in(root / "shards") if (folder / MANIFEST).exists()]
     if not found:
-        raise InputError(f"there are no token shards under {root / 'shards'}: name a folder of them with --shards, or use `run`")
+        raise InputError(
+            f"there are no token shards under {root / 'shards'}: name a folder of them with --shards, or use `run`"
+        )
     if len(found) > 1:
         names = ", ".join(str(folder) for folder in found)
         raise InputError(f"there are several folders of token shards ({names}): choose one with --shards")

@@ -32,7 +32,7 @@ from infra.head.storage.run_storage import NodeLocalStorage, RunStorage, SharedS
 from t5train.checkpoint import resume
 from t5train.checkpoint.resume import has_finished, require_same_settings
 from t5train.checkpoint.resume_point import ask_to_begin_again
-from t5train.errors import HostError, LaunchError
+from t5train.errors import HostError, LaunchError, SpecError
 from t5train.files.run_folder import METRICS
 from t5train.host_resources import require_space
 from t5train.metrics import last_metrics
@@ -189,13 +189,16 @@ def require_ready(spec: RunSpec, run: HeldRun | None = None) -> set[str]:
 def hold_ready_run(spec: RunSpec, held: HeldRun | None = None) -> Iterator[HeldRun]:
     """Hold a run (``hold_run``) that passes ``require_ready``. If the caller has ``held`` it already, only check it.
 
-    ``held`` must be this run: raises RuntimeError if its folder is another.
+    Raises SpecError if ``held`` is another run.
 
     A run that has already begun is held before it is checked: its ranks may be running on hosts, and end when no head
     renews their lease.
     """
     if held is not None and held.folder != spec.run_folder:
-        raise RuntimeError(f"the run in {held.folder} is held, but the one to train is in {spec.run_folder}")
+        raise SpecError(
+            f"{held.folder} is locked for this command, but its settings are those of the run {spec.run_folder}. Start "
+            "the run again"
+        )
     with ExitStack() as stack:
         if held is None and spec.run_folder.exists():
             held = stack.enter_context(hold_run(spec.run_folder))

@@ -38,7 +38,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, get_type_hints
 
-from infra.node.channel import Channel, WrongMessage, head_channel
+from infra.node.channel import BrokenOff, Channel, WrongMessage, head_channel
 from infra.node.messages import Failure, Query, encode
 from t5train.errors import BadMessage, StorageError, T5TrainError
 from t5train.files.os_errors import explain
@@ -86,7 +86,7 @@ def act(name: str, head: Channel) -> None:
     function = function_of(name)
     request = head.receive(request_type(function))
     if request is None:
-        raise BadMessage(f"the request for {name!r} did not arrive completely")
+        raise BrokenOff(f"the request for {name!r} did not arrive whole. Check that ~/.bashrc there reads no input")
     if isinstance(request, Query):
         head.send(function(request))
     else:

@@ -3,7 +3,7 @@
 The type hints of a class define its form. A field can be a bool, int, float, str, bytes, Path, StrEnum, another
 dataclass or NamedTuple, a list or tuple of these, a dict or Mapping from str to these, or any of these or None. Every
 field is sent and every field is required, so that versions of this project whose messages differ detect it. A
-request and its answer are defined beside the function of the action. Messages that can arrive at the same point share a
+request and its answer are defined in the package of the action. Messages that can arrive at the same point share a
 base class. Standard library only, as nodes import it.
 """
 

@@ -176,7 +176,7 @@ class _Stat:
 
 
 def _is_running(pid: int, belongs: Callable[[_Stat], bool]) -> bool:
-    """Whether a process runs, and is one that is asked for. A zombie does not run."""
+    """Whether a process is running and satisfies ``belongs``. A zombie is not running."""
     try:
         stat = _stat(pid)
     except ProcessLookupError:

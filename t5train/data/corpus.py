@@ -45,7 +45,8 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
 
     Raises:
         InputError: The source is missing, empty, truncated, not UTF-8 or malformed.
-        StorageError: The folder cannot be written, or holds something else.
+        StorageError: The folder cannot be written, or holds something else. A full disk is noticed only once there is
+            something to write, because a finished corpus needs no space.
 
     """
     require_writable(out or root)  # before hashing, which takes long for a large corpus
@@ -53,6 +54,8 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
     digests = _digests(sources, progress)
     identity = fingerprint({"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)})
     folder = out or stage_folder(root, "corpus", corpus_name(spec), identity)
+    if out is None:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
     with making(folder, identity):
         recorded = {str(source.path): digest for source, digest in digests.items()}
         if found := reusable(Corpus, folder, identity, progress, known=recorded):

@@ -31,7 +31,10 @@ def making(folder: Path, fingerprint: str) -> Iterator[None]:
         lock_or_wait(claim.fileno(), folder)
         for leftover in folder.glob(f".*.{'[0-9a-f]' * 8}.tmp"):
             leftover.unlink()
-        _own(claim, folder, fingerprint)
+        try:
+            _own(claim, folder, fingerprint)
+        except OSError as error:
+            raise StorageError(f"{folder} cannot be written: {explain(error)}") from error
         yield
 
 

@@ -47,6 +47,7 @@ def local_files(source: str, revision: str, cache: Path, progress: Progress) -> 
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
         key = hashlib.sha256(f"{redacted(source)}\n{revision}".encode()).hexdigest()[:16]
         places = _places(cache / key, names, f"corpus.source {redacted(source)!r}")
+        cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the root, which is private
         return [
             SourceFile(_downloaded(filesystem, each, place, progress), name)
             for each, name, place in zip(found, names, places, strict=True)

@@ -46,7 +46,7 @@ _NETWORK = re.compile(
 def file_system(path: Path) -> str:
     """The type of the file system that ``path`` is on, such as ``ext4`` or ``nfs4``."""
     real, found, longest = os.path.realpath(path), "unknown", ""
-    for line in _MOUNTS.read_text("utf-8", "replace").splitlines():
+    for line in _MOUNTS.read_text("utf-8", "surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
         mounted_on = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
         is_above = real == mounted_on or real.startswith(mounted_on.rstrip("/") + "/")

@@ -177,8 +177,9 @@ def _try_folder(folder: Path, needed_bytes: int) -> None:
         raise PublicationError(f"{folder} is a symbolic link or a mount point: publish to a folder inside it")
     nearest = next(parent for parent in folder.parents if parent.exists())
     try:
-        try_writing(nearest)
         free = shutil.disk_usage(nearest).free
+        if free >= needed_bytes:
+            try_writing(nearest)
     except OSError as error:
         raise PublicationError(
             f"{folder} cannot be created: {nearest} is not writable ({error.strerror}). Make {nearest} writable, or "

@@ -185,7 +185,7 @@ def test_the_key_is_in_its_file_and_nowhere_else(watched: Watched) -> None:
     forms = [key.partition(":")[2].encode(), b64encode(key.encode())]
     contents = dict[Path, bytes]()
     for path in (Path(folder, name) for folder, _, names in os.walk(watched.root) for name in names):
-        with suppress(FileNotFoundError):  # services remove the records of runs that have ended, also while this reads
+        with suppress(FileNotFoundError):  # the server may remove a run's record while the test reads
             contents |= {path: path.read_bytes()} if path.is_file() else {}
     del contents[watched.root / "prefect/api-key"]
     assert {"prefect.db", "server.log", "worker.log"} < {path.name for path in contents}

@@ -1,7 +1,10 @@
 """A run that does not fit on this machine is refused before anything starts."""
 
+import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,6 +58,15 @@ def test_an_early_check_of_a_root_creates_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"file/root cannot be written: Not a directory; choose another root"):
         require_writable(tmp_path / "file" / "root")
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(errno.ENOSPC, False), (errno.EDQUOT, False), (errno.EROFS, True)])
+def test_an_early_check_of_a_root_ignores_only_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_refused: bool
+) -> None:
+    monkeypatch.setattr(host_resources, "try_writing", Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(StorageError, match="cannot be written") if is_refused else nullcontext():
+        require_writable(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -27,7 +27,7 @@ from t5train.errors import HostError, HostUnreachable
 A = TypeVar("A")
 _CHECK = Path(private_code.__file__).read_text("utf-8")
 END_SECONDS = 5.0
-"""How long an action may take to end after its connection has."""
+"""How long to wait for the exit code of an action whose connection has ended."""
 
 
 def node_command(action: str, code: str | None) -> list[str]:

@@ -58,7 +58,7 @@ class HostSession:
 
     def join(self) -> None:
         """Wait until the session is closed, for a few seconds at most."""
-        self._thread.join(END_SECONDS)
+        self._thread.join(END_SECONDS + 1.0)
 
     def _stay_open(self) -> None:
         for seconds in chain(_BACKOFF_SECONDS, repeat(_BACKOFF_SECONDS[-1])):

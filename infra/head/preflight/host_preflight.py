@@ -196,8 +196,13 @@ def require_fit(requirements: LaunchRequirements, transport: Transport) -> Fit:
         silent = [host for problem in report.problems for host in problem.hosts]
         raise HostUnreachable("; ".join(problem.text for problem in report.problems), silent)  # may be transient
     rendezvous, port = report.judged.rendezvous, report.judged.port
-    if report.problems or rendezvous is None or port is None:
+    if report.problems:
         raise _error(report.problems)
+    if rendezvous is None or port is None:
+        raise PreflightError(
+            "no address and port were found at which all ranks can meet. Set cluster.master_address and "
+            "cluster.master_port"
+        )
     for remark in report.findings:
         _log.warning("%s: %s", remark.check, remark.text)
     return Fit(rendezvous, port, report.judged.is_node_local)

@@ -152,16 +152,16 @@ def refusing_what_vanishes(checkpoint: Path) -> Iterator[None]:
 
 @contextmanager
 def naming_checkpoint(folder: Path) -> Iterator[None]:
-    """Put the checkpoint's folder before a ConsolidationError within the block that does not name it.
+    """Prefix a ConsolidationError that does not name the checkpoint with the checkpoint's folder.
 
     The caller may not have chosen the tag, and has to know which one not to choose again.
     """
     try:
         yield
     except ConsolidationError as error:
-        if str(folder) in str(error):
+        if str(folder.absolute()) in str(error):
             raise
-        raise type(error)(f"{folder}: {error}") from error
+        raise type(error)(f"{folder.absolute()}: {error}") from error
 
 
 def _tag_folder(checkpoint: Path, tag: str | None) -> Path:

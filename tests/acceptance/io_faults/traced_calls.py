@@ -127,7 +127,7 @@ def normalised(path: str, folder: Path) -> str:
 
 
 def _without_random_parts(name: str) -> str:
-    """Eight characters are random if one is a digit, or at the end of a hidden name, which may do without digits."""
+    """Eight characters are random if one of them is a digit, or if they end the name of a hidden file."""
     replaced = _RANDOM.sub("*", name)
     return _RANDOM_END.sub("*", replaced) if name.startswith(".") else replaced
 

@@ -269,6 +269,15 @@ def test_more_ranks_than_gpus_are_refused_before_anything_starts(
     assert not (tmp_path / "work").exists()
 
 
+def test_accelerators_of_another_kind_do_not_count_as_gpus(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 64)
+    assert t5_pretrain("run", "smoke", "--set", "cluster.accelerator=cuda") == 1
+    assert "this machine has 0 GPUs that torch can use" in capsys.readouterr().err
+
+
 def test_fp16_on_a_cpu_that_does_not_support_it_is_refused_before_anything_starts(
     t5_pretrain: Callable[..., int],
     capsys: pytest.CaptureFixture[str],

@@ -1,4 +1,4 @@
-"""The disk space that is required before training starts."""
+"""What is required before training starts: disk space, and the lock of the run itself."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,10 @@ from unittest.mock import patch
 import pytest
 
 from infra.head import training_run
-from infra.head.training_run import require_ready
+from infra.head.launch.held_run import hold_run
+from infra.head.training_run import hold_ready_run, require_ready
 from t5train.data.tokenizer import expected_vocab_size
-from t5train.errors import StorageError
+from t5train.errors import SpecError, StorageError
 from t5train.model.model_shape import count_parameters, resolve
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
@@ -36,6 +37,19 @@ def required_bytes(root: Path, **storage: Any) -> int:
 
 def _spec(root: Path) -> RunSpec:
     return SMOKE.with_settings(RUN | {"storage.root": json.dumps(str(root)), "name": "it"})
+
+
+def test_a_run_is_not_trained_while_another_one_is_held(tmp_path: Path) -> None:
+    spec = _spec(tmp_path)
+    other = spec.with_settings({"name": "other"})
+    with (
+        hold_run(other.run_folder) as held,
+        pytest.raises(
+            SpecError, match=rf"{other.run_folder} is locked .* of the run {spec.run_folder}\. Start the run"
+        ),
+        hold_ready_run(spec, held),
+    ):
+        pytest.fail("the run was ready")
 
 
 def test_a_run_needs_disk_space_for_the_checkpoints_that_it_will_keep(tmp_path: Path) -> None:

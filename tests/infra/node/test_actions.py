@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar, get_type_hints
 
 import pytest
 
+from infra.head.hosts.host_answers import reported
 from infra.head.hosts.node_client import Nodes
 from infra.node.__main__ import ACTIONS, function_of, request_type
 from infra.node.attempts import attempt, head_lease
@@ -272,7 +273,8 @@ def test_a_request_that_breaks_off_is_reported() -> None:
     command = [sys.executable, "-m", "infra.node", "logs"]
     ended = subprocess.run(command, input=b'{"PackLogs": {"run', capture_output=True, env=os.environ, check=False)
     assert (ended.returncode, ended.stdout) == (1, b"")
-    assert b"the request for 'logs' did not arrive completely" in ended.stderr
+    error = reported("node1", RemoteFailed("node1: ended with exit code 1", ["node1"], ended.stderr))
+    assert str(error) == "node1: the request for 'logs' did not arrive whole. Check that ~/.bashrc there reads no input"
 
 
 @pytest.mark.parametrize("name", ACTIONS)

@@ -5,6 +5,7 @@ import gzip
 import logging
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,16 @@ def test_the_output_folder_of_a_failed_build_can_be_used_for_other_text(tmp_path
     build_corpus(CorpusSpec(source=str(tmp_path / "good.txt"), workers=1), tmp_path, out=tmp_path / "out")
     with pytest.raises(StorageError, match="holds a result of other inputs"):
         build_corpus(CorpusSpec(source=str(tmp_path / "other.txt"), workers=1), tmp_path, out=tmp_path / "out")
+
+
+def test_a_new_root_is_private_and_is_made_only_for_a_source_that_exists(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("one\n")
+    root = tmp_path / "new" / "root"
+    with pytest.raises(InputError):
+        build_corpus(CorpusSpec(source=str(tmp_path / "god.txt"), workers=1), root)
+    assert not root.parent.exists()
+    build_corpus(CorpusSpec(source=str(tmp_path / "good.txt"), workers=1), root)
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
 
 
 def test_empty_files_are_refused_before_they_are_read(tmp_path: Path) -> None:

@@ -114,6 +114,11 @@ def test_stale_locks_are_removed_and_compiled_operators_found(question: Question
     assert not (folder / "lock").exists()
 
 
+def test_a_missing_package_that_the_spec_needs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "t5train.spec", None)
+    assert software.spec_digest("{}").startswith("refused: import of t5train.spec halted")
+
+
 def test_ninja_is_searched_for_on_the_path_that_ranks_get(question: Question, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert collect_facts(question).build.ninja == str(Path(sys.executable).parent / "ninja")

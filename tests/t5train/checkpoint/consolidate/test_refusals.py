@@ -28,8 +28,10 @@ RANK1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 def require_refused(error: type[T5TrainError], match: str, checkpoint: Path, out: Path, **options: Any) -> None:
     before = sorted(out.parent.iterdir())
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=match) as caught:
         consolidate(checkpoint, out, **options)
+    if isinstance(caught.value, ConsolidationError):
+        assert str(checkpoint) in str(caught.value)
     assert sorted(out.parent.iterdir()) == before
 
 
