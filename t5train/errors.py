@@ -288,6 +288,10 @@ class PublicationError(T5TrainError):
     """A published folder is incomplete, damaged, or holds something else."""
 
 
+class RegressionError(T5TrainError):
+    """A night of the regression cannot be run, or there is none to show or accept."""
+
+
 def error_of(name: str, message: str) -> T5TrainError:
     """Return the error that another process reported by class name; a T5TrainError if there is no such class."""
     kind = globals().get(name)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from t5train.engine.collectives import gather, gather_floats
-from t5train.metrics import Values
 from t5train.model.t5 import T5
+from t5train.records.metrics import STARVING, Values
 
 if TYPE_CHECKING:
     from t5train.model.pipeline_model import T5Pipeline
@@ -66,7 +66,7 @@ class Routing:
                 STARVING_SHARE,
                 ", ".join(starving),
             )
-        return {"starving_experts": len(starving), **tokens}
+        return {STARVING: len(starving), **tokens}
 
     def _collect(self) -> tuple[dict[str, Tensor], int]:
         """Return tokens by layer and expert, and the number above capacity, over all ranks, since the last call."""

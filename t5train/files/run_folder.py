@@ -42,6 +42,8 @@ EXPORT = "export"
 """The Hugging Face folder."""
 PUBLISHED = "published.json"
 """Where the run was published last."""
+REPORT = "report"
+"""Folder with what people read about the run: its data, plot of training, proof, summary, and last failure."""
 _TAG = re.compile("step-[0-9]{8}")
 _REMOVED = "removed-"
 

@@ -1,4 +1,4 @@
-"""The records of stages (``manifest.json``), their identities, digests, and the witness of a training run.
+"""The records of stages (``manifest.json``), their identities, digests, and the witness and metrics of training.
 
 Not here: comparing a published folder with them (``t5train.release``).
 """

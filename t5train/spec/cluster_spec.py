@@ -116,7 +116,7 @@ class ClusterSpec(SpecPart):
         1, ge=1, le=16384, title="Ranks", description="Processes, one per accelerator; with a hostfile, its slots"
     )
     accelerator: Accelerator | None = Field(
-        None, title="Accelerator", description="DeepSpeed's name; found when left out"
+        None, title="Accelerator", description="DeepSpeed's name, such as cpu; the kind that torch finds when left out"
     )
     master_port: int | None = Field(
         None, ge=1024, le=65535, title="Port", description="Port of the rendezvous; a free one when left out"

@@ -40,6 +40,18 @@ def names_in(spec: type[BaseModel]) -> list[str]:
     return names
 
 
+def json_schemas(spec: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    """Return the JSON schema of every setting of a spec's class, by its name ``part.key``."""
+    schemas: dict[str, dict[str, Any]] = {}
+    properties = spec.model_json_schema()["properties"]
+    for name, field in spec.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            schemas |= {f"{name}.{key}": schema for key, schema in json_schemas(field.annotation).items()}
+        else:
+            schemas[name] = properties[name]
+    return schemas
+
+
 def change(spec: type[BaseModel], values: dict[str, Any], settings: Mapping[str, Any]) -> None:
     """Set ``{"part.key": value}`` in a spec's plain values.
 
@@ -80,15 +92,28 @@ def _require_text(setting: str, value: Any) -> None:
         raise SpecError(f"{setting} is {value!r}: it must be valid UTF-8 text") from None
 
 
+def parsed(spec: type[BaseModel], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with values that are text parsed, as ``change`` does. Raises SpecError if one is unknown."""
+    return {setting: _parsed(value, _annotation(spec, setting)) for setting, value in settings.items()}
+
+
 def _place(spec: type[BaseModel], values: dict[str, Any], setting: str, value: Any) -> None:
+    annotation = _annotation(spec, setting)
+    *parents, key = setting.split(".")
+    for parent in parents:
+        values = values[parent]
+    values[key] = _parsed(value, annotation)
+    _require_text(setting, values[key])
+
+
+def _annotation(spec: type[BaseModel], setting: str) -> Any:
     if setting not in names_in(spec):
         raise SpecError(f"unknown setting {setting!r}{nearest(setting, names_in(spec))}")
     *parents, key = setting.split(".")
     part = spec
     for parent in parents:
-        values, part = values[parent], type(part.model_fields[parent].default)
-    values[key] = _parsed(value, part.model_fields[key].annotation)
-    _require_text(setting, values[key])
+        part = type(part.model_fields[parent].default)
+    return part.model_fields[key].annotation
 
 
 def _parsed(value: Any, annotation: Any) -> Any:

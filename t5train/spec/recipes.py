@@ -151,6 +151,33 @@ RECIPES: dict[str, Callable[[], RunSpec]] = {
 }
 
 
+def trial_settings() -> dict[str, Any]:
+    """Return settings that turn a recipe into a trial of its layout, which takes minutes on two CPU ranks.
+
+    A tiny model is trained for a few steps on Python's documentation, with the recipe's precision, ZeRO stage, offload,
+    experts and pipeline stages.
+    """
+    smallest = smoke()
+    return {
+        "corpus.source": smallest.corpus.source,
+        "tokenizer.vocab_size": smallest.tokenizer.vocab_size,
+        "shards.shard_tokens": smallest.shards.shard_tokens,
+        "objective.input_tokens": smallest.objective.input_tokens,
+        "model.preset": smallest.model.preset,
+        "model.compile": False,
+        "optimizer.warmup_steps": 10,
+        "optimizer.num_steps": 50,
+        "optimizer.global_batch_sequences": 16,
+        "layout.micro_batch_sequences": 4,
+        "layout.pin_memory": False,
+        "storage.checkpoint_every_steps": 25,
+        "storage.validate_every_steps": 25,
+        "storage.validate_sequences": 64,
+        "cluster.ranks": 2,
+        "cluster.accelerator": "cpu",
+    }
+
+
 def recipe(name: str, settings: Mapping[str, Any] | None = None) -> RunSpec:
     """Return the spec of a recipe, with some settings changed.
 

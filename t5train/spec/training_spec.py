@@ -36,7 +36,7 @@ class OptimizerSpec(SpecPart):
         if self.warmup_steps >= self.num_steps:
             raise ValueError(
                 f"optimizer.warmup_steps is {self.warmup_steps}: it must be below optimizer.num_steps "
-                f"({self.num_steps})"
+                f"({self.num_steps}). Set both, for instance optimizer.warmup_steps={self.num_steps // 10}"
             )
         if self.final_learning_rate > self.peak_learning_rate:
             raise ValueError(

@@ -26,12 +26,14 @@ from t5train.engine.expert_routing import Routing
 from t5train.engine.forward_backward import Passes, PipelinePasses, WholePasses
 from t5train.engine.gradient_accumulation import sums_of
 from t5train.engine.partitions import master_groups_of
+from t5train.engine.peak_flops import accelerator_peak_flops
 from t5train.errors import InputError, Preempted
 from t5train.files.run_folder import tag_of
-from t5train.metrics import Metrics, Values
+from t5train.model.flops import training_flops
 from t5train.model.initialization import initialise
 from t5train.model.model_shape import T5Shape, huggingface_config, resolve
 from t5train.rank.heartbeat import Heartbeat
+from t5train.records.metrics import UNIGRAM, Metrics, Values
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
@@ -68,6 +70,7 @@ class Trainer:
         fill = stored.fill if stored else partial(initialise, shape=self.shape, seed=self.spec.optimizer.seed)
         self.engine: Any = build_engine(self.spec, self.shape, pad_id, fill, job.node_local)
         self.step = saving.resume(self.engine, job, stored)
+        self.peak_flops = accelerator_peak_flops(self.spec.optimizer.precision)
         self.routing = Routing(model_of(self.engine))
         self.passes: Passes = (
             PipelinePasses(self.engine)
@@ -88,6 +91,7 @@ class Trainer:
             if rank() == 0:
                 metrics = Metrics(self.job.metrics_path, self.job.tensorboard_folder, self.step)
                 stack.enter_context(metrics)
+                self._record_baseline(metrics)
             batches = Prefetched(micro_batches(self.train_samples, self.spec, self.step), PREFETCHED_BATCHES)
             stack.enter_context(batches)
             while self.step < self.spec.optimizer.num_steps:
@@ -103,6 +107,7 @@ class Trainer:
     def _take_step(self, batches: Prefetched) -> tuple[Values, bool]:
         """Take a step. Returns its metrics, and whether any rank was asked to stop, which is the same on all ranks."""
         started, waited, self.step = time.perf_counter(), batches.waited_seconds, self.step + 1
+        computed = time.process_time()
         self.heart.enter("step", self.step)
         rate = learning_rate(self.spec.optimizer, self.step)
         set_learning_rate(self.engine, rate)
@@ -123,7 +128,10 @@ class Trainer:
             "memory_bytes": accelerator_memory_bytes(),
             "host_memory_bytes": peak_host_memory_bytes(),
             "seconds": seconds,
+            "cpu_seconds": time.process_time() - computed,
+            "process_cpu_seconds": time.process_time(),
             "data_wait_seconds": batches.waited_seconds - waited,
+            **self._utilization(seconds),
             **self.routing.of_step(result.router_loss),
         }
         return values, any(row[2] for row in everybody)
@@ -179,7 +187,7 @@ class Trainer:
             "validation_loss": losses.all_targets,
             "validation_content_loss": losses.content,
             "shuffled_content_loss": shuffled.content,
-            "unigram_content_loss": validation.unigram_loss(self.held_out, self.shards, self.spec) if metrics else None,
+            UNIGRAM: self._unigram_loss() if metrics else None,
             "validation_sequences": losses.sequences,
             "validation_content_tokens": losses.content_tokens,
             **overflow,
@@ -198,6 +206,14 @@ class Trainer:
         }
         self.heart.enter("save", self.step)
         witness_recording.record(self.engine, self.job, self.shape, self.held_out, self.huggingface_config, facts)
+
+    def _record_baseline(self, metrics: Metrics) -> None:
+        """Record the loss that the model has to beat, unless an earlier attempt at the run has recorded it."""
+        if UNIGRAM not in metrics.recorded:
+            metrics.write(self.step, {UNIGRAM: self._unigram_loss()})
+
+    def _unigram_loss(self) -> float:
+        return validation.unigram_loss(self.held_out, self.shards, self.spec)
 
     def _report(self, metrics: Metrics | None, values: Values) -> None:
         if metrics:
@@ -224,6 +240,14 @@ class Trainer:
         """Return the number of steps so far that changed the weights. If a cosine ends at zero, the last does not."""
         stands_still = self.step > 0 and learning_rate(self.spec.optimizer, self.step) == 0
         return self.step - int(self.engine.skipped_steps) - stands_still
+
+    def _utilization(self, seconds: float) -> Values:
+        """Return ``mfu``, the share of the accelerators' peak that a step of this duration used; empty if unknown."""
+        if self.peak_flops is None:
+            return {}
+        lengths = self.spec.objective.input_tokens, geometry(self.spec.objective).target_tokens
+        flops = self.spec.optimizer.global_batch_sequences * training_flops(self.shape, *lengths)
+        return {"mfu": flops / seconds / (self.peak_flops * self.spec.cluster.ranks)}
 
     def _tokens_a_step(self) -> int:
         lengths = self.spec.objective.input_tokens + geometry(self.spec.objective).target_tokens

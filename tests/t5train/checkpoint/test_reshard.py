@@ -15,7 +15,7 @@ from t5train.checkpoint.consolidate import consolidate
 from t5train.checkpoint.sidecar import read_all
 from t5train.engine.collectives import digest64
 from t5train.errors import StorageError
-from t5train.metrics import read
+from t5train.records.metrics import read
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from t5train.checkpoint.consolidate import consolidate
 from t5train.data.keyed_random import permuted
-from t5train.metrics import read
+from t5train.records.metrics import read
 from t5train.records.stage_records import TokenizerFiles, TokenShards
 from t5train.release.certification import certify
 from t5train.release.export import export
@@ -178,6 +178,10 @@ def test_every_step_is_logged_exactly_once_across_a_resume(trained: Trained, lay
     assert [line["loss"] for line in lines if "loss" in line] == [line["loss"] for line in again if "loss" in line]
     assert all(line["gradient_norm"] and line["host_memory_bytes"] for line in lines if "loss" in line)
     assert [line["step"] for line in lines if line.get("save_seconds")] == [2, 4]
+    baselines = {line["step"]: line["unigram_content_loss"] for line in lines if "unigram_content_loss" in line}
+    assert list(baselines) == [0, 4]
+    assert baselines[0] == baselines[4]
+    assert not any("mfu" in line for line in lines), "the peak of a CPU is not known"
 
 
 @pytest.mark.parametrize("layout", RECOMPUTED)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from t5train.metrics import Metrics, read
+from t5train.records.metrics import Metrics, read
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
@@ -49,3 +49,13 @@ def test_tensorboard_shows_the_same_numbers(tmp_path: Path) -> None:
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 1.5)]
+
+
+def test_values_that_an_earlier_attempt_recorded_are_known_after_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, tmp_path / "tensorboard", resume_step=0) as metrics:
+        assert not metrics.recorded
+        metrics.write(0, {"unigram_content_loss": 6.5})
+        metrics.write(3, {"validation_loss": 5.0})
+    with Metrics(path, tmp_path / "tensorboard", resume_step=2) as metrics:
+        assert metrics.recorded == {"step", "unigram_content_loss"}

@@ -17,14 +17,17 @@ _log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """Appends to ``metrics.jsonl`` and to TensorBoard's folder; a context manager."""
+    """Appends to ``metrics.jsonl`` and to TensorBoard's folder; a context manager.
+
+    ``recorded`` has the names of the values in the lines of earlier attempts.
+    """
 
     def __init__(self, path: Path, tensorboard: Path, resume_step: int) -> None:
         """Remove the lines of steps after ``resume_step``: they are from an earlier attempt, and are trained again."""
         from torch.utils.tensorboard import SummaryWriter  # imported here: the head reads metrics without torch
 
         path.parent.mkdir(parents=True, exist_ok=True)  # the head may have created it on its own disk only
-        drop_after(path, resume_step)
+        self.recorded = frozenset(name for line in drop_after(path, resume_step) for name in line)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - this object is the context manager
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resume_step + 1)
 
@@ -68,10 +71,11 @@ def parse_line(line: bytes) -> Values | None:
     return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
 
 
-def drop_after(path: Path, step: int) -> None:
-    """Remove the lines of steps after ``step``, which an earlier attempt wrote."""
-    lines = [json.dumps(line) for line in read(path) if int(line["step"] or 0) <= step]
-    write_text(path, "".join(line + "\n" for line in lines))
+def drop_after(path: Path, step: int) -> list[Values]:
+    """Remove the lines of steps after ``step``, which an earlier attempt wrote; return the others."""
+    kept = [line for line in read(path) if int(line["step"] or 0) <= step]
+    write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 _TAIL_BYTES = 64 << 10
@@ -88,9 +92,11 @@ def last_metrics(path: Path) -> Values | None:
     return next((step for step in steps if step is not None), None)
 
 
+STARVING = "starving_experts"
+UNIGRAM = "unigram_content_loss"
 LOSSES = {
     "validation_content_loss": "validation, non-sentinel targets",
-    "unigram_content_loss": "the same targets under the training text's unigram frequencies",
+    UNIGRAM: "the same targets under the training text's unigram frequencies",
     "shuffled_content_loss": "the same targets, encoder inputs shuffled across the batch",
 }
 """The three losses (nats per token) that show whether the model learned from its inputs."""

@@ -1,0 +1,81 @@
+"""The folder ``{root}/regression``: its lock, and one folder for each night.
+
+::
+
+    lock            held by the process that runs a night or accepts one
+    nights/         20261123-021500/ and so on: all files of a night, results.json, report.md, plot.png
+    baselines/      what was accepted (t5train.regression.baselines)
+    history.jsonl   one line for each night and case (t5train.regression.night_history)
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from t5train.errors import RegressionError
+from t5train.files.locks import try_lock
+from t5train.files.presence import visible_in
+from t5train.regression.baselines import Baselines
+from t5train.regression.night_results import RESULTS
+
+_NAME = re.compile("[0-9]{8}-[0-9]{6}")
+MAX_NIGHTS = 365
+
+
+class RegressionFolder:
+    """``{root}/regression``."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / "regression"
+        self.nights_path = self.path / "nights"
+        self.history_path = self.path / "history.jsonl"
+        self.baselines = Baselines(self.path / "baselines")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock. Raises RegressionError if another process holds it."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = self.path / "lock"
+        with open(lock, "a+", encoding="utf-8") as file:
+            if not try_lock(file.fileno()):
+                file.seek(0)
+                raise RegressionError(
+                    f"another regression is running: {lock} is locked by process {file.read().strip() or 'unknown'}. "
+                    "Wait for it to end, or end it, then start again"
+                )
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
+
+    def begin_night(self) -> Path:
+        """Create and return the folder of a new night, named after the time in UTC."""
+        folder = self.nights_path / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        try:
+            folder.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            raise RegressionError(f"{folder} exists: a night began in this second. Start again") from None
+        return folder
+
+    def nights(self) -> list[Path]:
+        """Return the folders of all nights, the oldest first. Other files and folders there are not touched."""
+        return [path for path in visible_in(self.nights_path) if _NAME.fullmatch(path.name) and path.is_dir()]
+
+    def surplus_nights(self, keep: int) -> list[Path]:
+        """Return all nights but the newest ``keep``."""
+        return self.nights()[:-keep]
+
+    def night(self, name: str | None) -> Path:
+        """Return the folder of a night, or of the newest that has ended. Raises RegressionError if there is none."""
+        ended = [folder for folder in self.nights() if (folder / RESULTS).exists()]
+        if name is None and ended:
+            return ended[-1]
+        for folder in ended:
+            if folder.name == name:
+                return folder
+        what = "no night has ended" if name is None else f"no night called {name!r} has ended"
+        newest = f"the newest are {', '.join(folder.name for folder in ended[-3:])}" if ended else "run one first"
+        raise RegressionError(f"{what} in {self.nights_path}: {newest}")

@@ -1,0 +1,86 @@
+"""The results of a night as text: rows of a table, and ``report.md``."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from t5train.host_resources import format_bytes
+from t5train.regression.night_results import CaseResult, Compared, Measured, NightResult
+
+REPORT, PLOT = "report.md", "plot.png"
+COLUMNS = ("case", "quantity", "tonight", "baseline", "change", "allowed", "verdict")
+
+
+def rows(result: NightResult) -> list[dict[str, str]]:
+    """Return one row for each case and quantity, and one for each other finding."""
+    return [row for each in result.results for row in _rows_of(result, each)]
+
+
+def _rows_of(night: NightResult, result: CaseResult) -> Iterator[dict[str, str]]:
+    others = [each for each in night.findings if each.case == result.case and each.about not in {"time", "memory"}]
+    if not others:
+        yield _row(result.case, "losses, resume, certificate", verdict="ok")
+    for finding in others:
+        yield _row(result.case, finding.about, verdict=finding.sentence.removeprefix(f"{result.case}: "))
+    for name, compared in night.compared[result.case].items():
+        yield _compared_row(result.case, name, result.measured[name], compared)
+
+
+def _compared_row(case: str, name: str, measured: Measured, compared: Compared) -> dict[str, str]:
+    if compared.baseline is None:
+        return _row(case, name, _amount(measured, compared.tonight), verdict="no baseline")
+    growth = compared.tonight / compared.baseline - 1
+    return _row(
+        case,
+        name,
+        _amount(measured, compared.tonight),
+        baseline=_amount(measured, compared.baseline),
+        change=f"{growth:+.0%}",
+        allowed=f"{compared.allowed:+.0%}",
+        verdict="worse" if growth > compared.allowed else "ok",
+    )
+
+
+def _row(case: str, quantity: str, tonight: str = "", **cells: str) -> dict[str, str]:
+    return {
+        "case": case,
+        "quantity": quantity,
+        "tonight": tonight,
+        **{name: cells.get(name, "") for name in COLUMNS[3:]},
+    }
+
+
+def _amount(measured: Measured, value: float) -> str:
+    return f"{value:.2f} x peer" if measured.unit == "peer" else format_bytes(int(value))
+
+
+def headline(result: NightResult) -> str:
+    """Return the night's outcome as one sentence: the first finding if there are any."""
+    if result.findings:
+        return result.findings[0].sentence
+    return f"{len(result.results)} cases, nothing got worse"
+
+
+def markdown(result: NightResult) -> str:
+    """Return the whole report."""
+    findings = [f"- {finding.sentence}" for finding in result.findings] or ["Nothing got worse."]
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    lines += ["| " + " | ".join(_cell(row[name]) for name in COLUMNS) + " |" for row in rows(result)]
+    parts = [
+        f"# Regression, night {result.night}",
+        f"Commit {result.git_commit or 'unknown'}, {result.seconds:.0f} s.",
+        "\n".join(findings),
+        "\n".join(f"- {note}" for note in result.notes),
+        "\n".join(lines),
+        "\n".join(_machines(result)),
+        f"![Step times over nights]({PLOT})",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _machines(result: NightResult) -> Iterator[str]:
+    for each in result.results:
+        yield f"- {each.case}: " + ", ".join(f"{name} {value}" for name, value in each.machine.items())
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "/").replace("\n", " ")

@@ -1,0 +1,93 @@
+"""The report on a run's data: the text, the vocabulary, and the tokens of each split."""
+
+from typing import NamedTuple
+
+from t5train.data.passages import SPLITS
+from t5train.data.sentencepiece_model import UNK_ID
+from t5train.data.shards import UNIGRAM_DTYPE, read_description, unigram_name
+from t5train.data.span_corruption import geometry
+from t5train.locations import redacted
+from t5train.records.stage_records import Corpus, Record, TokenizerFiles, TokenShards
+from t5train.report.markdown import code, page, table
+from t5train.spec import ObjectiveSpec, RunSpec
+
+_COUNT_BYTES = int(UNIGRAM_DTYPE[-1])
+
+
+class SplitFacts(NamedTuple):
+    """Facts about a train split that are in the shards' files, but not in their record."""
+
+    unknown_pieces: int
+    """How many tokens are the unknown piece."""
+    samples: int
+    """The number of samples in an epoch: windows of consecutive tokens of one shard that do not overlap."""
+
+
+def train_split_facts(shards: TokenShards, objective: ObjectiveSpec) -> SplitFacts:
+    """Return the facts about the train split. Reads a few bytes for each shard."""
+    numbers, window_tokens = range(int(shards.counts["num_shards"])), geometry(objective).window_tokens
+    return SplitFacts(
+        unknown_pieces=sum(_count_of(shards, number, UNK_ID) for number in numbers),
+        samples=sum(
+            read_description(shards.path, number).splits["train"].tokens // window_tokens for number in numbers
+        ),
+    )
+
+
+def _count_of(shards: TokenShards, number: int, token_id: int) -> int:
+    with open(shards.path / unigram_name(number), "rb") as file:
+        file.seek(token_id * _COUNT_BYTES)
+        return int.from_bytes(file.read(_COUNT_BYTES), "little", signed=True)
+
+
+def data_report(
+    spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, shards: TokenShards, facts: SplitFacts
+) -> str:
+    """Return the report as Markdown. ``facts`` are those of ``train_split_facts``."""
+    return page(
+        f"# Data of {spec.run_name}",
+        f"Text from {code(redacted(spec.corpus.source))}. A passage belongs to one split as a whole.",
+        table(("", "amount"), _text_rows(corpus, tokenizer)),
+        "## Tokens",
+        table(("split", "passages", "tokens", "tokens per passage"), _split_rows(shards)),
+        _unknown_line(shards, facts),
+        _epochs_line(spec, facts),
+        "## Digests",
+        "Each is the sha256 of a manifest, which lists the digest of every file.",
+        table(("", "fingerprint", "manifest", "folder"), map(_digest_row, (corpus, tokenizer, shards))),
+    )
+
+
+def _text_rows(corpus: Corpus, tokenizer: TokenizerFiles) -> list[tuple[str, str]]:
+    return [
+        ("passages", f"{corpus.counts['passages']:,}"),
+        ("empty passages, which are skipped", f"{corpus.counts['empty_passages']:,}"),
+        ("text, in UTF-8", f"{corpus.counts['text_bytes']:,} bytes"),
+        ("vocabulary, with sentinels", f"{tokenizer.counts['vocab_size']:,} pieces"),
+    ]
+
+
+def _split_rows(shards: TokenShards) -> list[tuple[str, str, str, str]]:
+    rows: list[tuple[str, str, str, str]] = []
+    for split in SPLITS:
+        passages, tokens = (int(shards.counts[f"{split}_{unit}"]) for unit in ("documents", "tokens"))
+        rows.append((split, f"{passages:,}", f"{tokens:,}", f"{tokens / passages:.1f}" if passages else "-"))
+    return rows
+
+
+def _unknown_line(shards: TokenShards, facts: SplitFacts) -> str:
+    share = facts.unknown_pieces / max(1, int(shards.counts["train_tokens"]))
+    return f"{facts.unknown_pieces:,} tokens of the train split ({share:.4%}) are the unknown piece."
+
+
+def _epochs_line(spec: RunSpec, facts: SplitFacts) -> str:
+    steps, batch = spec.optimizer.num_steps, spec.optimizer.global_batch_sequences
+    return (
+        f"The run makes {steps * batch / max(1, facts.samples):,.2f} epochs over the train split: {steps:,} steps of "
+        f"{batch:,} sequences, and {facts.samples:,} samples of {geometry(spec.objective).window_tokens} tokens in an "
+        "epoch."
+    )
+
+
+def _digest_row(record: Record) -> tuple[str, str, str, str]:
+    return record.kind, code(record.fingerprint[:12]), code(record.seal), code(record.path)

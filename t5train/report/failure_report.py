@@ -1,0 +1,97 @@
+"""The report on a failed run: first what failed, why, and what to do."""
+
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+from t5train.errors import T5TrainError
+from t5train.files.run_folder import ATTEMPTS
+from t5train.report.markdown import code, code_block, page
+
+_FRAMES = 5
+_STAGE, _RUN_FOLDER = "failed stage: ", "folder of the run: "
+
+
+def note_stage(error: BaseException, title: str) -> None:
+    """Add to an error the stage that it ended."""
+    error.add_note(_STAGE + title)
+
+
+def note_run_folder(error: BaseException, folder: Path) -> None:
+    """Add to an error the folder of the run that it ended."""
+    error.add_note(_RUN_FOLDER + str(folder))
+
+
+class Failure(NamedTuple):
+    """Why a run failed. ``stage`` is the title of the stage that failed; None if none had started.
+
+    ``run_folder`` is None if the run was refused before this process had locked its folder.
+    """
+
+    error: Exception
+    stage: str | None
+    run_folder: Path | None
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure":
+        """Return the failure that an error caused, with what was noted on it or on its cause."""
+        folder = _noted(error, _RUN_FOLDER)
+        return cls(error, _noted(error, _STAGE), Path(folder) if folder else None)
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the error is one of this project, whose message says what to do."""
+        return isinstance(self.error, T5TrainError)
+
+    @property
+    def cause(self) -> str:
+        """The cause in one line, with the type of the error if it is unexpected."""
+        said = " ".join(str(self.error).split())
+        return said if self.is_expected and said else f"{type(self.error).__name__}: {said}"
+
+    @property
+    def what(self) -> str:
+        """What failed."""
+        return f"{self.stage} failed" if self.stage else "The run could not start"
+
+
+def _noted(error: BaseException | None, what: str) -> str | None:
+    while error is not None:
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(what)]
+        if notes:
+            return str(notes[0].removeprefix(what))
+        error = error.__cause__
+    return None
+
+
+def failure_report(failure: Failure) -> str:
+    """Return the report as Markdown."""
+    return page(
+        f"# {failure.what}",
+        f"**Why:** {failure.cause}",
+        f"**What to do:** {_remedy(failure)}",
+        _logs(failure.run_folder),
+        "" if failure.is_expected else code_block(_end_of_traceback(failure.error)),
+    )
+
+
+def _remedy(failure: Failure) -> str:
+    if failure.is_expected:
+        return (
+            "The message above names it. Then start the same run again: finished stages are verified and reused, and "
+            "training resumes from its newest complete checkpoint."
+        )
+    return (
+        "This error is not one that t5-pretrain expects. The end of its traceback is below; all of it is in the run's "
+        "log. If the cause has gone, start the same run again: finished stages are verified and reused."
+    )
+
+
+def _logs(run_folder: Path | None) -> str:
+    if run_folder is None:
+        return ""
+    return f"The logs of the ranks are in {code(run_folder / ATTEMPTS)}, one folder for each attempt."
+
+
+def _end_of_traceback(error: Exception) -> str:
+    return "".join(traceback.format_exception(error, limit=-_FRAMES))

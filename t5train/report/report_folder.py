@@ -1,0 +1,38 @@
+"""The folder ``report`` of a run, with one file for each report."""
+
+from pathlib import Path
+
+from t5train.files.atomic import replacing, write_text
+from t5train.files.run_folder import REPORT
+
+DATA = "data.md"
+TRAINING = "training.png"
+PROOF = "proof.md"
+PUBLICATION = "publication.md"
+SUMMARY = "summary.md"
+FAILURE = "failure.md"
+
+
+def report_path(run_folder: Path, name: str) -> Path:
+    """Return the path of a report."""
+    return run_folder / REPORT / name
+
+
+def write_report(run_folder: Path, name: str, content: str | bytes) -> Path:
+    """Write a report, replacing an earlier one of this name at once; returns its path.
+
+    Raises StorageError if the disk is full or read-only.
+    """
+    path = report_path(run_folder, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, str):
+        write_text(path, content)
+    else:
+        with replacing(path) as file:
+            file.write(content)
+    return path
+
+
+def remove_failure(run_folder: Path) -> None:
+    """Remove the report on the last failure, because the run has succeeded since."""
+    report_path(run_folder, FAILURE).unlink(missing_ok=True)

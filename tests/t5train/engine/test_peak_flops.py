@@ -1,0 +1,41 @@
+"""MFU is relative to the peak of the accelerator that trains, as its data sheet states it."""
+
+import pytest
+from deepspeed.accelerator import get_accelerator
+
+from t5train.engine.peak_flops import accelerator_peak_flops, peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA A100 80GB PCIe", "fp32", 19.5e12),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
+        ("NVIDIA H100 PCIe", "fp16", 756e12),
+        ("NVIDIA H200", "bf16", 989.4e12),
+        ("NVIDIA B200", "bf16", 2250e12),
+        ("Tesla V100-SXM2-16GB", "fp16", 125e12),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
+        ("NVIDIA A10", "bf16", 125e12),
+    ],
+)
+def test_a_device_is_known_by_its_name(name: str, precision: str, peak: float) -> None:
+    assert peak_flops(name, precision) == peak
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA A10G", "NVIDIA GH200 480GB", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA A10 MIG", ""],
+)
+def test_other_devices_with_similar_names_and_parts_of_devices_are_unknown(name: str) -> None:
+    assert peak_flops(name, "bf16") is None
+
+
+def test_a_precision_that_a_device_lacks_has_no_peak() -> None:
+    assert peak_flops("Tesla V100-SXM2-16GB", "bf16") is None
+
+
+@pytest.mark.skipif(get_accelerator().device_name() != "cpu", reason="only a CPU has no peak")
+def test_a_cpu_has_no_peak() -> None:
+    assert accelerator_peak_flops("bf16") is None

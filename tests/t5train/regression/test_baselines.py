@@ -1,0 +1,48 @@
+"""Accepted baselines: by case and machine, newest first, and never overwritten."""
+
+from pathlib import Path
+
+import pytest
+
+from t5train.errors import RegressionError
+from t5train.regression.baselines import Baselines, require_reason
+from tests.support.night_cases import MACHINE, case_result
+
+
+@pytest.fixture
+def baselines(tmp_path: Path) -> Baselines:
+    return Baselines(tmp_path / "baselines")
+
+
+def test_the_newest_baseline_of_the_case_and_machine_counts(baselines: Baselines) -> None:
+    other = MACHINE | {"torch": "2.99"}
+    baselines.accept("1", case_result("moe"), "first")
+    baselines.accept("2", case_result("smoke"), "another case")
+    baselines.accept("3", case_result("moe", machine=other), "another torch")
+    newest = baselines.accept("4", case_result("moe"), "faster")
+    assert baselines.newest("moe", MACHINE) == newest
+    found = baselines.newest("moe", other)
+    assert found is not None
+    assert found.why == "another torch"
+    assert baselines.newest("moe", MACHINE | {"ranks": "4"}) is None
+
+
+def test_accepting_keeps_the_history_with_reason_and_user(baselines: Baselines) -> None:
+    for number in range(3):
+        baselines.accept(str(number), case_result(), f"reason {number}")
+    assert [one.why for one in baselines.history()] == ["reason 0", "reason 1", "reason 2"]
+    assert all(one.user and one.accepted_at for one in baselines.history())
+
+
+def test_a_damaged_baseline_is_named(baselines: Baselines) -> None:
+    baselines.accept("1", case_result(), "first")
+    [path] = baselines.folder.iterdir()
+    path.write_text("{}")
+    with pytest.raises(RegressionError, match=f"{path} is damaged"):
+        baselines.newest("moe", MACHINE)
+
+
+def test_a_reason_must_not_be_blank() -> None:
+    require_reason("torch 2.13")
+    with pytest.raises(RegressionError, match="--why is empty"):
+        require_reason(" ")

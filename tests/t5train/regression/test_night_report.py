@@ -1,0 +1,51 @@
+"""The report of a night."""
+
+from pathlib import Path
+
+import pytest
+
+from t5train.errors import RegressionError
+from t5train.regression.night_report import headline, markdown, rows
+from t5train.regression.night_results import RESULTS, Finding, NightResult
+from t5train.regression.regression_findings import STEP, compared
+from tests.support.night_cases import case_result, measured, night_result
+
+SLOW = Finding(case="moe", about="time", sentence="moe: slow")
+WRONG = Finding(case="moe", about="loss", sentence="moe: the loss of step 2 | changed")
+
+
+def test_rows_show_what_is_worse_and_what_is_not() -> None:
+    slow = case_result(measured={STEP: measured(3.2)})
+    night = night_result(slow, findings=(WRONG, SLOW))
+    night = night.model_copy(update={"compared": {"moe": compared(slow, case_result())}})
+    assert [(row["quantity"], row["verdict"]) for row in rows(night)] == [
+        ("loss", "the loss of step 2 | changed"),
+        (STEP, "worse"),
+    ]
+    assert rows(night)[1] == {
+        "case": "moe", "quantity": STEP, "tonight": "3.20 x peer", "baseline": "1.60 x peer", "change": "+100%",
+        "allowed": "+15%", "verdict": "worse",
+    }  # fmt: skip
+
+
+def test_the_report_begins_with_the_findings() -> None:
+    night = night_result(case_result(), findings=(WRONG, SLOW))
+    assert headline(night) == WRONG.sentence
+    text = markdown(night)
+    assert text.index("- moe: the loss of step 2 | changed\n- moe: slow") < text.index("| case | quantity |")
+    assert "the loss of step 2 / changed |" in text
+    assert "Nothing got worse." in markdown(night_result(case_result()))
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    night = night_result(case_result(), findings=(SLOW,))
+    night.write(tmp_path)
+    assert NightResult.read(tmp_path) == night
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "did not end"), ("{}", "is damaged")])
+def test_missing_or_damaged_results_are_named(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / RESULTS).write_text(content)
+    with pytest.raises(RegressionError, match=message):
+        NightResult.read(tmp_path)

@@ -1,0 +1,134 @@
+"""What counts as worse, and the sentence that says so."""
+
+from typing import Any
+
+import pytest
+
+from t5train.regression.night_results import CaseResult, Measured, Point
+from t5train.regression.regression_findings import (
+    ACCELERATOR_MEMORY,
+    HOST_MEMORY,
+    STEP,
+    STEP_CPU,
+    allowed_growth,
+    compare,
+    compared,
+    disagreements,
+)
+from tests.support.night_cases import CURVE, case_result, measured, memory
+
+
+def sentences(tonight: CaseResult, baseline: CaseResult | None = None) -> list[str]:
+    return [finding.sentence for finding in compare(tonight, baseline or case_result())]
+
+
+def with_measured(name: str, values: Measured) -> CaseResult:
+    return case_result(measured={name: values})
+
+
+def test_a_night_like_the_baseline_has_no_finding() -> None:
+    assert sentences(case_result()) == []
+
+
+def test_a_slow_step_is_reported_with_its_ratio_the_baseline_and_what_is_allowed() -> None:
+    [said] = sentences(with_measured(STEP, measured(2.1, 2.1, 2.1)))
+    assert said == "moe: a step takes 2.10 times the peer's, 31% above the baseline's 1.60; allowed 15%"
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "tonight", "expected"),
+    [
+        (STEP_CPU, measured(1.0), measured(1.3), "a step takes 1.30 times the CPU time of the peer's, 30% above"),
+        ("export", measured(10.0), measured(20.0), "export takes the CPU time of 20.00 steps of the peer, 100% above"),
+        (HOST_MEMORY, memory(450e6), memory(540e6), "a rank's peak host memory is 540.0 MB, 20% above the baseline's"),
+        (ACCELERATOR_MEMORY, memory(1e9), memory(2e9), "a rank's peak memory on its accelerator is 2.0 GB, 100% above"),
+    ],
+)
+def test_each_quantity_has_its_sentence(name: str, before: Measured, tonight: Measured, expected: str) -> None:
+    [said] = sentences(with_measured(name, tonight), with_measured(name, before))
+    assert said.startswith(f"moe: {expected}")
+
+
+def test_growth_up_to_the_minimum_and_any_improvement_are_no_findings() -> None:
+    assert sentences(with_measured(STEP, measured(1.8))) == []  # 12.5% above 1.60
+    assert sentences(with_measured(STEP, measured(0.5))) == []
+
+
+@pytest.mark.parametrize(
+    ("tonight", "baseline", "allowed"),
+    [
+        (measured(1.0, 1.0), measured(1.0, 1.0), 0.15),
+        (measured(0.9, 1.0, 1.1), measured(1.0, 1.0), 0.3),
+        (measured(1.0, 1.0), measured(0.8, 1.0, 1.2), 0.6),
+    ],
+)
+def test_noisy_repeats_tonight_or_in_the_baseline_allow_more(
+    tonight: Measured, baseline: Measured, allowed: float
+) -> None:
+    assert allowed_growth(tonight, baseline) == pytest.approx(allowed)
+
+
+def changed(label: str, factor: float) -> list[Point]:
+    return [(name, loss * factor if name == label else loss) for name, loss in CURVE]
+
+
+def test_a_changed_loss_is_reported_with_the_first_step_that_changed() -> None:
+    curve = [CURVE[0], *changed("loss of step 2", 1.01)[1:2], ("validation loss after step 2", 6.6)]
+    [said] = sentences(case_result(curves=[curve, curve]))
+    assert said == (
+        "moe: the loss of step 2 is 6.312500, but 6.250000 in the baseline: they differ by 1.0e-02, later losses by up "
+        "to 1.0e-01; allowed 1e-05"
+    )
+
+
+@pytest.mark.parametrize("factor", [1 + 5e-5, 1 - 5e-5])
+def test_a_loss_may_change_in_neither_direction(factor: float) -> None:
+    curve = changed("validation loss after step 2", factor)
+    assert len(sentences(case_result(curves=[curve, curve]))) == 1
+
+
+def test_rounding_of_a_loss_is_no_finding() -> None:
+    assert sentences(case_result(curves=[changed("loss of step 2", 1 + 5e-6)])) == []
+
+
+def test_a_missing_validation_is_a_finding() -> None:
+    [said] = sentences(case_result(curves=[CURVE[:2]]))
+    assert "the validation loss after step 2 is missing" in said
+
+
+@pytest.mark.parametrize(("device", "found"), [("cpu", 1), ("cuda", 0)])
+def test_losses_of_accelerators_may_vary_more(device: str, found: int) -> None:
+    curve = changed("loss of step 2", 1.001)
+    assert len(sentences(case_result(curves=[curve], device=device))) == found
+
+
+def test_changed_settings_are_a_finding_and_not_a_new_baseline() -> None:
+    [said] = sentences(case_result(settings={"optimizer": {"peak_learning_rate": 0.04}}))
+    assert said == "moe: the settings are not the baseline's: optimizer.peak_learning_rate: 0.02 -> 0.04"
+
+
+def test_a_failure_is_a_finding_without_a_baseline() -> None:
+    failed = case_result(problems=["export failed: no space"], curves=[], measured={})
+    assert [finding.sentence for finding in compare(failed, None)] == ["moe: export failed: no space"]
+
+
+def variants(other_loss: float) -> list[CaseResult]:
+    def one(case: str, loss: float, **changes: Any) -> CaseResult:
+        return case_result(case, curves=[[("loss of step 1", loss)]], **changes)
+
+    return [one("smoke", 6.0, same_model="dense"), one("zero3", other_loss, same_model="dense"), one("moe", 7.0)]
+
+
+def test_layouts_of_one_model_may_differ_by_rounding_only() -> None:
+    assert list(disagreements(variants(6.0 * (1 + 1e-6)))) == []
+    [finding] = disagreements(variants(6.0 * (1 + 4e-6)))
+    assert finding.case == "zero3"
+    assert finding.sentence == (
+        "zero3: the loss of step 1 is 6.000024, but 6.000000 in smoke, which trains the same model: they differ by "
+        "4.0e-06; allowed 2e-06"
+    )
+
+
+def test_quantities_without_a_baseline_are_shown_without_one() -> None:
+    assert compared(case_result(), None)[STEP].baseline is None
+    assert compared(case_result(), case_result())[STEP].baseline == 1.6

@@ -1,0 +1,35 @@
+"""The data report has the numbers of the text, the vocabulary and the tokens."""
+
+import numpy as np
+
+from t5train.data.loader import Samples
+from t5train.data.sentencepiece_model import UNK_ID
+from t5train.data.shards import tokens_name
+from t5train.report.data_report import data_report, train_split_facts
+from t5train.spec.recipes import recipe
+from tests.support.generated_text import DataChain
+
+SPEC = recipe("smoke").with_settings({"optimizer.num_steps": 50, "optimizer.warmup_steps": 5, "name": "mine"})
+
+
+def test_the_facts_about_the_train_split_equal_what_its_files_hold(data_chain: DataChain) -> None:
+    shards = data_chain.shards
+    ids = [np.fromfile(shards.path / tokens_name("train", n), "<u2") for n in range(shards.counts["num_shards"])]
+    facts = train_split_facts(shards, SPEC.objective)
+    assert facts.unknown_pieces == sum(int((each == UNK_ID).sum()) for each in ids)
+    assert facts.samples == Samples(shards, "train", SPEC.objective, seed=0, shuffle=True).num_samples
+
+
+def test_the_report_has_counts_epochs_and_digests(data_chain: DataChain) -> None:
+    shards, facts = data_chain.shards, train_split_facts(data_chain.shards, SPEC.objective)
+    report = data_report(SPEC, data_chain.corpus, data_chain.tokenizer, shards, facts)
+    assert "| passages | 3,000 |" in report
+    assert f"| text, in UTF-8 | {data_chain.corpus.counts['text_bytes']:,} bytes |" in report
+    assert "| vocabulary, with sentinels | 400 pieces |" in report
+    for split in ("train", "validation", "test"):
+        passages, tokens = shards.counts[f"{split}_documents"], shards.counts[f"{split}_tokens"]
+        assert f"| {split} | {passages:,} | {tokens:,} | {tokens / passages:.1f} |" in report
+    epochs = 50 * SPEC.optimizer.global_batch_sequences / facts.samples
+    assert f"The run makes {epochs:,.2f} epochs over the train split: 50 steps" in report
+    for record in (data_chain.corpus, data_chain.tokenizer, shards):
+        assert f"`{record.fingerprint[:12]}` | `{record.seal}` | `{record.path}` |" in report

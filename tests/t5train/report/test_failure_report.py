@@ -1,0 +1,45 @@
+"""A failure report states first what failed and why, then what to do."""
+
+from pathlib import Path
+
+from t5train.errors import SpecError, StorageError
+from t5train.report.failure_report import Failure, failure_report, note_run_folder, note_stage
+
+
+def failure_of(error: Exception, stage: str | None = None, folder: Path | None = None) -> Failure:
+    if stage is not None:
+        note_stage(error, stage)
+    if folder is not None:
+        note_run_folder(error, folder)
+    return Failure.of(error)
+
+
+def test_an_error_of_this_project_is_its_own_remedy(tmp_path: Path) -> None:
+    failure = failure_of(SpecError("layout.zero_stage is 4: use 0 to 3"), "Train", tmp_path)
+    report = failure_report(failure)
+    assert report.startswith("# Train failed\n\n**Why:** layout.zero_stage is 4: use 0 to 3\n\n**What to do:**")
+    assert f"`{tmp_path / 'attempts'}`" in report
+    assert "Traceback" not in report
+
+
+def test_an_unexpected_error_gets_its_type_and_the_end_of_its_traceback() -> None:
+    try:
+        {}["missing"]
+    except KeyError as error:
+        report = failure_report(failure_of(error, "Export to Hugging Face"))
+    assert report.startswith("# Export to Hugging Face failed\n\n**Why:** KeyError: 'missing'")
+    assert '{}["missing"]' in report
+    assert "log" in report
+
+
+def test_a_failure_before_the_first_stage_says_so() -> None:
+    failure = failure_of(SpecError("unknown setting 'x'"))
+    assert (failure.what, failure.cause) == ("The run could not start", "unknown setting 'x'")
+    assert "attempts" not in failure_report(failure)
+
+
+def test_notes_on_the_error_that_another_was_raised_from_count() -> None:
+    cause, error = OSError("disk"), StorageError("/data: disk full")
+    note_stage(cause, "Publish")
+    error.__cause__ = cause
+    assert Failure.of(error).stage == "Publish"

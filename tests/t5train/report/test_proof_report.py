@@ -1,0 +1,56 @@
+"""The proof and the publication's report have what a person needs to check them."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from t5train.records.digests import FileDigest
+from t5train.records.stage_records import Export, Publication, Weights
+from t5train.release.certificate import CERTIFICATE, Certificate
+from t5train.release.publication import publish
+from t5train.report.proof_report import proof_report
+from t5train.report.publication_report import publication_report
+
+
+@pytest.mark.parametrize("version", ["v1.0", "v1.1"])
+def test_the_proof_has_the_counts_comparisons_and_digests_of_the_certificate(
+    make_export: Callable[..., Export], version: str
+) -> None:
+    exported = make_export(version)
+    path = exported.path / CERTIFICATE
+    certificate = Certificate.parse(path.read_bytes(), str(path))
+    weights = Weights(
+        path=exported.path,
+        fingerprint="f" * 64,
+        files={},
+        counts={"tensors": 7, "parameters": 1234, "bytes": 4936, "step": certificate.step},
+    )
+    report = proof_report(certificate, weights, exported)
+    assert f"| {certificate.tensors_compared:,} tensors, {certificate.elements_compared:,} parameters |" in report
+    assert "7 tensors with 1,234 parameters (4,936 bytes in fp32)" in report
+    assert all(f"logits on probe {name}" in report for name in certificate.probes)
+    assert report.count("| equal bits |") == len(certificate.probes) > 0
+    for name, digest in {**certificate.files, **certificate.witness}.items():
+        assert f"| `{name}` | `{digest.sha256}` |" in report
+    assert exported.files[CERTIFICATE].sha256 in report
+
+
+def test_a_publication_in_a_store_is_fetched_before_it_is_loaded(tmp_path: Path) -> None:
+    files = {"model.safetensors": FileDigest(size=12_345, sha256="a" * 64)}
+    published = Publication(path=tmp_path, fingerprint="d" * 64, files=files, url="s3://bucket/it's").sealed()
+    report = publication_report(published, "mine")
+    assert "\n```\ns3://bucket/it's\n```\n" in report
+    assert """t5-pretrain verify 's3://bucket/it'"'"'s'""" in report
+    assert """url_to_fs("s3://bucket/it's")""" in report
+    assert "from_pretrained('mine')" in report
+    assert "| bytes | 12,345 |" in report
+
+
+@pytest.mark.slow
+def test_the_code_that_loads_a_publication_works_as_shown(make_export: Callable[..., Export], tmp_path: Path) -> None:
+    report = publication_report(publish(make_export(), str(tmp_path / "published")), "mine")
+    (code,) = (block.partition("```")[0] for block in report.split("```python\n")[1:])
+    subprocess.run([sys.executable, "-c", code], cwd="/", check=True, capture_output=True)

@@ -1,0 +1,39 @@
+"""The summary of a run: how long saving checkpoints paused training, and the lineage."""
+
+from pathlib import Path
+
+from t5train.records.metrics import Values
+from t5train.records.stage_records import Corpus, Publication
+from t5train.report.summary_report import saving_line, summary_report
+from t5train.spec.recipes import recipe
+
+
+def test_the_share_is_of_the_time_for_steps_and_saving_together() -> None:
+    steps: list[Values] = [{"step": step, "seconds": 0.5} for step in range(1, 197)]
+    saves: list[Values] = [{"step": 100, "save_seconds": 0.75}, {"step": 196, "save_seconds": 1.25}]
+    assert saving_line(steps + saves) == "2 checkpoints, which paused training for 2.0 s: 2.00% of its time"
+
+
+def test_validation_lines_count_as_neither_training_nor_saving_time() -> None:
+    assert saving_line([{"step": 1, "validation_loss": 2.0, "seconds": None}]).endswith("0.0 s: 0.00% of its time")
+
+
+def test_the_lineage_leads_from_the_text_to_the_publication(tmp_path: Path) -> None:
+    corpus = Corpus(path=tmp_path / "corpus", fingerprint="c" * 64, files={}, counts={"passages": 3000}).commit(
+        tmp_path
+    )
+    published = Publication(
+        path=tmp_path, fingerprint="d" * 64, files={}, url="s3://bucket/t5", inputs={"corpus": "c" * 64}
+    ).sealed()
+    spec = recipe("smoke").with_settings({"name": "mine"})
+    stages = {"Get the text": corpus, "Publish": published}
+    text = summary_report(spec, stages, published, ["5.1 nats"], "training.png", {"Data": "data.md"})
+    assert text.startswith("# mine\n")
+    assert "- 5.1 nats\n" in text
+    assert "![Training and validation loss](training.png)" in text
+    assert "[Data](data.md)" in text
+    rows = [line for line in text.splitlines() if line.startswith(("| Get", "| Publish"))]
+    assert rows == [
+        f"| Get the text | - | `cccccccccccc` | `{corpus.seal[:12]}` | passages 3,000 | `{tmp_path / 'corpus'}` |",
+        f"| Publish | corpus cccccccccccc | `dddddddddddd` | `{published.seal[:12]}` |  | `s3://bucket/t5` |",
+    ]
