@@ -3,6 +3,7 @@
 Does not use Prefect: both the flow's task and the command line call it.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,34 +24,45 @@ from infra.head.preflight.run_checks import (
     needed_bytes,
     publish_url,
     require_absolute,
+    require_capable,
+    require_free,
     require_model,
     require_text,
-    require_this_machine,
 )
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.run_storage import NodeLocalStorage, RunStorage, SharedStorage
+from infra.head.storage.staged_bytes import StagedBytes
+from infra.node.attempts.attempt import rank_name
 from t5train.checkpoint import resume
 from t5train.checkpoint.resume import has_finished, require_same_settings
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.errors import HostError, LaunchError, SpecError
-from t5train.files.run_folder import METRICS
+from t5train.files.run_folder import ATTEMPTS, METRICS
 from t5train.host_resources import require_space
-from t5train.metrics import last_metrics
 from t5train.model import model_shape
-from t5train.model.model_shape import resolve
+from t5train.model.model_shape import T5Shape, resolve
 from t5train.progress import Progress, silent
+from t5train.rank import heartbeat
+from t5train.records.metrics import last_metrics
 from t5train.records.stage_records import Checkpoint, TokenShards
 from t5train.release.publication import check_destination
 from t5train.spec import RunSpec
 
 
 def train_run(
-    spec: RunSpec, shards: TokenShards, run: HeldRun, progress: Progress = silent, *, adopt: bool = False
+    spec: RunSpec,
+    shards: TokenShards,
+    run: HeldRun,
+    progress: Progress = silent,
+    *,
+    adopt: bool = False,
+    staged: StagedBytes | None = None,
 ) -> Checkpoint:
     """Train a held run to its end, from its newest complete checkpoint; returns the last checkpoint.
 
     If the run has finished, only returns its last checkpoint. ``adopt`` takes over the run's files on hosts from
-    another head whose lease has expired.
+    another head whose lease has expired. On hosts that do not share the root, ``staged`` gets the bytes that each of
+    them needs before its ranks start.
 
     Raises RunChanged if the run was begun with other settings, RunOwned if another head owns its files on hosts, and a
     TrainingError if training fails a sanity check. Raises LaunchError or HostError for other failures; most of these
@@ -60,7 +72,7 @@ def train_run(
     if (checkpoint := resume.finished(spec, shards, progress)) is not None:
         return checkpoint
     try:
-        _Training(spec, shards, run, progress, adopt).to_the_end()
+        _Training(spec, shards, run, progress, adopt, staged or StagedBytes()).to_the_end()
         run.require_held()
     except (LaunchError, HostError) as error:
         raise retries.judged(spec.run_folder, error, partial(_is_replaced, spec, run)) from error
@@ -86,6 +98,7 @@ class _Training:
     run: HeldRun
     progress: Progress
     adopt: bool
+    staged: StagedBytes
 
     def to_the_end(self) -> None:
         """Start the ranks, and wait until all of them have trained to the last step."""
@@ -129,7 +142,7 @@ class _Training:
         transport = Ssh.configured(spec.cluster, Path(folder))
         begun, unique_id = resume.run_fingerprint(spec, self.shards), resume.unique_id(spec.run_folder)
         of_nodes = NodeRun.of(spec, begun, str(unique_id), hosts, transport, needs.checkpoint_bytes)
-        return NodeLocalStorage(of_nodes, self._write_job, self.progress, self.run.claim, self.adopt)
+        return NodeLocalStorage(of_nodes, self._write_job, self.progress, self.run.claim, self.adopt, self.staged)
 
 
 def _is_replaced(spec: RunSpec, run: HeldRun, host: str) -> bool:
@@ -156,13 +169,48 @@ def rank_program(spec_path: Path) -> tuple[str, ...]:
     return "-m", "t5train.train", "--spec", str(spec_path)
 
 
+_PHASES = {"compile": "compiling", "save": "saving", "validate": "validating"}
+"""What is shown of the phases of a rank. Those that take long would otherwise look as if nothing happened."""
+_BEAT_SECONDS = 10.0
+
+
 def _tell(spec: RunSpec, progress: Progress) -> None:
-    line = last_metrics(spec.run_folder / METRICS)
+    line, phase = last_metrics(spec.run_folder / METRICS), _phase(spec)
     if line is None:
-        progress("steps, ranks are starting", 0, spec.optimizer.num_steps)
+        progress(f"steps, {phase or 'ranks are starting'}", 0, spec.optimizer.num_steps)
         return
-    facts = f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
+    facts = f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s" + (f", {phase}" if phase else "")
     progress(f"steps, {facts}", int(line["step"] or 0), spec.optimizer.num_steps)
+
+
+def _phase(spec: RunSpec) -> str | None:
+    """Return what the first rank does instead of training steps; None if unknown, such as for ranks on hosts."""
+    if spec.cluster.hostfile is not None:
+        return None  # on a shared disk, a heartbeat has the time of another machine's clock
+    newest = max((spec.run_folder / ATTEMPTS).glob("[0-9]*"), default=None)
+    beat = heartbeat.read(heartbeat.beat_file(newest / rank_name(0))) if newest else None
+    is_recent = beat is not None and time.monotonic() - beat.beat < _BEAT_SECONDS
+    return _PHASES.get(beat.phase) if beat is not None and is_recent else None
+
+
+def require_startable(spec: RunSpec) -> tuple[T5Shape, int]:
+    """Raise the errors that the start of a run would raise, whatever else is running or is stored on the disk.
+
+    Returns the model's shape, and the size of the text in bytes.
+    """
+    require_absolute(spec.storage.root)
+    require_same_settings(spec)
+    of_model = require_model(spec)
+    if spec.cluster.hostfile is None:
+        require_capable(spec, of_model)
+    text_bytes = require_text(spec)
+    return of_model, text_bytes
+
+
+def require_destination(spec: RunSpec, of_model: T5Shape) -> None:
+    """Raise PublicationError if the run could not be published."""
+    weight_bytes = WEIGHT_BYTES * model_shape.count_parameters(of_model)
+    check_destination(publish_url(spec), weight_bytes, spec.fingerprint())
 
 
 def require_ready(spec: RunSpec, run: HeldRun | None = None) -> set[str]:
@@ -170,15 +218,11 @@ def require_ready(spec: RunSpec, run: HeldRun | None = None) -> set[str]:
 
     ``run`` is the run, if it is held. Returns the hosts that do not answer, which spares are to replace.
     """
-    require_absolute(spec.storage.root)
-    require_same_settings(spec)
-    of_model = require_model(spec)
+    of_model, text_bytes = require_startable(spec)
     if spec.cluster.hostfile is None:
-        require_this_machine(spec, of_model)
-    parameters = model_shape.count_parameters(of_model)
-    text_bytes = require_text(spec)
+        require_free(spec)
     require_space(spec.storage.root, needed_bytes(spec, of_model, text_bytes), f"run {spec.run_name!r}")
-    check_destination(publish_url(spec), WEIGHT_BYTES * parameters, spec.fingerprint())
+    require_destination(spec, of_model)
     running_hosts, silent_hosts = (run.running_hosts, run.silent_hosts) if run else (None, set[str]())
     if spec.cluster.hostfile is None or has_finished(spec.run_folder):
         return silent_hosts

@@ -116,5 +116,4 @@ class Channel:
 
 def head_channel() -> Channel:
     """The channel to the head, over stdin and stdout of this process."""
-    reader = open(0, "rb", closefd=False)  # noqa: SIM115 - stays open until the process ends
-    return Channel(reader, open(1, "wb", closefd=False))
+    return Channel(open(0, "rb", closefd=False), open(1, "wb", closefd=False))

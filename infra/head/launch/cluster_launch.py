@@ -14,6 +14,7 @@ with it DeepSpeed's launcher, exits with 0 when it is killed.
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -74,7 +75,7 @@ def launch_on_hosts(spec: ClusterLaunchSpec, on_tick: Callable[[], None] = lambd
     with stoppable(), TemporaryDirectory(prefix="t5-launch-") as folder:
         transport = Ssh.configured(spec.cluster, Path(folder))
         watch, storage = _continued(spec, transport, on_tick) or _started(spec, transport, on_tick)
-        with storage.syncing(watch.num_saved):
+        with storage.syncing(watch.num_saved) or nullcontext():
             _see_through(watch)
         if (failure := watch.failure()) is not None:
             raise failure

@@ -21,11 +21,10 @@ def accelerators(replies: HostReplies, requirements: LaunchRequirements) -> Iter
         found, slots = facts.devices, requirements.slots[host]
         if found.error:
             return None if STATIC_TLS in found.error else f"{found.error}. Repair the installation there"
-        wants_none = requirements.accelerator == CPU or (requirements.accelerator is None and found.kind == CPU)
-        if not wants_none and max(slots) >= found.count:
+        if requirements.accelerator != CPU and max(slots) >= found.count:
             return (
                 f"torch can use {found.count} accelerators, but slot {max(slots)} is requested. Repair the driver "
-                "there, or request fewer slots"
+                "there, request fewer slots, or set cluster.accelerator=cpu"
             )
         return None
 

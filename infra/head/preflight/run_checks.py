@@ -4,6 +4,7 @@ from pathlib import Path
 
 from infra.node import ports
 from infra.node.attempts import shared_memory
+from infra.node.inspection.accelerators import can_have_any
 from infra.node.storage.garbage import size_of
 from t5train.checkpoint.resume import has_finished
 from t5train.checkpoint.retention import bytes_held
@@ -19,7 +20,7 @@ from t5train.model.model_shape import T5Shape
 from t5train.model.pipeline_split import stage_bounds
 from t5train.records.digests import digest_file
 from t5train.release.export import require_exportable
-from t5train.spec import ClusterSpec, RunSpec
+from t5train.spec import RunSpec
 
 WEIGHT_BYTES = 4
 _RELEASES = 3  # weights, export and publication, if the disk has no hard links
@@ -66,15 +67,19 @@ def _require_vocabulary_of_start(spec: RunSpec) -> None:
     starting_model.require_vocabulary(spec.model, digest_file(spiece_in(Path(spec.tokenizer.path))).sha256)
 
 
-def require_this_machine(spec: RunSpec, of_model: T5Shape) -> None:
-    """Raise an error if this machine cannot train: accelerators, arithmetic, memory, shared memory or port."""
-    _require_accelerators(spec.cluster)
+def require_capable(spec: RunSpec, of_model: T5Shape) -> None:
+    """Raise an error if this machine could not train, whatever else runs on it: accelerators, arithmetic or memory."""
+    _require_accelerators(spec)
     _require_arithmetic(spec)
-    if spec.cluster.accelerator == "cpu":
-        shared_memory.require_free_space(spec.cluster.ranks)
     require_host_memory(
         memory_estimate.host_bytes(spec, of_model), "layout.offload, cluster.ranks and the model's shape"
     )
+
+
+def require_free(spec: RunSpec) -> None:
+    """Raise an error if something else on this machine uses the shared memory or the port that training needs."""
+    if spec.cluster.accelerator == "cpu":
+        shared_memory.require_free_space(spec.cluster.ranks)
     if spec.cluster.master_port is not None:
         ports.require_free(spec.cluster.master_port)
 
@@ -88,19 +93,36 @@ def require_absolute(root: Path) -> None:
         )
 
 
-def _require_accelerators(cluster: ClusterSpec) -> None:
-    """Raise SpecError if this machine has too few GPUs. Only DeepSpeed can check other accelerators."""
-    if cluster.accelerator != "cuda":
+def _require_accelerators(spec: RunSpec) -> None:
+    """Raise SpecError if this machine has too few accelerators. Only DeepSpeed can check some kinds."""
+    cluster = spec.cluster
+    if cluster.accelerator not in (None, "cuda"):
         return
-    import torch  # slow, and only needed for GPUs
+    if cluster.accelerator is None and not can_have_any():
+        kind, found = None, 0
+    else:
+        kind, found = _accelerators()
+    if cluster.accelerator is None and kind is None:
+        raise SpecError(
+            "this machine has no GPU or other accelerator that torch can use, and cluster.accelerator is left out. To "
+            f"try the recipe on this machine's CPUs with a tiny model: t5-pretrain run {spec.recipe} --trial. To train "
+            "on CPUs anyway, set cluster.accelerator=cpu"
+        )
+    usable = found if cluster.accelerator in (None, kind) else 0
+    if usable < cluster.ranks:
+        what = "GPUs" if "cuda" in (cluster.accelerator, kind) else "accelerators"
+        raise SpecError(
+            f"cluster.ranks is {cluster.ranks}, but this machine has {usable} {what} that torch can use. Reduce "
+            "cluster.ranks, or set cluster.accelerator=cpu"
+        )
+
+
+def _accelerators() -> tuple[str | None, int]:
+    """Return the kind of this machine's accelerators, and how many there are. The kind is None if there are none."""
+    import torch  # slow, and only needed if there may be some
 
     kind = torch.accelerator.current_accelerator(check_available=True)
-    found = torch.accelerator.device_count() if kind is not None and kind.type == "cuda" else 0
-    if found < cluster.ranks:
-        raise SpecError(
-            f"cluster.accelerator is 'cuda' and cluster.ranks is {cluster.ranks}, but this machine has {found} GPUs "
-            "that torch can use. Reduce cluster.ranks, or set cluster.accelerator to cpu"
-        )
+    return (None, 0) if kind is None else (kind.type, torch.accelerator.device_count())
 
 
 def _require_arithmetic(spec: RunSpec) -> None:

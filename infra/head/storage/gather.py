@@ -112,7 +112,8 @@ class _Gathering(Watcher):
     def __init__(self, nodes: Nodes, relative_path: str, folder: Path, lacking: _Lacking, progress: Progress) -> None:
         self._nodes, self._folder_of, self._folder, self._progress = nodes, relative_path, folder, progress
         self._lacking = {each.name: each for each in lacking.wanted}
-        self._total, self._done = sum(each.size for each in lacking.wanted), 0
+        self._total = sum(each.size for each in lacking.wanted)
+        self._arrived: dict[str, int] = {}
         self._failures: dict[str, list[T5TrainError]] = {each.name: [] for each in lacking.wanted}
         self._unreadable = lacking.unreadable
         self._lock = threading.Lock()
@@ -127,15 +128,17 @@ class _Gathering(Watcher):
                         raise self._failure(name, places[name])
                 list(threads.map(lambda shares: self._from(*shares), self._shares(left).items()))
 
-    def begun(self, wanted: Wanted, path: Path, size: int) -> None:  # noqa: ARG002 - Watcher defines the parameters
-        """Count the bytes that an interrupted transfer left."""
+    def begun(self, wanted: Wanted, size: int) -> None:
+        """Count the bytes that an interrupted transfer left. Bytes that arrived damaged before no longer count."""
+        with self._lock:
+            self._arrived[wanted.name] = 0
         self.grown(wanted, size)
 
-    def grown(self, wanted: Wanted, count: int) -> None:  # noqa: ARG002 - Watcher defines the parameters
+    def grown(self, wanted: Wanted, count: int) -> None:
         """Report the progress of all files."""
         with self._lock:
-            self._done += count
-            self._progress("checkpoint bytes gathered", min(self._done, self._total), self._total)
+            self._arrived[wanted.name] += count
+            self._progress("checkpoint bytes gathered", sum(self._arrived.values()), self._total)
 
     def whole(self, wanted: Wanted) -> None:
         """Count the file as gathered."""

@@ -7,7 +7,7 @@ checkpoint are copied from the gathered copy to the nodes that lack them.
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 from infra.head.hosts.node_client import Nodes, conversation
 from infra.head.storage.checkpoint_inventory import FoundTag, complete_tags
 from infra.head.storage.node_paths import NodeRun, path_of_consolidated, path_of_shards, path_of_start
+from infra.head.storage.staged_bytes import StagedBytes, StagingReports
 from infra.node.attempts.log_tail import printable
 from infra.node.channel import BrokenOff, Channel
 from infra.node.node_folders import tag_path
@@ -36,9 +37,9 @@ from t5train.checkpoint.sidecar import sidecar_name
 from t5train.checkpoint.tags import files_read_by
 from t5train.errors import HostError
 from t5train.files.run_folder import METRICS, step_of
-from t5train.metrics import drop_after
-from t5train.progress import Progress, silent
+from t5train.progress import Progress
 from t5train.records.digests import digest_file
+from t5train.records.metrics import drop_after
 from t5train.records.stage_records import MANIFEST, Record, Weights
 from t5train.spec.rank_job import TrainJob
 
@@ -69,7 +70,7 @@ def restore(
     relative_path: str,
     parts: Mapping[str, Sequence[Wanted]],
     source: Path,
-    progress: Progress = silent,
+    reports: StagingReports | None = None,
     recorded: Collection[str] | None = None,
 ) -> None:
     """Copy from the folder ``source`` to each host the files of its part that are missing or damaged there.
@@ -78,40 +79,45 @@ def restore(
     part, so sidecars come last, and are verified. Files on hosts that cannot be read now are set aside, and so are
     pickles that are not in ``recorded``, if given. Raises the first HostError, after all hosts have ended.
     """
-    restored = _Restored(progress, sum(each.size for wanted in parts.values() for each in wanted))
+    arrivals = _Arrivals("checkpoint bytes restored", reports or StagingReports(), parts)
 
     def give(host: str) -> None:
         names = None if recorded is None else tuple(sorted(recorded))
         request = ReceiveFiles(nodes.store, run_name, relative_path, tuple(parts[host]), names)
         with conversation(nodes, host, request) as node:
-            _serve(node, host, source, restored.add)
+            _serve(node, host, source, arrivals)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="restore") as threads:
         list(threads.map(give, parts))
 
 
-class _Restored:
-    """The progress of all hosts together."""
+class _Arrivals:
+    """Counts and reports the bytes that arrive at hosts, of the files that each host needs."""
 
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
+    def __init__(self, what: str, reports: StagingReports, wanted: Mapping[str, Sequence[Wanted]]) -> None:
+        self._what, self._reports = what, reports
+        needed = {host: sum(each.size for each in files) for host, files in wanted.items()}
+        for host, count in needed.items():
+            reports.staged.add(host, needed=count)
+        self._total, self._done = sum(needed.values()), 0
         self._lock = threading.Lock()
 
-    def add(self, count: int) -> None:
-        """Report that ``count`` more bytes have arrived."""
+    def add(self, host: str, arrived: BytesArrived) -> None:
+        """Report that more bytes have arrived at a host."""
+        self._reports.staged.add(host, copied=arrived.copied, already_there=arrived.already_there)
         with self._lock:
-            self._done += count
-            self._progress("checkpoint bytes restored", min(self._done, self._total), self._total)
+            self._done += arrived.copied + arrived.already_there
+            self._reports.progress(self._what, min(self._done, self._total), self._total)
 
 
-def _serve(node: Channel, host: str, source: Path, on_bytes: Callable[[int], None]) -> None:
-    """Serve files of the folder ``source`` until a node has all; ``on_bytes`` gets the number of bytes received."""
+def _serve(node: Channel, host: str, source: Path, arrivals: _Arrivals) -> None:
+    """Serve files of the folder ``source`` until a node has all."""
     while (message := node.receive(FromReceiver)) is not None:
         match message:
             case FileRange():
                 answer(node, message, files_in(source))
-            case BytesArrived(count):
-                on_bytes(count)
+            case BytesArrived():
+                arrivals.add(host, message)
             case ChainBroken(reason):
                 _log.warning(
                     "%s copies from the head, because it cannot read from the previous node: %s",
@@ -135,7 +141,7 @@ def stage_folder(
     files: Sequence[Wanted],
     relative_path: str,
     run_name: str,
-    progress: Progress = silent,
+    reports: StagingReports | None = None,
     beside: Mapping[str, int] | None = None,
 ) -> None:
     """Copy these files of the folder ``source`` to ``relative_path`` on every node, verify and pin them.
@@ -146,7 +152,8 @@ def stage_folder(
     """
     if not nodes.hosts:
         return
-    staging = _Staging(nodes, source, files, progress)
+    arrivals = _Arrivals("bytes staged on hosts", reports or StagingReports(), dict.fromkeys(nodes.hosts, files))
+    staging = _Staging(nodes, source, arrivals)
     token, bytes_of = secrets.token_hex(32), beside or {}
     requests = [
         Stage(nodes.store, run_name, relative_path, tuple(files), token, bytes_of.get(host, 0)) for host in nodes.hosts
@@ -166,12 +173,10 @@ def release(nodes: Nodes, run_name: str) -> dict[str, HostError | None]:
 class _Staging:
     """A chain of nodes, each of which copies files from the previous one."""
 
-    def __init__(self, nodes: Nodes, source: Path, files: Sequence[Wanted], progress: Progress) -> None:
-        self._nodes, self._source, self._progress = nodes, source, progress
+    def __init__(self, nodes: Nodes, source: Path, arrivals: _Arrivals) -> None:
+        self._nodes, self._source, self._arrivals = nodes, source, arrivals
         self._servers: list[Future[Endpoint | None]] = [Future() for _ in nodes.hosts]
         self._ended = [threading.Event() for _ in nodes.hosts]
-        self._total, self._done = len(nodes.hosts) * sum(each.size for each in files), 0
-        self._lock = threading.Lock()
 
     def one(self, number: int, request: Stage) -> None:
         """Stage files on one node, and keep its session open until the next node has them, too."""
@@ -180,7 +185,7 @@ class _Staging:
             with conversation(self._nodes, host, request) as node:
                 self._servers[number].set_result(_server(node))
                 node.send(Upstream(self._servers[number - 1].result() if number else None))
-                _serve(node, host, self._source, self._add)
+                _serve(node, host, self._source, self._arrivals)
                 self._ended[number].set()
                 if number + 1 < len(self._nodes.hosts):
                     self._ended[number + 1].wait()
@@ -188,11 +193,6 @@ class _Staging:
             self._ended[number].set()
             if not self._servers[number].done():
                 self._servers[number].set_result(None)
-
-    def _add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            self._progress("bytes staged on hosts", min(self._done, self._total), self._total)
 
 
 def _server(node: Channel) -> Endpoint:
@@ -203,41 +203,46 @@ def _server(node: Channel) -> Endpoint:
     return message.server
 
 
-def provide(run: NodeRun, job: TrainJob, progress: Progress) -> None:
-    """Copy to each node the files that its ranks read for ``job``, which has the head's paths. Raises HostError."""
-    _stage(run, job.shards_folder, files_of_record(job.shards()), path_of_shards(job), progress)
+def provide(run: NodeRun, job: TrainJob, progress: Progress, staged: StagedBytes) -> None:
+    """Copy to each node the files that its ranks read for ``job``, which has the head's paths.
+
+    Then ``staged`` has the bytes of this attempt alone. Raises HostError.
+    """
+    staged.begin()
+    reports = StagingReports(progress, staged)
+    _stage(run, job.shards_folder, files_of_record(job.shards()), path_of_shards(job), reports)
     if (consolidated := job.consolidated) is not None:
         files = files_of_record(Weights.load(consolidated.folder))
-        _stage(run, consolidated.folder, files, path_of_consolidated(consolidated), progress)
+        _stage(run, consolidated.folder, files, path_of_consolidated(consolidated), reports)
     elif job.resume_tag is not None:
-        _restore(run, job.resume_tag, progress)
+        _restore(run, job.resume_tag, reports)
     elif (model := job.begins_from) is not None:
-        _stage(run, model.folder, listed(model.folder, _visible(model.folder)), path_of_start(model), progress)
-    _continue_metrics(run, job, progress)
+        _stage(run, model.folder, listed(model.folder, _visible(model.folder)), path_of_start(model), reports)
+    _continue_metrics(run, job)
 
 
-def _stage(run: NodeRun, folder: Path, files: list[Wanted], relative_path: str, progress: Progress) -> None:
-    stage_folder(run.nodes, folder, files, relative_path, run.name, progress, run.checkpoint_bytes)
+def _stage(run: NodeRun, folder: Path, files: list[Wanted], relative_path: str, reports: StagingReports) -> None:
+    stage_folder(run.nodes, folder, files, relative_path, run.name, reports, run.checkpoint_bytes)
 
 
 def _visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def _restore(run: NodeRun, name: str, progress: Progress) -> None:
+def _restore(run: NodeRun, name: str, reports: StagingReports) -> None:
     tag = next(tag for tag in complete_tags({HEAD: inventory_of(run.checkpoints)}) if tag.name == name)
     parts = {host.name: part(tag, _read_by(tag, run.ranks_of(host)), run.ranks_of(host)) for host in run.hosts.all}
     relative_path = tag_path(run.name, name)
-    restore(run.nodes, run.name, relative_path, parts, run.checkpoints / name, progress, recorded=tag.files)
+    restore(run.nodes, run.name, relative_path, parts, run.checkpoints / name, reports, tag.files)
 
 
 def _read_by(tag: FoundTag, ranks: range) -> set[str]:
     return {name for rank in ranks for name in files_read_by(rank, tag.sidecars)}
 
 
-def _continue_metrics(run: NodeRun, job: TrainJob, progress: Progress) -> None:
+def _continue_metrics(run: NodeRun, job: TrainJob) -> None:
     """Copy the head's metrics to the first host, where rank 0 continues them. Creates the run's folder on all nodes."""
     step = job.consolidated.clock.step if job.consolidated else step_of(job.resume_tag) if job.resume_tag else 0
     drop_after(run.folder / METRICS, step)
     wanted = {host: listed(run.folder, [METRICS]) if host == run.first else [] for host in run.nodes.hosts}
-    restore(run.nodes, run.name, run.relative_path, wanted, run.folder, progress)
+    restore(run.nodes, run.name, run.relative_path, wanted, run.folder)

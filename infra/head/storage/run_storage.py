@@ -3,8 +3,8 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,7 @@ from infra.head.storage.gather import collect
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.provisioning import provide, release
 from infra.head.storage.recovery import former_hosts, recover
+from infra.head.storage.staged_bytes import StagedBytes
 from infra.node.attempts.run_ownership import Owner
 from infra.node.storage.stored_checkpoints import HEAD, inventory_of
 from t5train.errors import HostError, NotGathered, T5TrainError
@@ -51,8 +52,11 @@ class RunStorage(Protocol):
         """Put the files that ranks begin from where ranks read them; returns their job's file, in this folder."""
         ...
 
-    def syncing(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:
-        """Return a context in which ranks run. ``num_saved`` returns how many sidecars hosts have reported."""
+    def syncing(self, num_saved: Callable[[], int]) -> AbstractContextManager[None] | None:
+        """Return a context in which ranks run; None if nothing has to be copied while they do.
+
+        ``num_saved`` returns how many sidecars hosts have reported.
+        """
         ...
 
     def take_home(self) -> None:
@@ -80,9 +84,8 @@ class SharedStorage:
         """Only write the job: no files have to be copied."""
         return self.write_job(attempt_folder)
 
-    def syncing(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:  # noqa: ARG002 - RunStorage defines it
-        """Does nothing while ranks run."""
-        return nullcontext()
+    def syncing(self, num_saved: Callable[[], int]) -> None:
+        """None: ranks save to the root itself."""
 
     def take_home(self) -> None:
         """Does nothing."""
@@ -105,6 +108,8 @@ class NodeLocalStorage:
     """The claim of the HeldRun, which is also renewed between two attempts."""
     adopt: bool = False
     """Whether to take over the run from another head whose lease has expired."""
+    staged: StagedBytes = field(default_factory=StagedBytes)
+    """Gets the bytes that each host needs before ranks start."""
 
     @property
     def owner(self) -> str:
@@ -140,7 +145,7 @@ class NodeLocalStorage:
         relayed(partial(recover, self.run), self.progress)
         path = self.write_job(attempt_folder)
         job = TrainJob.read(path)
-        relayed(partial(provide, self.run, job), self.progress)
+        relayed(partial(provide, self.run, job, staged=self.staged), self.progress)
         write_text(path, self.run.job_on_nodes(job).model_dump_json(indent=1) + "\n")
         return path
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from t5train.errors import StorageError
 
-SEGMENTS = Path("/dev/shm")  # noqa: S108 - shm_open always creates its files there
+SEGMENTS = Path("/dev/shm")  # noqa: S108 - shm_open(3), which DeepSpeed calls, has no other folder; we write no file here
 RANK_BYTES = 67 << 20
 """The most that a rank uses: the buffers of DeepSpeed's csrc/cpu/comm/shm.cpp, and their header."""
 REMEDY = (

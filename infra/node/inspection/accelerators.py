@@ -15,7 +15,7 @@ _WITHOUT = Devices(CPU, count=0, used_bytes={}, total_bytes={}, held_by={}, erro
 
 def devices(question: Question) -> Devices:
     """The accelerators that torch finds, and the runs of this user that hold the requested slots."""
-    if question.accelerator == CPU or (question.accelerator is None and not _can_have_any()):
+    if question.accelerator == CPU or (question.accelerator is None and not can_have_any()):
         return _WITHOUT
     try:
         import torch
@@ -28,7 +28,7 @@ def devices(question: Question) -> Devices:
     return Devices(found.type, count, used, total, _held(found.type, question.slots), "")
 
 
-def _can_have_any() -> bool:
+def can_have_any() -> bool:
     """Whether torch was built for an accelerator, or a package adds one to it; checked without importing torch."""
     return bool(torch_runtime()) or bool(entry_points(group="torch.backends"))
 

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -194,19 +195,23 @@ class Probe(Query[Probed]):
 
 def probe(request: Probe) -> Probed:
     """Run the ranks until all have ended, one has failed, or the deadline has passed, then end the rest."""
-    deadline = time.monotonic() + request.deadline_seconds
-    ranks = [_start(request, index) for index in range(len(request.slots))]
-    try:
-        while time.monotonic() < deadline:
-            codes = [rank.process.poll() for rank in ranks]
-            if any(codes) or None not in codes:
-                break
-            time.sleep(_LOOK_SECONDS)
-        codes = [rank.process.poll() for rank in ranks]
-    finally:
+    with ExitStack() as started:
+        ranks = [started.enter_context(_started(request, index)) for index in range(len(request.slots))]
+        codes = _returncodes([rank.process for rank in ranks], request.deadline_seconds)
         for rank in ranks:
             rank.process.kill()
-    return Probed(tuple(_outcome(rank, code) for rank, code in zip(ranks, codes, strict=True)))
+        return Probed(tuple(_outcome(rank, code) for rank, code in zip(ranks, codes, strict=True)))
+
+
+def _returncodes(running: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int | None]:
+    """Wait until all processes have ended or one has failed, for a time at most. None: it is still running."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in running]
+        if any(codes) or None not in codes:
+            break
+        time.sleep(_LOOK_SECONDS)
+    return [process.poll() for process in running]
 
 
 @dataclass(frozen=True)
@@ -222,7 +227,9 @@ def end_probe(request: EndProbe) -> Survivors:
     return Survivors(tuple(sorted(processes.end(processes.in_run(request.run_id), grace_seconds=0))))
 
 
-def _start(request: Probe, index: int) -> _Rank:
+@contextmanager
+def _started(request: Probe, index: int) -> Iterator[_Rank]:
+    """Start a rank, which is killed at the end of the block."""
     number = request.first_rank + index
     environment = {
         **os.environ,
@@ -240,26 +247,29 @@ def _start(request: Probe, index: int) -> _Rank:
         "MASTER_PORT": str(request.rendezvous.port),
         SLOT: str(request.slots[index]),
     }
-    stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - _outcome closes them
-    process = subprocess.Popen(
-        [sys.executable, "-m", "infra.node.inspection.all_reduce"],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        env=environment,
-        preexec_fn=partial(processes.die_with_parent, signal.SIGKILL),  # noqa: PLW1509 - unsafe with threads only, and there are none
-    )
-    return _Rank(number, process, stdout, stderr)
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "infra.node.inspection.all_reduce"],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            # preexec_fn is unsafe only beside threads. A node has a process for each action, and this one starts none.
+            preexec_fn=partial(processes.die_with_parent, signal.SIGKILL),  # noqa: PLW1509 - no threads here
+        )
+        try:
+            yield _Rank(number, process, stdout, stderr)
+        finally:
+            process.kill()
 
 
 def _outcome(rank: _Rank, returncode: int | None) -> RankProbe:
     rank.process.wait()
-    with rank.stdout as stdout, rank.stderr as stderr:
-        lines = _lines(stdout)
-        stages = [line for line in lines if line in STAGES]
-        failures = [line.removeprefix(FAILED).strip() for line in lines if line.startswith(FAILED)]
-        stage = Stage(stages[-1]) if stages else Stage.STARTED
-        return RankProbe(rank.number, stage, (failures or _lines(stderr) or [""])[-1], returncode)
+    lines = _lines(rank.stdout)
+    stages = [line for line in lines if line in STAGES]
+    failures = [line.removeprefix(FAILED).strip() for line in lines if line.startswith(FAILED)]
+    stage = Stage(stages[-1]) if stages else Stage.STARTED
+    return RankProbe(rank.number, stage, (failures or _lines(rank.stderr) or [""])[-1], returncode)
 
 
 def _lines(file: IO[bytes]) -> list[str]:

@@ -16,7 +16,7 @@ from infra.node.storage import peer_connection
 from infra.node.storage.disk_usage import pin, require_disk_space, staging_lock, unpin
 from infra.node.storage.file_channel import AllArrived, FromReceiver, ProgressRelay, Wanted, Watcher, fetch_over
 from infra.node.storage.garbage import size_of
-from infra.node.storage.pull import missing_bytes, pull
+from infra.node.storage.pull import missing_bytes, partial_path, pull
 from t5train.errors import StorageError
 
 _SIGN_OF_LIFE_SECONDS = 5.0
@@ -41,11 +41,12 @@ class GrowingFiles(Watcher):
         self._whole = set[str]()
         self._changed = threading.Condition()
 
-    def begun(self, wanted: Wanted, path: Path, size: int) -> None:
+    def begun(self, wanted: Wanted, size: int) -> None:
         """The first ``size`` bytes can be read now. Bytes that were read before this call are invalid."""
         with self._changed:
             self._forget(wanted.name)
-            self._growths[wanted.name] = _Growth(os.open(path, os.O_RDONLY), size)
+            partial = partial_path(within(self._folder, wanted.name))
+            self._growths[wanted.name] = _Growth(os.open(partial, os.O_RDONLY), size)
             self._changed.notify_all()
 
     def grown(self, wanted: Wanted, count: int) -> None:
@@ -157,7 +158,9 @@ def stage(request: Stage, head: Channel) -> None:
         growing = GrowingFiles(folder)
         head.send(Listening(peer_connection.serve(growing.read, request.token)))
         upstream = _Upstream(head, head.receive(Upstream) or Upstream(None), request.token)
-        pull(upstream.read, wanted, folder, _Both(growing, ProgressRelay(head)))
+        relay = ProgressRelay(head)
+        pull(upstream.read, wanted, folder, _Both(growing, relay))
+        relay.end()
         pin(scratch, relative_path, request.run_name)
     head.send(AllArrived())
     head.receive(Upstream)  # waits for the end of stdin: until then, other nodes may read these files
@@ -225,10 +228,10 @@ class _Both(Watcher):
     def __init__(self, *watchers: Watcher) -> None:
         self._watchers = watchers
 
-    def begun(self, wanted: Wanted, path: Path, size: int) -> None:
+    def begun(self, wanted: Wanted, size: int) -> None:
         """Notify both."""
         for each in self._watchers:
-            each.begun(wanted, path, size)
+            each.begun(wanted, size)
 
     def grown(self, wanted: Wanted, count: int) -> None:
         """Notify both."""

@@ -61,9 +61,10 @@ class NotSent(FromSender):
 
 @dataclass(frozen=True)
 class BytesArrived(FromReceiver):
-    """Reports to the head how many more bytes have arrived at a node."""
+    """Reports to the head how many more bytes have been copied to a node, and how many did not have to be."""
 
-    count: int
+    copied: int
+    already_there: int
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,8 @@ class Wanted:
 class Watcher:
     """Is notified of the progress of a transfer. Override its methods."""
 
-    def begun(self, wanted: Wanted, path: Path, size: int) -> None:
-        """``path`` has the first ``size`` bytes of the file; more will be added."""
+    def begun(self, wanted: Wanted, size: int) -> None:
+        """The partial file has the first ``size`` bytes; more will be added."""
 
     def grown(self, wanted: Wanted, count: int) -> None:
         """``count`` more bytes were added."""
@@ -180,29 +181,38 @@ _REPORT_SECONDS = 0.5
 
 
 class ProgressRelay(Watcher):
-    """Reports to the head, about twice a second at most, how many more bytes have arrived."""
+    """Reports to the head, about twice a second at most, how many more bytes have arrived. ``end`` reports the rest."""
 
     def __init__(self, head: Channel) -> None:
         self._head = head
-        self._unreported, self._reported_at = 0, time.monotonic()
-        self._come: dict[str, int] = {}
+        self._copied = self._already_there = 0
+        self._reported_at = time.monotonic()
+        self._begun = set[str]()
 
-    def begun(self, wanted: Wanted, path: Path, size: int) -> None:  # noqa: ARG002 - Watcher defines the parameters
-        """Count the bytes that are already there."""
-        self._come[wanted.name] = 0
-        self.grown(wanted, size)
+    def begun(self, wanted: Wanted, size: int) -> None:
+        """Count the bytes of a partial file that are already there; none if it is begun again, as it was damaged."""
+        is_first = wanted.name not in self._begun
+        self._begun.add(wanted.name)
+        self._add(already_there=size if is_first else 0)
 
     def grown(self, wanted: Wanted, count: int) -> None:
         """Count the bytes that arrived."""
-        self._come[wanted.name] += count
-        self._add(count)
+        self._begun.add(wanted.name)
+        self._add(copied=count)
 
     def whole(self, wanted: Wanted) -> None:
-        """Count the bytes that did not have to be sent."""
-        self._add(wanted.size - self._come.get(wanted.name, 0))
+        """Count the bytes of a file that did not have to be sent."""
+        if wanted.name not in self._begun:
+            self._add(already_there=wanted.size)
 
-    def _add(self, count: int) -> None:
-        self._unreported += count
+    def end(self) -> None:
+        """Report what has not been reported yet."""
+        self._head.send(BytesArrived(self._copied, self._already_there))
+        self._copied = self._already_there = 0
+        self._reported_at = time.monotonic()
+
+    def _add(self, copied: int = 0, already_there: int = 0) -> None:
+        self._copied += copied
+        self._already_there += already_there
         if time.monotonic() - self._reported_at > _REPORT_SECONDS:
-            self._head.send(BytesArrived(self._unreported))
-            self._unreported, self._reported_at = 0, time.monotonic()
+            self.end()

@@ -108,7 +108,7 @@ def _grow(source: Source, wanted: Wanted, partial: Path, watcher: Watcher) -> st
         partial.unlink()
         digest, size = hashlib.sha256(), 0
     with open(partial, "ab", buffering=0, opener=_private) as file:
-        watcher.begun(wanted, partial, size)
+        watcher.begun(wanted, size)
         for chunk in source(wanted.name, size, wanted.size):
             _write(file.fileno(), chunk)
             digest.update(chunk)

@@ -208,7 +208,9 @@ def receive(request: ReceiveFiles, head: Channel) -> None:
             set_aside(folder / name, aside, "it is not from the save of the checkpoint that is resumed")
     require_disk_space(scratch, missing_bytes(folder, request.files), request.relative_path)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    pull(fetch_over(head), request.files, folder, ProgressRelay(head), aside)
+    relay = ProgressRelay(head)
+    pull(fetch_over(head), request.files, folder, relay, aside)
+    relay.end()
     head.send(AllArrived())
 
 

@@ -317,12 +317,12 @@ def test_a_clock_offset_within_the_reply_time_is_accepted() -> None:
     assert judge(slow, requirements, SOFTWARE, NONCE).findings == []
 
 
-def test_ranks_on_the_cpu_need_no_accelerator() -> None:
+def test_only_ranks_that_are_meant_for_the_cpu_need_no_accelerator() -> None:
     change = with_("devices", kind="cpu", count=0)
-    assert findings(dict.fromkeys(HOSTS, change), replace(REQUIREMENTS, accelerator=None)) == []
     assert findings(dict.fromkeys(HOSTS, change), replace(REQUIREMENTS, accelerator="cpu")) == []
-    (found,) = findings(dict.fromkeys(HOSTS, change))
-    assert "node0, node1, node2, node3: torch can use 0 accelerators, but slot 1 is requested" in found.text
+    for accelerator in (None, "cuda"):
+        (found,) = findings(dict.fromkeys(HOSTS, change), replace(REQUIREMENTS, accelerator=accelerator))
+        assert "node0, node1, node2, node3: torch can use 0 accelerators, but slot 1 is requested" in found.text
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,12 @@ def test_a_damaged_partial_file_is_transferred_again(site: Site) -> None:
     contents, folder = site.save(8), site.checkpoints / tag_of(8)
     folder.mkdir()
     (folder / f".{PART_OF_B}.part").write_bytes(bytes(1000))
-    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    reported: list[tuple[int, int | None]] = []
+    gather(site.nodes, RUN, site.newest(), site.checkpoints, lambda _what, done, total: reported.append((done, total)))
     assert (folder / PART_OF_B).read_bytes() == contents[PART_OF_B]
+    total = sum(map(len, contents.values()))
+    assert reported[-1] == (total, total), "bytes that arrived damaged were counted, too"
+    assert max(done for done, _ in reported) == total
 
 
 @pytest.mark.parametrize("damage", [flip_bit, lambda path: os.truncate(path, 1000)], ids=["bit flipped", "cut short"])

@@ -14,6 +14,7 @@ import pytest
 
 from infra.head.hosts.node_client import Nodes
 from infra.head.storage.provisioning import stage_folder
+from infra.head.storage.staged_bytes import HostBytes, StagedBytes, StagingReports
 from infra.node.channel import BrokenOff, Channel
 from infra.node.messages import encode
 from infra.node.ports import Endpoint, free_port
@@ -48,7 +49,14 @@ def test_every_node_copies_the_folder_from_the_node_before_it(
 ) -> None:
     site = make_site("abc")
     reported: list[tuple[int, int | None]] = []
-    stage_folder(site.nodes, shards, listed(shards, NAMES), SHARDS_PATH, "smoke", lambda _, *of: reported.append(of))
+    stage_folder(
+        site.nodes,
+        shards,
+        listed(shards, NAMES),
+        SHARDS_PATH,
+        "smoke",
+        StagingReports(lambda _, *of: reported.append(of)),
+    )
     assert all(contents(site.scratch(host) / SHARDS_PATH) == contents(shards) for host in "abc")
     assert not caplog.records, "a node did not copy from the node before it"
 
@@ -65,6 +73,24 @@ def test_intact_files_are_not_sent_again_and_damaged_ones_are(site: Site, shards
     )
     assert (on_b / "train.bin").read_bytes() == content
     assert (on_b / "validation.bin").stat().st_ino == kept
+
+
+def test_bytes_that_were_copied_and_bytes_that_were_already_there_are_counted_for_each_host(
+    site: Site, shards: Path
+) -> None:
+    staged, files = StagedBytes(), listed(shards, NAMES)
+    needed = sum(each.size for each in files)
+    stage_folder(site.nodes, shards, files, SHARDS_PATH, "smoke", StagingReports(staged=staged))
+    assert staged.by_host() == {host: HostBytes(needed, copied=needed, already_there=0) for host in "ab"}
+    on_b = site.scratch("b") / SHARDS_PATH
+    (on_b / "train.bin").rename(on_b / ".train.bin.part")
+    os.truncate(on_b / ".train.bin.part", 1_000_000)
+    staged.begin()
+    stage_folder(site.nodes, shards, files, SHARDS_PATH, "smoke", StagingReports(staged=staged))
+    assert staged.by_host() == {
+        "a": HostBytes(needed, copied=0, already_there=needed),
+        "b": HostBytes(needed, copied=2_000_000, already_there=needed - 2_000_000),
+    }
 
 
 def test_a_disk_that_is_too_small_is_reported_before_anything_is_sent(site: Site, shards: Path) -> None:
@@ -158,10 +184,10 @@ def test_a_node_that_dies_in_the_chain_does_not_stop_the_others(
 def test_a_growing_file_can_be_read_and_damaged_data_is_not_passed_on(tmp_path: Path) -> None:
     growing, wanted = GrowingFiles(tmp_path), Wanted("f", 8, "")
     (tmp_path / ".f.part").write_bytes(b"abcd")
-    growing.begun(wanted, tmp_path / ".f.part", 4)
+    growing.begun(wanted, 4)
     reading = growing.read("f", 1, 8)
     assert next(reading) == b"bcd"
-    later = threading.Timer(0.1, lambda: growing.begun(wanted, tmp_path / ".f.part", 0))
+    later = threading.Timer(0.1, lambda: growing.begun(wanted, 0))
     later.start()
     with pytest.raises(StorageError, match="damaged"):
         list(reading)

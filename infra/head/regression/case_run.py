@@ -1,0 +1,260 @@
+"""Runs one case of a night: repeats interleaved with the peer, the stages after training, and a resumed run.
+
+::
+
+    peer  repeat 1  peer  repeat 2  peer  repeat 3  peer  resumed run
+
+Each repeat is divided by the mean of the peer before and after it, so that a slow machine does not look like a slow
+program. For steps, wall time and the CPU time of rank 0 are measured, each by its lower quartile: other programs on the
+machine make some steps slower, but none faster. For stages only CPU time is measured.
+"""
+
+import logging
+import resource
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infra.head.regression.case_stages import (
+    NightData,
+    TrainedCase,
+    certification,
+    consolidation,
+    exporting,
+    resume_case,
+    train_case,
+)
+from infra.head.regression.peer_processes import Peer, PeerJob, StepTimes, running_peer
+from t5train.data.span_corruption import geometry
+from t5train.errors import RegressionError, T5TrainError
+from t5train.host_resources import num_cores
+from t5train.model.model_shape import huggingface_config, resolve
+from t5train.progress import Progress
+from t5train.records.metrics import Values
+from t5train.regression.machine_key import machine_key
+from t5train.regression.night_results import CPU_DEVICE, CaseResult, Measured, Point
+from t5train.regression.regression_cases import RESUMED_STEP, RegressionCase
+from t5train.regression.regression_findings import (
+    ACCELERATOR_LOSS_TOLERANCE,
+    ACCELERATOR_MEMORY,
+    HOST_MEMORY,
+    STEP,
+    STEP_CPU,
+    largest_change,
+)
+from t5train.spec import RunSpec
+
+PEER_STEPS = 60
+_WARM_UP_STEPS = 5
+_LEAST = {STEP: 0.15, STEP_CPU: 0.15, HOST_MEMORY: 0.10, ACCELERATOR_MEMORY: 0.10}
+_LEAST_OF_STAGES = 0.25
+_log = logging.getLogger(__name__)
+
+
+class _CaseFailed(Exception):
+    """A stage failed, so that the case cannot go on; the message says which one and why."""
+
+
+@dataclass
+class _Series:
+    """What the repeats of a case give."""
+
+    curves: list[list[Point]] = field(default_factory=list)
+    values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    problems: list[str] = field(default_factory=list)
+    trained: list[TrainedCase] = field(default_factory=list)
+
+
+class CaseRun:
+    """The runs of one case in the folder of a night."""
+
+    def __init__(self, case: RegressionCase, folder: Path, data: NightData, progress: Progress) -> None:
+        self._case, self._folder, self._data, self._progress = case, folder, data, progress
+        self._started = time.monotonic()
+        self._series = _Series()
+
+    def measure(self, is_slower: Callable[[CaseResult], bool]) -> CaseResult:
+        """Run everything; return the result.
+
+        If ``is_slower`` says of the result that something takes longer than is allowed, the repeats are run once more
+        and added, so that a disturbance of some minutes is not taken for a regression. Whatever fails is a problem of
+        the result.
+        """
+        try:
+            with running_peer(self._peer_job(), self._num_peers, self._folder, self._said) as peer:
+                self._repeat(peer)
+                if is_slower(self._result()):
+                    _log.info("%s: slower than is allowed; measuring once more", self._case.name)
+                    self._repeat(peer)
+            self._check_resume()
+        except _CaseFailed as failed:
+            self._series.problems.append(str(failed))
+        return self._result()
+
+    def _repeat(self, peer: Peer) -> None:
+        before = peer.timed(PEER_STEPS)
+        for _ in range(self._case.repeats):
+            measured = self._run_once(len(self._series.trained) + 1)
+            after = peer.timed(PEER_STEPS)
+            self._add(measured, before, after)
+            before = after
+
+    def _run_once(self, number: int) -> dict[str, float]:
+        """Train, consolidate, export and certify; return the CPU seconds of each stage.
+
+        For training, these are the seconds of rank 0 up to the last step, because ranks may not have been awaited here.
+        """
+        spec, seconds = self._spec(str(number)), dict[str, float]()
+        with self._stage("training", seconds):
+            trained = train_case(spec, self._data, self._said)
+        seconds["training"] = _of(trained.steps, "process_cpu_seconds")[-1]
+        self._series.trained.append(trained)
+        self._series.curves.append(trained.curve)
+        with self._stage("consolidation", seconds):
+            consolidation(spec, trained, self._said)
+        with self._stage("export", seconds):
+            exporting(spec, self._data, self._said)
+        with self._stage("certification", seconds):
+            certification(spec, self._said)
+        return seconds
+
+    @contextmanager
+    def _stage(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
+        started = cpu_seconds()
+        try:
+            yield
+        except RegressionError:
+            raise
+        except Exception as error:  # also bugs: whatever ends a stage is a regression, and other cases go on
+            _log.info("%s: %s failed", self._case.name, name, exc_info=not isinstance(error, T5TrainError))
+            kind = "" if isinstance(error, T5TrainError) else f"{type(error).__name__}: "
+            raise _CaseFailed(f"{name} failed: {kind}{' '.join(str(error).split())}") from error
+        seconds[name] = cpu_seconds() - started
+
+    def _add(self, stages: dict[str, float], before: StepTimes, after: StepTimes) -> None:
+        trained, values = self._series.trained[-1], self._series.values
+        peer_wall, peer_cpu = (
+            statistics.mean([quartile(one), quartile(other)]) for one, other in zip(before, after, strict=True)
+        )
+        values[STEP].append(quartile(_of(trained.steps, "seconds")) / peer_wall)
+        values[STEP_CPU].append(quartile(_of(trained.steps, "cpu_seconds")) / peer_cpu)
+        for name, taken in stages.items():
+            values[name].append(taken / peer_cpu)
+        values[HOST_MEMORY].append(max(_of(trained.steps, "host_memory_bytes")))
+        if trained.witness.device_type != CPU_DEVICE:
+            values[ACCELERATOR_MEMORY].append(max(_of(trained.steps, "memory_bytes")))
+        self._check_repeats()
+
+    def _check_repeats(self) -> None:
+        """On the CPU, all repeats must give the same bits."""
+        first, last = self._series.trained[0].witness, self._series.trained[-1].witness
+        if last.device_type == CPU_DEVICE and (names := _different(last, first)):
+            self._series.problems.append(
+                f"two runs with the same seed ended with different weights, in {len(names)} of {len(first.tensors)} "
+                f"tensors ({names[0]} ...)"
+            )
+
+    def _check_resume(self) -> None:
+        """Compare the weights of a resumed run with those of the uninterrupted one."""
+        with self._stage("resuming", {}):
+            resumed = resume_case(self._spec("1"), self._spec("resumed"), RESUMED_STEP, self._data, self._said)
+        whole = self._series.trained[0]
+        first = int(resumed.steps[0]["step"] or 0)
+        if first != RESUMED_STEP + 1:
+            self._series.problems.append(
+                f"a run with a checkpoint of step {RESUMED_STEP} began at step {first}, not {RESUMED_STEP + 1}"
+            )
+        if (what := _not_resumed(resumed, whole)) is not None:
+            self._series.problems.append(
+                f"after resuming from step {RESUMED_STEP}, {what} those of the uninterrupted run"
+            )
+
+    def _result(self) -> CaseResult:
+        spec, series = self._spec("1"), self._series
+        device = series.trained[0].witness.device_type if series.trained else CPU_DEVICE
+        hosts = spec.cluster.hostfile.read_text("utf-8").split() if spec.cluster.hostfile else []
+        return CaseResult(
+            case=self._case.name,
+            machine=machine_key(spec.cluster.ranks, device, " ".join(hosts)),
+            settings=settings_of(spec),
+            same_model=self._case.same_model,
+            device=device,
+            curves=series.curves,
+            measured={name: _measured(name, values) for name, values in series.values.items()},
+            problems=list(dict.fromkeys(series.problems)),
+            seconds=time.monotonic() - self._started,
+        )
+
+    def _spec(self, number: str) -> RunSpec:
+        # With the night's name, because hosts still have the runs of earlier nights.
+        return self._case.spec(self._folder, f"{self._case.name}-{number}-{self._folder.name}")
+
+    def _peer_job(self) -> PeerJob:
+        """A step of the peer trains as many sequences as a step of the case, in one pass.
+
+        Its model has no experts: transformers' loop over experts takes much more CPU time on a busy machine.
+        """
+        spec, counts = self._spec("1"), self._data.shards.counts
+        dense = spec.with_settings({"model.moe.num_experts": 0, "layout.expert_parallel_size": 1})
+        shape = resolve(dense.model, int(counts["vocab_size"]))
+        config = huggingface_config(shape, int(counts["pad_id"]), int(counts["eos_id"]))
+        sequences = spec.optimizer.global_batch_sequences // self._num_peers
+        return PeerJob(config, sequences, spec.objective.input_tokens, geometry(spec.objective).target_tokens)
+
+    @property
+    def _num_peers(self) -> int:
+        return min(self._spec("1").cluster.ranks, num_cores())
+
+    def _said(self, what: str, done: int, total: int | None) -> None:
+        number = len(self._series.values[STEP]) + 1
+        self._progress(f"{self._case.name}, run {number}: {what}", done, total)
+
+
+def settings_of(spec: RunSpec) -> dict[str, Any]:
+    """Return the settings that the losses and times of a run depend on: its identity and its layout."""
+    return {**spec.identity(), "layout": spec.layout.model_dump(mode="json")}
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time so far of this process and of all processes that it has awaited."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def quartile(values: Sequence[float]) -> float:
+    """Return the lower quartile of step times, without the first steps, which load and compile."""
+    return sorted(values[_WARM_UP_STEPS:])[(len(values) - _WARM_UP_STEPS) // 4]
+
+
+def _of(steps: Sequence[Values], name: str) -> list[float]:
+    return [float(step[name] or 0) for step in steps]
+
+
+def _measured(name: str, values: list[float]) -> Measured:
+    unit = "bytes" if name in {HOST_MEMORY, ACCELERATOR_MEMORY} else "peer"
+    return Measured(unit=unit, minimum=_LEAST.get(name, _LEAST_OF_STAGES), values=values)
+
+
+def _different(one: Any, other: Any) -> list[str]:
+    """Return the names of tensors whose digests differ between two witnesses."""
+    return [name for name in {**one.tensors, **other.tensors} if one.tensors.get(name) != other.tensors.get(name)]
+
+
+def _not_resumed(resumed: TrainedCase, whole: TrainedCase) -> str | None:
+    """Return what of a resumed run differs from the uninterrupted one; None if nothing does."""
+    if resumed.witness.device_type == CPU_DEVICE:
+        names = _different(resumed.witness, whole.witness)
+        return (
+            f"{len(names)} of {len(whole.witness.tensors)} weight tensors ({names[0]} ...) differ from"
+            if names
+            else None
+        )
+    worst = largest_change(resumed.curve, whole.curve)
+    if worst is None or worst.change <= ACCELERATOR_LOSS_TOLERANCE:
+        return None
+    return f"losses differ by up to {worst.change:.1e} (allowed {ACCELERATOR_LOSS_TOLERANCE:.0e}) from"

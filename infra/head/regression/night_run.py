@@ -1,0 +1,122 @@
+"""One night of the regression, from an empty folder to written results. Start reading here.
+
+Does not use Prefect: both the flow and the command line call it.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from infra.head.hosts.hostfile import chosen_hosts
+from infra.head.preflight.run_checks import require_absolute
+from infra.head.regression.case_run import CaseRun
+from infra.head.regression.case_stages import NightData, make_data
+from infra.head.regression.night_removal import remove_nights
+from t5train.errors import RegressionError
+from t5train.files.atomic import replacing, write_text
+from t5train.progress import Progress
+from t5train.records.identity import current_provenance
+from t5train.regression import night_history
+from t5train.regression.baselines import FIRST
+from t5train.regression.history_plot import history_png
+from t5train.regression.night_folders import MAX_NIGHTS, RegressionFolder
+from t5train.regression.night_report import PLOT, REPORT, markdown
+from t5train.regression.night_results import CaseResult, Finding, NightResult
+from t5train.regression.regression_cases import RegressionCase, chosen_cases
+from t5train.regression.regression_findings import compare, compared, disagreements, grown
+from t5train.spec import ClusterSpec
+
+_log = logging.getLogger(__name__)
+
+
+class Night:
+    """A night that this process runs.
+
+    Not a dataclass, because Prefect searches the fields of dataclasses that are passed to tasks.
+    """
+
+    def __init__(self, regression: RegressionFolder, cases: Sequence[RegressionCase], keep_nights: int) -> None:
+        self.cases = list(cases)
+        self.folder = regression.begin_night()
+        self._regression, self._keep = regression, keep_nights
+        self._started = time.monotonic()
+
+    def make_data(self, progress: Progress) -> NightData:
+        """Make text, vocabulary and shards again in the night's folder."""
+        return make_data(self.cases[0].spec(self.folder, "data"), progress)
+
+    def run_case(self, case: RegressionCase, data: NightData, progress: Progress) -> CaseResult:
+        """Run a case, and once more if it seems slower than its baseline."""
+        return CaseRun(case, self.folder, data, progress).measure(self._is_slower)
+
+    def conclude(self, results: Sequence[CaseResult], progress: Progress) -> NightResult:
+        """Compare, write results, report and plot, record first baselines, and remove old nights."""
+        night = self._compared(results)
+        night_history.append(self._regression.history_path, night)
+        night.write(self.folder)
+        write_text(self.folder / REPORT, markdown(night))
+        lines, accepted = night_history.read(self._regression.history_path), self._regression.baselines.history()
+        with replacing(self.folder / PLOT) as file:
+            file.write(history_png(results, lines, accepted))
+        remove_nights(self._regression.surplus_nights(self._keep), progress)
+        return night
+
+    def _compared(self, results: Sequence[CaseResult]) -> NightResult:
+        findings, notes = list[Finding](), list[str]()
+        before = {result.case: self._baseline(result) for result in results}
+        for result in results:
+            findings += compare(result, before[result.case])
+        findings += disagreements(results)
+        failed = {finding.case for finding in findings}
+        for result in results:
+            if before[result.case] is None:
+                notes.append(self._begin(result, result.case in failed))
+        return NightResult(
+            night=self.folder.name,
+            git_commit=current_provenance().git_commit,
+            seconds=time.monotonic() - self._started,
+            results=list(results),
+            compared={result.case: compared(result, before[result.case]) for result in results},
+            findings=findings,
+            notes=notes,
+        )
+
+    def _begin(self, result: CaseResult, has_failed: bool) -> str:
+        """Record the first baseline of a case on this machine, unless the case failed; return a note about it."""
+        if has_failed:
+            return f"{result.case}: no baseline for this machine; none recorded, because the case failed"
+        self._regression.baselines.accept(self.folder.name, result, FIRST)
+        return f"{result.case}: no baseline for this machine: recorded"
+
+    def _baseline(self, result: CaseResult) -> CaseResult | None:
+        found = self._regression.baselines.newest(result.case, result.machine)
+        return found.result if found else None
+
+    def _is_slower(self, result: CaseResult) -> bool:
+        baseline = self._baseline(result)
+        return baseline is not None and any(finding.about == "time" for finding in grown(result, baseline))
+
+
+@contextmanager
+def begin_night(root: Path, names: Sequence[str] | None, hostfile: Path | None, keep_nights: int) -> Iterator[Night]:
+    """Begin a night, and hold the lock of ``{root}/regression`` until the block ends.
+
+    Raises SpecError or RegressionError before anything is created if an argument is not valid, and RegressionError if
+    another night is running.
+    """
+    require_absolute(root)
+    chosen = _chosen(names, hostfile)
+    if not 1 <= keep_nights <= MAX_NIGHTS:
+        raise RegressionError(f"keep_nights is {keep_nights}: it must be from 1 to {MAX_NIGHTS}")
+    regression = RegressionFolder(root)
+    with regression.locked():
+        yield Night(regression, chosen, keep_nights)
+
+
+def _chosen(names: Sequence[str] | None, hostfile: Path | None) -> list[RegressionCase]:
+    slots = 0 if hostfile is None else chosen_hosts(ClusterSpec(hostfile=hostfile)).num_ranks
+    if not (chosen := chosen_cases(names, hostfile, slots)):
+        raise RegressionError("no case was chosen: name at least one, or leave the names out to run all of them")
+    return chosen
