@@ -8,8 +8,7 @@ damaged one is moved aside and made again. A checkpoint or a publication is neve
 
 from typing import Any
 
-from prefect import Task, task
-from prefect.cache_policies import NO_CACHE
+from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 
 from infra.head.launch.held_run import HeldRun
@@ -20,7 +19,6 @@ from t5train.data.tokenizer import build_tokenizer
 from t5train.errors import T5TrainError
 from t5train.files import run_folder
 from t5train.files.atomic import write_json
-from t5train.files.os_errors import as_storage_errors
 from t5train.progress import Progress, silent
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import (
@@ -28,6 +26,7 @@ from t5train.records.stage_records import (
     Corpus,
     Export,
     Publication,
+    Record,
     TokenizerFiles,
     TokenShards,
     Weights,
@@ -37,30 +36,32 @@ from t5train.release.certification import certify_in_fresh_process
 from t5train.release.export import export
 from t5train.release.publication import publish
 from t5train.spec import RunSpec
+from tasks import reports, stages
 from tasks.stage_progress import StageProgress
+from tasks.stages import stage_task
+from tasks.training_view import TrainingView
 
 
-@task(name="corpus", cache_policy=NO_CACHE)
-@as_storage_errors()
+@stage_task(stages.CORPUS)
 def make_corpus(spec: RunSpec, watcher: Progress = silent) -> Corpus:
     """Find or make the text, and verify all its files."""
-    return build_corpus(spec.corpus, spec.storage.root, StageProgress("corpus", watcher))
+    return build_corpus(spec.corpus, spec.storage.root, StageProgress(stages.CORPUS, watcher))
 
 
-@task(name="tokenizer", cache_policy=NO_CACHE)
-@as_storage_errors()
+@stage_task(stages.TOKENIZER)
 def make_tokenizer(spec: RunSpec, corpus: Corpus, watcher: Progress = silent) -> TokenizerFiles:
     """Train the vocabulary, or use the given one."""
-    return build_tokenizer(spec.tokenizer, spec.corpus, corpus, spec.storage.root, StageProgress("tokenizer", watcher))
+    progress = StageProgress(stages.TOKENIZER, watcher)
+    return build_tokenizer(spec.tokenizer, spec.corpus, corpus, spec.storage.root, progress)
 
 
-@task(name="shards", cache_policy=NO_CACHE)
-@as_storage_errors()
+@stage_task(stages.SHARDS)
 def make_shards(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, watcher: Progress = silent) -> TokenShards:
-    """Convert the text to files of token ids."""
-    return build_shards(
-        spec.shards, spec.corpus, corpus, tokenizer, spec.storage.root, StageProgress("shards", watcher)
-    )
+    """Convert the text to files of token ids, and report on the data."""
+    progress = StageProgress(stages.SHARDS, watcher)
+    shards = build_shards(spec.shards, spec.corpus, corpus, tokenizer, spec.storage.root, progress)
+    reports.show_data(spec, corpus, tokenizer, shards)
+    return shards
 
 
 SECONDS_BEFORE_RETRY = 5
@@ -72,17 +73,16 @@ def is_transient(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> boo
     return isinstance(error, T5TrainError) and error.retryable
 
 
-@task(name="train", cache_policy=NO_CACHE, retry_delay_seconds=SECONDS_BEFORE_RETRY, retry_condition_fn=is_transient)
-@as_storage_errors()
+@stage_task(stages.TRAIN, retry_delay_seconds=SECONDS_BEFORE_RETRY, retry_condition_fn=is_transient)
 def train(
     spec: RunSpec, shards: TokenShards, run: HeldRun, watcher: Progress = silent, adopt: bool = False
 ) -> Checkpoint:
     """Train to the last step, starting from the newest complete checkpoint."""
-    return train_run(spec, shards, run, StageProgress("train", watcher), adopt=adopt)
+    with TrainingView(spec, watcher) as view:
+        return train_run(spec, shards, run, view, adopt=adopt, staged=view.staged)
 
 
-@task(name="consolidate", cache_policy=NO_CACHE)
-@as_storage_errors()
+@stage_task(stages.CONSOLIDATE)
 def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint, watcher: Progress = silent) -> Weights:
     """Join the ranks' parts of the fp32 masters into safetensors."""
     from t5train.checkpoint.consolidate import (
@@ -94,32 +94,37 @@ def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint, watcher: Progress
     out = spec.run_folder / run_folder.WEIGHTS / f"{checkpoint.tag}-{content[:12]}"
     checkpoints = spec.run_folder / run_folder.CHECKPOINTS
     set_damaged_aside(out)
-    return consolidate(checkpoints, out, tag=checkpoint.tag, progress=StageProgress("consolidate", watcher))
+    return consolidate(checkpoints, out, tag=checkpoint.tag, progress=StageProgress(stages.CONSOLIDATE, watcher))
 
 
-@task(name="export", cache_policy=NO_CACHE)
-@as_storage_errors()
+@stage_task(stages.EXPORT)
 def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles, watcher: Progress = silent) -> Export:
     """Write the Hugging Face folder."""
     witness, out = spec.run_folder / run_folder.WITNESS_FOLDER, spec.run_folder / run_folder.EXPORT
     set_damaged_aside(out)
-    return export(weights, tokenizer, witness, spec, out, StageProgress("export", watcher))
+    return export(weights, tokenizer, witness, spec, out, StageProgress(stages.EXPORT, watcher))
 
 
-@task(name="certify", cache_policy=NO_CACHE)
-@as_storage_errors()
-def certify_export(spec: RunSpec, exported: Export, watcher: Progress = silent) -> Export:
-    """Verify, in a new process, that the export is the model that was trained, and write its certificate."""
-    return certify_in_fresh_process(
-        exported, spec.run_folder / run_folder.WITNESS_FOLDER, StageProgress("certify", watcher)
-    )
+@stage_task(stages.CERTIFY)
+def certify_export(spec: RunSpec, weights: Weights, exported: Export, watcher: Progress = silent) -> Export:
+    """Verify, in a new process, that the export is the model that was trained, write its certificate, and report."""
+    progress = StageProgress(stages.CERTIFY, watcher)
+    certified = certify_in_fresh_process(exported, spec.run_folder / run_folder.WITNESS_FOLDER, progress)
+    reports.show_proof(spec, weights, certified)
+    return certified
 
 
-@task(name="publish", cache_policy=NO_CACHE)
-@as_storage_errors()
+@stage_task(stages.PUBLISH)
 def publish_export(spec: RunSpec, exported: Export, url: str, watcher: Progress = silent) -> Publication:
-    """Publish the certified export, and record its URL in the run's folder."""
-    publication = publish(exported, url, StageProgress("publish", watcher))
+    """Publish the certified export, record its URL in the run's folder, and report where it is."""
+    publication = publish(exported, url, StageProgress(stages.PUBLISH, watcher))
     note = {"url": publication.url, "fingerprint": publication.fingerprint}
     write_json(spec.run_folder / run_folder.PUBLISHED, note)
+    reports.show_publication(spec, publication)
     return publication
+
+
+@stage_task(stages.SUMMARY)
+def summarise(spec: RunSpec, records: dict[str, Record], publication: Publication) -> None:
+    """Report on the whole run: losses, plot, and lineage. ``records`` are those of all stages, by their titles."""
+    reports.show_summary(spec, records, publication)

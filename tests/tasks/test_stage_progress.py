@@ -1,21 +1,52 @@
-"""Progress of stages as Prefect artifacts."""
+"""Progress of stages as Prefect artifacts, in the title of the run's page, and in the log."""
 
 import logging
+from typing import Any
 
 import pytest
 
-from tasks import stage_progress
+from tasks import artifacts, stage_progress
 from tasks.stage_progress import StageProgress
+from tasks.stages import TRAIN
 
 
+@pytest.fixture
+def immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_progress, "SECONDS_UNTIL_SHOWN", 0)
+
+
+@pytest.mark.usefixtures("immediately")
 def test_a_stage_continues_if_the_server_does_not_respond(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def gone(*_arguments: object) -> None:
         raise ConnectionError("connection refused")
 
-    monkeypatch.setattr(stage_progress, "create_progress_artifact", gone)
-    monkeypatch.setattr(stage_progress, "SECONDS_UNTIL_SHOWN", 0)
+    monkeypatch.setattr(artifacts, "create_progress_artifact", gone)
     with caplog.at_level(logging.WARNING):
-        StageProgress("train")("steps", 3, 10)
-    assert "could not show the progress of train: ConnectionError: connection refused" in caplog.text
+        StageProgress(TRAIN)("steps", 3, 10)
+    assert "could not show the artifact progress-train: ConnectionError: connection refused" in caplog.text
+
+
+@pytest.mark.usefixtures("immediately")
+def test_the_title_names_the_stage_at_once_and_then_step_loss_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str | None] = []
+    clock = iter([0.0, 1.0, 3.0, 5.0, 12.0, 30.0])
+    monkeypatch.setattr(stage_progress, "show_in_title", titles.append)
+    monkeypatch.setattr(stage_progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(artifacts, "create_progress_artifact", lambda *_arguments: None)
+    progress = StageProgress(TRAIN)
+    assert titles == ["Train"]
+    for step, loss in ((0, 9.0), (1, 8.0), (2, 7.0), (4, 6.0), (10, 5.0)):
+        progress(f"steps, loss {loss:.3f}, 1,000 tokens/s", step, 10)
+    assert titles[1:] == [
+        "Train: 0 of 10 steps, loss 9.000, 1,000 tokens/s",
+        "Train: 4 of 10 steps, loss 6.000, 1,000 tokens/s, 16 s left",
+        "Train: 10 of 10 steps, loss 5.000, 1,000 tokens/s",
+    ]
+
+
+def test_watchers_get_every_report_with_the_title_of_the_stage() -> None:
+    seen: list[Any] = []
+    StageProgress(TRAIN, lambda *report: seen.append(report))("steps", 3, 10)
+    assert seen == [("Train: steps", 3, 10)]

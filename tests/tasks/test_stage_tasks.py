@@ -94,4 +94,4 @@ def test_a_disk_error_fails_a_task_with_one_line_that_names_path_and_remedy(
     # Address 0 of this process is not mapped, so reading it fails with EIO.
     monkeypatch.setattr(stage_tasks, "certify_in_fresh_process", lambda *_: Path("/proc/self/mem").read_bytes())
     with pytest.raises(StorageError, match=r"^/proc/self/mem: Input/output error; the disk or its connection fails: "):
-        stage_tasks.certify_export.fn(spec, Export(path=spec.run_folder / "export", fingerprint="e" * 64, files={}))
+        stage_tasks.certify_export.fn(spec, cast(Weights, None), cast(Export, None))

@@ -1,4 +1,4 @@
-"""How tasks use a run's metrics and failures: retries, loss curve, and the choice of hosts."""
+"""How tasks use a run's metrics and failures: retries, the last step, and the choice of hosts."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,9 @@ from prefect.states import Failed
 from infra.head.host_selection import training_hosts
 from infra.head.hosts.hostfile import Host, Hosts
 from t5train.errors import LaunchError, NonFiniteLoss, SpecError
-from t5train.metrics import last_metrics
+from t5train.records.metrics import last_metrics
 from t5train.spec.recipes import recipe
 from tasks.stage_tasks import is_transient
-from tasks.summary import loss_curve_png
 
 
 @pytest.mark.parametrize(
@@ -32,12 +31,6 @@ def test_the_last_complete_line_with_a_loss_is_found_at_the_end_of_a_long_file(t
     found = last_metrics(path)
     assert found is not None
     assert found["step"] == 1999
-
-
-def test_a_run_without_validation_has_a_loss_curve_too(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step, "loss": 9.0 - step}) + "\n" for step in range(5)))
-    assert loss_curve_png(path).startswith(b"\x89PNG")
 
 
 def test_a_spare_in_use_is_kept_when_the_head_restarts(tmp_path: Path) -> None:

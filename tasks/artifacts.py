@@ -1,0 +1,94 @@
+"""Prefect artifacts that are created once and then updated in place, without disturbing the run they describe."""
+
+import base64
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_image_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+)
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.sorting import ArtifactSort
+from prefect.runtime import flow_run
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def not_disturbing(what: str) -> Iterator[None]:
+    """Turn any error in the block into a warning: if the server does not respond, the run continues."""
+    try:
+        yield
+    except Exception as error:  # Prefect's client raises errors of many types if the server is gone
+        _log.warning("could not show %s: %s: %s", what, type(error).__name__, error)
+
+
+class Shown:
+    """An artifact of the current task or flow run. The first call of ``show`` creates it, later ones replace its data.
+
+    Prefect's own update functions also emit an event with all data, which the server keeps for a week. An artifact that
+    is updated every second would fill its database, so this class changes only the artifact's row.
+    """
+
+    def __init__(self, create: Callable[[Any, str, str], UUID], encode: Callable[[Any], Any], key: str) -> None:
+        """``create`` gets data, key and description, and ``encode`` makes of data what the server stores."""
+        self._create, self._encode, self._key = create, encode, key
+        self._id: UUID | None = None
+
+    def show(self, data: Any, description: str) -> None:
+        """Create or update the artifact. If that fails, a warning is logged."""
+        with not_disturbing(f"the artifact {self._key}"):
+            if self._id is None:
+                self._id = self._create(data, self._key, description)
+                return
+            change = {"data": self._encode(data), "description": description}
+            with get_client(sync_client=True) as client:
+                client.request("PATCH", "/artifacts/{id}", json=change, path_params={"id": self._id})
+
+
+def shown_progress(key: str) -> Shown:
+    """Return an artifact whose data are a percentage."""
+    return Shown(lambda data, key, text: cast(UUID, create_progress_artifact(data, key, text)), float, key)
+
+
+def shown_table(key: str) -> Shown:
+    """Return an artifact whose data are the rows of a table."""
+
+    def create(rows: Sequence[Mapping[str, Any]], key: str, description: str) -> UUID:
+        return cast(UUID, create_table_artifact([dict(row) for row in rows], key, description))
+
+    return Shown(create, json.dumps, key)
+
+
+def shown_markdown(key: str) -> Shown:
+    """Return an artifact whose data are Markdown."""
+    return Shown(lambda data, key, text: cast(UUID, create_markdown_artifact(data, key, text)), str, key)
+
+
+def shown_png(key: str) -> Shown:
+    """Return an artifact whose data are a PNG. It is stored as a data URL, as an artifact has no attached files."""
+    return Shown(lambda data, key, text: cast(UUID, create_image_artifact(data_url(data), key, text)), data_url, key)
+
+
+def data_url(png: bytes) -> str:
+    """Return a picture as a data URL."""
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+
+
+def artifact_pages() -> dict[str, str]:
+    """Return the paths of the pages of this flow run's artifacts in Prefect's UI, by key; the newest of each key.
+
+    Without a host name, these links also work through a tunnel.
+    """
+    with get_client(sync_client=True) as client:
+        of_run = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(flow_run.id)]))
+        found = client.read_artifacts(flow_run_filter=of_run, sort=ArtifactSort.CREATED_DESC)
+    return {each.key: f"/artifacts/artifact/{each.id}" for each in reversed(found) if each.key is not None}

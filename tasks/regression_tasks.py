@@ -1,0 +1,61 @@
+"""The parts of a regression night as Prefect tasks, and its artifacts and event."""
+
+from prefect import task
+from prefect.artifacts import create_image_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.events import emit_event
+
+from infra.head.regression.case_stages import NightData
+from infra.head.regression.night_run import Night
+from t5train.files.os_errors import as_storage_errors
+from t5train.regression.history_plot import MAX_BYTES
+from t5train.regression.night_report import PLOT, headline, rows
+from t5train.regression.night_results import CaseResult, NightResult
+from t5train.regression.regression_cases import RegressionCase
+from tasks.artifacts import data_url
+from tasks.stage_progress import StageProgress
+from tasks.stages import Stage, stage_task
+
+EVENT = "t5-pretrain.regression"
+KEY = "regression"
+DATA = Stage(f"{KEY}-data", "Make the data")
+CONCLUDE = Stage(f"{KEY}-conclude", "Compare with the baselines")
+SHOW = Stage(f"{KEY}-show", "Show the results")
+
+
+@stage_task(DATA)
+def make_night_data(night: Night) -> NightData:
+    """Make text, vocabulary and shards again."""
+    return night.make_data(StageProgress(DATA))
+
+
+@task(name="Run a case", task_run_name="{case.name}", cache_policy=NO_CACHE)
+@as_storage_errors()
+def run_case(night: Night, case: RegressionCase, data: NightData) -> CaseResult:
+    """Train the repeats of a case beside the peer, and certify and resume it."""
+    return night.run_case(case, data, StageProgress(Stage(f"{KEY}-{case.name}", case.name)))
+
+
+@stage_task(CONCLUDE)
+def conclude_night(night: Night, results: list[CaseResult]) -> NightResult:
+    """Compare with the baselines, write everything to the night's folder, and remove old nights."""
+    return night.conclude(results, StageProgress(CONCLUDE))
+
+
+@stage_task(SHOW)
+def show_night(night: Night, result: NightResult) -> None:
+    """Create the table and the picture, and emit ``t5-pretrain.regression.passed`` or ``.failed``."""
+    create_table_artifact(rows(result), KEY, f"{headline(result)} ({night.folder})")
+    picture = data_url((night.folder / PLOT).read_bytes())
+    if len(picture) <= MAX_BYTES:
+        create_image_artifact(picture, f"{KEY}-history", "Step times over nights")
+    emit_event(
+        event=f"{EVENT}.{'passed' if result.passed else 'failed'}",
+        resource={"prefect.resource.id": EVENT, "prefect.resource.name": "t5-regression"},
+        payload={
+            "night": str(night.folder),
+            "commit": result.git_commit,
+            "findings": [finding.sentence for finding in result.findings],
+            "notes": result.notes,
+        },
+    )

@@ -1,0 +1,75 @@
+"""The reports of a run as Markdown artifacts, and as files in the run's folder."""
+
+import logging
+
+from t5train.files.run_folder import METRICS, WITNESS_FOLDER
+from t5train.records.metrics import loss_lines, read
+from t5train.records.stage_records import Corpus, Export, Publication, Record, TokenizerFiles, TokenShards, Weights
+from t5train.records.witness import Witness
+from t5train.release.certificate import CERTIFICATE, Certificate
+from t5train.report.data_report import data_report, train_split_facts
+from t5train.report.proof_report import proof_report
+from t5train.report.publication_report import publication_report
+from t5train.report.report_folder import (
+    DATA,
+    PROOF,
+    PUBLICATION,
+    SUMMARY,
+    TRAINING,
+    remove_failure,
+    report_path,
+    write_report,
+)
+from t5train.report.summary_report import saving_line, summary_report
+from t5train.spec import RunSpec
+from tasks.artifacts import artifact_pages, data_url, not_disturbing, shown_markdown
+
+_PAGES = {"data": "Data", "training": "Plot of training", "proof": "Proof", "published": "Published model"}
+_FILES = {"data": DATA, "training": TRAINING, "proof": PROOF, "published": PUBLICATION}
+_log = logging.getLogger(__name__)
+
+
+def show_data(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, shards: TokenShards) -> None:
+    """Report on the text, the vocabulary and the tokens."""
+    with not_disturbing("the data report"):
+        text = data_report(spec, corpus, tokenizer, shards, train_split_facts(shards, spec.objective))
+        write_report(spec.run_folder, DATA, text)
+        shown_markdown("data").show(text, "Text, vocabulary and tokens")
+
+
+def show_proof(spec: RunSpec, weights: Weights, exported: Export) -> None:
+    """Report on what consolidation and the certificate proved."""
+    with not_disturbing("the proof"):
+        path = exported.path / CERTIFICATE
+        text = proof_report(Certificate.parse(path.read_bytes(), str(path)), weights, exported)
+        write_report(spec.run_folder, PROOF, text)
+        shown_markdown("proof").show(text, "What consolidation and the certificate proved")
+
+
+def show_publication(spec: RunSpec, publication: Publication) -> None:
+    """Report on the publication: where it is, and the commands that verify, fetch and load it."""
+    with not_disturbing("the publication"):
+        text = publication_report(publication, spec.run_name)
+        write_report(spec.run_folder, PUBLICATION, text)
+        shown_markdown("published").show(text, f"published: {publication.url}")
+
+
+def show_summary(spec: RunSpec, stages: dict[str, Record], publication: Publication) -> None:
+    """Report on the whole run, log its losses, and remove the report on an earlier failure."""
+    losses = Witness.load(spec.run_folder / WITNESS_FOLDER).validation
+    results = [*loss_lines(losses), saving_line(read(spec.run_folder / METRICS))]
+    for line in results:
+        _log.info("%s", line)
+    with not_disturbing("the summary"):
+        text = summary_report(spec, stages, publication, results, TRAINING, _FILES_BY_TITLE)
+        write_report(spec.run_folder, SUMMARY, text)
+        remove_failure(spec.run_folder)
+        plot = data_url(report_path(spec.run_folder, TRAINING).read_bytes())
+        found = artifact_pages()
+        pages = {title: found[key] for key, title in _PAGES.items() if key in found}
+        shown_markdown("summary").show(
+            summary_report(spec, stages, publication, results, plot, pages), "Summary of the run"
+        )
+
+
+_FILES_BY_TITLE = {title: _FILES[key] for key, title in _PAGES.items()}

@@ -1,0 +1,46 @@
+"""The table of what each stage of a run made or reused."""
+
+import logging
+import time
+from typing import Any, TypeVar
+
+from t5train.records.stage_records import Record
+from tasks.artifacts import shown_table
+from tasks.stages import Stage
+
+_log = logging.getLogger(__name__)
+R = TypeVar("R", bound=Record)
+
+
+class StageTable:
+    """Collects the records of a flow run by the title of their stage, in the order of the stages."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self._rows: list[dict[str, Any]] = []
+        self._added_at = time.monotonic()
+        self._artifact = shown_table("stages")
+
+    def add(self, stage: Stage, record: R) -> R:
+        """Add a stage's result and the time since the previous result; return the record."""
+        now = time.monotonic()
+        self.records[stage.title] = record
+        self._rows.append(line := row(stage, record, now - self._added_at))
+        _log.info("%s: %s %s", stage.title, line["result"], record.path)
+        self._added_at = now
+        self._artifact.show(self._rows, "Result of each stage")
+        return record
+
+
+def row(stage: Stage, record: Record, seconds: float) -> dict[str, Any]:
+    """Return one row of the table. The widest cells are last, because the UI shows only about half of the columns."""
+    return {
+        "stage": stage.title,
+        "result": "reused" if record.reused else "made",
+        "seconds": round(seconds, 1),
+        "files": len(record.files),
+        "bytes": f"{sum(digest.size for digest in record.files.values()):,}",
+        "fingerprint": record.fingerprint[:12],
+        "folder": str(record.path),
+        "counts": ", ".join(f"{name} {value:,}" for name, value in record.counts.items()),
+    }
