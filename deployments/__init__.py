@@ -1,4 +1,6 @@
-"""Configuration for Prefect: ``prefect.yaml`` with one deployment per recipe, its work pool, and its schedules.
+"""Configuration for Prefect: ``definitions.yaml`` with queues, deployments and schedules.
 
-Not here: code. ``flows.deploy`` applies this file, and the deployments execute ``flows.pretrain``.
+``systemd/`` has units that run a team's server and workers.
+
+Not here: code. ``flows.deployment`` applies the file, and the deployments execute flows such as ``flows.pretrain``.
 """

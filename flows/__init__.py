@@ -1,4 +1,4 @@
-"""The Prefect flow, which chains the stages of a run; its server, worker and profile; and records of flow runs.
+"""The Prefect flow, which chains the stages of a run, its parameters, and how it is deployed, served and executed.
 
 Start reading in ``pretrain``. Not here: what a stage does (``t5train``), and the command line (``flows.cli``), which no
 flow imports.

@@ -42,6 +42,16 @@ def resolve(
     return spec.with_settings(places)
 
 
+def require_own_text(recipe: str, changes: Mapping[str, Any]) -> None:
+    """Raise SpecError if the recipe is not for trials on CPUs, and the changed settings name no text for it."""
+    if "corpus.source" not in changes and recipe_spec(recipe).cluster.accelerator != "cpu":
+        raise SpecError(
+            f"recipe {recipe!r} needs text to train on: set corpus.source to a file, folder, pattern or URL (in "
+            "Prefect, set the parameter corpus, or for all deployments `t5-pretrain deploy --corpus`). "
+            f"For a small trial without a GPU: t5-pretrain run {recipe} --trial"
+        )
+
+
 def _ranks(recipe: str, changes: Mapping[str, Any]) -> dict[str, int]:
     """Return the setting ``cluster.ranks`` as determined by the hostfile; empty without a hostfile."""
     of_cluster = {name: value for name, value in changes.items() if name.startswith("cluster.")}

@@ -7,7 +7,17 @@ from typing import NoReturn
 
 import typer
 
-from flows.cli import gc_command, preflight_command, run_command, server_commands, stage_commands, status_command
+from flows.cli import (
+    gc_command,
+    preflight_command,
+    regression_command,
+    run_command,
+    server_commands,
+    stage_commands,
+    status_command,
+    team_commands,
+    worker_command,
+)
 from flows.cli.terminal import complain
 from t5train.errors import T5TrainError
 from t5train.files.os_errors import explain
@@ -19,7 +29,17 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for commands in (run_command, preflight_command, stage_commands, status_command, gc_command, server_commands):
+for commands in (
+    run_command,
+    preflight_command,
+    stage_commands,
+    status_command,
+    gc_command,
+    regression_command,
+    server_commands,
+    team_commands,
+    worker_command,
+):
     commands.register(app)
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -39,9 +59,18 @@ def main() -> NoReturn:
         if ended.code == _INTERRUPTED:  # typer's exit code for Ctrl-C, which prints nothing
             complain("interrupted")
         raise
+    except BaseExceptionGroup as group:
+        if group.subgroup(KeyboardInterrupt) is None:
+            raise
+        complain("interrupted")  # Ctrl-C while Prefect's client was waiting, which wraps the interrupt
+        sys.exit(_INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output has gone; without this, Python reports another error when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         complain(f"error: {explain(error)}")
     sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,12 @@
 """``run`` and ``recipes``."""
 
+import json
 import logging
 import shlex
 from typing import Annotated
 
 import typer
 
-from flows import prefect_server
 from flows.cli.dry_run import describe
 from flows.cli.options import (
     AdoptOption,
@@ -23,20 +23,20 @@ from flows.cli.options import (
     ShipCodeOption,
     SparesOption,
     host_settings,
+    root_of,
     settings,
 )
 from flows.cli.terminal import BarProgress, complain, progress_display, say
-from flows.spec_from_recipe import resolve
+from flows.run_parameters import RunParameters
+from flows.server import prefect_server
 from infra.head.launch.held_run import HeldRun
-from infra.head.preflight.run_checks import require_possible
 from infra.head.training_run import hold_ready_run, train_again
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
 from t5train.files.run_folder import WITNESS_FOLDER
-from t5train.metrics import loss_lines
 from t5train.progress import Progress, silent
+from t5train.records.metrics import loss_lines
 from t5train.records.stage_records import Publication
 from t5train.records.witness import Witness
-from t5train.spec import RunSpec
 from t5train.spec.recipes import RECIPES
 
 
@@ -70,17 +70,21 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     ship_code: ShipCodeOption = None,
     begin_again: BeginAgainOption = False,
     adopt: AdoptOption = False,
+    trial: Annotated[
+        bool, typer.Option("--trial", help="Train a tiny model with the recipe's layout on this machine's CPUs")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, without running it")] = False,
 ) -> None:
     """Run all stages, from text to a published, certified checkpoint. Finished stages are reused."""
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
-    spec = resolve(recipe, changed, root=root, run_name=name, publish_to=publish_to)
+    changed |= {} if publish_to is None else {"storage.publish_to": json.dumps(publish_to)}
+    parameters = RunParameters(recipe=recipe, root=root_of(root), run_name=name, trial=trial, settings=changed)
     if dry_run:
-        say(describe(spec))
+        say(describe(parameters.spec()))
         return
+    spec = parameters.possible_spec()
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)
-    require_possible(spec)
     with (
         hold_ready_run(spec) as held,  # before the server starts, so that a second start is refused at once
         progress_display() as progress,
@@ -90,7 +94,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
             train_again(spec, held)
         complain(f"watch it at {api_url.removesuffix('/api')}{_login(api_url)}")
         _close_abandoned_runs()
-        publication = _run_flow(held, spec, recipe, changed, progress, adopt)
+        publication = _run_flow(held, parameters, progress, adopt)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
         say(line)
     say(f"published: {publication.url}")
@@ -102,29 +106,21 @@ def _login(api_url: str) -> str:
 
 
 def _close_abandoned_runs() -> None:
-    from flows.abandoned import close_abandoned_runs  # imports Prefect, as below
+    from flows.workers.abandoned import close_abandoned_runs, closed_line  # imports Prefect, as below
 
-    for name in close_abandoned_runs():
-        complain(f"run {name!r} was killed and is now closed in Prefect; start the same run again to resume it")
+    for run in close_abandoned_runs():
+        complain(closed_line(run, "was killed"))
 
 
-def _run_flow(
-    held: HeldRun, spec: RunSpec, recipe: str, changes: dict[str, str], progress: Progress, adopt: bool
-) -> Publication:
+def _run_flow(held: HeldRun, parameters: RunParameters, progress: Progress, adopt: bool) -> Publication:
     from flows.pretrain import pretrain_flow  # imports Prefect, which reads its settings when it is imported
 
     if isinstance(progress, BarProgress):
         _log_above(progress)
     # Without a terminal, progress appears in the run's log.
     pretrain = pretrain_flow(held, progress if isinstance(progress, BarProgress) else silent)
-    return pretrain(
-        recipe=recipe,
-        root=spec.storage.root,
-        settings=changes,
-        run_name=spec.name,
-        publish_to=spec.storage.publish_to,
-        adopt=adopt,
-    )
+    publication: Publication = pretrain(**parameters.model_dump(exclude_none=True), adopt=adopt)
+    return publication
 
 
 def _log_above(progress: BarProgress) -> None:

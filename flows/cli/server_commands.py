@@ -2,28 +2,22 @@
 
 import shlex
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flows import api_key, prefect_profile, prefect_server
-from flows.cli.options import RootOption, root_of
+from flows.cli.options import RootOption, root_of, settings
 from flows.cli.terminal import complain, progress_display, say
-from flows.worker import STOP_SECONDS
-from infra.node import processes
-from t5train.errors import InputError, LaunchError, SpecError, StorageError
-from t5train.spec.recipes import RECIPES
-
-LOOK_SECONDS = 10.0
-"""Time between checks for runs whose process was killed."""
-
-RUN_SECONDS = 60.0
-"""Time for a run to save and shut down gracefully, as after SIGTERM to `t5-pretrain run`."""
+from flows.cli.worker_command import run_worker
+from flows.server import api_key, prefect_profile, prefect_server
+from t5train.data.sources import PYDOCS
+from t5train.errors import InputError, SpecError, StorageError
+from t5train.locations import local_folder
+from t5train.spec import RunSpec
+from t5train.spec.overrides import parsed
 
 
 def register(app: typer.Typer) -> None:
@@ -32,13 +26,80 @@ def register(app: typer.Typer) -> None:
     app.command()(up)
 
 
-def deploy(root: RootOption = None) -> None:
-    """Create the work pool and the deployments on the configured Prefect server; can be repeated safely."""
+_DEPLOYED = "Deployments"
+"""Heading in the help of the options that configure deployments."""
+CorpusOption = Annotated[
+    str | None,
+    typer.Option("--corpus", metavar="SOURCE", help="Text that deployments train on", rich_help_panel=_DEPLOYED),
+]
+DeployedHostfileOption = Annotated[
+    str | None,
+    typer.Option("--hostfile", metavar="FILE", help="Hosts that deployments train on", rich_help_panel=_DEPLOYED),
+]
+ScratchOption = Annotated[
+    str | None,
+    typer.Option("--scratch", metavar="DIR", help="Folder on each host's own disk", rich_help_panel=_DEPLOYED),
+]
+PublishOption = Annotated[
+    str | None,
+    typer.Option(
+        "--publish-to",
+        metavar="URL",
+        help="Folder or fsspec URL in which each run publishes a folder of its name",
+        rich_help_panel=_DEPLOYED,
+    ),
+]
+DeployedSetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="PART.KEY=VALUE", help="Setting of all deployments; can be repeated", rich_help_panel=_DEPLOYED
+    ),
+]
+
+
+def deploy(
+    root: RootOption = None,
+    corpus: CorpusOption = None,
+    hostfile: DeployedHostfileOption = None,
+    scratch: ScratchOption = None,
+    publish_to: PublishOption = None,
+    changes: DeployedSetOption = None,
+) -> None:
+    """Create or update queues, deployments and schedules on the configured Prefect server.
+
+    Safe to repeat. Values are kept for the next call; an empty one, such as --hostfile "", removes the earlier one.
+    """
     api_url = prefect_server.configured_api_url()
     if api_url is None:
         raise SpecError("no Prefect server is configured: set PREFECT_API_URL, or start one with `t5-pretrain up`")
     prefect_server.join(root_of(root), api_url)
-    _deploy(root_of(root))
+    _deploy(_given(root, corpus, hostfile, scratch, publish_to, changes))
+
+
+def _given(
+    root: Path | None,
+    corpus: str | None,
+    hostfile: str | None,
+    scratch: str | None,
+    publish_to: str | None,
+    changes: list[str] | None,
+) -> dict[str, object]:
+    """Return the parameters of deployments that the options stand for. None: the option is not given."""
+    given = [each for each in changes or [] if each]
+    return {
+        "root": root and str(root.absolute()),
+        "corpus": corpus if corpus == PYDOCS else _absolute(corpus),
+        "hostfile": _absolute(hostfile),
+        "scratch": scratch,
+        "publish_under": _absolute(publish_to),
+        "deployed_settings": None if changes is None else parsed(RunSpec, settings(given)),
+    }
+
+
+def _absolute(location: str | None) -> str | None:
+    """Return a local path as an absolute one, and anything else unchanged."""
+    folder = local_folder(location) if location else None
+    return location if folder is None else str(folder)
 
 
 def up(
@@ -46,6 +107,11 @@ def up(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server, on this machine only")] = (
         prefect_server.DEFAULT_PORT
     ),
+    corpus: CorpusOption = None,
+    hostfile: DeployedHostfileOption = None,
+    scratch: ScratchOption = None,
+    publish_to: PublishOption = None,
+    changes: DeployedSetOption = None,
 ) -> None:
     """Run a Prefect server with the pool, the deployments and a worker on this machine, until Ctrl-C."""
     prefect_server.require_free_port(port)
@@ -56,12 +122,8 @@ def up(
         progress_display() as progress,
         prefect_server.own_server(home, port, progress, lasting=True) as api_url,
     ):
-        _deploy(root_of(root))
-        _close_runs_of_pool()
-        with _worker(home / "worker.log") as worker:
-            _explain(profiles, home, api_url)
-            code = _await_end(worker)
-            raise LaunchError(f"the worker ended with exit code {code}: see {home / 'worker.log'}")
+        _deploy(_given(root_of(root), corpus, hostfile, scratch, publish_to, changes))
+        run_worker(home / "worker.log", lambda: _explain(profiles, home, api_url))
 
 
 def _explain(profiles: prefect_profile.UserProfiles, home: Path, api_url: str) -> None:
@@ -73,7 +135,7 @@ def _explain(profiles: prefect_profile.UserProfiles, home: Path, api_url: str) -
 
 def _how_to_run(profiles: prefect_profile.UserProfiles, home: Path, api_url: str) -> Iterator[str]:
     """Yield commands that start a run in another shell with the same environment."""
-    run = f"{shlex.quote(str(_prefect()))} deployment run t5-pretrain/smoke"
+    run = f"{_prefect()} deployment run t5-pretrain/smoke"
     try:
         is_in_use = profiles.write(api_url, api_key.read(home))
     except (InputError, StorageError) as error:
@@ -84,77 +146,24 @@ def _how_to_run(profiles: prefect_profile.UserProfiles, home: Path, api_url: str
     if profiles.overrides:
         yield f"unset {' '.join(profiles.overrides)}"
     if not is_in_use:
-        yield f"{shlex.quote(str(_prefect()))} profile use {prefect_profile.NAME}"
+        yield f"{_prefect()} profile use {prefect_profile.NAME}"
     yield run
 
 
-def _await_end(worker: subprocess.Popen[bytes]) -> int:
-    """Wait for the worker, and return its exit code. Until then, close abandoned runs of the server's other clients."""
-    while True:
-        try:
-            return worker.wait(LOOK_SECONDS)
-        except subprocess.TimeoutExpired:
-            _close_abandoned_runs()
+def _deploy(given: Mapping[str, object]) -> None:
+    from flows.deployment.deploy import deploy as apply  # imports Prefect, which reads its settings when it is imported
+
+    deployed = apply(given, root_of(None))
+    defaults = deployed.defaults.parameters()
+    say(f"deployed: {', '.join(deployed.names)}")
+    say(f"their defaults: {', '.join(f'{name} {value}' for name, value in defaults.items())}")
+    if "corpus" not in defaults:
+        complain("only smoke has a text to train on: configure one for the other deployments with --corpus")
+    for name, why in deployed.refused.items():
+        complain(f"runs of {name} would be refused: {why}")
 
 
-@contextmanager
-def _worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a worker of the pool within the block. Its runs are stopped first, because the worker would kill them."""
-    from flows.deploy import POOL
-
-    with open(log, "ab") as output:
-        worker = subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.worker", POOL],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd=prefect_server.NEUTRAL_FOLDER,
-            start_new_session=True,  # Ctrl-C reaches only this process, which stops the worker before its server
-        )
-    try:
-        yield worker
-    finally:
-        try:
-            _end_runs(processes.child_of(worker.pid))
-        finally:  # also after a second Ctrl-C: the worker kills the remaining runs
-            prefect_server.stop(worker, STOP_SECONDS)
-
-
-def _end_runs(of_worker: processes.Belongs) -> None:
-    if processes.find(of_worker):
-        say(f"waiting up to {RUN_SECONDS:.0f} s for runs to save and stop; press Ctrl-C to stop them at once")
-        processes.end(of_worker, RUN_SECONDS)
-
-
-def _close_runs_of_pool() -> None:
-    from flows.abandoned import (
-        close_abandoned_runs,
-        close_runs_of_pool,  # imports Prefect, as in _deploy
-    )
-
-    for name in [*close_abandoned_runs(), *close_runs_of_pool()]:
-        say(f"run {name!r} lost its worker and is now closed in Prefect; start the same run again to resume it")
-
-
-def _close_abandoned_runs() -> None:
-    from flows.abandoned import close_abandoned_runs
-
-    try:
-        closed = close_abandoned_runs()
-    except Exception as error:  # any error of Prefect's client, such as for a busy server, must not end all runs
-        complain(f"could not close killed runs in Prefect, will retry: {type(error).__name__}: {error}")
-        return
-    for name in closed:
-        say(f"run {name!r} was killed and is now closed in Prefect; start the same run again to resume it")
-
-
-def _deploy(root: Path) -> None:
-    from flows.deploy import deploy as deploy_all  # imports Prefect, which reads its settings when it is imported
-
-    deploy_all(root)
-    say(f"deployed: {', '.join(f't5-pretrain/{recipe}' for recipe in RECIPES)}")
-
-
-def _prefect() -> Path:
-    """Return the path of Prefect's command, in the same folder as the Python interpreter."""
-    return Path(sys.executable).with_name("prefect")
+def _prefect() -> str:
+    """Return Prefect's command: in the same folder as the Python interpreter, or its module (`pip install --user`)."""
+    beside = Path(sys.executable).with_name("prefect")
+    return shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(sys.executable)} -m prefect"

@@ -35,7 +35,7 @@ from t5train.data.tokenizer import build_tokenizer, given_tokenizer
 from t5train.errors import InputError
 from t5train.files.presence import visible_in
 from t5train.files.run_folder import WITNESS_FOLDER
-from t5train.metrics import loss_lines
+from t5train.records.metrics import loss_lines
 from t5train.records.stage_records import MANIFEST, Export, Record, TokenizerFiles, TokenShards, Weights
 from t5train.records.witness import Witness
 from t5train.release.certification import certify_in_fresh_process

@@ -11,7 +11,7 @@ from flows.cli.terminal import say, show_table
 from infra.node.attempts.run_lock import holder
 from t5train.files.presence import visible_in
 from t5train.files.run_folder import EXPORT, METRICS, PUBLISHED, RUNS, WEIGHTS
-from t5train.metrics import last_metrics
+from t5train.records.metrics import last_metrics
 from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
 

@@ -7,26 +7,31 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
+from flows.server.prefect_server import answers
+from tests.support import prefect_servers, team_servers
+
+SHADOWS = ("flows", "json", "uvicorn")
+Deployed = Callable[..., dict[str, dict[str, Any]]]
 Up = Callable[..., AbstractContextManager[subprocess.Popen[str]]]
-Ask = Callable[[Path, str, dict[str, object]], Any]
+Ask = Callable[..., Any]
 
 FlowProcess = Callable[[Path, str], tuple[subprocess.Popen[str], str]]
 
 WAITING_FLOW = """
 import sys, time
 from pathlib import Path
-from flows.prefect_server import become_client
+from flows.server.prefect_server import become_client
 become_client(Path(sys.argv[1]), sys.argv[2])
 
 from prefect import flow
@@ -104,6 +109,44 @@ class Page:
         return result
 
 
+@pytest.fixture(scope="session")
+def server() -> Iterator[tuple[Path, str]]:
+    """Home and API of a server whose root all users may read, as is common.
+
+    It is started in a folder with modules that have the names of the server's own.
+    """
+    root = Path(tempfile.mkdtemp(prefix="prefect-"))
+    root.chmod(0o755)
+    home, current = root / "prefect", root / "current"
+    current.mkdir()
+    for module in SHADOWS:
+        (current / f"{module}.py").write_text("raise SystemExit('shadowed')")
+    process, api_url = prefect_servers.start(home, current)
+    with process:
+        yield home, api_url
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(30) == 0
+    assert not answers(api_url)
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+def deployed(server: tuple[Path, str], ask: Ask) -> Deployed:
+    """Runs ``t5-pretrain deploy`` with options on the server; returns the deployments by name."""
+    home, api_url = server
+
+    def deployed(*options: str) -> dict[str, dict[str, Any]]:
+        program = "from flows.cli.__main__ import main; main()"
+        command = [sys.executable, "-c", program, "deploy", "--root", str(home.parent), *options]
+        environment = prefect_servers.client_environment(home, api_url)
+        result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        return {each["name"]: each for each in ask(home, f"{api_url}/deployments/filter", {})}
+
+    return deployed
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """An empty page of a headless browser."""
@@ -140,18 +183,20 @@ def _first_page(browser: subprocess.Popen[bytes], profile: Path) -> str:
 
 @pytest.fixture(scope="session")
 def up() -> Up:
-    """Runs ``t5-pretrain up`` on a root and a port until the block ends; keywords are added to its environment.
+    """Runs ``t5-pretrain up`` on a root and a port, with more options, until the block ends.
+
+    Keywords are added to its environment.
 
     The user's own Prefect settings are in ``root/user``, unless that environment says otherwise. The current folder has
     settings that make any process fail that reads them.
     """
 
     @contextmanager
-    def up(root: Path, port: int, **more: str) -> Iterator[subprocess.Popen[str]]:
-        program = "from flows.cli import __main__; from flows import prefect_server; "
+    def up(root: Path, port: int, *options: str, **more: str) -> Iterator[subprocess.Popen[str]]:
+        program = "from flows.cli import __main__; from flows.server import prefect_server; "
         program += "prefect_server.START_SECONDS = 300; __main__.main()"
         command = [sys.executable, "-c", program, "up"]
-        command += ["--root", str(root), "--port", str(port)]
+        command += ["--root", str(root), "--port", str(port), *options]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         environment |= {"PREFECT_HOME": str(root / "user")} | more
         current = root / "current"
@@ -160,6 +205,7 @@ def up() -> Up:
         with subprocess.Popen(command, env=environment, cwd=current, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert "deployed" in process.stdout.readline()
+            assert "their defaults" in process.stdout.readline()
             try:
                 yield process
             finally:
@@ -184,19 +230,31 @@ def flow_process() -> Iterator[FlowProcess]:
 
 
 @pytest.fixture(scope="session")
+def postgresql() -> Iterator[Callable[[str], str]]:
+    """The URL of a database of a private PostgreSQL, for a password."""
+    with team_servers.postgresql() as url_with:
+        yield url_with
+
+
+@pytest.fixture(scope="session")
+def team(postgresql: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[team_servers.Team]:
+    """A team's server that has been restarted after the deployments were created and the first runs were scheduled."""
+    team = team_servers.Team(tmp_path_factory.mktemp("team"), postgresql(team_servers.HIDDEN))
+    with team.running():
+        team.call("deploy", "--root", str(team.root))
+        (smoke,) = team.ask("deployments/filter", {"deployments": {"name": {"any_": ["smoke"]}}})
+        monthly = {"schedule": {"cron": "0 0 1 * *"}, "active": True}
+        team.ask(f"deployments/{smoke['id']}/schedules", [monthly])
+        team_servers.await_that(
+            lambda: bool(team.ask("flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}))
+        )
+        key = (team.home / "api-key").read_text()
+    with team.running():
+        assert (team.home / "api-key").read_text() == key
+        yield team
+
+
+@pytest.fixture(scope="session")
 def ask() -> Ask:
     """Asks the API of the server in a home, as a client that has the key."""
-
-    def ask(home: Path, url: str, body: dict[str, object]) -> Any:
-        key = b64encode((home / "api-key").read_text().strip().encode()).decode()
-        headers = {"content-type": "application/json", "Authorization": f"Basic {key}"}
-        token = _answer(Request(f"{url.partition('/api/')[0]}/api/csrf-token?client=test", headers=headers))  # noqa: S310 - the server of this test
-        headers |= {"Prefect-Csrf-Token": token["token"], "Prefect-Csrf-Client": "test"}
-        return _answer(Request(url, json.dumps(body).encode(), headers))  # noqa: S310 - as above
-
-    return ask
-
-
-def _answer(request: Request) -> Any:
-    with urlopen(request, timeout=30) as response:  # noqa: S310 - the server of this test
-        return json.load(response)
+    return prefect_servers.ask

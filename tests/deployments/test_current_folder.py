@@ -4,11 +4,13 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
+from prefect.client.schemas.objects import FlowRun
 
-from flows import deploy
-from flows.cli import server_commands
+from flows.cli import worker_command
+from flows.workers import waiting_runs
 from infra.node.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -28,9 +30,9 @@ def shadows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_modules_in_the_current_folder_do_not_shadow_those_of_the_worker(
     shadows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_commands, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(worker_command, "STOP_SECONDS", 0.1)
     log = shadows / "worker.log"
-    with server_commands._worker(log) as worker:
+    with worker_command.worker_process("somebody@here", log) as worker:
         deadline = time.monotonic() + 60
         while worker.poll() is None and not log.stat().st_size and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -38,20 +40,16 @@ def test_modules_in_the_current_folder_do_not_shadow_those_of_the_worker(
     assert "shadowed" not in log.read_text()
 
 
-def test_modules_in_the_current_folder_do_not_shadow_those_of_deploy(
+def test_modules_in_the_current_folder_do_not_shadow_those_of_the_check_of_a_run(
     shadows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, folders = subprocess.run, []
 
     def from_the_users_folder(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         folders.append(options["cwd"])
-        interpreter = command[: command.index("--no-prompt")]
-        return run([*interpreter, "version"], **(options | {"cwd": shadows}))
-
-    async def no_pool() -> None:
-        return None
+        return run(command, **(options | {"cwd": shadows}))
 
     monkeypatch.setattr(subprocess, "run", from_the_users_folder)
-    monkeypatch.setattr(deploy, "_make_pool", no_pool)
-    deploy.deploy(shadows)
+    waiting = FlowRun(flow_id=uuid4(), parameters={"recipe": "moe", "root": str(shadows)})
+    assert "needs text to train on" in waiting_runs._unable_machine(waiting)
     assert folders == ["/"]

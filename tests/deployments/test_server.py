@@ -2,14 +2,12 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -20,26 +18,14 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
-from flows.prefect_server import answers
+from flows.server.prefect_server import answers
 from infra.node.ports import free_port
-from t5train.spec.recipes import RECIPES
+from tests.support import prefect_servers
 
 pytestmark = pytest.mark.slow
 
 Ask = Callable[[Path, str, dict[str, object]], Any]
-
-SERVE = """
-import sys
-from pathlib import Path
-from flows import prefect_server
-from flows.prefect_server import own_server
-from t5train.progress import silent
-
-prefect_server.START_SECONDS = 300  # ample, for machines that do other work too
-with own_server(Path(sys.argv[1]), int(sys.argv[2]), silent, lasting=True) as api_url:
-    print(api_url, flush=True)
-    sys.stdin.read()
-"""
+Deployed = Callable[..., dict[str, dict[str, Any]]]
 
 NIGHTLY = """
 import asyncio
@@ -60,10 +46,10 @@ asyncio.run(main())
 CLOSE = """
 import sys
 from pathlib import Path
-from flows.prefect_server import become_client
+from flows.server.prefect_server import become_client
 become_client(Path(sys.argv[1]), sys.argv[2])
 
-from flows.abandoned import close_abandoned_runs
+from flows.workers.abandoned import close_abandoned_runs
 print(len(close_abandoned_runs()))
 """
 
@@ -88,12 +74,6 @@ for url, body, headers in [
         print(error.code)
 """
 NOBODY = "65534"
-SHADOWS = ("flows", "json", "uvicorn")
-
-
-def client_environment(home: Path, api_url: str) -> dict[str, str]:
-    """The environment of a user's shell that has the server's URL, but not its key."""
-    return os.environ | {"PREFECT_HOME": str(home.parent / "user"), "PREFECT_API_URL": api_url, "DO_NOT_TRACK": "1"}
 
 
 def status(url: str, *, method: str = "GET", **headers: str) -> int:
@@ -110,97 +90,12 @@ def basic(key: str) -> str:
     return f"Basic {b64encode(key.encode()).decode()}"
 
 
-def start(home: Path, current: Path) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-P", "-c", SERVE, str(home), str(free_port())]
-    process = subprocess.Popen(command, cwd=current, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    api_url = process.stdout.readline().strip()
-    assert api_url, f"no server: {(home / 'server.log').read_text()}"
-    return process, api_url
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[Path, str]]:
-    """Home and API of a server whose root all users may read, as is common.
-
-    It is started in a folder with modules that have the names of the server's own.
-    """
-    root = Path(tempfile.mkdtemp(prefix="prefect-"))
-    root.chmod(0o755)
-    home, current = root / "prefect", root / "current"
-    current.mkdir()
-    for module in SHADOWS:
-        (current / f"{module}.py").write_text("raise SystemExit('shadowed')")
-    process, api_url = start(home, current)
-    with process:
-        yield home, api_url
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(30) == 0
-    assert not answers(api_url)
-    shutil.rmtree(root)
-
-
-def deployed(home: Path, api_url: str, ask: Ask) -> list[dict[str, Any]]:
-    command = [
-        sys.executable,
-        "-c",
-        "from flows.cli.__main__ import main; main()",
-        "deploy",
-        "--root",
-        str(home.parent),
-    ]
-    environment = client_environment(home, api_url)
-    result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    found = ask(home, f"{api_url}/deployments/filter", {})
-    moving = {"updated", "last_polled", "status"}
-    for deployment in found:
-        for schedule in deployment["schedules"]:
-            schedule.pop("updated")
-    return [{key: value for key, value in each.items() if key not in moving} for each in found]
-
-
-@pytest.fixture(scope="module")
-def deployments(server: tuple[Path, str], ask: Ask) -> list[dict[str, Any]]:
-    """The deployments that `t5-pretrain deploy` made on the server."""
-    return deployed(*server, ask)
-
-
-def test_deploying_twice_gives_the_same_deployments(
-    server: tuple[Path, str], deployments: list[dict[str, Any]], ask: Ask
-) -> None:
-    home, api_url = server
-    assert {each["name"] for each in deployments} == set(RECIPES)
-    assert deployed(home, api_url, ask) == deployments
-    pool, *others = ask(home, f"{api_url}/work_pools/filter", {})
-    assert (pool["name"], others) == ("t5-pretrain", [])
-    template = pool["base_job_template"]
-    assert template["variables"]["properties"]["stream_output"]["default"] is False
-    for half in (template["variables"]["properties"], template["job_configuration"]):
-        assert half
-        assert not {"command", "env", "working_dir"} & half.keys()
-    queues = {each["name"]: each["concurrency_limit"] for each in ask(home, f"{api_url}/work_queues/filter", {})}
-    assert queues["training"] == 1
-
-
-def test_a_deployment_contains_the_root_but_no_path_of_the_source_code(
-    server: tuple[Path, str], deployments: list[dict[str, Any]]
-) -> None:
-    smoke = next(each for each in deployments if each["name"] == "smoke")
-    assert smoke["entrypoint"] == "flows.pretrain:pretrain"
-    assert smoke["parameters"] == {"recipe": "smoke", "root": str(server[0].parent)}
-    assert [schedule["active"] for schedule in smoke["schedules"]] == [False]
-    checkout = str(Path(__file__).parents[2])
-    assert checkout not in json.dumps(smoke)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_another_user_cannot_read_the_key_and_cannot_start_a_run(
-    server: tuple[Path, str], deployments: list[dict[str, Any]], ask: Ask
+    server: tuple[Path, str], deployed: Deployed, ask: Ask
 ) -> None:
     home, api_url = server
-    smoke = next(each for each in deployments if each["name"] == "smoke")
+    smoke = deployed()["smoke"]
     create = f"{api_url}/deployments/{smoke['id']}/create_flow_run"
     command = [sys.executable, "-c", STRANGER, str(home / "api-key"), api_url, smoke["id"], NOBODY]
     result = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
@@ -270,7 +165,7 @@ def test_a_run_whose_process_was_killed_is_closed_and_a_live_one_is_not(
 
 def test_a_cron_deployment_gets_a_scheduled_run(server: tuple[Path, str], ask: Ask) -> None:
     home, api_url = server
-    environment = client_environment(home, api_url)
+    environment = prefect_servers.client_environment(home, api_url)
     refused = subprocess.run(
         [sys.executable, "-c", NIGHTLY], env=environment, capture_output=True, text=True, check=False
     )
@@ -288,19 +183,19 @@ def test_a_cron_deployment_gets_a_scheduled_run(server: tuple[Path, str], ask: A
 
 
 def test_a_second_server_on_the_same_home_is_refused(server: tuple[Path, str]) -> None:
-    command = [sys.executable, "-c", SERVE, str(server[0]), str(free_port())]
+    command = [sys.executable, "-c", prefect_servers.SERVE, str(server[0]), str(free_port())]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert "is in use by another Prefect server" in result.stderr
 
 
 def test_modules_in_the_current_folder_do_not_shadow_those_of_the_server(server: tuple[Path, str]) -> None:
     home, api_url = server
-    assert {path.stem for path in (home.parent / "current").glob("*.py")} == set(SHADOWS)
+    assert {path.stem for path in (home.parent / "current").glob("*.py")} == {"flows", "json", "uvicorn"}
     assert answers(api_url)
 
 
 def test_a_server_ends_when_the_process_that_started_it_is_killed(tmp_path: Path) -> None:
-    process, api_url = start(tmp_path, tmp_path)
+    process, api_url = prefect_servers.start(tmp_path, tmp_path)
     with process:
         assert answers(api_url)
         process.send_signal(signal.SIGKILL)

@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flows.prefect_server import free_port
+from flows.server.prefect_server import free_port
+from flows.workers.abandoned import WORKER_LABEL
+from flows.workers.run_monitor import CHECKPOINT_LABEL, MOST_RESUMES, RESUMES_LABEL
+from flows.workers.run_records import worker_name
 
 STUBBORN = """
 import os, signal, threading, time
-from flows import worker
+from flows.workers import worker
 worker.STOP_SECONDS = worker.LOOK_SECONDS = 0.2
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 threading.Thread(target=worker.end_after, args=(os.getppid(),), daemon=True).start()
@@ -74,7 +77,10 @@ def second_up(up: Any, ask: Any, tmp_path_factory: pytest.TempPathFactory) -> It
         assert process.stdout is not None
         assert "Prefect is at" in process.stdout.readline()
         deployment = ask(home, f"{api_url}/deployments/filter", {})[0]
-        run = ask(home, f"{api_url}/deployments/{deployment['id']}/create_flow_run", {"state": {"type": "RUNNING"}})
+        # Its worker took it, and it has been resumed as often as it may be.
+        labels = {WORKER_LABEL: worker_name(), RESUMES_LABEL: MOST_RESUMES, CHECKPOINT_LABEL: ""}
+        taken: dict[str, object] = {"state": {"type": "RUNNING"}, "labels": labels}
+        run = ask(home, f"{api_url}/deployments/{deployment['id']}/create_flow_run", taken)
         process.kill()
     with up(root, port) as process:
         assert process.stdout is not None

@@ -1,11 +1,10 @@
 """Declarations that are repeated for their readers agree with each other."""
 
-from importlib.resources import files
 from typing import get_args
 
-import yaml
-
-from flows.pretrain import RecipeName, pretrain
+from flows.deployment.definitions import Definitions
+from flows.pretrain import pretrain
+from flows.run_parameters import RecipeName
 from t5train.spec.recipes import RECIPES
 
 
@@ -14,10 +13,11 @@ def test_the_flows_recipe_parameter_offers_every_recipe() -> None:
 
 
 def test_every_recipe_has_a_deployment() -> None:
-    declared = yaml.safe_load((files("deployments") / "prefect.yaml").read_text("utf-8"))
-    assert {each["name"] for each in declared["deployments"]} == set(RECIPES)
-    assert all(each["parameters"]["recipe"] == each["name"] for each in declared["deployments"])
-    assert all(each["entrypoint"] == "flows.pretrain:pretrain" for each in declared["deployments"])
+    definitions = Definitions.load()
+    of_recipes = [each for each in definitions.deployments if each.flow == "t5-pretrain"]
+    assert {each.name for each in of_recipes} == set(RECIPES)
+    assert all(each.parameters["recipe"] == each.name for each in of_recipes)
+    assert definitions.flows["t5-pretrain"] == "flows.pretrain:pretrain"
 
 
 def test_every_flow_parameter_has_a_description_that_a_web_page_shows_in_full() -> None:

@@ -24,10 +24,10 @@ from infra.node.attempts.attempt import Attempt, attempt_folder, read
 from infra.node.attempts.exit_record import Cause
 from infra.node.attempts.shared_memory import SEGMENTS
 from infra.node.processes import find, in_run
-from t5train import metrics
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
+from t5train.records import metrics
 from t5train.spec.recipes import recipe
 
 pytestmark = pytest.mark.slow

@@ -10,11 +10,11 @@ from typing import Any
 
 from infra.testcluster import Cluster
 from infra.testcluster.host import Process
-from t5train import metrics
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
 from t5train.files.run_folder import METRICS, WITNESS_FOLDER
+from t5train.records import metrics
 from t5train.spec.recipes import recipe
 
 SETTINGS: dict[str, Any] = {

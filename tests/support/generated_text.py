@@ -12,6 +12,19 @@ SYLLABLES = ["ba", "cor", "dine", "el", "fru", "gis", "ha", "il", "jo", "kern", 
 _GENERATOR = random.Random(0)
 WORDS = ["".join(_GENERATOR.choices(SYLLABLES, k=_GENERATOR.randint(1, 4))) for _ in range(600)]
 
+TINY = {
+    "tokenizer.vocab_size": 300,
+    "model.d_model": 32,
+    "model.d_ff": 64,
+    "objective.input_tokens": 32,
+    "optimizer.num_steps": 100,
+    "optimizer.warmup_steps": 10,
+    "storage.checkpoint_every_steps": 50,
+    "storage.validate_every_steps": 100,
+    "storage.validate_sequences": 32,
+}
+"""Settings with which the recipe ``smoke`` trains on such text within seconds."""
+
 
 class DataChain(NamedTuple):
     """Specs and records of a small chain of data stages."""

@@ -110,11 +110,15 @@ def test_wrong_usage_exits_with_2(t5_pretrain: Callable[..., int], arguments: li
     assert t5_pretrain(*arguments) == 2
 
 
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), BaseExceptionGroup("tasks", [KeyboardInterrupt()])])
 def test_ctrl_c_prints_one_line_and_exits_with_130(
-    t5_pretrain: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    t5_pretrain: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    interrupt: BaseException,
 ) -> None:
     def interrupted(_: str) -> None:
-        raise KeyboardInterrupt
+        raise interrupt
 
     monkeypatch.setattr(run_command, "say", interrupted)
     assert t5_pretrain("recipes") == 130
@@ -145,7 +149,8 @@ def test_a_run_with_two_experts_per_token_is_refused_before_it_starts(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
-    assert t5_pretrain("run", "moe", "--root", str(root), "--set", "model.moe.top_k=2") == 1
+    asked = ("--set", "corpus.source=pydocs", "--set", "model.moe.top_k=2")
+    assert t5_pretrain("run", "moe", "--root", str(root), *asked) == 1
     assert "model.moe.top_k is 2, but SwitchTransformers in transformers has 1" in capsys.readouterr().err
     assert not root.exists()
 
@@ -179,7 +184,10 @@ def test_a_run_that_does_not_fit_in_memory_is_refused_before_it_starts(
 ) -> None:
     root = tmp_path / "root"
     monkeypatch.setattr(host_resources, "host_memory_bytes", lambda: 128 * 10**9)
-    assert t5_pretrain("run", "t5_11b_one_gpu", "--root", str(root)) == 1
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    asked = ("--set", "corpus.source=pydocs", "--set", "cluster.accelerator=cuda")
+    assert t5_pretrain("run", "t5_11b_one_gpu", "--root", str(root), *asked) == 1
     assert "need 290.6 GB of host memory, but this machine has 128.0 GB" in capsys.readouterr().err
     assert not root.exists()
 
@@ -266,6 +274,20 @@ def test_more_ranks_than_gpus_are_refused_before_anything_starts(
     asked = ["cluster.accelerator=cuda", "cluster.ranks=64", "layout.micro_batch_sequences=1"]
     assert t5_pretrain("run", "smoke", *(word for setting in asked for word in ("--set", setting))) == 1
     assert "GPUs that torch can use. Reduce cluster.ranks" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("given", [(), ("--set", "corpus.source=pydocs")], ids=["without a text", "without a GPU"])
+def test_a_run_that_this_machine_cannot_make_is_refused_with_the_command_for_a_trial(
+    t5_pretrain: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    given: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    assert t5_pretrain("run", "moe", *given) == 1
+    assert "t5-pretrain run moe --trial" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
 
 

@@ -1,24 +1,19 @@
-"""``up`` leaves nothing behind, however it ends."""
+"""What `up` prints for the user's next command."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from flows.cli import server_commands
-from infra.node import processes
+from flows.cli.server_commands import _prefect
 
 
-def test_a_second_ctrl_c_while_runs_save_ends_the_worker_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    start = subprocess.Popen
-    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
-    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(sleeps, **options))
-    monkeypatch.setattr(processes, "find", lambda _: {1})
-    monkeypatch.setattr(processes, "end", interrupted)
-    with pytest.raises(KeyboardInterrupt), server_commands._worker(tmp_path / "log") as worker:
-        raise KeyboardInterrupt
-    assert worker.poll() is not None
+def test_the_printed_command_exists_wherever_prefect_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python3"
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert _prefect() == f"{python} -m prefect"
+    beside = python.with_name("prefect")
+    beside.touch(mode=0o755)
+    assert _prefect() == str(beside)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prefect.settings.profiles import _read_profiles_from
 
-from flows.prefect_profile import NAME, UserProfiles
+from flows.server.prefect_profile import NAME, UserProfiles
 from t5train.errors import InputError
 
 URL, KEY = "http://127.0.0.1:4200/api", "t5-pretrain:key"

@@ -11,14 +11,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from flows import api_key, run_records
-from flows.prefect_profile import UserProfiles
+from flows.server import api_key
+from flows.server.prefect_profile import UserProfiles
 from infra.node.ports import free_port
 from t5train.errors import InputError, LaunchError, RunLocked, StorageError
 from t5train.files.locks import is_locked, private_folder, try_lock
@@ -61,21 +61,21 @@ class RunningServer(NamedTuple):
 
 def configured_api_url() -> str | None:
     """Return the API URL from PREFECT_API_URL or the active Prefect profile; None if there is none."""
-    os.environ.update(QUIET | _without_proxy())
+    os.environ.update(QUIET | without_proxy())
     with chdir(NEUTRAL_FOLDER):
         from prefect.settings import get_current_settings
 
         return get_current_settings().api.url
 
 
-def _without_proxy() -> dict[str, str]:
-    """Return variables that bypass proxies for this machine.
+def without_proxy(host: str = HOST) -> dict[str, str]:
+    """Return variables that bypass proxies for an address of this machine.
 
     A proxy would get the key, and its 127.0.0.1 is another machine.
     """
     names = ("no_proxy", "NO_PROXY")
     hosts = next(filter(None, map(os.environ.get, names)), "").split(",")
-    with_ours = hosts if {"*", HOST} & set(hosts) else [*filter(None, hosts), HOST]
+    with_ours = hosts if {"*", host} & set(hosts) else [*filter(None, hosts), host]
     return dict.fromkeys(names, ",".join(with_ours))
 
 
@@ -156,20 +156,32 @@ def own_server(home: Path, port: int, progress: Progress, *, lasting: bool = Fal
     if another server uses ``home``, and LaunchError with the end of the log if the server does not start.
     """
     api_url = f"http://{HOST}:{port}/api"
-    os.environ.update(_without_proxy())
-    with _held(home, RunningServer(api_url, lasting)), _listening(port) as listening:
+    os.environ.update(without_proxy())
+    with (
+        held(home, RunningServer(api_url, lasting)),
+        listening(port) as bound,
         # The key is new each time: when a server has ended, any user can take its port and get the key from clients.
-        server = _start(home, listening, server_environment(home, port, api_key.renew(home)))
-        threading.Thread(target=_refuse_after, args=(server, listening), daemon=True).start()
+        serving(home, api_url, bound, server_environment(home, port, api_key.renew(home)), progress),
+    ):
+        become_client(home, api_url)
         try:
-            _await_health(server, api_url, home / LOG, progress)
-            become_client(home, api_url)
-            try:
-                yield api_url
-            finally:
-                _flush()
+            yield api_url
         finally:
-            stop(server, STOP_SECONDS)
+            _flush()
+
+
+@contextmanager
+def serving(
+    home: Path, api_url: str, bound: socket.socket, environment: Mapping[str, str], progress: Progress
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server process on a bound socket within the block, from when it is healthy."""
+    server = _start(home, bound, environment)
+    threading.Thread(target=_refuse_after, args=(server, bound), daemon=True).start()
+    try:
+        _await_health(server, api_url, home / LOG, progress)
+        yield server
+    finally:
+        stop(server, STOP_SECONDS)
 
 
 def become_client(home: Path, api_url: str) -> None:
@@ -191,20 +203,13 @@ def key_file(api_url: str) -> Path | None:
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
-    is_ours = settings.api.url == api_url and _is_embedded(settings.home)
+    is_ours = settings.api.url == api_url and is_embedded(settings.home)
     return api_key.path_of(settings.home) if is_ours else None
 
 
-def _is_embedded(home: Path) -> bool:
+def is_embedded(home: Path) -> bool:
+    """Return whether a home is that of a server that this program runs."""
     return (home / _LOCK).exists()
-
-
-def records_folder() -> Path:
-    """Return the folder with records of flow runs, for the server that this process is a client of."""
-    from prefect.settings import get_current_settings
-
-    settings = get_current_settings()
-    return run_records.folder_of(settings.home, None if _is_embedded(settings.home) else settings.api.url)
 
 
 def server_environment(home: Path, port: int, key: str) -> dict[str, str]:
@@ -236,29 +241,29 @@ def _client_environment(home: Path, api_url: str, key: str) -> dict[str, str]:
 
 
 @contextmanager
-def _listening(port: int) -> Iterator[socket.socket]:
+def listening(port: int, host: str = HOST) -> Iterator[socket.socket]:
     """Yield a socket that is bound before the server starts and after it ends, so that nothing else takes its port."""
     try:
-        listening = socket.create_server((HOST, port))
+        bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise InputError(_port_in_use(port, error)) from error
-    with listening:
-        yield listening
+        raise InputError(_port_in_use(port, error, host)) from error
+    with bound:
+        yield bound
 
 
-def _refuse_after(server: subprocess.Popen[bytes], listening: socket.socket) -> None:
+def _refuse_after(server: subprocess.Popen[bytes], bound: socket.socket) -> None:
     """When the server has died, refuse its clients at once instead of letting them wait, and keep the port reserved.
 
     Linux reserves the port for the socket that is bound to it, unless that socket and another both allow reuse.
     """
     server.wait()
     with suppress(OSError):  # already closed if the server was stopped on purpose
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        listening.shutdown(socket.SHUT_RDWR)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        bound.shutdown(socket.SHUT_RDWR)
 
 
-def _port_in_use(port: int, error: OSError) -> str:
-    return f"port {port} of {HOST} cannot be used ({error.strerror}): choose another with --port"
+def _port_in_use(port: int, error: OSError, host: str = HOST) -> str:
+    return f"port {port} of {host} cannot be used ({error.strerror}): choose another with --port"
 
 
 def _flush() -> None:
@@ -277,7 +282,7 @@ def _homes(root: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _held(home: Path, server: RunningServer) -> Iterator[None]:
+def held(home: Path, server: RunningServer) -> Iterator[None]:
     """Lock a home for one server. The kernel releases the lock when this process ends."""
     with _lock_file(home) as file:
         if not try_lock(file.fileno(), _MOMENT_SECONDS):
@@ -305,16 +310,16 @@ def _running(home: Path) -> RunningServer | None:
     return RunningServer(**json.loads(said)) if said else RunningServer("", lasting=False)  # just starting
 
 
-def _start(home: Path, listening: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(home: Path, bound: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the server in a new session, so that Ctrl-C reaches only the flow, which still reports to the server.
 
     -P keeps modules in the user's current folder from shadowing libraries.
     """
     with open(home / LOG, "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.server_process", str(listening.fileno())],
-            pass_fds=[listening.fileno()],
-            env=os.environ | environment,
+            [sys.executable, "-P", "-m", "flows.server.server_process", str(bound.fileno())],
+            pass_fds=[bound.fileno()],
+            env={**os.environ, **environment},
             cwd=NEUTRAL_FOLDER,
             stdin=subprocess.DEVNULL,
             stdout=log,

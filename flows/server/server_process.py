@@ -1,7 +1,7 @@
-"""A Prefect server that ends with the process that started it: ``python -m flows.server_process DESCRIPTOR``.
+"""A Prefect server that ends with the process that started it: ``python -m flows.server.server_process DESCRIPTOR``.
 
-The process that starts it (``flows.prefect_server``) puts Prefect's settings into the environment, and passes the
-socket that the server listens on.
+The process that starts it (``flows.server.prefect_server``) puts Prefect's settings into the environment, and passes
+the socket that the server listens on.
 """
 
 import logging

@@ -10,15 +10,16 @@ from uuid import uuid4
 
 import pytest
 
-from flows import api_key, prefect_server, run_records
-from flows.prefect_server import HOST, _listening, _refuse_after, configured_api_url, own_server
+from flows.server import api_key, prefect_server
+from flows.server.prefect_server import HOST, _refuse_after, configured_api_url, listening, own_server
+from flows.workers import run_records
 from infra.node.ports import free_port
 from t5train.errors import LaunchError, StorageError
 from t5train.files.locks import private_folder
 from t5train.progress import silent
 
 ASK = """
-from flows.prefect_server import configured_api_url
+from flows.server.prefect_server import configured_api_url
 print(configured_api_url())
 from prefect.logging.configuration import setup_logging
 setup_logging()
@@ -32,10 +33,10 @@ root: {handlers: [stranger]}
 
 def test_the_port_of_a_server_that_died_refuses_clients_and_cannot_be_taken() -> None:
     port = free_port()
-    with _listening(port) as listening:
+    with listening(port) as bound:
         socket.create_connection((HOST, port), 5).close()
         with subprocess.Popen([sys.executable, "-c", ""]) as server:
-            _refuse_after(server, listening)
+            _refuse_after(server, bound)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HOST, port), 5)
         with pytest.raises(OSError, match="Address already in use"):

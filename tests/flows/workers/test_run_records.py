@@ -1,5 +1,6 @@
 """Records of flow runs: those of killed processes are found; those of live ones or other machines are left alone."""
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,13 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import UUID, uuid4
 
-from flows import run_records
+import pytest
+
+from flows.workers import run_records
+from t5train.errors import RunLocked
 
 HOLDS = """
 import sys
 from pathlib import Path
 from uuid import UUID
-from flows import run_records
+import pytest
+
+from flows.workers import run_records
+from t5train.errors import RunLocked
 
 run_records.hold(Path(sys.argv[1]), UUID(sys.argv[2]), UUID(sys.argv[3]))
 print("held", flush=True)
@@ -80,3 +87,13 @@ def test_other_files_among_the_records_are_left_alone(tmp_path: Path) -> None:
         assert found == {}
     assert run_records.living(tmp_path) == set()
     assert (tmp_path / "notes.txt~").exists()
+
+
+def test_a_second_worker_of_a_user_on_one_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_records, "_LOCK_SECONDS", 0.0)
+    with run_records.only_worker(tmp_path) as name:
+        assert name.endswith(f"@{socket.gethostname()}")
+        with pytest.raises(RunLocked, match="another worker"), run_records.only_worker(tmp_path):
+            pass
+    with run_records.only_worker(tmp_path):
+        assert run_records.living(tmp_path) == set()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import api_key
+from flows.server import api_key
 from t5train.errors import StorageError
 
 
@@ -29,6 +29,14 @@ def test_each_start_makes_a_new_key_that_only_its_owner_can_read(home: Path) -> 
     assert first != second == api_key.read(home)
     assert stat.S_IMODE(api_key.path_of(home).stat().st_mode) == 0o600
     assert list(home.iterdir()) == [api_key.path_of(home)]
+
+
+def test_a_team_server_keeps_its_key(home: Path) -> None:
+    first = api_key.keep(home)
+    assert api_key.keep(home) == first == api_key.read(home)
+    api_key.path_of(home).chmod(0o640)
+    with pytest.raises(StorageError, match="so others may know the key"):
+        api_key.keep(home)
 
 
 def test_a_key_that_others_may_have_read_is_refused(home: Path) -> None:

@@ -16,6 +16,7 @@ from t5train.files.locks import private_folder
 
 _NAME = "api-key"
 _USER = "t5-pretrain"
+_MAKE_NEW = "restart the server to make a new key (remove the file first if it is that of `t5-pretrain server`)"
 _KEY = re.compile(rf"{_USER}:[A-Za-z0-9_-]{{43}}")
 
 
@@ -38,6 +39,12 @@ def renew(home: Path) -> str:
     return key
 
 
+def keep(home: Path) -> str:
+    """Return the key, or generate the first one. ``home`` must be a folder that only this user can access."""
+    private_folder(home)
+    return read(home) if path_of(home).is_symlink() or path_of(home).exists() else renew(home)
+
+
 def read(home: Path) -> str:
     """Read the key. Raises StorageError unless the file has one, belongs to this user, and is private."""
     path = path_of(home)
@@ -45,14 +52,12 @@ def read(home: Path) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise StorageError(
-            f"{path} cannot be read: {error.strerror}; fix its permissions, or restart the server to make a new key"
-        ) from error
+        raise StorageError(f"{path} cannot be read: {error.strerror}; fix its permissions, or {_MAKE_NEW}") from error
     with open(descriptor, encoding="ascii", errors="replace") as file:
         _require_private(path, os.fstat(descriptor))
         key = file.read(1024).strip()
     if not _KEY.fullmatch(key):
-        raise StorageError(f"{path} holds no API key: restart the server to make a new one")
+        raise StorageError(f"{path} holds no API key: {_MAKE_NEW}")
     return key
 
 
@@ -60,5 +65,5 @@ def _require_private(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise StorageError(
             f"{path} is not a private file of user {os.getuid()} (its owner is {found.st_uid}, its mode "
-            f"{stat.filemode(found.st_mode)}), so others may know the key: restart the server to make a new one"
+            f"{stat.filemode(found.st_mode)}), so others may know the key: {_MAKE_NEW}"
         )

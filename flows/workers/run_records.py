@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import pwd
 import re
 import socket
 from collections.abc import Iterator
@@ -16,8 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import UUID
 
+from flows.server.prefect_server import is_embedded
 from infra.node.processes import boot_id
+from t5train.errors import RunLocked
 from t5train.files.locks import is_locked, try_lock
+
+RESTORED = "Restored"
+"""Name of the state of a run that was shown as lost, although its process was alive. It belongs to that process."""
 
 _FOLDER = "t5-pretrain-runs"
 _NAME = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -29,13 +35,21 @@ class RunRecord(NamedTuple):
     """What a process records about the flow run that it executes."""
 
     state_id: str
-    """Id of the Running state when the process started; another state belongs to another process."""
+    """Id of the Running state when the process started; another one, unless Restored, belongs to another process."""
     host: str
     boot_id: str
 
     def is_from_here(self) -> bool:
         """Return whether this machine made it, possibly before a reboot."""
         return self.boot_id == boot_id() or self.host == socket.gethostname()
+
+
+def records_folder() -> Path:
+    """Return the folder with records of flow runs, for the server that this process is a client of."""
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    return folder_of(settings.home, None if is_embedded(settings.home) else settings.api.url)
 
 
 def folder_of(home: Path, api_url: str | None) -> Path:
@@ -68,6 +82,33 @@ def abandoned(folder: Path) -> Iterator[dict[UUID, RunRecord]]:
                 if try_lock(file.fileno()) and (record := _read(file.fileno())) and record.is_from_here():
                     found[UUID(path.name)] = record
         yield found
+
+
+@contextmanager
+def only_worker(folder: Path) -> Iterator[str]:
+    """Yield the name of this user's worker on this machine, and prevent a second one within the block.
+
+    Prefect records with each run the name of the worker that took it. As there is one worker of that name at a time, a
+    worker that starts knows that the runs of its predecessor are its own. Raises RunLocked if there is another.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / f"worker-{socket.gethostname()}.lock"
+    with open(path, "ab") as file:
+        if not try_lock(file.fileno(), _LOCK_SECONDS):
+            raise RunLocked(
+                f"another worker of this user runs on this machine for the same Prefect server ({path} is locked): it "
+                "takes the runs; stop it first if you want to start a new one"
+            )
+        yield worker_name()
+
+
+def worker_name() -> str:
+    """Return the name of this user's worker on this machine, such as ``t5@gpu1``."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # some containers have no name for their user
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def living(folder: Path) -> set[UUID]:

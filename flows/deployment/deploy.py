@@ -1,0 +1,237 @@
+"""Makes a Prefect server agree with ``deployments/definitions.yaml``. Safe to repeat.
+
+What an earlier definition created, and no definition mentions any more, is removed. What people have created on the
+server is not touched, and neither are their decisions: a schedule that somebody switched on, or a paused queue.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.events import AutomationCore
+from prefect.exceptions import ObjectNotFound
+from prefect.flows import Flow
+from prefect.utilities.importtools import import_object
+from prefect.variables import Variable
+from prefect.workers.process import ProcessWorker
+from pydantic import BaseModel
+
+from flows.deployment.definitions import Definitions, Deployment, Queue
+from flows.deployment.deployment_defaults import DeploymentDefaults, changed
+from flows.server.prefect_server import NEUTRAL_FOLDER
+
+POOL = "t5-pretrain"
+RECORD = "t5_pretrain_deploy"
+"""The variable on the server that holds a Record."""
+_NOT_FROM_OUTSIDE = ("command", "env", "working_dir")
+"""Removed from both parts of the job template, because a run could set them to execute its own code."""
+_PULL = [{"prefect.deployments.steps.set_working_directory": {"directory": NEUTRAL_FOLDER}}]
+"""Without it, runs would work in the folder of whoever deployed. All paths of a run are absolute."""
+
+
+class Record(BaseModel):
+    """What ``deploy`` keeps on the server for its next call."""
+
+    defaults: dict[str, Any] = {}
+    created: list[str] = []
+    """``Definitions.names`` of everything that it created and did not remove."""
+
+
+class Deployed(NamedTuple):
+    """What a call of ``deploy`` did."""
+
+    names: list[str]
+    """The full names of the deployments."""
+    defaults: DeploymentDefaults
+    refused: dict[str, str]
+    """Why a run of a deployment would be refused with these defaults, by the deployment's name."""
+
+
+def deploy(given: Mapping[str, Any], default_root: Path) -> Deployed:
+    """Apply the definitions, with the earlier defaults changed as given.
+
+    ``default_root`` is used if no root is given, now or earlier. Raises an error, before anything is changed, if no
+    deployment could begin with these defaults.
+    """
+    return asyncio.run(_deploy(given, default_root, Definitions.load()))
+
+
+async def _deploy(given: Mapping[str, Any], default_root: Path, definitions: Definitions) -> Deployed:
+    async with get_client() as client:
+        record = Record.model_validate(await Variable.aget(RECORD, default={}))
+        defaults = changed({"root": str(default_root)} | record.defaults, given)
+        refused = defaults.refused(definitions)
+        # Recorded first, so that an interrupted call's creations are known to the next one.
+        created = list(dict.fromkeys([*record.created, *definitions.names()]))
+        await _keep(Record(defaults=defaults.parameters(), created=created))
+        await _apply(client, definitions, defaults)
+        for name in created:
+            if name not in definitions.names():
+                await _remove(client, name)
+        await _keep(Record(defaults=defaults.parameters(), created=definitions.names()))
+        return Deployed([each.full_name for each in definitions.deployments], defaults, refused)
+
+
+async def _keep(record: Record) -> None:
+    await Variable.aset(RECORD, record.model_dump(), overwrite=True)
+
+
+async def _apply(client: PrefectClient, definitions: Definitions, defaults: DeploymentDefaults) -> None:
+    await _apply_pool(client)
+    for queue in definitions.queues:
+        await _apply_queue(client, queue)
+    for deployment in definitions.deployments:
+        await _apply_deployment(client, deployment, definitions.flows[deployment.flow], defaults)
+    for automation in definitions.automations:
+        await _apply_automation(client, automation)
+
+
+async def _apply_pool(client: PrefectClient) -> None:
+    template = job_template()
+    try:
+        await client.read_work_pool(POOL)
+    except ObjectNotFound:
+        await client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
+    else:
+        await client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
+
+
+async def _apply_queue(client: PrefectClient, wanted: Queue) -> None:
+    """Create or update a queue. It has a limit, because a deployment's limit is lost when the server restarts."""
+    try:
+        queue = await client.read_work_queue_by_name(wanted.name, work_pool_name=POOL)
+    except ObjectNotFound:
+        queue = await client.create_work_queue(wanted.name, work_pool_name=POOL)
+    await client.update_work_queue(queue.id, description=wanted.description, concurrency_limit=wanted.runs_at_a_time)
+
+
+async def _apply_deployment(
+    client: PrefectClient, wanted: Deployment, entrypoint: str, defaults: DeploymentDefaults
+) -> None:
+    """Create or update a deployment. One that agrees is left alone, because an update removes its scheduled runs."""
+    flow: Flow[..., Any] = import_object(entrypoint)
+    of_flow = {name: value for name, value in defaults.parameters().items() if name in flow.parameters.properties}
+    values: dict[str, Any] = {
+        "description": wanted.description,
+        "parameters": of_flow | wanted.parameters,
+        "parameter_openapi_schema": parameter_schema(flow),
+        "enforce_parameter_schema": True,
+        "work_pool_name": POOL,
+        "work_queue_name": wanted.queue,
+        "entrypoint": entrypoint,
+        "pull_steps": _PULL,
+        "tags": ["t5"],
+    }
+    existing = await _read(client, wanted.full_name)
+    schedules = _schedules(wanted, existing)
+    if existing is None or not _agrees(existing, values, schedules):
+        flow_id = await client.create_flow_from_name(wanted.flow)
+        await client.create_deployment(flow_id, wanted.name, schedules=schedules, **values)
+
+
+async def _read(client: PrefectClient, full_name: str) -> DeploymentResponse | None:
+    try:
+        return await client.read_deployment_by_name(full_name)
+    except ObjectNotFound:
+        return None
+
+
+def _agrees(
+    existing: DeploymentResponse, values: Mapping[str, Any], schedules: Sequence[DeploymentScheduleCreate]
+) -> bool:
+    compared = ("slug", "schedule", "active", "parameters")
+    there, wanted = (
+        [each.model_dump(include=set(compared)) for each in some] for some in (existing.schedules, schedules)
+    )
+    return there == wanted and all(getattr(existing, name) == value for name, value in values.items())
+
+
+def _schedules(wanted: Deployment, existing: DeploymentResponse | None) -> list[DeploymentScheduleCreate]:
+    """Return the schedules: those that are defined, on or off as they are, and those that people have added."""
+    there = existing.schedules if existing else []
+    is_on = {schedule.slug: schedule.active for schedule in there}
+    defined = [
+        DeploymentScheduleCreate(
+            schedule=CronSchedule(cron=each.cron, timezone=each.timezone),
+            active=is_on.get(each.slug, False),
+            parameters=each.parameters,
+            slug=each.slug,
+        )
+        for each in wanted.schedules
+    ]
+    slugs = {each.slug for each in wanted.schedules}
+    added = [
+        DeploymentScheduleCreate(**each.model_dump(include=set(DeploymentScheduleCreate.model_fields)))
+        for each in there
+        if each.slug not in slugs
+    ]
+    return [*defined, *added]
+
+
+def parameter_schema(flow: Flow[..., Any]) -> dict[str, Any]:
+    """Return the JSON schema with which the server validates the parameters of every run that is created.
+
+    The form in the UI sends null for an empty field. The server accepts it only where the schema has no default.
+    """
+    schema = flow.parameters.model_dump_for_openapi()
+    for parameter in schema["properties"].values():
+        if parameter.get("default", ...) is None:
+            del parameter["default"]
+    return schema | {"additionalProperties": False}
+
+
+async def _apply_automation(client: PrefectClient, wanted: AutomationCore) -> None:
+    """Create or update an automation. One that somebody switched off stays off.
+
+    One that agrees is left alone, because an update makes it forget the events that it waits for.
+    """
+    existing = await client.read_automations_by_name(wanted.name)
+    if not existing:
+        await client.create_automation(wanted)
+    for each in existing:
+        changed = wanted.model_copy(update={"enabled": each.enabled})
+        if each.model_dump(include=set(AutomationCore.model_fields)) != changed.model_dump():
+            await client.update_automation(each.id, changed)
+
+
+async def _remove(client: PrefectClient, name: str) -> None:
+    """Remove what an earlier definition of this name created, if it still exists."""
+    kind, _, of_kind = name.partition(" ")
+    try:
+        if kind == "deployment":
+            await client.delete_deployment((await client.read_deployment_by_name(of_kind)).id)
+        elif kind == "schedule":
+            await _remove_schedule(client, *of_kind.split(" "))
+        elif kind == "queue":
+            queue = await client.read_work_queue_by_name(of_kind, work_pool_name=POOL)
+            await client.delete_work_queue_by_id(queue.id)
+        elif kind == "automation":
+            for automation in await client.read_automations_by_name(of_kind):
+                await client.delete_automation(automation.id)
+    except ObjectNotFound:
+        return  # somebody removed it
+
+
+async def _remove_schedule(client: PrefectClient, deployment: str, slug: str) -> None:
+    existing = await client.read_deployment_by_name(deployment)
+    for schedule in existing.schedules:
+        if schedule.slug == slug:
+            await client.delete_deployment_schedule(existing.id, schedule.id)
+
+
+def job_template() -> dict[str, object]:
+    """Return Prefect's default without settings that change the program.
+
+    Output is not streamed through the worker, because a run would die with the worker.
+    """
+    template = ProcessWorker.get_default_base_job_template()
+    for name in _NOT_FROM_OUTSIDE:
+        del template["variables"]["properties"][name]
+        del template["job_configuration"][name]
+    template["variables"]["properties"]["stream_output"]["default"] = False
+    return template

@@ -1,0 +1,56 @@
+"""What all deployments train on, where, and what becomes of it: configured once, and kept on the Prefect server."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from flows.deployment.definitions import Definitions
+from flows.run_parameters import RunParameters
+from infra.head.preflight.run_checks import require_possible
+from t5train.data.sources import PYDOCS, require_source
+from t5train.errors import T5TrainError
+
+FLOW = "t5-pretrain"
+
+
+class DeploymentDefaults(BaseModel):
+    """Parameters of all deployments that train. The fields are parameters of the flow; see ``flows.run_parameters``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    root: Path
+    corpus: str | None = None
+    hostfile: Path | None = None
+    scratch: Path | None = None
+    publish_under: str | None = None
+    deployed_settings: dict[str, Any] | None = None
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters that are set, as JSON values."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def refused(self, definitions: Definitions) -> dict[str, str]:
+        """Return why a run would be refused, by the names of deployments. Hosts and accelerators are not checked here.
+
+        Raises InputError if there is no text, and otherwise an error if every deployment that trains would be refused.
+        """
+        if self.corpus is not None and self.corpus != PYDOCS:
+            require_source(self.corpus)
+        found: dict[str, T5TrainError] = {}
+        of_flow = [each for each in definitions.deployments if each.flow == FLOW]
+        for deployment in of_flow:
+            try:
+                require_possible(RunParameters(**self.parameters() | deployment.parameters).spec())
+            except T5TrainError as error:
+                found[deployment.full_name] = error
+        if of_flow and len(found) == len(of_flow):
+            raise next(iter(found.values()))
+        return {name: str(error) for name, error in found.items()}
+
+
+def changed(earlier: Mapping[str, Any], given: Mapping[str, Any]) -> DeploymentDefaults:
+    """Return the earlier defaults with those given now. An empty value removes the earlier one; None keeps it."""
+    merged = {**earlier, **{name: value for name, value in given.items() if value is not None}}
+    return DeploymentDefaults.model_validate({name: value for name, value in merged.items() if value not in ("", {})})

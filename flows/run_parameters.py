@@ -1,0 +1,184 @@
+"""The parameters of a run in Prefect: a recipe and flat overrides. They become a complete RunSpec here.
+
+``prefect deployment run --param`` replaces whole parameters. Therefore what ``deploy`` configures for all deployments
+is not in ``settings``, which a run replaces, but in parameters of its own.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from flows.spec_from_recipe import require_own_text, resolve
+from infra.head.preflight.run_checks import require_possible
+from t5train.errors import SpecError
+from t5train.spec import RUN_NAME_PATTERN, RunSpec
+from t5train.spec.overrides import json_schemas
+from t5train.spec.recipes import trial_settings
+
+_WITHOUT_SECRETS = r"^(?![\w+.-]+://[^/]*:[^/]*@)(?!(https?|s3a?|gc?s)://[^/]*@)(?!.*\?[\w-]+=)"
+"""Refuses URLs with a password or a query, so that the server does not even store them."""
+
+
+_LOCATION = {"type": "string", "minLength": 1, "pattern": _WITHOUT_SECRETS}
+_LOCAL_PATH = {"type": "string", "pattern": "^/"}
+
+
+def _settings() -> dict[str, Any]:
+    """Return the schema of a JSON object with settings, with which the server refuses unknown names and values.
+
+    It is below "then", because Prefect's form would show a field for each of the settings otherwise.
+    """
+    properties = json_schemas(RunSpec)
+    for name in ("corpus.source", "storage.publish_to"):
+        properties[name] = {"allOf": [properties[name], {"pattern": _WITHOUT_SECRETS}]}
+    return {"type": "object", "if": True, "then": {"properties": properties, "additionalProperties": False}}
+
+
+def _shown(description: str, schema: dict[str, Any]) -> WithJsonSchema:
+    """The schema of a parameter for the form. Unlike pydantic's own, it does not offer null as a second type."""
+    return WithJsonSchema({"description": description} | schema)
+
+
+RecipeName = Literal[
+    "smoke",
+    "small",
+    "base",
+    "moe",
+    "pipeline",
+    "zero1_offload",
+    "zero2_offload",
+    "zero3",
+    "t5_3b_one_gpu",
+    "t5_11b_one_gpu",
+]
+"""The names of the recipes in t5train.spec.recipes, written out because type checkers need them."""
+Recipe = Annotated[
+    RecipeName,
+    _shown("What is trained, and with which layout.", {"type": "string", "enum": list(get_args(RecipeName))}),
+]
+Root = Annotated[
+    Path,
+    _shown(
+        "Absolute path of the folder that holds everything a run makes, on the machine that executes the run.",
+        _LOCAL_PATH,
+    ),
+]
+Corpus = Annotated[str | None, _shown("Text to train on: a file, folder, pattern or fsspec URL.", _LOCATION)]
+Steps = Annotated[
+    int | None,
+    Field(ge=1),
+    _shown("Number of optimizer steps; the recipe's if left out.", {"type": "integer", "minimum": 1}),
+]
+RunName = Annotated[
+    str | None,
+    Field(pattern=RUN_NAME_PATTERN),
+    _shown(
+        "Name of the run's folder; made of recipe and settings if left out. If the run exists, it continues.",
+        {"type": "string", "pattern": RUN_NAME_PATTERN},
+    ),
+]
+Trial = Annotated[
+    bool,
+    _shown(
+        "Train a tiny model for a few steps on this machine's CPUs, with Python's documentation as text. The recipe's "
+        "layout and precision are kept. The deployment's text, hosts, settings and destination are not used.",
+        {"type": "boolean"},
+    ),
+]
+Settings = Annotated[
+    dict[str, Any] | None,
+    _shown(
+        'Changes to the recipe, as "part.key" and value, such as {"optimizer.peak_learning_rate": 0.01}.', _settings()
+    ),
+]
+PublishUnder = Annotated[
+    str | None,
+    _shown(
+        "Folder or fsspec URL in which the run publishes a folder of its name; root/published if left out.", _LOCATION
+    ),
+]
+Hostfile = Annotated[
+    Path | None,
+    _shown("Absolute path of a file with the hosts to train on; only this machine if left out.", _LOCAL_PATH),
+]
+Scratch = Annotated[
+    Path | None,
+    _shown("Absolute path of a folder on each host's own disk, for hosts that do not share the root.", _LOCAL_PATH),
+]
+DeployedSettings = Annotated[
+    dict[str, Any] | None,
+    _shown("Settings that `t5-pretrain deploy --set` configured. The run's settings take precedence.", _settings()),
+]
+Adopt = Annotated[
+    bool,
+    _shown("Take over a run whose checkpoints on its hosts belong to another head that has died.", {"type": "boolean"}),
+]
+
+
+def run_title(parameters: Mapping[str, Any]) -> str:
+    """Return how a run is called in Prefect: by its name if given, otherwise by its recipe."""
+    trial = " (trial)" if parameters.get("trial") else ""
+    return f"{parameters.get('run_name') or parameters['recipe']}{trial}"
+
+
+class RunParameters(BaseModel):
+    """The parameters of the flow ``t5-pretrain``, except those that do not change the spec."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    recipe: str
+    root: Path
+    run_name: str | None = None
+    corpus: str | None = None
+    steps: int | None = None
+    trial: bool = False
+    settings: dict[str, Any] | None = None
+    publish_under: str | None = None
+    hostfile: Path | None = None
+    scratch: Path | None = None
+    deployed_settings: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any]) -> Self:
+        """Take those of a flow run's parameters that decide the spec. Raises pydantic's error if one is invalid."""
+        return cls.model_validate({name: value for name, value in parameters.items() if name in cls.model_fields})
+
+    def possible_spec(self) -> RunSpec:
+        """Return the spec of a run that could succeed. Raises the errors of ``spec`` and ``require_possible``.
+
+        Raises SpecError if the recipe needs text, and none is given.
+        """
+        changes = self._changes()
+        require_own_text(self.recipe, changes)
+        spec = self.spec()
+        require_possible(spec)
+        return spec
+
+    def spec(self) -> RunSpec:
+        """Return the spec. Raises SpecError if the parameters are not valid."""
+        if not self.root.is_absolute():
+            raise SpecError(
+                f"root is {str(self.root)!r}: give an absolute path, because a worker has another current folder"
+            )
+        changes = self._changes()
+        spec = resolve(self.recipe, changes, root=self.root, run_name=self.run_name)
+        if self.publish_under is None or self.trial or spec.storage.publish_to is not None:
+            return spec
+        url = f"{self.publish_under.rstrip('/')}/{spec.run_name}"
+        return resolve(self.recipe, changes, root=self.root, run_name=self.run_name, publish_to=url)
+
+    def _changes(self) -> dict[str, Any]:
+        """Return all changes to the recipe. Those of the run itself take precedence."""
+        changes = trial_settings() if self.trial else self._of_deployment()
+        changes |= {} if self.steps is None else {"optimizer.num_steps": self.steps}
+        return changes | (self.settings or {})
+
+    def _of_deployment(self) -> dict[str, Any]:
+        """Return what ``deploy`` configures, as settings. Text is quoted, so that it is not read as JSON."""
+        named = {"corpus.source": self.corpus, "cluster.hostfile": self.hostfile, "storage.scratch": self.scratch}
+        return dict(self.deployed_settings or {}) | {
+            name: json.dumps(str(value)) for name, value in named.items() if value is not None
+        }

@@ -1,0 +1,148 @@
+"""Closes flow runs whose process has died: Prefect still shows them as Running, and they occupy a slot of a queue.
+
+Only the machine of a process can tell that it died. It has a record of the process (``run_records``), or it is the
+machine of the worker that took the run, whose name Prefect keeps with the run.
+"""
+
+import asyncio
+from typing import NamedTuple
+from uuid import UUID
+
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelled, Crashed
+
+from flows.deployment.deploy import POOL
+from flows.workers import run_records
+from flows.workers.run_records import RESTORED, RunRecord, records_folder
+from infra.node import processes
+from tasks.run_title import name_in, titled
+
+OF_THE_POOL = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
+WORKER_LABEL = "prefect.worker.name"
+"""The label in which Prefect keeps the name of the worker that took a run last."""
+
+AWAITING = "AwaitingResume"
+"""Name of the state of a crashed run that the worker of its machine will take again."""
+
+_AWAITING = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[AWAITING])))
+_FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
+_WHY = "The process of this run ended before the run did."
+_WHY_OFFLINE = "The worker that should start this run is offline."
+
+
+class Closed(NamedTuple):
+    """A flow run that was closed."""
+
+    name: str
+    has_deployment: bool
+    """Whether a worker can start it again."""
+
+
+def close_abandoned_runs() -> list[Closed]:
+    """Close, in Prefect, the runs of killed processes of this machine, and return them."""
+    with run_records.abandoned(records_folder()) as records:
+        return asyncio.run(_close_recorded(records)) if records else []
+
+
+def close_runs_of_worker(worker: str) -> list[Closed]:
+    """Close the runs that a worker of this machine took, and that have no living process, and return them.
+
+    Call it before the worker starts: the runs of the one before it ended with it, often before they could report.
+    """
+    return asyncio.run(_close_of_worker(worker, run_records.living(records_folder())))
+
+
+def close_runs_of_offline_workers(worker: str) -> list[Closed]:
+    """Close the runs that offline workers, other than ``worker``, should start, and return them.
+
+    Such a run would occupy the queue for as long as that machine is down. A run that was started is left alone: it may
+    still be working, without its worker.
+    """
+    return asyncio.run(_close_of_offline_workers(worker))
+
+
+def is_alive(flow_run_id: UUID) -> bool:
+    """Return whether a process of this machine executes the run."""
+    return flow_run_id in run_records.living(records_folder()) or _has_process(flow_run_id)
+
+
+def closed_line(run: Closed, what: str) -> str:
+    """Return the line that reports a closed run, and how to continue it unless it is resumed automatically."""
+    start_again = "" if run.has_deployment else "; start the same run again to resume it"
+    return f"run {run.name!r} {what} and is now closed in Prefect{start_again}"
+
+
+async def _close_recorded(records: dict[UUID, RunRecord]) -> list[Closed]:
+    closed = []
+    async with get_client() as client:
+        for flow_run_id, record in records.items():
+            run = await _read(client, flow_run_id)
+            if run is not None and _is_left(run, record):
+                closed.append(await _close(client, run))
+            elif run is not None and run.state is not None and not run.state.is_final():
+                continue  # started again: its next process takes over the record
+            run_records.forget(records_folder(), flow_run_id)
+    return closed
+
+
+def _is_left(run: FlowRun, record: RunRecord) -> bool:
+    if run.state_type == StateType.CANCELLING:
+        return True
+    if run.state_type != StateType.RUNNING or run.state is None:
+        return False
+    is_restored = run.state.name == RESTORED and run.labels.get(WORKER_LABEL) == run_records.worker_name()
+    return is_restored or str(run.state.id) == record.state_id
+
+
+async def _read(client: PrefectClient, flow_run_id: UUID) -> FlowRun | None:
+    try:
+        return await client.read_flow_run(flow_run_id)
+    except ObjectNotFound:
+        return None
+
+
+async def _close_of_worker(worker: str, living: set[UUID]) -> list[Closed]:
+    async with get_client() as client:
+        active = await _of_pool(client, StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
+        taken = [run for run in active if run.labels.get(WORKER_LABEL) == worker and run.id not in living]
+        return [await _close(client, run) for run in taken if not _has_process(run.id)]
+
+
+async def _close_of_offline_workers(worker: str) -> list[Closed]:
+    async with get_client() as client:
+        awaiting = await client.read_flow_runs(flow_run_filter=_AWAITING, work_pool_filter=OF_THE_POOL)
+        runs = [*awaiting, *await _of_pool(client, StateType.PENDING)]
+        elsewhere = [run for run in runs if run.labels.get(WORKER_LABEL, worker) != worker]
+        if not elsewhere:
+            return []
+        workers = await client.read_workers_for_work_pool(POOL)
+        online = {each.name for each in workers if each.status == WorkerStatus.ONLINE}
+        lost = [run for run in elsewhere if run.labels[WORKER_LABEL] not in online]
+        return [await _close(client, run, _WHY_OFFLINE) for run in lost]
+
+
+def _has_process(flow_run_id: UUID) -> bool:
+    """Return whether a process of this machine executes the run, also if it has not recorded itself yet."""
+    return bool(processes.find(lambda pid: processes.variable(pid, _FLOW_RUN_VARIABLE) == str(flow_run_id)))
+
+
+async def _of_pool(client: PrefectClient, *types: StateType) -> list[FlowRun]:
+    states = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(types)))
+    return await client.read_flow_runs(flow_run_filter=FlowRunFilter(state=states), work_pool_filter=OF_THE_POOL)
+
+
+async def _close(client: PrefectClient, run: FlowRun, why: str = _WHY) -> Closed:
+    is_cancelled, name = run.state_type == StateType.CANCELLING, name_in(run.name)
+    await client.set_flow_run_state(run.id, (Cancelled if is_cancelled else Crashed)(message=why), force=True)
+    await client.set_flow_run_name(run.id, name if is_cancelled else titled(name, why))  # it showed progress
+    return Closed(name, run.deployment_id is not None)

@@ -1,0 +1,25 @@
+"""Checks whether a run could start on this machine: ``python -m flows.workers.run_check``.
+
+It reads the run's parameters as JSON from stdin. It prints nothing if the run could start, and otherwise the reason.
+This is a process of its own, because it imports torch where there may be accelerators.
+"""
+
+import sys
+
+from flows.run_parameters import RunParameters
+from infra.head.training_run import require_destination, require_startable
+from t5train.errors import T5TrainError
+
+
+def main() -> None:
+    """Print why the run could not start."""
+    try:
+        spec = RunParameters.model_validate_json(sys.stdin.read()).possible_spec()
+        of_model, _ = require_startable(spec)
+        require_destination(spec, of_model)
+    except T5TrainError as error:
+        sys.stdout.write(f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The run monitor, which works beside a worker: it closes abandoned runs, resumes crashed ones, checks waiting ones.
+
+A run that crashed is scheduled again, on the machine where it crashed, because its files may be there only. The state
+in Prefect says what is still to be decided: each run whose state is named Crashed or Lost is either scheduled again or,
+after too many crashes without a new checkpoint, gets the state NotResumed. Nothing else resumes a run, and runs that
+failed or were cancelled are in other states. Runs that are Lost by mistake get their state back first.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateName
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.states import Crashed, Scheduled
+from pydantic import ValidationError
+
+from flows.run_parameters import RunParameters
+from flows.workers.abandoned import (
+    AWAITING,
+    OF_THE_POOL,
+    WORKER_LABEL,
+    close_abandoned_runs,
+    close_runs_of_offline_workers,
+    close_runs_of_worker,
+    closed_line,
+    is_alive,
+)
+from flows.workers.lost_runs import LOST, restore_lost_runs
+from flows.workers.waiting_runs import WaitingRuns
+from t5train.checkpoint.last_complete import last_complete
+from t5train.errors import T5TrainError
+from tasks.run_title import name_in
+
+MOST_RESUMES = 3
+"""How many times in a row a run is resumed without a new complete checkpoint in between."""
+
+NOT_RESUMED = "NotResumed"
+"""Name of the state of a crashed run that is not resumed."""
+
+RESUMES_LABEL, CHECKPOINT_LABEL = "t5-pretrain.resumes", "t5-pretrain.checkpoint"
+"""Labels of a flow run: how often it was resumed since its last checkpoint, and the tag of that checkpoint."""
+
+_REMEDY = "Its log and its folder attempts/ show why. Fix the cause, then choose Retry in Prefect"
+_CRASHED = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Crashed", LOST])))
+
+
+class RunMonitor:
+    """Closes and resumes the runs of one worker. Methods return lines that say what was done."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._waiting_runs = WaitingRuns(worker)
+
+    def begin(self) -> list[str]:
+        """Close what the previous worker left. Call it before the worker starts."""
+        closed = [*close_abandoned_runs(), *close_runs_of_worker(self._worker)]
+        return [*(closed_line(each, "lost its worker") for each in closed), *self._waiting_runs.check()]
+
+    def check(self) -> list[str]:
+        """Close runs whose process has died since, resume those that crashed, and check those that wait."""
+        killed = [closed_line(each, "was killed") for each in close_abandoned_runs()]
+        lost = [closed_line(each, "lost its worker") for each in close_runs_of_offline_workers(self._worker)]
+        return [*killed, *lost, *asyncio.run(_restore_and_resume(self._worker)), *self._waiting_runs.check()]
+
+
+async def _restore_and_resume(worker: str) -> list[str]:
+    return [*await restore_lost_runs(worker), *await _resume_crashed(worker)]
+
+
+async def _resume_crashed(worker: str) -> list[str]:
+    async with get_client() as client:
+        crashed = await client.read_flow_runs(
+            flow_run_filter=_CRASHED, work_pool_filter=OF_THE_POOL, sort=FlowRunSort.END_TIME_DESC
+        )
+        taken = [run for run in crashed if run.labels.get(WORKER_LABEL) == worker]
+        return [await _resume_or_give_up(client, run) for run in taken if not _is_mistaken(run)]
+
+
+def _is_mistaken(run: FlowRun) -> bool:
+    """Return whether a run was lost although its process is alive: it is restored at the next check."""
+    return run.state is not None and run.state.name == LOST and is_alive(run.id)
+
+
+async def _resume_or_give_up(client: PrefectClient, run: FlowRun) -> str:
+    tag = _last_checkpoint(run.parameters)
+    resumes = _resumes_since(run, tag) + 1
+    if run.deployment_id is None:
+        return await _give_up(client, run, "crashed, and its deployment no longer exists", "Start it from another one")
+    if resumes > MOST_RESUMES:
+        return await _give_up(client, run, f"crashed {resumes} times {_since(tag)}", _REMEDY)
+    since = f"resume {resumes} of at most {MOST_RESUMES} {_since(tag)}"
+    await client.update_flow_run_labels(run.id, {RESUMES_LABEL: resumes, CHECKPOINT_LABEL: tag})
+    again: State[Any] = Scheduled(name=AWAITING, message=f"It crashed: {since}.")
+    answer = await client.set_flow_run_state(run.id, again)
+    if answer.status != SetStateStatus.ACCEPT:
+        return f"run {name_in(run.name)!r} crashed, but Prefect refuses to resume it: {answer.details}"
+    return f"run {name_in(run.name)!r} crashed and will be resumed: {since}"
+
+
+async def _give_up(client: PrefectClient, run: FlowRun, what: str, remedy: str) -> str:
+    await client.update_flow_run_labels(run.id, {RESUMES_LABEL: 0})  # who retries it has removed the cause
+    await client.set_flow_run_state(run.id, Crashed(name=NOT_RESUMED, message=f"It {what}. {remedy}."), force=True)
+    return f"run {name_in(run.name)!r} {what}: it is not resumed. {remedy}"
+
+
+def _resumes_since(run: FlowRun, tag: str) -> int:
+    """Return how often a run was resumed since the checkpoint ``tag``."""
+    resumes = run.labels.get(RESUMES_LABEL)
+    is_same = run.labels.get(CHECKPOINT_LABEL) == tag
+    return resumes if is_same and isinstance(resumes, int) else 0
+
+
+def _since(tag: str) -> str:
+    return f"since checkpoint {tag}" if tag else "before its first checkpoint"
+
+
+def _last_checkpoint(parameters: Mapping[str, Any]) -> str:
+    """Return the tag of a run's last complete checkpoint; empty if it has none, or its settings cannot be read now."""
+    try:
+        last = last_complete(RunParameters.of(parameters).spec().run_folder)
+    except (T5TrainError, ValidationError, OSError):
+        return ""  # the next start names the problem; without a checkpoint in between, few resumes follow
+    return last.tag if last else ""

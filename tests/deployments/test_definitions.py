@@ -1,0 +1,235 @@
+"""`t5-pretrain deploy` makes a server agree with the definitions, and leaves alone what people do on the server."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from flows.deployment.definitions import Definitions
+from tests.support.team_servers import await_that
+
+pytestmark = pytest.mark.slow
+
+Ask = Callable[..., Any]
+
+DEPLOYER = """
+import json, sys
+from pathlib import Path
+from flows.server.prefect_server import become_client
+become_client(Path(sys.argv[1]), sys.argv[2])
+
+from flows.deployment import deploy
+from t5train.errors import T5TrainError
+
+of_the_package = deploy.Definitions.load()
+for line in sys.stdin:
+    asked = json.loads(line)
+    wanted = deploy.Definitions.model_validate(asked["definitions"]) if asked["definitions"] else of_the_package
+    deploy.Definitions.load = lambda: wanted
+    try:
+        print(json.dumps(deploy.deploy(asked["given"], Path(sys.argv[1]).parent).refused), flush=True)
+    except T5TrainError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+"""
+SCHEDULE = {"slug": "weekly", "cron": "0 3 * * 0", "timezone": "UTC"}
+ALERT = {
+    "name": "t5-pretrain: test",
+    "trigger": {"type": "event", "posture": "Reactive", "expect": ["none"], "threshold": 1, "within": 0},
+    "actions": [{"type": "do-nothing"}],
+}
+
+
+def definitions(*deployments: dict[str, Any], automations: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+    return {
+        "flows": {"t5-pretrain": "flows.pretrain:pretrain"},
+        "queues": [{"name": each["queue"], "description": "For a test.", "runs_at_a_time": 2} for each in deployments],
+        "deployments": list(deployments),
+        "automations": list(automations),
+    }
+
+
+def deployment(name: str, **more: Any) -> dict[str, Any]:
+    parameters = {"recipe": "smoke", "corpus": "pydocs"}
+    return {"flow": "t5-pretrain", "name": name, "queue": name, "description": "", "parameters": parameters} | more
+
+
+class Deployer:
+    """Deploys to a server, in a process that stays."""
+
+    def __init__(self, process: subprocess.Popen[str], home: Path, api_url: str, ask: Ask) -> None:
+        self._process, self._home, self.api_url, self._ask = process, home, api_url, ask
+        self.root = home.parent
+
+    def deploy(self, wanted: dict[str, Any] | None = None, **given: object) -> dict[str, str]:
+        """Apply definitions (those of the package if left out) with these defaults; returns what it reports."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"definitions": wanted, "given": given}) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, str] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def found(self, what: str = "deployments") -> dict[str, dict[str, Any]]:
+        """What is on the server, by name."""
+        return {each["name"]: each for each in self.ask(f"{what}/filter")}
+
+    def ask(self, path: str, body: object = None, **how: object) -> Any:
+        return self._ask(self._home, f"{self.api_url}/{path}", body or {}, **how)
+
+
+@pytest.fixture(scope="module")
+def deployer(server: tuple[Path, str], ask: Ask) -> Iterator[Deployer]:
+    home, api_url = server
+    command = [sys.executable, "-c", DEPLOYER, str(home), api_url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/") as process:
+        yield Deployer(process, home, api_url, ask)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def test_the_server_agrees_with_the_definitions_also_after_a_second_deploy(deployer: Deployer) -> None:
+    assert deployer.deploy() == {}
+    found, wanted = deployer.found(), Definitions.load()
+    assert {each.name for each in wanted.deployments} == found.keys()
+    for each in wanted.deployments:
+        there = found[each.name]
+        assert (there["description"], there["work_queue_name"]) == (each.description, each.queue)
+        assert there["parameters"] == each.parameters | {"root": str(deployer.root)}
+        assert there["entrypoint"] == wanted.flows[each.flow]
+        schedules = [(s["slug"], s["schedule"]["cron"], s["schedule"]["timezone"]) for s in there["schedules"]]
+        assert schedules == [(schedule.slug, schedule.cron, schedule.timezone) for schedule in each.schedules]
+        assert not any(schedule["active"] for schedule in there["schedules"])
+    queues = {name: each["concurrency_limit"] for name, each in deployer.found("work_queues").items()}
+    assert queues == {"default": None} | {each.name: each.runs_at_a_time for each in wanted.queues}
+    assert deployer.deploy() == {}
+    assert deployer.found() == found
+    automations = deployer.found("automations")
+    assert automations.keys() == {each.name for each in wanted.automations}
+    deployer.deploy()
+    assert deployer.found("automations") == automations, "an update makes them forget the events that they wait for"
+
+
+def test_a_run_on_the_server_cannot_change_its_program(deployer: Deployer) -> None:
+    deployer.deploy()
+    template = deployer.found("work_pools")["t5-pretrain"]["base_job_template"]
+    assert template["variables"]["properties"]["stream_output"]["default"] is False
+    for half in (template["variables"]["properties"], template["job_configuration"]):
+        assert half
+        assert not {"command", "env", "working_dir"} & half.keys()
+    assert str(Path(__file__).parents[2]) not in json.dumps(deployer.found()), "a path of the source code"
+
+
+def test_defaults_of_deployments_are_kept_until_they_are_changed(deployer: Deployer, tmp_path: Path) -> None:
+    text, hosts = tmp_path / "text.txt", tmp_path / "hosts"
+    text.write_text("one\ntwo\n")
+    hosts.write_text("node1 slots=1\n")
+    given = {"corpus": str(text), "hostfile": str(hosts), "publish_under": "s3://bucket/t5"}
+    given |= {"deployed_settings": {"optimizer.seed": 7}}
+    refused = deployer.deploy(**given)
+    assert refused.keys() == {"t5-pretrain/pipeline"}, "a pipeline of two stages needs two ranks"
+    moe = deployer.found()["moe"]["parameters"]
+    assert moe == {"recipe": "moe", "root": str(deployer.root)} | given
+    assert deployer.deploy() == refused
+    assert deployer.found()["moe"]["parameters"] == moe
+    assert deployer.found()["smoke"]["parameters"]["corpus"] == "pydocs", "the definition takes precedence"
+    assert deployer.deploy(corpus="", hostfile="", publish_under="", deployed_settings={}) == {}
+    assert deployer.found()["moe"]["parameters"].keys() == {"recipe", "root"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"corpus": "/no such folder/nothing.txt"}, "nothing.txt"),
+        ({"hostfile": "/no such file"}, "/no such file"),
+        ({"deployed_settings": {"optimizer.sead": 7}}, "did you mean 'optimizer.seed'"),
+    ],
+)
+def test_defaults_that_no_run_could_begin_with_are_refused_and_change_nothing(
+    deployer: Deployer, given: dict[str, object], said: str
+) -> None:
+    deployer.deploy()
+    before = deployer.found()
+    assert said in deployer.deploy(**given)["error"]
+    assert deployer.found() == before
+    assert deployer.deploy() == {}, "the defaults were kept"
+
+
+def test_a_changed_or_removed_definition_changes_or_removes_what_it_made(deployer: Deployer) -> None:
+    deployer.deploy()
+    deployer.deploy(definitions(deployment("a", schedules=[SCHEDULE]), deployment("b"), automations=(ALERT,)))
+    first = deployer.found()
+    assert first.keys() == {"a", "b"}, "the package's definitions are not mentioned any more"
+    assert deployer.found("work_queues").keys() == {"default", "a", "b"}
+    assert deployer.found("automations").keys() == {ALERT["name"]}
+    deployer.ask("deployments/", {"name": "mine", "flow_id": first["a"]["flow_id"], "work_pool_name": "t5-pretrain"})
+    (schedule,) = first["a"]["schedules"]
+    switch = f"deployments/{first['a']['id']}/schedules/{schedule['id']}"
+    deployer.ask(switch, {"active": True}, method="PATCH")
+    added = {"schedule": {"cron": "0 1 * * *", "timezone": "UTC"}, "active": True}
+    deployer.ask(f"deployments/{first['a']['id']}/schedules", [added])
+
+    later = SCHEDULE | {"cron": "0 5 * * 0"}
+    deployer.deploy(definitions(deployment("a", description="new", schedules=[later])))
+    second = deployer.found()
+    assert second.keys() == {"a", "mine"}
+    assert deployer.found("work_queues").keys() == {"default", "a"}
+    assert deployer.found("automations").keys() == set()
+    assert (second["a"]["id"], second["a"]["description"]) == (first["a"]["id"], "new")
+    schedules = {each["slug"]: (each["active"], each["schedule"]["cron"]) for each in second["a"]["schedules"]}
+    assert schedules == {"weekly": (True, "0 5 * * 0"), None: (True, "0 1 * * *")}, "a person's decisions"
+    deployer.deploy(definitions(deployment("a")))
+    assert [each["slug"] for each in deployer.found()["a"]["schedules"]] == [None]
+
+
+def test_a_run_without_heartbeats_is_lost_and_one_with_them_is_not(deployer: Deployer) -> None:
+    (automation,) = [each.model_dump(mode="json", exclude_unset=True) for each in Definitions.load().automations]
+    automation["trigger"]["within"] = 15
+    deployer.deploy(definitions(deployment("a"), automations=(automation,)))
+    create = f"deployments/{deployer.found()['a']['id']}/create_flow_run"
+    silent, alive, resumed = [deployer.ask(create, {"state": {"type": "RUNNING"}}) for _ in range(3)]
+    deployer.ask("events", [heartbeat(run) for run in (silent, resumed)])
+    state = {"type": "SCHEDULED", "name": "AwaitingResume"}
+    deployer.ask(f"flow_runs/{resumed['id']}/set_state", {"state": state, "force": True})
+
+    def is_lost() -> bool:
+        deployer.ask("events", [heartbeat(alive)])
+        return bool(deployer.ask(f"flow_runs/{silent['id']}", method="GET")["state_name"] == "Lost")
+
+    await_that(is_lost)
+    found = [deployer.ask(f"flow_runs/{run['id']}", method="GET")["state_name"] for run in (silent, alive, resumed)]
+    assert found == ["Lost", "Running", "AwaitingResume"]
+
+
+def heartbeat(run: dict[str, Any]) -> dict[str, Any]:
+    """The event that the process of a flow run emits."""
+    related = {"prefect.resource.id": f"prefect.flow.{run['flow_id']}", "prefect.resource.role": "flow"}
+    return {
+        "id": str(uuid4()),
+        "occurred": datetime.now(UTC).isoformat(),
+        "event": "prefect.flow-run.heartbeat",
+        "resource": {"prefect.resource.id": f"prefect.flow-run.{run['id']}", "prefect.resource.name": run["name"]},
+        "related": [related | {"prefect.resource.name": "t5-pretrain"}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"settings": {"optimizer.num_step": 5}}, "'optimizer.num_step' was unexpected"),
+        ({"stepz": 5}, "'stepz' was unexpected"),
+        ({"corpus": "https://user:secret@host/text"}, "does not match"),
+    ],
+)
+def test_a_wrong_parameter_is_refused_when_the_run_is_created(
+    deployer: Deployer, parameters: dict[str, Any], said: str
+) -> None:
+    deployer.deploy()
+    create = f"deployments/{deployer.found()['moe']['id']}/create_flow_run"
+    assert said in deployer.ask(create, {"parameters": parameters}, expected=409)["detail"]
+    assert deployer.ask("flow_runs/filter", {"flow_runs": {"name": {"any_": ["moe"]}}}) == []

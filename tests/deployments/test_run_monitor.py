@@ -1,0 +1,187 @@
+"""Runs that lost their process are closed and resumed by the monitor of the worker that took them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.workers.abandoned import AWAITING, WORKER_LABEL
+from flows.workers.lost_runs import LOST
+from flows.workers.run_monitor import MOST_RESUMES, NOT_RESUMED, RESUMES_LABEL
+from flows.workers.run_records import RESTORED, folder_of, worker_name
+from infra.node import processes
+from t5train.files.run_folder import LAST_COMPLETE, RUNS
+from tasks.stages import CORPUS, SHARDS, TOKENIZER, TRAIN
+from tests.support.generated_text import TINY, write_jsonl
+from tests.support.team_servers import Team, await_that, worker
+
+pytestmark = pytest.mark.slow
+
+MONITOR = """
+import json, sys
+from flows.server.prefect_server import configured_api_url
+configured_api_url()
+from flows.workers.run_monitor import RunMonitor
+
+monitor = RunMonitor(sys.argv[1])
+for line in sys.stdin:
+    print(json.dumps(getattr(monitor, line.strip())()), flush=True)
+"""
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from uuid import UUID
+from flows.workers import run_records
+
+run_records.hold(Path(sys.argv[1]), UUID(sys.argv[2]), UUID(sys.argv[3]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def monitor(team: Team, worker: str) -> Iterator[Callable[[str], list[str]]]:
+    """Calls methods of the run monitor of a machine's worker."""
+    command = [sys.executable, "-c", MONITOR, worker]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=team.client, cwd="/", **pipes) as process:
+
+        def call(method: str) -> list[str]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{method}\n")
+            process.stdin.flush()
+            return list(json.loads(process.stdout.readline()))
+
+        yield call
+
+
+def test_a_run_that_keeps_crashing_without_a_new_checkpoint_is_given_up(team: Team, tmp_path: Path) -> None:
+    parameters = {"recipe": "smoke", "root": str(tmp_path), "run_name": "bad"}
+    run = team.start("CRASHED", parameters=parameters, labels={WORKER_LABEL: "t5@gpu1"})
+    checkpoint = tmp_path / RUNS / "bad" / LAST_COMPLETE
+    checkpoint.parent.mkdir(parents=True)
+    names = []
+    with monitor(team, "t5@gpu1") as call:
+        for crash in range(2 * MOST_RESUMES + 1):
+            if crash == MOST_RESUMES:
+                checkpoint.write_text(json.dumps({"tag": "step-00000050", "at": "", "places": {}}))
+            team.set_state(run, "CRASHED")
+            call("check")
+            names.append(team.run(run)["state_name"])
+    assert names == [AWAITING] * 2 * MOST_RESUMES + [NOT_RESUMED]
+
+
+def test_only_crashed_runs_of_the_own_machine_are_resumed(team: Team) -> None:
+    own, other = {WORKER_LABEL: "t5@gpu1"}, {WORKER_LABEL: "t5@gpu2"}
+    left = {state: team.start(state, labels=own) for state in ("FAILED", "CANCELLED", "COMPLETED")}
+    left |= {"RUNNING": team.start("RUNNING", labels=other), "CRASHED": team.start("CRASHED", labels=other)}
+    unstarted = team.start("PENDING", labels=other)
+    with monitor(team, "t5@gpu1") as call:
+        assert any("lost its worker" in line for line in call("check"))  # its worker was never online
+        assert call("check") == []
+    assert {run: team.run(run)["state_type"] for run in left.values()} == {run: state for state, run in left.items()}
+    assert team.run(unstarted)["state_type"] == "CRASHED"
+    team.set_state(left["RUNNING"], "CANCELLED")
+
+
+def test_a_worker_that_starts_closes_only_runs_without_a_process(team: Team) -> None:
+    own = {WORKER_LABEL: "t5@gpu1"}
+    pending, running, cancelling, living = (
+        team.start(state, labels=own) for state in ("PENDING", "RUNNING", "CANCELLING", "RUNNING")
+    )
+    with subprocess.Popen(["sleep", "600"], env={"PREFECT__FLOW_RUN_ID": living}) as process:
+        try:
+            with monitor(team, "t5@gpu1") as call:
+                closed = call("begin")
+        finally:
+            process.kill()
+    assert len(closed) == 3
+    states = [team.run(run)["state_type"] for run in (pending, running, cancelling, living)]
+    assert states == ["CRASHED", "CRASHED", "CANCELLED", "RUNNING"]
+    for run in (pending, running, living):
+        team.set_state(run, "CANCELLED")
+
+
+def test_a_lost_run_is_resumed_only_when_its_process_has_ended(team: Team) -> None:
+    run = team.start("RUNNING", labels={WORKER_LABEL: worker_name()})
+    folder = folder_of(Path(team.client["PREFECT_HOME"]), team.api_url)
+    command = [sys.executable, "-c", HOLD, str(folder), run, team.run(run)["state_id"]]
+    states = []
+    with monitor(team, worker_name()) as call:
+        process = subprocess.Popen(command, cwd="/", stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            for _ in range(2):
+                team.set_state(run, "CRASHED", name=LOST)
+                assert len(call("check")) == 1
+                states.append(team.run(run)["state_name"])
+            assert call("check") == []
+        finally:
+            process.kill()
+            process.communicate()
+        assert len(call("check")) == 2, "it is closed, and then scheduled again"
+        states.append(team.run(run)["state_name"])
+        team.set_state(run, "RUNNING")
+        team.set_state(run, "CRASHED", name=LOST)
+        call("check")
+        states.append(team.run(run)["state_name"])
+    assert states == [RESTORED, RESTORED, AWAITING, AWAITING]
+    assert team.run(run)["labels"][RESUMES_LABEL] == 2
+    team.set_state(run, "CANCELLED")
+
+
+@pytest.mark.parametrize(("state", "name"), [("PAUSED", "Suspended"), ("SCHEDULED", AWAITING)])
+def test_a_lost_run_that_was_not_running_gets_its_state_back(team: Team, state: str, name: str) -> None:
+    run = team.start("RUNNING", labels={WORKER_LABEL: "t5@gpu1"})
+    team.set_state(run, state, name=name)
+    team.set_state(run, "CRASHED", name=LOST)
+    with monitor(team, "t5@gpu1") as call:
+        assert len(call("check")) == 1
+        assert (team.run(run)["state_type"], team.run(run)["state_name"]) == (state, name)
+        assert call("check") == []
+    assert RESUMES_LABEL not in team.run(run)["labels"]
+    team.set_state(run, "CANCELLED")
+
+
+def test_a_run_whose_machine_died_continues_from_its_checkpoint_when_the_worker_is_back(
+    team: Team, tmp_path: Path
+) -> None:
+    text = write_jsonl(tmp_path / "text.jsonl", 400)
+    settings = TINY | {"corpus.source": str(text)}
+    parameters = {"recipe": "smoke", "root": str(tmp_path), "settings": settings, "run_name": "one"}
+    run = team.start("SCHEDULED", parameters=parameters)
+    with worker(team) as process:
+        checkpoint = tmp_path / RUNS / "one" / LAST_COMPLETE
+        await_that(lambda: checkpoint.exists() or team.run(run)["state_type"] == "FAILED")
+        flow = int(team.run(run)["infrastructure_pid"])
+        heartbeats = processes.variable(flow, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY")
+        assert heartbeats == "30", "ten are missing before the automation marks a run as lost"
+        children = processes.find(processes.child_of(process.pid))
+        for pid in (process.pid, *children, flow):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+    assert team.run(run)["state_type"] == "RUNNING"
+    with worker(team) as process:
+        assert process.stdout is not None
+        assert "run 'one' lost its worker" in process.stdout.readline()
+        await_that(lambda: team.run(run)["state_type"] not in ("RUNNING", "PENDING", "SCHEDULED", "CRASHED"))
+        children = processes.find(processes.child_of(process.pid))
+    assert not children & processes.find(lambda pid: pid in children)
+    found = team.run(run)
+    assert (found["state_type"], found["run_count"]) == ("COMPLETED", 2)
+    tables = team.ask("artifacts/filter", {"artifacts": {"key": {"any_": ["stages"]}}})
+    stages = max((json.loads(table["data"]) for table in tables), key=len)  # that of the second attempt
+    results = {row["stage"]: row["result"] for row in stages}
+    assert [results[each.title] for each in (CORPUS, TOKENIZER, SHARDS, TRAIN)] == ["reused"] * 3 + ["made"]
+    steps = [json.loads(line)["step"] for line in (tmp_path / RUNS / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert steps.count(1) == 1

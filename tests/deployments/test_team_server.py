@@ -1,0 +1,157 @@
+"""A team's server on PostgreSQL, and its worker, as their systemd units start them."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import quote
+
+import pytest
+
+from flows.deployment.notifications import PREFIX, STATES, WEBHOOK_VARIABLE
+from flows.server.team_server import DATABASE_VARIABLE
+from t5train.files.run_folder import PUBLISHED, RUNS
+from tests.support.generated_text import TINY, write_jsonl
+from tests.support.team_servers import BIN, HIDDEN, UNITS, Team, await_that, environment, exec_start, worker
+
+pytestmark = pytest.mark.slow
+
+REPEAT = """
+import asyncio
+from flows.server.prefect_server import configured_api_url
+configured_api_url()
+from prefect.client.orchestration import get_client
+from flows.deployment.notifications import apply, webhook_url
+
+async def main():
+    async with get_client() as client:
+        await apply(client, webhook_url())
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("unit", ["server", "worker"])
+def test_systemd_accepts_the_units(unit: str, tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        # Containers usually have no systemd, and only systemd reads the units; a stand-in for it would prove nothing.
+        pytest.skip("no systemd-analyze to check the units with: apt-get install systemd")
+    name = f"t5-pretrain-{unit}.service"
+    (tmp_path / name).write_text((UNITS / name).read_text().replace("/opt/t5-pretrain/.venv/bin", BIN))
+    command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(tmp_path / name)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_restarted_server_has_its_deployments_and_scheduled_runs_in_postgresql(team: Team) -> None:
+    assert {each["name"] for each in team.ask("deployments/filter", {})} >= {"smoke", "base"}
+    scheduled = team.ask("flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}})
+    assert {run["auto_scheduled"] for run in scheduled} == {True}
+    assert not list(team.home.glob("*.db"))
+
+
+def test_the_databases_password_is_in_no_log_no_command_line_and_no_page(team: Team) -> None:
+    forms = [HIDDEN, quote(HIDDEN, safe="")]
+    commands = [path.read_bytes().decode("utf-8", "replace") for path in Path("/proc").glob("[0-9]*/cmdline")]
+    seen = [*commands, (team.home / "server.log").read_text()]
+    assert any(str(team.root) in each for each in seen)
+    seen.append(team.get("admin/settings"))
+    assert "connection_url" in seen[-1]
+    assert [form for form in forms for each in seen if form in each] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda url: url.replace("word-of", "wrong"), "password authentication failed"),
+        (lambda url: url.replace("/prefect", "/none"), "createdb"),
+    ],
+)
+def test_a_database_that_refuses_ends_the_start(
+    postgresql: Callable[[str], str], change: Callable[[str], str], reason: str, tmp_path: Path
+) -> None:
+    command = exec_start("server", **{"/var/lib/t5-pretrain-server": str(tmp_path)})
+    settings = environment(**{DATABASE_VARIABLE: change(postgresql(HIDDEN))})
+    result = subprocess.run(command, env=settings, cwd="/", capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert re.match(r"error: PostgreSQL at 127\.0\.0\.1, port \d+, database (prefect|none), user t5, cannot", line)
+    assert reason in line
+    assert "of-the-database" not in line
+    assert not (tmp_path / "server").exists()
+
+
+@contextmanager
+def receiver() -> Iterator[tuple[str, list[str]]]:
+    """A web server that keeps what is posted to it, and its URL."""
+    posted = list[str]()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.append(json.loads(self.rfile.read(int(self.headers["content-length"])))["text"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/hooks/hidden", posted
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_failed_crashed_and_late_runs_are_posted_once(team: Team) -> None:
+    with receiver() as (url, posted):
+        team.call("notifications", **{WEBHOOK_VARIABLE: url})
+        program = [sys.executable, "-c", REPEAT]
+        subprocess.run(program, env=team.client | {WEBHOOK_VARIABLE: url}, cwd="/", check=True)
+        automations = team.ask("automations/filter", {})
+        assert sorted(each["name"] for each in automations if each["name"].startswith(PREFIX)) == sorted(STATES)
+        assert "hidden" not in json.dumps([automations, team.ask("block_documents/filter", {})])
+        runs = {state: team.start("PENDING", name=f"is {state}") for state in ("FAILED", "CRASHED", "COMPLETED")}
+        for state, run in runs.items():
+            team.set_state(run, state, f'the "reason" of {state}')
+        late = team.start("SCHEDULED", name="is late")
+        await_that(lambda: len(posted) >= 3)
+        team.set_state(late, "CANCELLED")
+    assert sorted(posted) == [
+        'run is CRASHED: Crashed. the "reason" of CRASHED',
+        'run is FAILED: Failed. the "reason" of FAILED',
+        "run is late: Late.",
+    ]
+    team.call("notifications", "--off")
+    assert [each for each in team.ask("automations/filter", {}) if each["name"].startswith(PREFIX)] == []
+    assert team.ask("block_documents/filter", {}) == []
+
+
+def test_a_schedule_one_minute_ahead_fires_and_its_run_is_published(team: Team, tmp_path: Path) -> None:
+    (smoke,) = team.ask("deployments/filter", {"deployments": {"name": {"any_": ["smoke"]}}})
+    settings = TINY | {"corpus.source": str(write_jsonl(tmp_path / "text.jsonl", 400))}
+    parameters = {"root": str(tmp_path), "run_name": "scheduled", "settings": settings}
+    at = datetime.now(UTC) + timedelta(minutes=1)
+    schedule = {
+        "schedule": {"interval": 86400, "anchor_date": at.isoformat()},
+        "active": True,
+        "parameters": parameters,
+    }
+    with worker(team):
+        (created,) = team.ask(f"deployments/{smoke['id']}/schedules", [schedule])
+        await_that((tmp_path / RUNS / "scheduled" / PUBLISHED).exists)
+        is_ours = {"tags": {"all_": ["auto-scheduled"]}, "expected_start_time": {"before_": at.isoformat()}}
+        runs = {"flow_runs": is_ours, "deployments": {"id": {"any_": [smoke["id"]]}}}
+        await_that(lambda: [each["state_type"] for each in team.ask("flow_runs/filter", runs)] == ["COMPLETED"])
+    (run,) = team.ask("flow_runs/filter", runs)
+    assert datetime.fromisoformat(run["start_time"]) >= at
+    team.ask(f"deployments/{smoke['id']}/schedules/{created['id']}", {}, method="DELETE")

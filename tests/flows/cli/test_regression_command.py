@@ -1,0 +1,73 @@
+"""``regression``: what is refused, shown and accepted. Nights themselves: tests/flows/test_regression.py."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from t5train.regression.night_folders import RegressionFolder
+from t5train.regression.night_results import Finding
+from tests.support.night_cases import NIGHT, case_result, night_result
+
+T5Pretrain = Callable[..., int]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A root with a night in which moe was slow and smoke could not be resumed."""
+    slow = Finding(case="moe", about="time", sentence="moe: a step takes 2.10 times the peer's")
+    folder = RegressionFolder(tmp_path).nights_path / NIGHT
+    folder.mkdir(parents=True)
+    broken = case_result("smoke", problems=["resuming failed: no checkpoint"])
+    night_result(case_result("moe"), broken, findings=(slow,)).write(folder)
+    return tmp_path
+
+
+def test_a_night_with_findings_is_shown_with_exit_code_1(
+    root: Path, t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert t5_pretrain("regression", "show", "--root", str(root)) == 1
+    shown = capsys.readouterr().out
+    assert "moe\tstep\t1.60 x peer\t1.60 x peer\t+0%\t+15%\tok" in shown
+    assert "moe: a step takes 2.10 times the peer's\n" in shown
+
+
+def test_a_night_is_accepted_with_its_reason_except_for_what_failed(
+    root: Path, t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert t5_pretrain("regression", "accept", "--root", str(root), "--why", "more experts") == 1
+    said = capsys.readouterr()
+    assert said.out == f"accepted: moe of {NIGHT}\n"
+    assert said.err == "not accepted: smoke: resuming failed: no checkpoint\n"
+    [baseline] = RegressionFolder(root).baselines.history()
+    assert (baseline.result.case, baseline.why, baseline.night) == ("moe", "more experts", NIGHT)
+
+
+def test_one_case_can_be_accepted_alone(root: Path, t5_pretrain: T5Pretrain) -> None:
+    options = "--root", str(root), "--why", "more experts"
+    assert t5_pretrain("regression", "accept", *options, "--night", NIGHT, "--case", "moe") == 0
+    assert len(RegressionFolder(root).baselines.history()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "--case", "smok"), "unknown case 'smok'"),
+        (("run", "--hostfile", "no-such-file"), "no-such-file"),
+        (("accept", "--why", " "), "--why is empty"),
+        (("accept", "--why", "x", "--night", "20200101-000000"), "no night called '20200101-000000' has ended"),
+        (("accept", "--why", "x", "--case", "zero9"), "has no case 'zero9'"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_made(
+    root: Path,
+    t5_pretrain: T5Pretrain,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    assert t5_pretrain("regression", arguments[0], "--root", str(root), *arguments[1:]) == 1
+    assert message in capsys.readouterr().err
+    regression = RegressionFolder(root)
+    assert [folder.name for folder in regression.nights()] == [NIGHT]
+    assert regression.baselines.history() == []

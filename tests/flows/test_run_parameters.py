@@ -1,0 +1,96 @@
+"""The parameters of a run: what the server refuses when a run is created, and the spec that they become."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.utilities.schema_tools.validation import ValidationError, validate
+
+from flows.deployment.deploy import parameter_schema
+from flows.pretrain import pretrain
+from flows.run_parameters import RunParameters
+from t5train.errors import SpecError
+from t5train.spec.recipes import RECIPES
+
+ROOT = Path("/data/t5")
+
+
+def create(**parameters: Any) -> None:
+    """Validate parameters as the server does when a run is created."""
+    validate({"recipe": "moe", "root": str(ROOT)} | parameters, parameter_schema(pretrain), raise_on_error=True)
+
+
+def parameters(recipe: str = "base", **more: Any) -> RunParameters:
+    return RunParameters(recipe=recipe, root=ROOT, **more)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"recipe": "mo"}, "'mo' is not one of"),
+        ({"steps": 0}, "less than the minimum of 1"),
+        ({"stepz": 5}, "'stepz'"),
+        ({"root": "work"}, "'work' does not match"),
+        ({"settings": {"optimizer.num_step": 5}}, "'optimizer.num_step' was unexpected"),
+        ({"settings": {"optimizer.num_steps": -5}}, "-5 is less than the minimum of 1"),
+        ({"settings": {"optimizer.precision": "fp8"}}, "'fp8' is not one of"),
+        ({"deployed_settings": {"cluster.port": 22}}, "'cluster.port' was unexpected"),
+        ({"corpus": "https://user:secret@host/text.txt"}, "does not match"),
+        ({"corpus": "https://host/text.txt?key=secret"}, "does not match"),
+        ({"publish_under": "s3://key@bucket/t5"}, "does not match"),
+        ({"settings": {"corpus.source": "https://user:secret@host/text.txt"}}, "does not match"),
+    ],
+)
+def test_the_server_refuses_a_wrong_parameter_when_a_run_is_created(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        create(**wrong)
+
+
+def test_the_server_accepts_every_kind_of_parameter() -> None:
+    settings = {"optimizer.num_steps": 5, "cluster.hostfile": None, "corpus.split": [900, 50, 50], "name": "n"}
+    create(settings=settings, corpus="/data/part-??.txt", publish_under="s3://bucket/t5", hostfile="/etc/hosts")
+    create(corpus=None, steps=None, run_name=None, settings=None, publish_under=None, hostfile=None, scratch=None)
+    create(run_name="mine", steps=10, trial=True, scratch="/local", adopt=False, corpus="s3://bucket/part-?.jsonl.gz")
+
+
+def test_settings_of_a_run_take_precedence_over_those_of_the_deployment() -> None:
+    spec = parameters(
+        corpus="/data/of deployment.txt",
+        steps=10,
+        deployed_settings={"optimizer.seed": 1},
+        settings={"optimizer.seed": 2, "optimizer.warmup_steps": 5},
+    ).spec()
+    assert (spec.corpus.source, spec.optimizer.num_steps) == ("/data/of deployment.txt", 10)
+    assert (spec.optimizer.seed, spec.optimizer.warmup_steps) == (2, 5)
+
+
+def test_every_run_is_published_in_a_folder_of_its_own() -> None:
+    spec = parameters(publish_under="s3://bucket/t5/", corpus="/data/text").spec()
+    assert spec.storage.publish_to == f"s3://bucket/t5/{spec.run_name}"
+    assert (
+        parameters(publish_under="s3://bucket/t5", run_name="mine").spec().storage.publish_to == "s3://bucket/t5/mine"
+    )
+
+
+def test_a_recipe_for_gpus_needs_a_text_and_the_smoke_recipe_does_not() -> None:
+    with pytest.raises(SpecError, match=r"set corpus\.source .* t5-pretrain run base --trial"):
+        parameters().possible_spec()
+    assert parameters(corpus="/data/text").possible_spec().corpus.source == "/data/text"
+    assert parameters("smoke").possible_spec().corpus.source == "pydocs"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_trial_keeps_the_recipes_layout_and_uses_nothing_of_the_deployment(recipe: str) -> None:
+    of_deployment = {"corpus": "/data/text", "hostfile": ROOT / "hosts", "publish_under": "s3://bucket/t5"}
+    trial = parameters(recipe, trial=True, steps=20, deployed_settings={"optimizer.seed": 7}, **of_deployment)
+    spec, full = trial.possible_spec(), RECIPES[recipe]()
+    assert (spec.corpus.source, spec.cluster.hostfile, spec.storage.publish_to) == ("pydocs", None, None)
+    assert (spec.cluster.accelerator, spec.optimizer.num_steps, spec.optimizer.seed) == ("cpu", 20, full.optimizer.seed)
+    kept = {"micro_batch_sequences", "pin_memory"}
+    assert spec.layout.model_dump(exclude=kept) == full.layout.model_dump(exclude=kept)
+    assert (spec.model.moe, spec.optimizer.precision) == (full.model.moe, full.optimizer.precision)
+
+
+def test_a_relative_root_is_refused_because_a_worker_has_another_current_folder() -> None:
+    with pytest.raises(SpecError, match="give an absolute path"):
+        RunParameters(recipe="smoke", root=Path("work")).spec()

@@ -1,0 +1,76 @@
+"""Prefect servers for tests, as processes of their own, and their clients."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from base64 import b64encode
+from contextlib import closing
+from http import HTTPStatus
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from infra.node.ports import free_port
+
+SERVE = """
+import sys
+from pathlib import Path
+from flows.server import prefect_server
+from flows.server.prefect_server import own_server
+from t5train.progress import silent
+
+prefect_server.START_SECONDS = 300  # ample, for machines that do other work too
+with own_server(Path(sys.argv[1]), int(sys.argv[2]), silent, lasting=True) as api_url:
+    print(api_url, flush=True)
+    sys.stdin.read()
+"""
+BUSY_SECONDS = 60.0
+
+
+def start(home: Path, current: Path) -> tuple[subprocess.Popen[str], str]:
+    """Start a server with its state in ``home``; returns its process and API URL. It ends when its stdin is closed."""
+    command = [sys.executable, "-P", "-c", SERVE, str(home), str(free_port())]
+    process = subprocess.Popen(command, cwd=current, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    api_url = process.stdout.readline().strip()
+    assert api_url, f"no server: {(home / 'server.log').read_text()}"
+    return process, api_url
+
+
+def client_environment(home: Path, api_url: str) -> dict[str, str]:
+    """The environment of a user's shell that has the server's URL, but not its key."""
+    return os.environ | {"PREFECT_HOME": str(home.parent / "user"), "PREFECT_API_URL": api_url, "DO_NOT_TRACK": "1"}
+
+
+def ask(home: Path, url: str, body: object, method: str = "POST", expected: int | None = None) -> Any:
+    """The answer of the server in a home, to a client that has the key; ``expected`` is its status, by default 2xx.
+
+    As Prefect's client does, it repeats a request that the server was too busy for (503).
+    """
+    deadline = time.monotonic() + BUSY_SECONDS
+    status, content = _answer(home, url, body, method)
+    while status == HTTPStatus.SERVICE_UNAVAILABLE and time.monotonic() < deadline:
+        time.sleep(1)
+        status, content = _answer(home, url, body, method)
+    is_expected = status == expected if expected else status < HTTPStatus.MULTIPLE_CHOICES
+    assert is_expected, (status, content)
+    return json.loads(content) if content else None
+
+
+def _answer(home: Path, url: str, body: object, method: str) -> tuple[int, bytes]:
+    key = b64encode((home / "api-key").read_text().strip().encode()).decode()
+    headers = {"content-type": "application/json", "Authorization": f"Basic {key}"}
+    server = urlsplit(url)
+    with closing(HTTPConnection(str(server.hostname), server.port, timeout=30)) as connection:
+        connection.request("GET", "/api/csrf-token?client=test", headers=headers)
+        response = connection.getresponse()
+        token = response.read()
+        if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return response.status, token
+        headers |= {"Prefect-Csrf-Token": json.loads(token)["token"], "Prefect-Csrf-Client": "test"}
+        connection.request(method, server.path, json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, response.read()
