@@ -19,7 +19,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-cluster lint types bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills io-faults up clean
+.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster lint types bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills operation-faults regression-faults regression-quiet io-faults up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -34,11 +34,19 @@ demo-cluster: setup ## The same on two hosts that share nothing, made of namespa
 
 test: setup lint types ## Everything that must pass: lint, types, quick tests, then slow ones
 	@$(PYTEST) -m "not slow and not cluster"
-	.ci/browser
-	$(PYTEST) -m "slow and not cluster"
+	.ci/postgresql
+	$(PYTEST) -m "slow and not cluster and not ui"
 
 test-fast: setup ## The tests that start neither DeepSpeed nor a server
 	@$(PYTEST) -m "not slow and not cluster"
+
+test-ui: setup ## The tests that look at Prefect's pages in a browser
+	@.ci/browser
+	$(BIN)/pytest -m ui
+
+screenshots: setup ## Take the documentation's pictures of Prefect's pages, in the same tests
+	@.ci/browser
+	SCREENSHOTS=docs/images $(BIN)/pytest -m ui
 
 test-cluster: setup ## The tests that need several hosts, made of namespaces on this machine (root)
 	@$(BIN)/pytest -m cluster
@@ -73,6 +81,15 @@ resumes: setup ## Resume runs after every kind of damage (needs root), and write
 
 kills: setup ## Kill processes that save, gather, consolidate and publish, 200 times at random moments
 	@$(BIN)/python -m tests.acceptance.kills.kill_all
+
+operation-faults: setup ## Kill worker, server, flow and head 100 times while a run trains (needs root); continues where it was interrupted
+	@$(BIN)/python -m tests.acceptance.operation.operation_kills --root $(ROOT)/operation-faults --into docs/operation-faults.md
+
+regression-faults: setup ## Plant faults in the training code, one a night; the regression must find each; continues where it was interrupted
+	@$(BIN)/python -m tests.acceptance.regression_faults --root $(ROOT)/regression-faults --into docs/regression.md
+
+regression-quiet: setup ## Run the regression ten times without a fault, and report false alarms; continues where it was interrupted
+	@$(BIN)/python -m tests.acceptance.regression_quiet --root $(ROOT)/regression-quiet --repeats 10
 
 io-faults: setup ## Make every system call on a file fail in turn; continues where it was interrupted (io-faults.jsonl)
 	@$(BIN)/python -m tests.acceptance.io_faults

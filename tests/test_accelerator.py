@@ -12,12 +12,12 @@ from infra.head.launch.held_run import hold_run
 from infra.head.training_run import train_run
 from infra.node.attempts.attempt import attempt_folder, rank_name, read
 from infra.node.processes import find, in_run
-from t5train import metrics
 from t5train.checkpoint.consolidate import consolidate
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
 from t5train.errors import LaunchError, NonFiniteLoss, TooManySkippedSteps
+from t5train.records import metrics
 from t5train.records.stage_records import Checkpoint, TokenizerFiles, TokenShards
 from t5train.release.certification import certify
 from t5train.release.export import export

@@ -267,6 +267,7 @@ def test_the_head_does_not_import_torch(run_python: RunPython) -> None:
     light += tuple(f"t5train.release.{name}" for name in ("publication", "verification", "certificate"))
     light += tuple(f"t5train.checkpoint.{name}" for name in ("sidecar", "tags", "retention", "resume", "resume_point"))
     light += ("t5train.model.parameters", "t5train.model.model_shape", "t5train.engine.memory_estimate")
+    light += ("t5train.report",)
     modules = [name for name in RUNNABLE if layer(name) != "t5train" or name.startswith(light)]
     import_without(run_python, "torch,deepspeed,transformers", modules)
 

@@ -59,7 +59,6 @@ def test_every_constraint_is_for_a_needed_package() -> None:
 # tools, and programs that a benchmark or a test starts as a process.
 NEVER_IMPORTED = {
     "fastapi",
-    "sqlalchemy",
     "protobuf",
     "tensorboard",
     "hatchling",
@@ -135,7 +134,7 @@ print(json.dumps([str(importlib.resources.files(name)) for name in packages]))
 """
     contents, folders = map(json.loads, run(installed / "python", "-c", code, cwd=tmp_path).splitlines())
     assert all(folder.startswith(str(installed.parent)) for folder in folders)
-    assert "prefect.yaml" in contents["deployments"]
+    assert "definitions.yaml" in contents["deployments"]
     for name, found in contents.items():
         assert {path.name for path in (ROOT / name).glob("*.py")} <= set(found)
 

@@ -13,10 +13,10 @@ import pytest
 from infra.testcluster import Cluster
 from infra.testcluster.__main__ import run_demo
 from infra.testcluster.host_files import HOME, HOSTFILE, ROOT
-from t5train import metrics
 from t5train.checkpoint import tags
 from t5train.checkpoint.last_complete import last_complete
 from t5train.files.run_folder import FAILURES, is_tag
+from t5train.records import metrics
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.verification import verify
 from t5train.spec.rank_job import TrainJob

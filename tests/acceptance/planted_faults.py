@@ -1,0 +1,189 @@
+"""Faults in the training code, planted in every process of a command. For ``regression_faults.py``.
+
+``environment_of(fault, folder)`` returns a PYTHONPATH with a ``sitecustomize.py``, which every Python process imports
+when it starts. It calls ``plant``, which changes one real function as soon as its module is imported. The peer imports
+none of these modules, so that no fault changes it.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+_ROOT = Path(__file__).parents[2]
+FACTOR = 2.0
+SLOWER, LARGER = 0.3, 0.2
+SEEN_TWICE_STEP = 40
+
+
+def double_learning_rate(engine: Any) -> None:
+    """The optimizer gets twice the rate that the metrics report."""
+    original = engine.set_learning_rate
+    engine.set_learning_rate = lambda of, rate: original(of, FACTOR * rate)
+
+
+def see_a_batch_twice(loader: Any) -> None:
+    """Step 40 trains on the samples of step 39, but reports its own sample ids, so that no sanity check sees it."""
+    original = loader.Samples.batch
+
+    def batch(self: Any, start: int, count: int) -> Any:
+        made = original(self, start, count)
+        first = (SEEN_TWICE_STEP - 1) * _BATCH
+        if self._shuffle and first <= start < first + _BATCH:
+            return original(self, start - _BATCH, count)._replace(sample_ids=made.sample_ids)
+        return made
+
+    loader.Samples.batch = batch
+
+
+_BATCH = 32
+
+
+def drop_out_in_evaluation(forward_backward: Any) -> None:
+    """Validation runs with dropout active."""
+    from torch import nn
+
+    passes = forward_backward.WholePasses
+    original = passes.token_losses
+
+    def token_losses(self: Any, batches: Any) -> Any:
+        evaluate = self._model.eval
+
+        def all_but_dropout() -> None:
+            evaluate()
+            for module in self._model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.train()
+
+        self._model.eval = all_but_dropout
+        try:
+            return original(self, batches)
+        finally:
+            del self._model.eval
+
+    passes.token_losses = token_losses
+
+
+def slow_down(forward_backward: Any) -> None:
+    """Every step computes for 30% longer."""
+    passes = forward_backward.WholePasses
+    original = passes.step
+
+    def step(self: Any, batches: Any) -> Any:
+        started = time.process_time()
+        since = min(getattr(self, "ended", started), started)
+        result = original(self, batches)
+        until = time.process_time() + SLOWER * min(time.process_time() - since, 2 * (time.process_time() - started))
+        while time.process_time() < until:
+            pass
+        self.ended = time.process_time()
+        return result
+
+    passes.step = step
+
+
+def use_more_memory(loop: Any) -> None:
+    """Every rank keeps a buffer of 20% of its memory."""
+    import numpy as np
+
+    original = loop.Trainer.__init__
+
+    def init(self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        self.kept = np.ones(int(LARGER * loop.peak_host_memory_bytes()), dtype=np.uint8)
+
+    loop.Trainer.__init__ = init
+
+
+def lose_a_tensor(tensor_writer: Any) -> None:
+    """Consolidation writes all tensors but the last."""
+    original = tensor_writer.write_tensors
+    tensor_writer.write_tensors = lambda tensors, *others, **named: original(list(tensors)[:-1], *others, **named)
+
+
+def lose_moments(saving: Any) -> None:
+    """A resumed run starts with Adam's first moments at zero."""
+    from t5train.engine.partitions import inner_optimizer
+
+    original = saving.resume
+
+    def resume(engine: Any, *others: Any) -> int:
+        step = int(original(engine, *others))
+        for state in inner_optimizer(engine).state.values():
+            if step and "exp_avg" in state:
+                state["exp_avg"].zero_()
+        return step
+
+    saving.resume = resume
+
+
+class Planted(NamedTuple):
+    """A fault: where it is planted, the case that runs, and what the finding must be about."""
+
+    module: str
+    change: Callable[[Any], None]
+    case: str
+    about: str
+    what: str
+
+
+FAULTS = {
+    "learning-rate": Planted("t5train.engine.engine", double_learning_rate, "smoke", "loss", "learning rate doubled"),
+    "batch-twice": Planted("t5train.data.loader", see_a_batch_twice, "smoke", "loss", "step 40 sees step 39's batch"),
+    "dropout": Planted(
+        "t5train.engine.forward_backward", drop_out_in_evaluation, "moe", "loss", "dropout left on in evaluation"
+    ),
+    "slow-step": Planted("t5train.engine.forward_backward", slow_down, "smoke", "time", "a step computes 30% longer"),
+    "memory": Planted("t5train.train.loop", use_more_memory, "smoke", "memory", "a rank keeps 20% more memory"),
+    "lost-tensor": Planted(
+        "t5train.checkpoint.consolidate.tensor_writer",
+        lose_a_tensor,
+        "smoke",
+        "failure",
+        "consolidation loses one tensor",
+    ),
+    "lost-moments": Planted("t5train.checkpoint.saving", lose_moments, "smoke", "failure", "resuming loses momentum"),
+}
+
+
+class _AfterImport(MetaPathFinder):
+    """Changes a module once, right after it has been imported."""
+
+    def __init__(self, fault: Planted) -> None:
+        self._fault = fault
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        if fullname != self._fault.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: ModuleType) -> None:
+            execute(module)
+            self._fault.change(module)
+
+        vars(spec.loader)["exec_module"] = execute_and_change
+        return spec
+
+
+def plant(name: str) -> None:
+    """Plant a fault in this process."""
+    sys.meta_path.insert(0, _AfterImport(FAULTS[name]))
+
+
+def environment_of(name: str, folder: Path) -> dict[str, str]:
+    """Return the environment of a command with a fault in all its processes; ``folder`` gets ``sitecustomize.py``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    code = f"from tests.acceptance.planted_faults import plant\n\nplant({name!r})\n"
+    (folder / "sitecustomize.py").write_text(code, "utf-8")
+    paths = [str(folder), str(_ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
