@@ -179,7 +179,8 @@ def test_a_run_whose_machine_died_continues_from_its_checkpoint_when_the_worker_
     assert not children & processes.find(lambda pid: pid in children)
     found = team.run(run)
     assert (found["state_type"], found["run_count"]) == ("COMPLETED", 2)
-    tables = team.ask("artifacts/filter", {"artifacts": {"key": {"any_": ["stages"]}}})
+    is_its_table = {"key": {"any_": ["stages"]}, "flow_run_id": {"any_": [run]}}
+    tables = team.ask("artifacts/filter", {"artifacts": is_its_table})
     stages = max((json.loads(table["data"]) for table in tables), key=len)  # that of the second attempt
     results = {row["stage"]: row["result"] for row in stages}
     assert [results[each.title] for each in (CORPUS, TOKENIZER, SHARDS, TRAIN)] == ["reused"] * 3 + ["made"]

@@ -153,5 +153,6 @@ def test_a_schedule_one_minute_ahead_fires_and_its_run_is_published(team: Team, 
         runs = {"flow_runs": is_ours, "deployments": {"id": {"any_": [smoke["id"]]}}}
         await_that(lambda: [each["state_type"] for each in team.ask("flow_runs/filter", runs)] == ["COMPLETED"])
     (run,) = team.ask("flow_runs/filter", runs)
-    assert datetime.fromisoformat(run["start_time"]) >= at
+    # Prefect drops the fraction of the second that a run should still wait.
+    assert datetime.fromisoformat(run["start_time"]) > at - timedelta(seconds=1)
     team.ask(f"deployments/{smoke['id']}/schedules/{created['id']}", {}, method="DELETE")

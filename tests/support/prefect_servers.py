@@ -6,13 +6,15 @@ import subprocess
 import sys
 import time
 from base64 import b64encode
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from flows.server.prefect_server import answers
 from infra.node.ports import free_port
 
 SERVE = """
@@ -38,6 +40,18 @@ def start(home: Path, current: Path) -> tuple[subprocess.Popen[str], str]:
     api_url = process.stdout.readline().strip()
     assert api_url, f"no server: {(home / 'server.log').read_text()}"
     return process, api_url
+
+
+@contextmanager
+def running(home: Path, current: Path) -> Iterator[str]:
+    """A server that ends with the block; yields its API URL."""
+    process, api_url = start(home, current)
+    with process:
+        yield api_url
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(30) == 0
+    assert not answers(api_url)
 
 
 def client_environment(home: Path, api_url: str) -> dict[str, str]:
@@ -71,6 +85,6 @@ def _answer(home: Path, url: str, body: object, method: str) -> tuple[int, bytes
         if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
             return response.status, token
         headers |= {"Prefect-Csrf-Token": json.loads(token)["token"], "Prefect-Csrf-Client": "test"}
-        connection.request(method, server.path, json.dumps(body), headers)
+        connection.request(method, f"{server.path}?{server.query}", json.dumps(body), headers)
         response = connection.getresponse()
         return response.status, response.read()
