@@ -160,6 +160,7 @@ def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> La
         accelerator=spec.cluster.accelerator,
         master_port=spec.cluster.master_port,
         grace_seconds=spec.cluster.grace_seconds,
+        save_seconds=spec.cluster.deadlines.save_seconds,
         operators=operators_of(spec),
     )
 

@@ -177,7 +177,11 @@ class ClusterSpec(SpecPart):
         description="How long ranks keep training without contact with the machine that started them",
     )
     grace_seconds: float = Field(
-        30, ge=0, le=3600, title="Grace", description="Time for ranks to save a checkpoint when they are asked to stop"
+        30,
+        ge=0,
+        le=3600,
+        title="Grace",
+        description="Time for ranks to finish a step and begin to save when they are asked to stop",
     )
     deadlines: DeadlinesSpec = DeadlinesSpec()
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from infra.head.hosts.ssh import Transport
 from infra.head.launch import earlier_attempts
@@ -20,7 +21,7 @@ _SETTLE_SECONDS = 2.0
 _RECORDS_SECONDS = 5.0
 """How long to wait, after the launcher has ended, for the records of ranks that ended just before it."""
 _STOP_SECONDS = 10.0
-"""How long the current step may take to end, in addition to the time to save."""
+"""How long guards may take to end ranks and to record it."""
 _log = logging.getLogger(__name__)
 
 
@@ -56,11 +57,22 @@ class ClusterWatch:
 
     def stop(self) -> None:
         """Order the ranks to save and end, and wait until they have ended."""
-        _log.warning("ending attempt %s: its ranks have %.0f s to save a checkpoint", self.this.number, self._grace)
+        _log.warning(
+            "ending attempt %s: its ranks have %.0f s to finish the step, and then save and end",
+            self.this.number,
+            self.this.grace_seconds,
+        )
+        with suppress(OSError):  # on a full disk, a later head does not know that ranks may still be saving
+            self.this.order_stop()
         self._supervision.order(Order.STOP)
-        deadline = time.monotonic() + self._grace + _STOP_SECONDS
-        while not self._supervision.all_ended and time.monotonic() < deadline:
+        began = time.monotonic()
+        while not self._supervision.all_ended and time.monotonic() - began < self._stop_seconds():
             self._supervision.look(_LOOK_SECONDS)
+
+    def _stop_seconds(self) -> float:
+        """How long ranks may take to end. Guards end those that have not begun to save after the grace period."""
+        is_lost = self._supervision.failed or self._supervision.silent
+        return self.this.grace_seconds + _STOP_SECONDS + (0 if is_lost else self.this.save_seconds)
 
     def end(self) -> None:
         """End the attempt on every host that can be reached, and collect what its ranks have written."""
@@ -108,7 +120,3 @@ class ClusterWatch:
         self._on_tick()
         if (self._launcher.folder / attempt.STOP).exists():
             self._supervision.order(Order.STOP)
-
-    @property
-    def _grace(self) -> float:
-        return self.this.grace_seconds

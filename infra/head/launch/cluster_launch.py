@@ -134,6 +134,7 @@ def _started(
         spec.cluster.lease_seconds,
         hosts=_slots(spec.hosts),
         grace_seconds=spec.cluster.grace_seconds,
+        save_seconds=spec.cluster.deadlines.save_seconds,
         accelerator=spec.cluster.accelerator,
         code=shipped_code(spec.cluster),
     )

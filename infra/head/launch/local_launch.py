@@ -53,6 +53,7 @@ class LaunchSpec:
     master_port: int | None = None
     """Port of the rendezvous; if None, a free port is used."""
     grace_seconds: float = 30.0
+    save_seconds: float = 1800.0
     """How long ranks may take to save when they are ordered to end."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the ranks, in addition to those that infra.node.attempts.rank_environment passes on."""
@@ -73,7 +74,12 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
     if spec.accelerator == "cpu":
         shared_memory.require_free_space(spec.num_ranks)
     spec = replace(spec, master_port=port)
-    this = attempt.begin(spec.run_folder, ProcessIdentity.of(os.getpid()), grace_seconds=spec.grace_seconds)
+    this = attempt.begin(
+        spec.run_folder,
+        ProcessIdentity.of(os.getpid()),
+        grace_seconds=spec.grace_seconds,
+        save_seconds=spec.save_seconds,
+    )
     environment = rank_environment(this, num_ranks=spec.num_ranks, accelerator=spec.accelerator, extra=spec.environment)
     clear_stale_locks(environment)
     if to_compile := missing(spec.operators, environment):
@@ -159,9 +165,12 @@ def _outcome(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -
 
 def _stop(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> bool:
     """Order all ranks to save and end, and wait for them; returns whether all did their work to the end."""
-    _log.warning("SIGTERM: ranks have %.0f s to save and end", this.grace_seconds)
-    # Guards enforce this limit. They get some more time to record how their ranks ended.
-    signalled, deadline = set[ProcessIdentity](), time.monotonic() + this.grace_seconds + _GUARDS_SECONDS
+    _log.warning("SIGTERM: ranks have %.0f s to finish the step, and then save and end", this.grace_seconds)
+    with suppress(OSError):  # on a full disk, a save is cut off if this process is killed
+        this.order_stop()
+    # Guards enforce these limits. They get some more time to record how their ranks ended.
+    seconds = this.grace_seconds + this.save_seconds + _GUARDS_SECONDS
+    signalled, deadline = set[ProcessIdentity](), time.monotonic() + seconds
     while (succeeded := _outcome(this, num_ranks, launcher)) is None and time.monotonic() < deadline:
         for guard in set(this.guards()) - signalled:  # including guards that have started since
             guard.send(signal.SIGTERM)

@@ -8,7 +8,7 @@
     rank-00000.pid          its process (whose pid is also its process group) and its guard
     rank-00000.beat         its heartbeat (t5train.rank.heartbeat)
     rank-00000.exit.json    how it ended; written by its guard (infra.node.attempts.exit_record)
-    stop                    exists once the launcher was told to stop; the head then stops every rank
+    stop                    exists once all ranks are to save and stop
     rank-00000.error.json   the error it raised, if the error is one of this project's (t5train.rank.error_report)
 
 The launcher has .log, .pid and .exit.json too. On one machine, the folder is ``{run}/attempts/NNNN``. With several
@@ -31,6 +31,7 @@ from infra.node.attempts.exit_record import ExitRecord
 from infra.node.processes import ProcessIdentity
 from t5train.files.atomic import write_json
 from t5train.files.run_folder import ATTEMPTS
+from t5train.rank import heartbeat
 
 ATTEMPT = "attempt.json"
 LAUNCHER = "launcher"
@@ -55,7 +56,9 @@ class Attempt:
     lease_seconds: float | None
     """How long ranks keep training without contact with the head. Exactly one of this and ``head`` is set."""
     grace_seconds: float = 30.0
-    """How long ranks that are told to stop may take to save."""
+    """How long ranks that are told to stop may take until they begin to save."""
+    save_seconds: float = 0.0
+    """How long that save may take."""
     beat_seconds: float = 10.0
     """How long a rank may go without a sign of life."""
     accelerator: str | None = None
@@ -118,12 +121,15 @@ class Attempt:
         return None
 
     def order_stop(self) -> None:
-        """Ask the head to tell all ranks to save and stop."""
+        """Record that all ranks are to save and stop. The head does so before it tells them.
+
+        The guard of the launcher does so to ask the head.
+        """
         (self.folder / STOP).touch(mode=0o600)
 
     @property
     def is_stop_ordered(self) -> bool:
-        """Whether the launcher was told to stop, so that the head must stop every rank."""
+        """Whether all ranks are to save and stop, so that a save is completed even if the head dies."""
         return (self.folder / STOP).exists()
 
 
@@ -183,6 +189,17 @@ def living_processes(run_folder: Path) -> list[int]:
     recorded = [json.loads(path.read_text("utf-8")) for path in (run_folder / ATTEMPTS).glob("*/*.pid")]
     processes = [ProcessIdentity(**facts[role]) for facts in recorded for role in ("process", "guard")]
     return sorted(process.pid for process in processes if process.is_alive())
+
+
+def is_saving(run_folder: Path) -> bool:
+    """Whether a rank of the last attempt is saving the checkpoint with which it is to stop, on this machine."""
+    this = read(attempt_folder(run_folder, max(_numbers(run_folder), default=0)))
+    for path in this.folder.glob("rank-*.pid"):
+        beat = heartbeat.read(heartbeat.beat_file(this.rank_files(path.stem)))
+        rank = ProcessIdentity(**json.loads(path.read_text("utf-8"))["process"])
+        if this.is_stop_ordered and beat is not None and beat.phase == "save" and rank.is_alive():
+            return True
+    return False
 
 
 def _numbers(run_folder: Path) -> Iterator[int]:

@@ -6,9 +6,9 @@
     python -m infra.node.attempts.process_guard --launcher ATTEMPT_FOLDER PROGRAM ...    DeepSpeed's launcher
 
 The program runs in its own session and writes its output to a file. The guard ends it, with its whole process group,
-when the head dies or the watchdog finds a reason (infra.node.attempts.watchdog). If the guard itself is killed,
-the kernel kills the program. The exit record is written last. Standard library only: a guard must start quickly on any
-node.
+when the watchdog finds a reason, such as the death of the head (infra.node.attempts.watchdog). If the guard itself is
+killed, the kernel kills the program. The exit record is written last. Standard library only: a guard must start quickly
+on any node.
 """
 
 import os
@@ -137,7 +137,8 @@ def _wait(child: int, alarms: _Alarms, watchdog: Watchdog) -> Verdict:
         if ended in ready:
             return watchdog.verdict_after_exit()
         if alarms.head in ready:
-            return Cause.HEAD, "the head died"
+            watched.remove(alarms.head)
+            watchdog.notice_death_of_head()
         reply = os.read(alarms.signals, _SIGNALS_AT_ONCE) if alarms.signals in ready else b""
         if (verdict := watchdog.handle_signals(reply) if reply else watchdog.check()) is not None:
             return verdict

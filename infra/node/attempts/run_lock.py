@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infra.node.attempts import run_lease
-from infra.node.attempts.attempt import living_processes
+from infra.node.attempts.attempt import is_saving, living_processes
 from infra.node.attempts.run_lease import RunLease
 from t5train.errors import RunLocked, StorageError
 from t5train.files.locks import flock, is_locked, try_lock
@@ -30,8 +30,9 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[RunLease]
     """Hold a run for the caller, creating its folder if necessary. Yields the lease, which shows if it is still held.
 
     Waits for ranks that a killed head left behind. Raises RunLocked if the run is held already, by this process or
-    another, on this machine or another, or if such ranks are still running after ``wait_seconds``. Raises StorageError
-    if the folder cannot be written or locked, or if other users can write to it.
+    another, on this machine or another, or if such ranks are still running after ``wait_seconds``, unless that is 0 or
+    they are saving a checkpoint as ordered. Raises StorageError if the folder cannot be written or locked, or if other
+    users can write to it.
     """
     _make(run_folder)
     with _opened(run_folder / _LOCK) as descriptor:
@@ -69,8 +70,10 @@ def _wait_for_ranks(run_folder: Path, wait_seconds: float) -> None:
         if try_lock(descriptor):
             return
         _log.info("waiting up to %.0f s for ranks of an earlier start of %s", wait_seconds, run_folder)
-        if not try_lock(descriptor, wait_seconds):
-            raise RunLocked(_survivors(run_folder, wait_seconds))
+        while not try_lock(descriptor, wait_seconds):
+            if wait_seconds == 0 or not is_saving(run_folder):
+                raise RunLocked(_survivors(run_folder, wait_seconds))
+            _log.info("ranks of an earlier start of %s are still saving a checkpoint: waiting for them", run_folder)
 
 
 def _make(run_folder: Path) -> None:

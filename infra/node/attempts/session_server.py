@@ -77,6 +77,7 @@ class _Session:
             self._end()
             return
         if order == Order.STOP:
+            self._this.order_stop()
             for guard in self._this.guards():
                 guard.send(signal.SIGTERM)
         if order == Order.RENEW:

@@ -1,6 +1,8 @@
 """Decides when a guarded process must be ended. The guard asks once a second, and when a signal arrives.
 
-Only SIGTERM gives a rank time to save, and only while the other ranks are there to save with it.
+Only SIGTERM gives a rank time to save, and only while the other ranks are there to save with it. Once the head has
+ordered all ranks to stop, a save that has begun is completed, even if the head is killed meanwhile: Prefect kills the
+flow of a cancelled run after 30 s.
 """
 
 import os
@@ -32,18 +34,28 @@ class Watchdog:
     def __init__(self, this: Attempt, name: str, pid: int, parent: int | None) -> None:
         self._this, self._name, self._pid, self._parent = this, name, pid, parent
         self._stop_requested_at: float | None = None
+        self._head_died = False
+        self._beat: Beat | None = None
         self._sign: tuple[float, int] | None = None
         self._silent_checks, self._began, self._has_beaten = 0, time.monotonic(), False
 
     def handle_signals(self, numbers: bytes) -> Verdict | None:
-        """Handle signals that the guard got. SIGTERM is passed on and gives a rank time to save; any other ends it."""
+        """Handle signals that the guard got. SIGTERM is passed on and gives a rank time to save; any other ends it.
+
+        SIGHUP does not if the kernel sent it because the parent died, and the rank is completing its last save.
+        """
         if (verdict := self._check_head_and_parent()) is not None:
             return verdict
         for number in numbers:
-            if number != signal.SIGTERM:
+            if number == signal.SIGTERM:
+                self._begin_stopping()
+            elif number != signal.SIGHUP or not self._has_lost_parent:
                 return Cause.REQUESTED, signal.Signals(number).name
-            self._begin_stopping()
         return self.check()
+
+    def notice_death_of_head(self) -> None:
+        """Take note that the head, which is on this machine, has died."""
+        self._head_died = True
 
     def check(self) -> Verdict | None:
         """Return the first reason to end the process now; None if there is none. Call this once a second."""
@@ -68,14 +80,18 @@ class Watchdog:
             self._this.folder
         ):  # checked first: ending an attempt can end the parent too
             return Cause.REQUESTED, "the head ended the run"
-        if self._parent is not None and os.getppid() != self._parent:
+        if self._this.is_stop_ordered and self._is_saving:
+            return None
+        if self._head_died:
+            return Cause.HEAD, "the head died"
+        if self._has_lost_parent:
             return Cause.PARENT, "the guard's parent process died"
         if tolerated is not None and (age := head_lease.age_seconds(self._this.folder)) > tolerated:
             return Cause.HEAD, f"no message from the head for {age:.0f} s"
         return None
 
     def _check_liveness(self) -> Verdict | None:
-        beat = heartbeat.read(beat_file(self._this.rank_files(self._name)))
+        beat = self._last_beat()
         self._silent_checks = self._silent_checks + 1 if self._is_silent(beat) else 0
         self._has_beaten = self._has_beaten or beat is not None
         if not self._has_beaten and self._name != attempt.LAUNCHER and self._seconds > _FIRST_BEAT_SECONDS:
@@ -109,12 +125,26 @@ class Watchdog:
             return None
         if (peer := self._this.failed_peer(self._name)) is not None:
             return Cause.REQUESTED, f"{peer} failed"
-        if time.monotonic() - self._stop_requested_at > self._this.grace_seconds:
+        if time.monotonic() - self._stop_requested_at > self._this.grace_seconds and not self._is_saving:
             return (
                 Cause.REQUESTED,
                 f"{STOP_REQUESTED}; it was still running after {self._this.grace_seconds:.0f} s",
             )
         return None
+
+    def _last_beat(self) -> Beat | None:
+        self._beat = heartbeat.read(beat_file(self._this.rank_files(self._name))) or self._beat
+        return self._beat
+
+    @property
+    def _is_saving(self) -> bool:
+        """Whether the rank is saving a checkpoint. How long it may take is checked with the other phases."""
+        beat = self._last_beat()
+        return beat is not None and beat.phase == "save"
+
+    @property
+    def _has_lost_parent(self) -> bool:
+        return self._parent is not None and os.getppid() != self._parent
 
     @property
     def _seconds(self) -> float:

@@ -113,11 +113,17 @@ def test_an_attempt_whose_code_may_be_gone_is_ended_with_this_heads_code(
     assert transport.recorded[4:] == [path] * 6  # `end`, `logs` and `remove` on both
 
 
+@pytest.mark.parametrize("is_stop_ordered", [False, True])
 def test_a_silent_host_is_given_the_time_in_which_its_ranks_end_by_themselves(
-    this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_stop_ordered: bool
 ) -> None:
+    this = replace(this, save_seconds=100.0)
+    this.write()
+    if is_stop_ordered:
+        this.order_stop()
     monkeypatch.setattr(earlier_attempts, "END_SECONDS", 10.0)
-    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 14.5)  # of 16: lease 5 + grace 1 + END_SECONDS 10
+    # Of 16: lease 5 + grace 1 + END_SECONDS 10. Ranks that were ordered to stop may save for another 100.
+    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 114.5 if is_stop_ordered else 14.5)
     ticks = []
     began = time.monotonic()
     earlier_attempts.end_earlier(tmp_path / "run", Severed(local_hosts), lambda: ticks.append(1))

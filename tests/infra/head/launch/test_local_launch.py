@@ -14,8 +14,11 @@ import pytest
 from infra.head.launch.local_launch import LaunchSpec, command, launch
 from infra.node.attempts import attempt
 from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.run_lock import run_lock
 from infra.node.attempts.shared_memory import SEGMENTS
-from t5train.errors import LaunchError, SpecError, WeightsDidNotMove
+from t5train.errors import LaunchError, RunLocked, SpecError, WeightsDidNotMove
+from t5train.rank import heartbeat
+from tests.support.slow_saves import SAVING_SLOWLY
 
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
@@ -215,3 +218,23 @@ def test_sigterm_gives_ranks_time_to_save_before_the_head_ends_by_sigterm(
     this = newest(tmp_path)
     assert [this.log(f"rank-0000{rank}").read_text() for rank in (0, 1)] == ["ready\nsaved\n"] * 2
     assert survivors(this.run_id) == set()
+
+
+@pytest.mark.slow
+def test_ranks_complete_the_save_of_a_stopped_head_that_is_killed_and_the_next_start_waits_for_them(
+    tmp_path: Path, start: Start, until: Until, survivors: Survivors
+) -> None:
+    spec(tmp_path, SAVING_SLOWLY)
+    head = start("-c", HEAD, str(tmp_path))
+    until(lambda: ready(tmp_path) or head.poll() is not None, 60)
+    head.terminate()
+    this = newest(tmp_path)
+    files = [heartbeat.beat_file(this.rank_files(f"rank-0000{rank}")) for rank in (0, 1)]
+    until(lambda: all((beat := heartbeat.read(file)) and beat.phase == "save" for file in files))
+    head.kill()  # as Prefect does, 30 s after a run was cancelled
+    head.wait()
+    with pytest.raises(RunLocked):
+        run_lock(tmp_path / "run", wait_seconds=0).__enter__()
+    with run_lock(tmp_path / "run", wait_seconds=2):
+        assert [this.log(f"rank-0000{rank}").read_text() for rank in (0, 1)] == ["ready\nsaved\n"] * 2
+        until(lambda: not survivors(this.run_id))
