@@ -118,6 +118,10 @@ Adopt = Annotated[
 ]
 
 
+_READ_FIRST = frozenset({"cluster.hostfile", "tokenizer.path", "model.start_from"})
+"""Settings that name files, without which the spec cannot be made or checked."""
+
+
 def run_title(parameters: Mapping[str, Any]) -> str:
     """Return how a run is called in Prefect: by its name if given, otherwise by its recipe."""
     trial = " (trial)" if parameters.get("trial") else ""
@@ -156,6 +160,11 @@ class RunParameters(BaseModel):
         spec = self.spec()
         require_possible(spec)
         return spec
+
+    @property
+    def names_local_files(self) -> bool:
+        """Whether ``possible_spec`` reads files, which other machines may not have."""
+        return not _READ_FIRST.isdisjoint(self._changes())
 
     def spec(self) -> RunSpec:
         """Return the spec. Raises SpecError if the parameters are not valid."""

@@ -15,7 +15,7 @@ from flows.cli.options import RootOption, root_of
 from flows.cli.terminal import complain, say
 from flows.server import prefect_server
 from flows.workers import run_records
-from flows.workers.worker import STOP_SECONDS
+from flows.workers.worker import DRAIN, STOP_SECONDS
 from infra.node import processes
 from t5train.errors import LaunchError, SpecError
 
@@ -61,6 +61,7 @@ def run_worker(log: Path | None, announce: Callable[[], None]) -> NoReturn:
     with run_records.only_worker(run_records.records_folder()) as name:
         monitor = RunMonitor(name)
         _report(monitor.begin())
+        _check(monitor.check_waiting)
         with worker_process(name, log) as process:
             announce()
             code = _await_end(process, monitor)
@@ -86,6 +87,7 @@ def worker_process(name: str, log: Path | None) -> Iterator[subprocess.Popen[byt
         yield process
     finally:
         try:
+            process.send_signal(DRAIN)  # else it would start another run in place of one that ends
             _end_runs(processes.child_of(process.pid))
         finally:  # also after a second Ctrl-C: the worker kills the remaining runs
             prefect_server.stop(process, STOP_SECONDS)
@@ -94,16 +96,16 @@ def worker_process(name: str, log: Path | None) -> Iterator[subprocess.Popen[byt
 def _await_end(process: subprocess.Popen[bytes], monitor: "RunMonitor") -> int:
     """Wait for the worker, and return its exit code. Until then, close and resume runs."""
     while True:
-        _check(monitor)
+        _check(monitor.check)
         try:
             return process.wait(LOOK_SECONDS)
         except subprocess.TimeoutExpired:
             continue
 
 
-def _check(monitor: "RunMonitor") -> None:
+def _check(check: Callable[[], Iterable[str]]) -> None:
     try:
-        _report(monitor.check())
+        _report(check())
     except Exception as error:  # any error of Prefect's client, such as for a busy server, must not end all runs
         complain(f"could not close or resume runs in Prefect, will retry: {type(error).__name__}: {error}")
 

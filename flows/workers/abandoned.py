@@ -5,6 +5,8 @@ machine of the worker that took the run, whose name Prefect keeps with the run.
 """
 
 import asyncio
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 from uuid import UUID
 
@@ -25,6 +27,8 @@ from flows.deployment.deploy import POOL
 from flows.workers import run_records
 from flows.workers.run_records import RESTORED, RunRecord, records_folder
 from infra.node import processes
+from infra.node.attempts.attempt_actions import stopping_attempts
+from infra.node.processes import ProcessIdentity
 from tasks.run_title import name_in, titled
 
 OF_THE_POOL = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
@@ -37,7 +41,12 @@ AWAITING = "AwaitingResume"
 _AWAITING = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[AWAITING])))
 _FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 _WHY = "The process of this run ended before the run did."
-_WHY_OFFLINE = "The worker that should start this run is offline."
+_WHY_NEVER_STARTED = "The worker took this run and did not start it."
+WHY_OFFLINE = "The worker that should start this run is offline."
+"""The message of a run that was closed before it was started."""
+
+_START_TIME = timedelta(minutes=5)
+"""Longer than it takes from when a worker takes a run until the run's process exists."""
 
 
 class Closed(NamedTuple):
@@ -62,18 +71,41 @@ def close_runs_of_worker(worker: str) -> list[Closed]:
     return asyncio.run(_close_of_worker(worker, run_records.living(records_folder())))
 
 
-def close_runs_of_offline_workers(worker: str) -> list[Closed]:
-    """Close the runs that offline workers, other than ``worker``, should start, and return them.
+def close_lost_starts(worker: str) -> list[Closed]:
+    """Close the runs that a worker took or should take, but will not start, and return them.
 
-    Such a run would occupy the queue for as long as that machine is down. A run that was started is left alone: it may
-    still be working, without its worker.
+    These are runs of offline workers other than ``worker``, and runs that have been Pending for minutes without a
+    process. They would occupy the queue. A run that was started is left alone: it may still be working, without its
+    worker.
     """
-    return asyncio.run(_close_of_offline_workers(worker))
+    return asyncio.run(_close_lost_starts(worker))
 
 
 def is_alive(flow_run_id: UUID) -> bool:
     """Return whether a process of this machine executes the run."""
     return flow_run_id in run_records.living(records_folder()) or _has_process(flow_run_id)
+
+
+def is_machine_busy() -> bool:
+    """Return whether a run that a worker started is alive here, or ranks are still saving after one was stopped."""
+    living = run_records.living(records_folder())
+    return any(map(_has_process, living)) or bool(stopping_attempts())
+
+
+async def online_workers(client: PrefectClient) -> set[str]:
+    """Return the names of the pool's workers that report to the server."""
+    workers = await client.read_workers_for_work_pool(POOL)
+    return {each.name for each in workers if each.status == WorkerStatus.ONLINE}
+
+
+def flow_processes() -> dict[UUID, set[ProcessIdentity]]:
+    """Return the processes of this machine that a worker started for a flow run, by its id."""
+    found: dict[UUID, set[ProcessIdentity]] = {}
+    for pid in processes.find(lambda pid: bool(processes.variable(pid, _FLOW_RUN_VARIABLE))):
+        with suppress(ProcessLookupError):  # it has just ended
+            process = ProcessIdentity.of(pid)
+            found.setdefault(UUID(processes.variable(pid, _FLOW_RUN_VARIABLE)), set()).add(process)
+    return found
 
 
 def closed_line(run: Closed, what: str) -> str:
@@ -118,17 +150,29 @@ async def _close_of_worker(worker: str, living: set[UUID]) -> list[Closed]:
         return [await _close(client, run) for run in taken if not _has_process(run.id)]
 
 
-async def _close_of_offline_workers(worker: str) -> list[Closed]:
+async def _close_lost_starts(worker: str) -> list[Closed]:
     async with get_client() as client:
         awaiting = await client.read_flow_runs(flow_run_filter=_AWAITING, work_pool_filter=OF_THE_POOL)
-        runs = [*awaiting, *await _of_pool(client, StateType.PENDING)]
-        elsewhere = [run for run in runs if run.labels.get(WORKER_LABEL, worker) != worker]
-        if not elsewhere:
-            return []
-        workers = await client.read_workers_for_work_pool(POOL)
-        online = {each.name for each in workers if each.status == WorkerStatus.ONLINE}
-        lost = [run for run in elsewhere if run.labels[WORKER_LABEL] not in online]
-        return [await _close(client, run, _WHY_OFFLINE) for run in lost]
+        pending = await _of_pool(client, StateType.PENDING)
+        of_offline = await _of_offline(client, worker, [*awaiting, *pending])
+        closed = [await _close(client, run, WHY_OFFLINE) for run in of_offline]
+        for run in pending:
+            if _is_stuck(run, worker):
+                await client.update_flow_run_labels(run.id, {WORKER_LABEL: worker})  # so that it is resumed here
+                closed.append(await _close(client, run, _WHY_NEVER_STARTED))
+        return closed
+
+
+async def _of_offline(client: PrefectClient, worker: str, runs: list[FlowRun]) -> list[FlowRun]:
+    elsewhere = [run for run in runs if run.labels.get(WORKER_LABEL, worker) != worker]
+    online = await online_workers(client) if elsewhere else set()
+    return [run for run in elsewhere if run.labels[WORKER_LABEL] not in online]
+
+
+def _is_stuck(run: FlowRun, worker: str) -> bool:
+    """Return whether a Pending run of this worker, or without a worker's label, should have a process and has none."""
+    is_old = run.state is not None and datetime.now(UTC) - run.state.timestamp > _START_TIME
+    return is_old and run.labels.get(WORKER_LABEL, worker) == worker and not is_alive(run.id)
 
 
 def _has_process(flow_run_id: UUID) -> bool:

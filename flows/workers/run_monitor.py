@@ -1,4 +1,5 @@
-"""The run monitor, which works beside a worker: it closes abandoned runs, resumes crashed ones, checks waiting ones.
+"""The run monitor, which works beside a worker: it closes abandoned runs, ends cancelled ones that are still alive,
+resumes crashed ones, and checks waiting ones.
 
 A run that crashed is scheduled again, on the machine where it crashed, because its files may be there only. The state
 in Prefect says what is still to be decided: each run whose state is named Crashed or Lost is either scheduled again or,
@@ -22,13 +23,15 @@ from flows.run_parameters import RunParameters
 from flows.workers.abandoned import (
     AWAITING,
     OF_THE_POOL,
+    WHY_OFFLINE,
     WORKER_LABEL,
     close_abandoned_runs,
-    close_runs_of_offline_workers,
+    close_lost_starts,
     close_runs_of_worker,
     closed_line,
     is_alive,
 )
+from flows.workers.cancelled_runs import CancelledRuns
 from flows.workers.lost_runs import LOST, restore_lost_runs
 from flows.workers.waiting_runs import WaitingRuns
 from t5train.checkpoint.last_complete import last_complete
@@ -53,18 +56,24 @@ class RunMonitor:
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
-        self._waiting_runs = WaitingRuns(worker)
+        self._waiting_runs, self._cancelled_runs = WaitingRuns(worker), CancelledRuns()
 
     def begin(self) -> list[str]:
         """Close what the previous worker left. Call it before the worker starts."""
         closed = [*close_abandoned_runs(), *close_runs_of_worker(self._worker)]
-        return [*(closed_line(each, "lost its worker") for each in closed), *self._waiting_runs.check()]
+        return [closed_line(each, "lost its worker") for each in closed]
+
+    def check_waiting(self) -> list[str]:
+        """Refuse waiting runs that could not start, and skip late ones. Call it before the worker takes runs."""
+        return self._waiting_runs.check()
 
     def check(self) -> list[str]:
         """Close runs whose process has died since, resume those that crashed, and check those that wait."""
+        cancelled = asyncio.run(self._cancelled_runs.end())
         killed = [closed_line(each, "was killed") for each in close_abandoned_runs()]
-        lost = [closed_line(each, "lost its worker") for each in close_runs_of_offline_workers(self._worker)]
-        return [*killed, *lost, *asyncio.run(_restore_and_resume(self._worker)), *self._waiting_runs.check()]
+        lost = [closed_line(each, "lost its worker") for each in close_lost_starts(self._worker)]
+        resumed = asyncio.run(_restore_and_resume(self._worker))
+        return [*cancelled, *killed, *lost, *resumed, *self._waiting_runs.check()]
 
 
 async def _restore_and_resume(worker: str) -> list[str]:
@@ -76,25 +85,27 @@ async def _resume_crashed(worker: str) -> list[str]:
         crashed = await client.read_flow_runs(
             flow_run_filter=_CRASHED, work_pool_filter=OF_THE_POOL, sort=FlowRunSort.END_TIME_DESC
         )
-        taken = [run for run in crashed if run.labels.get(WORKER_LABEL) == worker]
-        return [await _resume_or_give_up(client, run) for run in taken if not _is_mistaken(run)]
+        # A run that is alive is ending, or was lost by mistake and is restored at the next check.
+        taken = [run for run in crashed if run.labels.get(WORKER_LABEL) == worker and not is_alive(run.id)]
+        return [line for run in taken if (line := await _resume_or_give_up(client, run)) is not None]
 
 
-def _is_mistaken(run: FlowRun) -> bool:
-    """Return whether a run was lost although its process is alive: it is restored at the next check."""
-    return run.state is not None and run.state.name == LOST and is_alive(run.id)
-
-
-async def _resume_or_give_up(client: PrefectClient, run: FlowRun) -> str:
+async def _resume_or_give_up(client: PrefectClient, run: FlowRun) -> str | None:
     tag = _last_checkpoint(run.parameters)
-    resumes = _resumes_since(run, tag) + 1
+    now = (await client.read_flow_run(run.id)).state
+    if run.state is None or now is None or now.id != run.state.id:
+        return None  # somebody has decided about it in the meantime
+    did_start = run.state.message != WHY_OFFLINE
+    resumes = _resumes_since(run, tag) + did_start
     if run.deployment_id is None:
         return await _give_up(client, run, "crashed, and its deployment no longer exists", "Start it from another one")
     if resumes > MOST_RESUMES:
         return await _give_up(client, run, f"crashed {resumes} times {_since(tag)}", _REMEDY)
     since = f"resume {resumes} of at most {MOST_RESUMES} {_since(tag)}"
     await client.update_flow_run_labels(run.id, {RESUMES_LABEL: resumes, CHECKPOINT_LABEL: tag})
-    again: State[Any] = Scheduled(name=AWAITING, message=f"It crashed: {since}.")
+    # Due since it was due first, so that it comes before runs that have waited for it.
+    due = run.expected_start_time
+    again: State[Any] = Scheduled(name=AWAITING, message=f"It crashed: {since}.", scheduled_time=due)
     answer = await client.set_flow_run_state(run.id, again)
     if answer.status != SetStateStatus.ACCEPT:
         return f"run {name_in(run.name)!r} crashed, but Prefect refuses to resume it: {answer.details}"

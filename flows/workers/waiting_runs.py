@@ -20,15 +20,14 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import FlowRun, State, StateType, WorkerStatus
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import Cancelled, Failed
 from pydantic import ValidationError
 
-from flows.deployment.deploy import POOL
 from flows.deployment.deployment_defaults import FLOW
 from flows.run_parameters import RunParameters, run_title
 from flows.server.prefect_server import NEUTRAL_FOLDER
-from flows.workers.abandoned import OF_THE_POOL
+from flows.workers.abandoned import OF_THE_POOL, online_workers
 from t5train.errors import SpecError, T5TrainError
 from t5train.report.failure_report import Failure, failure_report
 from tasks.run_title import titled
@@ -58,9 +57,9 @@ class WaitingRuns:
         refused = []
         new = [run for run in await _waiting(client, _OF_THE_FLOW) if run.id not in self._checked]
         # Another worker's machine may have what this one lacks.
-        is_only_worker = bool(new) and await _online_workers(client) <= {self._worker}
+        is_only_worker = bool(new) and await online_workers(client) <= {self._worker}
         for run in new:
-            why = _wrong_settings(run) or (_unable_machine(run) if is_only_worker else "")
+            why = _wrong_settings(run, is_only_worker) or (_unable_machine(run) if is_only_worker else "")
             if why and await _end(client, run, Failed(message=f"The run could not start: {why}")):
                 await _explain(client, run, why)
                 refused.append(f"run {run_title(run.parameters)!r} could not start and has failed: {why}")
@@ -82,7 +81,8 @@ async def _skip_late(client: PrefectClient) -> list[str]:
     skipped = []
     for run in await _waiting(client):
         due = run.expected_start_time
-        if not run.auto_scheduled or due is None or datetime.now(UTC) - due < SKIP_AFTER:
+        is_new = run.auto_scheduled and run.run_count == 0  # one that is resumed or retried was due long ago
+        if not is_new or due is None or datetime.now(UTC) - due < SKIP_AFTER:
             continue
         why = f"Skipped, because it was due at {due:%Y-%m-%d %H:%M} UTC and could not start within an hour."
         if await _end(client, run, Cancelled(name="Skipped", message=why)):
@@ -100,15 +100,12 @@ async def _waiting(client: PrefectClient, of_flow: FlowFilter | None = None) -> 
     )
 
 
-async def _online_workers(client: PrefectClient) -> set[str]:
-    workers = await client.read_workers_for_work_pool(POOL)
-    return {each.name for each in workers if each.status == WorkerStatus.ONLINE}
-
-
-def _wrong_settings(run: FlowRun) -> str:
-    """Return why the run could start on no machine; empty if it could."""
+def _wrong_settings(run: FlowRun, is_only_worker: bool) -> str:
+    """Return why the run could start on no machine; empty if it could, or if that depends on files of a machine."""
     try:
-        RunParameters.of(run.parameters).possible_spec()
+        parameters = RunParameters.of(run.parameters)
+        if is_only_worker or not parameters.names_local_files:
+            parameters.possible_spec()
     except (T5TrainError, ValidationError) as error:
         return str(error)
     return ""
@@ -124,11 +121,11 @@ def _unable_machine(run: FlowRun) -> str:
             stdout=subprocess.PIPE,
             text=True,
             timeout=_CHECK_SECONDS,
-            check=True,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return ""  # the run makes the same checks when it starts
-    return check.stdout.strip()
+    return "" if check.returncode else check.stdout.strip()  # also if the check itself failed
 
 
 async def _end(client: PrefectClient, run: FlowRun, ended: State[Any]) -> bool:

@@ -10,6 +10,8 @@ from contextlib import suppress
 
 from infra.node.processes import die_with_parent
 
+DRAIN = signal.SIGUSR1
+"""The signal after which a worker takes no more runs."""
 LOOK_SECONDS = 1.0
 STOP_SECONDS = 40.0  # a worker gives its runs 30 s to stop
 
@@ -29,7 +31,8 @@ async def serve(pool: str, name: str) -> None:
     from flows.workers.head_worker import HeadWorker  # imports Prefect, which takes seconds in which the parent may end
 
     setup_signal_handlers_worker(os.getpid(), "the worker", print)  # forwards to the handler that asyncio has installed
-    worker = HeadWorker(name=name, work_pool_name=pool, create_pool_if_not_found=False)
+    worker = HeadWorker(name=name, work_pool_name=pool, create_pool_if_not_found=False, limit=1)
+    signal.signal(DRAIN, lambda _number, _frame: worker.drain())
     with suppress(asyncio.CancelledError):
         await worker.start()
 

@@ -100,16 +100,23 @@ def child_of(parent: int) -> Belongs:
 
 def given(argument: str) -> Belongs:
     """Select this user's processes that have ``argument`` as one of their arguments."""
-    entry, user = argument.encode(), os.getuid()
+    user = os.getuid()
 
     def belongs(pid: int) -> bool:
-        folder = Path(f"/proc/{pid}")
         try:
-            return entry in (folder / "cmdline").read_bytes().split(b"\0") and folder.stat().st_uid == user
-        except (FileNotFoundError, ProcessLookupError):
+            return argument in arguments(pid) and Path(f"/proc/{pid}").stat().st_uid == user
+        except FileNotFoundError:
             return False  # it has ended
 
     return belongs
+
+
+def arguments(pid: int) -> list[str]:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return [os.fsdecode(each) for each in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def find(belongs: Belongs) -> set[int]:

@@ -26,10 +26,15 @@ pytestmark = pytest.mark.slow
 
 MONITOR = """
 import json, sys
+from datetime import timedelta
 from flows.server.prefect_server import configured_api_url
 configured_api_url()
+from flows.workers import abandoned, cancelled_runs
 from flows.workers.run_monitor import RunMonitor
 
+if sys.argv[2] == "impatient":
+    cancelled_runs.PREFECT_TIME, cancelled_runs.SAVE_SECONDS = timedelta(0), 3.0
+    abandoned._START_TIME = timedelta(0)
 monitor = RunMonitor(sys.argv[1])
 for line in sys.stdin:
     print(json.dumps(getattr(monitor, line.strip())()), flush=True)
@@ -48,9 +53,9 @@ time.sleep(600)
 
 
 @contextmanager
-def monitor(team: Team, worker: str) -> Iterator[Callable[[str], list[str]]]:
-    """Calls methods of the run monitor of a machine's worker."""
-    command = [sys.executable, "-c", MONITOR, worker]
+def monitor(team: Team, worker: str, temper: str = "patient") -> Iterator[Callable[[str], list[str]]]:
+    """Calls methods of the run monitor of a machine's worker. An impatient one does not wait for Prefect's worker."""
+    command = [sys.executable, "-c", MONITOR, worker, temper]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=team.client, cwd="/", **pipes) as process:
 
@@ -77,6 +82,9 @@ def test_a_run_that_keeps_crashing_without_a_new_checkpoint_is_given_up(team: Te
             team.set_state(run, "CRASHED")
             call("check")
             names.append(team.run(run)["state_name"])
+            if names[-1] == AWAITING:
+                found = team.run(run)
+                assert found["next_scheduled_start_time"] == found["expected_start_time"], "it keeps its place"
     assert names == [AWAITING] * 2 * MOST_RESUMES + [NOT_RESUMED]
 
 
@@ -109,6 +117,49 @@ def test_a_worker_that_starts_closes_only_runs_without_a_process(team: Team) -> 
     assert states == ["CRASHED", "CRASHED", "CANCELLED", "RUNNING"]
     for run in (pending, running, living):
         team.set_state(run, "CANCELLED")
+
+
+def test_a_start_that_a_dead_worker_owes_is_no_crash(team: Team) -> None:
+    run = team.start("PENDING", labels={WORKER_LABEL: "t5@gpu1"})
+    with monitor(team, "t5@gpu2") as other, monitor(team, "t5@gpu1") as own:
+        for _ in range(MOST_RESUMES + 1):
+            assert any("lost its worker" in line for line in other("check"))
+            assert any("will be resumed" in line for line in own("check"))
+    assert team.run(run)["labels"][RESUMES_LABEL] == 0
+    team.set_state(run, "CANCELLED")
+
+
+def test_a_run_that_was_taken_and_never_started_is_closed_and_resumed(team: Team) -> None:
+    run = team.start("PENDING")
+    with monitor(team, "t5@gpu1", "impatient") as call:
+        assert len(call("check")) == 2
+    assert team.run(run)["state_name"] == AWAITING
+    team.set_state(run, "CANCELLED")
+
+
+@pytest.mark.parametrize("state", ["CANCELLING", "CANCELLED"])
+@pytest.mark.parametrize("is_stubborn", [False, True])
+def test_a_cancelled_run_that_prefect_did_not_end_is_told_to_save_and_then_killed(
+    team: Team, state: str, is_stubborn: bool
+) -> None:
+    run = team.start("RUNNING", labels={WORKER_LABEL: "t5@gpu1"})
+    others = team.start("RUNNING", labels={WORKER_LABEL: "t5@gpu1"})
+    command = ["sh", "-c", f"trap '{'' if is_stubborn else 'exit 7'}' TERM; while true; do sleep 0.1; done"]
+    processes = [subprocess.Popen(command, env={"PREFECT__FLOW_RUN_ID": each}) for each in (run, others)]
+    cancelled, living = processes
+    try:
+        team.set_state(run, state)
+        with monitor(team, "t5@gpu1", "impatient") as call:
+            assert len(call("check")) == 1
+            await_that(lambda: bool(call("check")) or cancelled.poll() is not None, seconds=30)
+        assert cancelled.wait(10) == (-signal.SIGKILL if is_stubborn else 7)
+        assert living.poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for each in (run, others):
+        team.set_state(each, "CANCELLED")
 
 
 def test_a_lost_run_is_resumed_only_when_its_process_has_ended(team: Team) -> None:

@@ -82,7 +82,7 @@ def postgresql() -> Iterator[Callable[[str], str]]:
 class Team:
     """A team's server in a folder, what clients know of it, and requests to it."""
 
-    def __init__(self, root: Path, database: str) -> None:
+    def __init__(self, root: Path, database: str | None) -> None:
         self.root, self.port, self._database = root, free_port(), database
         self.home, self.api_url = root / "server", f"http://127.0.0.1:{self.port}/api"
 
@@ -93,7 +93,8 @@ class Team:
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[str]]:
         """The server, which a service manager stops at the end."""
-        settings = environment(**{DATABASE_VARIABLE: self._database, LATE_VARIABLE: "1"})
+        database = {DATABASE_VARIABLE: self._database} if self._database else {}
+        settings = environment(**database, **{LATE_VARIABLE: "1"})
         with subprocess.Popen(self.command, env=settings, cwd="/", stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             assert server.stdout.readline().startswith(f"Prefect is at http://127.0.0.1:{self.port}")

@@ -89,6 +89,12 @@ def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecor
     return record
 
 
+def folder_among(arguments: list[str]) -> Path | None:
+    """Return the folder of the attempt in the command line of a guard, or of a launcher of guards."""
+    after = arguments[arguments.index(MODULE) + 1 :] if MODULE in arguments else []
+    return next((Path(each) for each in after if each != LAUNCHER_OPTION), None)
+
+
 def _run(
     this: Attempt, name: str, start: Callable[[], subprocess.Popen[bytes]], alarms: _Alarms
 ) -> tuple[int | None, Verdict]:

@@ -1,4 +1,4 @@
-"""Which runs a worker takes, and in which order it does things: crashed runs belong to the machine with their files."""
+"""Which runs a worker takes, and when."""
 
 import asyncio
 from types import SimpleNamespace
@@ -19,26 +19,81 @@ def scheduled(state: str, worker: str | None) -> FlowRun:
     return FlowRun(flow_id=uuid4(), state=Scheduled(name=state), labels=labels)
 
 
-def test_a_worker_restores_its_lost_runs_first_and_leaves_other_machines_crashed_runs_to_them(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> HeadWorker:
+    """The worker of gpu1, on an idle machine. That of gpu2 is online, that of gpu3 is not."""
+
+    async def restore(worker: str) -> list[str]:
+        return []
+
+    async def online(_: object) -> set[str]:
+        return {"t5@gpu1", "t5@gpu2"}
+
+    monkeypatch.setattr(head_worker, "restore_lost_runs", restore)
+    monkeypatch.setattr(head_worker, "online_workers", online)
+    monkeypatch.setattr(head_worker, "is_machine_busy", lambda: False)
+    monkeypatch.setattr(HeadWorker, "client", None)
+    return HeadWorker("pool", name="t5@gpu1")
+
+
+def taken(worker: HeadWorker, monkeypatch: pytest.MonkeyPatch, *runs: FlowRun) -> list[FlowRun]:
+    """Which of the runs that Prefect offers the worker takes."""
+
+    async def offered(_: ProcessWorker) -> list[SimpleNamespace]:
+        return [SimpleNamespace(flow_run=run) for run in runs]
+
+    monkeypatch.setattr(ProcessWorker, "_get_scheduled_flow_runs", offered)
+    return [each.flow_run for each in asyncio.run(worker._get_scheduled_flow_runs())]
+
+
+@pytest.mark.parametrize(
+    ("state", "of_worker", "is_taken"),
+    [
+        ("Scheduled", None, True),
+        (AWAITING, "t5@gpu1", True),
+        (AWAITING, "t5@gpu2", False),
+        (AWAITING, "t5@gpu3", False),
+        ("AwaitingRetry", "t5@gpu1", True),
+        ("AwaitingRetry", "t5@gpu2", False),
+        ("AwaitingRetry", "t5@gpu3", True),
+    ],
+)
+def test_a_run_stays_on_its_machine_unless_it_is_retried_while_that_is_off(
+    worker: HeadWorker, monkeypatch: pytest.MonkeyPatch, state: str, of_worker: str | None, is_taken: bool
+) -> None:
+    run = scheduled(state, of_worker)
+    assert taken(worker, monkeypatch, run) == [run] * is_taken
+
+
+def test_a_worker_takes_one_run_at_a_time_and_none_while_the_machine_is_busy_or_the_worker_ends(
+    worker: HeadWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = scheduled("Scheduled", None), scheduled("Scheduled", None)
+    assert taken(worker, monkeypatch, first, second) == [first]
+    monkeypatch.setattr(head_worker, "is_machine_busy", lambda: True)
+    assert taken(worker, monkeypatch, first) == []
+    monkeypatch.setattr(head_worker, "is_machine_busy", lambda: False)
+    worker.drain()
+    assert taken(worker, monkeypatch, first) == []
+
+
+def test_lost_runs_are_restored_before_a_waiting_run_takes_their_place(
+    worker: HeadWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = []
-    new, retried = scheduled("Scheduled", None), scheduled("AwaitingRetry", "t5@gpu2")
-    own, foreign = scheduled(AWAITING, "t5@gpu1"), scheduled(AWAITING, "t5@gpu2")
 
     async def restore(worker: str) -> list[str]:
         done.append(f"restored for {worker}")
         return []
 
-    async def found(_: ProcessWorker) -> list[SimpleNamespace]:
+    async def offered(_: ProcessWorker) -> list[SimpleNamespace]:
         done.append("looked for runs")
-        return [SimpleNamespace(flow_run=run) for run in (new, retried, own, foreign)]
+        return []
 
     monkeypatch.setattr(head_worker, "restore_lost_runs", restore)
-    monkeypatch.setattr(ProcessWorker, "_get_scheduled_flow_runs", found)
-    taken = asyncio.run(HeadWorker("pool", name="t5@gpu1")._get_scheduled_flow_runs())
-    assert [each.flow_run for each in taken] == [new, retried, own]
-    assert done == ["restored for t5@gpu1", "looked for runs"], "a waiting run takes no place of one that is alive"
+    monkeypatch.setattr(ProcessWorker, "_get_scheduled_flow_runs", offered)
+    asyncio.run(worker._get_scheduled_flow_runs())
+    assert done == ["restored for t5@gpu1", "looked for runs"]
 
 
 def test_the_end_of_a_process_is_not_reported_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,42 @@
+"""A worker outlives its server: Prefect's own ends after minutes without one, and kills its runs."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.team_servers import Team, await_that
+
+pytestmark = pytest.mark.slow
+
+QUICK = {"PREFECT_WORKER_QUERY_SECONDS": "0.2"}
+"""Prefect's worker counts failed requests, so the more often it asks, the sooner it ends: here after ten seconds."""
+
+
+def test_a_worker_outlives_a_server_that_is_away_or_refuses_its_key_and_then_takes_runs_again(tmp_path: Path) -> None:
+    team = Team(tmp_path, None)
+    with team.running():
+        team.call("deploy", "--root", str(tmp_path))
+        command = [sys.executable, "-P", "-m", "flows.workers.worker", "t5-pretrain", "t5@gpu1"]
+        worker = subprocess.Popen(command, env=team.client | QUICK, cwd="/", stderr=subprocess.PIPE, text=True)
+        await_that(lambda: team.ask("work_pools/t5-pretrain/workers/filter", {}) != [])
+    try:
+        time.sleep(20)
+        assert worker.poll() is None, "the server was away"
+        key = team.home / "api-key"
+        given = key.read_text()
+        key.unlink()
+        with team.running():
+            assert key.read_text() != given
+            time.sleep(10)
+            assert worker.poll() is None, "the server refused its key"
+        key.write_text(given)
+        with team.running():
+            run = team.start("SCHEDULED", parameters={"recipe": "smoke", "root": str(tmp_path), "steps": 1})
+            await_that(lambda: team.run(run)["state_type"] == "FAILED")  # fewer steps than its warm-up
+    finally:
+        worker.kill()
+        _, said = worker.communicate()
+    assert said.count("runs go on without it") == said.count("serves this worker again") == 1
