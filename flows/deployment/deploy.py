@@ -125,13 +125,25 @@ async def _apply_deployment(
         "work_queue_name": wanted.queue,
         "entrypoint": entrypoint,
         "pull_steps": _PULL,
-        "tags": ["t5"],
     }
     existing = await _read(client, wanted.full_name)
     schedules = _schedules(wanted, existing)
     if existing is None or not _agrees(existing, values, schedules):
         flow_id = await client.create_flow_from_name(wanted.flow)
-        await client.create_deployment(flow_id, wanted.name, schedules=schedules, **values)
+        await client.create_deployment(flow_id, wanted.name, schedules=schedules, **values, **_decided(existing))
+
+
+def _decided(existing: DeploymentResponse | None) -> dict[str, Any]:
+    """Return what people may have decided about a deployment, and an update would otherwise reset."""
+    if existing is None:
+        return {"tags": ["t5"]}
+    limit = existing.global_concurrency_limit
+    return {
+        "tags": existing.tags,
+        "job_variables": existing.job_variables,
+        "concurrency_limit": limit and limit.limit,
+        "concurrency_options": existing.concurrency_options,
+    }
 
 
 async def _read(client: PrefectClient, full_name: str) -> DeploymentResponse | None:
@@ -146,7 +158,8 @@ def _agrees(
 ) -> bool:
     compared = ("slug", "schedule", "active", "parameters")
     there, wanted = (
-        [each.model_dump(include=set(compared)) for each in some] for some in (existing.schedules, schedules)
+        sorted((each.model_dump(include=set(compared)) for each in some), key=repr)
+        for some in (existing.schedules, schedules)
     )
     return there == wanted and all(getattr(existing, name) == value for name, value in values.items())
 

@@ -1,14 +1,16 @@
 """``history.jsonl``: one line for each night and case, which stays when the night's files are removed."""
 
 import json
+import logging
 import os
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from t5train.errors import RegressionError
 from t5train.records.identity import fingerprint
 from t5train.regression.night_results import Compared, NightResult
+
+_log = logging.getLogger(__name__)
 
 
 class Line(BaseModel):
@@ -27,6 +29,8 @@ def append(path: Path, result: NightResult) -> None:
     """Append a line for each case of a night, and wait until they are on disk."""
     failed = {finding.case for finding in result.findings}
     with open(path, "a", encoding="utf-8") as file:
+        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+            file.write("\n")  # ends a line that was cut off by a full disk or a kill
         for each in result.results:
             line = Line(
                 night=result.night,
@@ -41,7 +45,7 @@ def append(path: Path, result: NightResult) -> None:
 
 
 def read(path: Path) -> list[Line]:
-    """Return all complete lines, the oldest first. Raises RegressionError for a damaged one."""
+    """Return all lines, the oldest first. Damaged ones are logged and left out, as no night's verdict needs them."""
     if not path.exists():
         return []
     found = []
@@ -49,7 +53,5 @@ def read(path: Path) -> list[Line]:
         try:
             found.append(Line.model_validate_json(text))
         except ValidationError as error:
-            raise RegressionError(
-                f"line {number} of {path} is damaged ({error.errors()[0]['msg']}): remove that line"
-            ) from error
+            _log.warning("line %d of %s is damaged (%s): remove that line", number, path, error.errors()[0]["msg"])
     return found

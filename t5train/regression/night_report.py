@@ -57,7 +57,9 @@ def headline(result: NightResult) -> str:
     """Return the night's outcome as one sentence: the first finding if there are any."""
     if result.findings:
         return result.findings[0].sentence
-    return f"{len(result.results)} cases, nothing got worse"
+    new = [case for case, every in result.compared.items() if all(each.baseline is None for each in every.values())]
+    except_for = f"; compared with nothing, because there was no baseline: {', '.join(new)}" if new else ""
+    return f"{len(result.results)} cases, nothing got worse{except_for}"
 
 
 def markdown(result: NightResult) -> str:

@@ -177,6 +177,8 @@ def test_a_changed_or_removed_definition_changes_or_removes_what_it_made(deploye
     deployer.ask(switch, {"active": True}, method="PATCH")
     added = {"schedule": {"cron": "0 1 * * *", "timezone": "UTC"}, "active": True}
     deployer.ask(f"deployments/{first['a']['id']}/schedules", [added])
+    decided = {"tags": ["mine"], "concurrency_limit": 3, "concurrency_options": {"collision_strategy": "CANCEL_NEW"}}
+    deployer.ask(f"deployments/{first['a']['id']}", decided, method="PATCH")
 
     later = SCHEDULE | {"cron": "0 5 * * 0"}
     deployer.deploy(definitions(deployment("a", description="new", schedules=[later])))
@@ -187,6 +189,12 @@ def test_a_changed_or_removed_definition_changes_or_removes_what_it_made(deploye
     assert (second["a"]["id"], second["a"]["description"]) == (first["a"]["id"], "new")
     schedules = {each["slug"]: (each["active"], each["schedule"]["cron"]) for each in second["a"]["schedules"]}
     assert schedules == {"weekly": (True, "0 5 * * 0"), None: (True, "0 1 * * *")}, "a person's decisions"
+    assert second["a"]["tags"] == ["mine"]
+    assert second["a"]["global_concurrency_limit"]["limit"] == 3
+    assert second["a"]["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+    updated = second["a"]["updated"]
+    deployer.deploy(definitions(deployment("a", description="new", schedules=[later])))
+    assert deployer.found()["a"]["updated"] == updated, "an update would remove its scheduled runs"
     deployer.deploy(definitions(deployment("a")))
     assert [each["slug"] for each in deployer.found()["a"]["schedules"]] == [None]
 

@@ -11,8 +11,8 @@ from tests.support.team_servers import Team, await_that
 
 pytestmark = pytest.mark.slow
 
-QUICK = {"PREFECT_WORKER_QUERY_SECONDS": "0.2"}
-"""Prefect's worker counts failed requests, so the more often it asks, the sooner it ends: here after ten seconds."""
+QUICK = {"PREFECT_WORKER_QUERY_SECONDS": "0.2", "PREFECT_CLIENT_MAX_RETRIES": "0"}
+"""Prefect's worker counts failed requests, so the more often it asks, the sooner it ends: here after half a minute."""
 
 
 def test_a_worker_outlives_a_server_that_is_away_or_refuses_its_key_and_then_takes_runs_again(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_a_worker_outlives_a_server_that_is_away_or_refuses_its_key_and_then_tak
         worker = subprocess.Popen(command, env=team.client | QUICK, cwd="/", stderr=subprocess.PIPE, text=True)
         await_that(lambda: team.ask("work_pools/t5-pretrain/workers/filter", {}) != [])
     try:
-        time.sleep(20)
+        time.sleep(60)
         assert worker.poll() is None, "the server was away"
         key = team.home / "api-key"
         given = key.read_text()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infra.head.hosts.hostfile import chosen_hosts
 from infra.head.regression.case_stages import (
     NightData,
     TrainedCase,
@@ -31,7 +32,7 @@ from infra.head.regression.case_stages import (
 )
 from infra.head.regression.peer_processes import Peer, PeerJob, StepTimes, running_peer
 from t5train.data.span_corruption import geometry
-from t5train.errors import RegressionError, T5TrainError
+from t5train.errors import T5TrainError
 from t5train.host_resources import num_cores
 from t5train.model.model_shape import huggingface_config, resolve
 from t5train.progress import Progress
@@ -86,12 +87,13 @@ class CaseRun:
         the result.
         """
         try:
-            with running_peer(self._peer_job(), self._num_peers, self._folder, self._said) as peer:
-                self._repeat(peer)
-                if is_slower(self._result()):
-                    _log.info("%s: slower than is allowed; measuring once more", self._case.name)
+            with self._failures("measuring"):
+                with running_peer(self._peer_job(), self._num_peers, self._folder, self._said) as peer:
                     self._repeat(peer)
-            self._check_resume()
+                    if is_slower(self._result()):
+                        _log.info("%s: slower than is allowed; measuring once more", self._case.name)
+                        self._repeat(peer)
+                self._check_resume()
         except _CaseFailed as failed:
             self._series.problems.append(str(failed))
         return self._result()
@@ -126,15 +128,20 @@ class CaseRun:
     @contextmanager
     def _stage(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
         started = cpu_seconds()
+        with self._failures(name):
+            yield
+        seconds[name] = cpu_seconds() - started
+
+    @contextmanager
+    def _failures(self, name: str) -> Iterator[None]:
         try:
             yield
-        except RegressionError:
+        except _CaseFailed:
             raise
-        except Exception as error:  # also bugs: whatever ends a stage is a regression, and other cases go on
+        except Exception as error:  # also bugs: whatever ends a case is a regression, and other cases go on
             _log.info("%s: %s failed", self._case.name, name, exc_info=not isinstance(error, T5TrainError))
             kind = "" if isinstance(error, T5TrainError) else f"{type(error).__name__}: "
             raise _CaseFailed(f"{name} failed: {kind}{' '.join(str(error).split())}") from error
-        seconds[name] = cpu_seconds() - started
 
     def _add(self, stages: dict[str, float], before: StepTimes, after: StepTimes) -> None:
         trained, values = self._series.trained[-1], self._series.values
@@ -177,7 +184,8 @@ class CaseRun:
     def _result(self) -> CaseResult:
         spec, series = self._spec("1"), self._series
         device = series.trained[0].witness.device_type if series.trained else CPU_DEVICE
-        hosts = spec.cluster.hostfile.read_text("utf-8").split() if spec.cluster.hostfile else []
+        chosen = chosen_hosts(spec.cluster).all if spec.cluster.hostfile else ()
+        hosts = [f"{host.name}:{len(host.slots)}" for host in chosen]
         return CaseResult(
             case=self._case.name,
             machine=machine_key(spec.cluster.ranks, device, " ".join(hosts)),

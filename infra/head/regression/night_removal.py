@@ -4,6 +4,7 @@ A night with a host that does not answer is kept and tried again the next night,
 be removed on that host.
 """
 
+import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,10 +40,9 @@ def remove_nights(nights: Iterable[Path], progress: Progress, connect: Connect |
             for spec in _on_hosts(night):
                 with (connect or _nodes)(spec) as nodes:
                     _free_on_hosts(night, nodes, progress)
+            discard(night)
         except T5TrainError as error:
             _log.warning("kept the night %s, which is tried again the next night: %s", night, error)
-        else:
-            discard(night)
         progress("old nights removed", number, len(old))
     if old:
         remove_discarded(old[0].parent)
@@ -50,9 +50,18 @@ def remove_nights(nights: Iterable[Path], progress: Progress, connect: Connect |
 
 def _on_hosts(night: Path) -> Iterator[RunSpec]:
     """Yield the spec of one run for each hostfile that the night used; that is one at most."""
-    specs = [load_run_spec(folder) for folder in visible_in(night / RUNS) if is_there(folder / RUN)]
+    runs = [folder for folder in visible_in(night / RUNS) if is_there(folder / RUN)]
+    specs = [load_run_spec(folder) for folder in runs if _names_hosts(folder / RUN)]
     of_hosts = {spec.cluster.hostfile: spec for spec in specs if spec.cluster.hostfile is not None}
     yield from of_hosts.values()
+
+
+def _names_hosts(run: Path) -> bool:
+    """Whether a run used hosts. Other runs may be of an earlier version, whose settings this one does not know."""
+    try:
+        return json.loads(run.read_bytes())["cluster"]["hostfile"] is not None
+    except (ValueError, KeyError):
+        return True  # damaged: loading its spec says so
 
 
 def _free_on_hosts(night: Path, nodes: Nodes, progress: Progress) -> None:

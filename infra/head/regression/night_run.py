@@ -60,7 +60,7 @@ class Night:
         lines, accepted = night_history.read(self._regression.history_path), self._regression.baselines.history()
         with replacing(self.folder / PLOT) as file:
             file.write(history_png(results, lines, accepted))
-        remove_nights(self._regression.surplus_nights(self._keep), progress)
+        remove_nights([each for each in self._regression.surplus_nights(self._keep) if each != self.folder], progress)
         return night
 
     def _compared(self, results: Sequence[CaseResult]) -> NightResult:

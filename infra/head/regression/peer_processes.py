@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TextIO
 
-from infra.node.attempts.rank_environment import search_path
+from infra.node.attempts.rank_environment import allowed, search_path
 from infra.node.ports import free_port
 from t5train.errors import RegressionError
 from t5train.host_resources import num_cores
@@ -117,7 +117,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _environment(num_ranks: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
-        **os.environ,
+        **allowed(os.environ),
         "PATH": search_path(),
         "OMP_WAIT_POLICY": "PASSIVE",  # otherwise, waiting threads take CPU time on a busy machine
         "PYTHONSAFEPATH": "1",

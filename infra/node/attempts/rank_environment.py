@@ -64,7 +64,7 @@ def rank_environment(
     Variables of another launcher (RANK, WORLD_SIZE, LOCAL_SIZE ...) are not allowed, because DeepSpeed's launcher would
     use them.
     """
-    environment = {name: value for name, value in parent.items() if _is_allowed(name)}
+    environment = allowed(parent)
     environment["PATH"] = search_path(parent)
     environment.setdefault("OMP_NUM_THREADS", _threads(num_ranks))
     # Ranks of one machine use loopback: if the hostname resolves to 127.0.1.1, gloo would wait until it times out.
@@ -77,6 +77,11 @@ def rank_environment(
     if (devices := environment.pop("CUDA_VISIBLE_DEVICES", None)) is not None:  # an empty value hides all devices
         environment[DEVICES_VARIABLE] = devices
     return {**environment, RUN_ID_VARIABLE: attempt.run_id, **extra}
+
+
+def allowed(parent: Mapping[str, str]) -> dict[str, str]:
+    """The variables that processes of a run may have from those of ``parent`` on the same machine."""
+    return {name: value for name, value in parent.items() if _is_allowed(name)}
 
 
 def travelling_environment(

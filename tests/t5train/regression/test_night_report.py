@@ -37,6 +37,13 @@ def test_the_report_begins_with_the_findings() -> None:
     assert "Nothing got worse." in markdown(night_result(case_result()))
 
 
+def test_the_headline_names_cases_that_were_compared_with_nothing() -> None:
+    without, result = case_result("smoke"), case_result()
+    night = night_result(result, without)
+    night = night.model_copy(update={"compared": {"moe": compared(result, result), "smoke": compared(without, None)}})
+    assert headline(night).endswith("nothing got worse; compared with nothing, because there was no baseline: smoke")
+
+
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     night = night_result(case_result(), findings=(SLOW,))
     night.write(tmp_path)

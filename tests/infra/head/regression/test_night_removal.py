@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from infra.head.hosts.node_client import Nodes
+from infra.head.regression import night_removal
 from infra.head.regression.night_removal import remove_nights
 from infra.head.storage.gather import gather
 from infra.node.attempts.run_ownership import Owner
 from infra.node.node_folders import run_path
+from t5train.errors import StorageError
 from t5train.files.run_folder import RUN as RUN_FILE
 from t5train.files.run_folder import tag_of
 from t5train.progress import silent
@@ -70,8 +72,22 @@ def test_a_night_is_kept_if_a_host_does_not_answer(site: Site, night: Path, capl
     assert f"kept the night {night}, which is tried again" in caplog.text
 
 
+def test_a_night_that_cannot_be_removed_is_kept_and_does_not_end_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def discard(_: Path) -> None:
+        raise StorageError("the disk is read-only")
+
+    monkeypatch.setattr(night_removal, "discard", discard)
+    (tmp_path / "20261121-020000").mkdir()
+    remove_nights([tmp_path / "20261121-020000"], silent)
+    assert "the disk is read-only" in caplog.text
+
+
 def test_a_night_without_hosts_is_removed_with_what_an_interrupted_removal_left(tmp_path: Path) -> None:
     for name in ("20261121-020000", ".20261120-020000.discarded", "20261122-020000"):
         (tmp_path / name / "runs" / "smoke-1").mkdir(parents=True)
+    of_an_earlier_version = {"cluster": {"hostfile": None, "no_such_setting": 1}}
+    (tmp_path / "20261121-020000" / "runs" / "smoke-1" / RUN_FILE).write_text(json.dumps(of_an_earlier_version))
     remove_nights([tmp_path / "20261121-020000"], silent)
     assert [path.name for path in tmp_path.iterdir()] == ["20261122-020000"]
