@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,9 @@ from t5train.errors import InputError, SpecError, StorageError
 from t5train.locations import local_folder
 from t5train.spec import RunSpec
 from t5train.spec.overrides import parsed
+
+if TYPE_CHECKING:
+    from flows.deployment.deploy import Deployed  # imports Prefect, which reads its settings when it is imported
 
 
 def register(app: typer.Typer) -> None:
@@ -122,20 +125,22 @@ def up(
         progress_display() as progress,
         prefect_server.own_server(home, port, progress, lasting=True) as api_url,
     ):
-        _deploy(_given(root_of(root), corpus, hostfile, scratch, publish_to, changes))
-        run_worker(home / "worker.log", lambda: _explain(profiles, home, api_url))
+        deployed = _deploy(_given(root_of(root), corpus, hostfile, scratch, publish_to, changes))
+        startable = [each for each in deployed.names if each.rpartition("/")[2] not in deployed.refused]
+        example = (startable or deployed.names)[0]
+        run_worker(home / "worker.log", lambda: _explain(profiles, home, api_url, example))
 
 
-def _explain(profiles: prefect_profile.UserProfiles, home: Path, api_url: str) -> None:
-    commands = "".join(f"\n    {line}" for line in _how_to_run(profiles, home, api_url))
+def _explain(profiles: prefect_profile.UserProfiles, home: Path, api_url: str, example: str) -> None:
+    commands = "".join(f"\n    {line}" for line in _how_to_run(profiles, home, api_url, example))
     say(f"Prefect is at {api_url.removesuffix('/api')}; Ctrl-C stops it with all its runs. Its UI asks for a key:")
     say(f"    cat {shlex.quote(str(api_key.path_of(home)))}")
     say(f"To start a run, type{commands}")
 
 
-def _how_to_run(profiles: prefect_profile.UserProfiles, home: Path, api_url: str) -> Iterator[str]:
+def _how_to_run(profiles: prefect_profile.UserProfiles, home: Path, api_url: str, example: str) -> Iterator[str]:
     """Yield commands that start a run in another shell with the same environment."""
-    run = f"{_prefect()} deployment run t5-pretrain/smoke"
+    run = f"{_prefect()} deployment run {example}"
     try:
         is_in_use = profiles.write(api_url, api_key.read(home))
     except (InputError, StorageError) as error:
@@ -150,7 +155,7 @@ def _how_to_run(profiles: prefect_profile.UserProfiles, home: Path, api_url: str
     yield run
 
 
-def _deploy(given: Mapping[str, object]) -> None:
+def _deploy(given: Mapping[str, object]) -> "Deployed":
     from flows.deployment.deploy import deploy as apply  # imports Prefect, which reads its settings when it is imported
 
     deployed = apply(given, root_of(None))
@@ -161,6 +166,7 @@ def _deploy(given: Mapping[str, object]) -> None:
         complain("only smoke has a text to train on: configure one for the other deployments with --corpus")
     for name, why in deployed.refused.items():
         complain(f"runs of {name} would be refused: {why}")
+    return deployed
 
 
 def _prefect() -> str:

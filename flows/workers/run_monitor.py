@@ -98,7 +98,9 @@ async def _resume_or_give_up(client: PrefectClient, run: FlowRun) -> str | None:
     did_start = run.state.message != WHY_OFFLINE
     resumes = _resumes_since(run, tag) + did_start
     if run.deployment_id is None:
-        return await _give_up(client, run, "crashed, and its deployment no longer exists", "Start it from another one")
+        return await _give_up(
+            client, run, "crashed, and its deployment no longer exists", "Start it from another deployment"
+        )
     if resumes > MOST_RESUMES:
         return await _give_up(client, run, f"crashed {resumes} times {_since(tag)}", _REMEDY)
     since = f"resume {resumes} of at most {MOST_RESUMES} {_since(tag)}"
