@@ -8,7 +8,6 @@ from abc import ABC
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
-import httpx
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
@@ -40,9 +39,9 @@ class HeadWorker(ProcessWorker, ABC):  # ABC keeps Prefect from registering it a
         """Prefect's worker would end, and kill its runs, after minutes without a server, or if its key is refused."""
         try:
             result = await work()
-        except httpx.HTTPError as error:
+        except Exception as error:  # any error of Prefect's client, as in the run monitor
             if not self._is_cut_off:
-                self._logger.warning("Prefect's server does not serve this worker; runs go on without it: %s", error)
+                self._logger.warning("Prefect's server does not serve this worker; runs go on without it: %r", error)
             self._is_cut_off = True
             return otherwise
         if self._is_cut_off:

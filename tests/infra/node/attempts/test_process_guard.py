@@ -177,7 +177,7 @@ def test_a_save_that_the_head_ordered_is_completed_without_the_head(
         "-c", f"import subprocess, sys; subprocess.run([sys.executable, *{argv!r}])", RANK="0", T5_RUN_ID=this.run_id
     )
     beat_file = heartbeat.beat_file(this.rank_files("rank-00000"))
-    until(lambda: (beat := heartbeat.read(beat_file)) is not None and beat.phase == "start")
+    until(lambda: this.log("rank-00000").exists() and b"ready" in this.log("rank-00000").read_bytes())
     if is_ordered:
         this.order_stop()
     (guard,) = this.guards()
