@@ -7,6 +7,7 @@ for the length of the lease, SIGALRM ends it, whatever it is waiting for at that
 import json
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,7 +78,8 @@ class _Session:
             self._end()
             return
         if order == Order.STOP:
-            self._this.order_stop()
+            with suppress(OSError):  # on a full disk, nothing can be saved here either
+                self._this.order_stop()
             for guard in self._this.guards():
                 guard.send(signal.SIGTERM)
         if order == Order.RENEW:
