@@ -102,7 +102,7 @@ def flow_processes() -> dict[UUID, set[ProcessIdentity]]:
     """Return the processes of this machine that a worker started for a flow run, by its id."""
     found: dict[UUID, set[ProcessIdentity]] = {}
     for pid in processes.find(lambda pid: bool(processes.variable(pid, _FLOW_RUN_VARIABLE))):
-        with suppress(ProcessLookupError):  # it has just ended
+        with suppress(ProcessLookupError, ValueError):  # it has just ended
             process = ProcessIdentity.of(pid)
             found.setdefault(UUID(processes.variable(pid, _FLOW_RUN_VARIABLE)), set()).add(process)
     return found
