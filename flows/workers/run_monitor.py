@@ -48,6 +48,8 @@ RESUMES_LABEL, CHECKPOINT_LABEL = "t5-pretrain.resumes", "t5-pretrain.checkpoint
 """Labels of a flow run: how often it was resumed since its last checkpoint, and the tag of that checkpoint."""
 
 _REMEDY = "Its log and its folder attempts/ show why. Fix the cause, then choose Retry in Prefect"
+_NOT_SUBMITTED = "Failed to submit flow run to infrastructure"
+"""How Prefect's worker begins the message of a run that it could not start, such as for a server that was busy."""
 _CRASHED = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Crashed", LOST])))
 
 
@@ -86,8 +88,15 @@ async def _resume_crashed(worker: str) -> list[str]:
             flow_run_filter=_CRASHED, work_pool_filter=OF_THE_POOL, sort=FlowRunSort.END_TIME_DESC
         )
         # A run that is alive is ending, or was lost by mistake and is restored at the next check.
-        taken = [run for run in crashed if run.labels.get(WORKER_LABEL) == worker and not is_alive(run.id)]
+        taken = [run for run in crashed if _is_of(worker, run) and not is_alive(run.id)]
         return [line for run in taken if (line := await _resume_or_give_up(client, run)) is not None]
+
+
+def _is_of(worker: str, run: FlowRun) -> bool:
+    """Return whether a crashed run is this worker's to resume. Any may take one that no worker was able to start."""
+    if (taken_by := run.labels.get(WORKER_LABEL)) is not None:
+        return taken_by == worker
+    return run.state is not None and (run.state.message or "").startswith(_NOT_SUBMITTED)
 
 
 async def _resume_or_give_up(client: PrefectClient, run: FlowRun) -> str | None:

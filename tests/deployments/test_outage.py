@@ -11,7 +11,7 @@ from tests.support.team_servers import Team, await_that
 
 pytestmark = pytest.mark.slow
 
-QUICK = {"PREFECT_WORKER_QUERY_SECONDS": "0.2", "PREFECT_CLIENT_MAX_RETRIES": "0"}
+QUICK = {"PREFECT_WORKER_QUERY_SECONDS": "0.2"}
 """Prefect's worker counts failed requests, so the more often it asks, the sooner it ends: here after half a minute."""
 
 

@@ -129,6 +129,15 @@ def test_a_start_that_a_dead_worker_owes_is_no_crash(team: Team) -> None:
     team.set_state(run, "CANCELLED")
 
 
+def test_a_run_that_a_worker_could_not_start_is_resumed(team: Team) -> None:
+    run = team.start("PENDING")
+    team.set_state(run, "CRASHED", "Failed to submit flow run to infrastructure: the server is busy")
+    with monitor(team, "t5@gpu1") as call:
+        assert len(call("check")) == 1
+    assert team.run(run)["state_name"] == AWAITING
+    team.set_state(run, "CANCELLED")
+
+
 def test_a_run_that_was_taken_and_never_started_is_closed_and_resumed(team: Team) -> None:
     run = team.start("PENDING")
     with monitor(team, "t5@gpu1", "impatient") as call:

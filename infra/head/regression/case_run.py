@@ -193,7 +193,7 @@ class CaseRun:
             same_model=self._case.same_model,
             device=device,
             curves=series.curves,
-            measured={name: _measured(name, values) for name, values in series.values.items()},
+            measured={name: _measured(name, values) for name, values in series.values.items() if values},
             problems=list(dict.fromkeys(series.problems)),
             seconds=time.monotonic() - self._started,
         )
