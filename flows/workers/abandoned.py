@@ -27,7 +27,7 @@ from flows.deployment.deploy import POOL
 from flows.workers import run_records
 from flows.workers.run_records import RESTORED, RunRecord, records_folder
 from infra.node import processes
-from infra.node.attempts.attempt_actions import stopping_attempts
+from infra.node.attempts.process_guard import stopping_attempts
 from infra.node.processes import ProcessIdentity
 from tasks.run_title import name_in, titled
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from infra.node import processes
-from infra.node.attempts import attempt, head_lease, process_guard, shared_memory
+from infra.node.attempts import attempt, head_lease, shared_memory
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.rank_environment import ENVIRONMENT
 from infra.node.attempts.run_ownership import require_owner_of
@@ -69,13 +69,6 @@ def of_attempt(folder: Path) -> Belongs:
     """
     in_run, given = processes.in_run(folder.name), processes.given(str(folder))
     return lambda pid: in_run(pid) or given(pid)
-
-
-def stopping_attempts() -> set[Path]:
-    """Return the folders of attempts that were ordered to stop and still have guards on this machine."""
-    guards = processes.find(processes.given(process_guard.MODULE))
-    found = {process_guard.folder_among(processes.arguments(pid)) for pid in guards}
-    return {folder for folder in found if folder is not None and (folder / attempt.STOP).exists()}
 
 
 def remove_segments(folder: Path) -> None:

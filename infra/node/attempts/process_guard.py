@@ -89,7 +89,13 @@ def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecor
     return record
 
 
-def folder_among(arguments: list[str]) -> Path | None:
+def stopping_attempts() -> set[Path]:
+    """Return the folders of attempts that were ordered to stop and still have guards on this machine."""
+    found = {_folder_among(processes.arguments(pid)) for pid in processes.find(processes.given(MODULE))}
+    return {folder for folder in found if folder is not None and (folder / attempt.STOP).exists()}
+
+
+def _folder_among(arguments: list[str]) -> Path | None:
     """Return the folder of the attempt in the command line of a guard, or of a launcher of guards."""
     after = arguments[arguments.index(MODULE) + 1 :] if MODULE in arguments else []
     return next((Path(each) for each in after if each != LAUNCHER_OPTION), None)

@@ -14,6 +14,7 @@ import pytest
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt, now
 from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.attempts.process_guard import stopping_attempts
 from infra.node.attempts.rank_environment import ENVIRONMENT
 from infra.node.attempts.watchdog import Watchdog
 from infra.node.processes import ProcessIdentity
@@ -156,7 +157,11 @@ def test_a_save_that_began_within_the_grace_period_is_completed(this: Attempt, r
     replace(this, grace_seconds=1.0).write()
     guard = running(SAVING_SLOWLY)
     guard.terminate()
+    assert this.folder not in stopping_attempts()
+    this.order_stop()
+    assert this.folder in stopping_attempts(), "a worker takes no run meanwhile"
     assert guard.wait(20) == 1
+    assert this.folder not in stopping_attempts()
     assert this.log("rank-00000").read_text() == "ready\nsaved\n"
     assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM; it was still running after 1 s", -signal.SIGKILL)
 
