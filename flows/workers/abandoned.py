@@ -83,13 +83,13 @@ def close_lost_starts(worker: str) -> list[Closed]:
 
 def is_alive(flow_run_id: UUID) -> bool:
     """Return whether a process of this machine executes the run."""
-    return flow_run_id in run_records.living(records_folder()) or _has_process(flow_run_id)
+    return flow_run_id in run_records.living(records_folder()) or flow_run_id in flow_processes()
 
 
 def is_machine_busy() -> bool:
     """Return whether a run that a worker started is alive here, or ranks are still saving after one was stopped."""
-    living = run_records.living(records_folder())
-    return any(map(_has_process, living)) or bool(stopping_attempts())
+    started = flow_processes().keys() & run_records.living(records_folder())
+    return bool(started or stopping_attempts())
 
 
 async def online_workers(client: PrefectClient) -> set[str]:
@@ -99,7 +99,10 @@ async def online_workers(client: PrefectClient) -> set[str]:
 
 
 def flow_processes() -> dict[UUID, set[ProcessIdentity]]:
-    """Return the processes of this machine that a worker started for a flow run, by its id."""
+    """Return the processes of this machine that a worker started for a flow run, by its id.
+
+    A run is among them before it has recorded itself.
+    """
     found: dict[UUID, set[ProcessIdentity]] = {}
     for pid in processes.find(lambda pid: bool(processes.variable(pid, _FLOW_RUN_VARIABLE))):
         with suppress(ProcessLookupError, ValueError):  # it has just ended
@@ -146,8 +149,9 @@ async def _read(client: PrefectClient, flow_run_id: UUID) -> FlowRun | None:
 async def _close_of_worker(worker: str, living: set[UUID]) -> list[Closed]:
     async with get_client() as client:
         active = await _of_pool(client, StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
-        taken = [run for run in active if run.labels.get(WORKER_LABEL) == worker and run.id not in living]
-        return [await _close(client, run) for run in taken if not _has_process(run.id)]
+        alive = living | flow_processes().keys()
+        taken = [run for run in active if run.labels.get(WORKER_LABEL) == worker and run.id not in alive]
+        return [await _close(client, run) for run in taken]
 
 
 async def _close_lost_starts(worker: str) -> list[Closed]:
@@ -173,11 +177,6 @@ def _is_stuck(run: FlowRun, worker: str) -> bool:
     """Return whether a Pending run of this worker, or without a worker's label, should have a process and has none."""
     is_old = run.state is not None and datetime.now(UTC) - run.state.timestamp > _START_TIME
     return is_old and run.labels.get(WORKER_LABEL, worker) == worker and not is_alive(run.id)
-
-
-def _has_process(flow_run_id: UUID) -> bool:
-    """Return whether a process of this machine executes the run, also if it has not recorded itself yet."""
-    return bool(processes.find(lambda pid: processes.variable(pid, _FLOW_RUN_VARIABLE) == str(flow_run_id)))
 
 
 async def _of_pool(client: PrefectClient, *types: StateType) -> list[FlowRun]:

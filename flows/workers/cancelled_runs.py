@@ -32,10 +32,12 @@ class CancelledRuns:
 
     async def end(self) -> list[str]:
         """Send SIGTERM to the processes of cancelled runs, and SIGKILL a minute later. Returns a line for each run."""
+        if not (alive := flow_processes()):
+            return []
         async with get_client() as client:
             return [
                 line
-                for flow_run_id, its_processes in flow_processes().items()
+                for flow_run_id, its_processes in alive.items()
                 if (run := await _cancelled(client, flow_run_id)) is not None
                 and (line := self._end(run, its_processes)) is not None
             ]

@@ -57,8 +57,7 @@ class HeadWorker(ProcessWorker, ABC):  # ABC keeps Prefect from registering it a
         found = await super()._get_scheduled_flow_runs()
         elsewhere = [each for each in found if each.flow_run.labels.get(WORKER_LABEL, self.name) != self.name]
         online = await online_workers(self.client) if elsewhere else set[str]()
-        # One at a time: the queue's limit is of no use if several heads take runs from it.
-        return [each for each in found if may_take(self.name, each.flow_run, online)][:1]
+        return [each for each in found if may_take(self.name, each.flow_run, online)]
 
     async def run(
         self,

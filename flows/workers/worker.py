@@ -31,6 +31,7 @@ async def serve(pool: str, name: str) -> None:
     from flows.workers.head_worker import HeadWorker  # imports Prefect, which takes seconds in which the parent may end
 
     setup_signal_handlers_worker(os.getpid(), "the worker", print)  # forwards to the handler that asyncio has installed
+    # The limit of the queue is higher if several heads take runs from it.
     worker = HeadWorker(name=name, work_pool_name=pool, create_pool_if_not_found=False, limit=1)
     signal.signal(DRAIN, lambda _number, _frame: worker.drain())
     with suppress(asyncio.CancelledError):

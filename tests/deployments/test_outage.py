@@ -15,7 +15,9 @@ QUICK = {"PREFECT_WORKER_QUERY_SECONDS": "0.2"}
 """Prefect's worker counts failed requests, so the more often it asks, the sooner it ends: here after half a minute."""
 
 
-def test_a_worker_outlives_a_server_that_is_away_or_refuses_its_key_and_then_takes_runs_again(tmp_path: Path) -> None:
+def test_a_worker_outlives_a_server_that_is_away_or_refuses_its_key_and_then_takes_runs_one_by_one(
+    tmp_path: Path,
+) -> None:
     team = Team(tmp_path, None)
     with team.running():
         team.call("deploy", "--root", str(tmp_path))
@@ -34,8 +36,13 @@ def test_a_worker_outlives_a_server_that_is_away_or_refuses_its_key_and_then_tak
             assert worker.poll() is None, "the server refused its key"
         key.write_text(given)
         with team.running():
-            run = team.start("SCHEDULED", parameters={"recipe": "smoke", "root": str(tmp_path), "steps": 1})
-            await_that(lambda: team.run(run)["state_type"] == "FAILED")  # fewer steps than its warm-up
+            queue = team.ask("work_queues/filter", {"work_queues": {"name": {"any_": ["training"]}}})[0]
+            team.ask(f"work_queues/{queue['id']}", {"concurrency_limit": 2}, method="PATCH")
+            wrong = {"recipe": "smoke", "root": str(tmp_path), "steps": 1}  # fewer steps than its warm-up
+            runs = [team.start("SCHEDULED", parameters=wrong) for _ in range(2)]
+            await_that(lambda: all(team.run(run)["state_type"] == "FAILED" for run in runs))
+            first, second = sorted(map(team.run, runs), key=lambda run: run["start_time"])
+            assert first["end_time"] <= second["start_time"], "one at a time, although the queue allows two"
     finally:
         worker.kill()
         _, said = worker.communicate()

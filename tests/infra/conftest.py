@@ -78,6 +78,21 @@ def survivors() -> Callable[[str], set[int]]:
 
 
 @pytest.fixture
+def running(
+    this: Attempt, start_guard: Callable[..., subprocess.Popen[bytes]], until: Callable[..., None]
+) -> Callable[[str], subprocess.Popen[bytes]]:
+    """Start a guard and wait until its rank prints that it is ready."""
+
+    def running(program: str) -> subprocess.Popen[bytes]:
+        guard = start_guard(program)
+        until(lambda: this.log("rank-00000").exists() and b"ready" in this.log("rank-00000").read_bytes())
+        until((this.folder / "rank-00000.pid").exists)
+        return guard
+
+    return running
+
+
+@pytest.fixture
 def local_hosts(tmp_path: Path) -> LocalHosts:
     (tmp_path / "hosts").mkdir()
     return LocalHosts(tmp_path / "hosts")

@@ -65,11 +65,11 @@ def test_a_run_stays_on_its_machine_unless_it_is_retried_while_that_is_off(
     assert taken(worker, monkeypatch, run) == [run] * is_taken
 
 
-def test_a_worker_takes_one_run_at_a_time_and_none_while_the_machine_is_busy_or_the_worker_ends(
+def test_a_worker_takes_no_run_while_the_machine_is_busy_or_the_worker_ends(
     worker: HeadWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = scheduled("Scheduled", None), scheduled("Scheduled", None)
-    assert taken(worker, monkeypatch, first, second) == [first]
+    first = scheduled("Scheduled", None)
+    assert taken(worker, monkeypatch, first) == [first]
     monkeypatch.setattr(head_worker, "is_machine_busy", lambda: True)
     assert taken(worker, monkeypatch, first) == []
     monkeypatch.setattr(head_worker, "is_machine_busy", lambda: False)

@@ -18,7 +18,7 @@ from infra.node.attempts.run_lock import run_lock
 from infra.node.attempts.shared_memory import SEGMENTS
 from t5train.errors import LaunchError, RunLocked, SpecError, WeightsDidNotMove
 from t5train.rank import heartbeat
-from tests.support.slow_saves import SAVING_SLOWLY
+from tests.support.guarded_ranks import SAVING_SLOWLY
 
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
@@ -133,9 +133,7 @@ def test_interrupting_the_head_ends_the_ranks(tmp_path: Path, survivors: Survivo
 def test_no_process_or_shared_memory_survives_a_kill(
     tmp_path: Path, victim: str, start: Start, until: Until, survivors: Survivors
 ) -> None:
-    spec(tmp_path, RANK)
-    head = start("-c", HEAD, str(tmp_path))
-    until(lambda: ready(tmp_path) or head.poll() is not None, 60)
+    head = started(tmp_path, RANK, start, until)
     run_id = newest(tmp_path).run_id
     assert len(survivors(run_id)) == 9  # three guards, two of the launcher, two ranks and a child of each
     os.kill(victim_pid(tmp_path, victim), signal.SIGKILL)
@@ -150,9 +148,7 @@ def test_no_process_or_shared_memory_survives_a_kill(
 def test_nothing_survives_a_killed_head_and_the_next_attempt_waits_for_its_ranks_to_end(
     tmp_path: Path, start: Start, until: Until, survivors: Survivors
 ) -> None:
-    spec(tmp_path, RANK)
-    head = start("-c", HEAD, str(tmp_path))
-    until(lambda: ready(tmp_path) or head.poll() is not None, 60)
+    head = started(tmp_path, RANK, start, until)
     killed = newest(tmp_path)
     assert len(segments(killed)) == 2
     head.kill()
@@ -176,6 +172,14 @@ def test_no_process_survives_a_kill_during_the_start(
     os.kill(head.pid if victim == "head" else victim_pid(tmp_path, "runner"), signal.SIGKILL)
     head.wait(20)
     until(lambda: not survivors(newest(tmp_path).run_id), 20)
+
+
+def started(tmp_path: Path, program: str, start: Start, until: Until) -> subprocess.Popen[bytes]:
+    """A head whose two ranks run a program, and have said that they are ready unless the head has ended."""
+    spec(tmp_path, program)
+    head = start("-c", HEAD, str(tmp_path))
+    until(lambda: ready(tmp_path) or head.poll() is not None, 60)
+    return head
 
 
 def segments(this: Attempt) -> list[Path]:
@@ -210,9 +214,7 @@ def test_sigterm_gives_ranks_time_to_save_before_the_head_ends_by_sigterm(
     tmp_path: Path, start: Start, until: Until, survivors: Survivors
 ) -> None:
     saving = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), sys.exit('saved')))\n"
-    spec(tmp_path, saving + "print('ready', flush=True)\ntime.sleep(600)")
-    head = start("-c", HEAD, str(tmp_path))
-    until(lambda: ready(tmp_path) or head.poll() is not None, 60)
+    head = started(tmp_path, saving + "print('ready', flush=True)\ntime.sleep(600)", start, until)
     head.terminate()
     assert head.wait(30) == -signal.SIGTERM
     this = newest(tmp_path)
@@ -224,9 +226,7 @@ def test_sigterm_gives_ranks_time_to_save_before_the_head_ends_by_sigterm(
 def test_ranks_complete_the_save_of_a_stopped_head_that_is_killed_and_the_next_start_waits_for_them(
     tmp_path: Path, start: Start, until: Until, survivors: Survivors
 ) -> None:
-    spec(tmp_path, SAVING_SLOWLY)
-    head = start("-c", HEAD, str(tmp_path))
-    until(lambda: ready(tmp_path) or head.poll() is not None, 60)
+    head = started(tmp_path, SAVING_SLOWLY, start, until)
     head.terminate()
     this = newest(tmp_path)
     files = [heartbeat.beat_file(this.rank_files(f"rank-0000{rank}")) for rank in (0, 1)]

@@ -12,32 +12,18 @@ from pathlib import Path
 import pytest
 
 from infra.node.attempts import attempt, head_lease
-from infra.node.attempts.attempt import Attempt, now
-from infra.node.attempts.exit_record import Cause, ExitRecord
-from infra.node.attempts.process_guard import stopping_attempts
-from infra.node.attempts.rank_environment import ENVIRONMENT
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.exit_record import Cause
 from infra.node.attempts.watchdog import Watchdog
 from infra.node.processes import ProcessIdentity
 from t5train.rank import heartbeat
 from t5train.rank.heartbeat import Beat
-from tests.support.slow_saves import SAVING_SLOWLY
+from tests.support.guarded_ranks import SLEEP, STUBBORN, recorded_exit
 
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
 Survivors = Callable[[str], set[int]]
 
-SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
-# Ignores SIGTERM, and so does its child.
-STUBBORN = (
-    "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork();"
-    "print('ready', flush=True); time.sleep(600)"
-)
-
-
-SAVING = (
-    "import signal, sys, time;"
-    "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), print('saved', flush=True), sys.exit(1)));" + SLEEP
-)
 BEAT_ONCE = (
     "import os, time; from pathlib import Path; from t5train.rank.heartbeat import *;"
     "from t5train.files.run_folder import RANK_FILES;"
@@ -62,27 +48,8 @@ def guarded(start: Start, this: Attempt, program: str) -> subprocess.Popen[bytes
     return start(*argv, RANK="0", T5_RUN_ID=this.run_id)
 
 
-def recorded_exit(this: Attempt) -> tuple[Cause, str, int | None]:
-    record = this.exit_record("rank-00000")
-    assert record is not None
-    return record.cause, record.reason, record.returncode
-
-
 def rank_pid(this: Attempt) -> int:
     return int(json.loads((this.folder / "rank-00000.pid").read_text())["process"]["pid"])
-
-
-@pytest.fixture
-def running(this: Attempt, start_guard: Start, until: Until) -> Callable[[str], subprocess.Popen[bytes]]:
-    """Start a guard and wait until its rank prints that it is ready."""
-
-    def running(program: str) -> subprocess.Popen[bytes]:
-        guard = start_guard(program)
-        until(lambda: this.log("rank-00000").exists() and b"ready" in this.log("rank-00000").read_bytes())
-        until((this.folder / "rank-00000.pid").exists)
-        return guard
-
-    return running
 
 
 def test_the_output_and_exit_code_of_a_rank_are_recorded(this: Attempt, start_guard: Start) -> None:
@@ -134,80 +101,6 @@ def test_a_guard_that_gets_sigint_or_sighup_kills_its_rank_and_records_the_signa
     assert (record.reason, record.returncode) == (number.name, -signal.SIGKILL)
 
 
-def test_sigterm_to_a_guard_gives_its_rank_time_to_save(this: Attempt, running: Start) -> None:
-    guard = running(SAVING)
-    guard.terminate()
-    assert guard.wait(20) == 1
-    assert this.log("rank-00000").read_text().endswith("saved\n")
-    assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM", 1)
-
-
-def test_a_rank_still_running_after_the_grace_period_is_killed_with_its_children(
-    this: Attempt, running: Start, survivors: Survivors
-) -> None:
-    replace(this, grace_seconds=1.0).write()
-    guard = running(STUBBORN)
-    guard.terminate()
-    assert guard.wait(20) == 1
-    assert survivors(this.run_id) == set()
-    assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM; it was still running after 1 s", -signal.SIGKILL)
-
-
-def test_a_save_that_began_within_the_grace_period_is_completed(this: Attempt, running: Start) -> None:
-    replace(this, grace_seconds=1.0).write()
-    guard = running(SAVING_SLOWLY)
-    guard.terminate()
-    assert this.folder not in stopping_attempts()
-    this.order_stop()
-    assert this.folder in stopping_attempts(), "a worker takes no run meanwhile"
-    assert guard.wait(20) == 1
-    assert this.folder not in stopping_attempts()
-    assert this.log("rank-00000").read_text() == "ready\nsaved\n"
-    assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM; it was still running after 1 s", -signal.SIGKILL)
-
-
-@pytest.mark.parametrize(("is_ordered", "log"), [(True, "ready\nsaved\n"), (False, "ready\n")])
-@pytest.mark.parametrize("lost", ["head", "parent", "lease"])
-def test_a_save_that_the_head_ordered_is_completed_without_the_head(
-    tmp_path: Path, start: Start, until: Until, survivors: Survivors, lost: str, is_ordered: bool, log: str
-) -> None:
-    head, is_over_hosts = start("-c", SLEEP), lost == "lease"
-    identity, lease_seconds = (None, 2.0) if is_over_hosts else (ProcessIdentity.of(head.pid), None)
-    this = attempt.begin(tmp_path / "run", identity, lease_seconds)
-    (this.folder / ENVIRONMENT).write_text(json.dumps({"T5_RUN_ID": this.run_id}))
-    if is_over_hosts:
-        head_lease.begin(this.folder)
-    argv = ["-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", SAVING_SLOWLY]
-    parent = start(
-        "-c", f"import subprocess, sys; subprocess.run([sys.executable, *{argv!r}])", RANK="0", T5_RUN_ID=this.run_id
-    )
-    beat_file = heartbeat.beat_file(this.rank_files("rank-00000"))
-    until(lambda: this.log("rank-00000").exists() and b"ready" in this.log("rank-00000").read_bytes())
-    if is_ordered:
-        this.order_stop()
-    (guard,) = this.guards()
-    guard.send(signal.SIGTERM)
-    until(lambda: (beat := heartbeat.read(beat_file)) is not None and beat.phase == "save")
-    if lost == "head":
-        head.kill()
-    elif lost == "parent":
-        parent.kill()
-        parent.wait()
-    until(lambda: this.exit_record("rank-00000"), 15)
-    assert this.log("rank-00000").read_text() == log
-    assert recorded_exit(this)[0] == {"head": Cause.HEAD, "parent": Cause.PARENT, "lease": Cause.HEAD}[lost]
-    until(lambda: not survivors(this.run_id))
-
-
-def test_a_rank_gets_no_time_to_save_if_a_peer_failed(this: Attempt, running: Start) -> None:
-    guard = running(STUBBORN)
-    this.write_process("rank-00001", ProcessIdentity(1, 0), ProcessIdentity(1, 0))
-    this.write_exit(ExitRecord("rank-00001", -9, Cause.EXITED, "exited", now(), now()))
-    guard.terminate()
-    assert guard.wait(10) == 1
-    assert recorded_exit(this) == (Cause.REQUESTED, "rank-00001 failed", -signal.SIGKILL)
-
-
 def test_a_rank_stopped_by_sigstop_is_detected_and_killed(this: Attempt, running: Start, survivors: Survivors) -> None:
     replace(this, beat_seconds=1.0).write()
     guard = running(SLEEP)
@@ -254,20 +147,6 @@ def test_a_rank_that_exceeds_a_phase_deadline_is_ended_and_its_log_shows_where_i
     assert reason.startswith("phase 'save' of step 7 took ")
     assert reason.endswith("its deadline is 1 s")
     assert "in hangs_here" in this.log("rank-00000").read_text()
-
-
-def test_sigterm_to_a_launchers_guard_orders_a_stop_and_leaves_the_launcher_running(
-    this: Attempt, start: Start, until: Until
-) -> None:
-    guard = start(
-        "-m", "infra.node.attempts.process_guard", "--launcher", str(this.folder), sys.executable, "-c", SLEEP
-    )
-    until((this.folder / "launcher.pid").exists)
-    guard.terminate()
-    until(lambda: this.is_stop_ordered)
-    assert guard.poll() is None
-    guard.send_signal(signal.SIGINT)
-    assert guard.wait(10) == 1
 
 
 @pytest.fixture

@@ -1,0 +1,117 @@
+"""Ranks that are told to stop get time to save, and complete a save whatever happens to the head."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt, now
+from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.attempts.process_guard import stopping_attempts
+from infra.node.attempts.rank_environment import ENVIRONMENT
+from infra.node.processes import ProcessIdentity
+from t5train.rank import heartbeat
+from tests.support.guarded_ranks import SAVING_SLOWLY, SLEEP, STUBBORN, recorded_exit
+
+Start = Callable[..., subprocess.Popen[bytes]]
+Until = Callable[..., None]
+Survivors = Callable[[str], set[int]]
+
+SAVING = (
+    "import signal, sys, time;"
+    "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), print('saved', flush=True), sys.exit(1)));" + SLEEP
+)
+
+
+def test_sigterm_to_a_guard_gives_its_rank_time_to_save(this: Attempt, running: Start) -> None:
+    guard = running(SAVING)
+    guard.terminate()
+    assert guard.wait(20) == 1
+    assert this.log("rank-00000").read_text().endswith("saved\n")
+    assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM", 1)
+
+
+def test_a_rank_still_running_after_the_grace_period_is_killed_with_its_children(
+    this: Attempt, running: Start, survivors: Survivors
+) -> None:
+    replace(this, grace_seconds=1.0).write()
+    guard = running(STUBBORN)
+    guard.terminate()
+    assert guard.wait(20) == 1
+    assert survivors(this.run_id) == set()
+    assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM; it was still running after 1 s", -signal.SIGKILL)
+
+
+def test_a_save_that_began_within_the_grace_period_is_completed(this: Attempt, running: Start) -> None:
+    replace(this, grace_seconds=1.0).write()
+    guard = running(SAVING_SLOWLY)
+    guard.terminate()
+    assert this.folder not in stopping_attempts()
+    this.order_stop()
+    assert this.folder in stopping_attempts(), "a worker takes no run meanwhile"
+    assert guard.wait(20) == 1
+    assert this.folder not in stopping_attempts()
+    assert this.log("rank-00000").read_text() == "ready\nsaved\n"
+    assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM; it was still running after 1 s", -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("is_ordered", "log"), [(True, "ready\nsaved\n"), (False, "ready\n")])
+@pytest.mark.parametrize("lost", ["head", "parent", "lease"])
+def test_a_save_that_the_head_ordered_is_completed_without_the_head(
+    tmp_path: Path, start: Start, until: Until, survivors: Survivors, lost: str, is_ordered: bool, log: str
+) -> None:
+    head, is_over_hosts = start("-c", SLEEP), lost == "lease"
+    identity, lease_seconds = (None, 2.0) if is_over_hosts else (ProcessIdentity.of(head.pid), None)
+    this = attempt.begin(tmp_path / "run", identity, lease_seconds)
+    (this.folder / ENVIRONMENT).write_text(json.dumps({"T5_RUN_ID": this.run_id}))
+    if is_over_hosts:
+        head_lease.begin(this.folder)
+    argv = ["-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", SAVING_SLOWLY]
+    parent = start(
+        "-c", f"import subprocess, sys; subprocess.run([sys.executable, *{argv!r}])", RANK="0", T5_RUN_ID=this.run_id
+    )
+    beat_file = heartbeat.beat_file(this.rank_files("rank-00000"))
+    until(lambda: this.log("rank-00000").exists() and b"ready" in this.log("rank-00000").read_bytes())
+    if is_ordered:
+        this.order_stop()
+    (guard,) = this.guards()
+    guard.send(signal.SIGTERM)
+    until(lambda: (beat := heartbeat.read(beat_file)) is not None and beat.phase == "save")
+    if lost == "head":
+        head.kill()
+    elif lost == "parent":
+        parent.kill()
+        parent.wait()
+    until(lambda: this.exit_record("rank-00000"), 15)
+    assert this.log("rank-00000").read_text() == log
+    assert recorded_exit(this)[0] == {"head": Cause.HEAD, "parent": Cause.PARENT, "lease": Cause.HEAD}[lost]
+    until(lambda: not survivors(this.run_id))
+
+
+def test_a_rank_gets_no_time_to_save_if_a_peer_failed(this: Attempt, running: Start) -> None:
+    guard = running(STUBBORN)
+    this.write_process("rank-00001", ProcessIdentity(1, 0), ProcessIdentity(1, 0))
+    this.write_exit(ExitRecord("rank-00001", -9, Cause.EXITED, "exited", now(), now()))
+    guard.terminate()
+    assert guard.wait(10) == 1
+    assert recorded_exit(this) == (Cause.REQUESTED, "rank-00001 failed", -signal.SIGKILL)
+
+
+def test_sigterm_to_a_launchers_guard_orders_a_stop_and_leaves_the_launcher_running(
+    this: Attempt, start: Start, until: Until
+) -> None:
+    guard = start(
+        "-m", "infra.node.attempts.process_guard", "--launcher", str(this.folder), sys.executable, "-c", SLEEP
+    )
+    until((this.folder / "launcher.pid").exists)
+    guard.terminate()
+    until(lambda: this.is_stop_ordered)
+    assert guard.poll() is None
+    guard.send_signal(signal.SIGINT)
+    assert guard.wait(10) == 1
