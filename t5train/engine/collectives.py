@@ -4,7 +4,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from deepspeed import comm
@@ -90,6 +90,18 @@ def barrier() -> None:
     comm.barrier()
 
 
+def sum_over_ranks(values: torch.Tensor, sharers: Any) -> None:
+    """Sum in place, over a process group, or over all ranks if ``sharers`` is None.
+
+    Values in host memory are copied to the accelerator, because its collectives cannot access host memory.
+    """
+    on_device = values.to(get_accelerator().current_device_name())
+    comm.all_reduce(on_device, group=sharers)
+    values.copy_(on_device)
+
+
 def on_accelerator(array: Any) -> torch.Tensor:
-    """Copy a NumPy array of ids to an int64 tensor on this rank's accelerator."""
-    return torch.from_numpy(array).to(device=get_accelerator().current_device_name(), dtype=torch.int64)
+    """Copy a NumPy array of ids to an int64 tensor on this rank's accelerator, without waiting for it."""
+    accelerator = get_accelerator()
+    pinned = accelerator.pin_memory(torch.from_numpy(array))
+    return cast(torch.Tensor, pinned.to(accelerator.current_device_name(), non_blocking=True).long())

@@ -32,6 +32,8 @@ def deepspeed_config(spec: RunSpec, shape: T5Shape, node_local: bool = False) ->
         # All ranks agree on the tag before it is used.
         "checkpoint": {"tag_validation": "Fail", **({"use_node_local_storage": True} if node_local else {})},
         "steps_per_print": 1 << 60,
+        # It would wait for the accelerator twice per step.
+        "timers": {"throughput": {"enabled": False}},
     }
 
 

@@ -1,32 +1,39 @@
 """Builds the DeepSpeed engine of a run.
 
-A model with experts or a pipeline cannot be compiled as a whole, because an expert's number of tokens is known only at
-run time, and pipeline stages communicate outside any graph. Its blocks are compiled one by one instead. They are all
-alike, so the code compiled for one block is reused for all blocks of its kind.
+A dense model is compiled as a whole. On one NVIDIA GPU its passes then run as CUDA graphs, because launching the
+kernels one by one takes the host about as long as the GPU needs to run them.
+
+A pipeline cannot be compiled as a whole, because its stages communicate outside any graph, nor can DeepSpeed's layer
+with experts, because an expert's number of tokens is known only at run time. Blocks, or attention and feed-forward of
+each block, are compiled one by one instead. They are all alike, so the code compiled for one is reused for all of its
+kind.
 """
 
 import resource
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import deepspeed
 import torch
-from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from torch import Tensor, nn
+from torch import nn
 
 from t5train.data.span_corruption import geometry
-from t5train.engine.collectives import expert_rank, rank
+from t5train.engine.collectives import expert_rank, rank, sum_over_ranks
 from t5train.engine.deepspeed_config import deepspeed_config
 from t5train.engine.gradient_accumulation import sums_of
 from t5train.engine.optimizer import AdamWRms, HostAdam
 from t5train.engine.parameter_layout import huggingface_names
 from t5train.engine.partitions import inner_optimizer, partitions_of, shared_by_stages
 from t5train.model.activation_checkpointing import checkpoint_activations
+from t5train.model.attention import KERNEL_HEAD_WIDTHS
 from t5train.model.initialization import Fill
 from t5train.model.model_shape import T5Shape
 from t5train.model.t5 import T5, Block
 from t5train.spec import RunSpec
+
+_HOPPER = 9  # major compute capability
 
 if TYPE_CHECKING:
     from t5train.model.pipeline_model import T5Pipeline
@@ -37,7 +44,15 @@ def compile_sublayers(model: nn.Module) -> None:
     for block in model.modules():
         if isinstance(block, Block):
             for step in block.layer[:-1] if block.is_sparse else block.layer:
-                step.compile()
+                # The lengths of encoder and decoder differ; code for any length would be slower.
+                step.compile(dynamic=False)
+
+
+def compile_blocks(model: nn.Module, **settings: Any) -> None:
+    """Compile every block of ``model`` in place."""
+    for block in model.modules():
+        if isinstance(block, Block):
+            block.compile(dynamic=False, **settings)
 
 
 def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, node_local: bool) -> Any:
@@ -48,11 +63,13 @@ def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, node_lo
     build = _pipeline_engine if spec.layout.pipeline_stages > 1 else _engine
     engine = build(spec, shape, pad_id, fill, deepspeed_config(spec, shape, node_local))
     partitions = shared_by_stages(engine) if spec.layout.pipeline_stages > 1 else partitions_of(engine)
-    inner_optimizer(engine).attach(partitions, _sum_over_ranks if engine.zero_optimization() else None)
-    if spec.model.compile and (spec.model.moe.num_experts or spec.layout.pipeline_stages > 1):
-        compile_sublayers(engine.module)
-    elif spec.model.compile:
-        engine.compile()
+    inner_optimizer(engine).attach(partitions, sum_over_ranks if engine.zero_optimization() else None)
+    if _can_fuse_update(engine):
+        from t5train.engine.fused_update import FusedUpdate
+
+        FusedUpdate(engine, inner_optimizer(engine), partitions).install()
+    if spec.model.compile:
+        _compile(engine, spec)
     return engine
 
 
@@ -104,6 +121,57 @@ def peak_host_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
+def _compile(engine: Any, spec: RunSpec) -> None:
+    """Compile as much of the model at once as its layout allows."""
+    model = model_of(engine)
+    if spec.layout.pipeline_stages > 1 or not all(layer.sorts_tokens for _, layer in model.sparse_layers()):
+        compile_sublayers(model)
+    elif spec.model.moe.num_experts:
+        compile_blocks(model, **_graphs(engine))
+    else:
+        engine.compile(compile_kwargs=_graphs(engine))
+
+
+def _graphs(engine: Any) -> dict[str, str]:
+    """Return torch.compile's settings for CUDA graphs on one rank with the fused update, otherwise none.
+
+    The next pass overwrites the gradients of the last one. The fused update has read them or their sums before.
+    """
+    return {"mode": "reduce-overhead"} if engine.world_size == 1 and _can_fuse_update(engine) else {}
+
+
+def _can_fuse_update(engine: Any) -> bool:
+    """Return whether our update can replace DeepSpeed's: bf16 at ZeRO 1 or 2 on NVIDIA GPUs, without offload."""
+    is_supported = engine.bfloat16_enabled() and engine.zero_optimization_stage() in {1, 2}
+    return is_supported and not engine.optimizer.cpu_offload and _has_kernels()
+
+
+def _use_kernels(model: "T5 | T5Pipeline", spec: RunSpec, shape: T5Shape) -> None:
+    """Let the model train with our kernels where they can replace torch's: in 16 bits below ZeRO 3, on NVIDIA GPUs.
+
+    Attention with dropout, or with heads of another width, stays torch's. Grouped products of experts need bf16, all
+    experts on every rank, and a Hopper GPU: before it, torch waits for the GPU in each; after it, gradients of experts
+    without tokens may be wrong.
+    """
+    if spec.optimizer.precision == "fp32" or spec.layout.zero_stage == 3 or not _has_kernels():
+        return
+    from t5train.model.kernels import biased_attention, gated_gelu
+
+    gated_gelu.use_in(model)
+    products_fit = shape.d_model % 8 == 0 and shape.d_ff % 8 == 0  # torch's grouped products need rows of 16 bytes
+    is_whole_in_bf16 = spec.optimizer.precision == "bf16" and spec.layout.expert_parallel_size == 1
+    if is_whole_in_bf16 and products_fit and biased_attention.capability() // 10 == _HOPPER:
+        for _, layer in model.sparse_layers():
+            layer.sorts_tokens = True
+    if shape.dropout_rate == 0 and shape.d_kv in KERNEL_HEAD_WIDTHS:
+        biased_attention.use_in(model)
+
+
+def _has_kernels() -> bool:
+    """Return whether Triton's kernels run here. They were checked on NVIDIA GPUs only, where torch installs Triton."""
+    return get_accelerator().device_name() == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+
+
 def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> Any:
     """Build an engine that holds the whole model."""
     model = (
@@ -111,6 +179,7 @@ def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict
         if spec.layout.zero_stage == 3
         else _model(spec, shape, pad_id, fill)
     )
+    _use_kernels(model, spec, shape)
     if spec.model.activation_checkpointing:
         checkpoint_activations(model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(spec, model), config=config)
@@ -126,6 +195,7 @@ def _pipeline_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, con
     names = huggingface_names(model, expert_rank=0)
     for name, parameter in model.named_parameters():
         fill(names[name], parameter)
+    _use_kernels(model, spec, shape)
     if spec.model.activation_checkpointing:
         checkpoint_activations(model)
     return PipelineEngine(model, _optimizer(spec, model), config, sums_of(model, spec))
@@ -149,16 +219,6 @@ def _partitioned_model(shape: T5Shape, pad_id: int, fill: Fill, config: dict[str
             if rank() == 0:
                 fill(name, parameter)
     return model
-
-
-def _sum_over_ranks(values: Tensor, sharers: Any) -> None:
-    """Sum in place, over a process group, or over all ranks if ``sharers`` is None.
-
-    Values in host memory are copied to the accelerator, because its collectives cannot access host memory.
-    """
-    on_device = values.to(get_accelerator().current_device_name())
-    comm.all_reduce(on_device, group=sharers)
-    values.copy_(on_device)
 
 
 def _optimizer(spec: RunSpec, model: nn.Module) -> AdamWRms:

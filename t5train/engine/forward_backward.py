@@ -1,6 +1,7 @@
 """Forward and backward passes, of an engine that holds the whole model or of a pipeline, which DeepSpeed schedules."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -11,9 +12,10 @@ from t5train.data.loader import Batch
 from t5train.engine.collectives import on_accelerator
 from t5train.engine.engine import norm_of_step, update
 from t5train.engine.expert_routing import Routing
-from t5train.engine.gradient_accumulation import Fp32Sums
+from t5train.engine.gradient_accumulation import Fp32Sums, sums_of
 from t5train.errors import TooManySkippedSteps
 from t5train.model.t5 import T5
+from t5train.spec import RunSpec
 
 
 class StepResult(NamedTuple):
@@ -69,13 +71,20 @@ class WholePasses:
     def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
         """See Passes."""
         self._model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self._uncompiled():
             losses = [
                 self._model.token_losses(on_accelerator(batch.inputs), on_accelerator(batch.targets)).cpu().numpy()
                 for batch in batches
             ]
         self._model.train()
         return losses
+
+    def _uncompiled(self) -> AbstractContextManager[None]:
+        """Switch compiled parts off: evaluation is rare, and DeepSpeed's experts get other sizes with every batch."""
+        eager: AbstractContextManager[None] = nullcontext()
+        if any(module._compiled_call_impl is not None for module in self._model.modules()):
+            eager = torch.compiler.set_stance("force_eager")  # imports the compiler, which takes a second
+        return eager
 
 
 def take_update(engine: Any) -> float | None:
@@ -123,6 +132,13 @@ class PipelinePasses:
         self._engine.reset_activation_shape()
         self._engine.module.train()
         return [each.cpu().numpy() for each in losses] if self._engine.is_last_stage() else []
+
+
+def passes_of(engine: Any, spec: RunSpec, routing: Routing) -> Passes:
+    """Return the passes of an engine that was built for ``spec``."""
+    if spec.layout.pipeline_stages > 1:
+        return PipelinePasses(engine)
+    return WholePasses(engine, routing, sums_of(engine.module, spec))
 
 
 def _as_deepspeed_takes(batch: Batch) -> tuple[tuple[Tensor, Tensor], Tensor]:

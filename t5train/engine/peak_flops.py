@@ -6,6 +6,11 @@ from collections.abc import Mapping
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from t5train.data.span_corruption import geometry
+from t5train.model.flops import training_flops
+from t5train.model.model_shape import T5Shape
+from t5train.spec import RunSpec
+
 _TERA = 1e12
 
 
@@ -47,6 +52,21 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 def accelerator_peak_flops(precision: str) -> float | None:
     """Return the peak FLOP/s of this rank's accelerator; None for a CPU and for a device that is not known."""
+    name = accelerator_name()
+    return None if name is None else peak_flops(name, precision)
+
+
+def accelerator_name() -> str | None:
+    """Return the name of this rank's accelerator; None for a CPU."""
     accelerator = get_accelerator()
     named = getattr(torch.get_device_module(accelerator.device_name()), "get_device_name", None)
-    return peak_flops(named(accelerator.current_device()), precision) if named else None
+    return named(accelerator.current_device()) if named else None
+
+
+def utilization(spec: RunSpec, shape: T5Shape, seconds: float, peak: float | None) -> float | None:
+    """Return the share of the accelerators' peak that a step of this duration uses; None if the peak is not known."""
+    if peak is None:
+        return None
+    lengths = spec.objective.input_tokens, geometry(spec.objective).target_tokens
+    flops = spec.optimizer.global_batch_sequences * training_flops(shape, *lengths)
+    return flops / seconds / (peak * spec.cluster.ranks)

@@ -1,19 +1,32 @@
 """T5's attention: unscaled dot products, and a learned bias by bucketed distance (Raffel et al. 2020, section 2.1)."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from t5train.model.model_shape import RELATIVE_BUCKETS, RELATIVE_MAX_DISTANCE, T5Shape
+from t5train.model.projections import joint_projection
+
+KERNEL_HEAD_WIDTHS = (32, 64, 128)
+"""The values of d_kv that the kernels of ``biased_attention`` support."""
+Kernel = Callable[[Tensor | None, Tensor, Tensor | None, bool], Tensor]
+"""Takes queries, packed keys and values, a table of the bias, and whether to mask the future (``biased_attention``)."""
 
 
 class Attention(nn.Module):
-    """Multi-head attention; the first layer of a stack also owns the position bias that all its layers share."""
+    """Multi-head attention; the first layer of a stack also owns the position bias that all its layers share.
 
-    def __init__(self, shape: T5Shape, position_bias: "PositionBias | None" = None) -> None:
+    With a ``kernel``, training calls it instead of torch's attention.
+    """
+
+    kernel: Kernel | None = None
+
+    def __init__(self, shape: T5Shape, position_bias: "PositionBias | None" = None, causal: bool = False) -> None:
         super().__init__()
+        self.causal = causal
         self.num_heads, self.d_kv, self.dropout_rate = shape.num_heads, shape.d_kv, shape.dropout_rate
         self.q = nn.Linear(shape.d_model, shape.inner, bias=False)
         self.k = nn.Linear(shape.d_model, shape.inner, bias=False)
@@ -23,23 +36,44 @@ class Attention(nn.Module):
             self.relative_attention_bias = position_bias
 
     def forward(self, hidden: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
-        """``hidden`` [b, q, d_model] attends to ``memory`` [b, k, d_model]; a ``bias`` [1, heads, q, k] is added."""
+        """``hidden`` [b, q, d_model] attends to ``memory`` [b, k, d_model]; a ``bias`` of PositionBias is added."""
+        if self.kernel is not None and self.training:
+            mixed = self.kernel(*self._packed(hidden, memory), bias, self.causal)
+        else:
+            mixed = self._mix(hidden, memory, bias).transpose(1, 2)
+        output: Tensor = self.o(mixed.reshape(*hidden.shape[:-1], -1))
+        return output
+
+    def _mix(self, hidden: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
+        """Return what each head attends to, [b, heads, q, d_kv]."""
         # view_as makes one graph node for all uses below, so that their gradients are summed there, with or without a
         # hook before it (ZeRO 3 adds one). Every layout then computes the same bits.
         hidden, memory = hidden.view_as(hidden), memory.view_as(memory)
         query, key, value = self._heads(self.q(hidden)), self._heads(self.k(memory)), self._heads(self.v(memory))
-        mixed = functional.scaled_dot_product_attention(
+        return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=self.dropout_rate if self.training else 0.0, scale=1.0
         )
-        output: Tensor = self.o(mixed.transpose(1, 2).reshape(*hidden.shape[:-1], -1))
-        return output
+
+    def _packed(self, hidden: Tensor, memory: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return queries, keys and values as the kernel takes them."""
+        if hidden is memory:
+            joint = joint_projection(hidden, self.q, self.k, self.v)
+            return None, joint.view(*joint.shape[:-1], 3, self.num_heads, self.d_kv)
+        query, joint = self.q(hidden), joint_projection(memory, self.k, self.v)
+        heads = self.num_heads, self.d_kv
+        return query.view(*query.shape[:-1], *heads), joint.view(*joint.shape[:-1], 2, *heads)
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], self.num_heads, self.d_kv).transpose(1, 2)
 
 
 class PositionBias(nn.Module):
-    """A learned bias of each head for the distance between two positions. With ``causal``, the future is masked."""
+    """A learned bias of each head for the distance between two positions. With ``causal``, the future is masked.
+
+    With ``table_of``, training gets the bias by distance, as the kernel of Attention takes it, instead of by pair.
+    """
+
+    table_of: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, shape: T5Shape, causal: bool) -> None:
         super().__init__()
@@ -47,7 +81,12 @@ class PositionBias(nn.Module):
         self.causal = causal
 
     def forward(self, length: int) -> Tensor:
-        """Return the bias [1, heads, length, length] of pairs of positions; the lowest finite number where masked."""
+        """Return the bias [1, heads, length, length] of pairs of positions; the lowest finite number where masked.
+
+        For a kernel, return its table of the bias instead; the kernel masks the future itself.
+        """
+        if self.table_of is not None and self.training:
+            return self.table_of(self._by_distance())
         positions = torch.arange(length, device=self.weight.device)
         distance = positions[None, :] - positions[:, None]
         bias = functional.embedding(_bucket(distance, bidirectional=not self.causal), self.weight)
@@ -55,6 +94,11 @@ class PositionBias(nn.Module):
         if self.causal:
             bias = torch.where(distance <= 0, bias, torch.finfo(bias.dtype).min)
         return bias.contiguous()
+
+    def _by_distance(self) -> Tensor:
+        """Return the bias [heads, 257] of the distances from -128 to 128; farther ones have the same."""
+        distance = torch.arange(-RELATIVE_MAX_DISTANCE, RELATIVE_MAX_DISTANCE + 1, device=self.weight.device)
+        return functional.embedding(_bucket(distance, bidirectional=not self.causal), self.weight).T
 
 
 def _bucket(distance: Tensor, bidirectional: bool) -> Tensor:

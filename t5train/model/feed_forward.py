@@ -1,6 +1,7 @@
 """T5's dense feed-forward layers."""
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from t5train.model.model_shape import T5Shape
+from t5train.model.projections import joint_projection
 
 
 class FeedForward(nn.Module):
@@ -25,7 +27,12 @@ class FeedForward(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """The feed-forward layer of v1.1, gated by the tanh approximation of GELU (Shazeer 2020, GEGLU)."""
+    """The feed-forward layer of v1.1, gated by the tanh approximation of GELU (Shazeer 2020, GEGLU).
+
+    With a ``kernel``, training calls it on the joint output of both input layers.
+    """
+
+    kernel: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()
@@ -36,6 +43,8 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[b, n, d_model] to the same shape."""
+        if self.kernel is not None and self.training:
+            return cast(Tensor, self.wo(self.dropout(self.kernel(joint_projection(hidden, self.wi_0, self.wi_1)))))
         gate = self._gelu(self.wi_0(hidden))
         return cast(Tensor, self.wo(self.dropout(gate * self.wi_1(hidden))))
 

@@ -132,12 +132,17 @@ class Block(Recomputable):
         position_bias: PositionBias | None = None,
     ) -> None:
         super().__init__()
-        steps: list[nn.Module] = [SelfAttentionStep(shape, position_bias)]
+        steps: list[nn.Module] = [SelfAttentionStep(shape, position_bias, is_decoder)]
         if is_decoder:
             steps.append(CrossAttentionStep(shape))
         steps.append(FeedForwardStep(shape, index, expert_parallel_size))
         self.layer = nn.ModuleList(steps)
         self.is_sparse = shape.is_sparse(index)
+
+    @property
+    def sorts_tokens(self) -> bool:
+        """Whether the block has experts, and trains them without DeepSpeed's layer."""
+        return self.is_sparse and cast("SparseFeedForward", cast(FeedForwardStep, self.layer[-1]).mlp).sorts_tokens
 
     @property
     def position_bias(self) -> PositionBias:
@@ -170,9 +175,9 @@ class Block(Recomputable):
 class SelfAttentionStep(nn.Module):
     """x + attention(norm(x))."""
 
-    def __init__(self, shape: T5Shape, position_bias: PositionBias | None) -> None:
+    def __init__(self, shape: T5Shape, position_bias: PositionBias | None, causal: bool) -> None:
         super().__init__()
-        self.SelfAttention = Attention(shape, position_bias)
+        self.SelfAttention = Attention(shape, position_bias, causal)
         self.layer_norm = RMSNorm(shape.d_model)
         self.dropout = nn.Dropout(shape.dropout_rate)
 

@@ -23,13 +23,11 @@ from t5train.engine.engine import (
     set_learning_rate,
 )
 from t5train.engine.expert_routing import Routing
-from t5train.engine.forward_backward import Passes, PipelinePasses, WholePasses
-from t5train.engine.gradient_accumulation import sums_of
+from t5train.engine.forward_backward import Passes, passes_of
 from t5train.engine.partitions import master_groups_of
-from t5train.engine.peak_flops import accelerator_peak_flops
+from t5train.engine.peak_flops import accelerator_peak_flops, utilization
 from t5train.errors import InputError, Preempted
 from t5train.files.run_folder import tag_of
-from t5train.model.flops import training_flops
 from t5train.model.initialization import initialise
 from t5train.model.model_shape import T5Shape, huggingface_config, resolve
 from t5train.rank.heartbeat import Heartbeat
@@ -72,11 +70,7 @@ class Trainer:
         self.step = saving.resume(self.engine, job, stored)
         self.peak_flops = accelerator_peak_flops(self.spec.optimizer.precision)
         self.routing = Routing(model_of(self.engine))
-        self.passes: Passes = (
-            PipelinePasses(self.engine)
-            if self.spec.layout.pipeline_stages > 1
-            else WholePasses(self.engine, self.routing, sums_of(self.engine.module, self.spec))
-        )
+        self.passes: Passes = passes_of(self.engine, self.spec, self.routing)
         self.movement = sanity_checks.Movement(
             master_groups_of(self.engine), self._applied_steps(), self.spec.data_parallel_size, gather
         )
@@ -243,11 +237,8 @@ class Trainer:
 
     def _utilization(self, seconds: float) -> Values:
         """Return ``mfu``, the share of the accelerators' peak that a step of this duration used; empty if unknown."""
-        if self.peak_flops is None:
-            return {}
-        lengths = self.spec.objective.input_tokens, geometry(self.spec.objective).target_tokens
-        flops = self.spec.optimizer.global_batch_sequences * training_flops(self.shape, *lengths)
-        return {"mfu": flops / seconds / (self.peak_flops * self.spec.cluster.ranks)}
+        used = utilization(self.spec, self.shape, seconds, self.peak_flops)
+        return {} if used is None else {"mfu": used}
 
     def _tokens_a_step(self) -> int:
         lengths = self.spec.objective.input_tokens + geometry(self.spec.objective).target_tokens

@@ -1,0 +1,184 @@
+"""Measures training steps on random tokens: the program that the ranks of ``t5-pretrain bench`` run.
+
+It builds the same engine as training, and takes the same steps; only reading, saving and validation are left out.
+Rank 0 writes the result beside the job.
+"""
+
+import argparse
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel
+
+from t5train.data.loader import Batch
+from t5train.data.span_corruption import geometry
+from t5train.errors import T5TrainError
+from t5train.files.atomic import write_json
+from t5train.files.run_folder import RANK_FILES
+from t5train.rank.error_report import report
+from t5train.spec import RunSpec
+
+WARM_UP_STEPS = 5
+"""They include compilation, and CUDA graphs are recorded in the second and third."""
+PROFILED_STEPS = 2
+OTHER = "other"
+IDLE = "accelerator idle"
+_BATCHES = 4
+_KINDS = {
+    "optimizer update": ("update_chunks", "squares_of", "multi_tensor", "adam"),
+    "communication": ("nccldev", "gloo", "allreduce", "all_gather"),
+    "attention": ("queries_", "keys_backward", "bias_tiles", "bias_diagonals", "sdpa", "flash", "fmha", "attention"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "splitkreduce", "mm", "linear"),
+    "copies": ("memcpy", "memset", "copy_", "direct_copy"),
+}
+"""Kinds of work, and parts of the names of kernels (on the CPU, operators) that do it; the first that fits counts."""
+_log = logging.getLogger(__name__)
+
+
+class BenchmarkJob(BaseModel):
+    """What to measure."""
+
+    spec: RunSpec
+    vocab_size: int
+    steps: int
+
+
+class Measured(BaseModel):
+    """The result of rank 0."""
+
+    device: str
+    step_seconds: list[float]
+    """Wall time of each step, without those before everything was compiled."""
+    tokens_a_step: int
+    mfu: float | None
+    """Share of the peak that the median step used; None if the peak is not known."""
+    memory_bytes: int
+    """Peak memory of rank 0 on its accelerator; on the CPU, of its process."""
+    seconds_by_kind: dict[str, float]
+    """Where a step's time went."""
+
+
+def main() -> int:
+    """Measure, and write ``measured.json`` beside the job."""
+    parser = argparse.ArgumentParser(prog="python -m t5train.train.step_benchmark", description=__doc__)
+    parser.add_argument("--job", type=Path, required=True, help="JSON file of a BenchmarkJob")
+    path = parser.parse_args().job
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        _measure_and_write(BenchmarkJob.model_validate_json(path.read_text("utf-8")), path.with_name("measured.json"))
+    except T5TrainError as error:
+        if rank_files := os.environ.get(RANK_FILES):
+            report(Path(rank_files), error)
+        raise
+    return 0
+
+
+def _measure_and_write(job: BenchmarkJob, into: Path) -> None:
+    import deepspeed
+    from deepspeed import comm
+
+    deepspeed.init_distributed()
+    measured = measure(job)
+    if comm.get_rank() == 0:
+        write_json(into, measured.model_dump())
+    comm.barrier()
+    comm.destroy_process_group()
+
+
+def measure(job: BenchmarkJob) -> Measured:
+    """Take the steps. A collective of all ranks."""
+    from t5train.engine.engine import accelerator_memory_bytes
+    from t5train.engine.peak_flops import accelerator_name, accelerator_peak_flops, utilization
+    from t5train.model.model_shape import resolve
+
+    spec, shape, sample = job.spec, resolve(job.spec.model, job.vocab_size), geometry(job.spec.objective)
+    steps = _steps(job)
+    for number in range(WARM_UP_STEPS):
+        _log.info("step %d: %.2f s", number + 1, next(steps))
+    accelerator_memory_bytes()  # forgets the peak so far
+    seconds = [next(steps) for _ in range(job.steps)]
+    memory = accelerator_memory_bytes()
+    median = statistics.median(seconds)
+    return Measured(
+        device=accelerator_name() or "CPU",
+        step_seconds=seconds,
+        tokens_a_step=spec.optimizer.global_batch_sequences * (sample.input_tokens + sample.target_tokens),
+        mfu=utilization(spec, shape, median, accelerator_peak_flops(spec.optimizer.precision)),
+        memory_bytes=memory,
+        seconds_by_kind=_profile(steps, median),
+    )
+
+
+def _steps(job: BenchmarkJob) -> Iterator[float]:
+    """Yield the seconds of one step after the other."""
+    from functools import partial
+
+    from t5train.engine.collectives import rank
+    from t5train.engine.engine import build_engine, model_of, set_learning_rate
+    from t5train.engine.expert_routing import Routing
+    from t5train.engine.forward_backward import passes_of
+    from t5train.model.initialization import initialise
+    from t5train.model.model_shape import resolve
+
+    spec, shape = job.spec, resolve(job.spec.model, job.vocab_size)
+    engine = build_engine(spec, shape, 0, partial(initialise, shape=shape, seed=spec.optimizer.seed), node_local=False)
+    routing = Routing(model_of(engine))
+    passes = passes_of(engine, spec, routing)
+    drawn = [_batch(job, seed=rank() * _BATCHES + number) for number in range(_BATCHES)]
+    number = 0
+    while True:
+        number += 1
+        started = time.perf_counter()
+        set_learning_rate(engine, spec.optimizer.final_learning_rate)
+        result = passes.step(iter([drawn[(number + each) % _BATCHES] for each in range(spec.gradient_accumulation)]))
+        routing.of_step(result.router_loss)
+        yield time.perf_counter() - started
+
+
+def _batch(job: BenchmarkJob, seed: int) -> Batch:
+    """Draw a micro-batch. Frequent tokens are drawn often, as in text, so that experts get unequal shares."""
+    sample, size = geometry(job.spec.objective), job.spec.layout.micro_batch_sequences
+    generator = np.random.default_rng(seed)
+
+    def ids(length: int) -> np.ndarray:
+        return (job.vocab_size * generator.power(0.3, (size, length))).astype(np.int32)
+
+    return Batch(np.arange(size), ids(sample.input_tokens), ids(sample.target_tokens))
+
+
+def _profile(steps: Iterator[float], median: float) -> dict[str, float]:
+    """Return the seconds of a step by kind of work. What the accelerator does not work of ``median`` is idle."""
+    from deepspeed.accelerator import get_accelerator
+    from torch.profiler import ProfilerActivity, profile
+
+    on_accelerator = get_accelerator().device_name() != "cpu"
+    with profile(activities=None if on_accelerator else [ProfilerActivity.CPU]) as run:  # None: all there are
+        for _ in range(PROFILED_STEPS):
+            next(steps)
+    found: dict[str, float] = {}
+    for event in run.events() or []:
+        if (event.device_type.name != "CPU") == on_accelerator:
+            taken = event.device_time if on_accelerator else event.self_cpu_time_total
+            kind = kind_of(event.name)
+            found[kind] = found.get(kind, 0.0) + taken / 1e6 / PROFILED_STEPS
+    if on_accelerator:
+        found[IDLE] = max(0.0, median - sum(found.values()))
+    return found
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of work that a kernel or an operator of this name does."""
+    lowered = name.lower()
+    if lowered.startswith("triton_") or "gelu" in lowered:
+        return "norms, activations, loss"
+    return next((kind for kind, parts in _KINDS.items() if any(part in lowered for part in parts)), OTHER)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
