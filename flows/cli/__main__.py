@@ -8,6 +8,7 @@ from typing import NoReturn
 import typer
 
 from flows.cli import (
+    bench_command,
     gc_command,
     preflight_command,
     regression_command,
@@ -35,6 +36,7 @@ for commands in (
     stage_commands,
     status_command,
     gc_command,
+    bench_command,
     regression_command,
     server_commands,
     team_commands,

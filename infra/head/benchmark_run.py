@@ -1,0 +1,46 @@
+"""Runs the ranks of a benchmark on this machine, in a temporary folder."""
+
+import shutil
+from pathlib import Path
+from tempfile import mkdtemp
+
+from infra.head.launch.local_launch import LaunchSpec, launch
+from infra.head.preflight.launch_requirements import operators_of
+from infra.head.preflight.run_checks import require_capable, require_free, require_model
+from infra.node.attempts.run_lock import run_lock
+from t5train.data.tokenizer import expected_vocab_size
+from t5train.progress import Progress
+from t5train.spec import RunSpec
+from t5train.train.step_benchmark import BenchmarkJob, Measured
+
+
+def benchmark(spec: RunSpec, steps: int, progress: Progress) -> Measured:
+    """Measure ``steps`` training steps of a recipe on this machine.
+
+    Raises SpecError if this machine cannot train it, or the error of a rank.
+    """
+    shape = require_model(spec)
+    job = BenchmarkJob(spec=spec, vocab_size=expected_vocab_size(spec.tokenizer), steps=steps)
+    require_capable(spec, shape)
+    require_free(spec)
+    # Kept if a rank fails, as the error names its log.
+    folder = Path(mkdtemp(prefix="t5-bench-"))
+    run_folder, path = folder / "run", folder / "job.json"
+    run_folder.mkdir()
+    path.write_text(job.model_dump_json(), "utf-8")
+    progress("measuring", 0, None)
+    with run_lock(run_folder):
+        launch(
+            LaunchSpec(
+                program=lambda _folder: ("-m", "t5train.train.step_benchmark", "--job", str(path)),
+                run_folder=run_folder,
+                num_ranks=spec.cluster.ranks,
+                accelerator=spec.cluster.accelerator,
+                master_port=spec.cluster.master_port,
+                grace_seconds=spec.cluster.grace_seconds,
+                operators=operators_of(spec),
+            )
+        )
+    measured = Measured.model_validate_json(path.with_name("measured.json").read_text("utf-8"))
+    shutil.rmtree(folder)
+    return measured
