@@ -25,6 +25,9 @@ from t5train.records.digests import digest_files
 
 # Put this Python's ninja first, as ranks do: with another ninja, operators are compiled again, which takes minutes.
 os.environ["PATH"] = search_path()
+# Without a GPU, Triton interprets kernels. It has to know before its first import.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ["TRITON_INTERPRET"] = "1"
 # Let tests that start ranks by themselves use the operators that `make setup` compiled.
 os.environ[VARIABLE] = str(operator_folder())
 

@@ -33,6 +33,8 @@ LAZY_IMPORTS = {  # imported only inside functions, when the head or a rank need
     "infra.node.inspection.software": {"t5train.spec", "t5train.records.identity"},
     "infra.node.inspection.network_interfaces": {"psutil"},
 }
+KERNELS = ("t5train.engine.fused_update", "t5train.engine.partition_update", "t5train.engine.update_kernels")
+KERNELS += ("t5train.model.kernels.",)
 MAX_MODULES = 16
 WATCHED = {*LAYERS, "prefect"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
@@ -258,8 +260,9 @@ def import_without(run_python: RunPython, blocked: str, modules: list[str]) -> N
     assert result.returncode == 0, result.stderr
 
 
-def test_the_library_can_be_imported_without_prefect(run_python: RunPython) -> None:
-    import_without(run_python, "prefect", [name for name in LIBRARY if name in RUNNABLE])
+def test_the_library_can_be_imported_without_prefect_and_without_triton(run_python: RunPython) -> None:
+    modules = [name for name in LIBRARY if name in RUNNABLE and not name.startswith(KERNELS)]
+    import_without(run_python, "prefect,triton", modules)
 
 
 def test_the_head_does_not_import_torch(run_python: RunPython) -> None:

@@ -66,6 +66,7 @@ def inject(site: Site, number: int, run: str, name: str, fault: Fault, seeded: r
     """Strike a run that trains, and follow it until it trains again."""
     _await_training(site, run, name, site.step(name) + seeded.randint(5, 15))
     before, flow, there, step = site.shown(run), site.flow(run), site.of_run(run), site.step(name)
+    attempts, resumed_at = site.attempts(name), None
     assert flow is not None
     began = time.monotonic()
     fault.strike(site, run, seeded)
@@ -78,7 +79,11 @@ def inject(site: Site, number: int, run: str, name: str, fault: Fault, seeded: r
         shown, alive = _shown(site, run), flow.is_alive()
         if not _is_right(shown, before, alive):
             wrong_at = time.monotonic()
-        went_on = site.step(name) > struck_at + 2 and _trains(shown, before, alive)
+        if resumed_at is None and site.attempts(name) > attempts:
+            resumed_at = site.step(name)
+        # Ranks of an ended attempt may train until their lease ends, so steps count from the start of the next attempt.
+        trains = site.step(name) > struck_at + 2 if alive else resumed_at not in (None, site.step(name))
+        went_on = trains and _trains(shown, before, alive)
         time.sleep(_LOOK_SECONDS)
     ended = not flow.is_alive()
     left = {process for process in there if process.is_alive()} if ended else set()

@@ -22,6 +22,7 @@ from infra.node.processes import ProcessIdentity
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOME
 from infra.testcluster.network import HEAD
+from t5train.files.run_folder import ATTEMPTS
 from tests.support.cluster_runs import ENVIRONMENT, SETTINGS, last_step, prepare
 
 NODES, SERVER = ("node0", "node1"), "node2"
@@ -189,6 +190,10 @@ class Site:
     def step(self, name: str) -> int:
         """The last step that a run has recorded."""
         return last_step(self.root / "runs" / name)
+
+    def attempts(self, name: str) -> int:
+        """How many attempts a run has begun."""
+        return len([*(self.root / "runs" / name / ATTEMPTS).glob("*/attempt.json")])
 
     def flow(self, run: str) -> ProcessIdentity | None:
         """The process that executes a run: the first of those that carry its id."""

@@ -6,6 +6,7 @@
 - ``other_layout`` is the folder of a run in another layout. Its checkpoint ``other_tag`` is consolidated, and training
   starts from the result. Training that starts from another layout or from ``model.start_from`` saves a checkpoint
   before its first step.
+- With ``is_fused``, weights are updated by the fused update.
 - With ``ranks_a_node``, each node has its own folder within the run folder.
 - ``brought_from`` is the folder of a run on such nodes. Its checkpoint is gathered, and each node gets the files that
   its ranks read. The node ``intact`` gets its own files as well.
@@ -41,6 +42,7 @@ from t5train.spec import RunSpec, build
 from t5train.spec.rank_job import Consolidated, TrainJob
 from t5train.train import loop
 from t5train.train.witness_recording import full_masters
+from tests.support.training.fused_ranks import fused
 
 
 def main(jobs: Path) -> None:
@@ -72,7 +74,7 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
     )
     found: dict[str, Any] = {}
     try:
-        with FAULTS[entry.get("fault")]():
+        with FAULTS[entry.get("fault")](), fused() if entry.get("is_fused") else contextlib.nullcontext():
             _OPENED.clear()
             trainer = loop.Trainer(job)
             if "brought_from" in entry:

@@ -1,11 +1,13 @@
 """What is compiled when a model cannot be compiled as a whole."""
 
 import re
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from t5train.engine.engine import compile_sublayers
+from t5train.engine.engine import compile_blocks, compile_sublayers
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
@@ -33,3 +35,34 @@ def test_every_sublayer_without_experts_is_compiled() -> None:
     spec = ModelSpec.model_validate({"preset": "smoke", "version": "v1.0", "moe": {"num_experts": 4}})
     model = T5(resolve(spec, 300), decoder_start_id=0)
     assert _compiled(model) == _sublayers(model) - {"encoder.block.1.layer.1", "decoder.block.1.layer.2"}
+
+
+# torch's compiler looks at the gradients of a block's inputs, and instantiates autograd functions.
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.slow
+def test_blocks_that_sort_tokens_are_compiled_whole_and_once() -> None:
+    spec = ModelSpec.model_validate(
+        {"preset": "smoke", "version": "v1.0", "num_layers": 4, "num_decoder_layers": 4, "moe": {"num_experts": 4}}
+    )
+    model = T5(resolve(spec, 300), decoder_start_id=0).bfloat16().train()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0, 0.05)
+    for _, layer in model.sparse_layers():
+        layer.sorts_tokens = True
+    compile_blocks(model, fullgraph=True)
+    _train(model, seed=1)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled = _train(model, seed=2)
+    with torch.compiler.set_stance("force_eager"):
+        assert compiled == pytest.approx(_train(model, seed=2), rel=0.02)
+    counted = [int(layer.tokens.sum()) for _, layer in model.sparse_layers()]
+    assert counted == [3 * 4 * length for length in (64, 64, 20, 20)]
+
+
+def _train(model: Any, seed: int) -> float:
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = (torch.randint(0, 300, (4, length), generator=generator) for length in (64, 20))
+    loss = model(inputs, targets)
+    loss.backward()
+    return float(loss.detach())

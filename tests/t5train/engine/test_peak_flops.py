@@ -3,7 +3,11 @@
 import pytest
 from deepspeed.accelerator import get_accelerator
 
-from t5train.engine.peak_flops import accelerator_peak_flops, peak_flops
+from t5train.data.span_corruption import geometry
+from t5train.engine.peak_flops import accelerator_peak_flops, peak_flops, utilization
+from t5train.model.flops import training_flops
+from t5train.model.model_shape import resolve
+from t5train.spec.recipes import recipe
 
 
 @pytest.mark.parametrize(
@@ -39,3 +43,13 @@ def test_a_precision_that_a_device_lacks_has_no_peak() -> None:
 @pytest.mark.skipif(get_accelerator().device_name() != "cpu", reason="only a CPU has no peak")
 def test_a_cpu_has_no_peak() -> None:
     assert accelerator_peak_flops("bf16") is None
+
+
+def test_utilization_is_relative_to_the_peak_of_all_ranks() -> None:
+    spec = recipe("smoke")
+    shape = resolve(spec.model, 2100)
+    lengths = spec.objective.input_tokens, geometry(spec.objective).target_tokens
+    flops = spec.optimizer.global_batch_sequences * training_flops(shape, *lengths)
+    assert spec.cluster.ranks == 2
+    assert utilization(spec, shape, seconds=0.5, peak=2 * flops) == pytest.approx(0.5)
+    assert utilization(spec, shape, seconds=0.5, peak=None) is None

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, SwitchTransformersFo
 from t5train.engine.parameter_layout import huggingface_names
 from t5train.errors import SpecError
 from t5train.model.initialization import first_value, initialise
+from t5train.model.mixture_of_experts import _Route
 from t5train.model.model_shape import T5Shape, count_parameters, huggingface_config, resolve
 from t5train.model.parameters import parameter_shapes
 from t5train.model.t5 import T5
@@ -85,6 +86,65 @@ def test_tokens_beyond_capacity_are_counted_and_dropped_while_training() -> None
     assert int((output.flatten(0, 1).abs().sum(-1) == 0).sum()) == int(layer.overflow)
     layer.reset()
     assert not layer.tokens.any()
+
+
+def _trained(layer: Any, sorts_tokens: bool, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output, router loss, counts and gradients of a training pass."""
+    layer.sorts_tokens = sorts_tokens
+    layer.reset()
+    layer.zero_grad()
+    leaf = hidden.clone().requires_grad_()
+    torch.manual_seed(7)
+    output = layer(leaf)
+    slope = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
+    ((output * slope).sum() + 10 * layer.router_loss).backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+    counts = {"tokens": layer.tokens, "overflow": layer.overflow}
+    found = {"output": output.detach(), "router loss": layer.router_loss.detach(), "hidden": leaf.grad}
+    return found | counts | gradients
+
+
+@pytest.mark.parametrize("num_experts", [2, 5])
+def test_sorting_tokens_trains_as_deepspeeds_layer_does(num_experts: int) -> None:
+    model = _model(_shape(capacity_factor=num_experts, num_experts=num_experts, aux_loss=0.1, z_loss=0.1)).train()
+    _, layer = next(model.sparse_layers())
+    hidden = torch.randn(3, 41, model.shape.d_model, generator=torch.Generator().manual_seed(1))
+    expected, found = _trained(layer, False, hidden), _trained(layer, True, hidden)
+    assert len(found) == 3 + 2 + 1 + 2 * num_experts
+    for name, wanted in expected.items():
+        torch.testing.assert_close(
+            found[name], wanted, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_sorting_tokens_drops_those_beyond_capacity_at_random(top_k: int) -> None:
+    model = _model(_shape(capacity_factor=0.25, top_k=top_k)).train()
+    _, layer = next(model.sparse_layers())
+    layer.sorts_tokens = True
+    hidden = torch.randn(2, 32, model.shape.d_model, generator=torch.Generator().manual_seed(1))
+    dropped = []
+    for seed in (1, 2):
+        layer.reset()
+        torch.manual_seed(seed)
+        output = layer(hidden).flatten(0, 1)
+        dropped.append(output.abs().sum(-1) == 0)
+        capacity = 4 * top_k
+        assert int(layer.tokens.sum()) == 64 * top_k
+        assert int(layer.overflow) == sum(max(0, count - capacity) for count in layer.tokens.tolist()) > 0
+        if top_k == 1:
+            assert int(dropped[-1].sum()) == int(layer.overflow)
+    assert not torch.equal(*dropped)
+
+
+def test_first_choices_are_kept_before_second_ones() -> None:
+    chosen = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0]])
+    route = _Route.of(chosen, torch.tensor([4, 4]))
+    assert route.place[:, 0].max() == 1
+    assert route.place[:, 1].min() == 2
+    assert torch.equal(route.row.flatten().sort().values, torch.arange(8))
+    assert torch.equal(route.row.flatten()[route.order], torch.arange(8))
+    assert torch.equal(chosen.flatten()[route.order], torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]))
 
 
 def test_auxiliary_and_z_losses_are_added_with_their_weights() -> None:

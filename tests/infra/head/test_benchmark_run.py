@@ -1,0 +1,49 @@
+"""A benchmark of training steps, and how it sorts kernels."""
+
+import pytest
+
+from infra.head.benchmark_run import benchmark
+from t5train.data.span_corruption import geometry
+from t5train.errors import SpecError
+from t5train.progress import silent
+from t5train.spec.recipes import recipe
+from t5train.train.step_benchmark import OTHER, kind_of
+
+
+@pytest.mark.slow
+def test_steps_of_real_ranks_are_measured() -> None:
+    spec = recipe("smoke").with_settings({"model.num_layers": 1, "model.num_decoder_layers": 1})
+    measured = benchmark(spec, 3, silent)
+    assert len(measured.step_seconds) == 3
+    sample = geometry(spec.objective)
+    assert measured.tokens_a_step == 64 * (sample.input_tokens + sample.target_tokens)
+    assert measured.memory_bytes > 100e6
+    assert measured.device == "CPU"
+    assert measured.seconds_by_kind["matrix products"] > 0
+    assert measured.seconds_by_kind["optimizer update"] > 0
+
+
+def test_a_recipe_that_this_machine_cannot_train_is_refused() -> None:
+    many = {"cluster.accelerator": "cuda", "cluster.ranks": 4096, "optimizer.global_batch_sequences": 32 * 4096}
+    spec = recipe("smoke").with_settings(many)
+    with pytest.raises(SpecError, match=r"cluster\.ranks is 4096"):
+        benchmark(spec, 3, silent)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matrix products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matrix products"),
+        ("queries_forward", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("update_chunks", "optimizer update"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
+        ("triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_6", "norms, activations, loss"),
+        ("gelu_backward", "norms, activations, loss"),
+        ("Memset (Device)", "copies"),
+        ("something_else", OTHER),
+    ],
+)
+def test_kernels_are_sorted_by_what_they_do(name: str, kind: str) -> None:
+    assert kind_of(name) == kind

@@ -1,0 +1,27 @@
+"""Lets ranks on CPUs train with the fused update, in Triton's interpreter."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from t5train.engine import engine
+
+
+@contextmanager
+def fused() -> Iterator[None]:
+    """Make engines that are built within the block update their weights with the fused update."""
+    from t5train.engine.fused_update import FusedUpdate  # needs Triton, which other tests do without
+
+    gather = FusedUpdate._gather_weights
+
+    def round_and_gather(self: FusedUpdate) -> None:
+        """Round weights as a GPU does, because the interpreter truncates them."""
+        for number, flat in enumerate(self._flats):
+            self._rounded(number).copy_(flat)
+        gather(self)
+
+    with (
+        mock.patch.object(engine, "_can_fuse_update", return_value=True),
+        mock.patch.object(FusedUpdate, "_gather_weights", round_and_gather),
+    ):
+        yield

@@ -1,0 +1,67 @@
+"""Which parts of a model train with kernels, on which GPUs."""
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from t5train.engine import engine
+from t5train.model.attention import Attention
+from t5train.model.feed_forward import GatedFeedForward
+from t5train.model.model_shape import resolve
+from t5train.model.t5 import T5
+from t5train.spec.recipes import recipe
+
+# After importorskip, because the module imports Triton.
+pytest.importorskip("triton", reason="Triton is not installed; `make test` does it")
+from t5train.model.kernels import biased_attention
+
+EXPERTS = {"model.version": "v1.0", "model.moe.num_experts": 4}
+
+
+class Chosen(NamedTuple):
+    attention: bool = False
+    gate: bool = False
+    experts: bool = False
+
+
+def _chosen(monkeypatch: pytest.MonkeyPatch, capability: int, settings: dict[str, Any]) -> Chosen:
+    monkeypatch.setattr(engine, "_has_kernels", lambda: True)
+    monkeypatch.setattr(biased_attention, "capability", lambda: capability)
+    small = {"model.d_model": 64, "model.d_ff": 128, "model.d_kv": 32, "model.num_layers": 2}
+    spec = recipe("smoke").with_settings(
+        {**small, "model.num_decoder_layers": 2, "layout.zero_stage": 2, "optimizer.precision": "bf16", **settings}
+    )
+    shape = resolve(spec.model, 2100)
+    model = T5(shape, decoder_start_id=0)
+    engine._use_kernels(model, spec, shape)
+    modules = list(model.modules())
+    return Chosen(
+        any(isinstance(each, Attention) and each.kernel is not None for each in modules),
+        any(isinstance(each, GatedFeedForward) and each.kernel is not None for each in modules),
+        any(layer.sorts_tokens for _, layer in model.sparse_layers()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "settings", "expected"),
+    [
+        (90, {}, Chosen(attention=True, gate=True)),
+        (80, {}, Chosen(attention=True, gate=True)),
+        (90, {"optimizer.precision": "fp16"}, Chosen(attention=True, gate=True)),
+        (90, {"optimizer.precision": "fp32"}, Chosen()),
+        (90, {"layout.zero_stage": 3}, Chosen()),
+        (90, {"model.dropout_rate": 0.1}, Chosen(gate=True)),
+        (90, {"model.d_kv": 48}, Chosen(gate=True)),
+        (90, EXPERTS, Chosen(attention=True, experts=True)),
+        (80, EXPERTS, Chosen(attention=True)),
+        (100, EXPERTS, Chosen(attention=True)),
+        (90, EXPERTS | {"optimizer.precision": "fp16"}, Chosen(attention=True)),
+        (90, EXPERTS | {"layout.expert_parallel_size": 2}, Chosen(attention=True)),
+        (90, EXPERTS | {"model.d_ff": 132}, Chosen(attention=True)),
+        (90, EXPERTS | {"model.d_model": 68}, Chosen(attention=True)),
+    ],
+)
+def test_kernels_are_used_where_they_are_right(
+    monkeypatch: pytest.MonkeyPatch, capability: int, settings: dict[str, Any], expected: Chosen
+) -> None:
+    assert _chosen(monkeypatch, capability, settings) == expected
