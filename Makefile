@@ -32,7 +32,7 @@ demo: setup ## The whole chain on two CPU ranks, from Python's documentation to 
 demo-cluster: setup ## The same on two hosts that share nothing, made of namespaces on this machine (root)
 	@$(BIN)/python -m infra.testcluster demo --root $(ROOT)
 
-test: setup lint types ## Everything that must pass: lint, types, quick tests, then slow ones
+test: setup .venv/.triton lint types ## Everything that must pass: lint, types, quick tests, then slow ones
 	@$(PYTEST) -m "not slow and not cluster"
 	.ci/postgresql
 	$(PYTEST) -m "slow and not cluster and not ui"
@@ -111,6 +111,13 @@ clean: ## Remove .venv and what tools have cached; what runs have made stays
 	.ci/cluster-packages
 	"$$python" -m venv .venv
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[flows,s3,dev]'
+	touch $@
+
+# Without a GPU, tests interpret the kernels, and are skipped without Triton.
+.venv/.triton: .venv/.installed
+	@$(BIN)/python -c 'import triton' 2>/dev/null \
+		|| $(BIN)/python -m pip install --constraint constraints.txt --editable '.[kernels]' \
+		|| echo "setup: Triton could not be installed; the tests of kernels will be skipped" >&2
 	touch $@
 
 # DeepSpeed compiles its CPU communication and its Adam at first use; here they are compiled before anything waits.
