@@ -30,6 +30,8 @@ with own_server(Path(sys.argv[1]), int(sys.argv[2]), silent, lasting=True) as ap
     sys.stdin.read()
 """
 BUSY_SECONDS = 60.0
+ANSWER_SECONDS = 120.0
+"""Longer than a server waits for a lock on its SQLite database, which is 60 s: it answers then that it is busy."""
 
 
 def start(home: Path, current: Path) -> tuple[subprocess.Popen[str], str]:
@@ -78,7 +80,7 @@ def _answer(home: Path, url: str, body: object, method: str) -> tuple[int, bytes
     key = b64encode((home / "api-key").read_text().strip().encode()).decode()
     headers = {"content-type": "application/json", "Authorization": f"Basic {key}"}
     server = urlsplit(url)
-    with closing(HTTPConnection(str(server.hostname), server.port, timeout=30)) as connection:
+    with closing(HTTPConnection(str(server.hostname), server.port, timeout=ANSWER_SECONDS)) as connection:
         connection.request("GET", "/api/csrf-token?client=test", headers=headers)
         response = connection.getresponse()
         token = response.read()

@@ -124,7 +124,7 @@ class Team:
     def get(self, path: str) -> str:
         """The response to a request that only reads."""
         key = b64encode((self.home / "api-key").read_text().strip().encode()).decode()
-        with closing(HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=prefect_servers.ANSWER_SECONDS)) as connection:
             connection.request("GET", f"/api/{path}", headers={"Authorization": f"Basic {key}"})
             return connection.getresponse().read().decode()
 
