@@ -11,7 +11,7 @@ kind.
 
 import resource
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import deepspeed
 import torch
@@ -124,7 +124,7 @@ def peak_host_memory_bytes() -> int:
 def _compile(engine: Any, spec: RunSpec) -> None:
     """Compile as much of the model at once as its layout allows."""
     model = model_of(engine)
-    if spec.layout.pipeline_stages > 1 or not all(layer.sorts_tokens for _, layer in model.sparse_layers()):
+    if spec.layout.pipeline_stages > 1 or any(layer.dispatch == "deepspeed" for _, layer in model.sparse_layers()):
         compile_sublayers(model)
     elif spec.model.moe.num_experts:
         compile_blocks(model, **_graphs(engine))
@@ -149,22 +149,29 @@ def _can_fuse_update(engine: Any) -> bool:
 def _use_kernels(model: "T5 | T5Pipeline", spec: RunSpec, shape: T5Shape) -> None:
     """Let the model train with our kernels where they can replace torch's: in 16 bits below ZeRO 3, on NVIDIA GPUs.
 
-    Attention with dropout, or with heads of another width, stays torch's. Grouped products of experts need bf16, all
-    experts on every rank, and a Hopper GPU: before it, torch waits for the GPU in each; after it, gradients of experts
-    without tokens may be wrong.
+    Attention with dropout, or with heads of another width, stays torch's.
     """
     if spec.optimizer.precision == "fp32" or spec.layout.zero_stage == 3 or not _has_kernels():
         return
     from t5train.model.kernels import biased_attention, gated_gelu
 
     gated_gelu.use_in(model)
-    products_fit = shape.d_model % 8 == 0 and shape.d_ff % 8 == 0  # torch's grouped products need rows of 16 bytes
-    is_whole_in_bf16 = spec.optimizer.precision == "bf16" and spec.layout.expert_parallel_size == 1
-    if is_whole_in_bf16 and products_fit and biased_attention.capability() // 10 == _HOPPER:
-        for _, layer in model.sparse_layers():
-            layer.sorts_tokens = True
+    for _, layer in model.sparse_layers():
+        layer.dispatch = _dispatch(spec, shape, biased_attention.capability())
     if shape.dropout_rate == 0 and shape.d_kv in KERNEL_HEAD_WIDTHS:
         biased_attention.use_in(model)
+
+
+def _dispatch(spec: RunSpec, shape: T5Shape, capability: int) -> Literal["deepspeed", "rows", "slots"]:
+    """Return how tokens get to their experts in training.
+
+    Grouped products of rows need bf16, all experts on every rank, rows of 16 bytes, and a Hopper GPU: before it, torch
+    waits for the GPU in each; after it, gradients of experts without tokens may be wrong.
+    """
+    is_whole_in_bf16 = spec.optimizer.precision == "bf16" and spec.layout.expert_parallel_size == 1
+    if is_whole_in_bf16 and shape.d_model % 8 == 0 and shape.d_ff % 8 == 0 and capability // 10 == _HOPPER:
+        return "rows"
+    return "deepspeed" if spec.model.moe.capacity_factor is None else "slots"
 
 
 def _has_kernels() -> bool:

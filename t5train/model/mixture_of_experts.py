@@ -1,19 +1,19 @@
 """Experts instead of a feed-forward layer: DeepSpeed's MoE layer, as in Switch Transformers (Fedus et al. 2022).
 
-With ``sorts_tokens``, training sorts the tokens by expert, so that one grouped product multiplies each token by the
-weights of its expert. DeepSpeed's layer computes the same with masks of all tokens and experts and a product for each
-expert, in many more kernels. Evaluation always uses DeepSpeed's layer.
+With another ``dispatch`` than DeepSpeed's, training sorts the tokens by expert (see ``expert_dispatch``). DeepSpeed's
+layer computes the same with masks of all tokens and experts and a product for each expert, in many more kernels.
+Evaluation always uses DeepSpeed's layer.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Literal, cast
 
 import torch
 from deepspeed.moe.layer import MoE
 from torch import Tensor
 from torch.nn import functional
 
+from t5train.model.expert_dispatch import Experts, Route, apply_in_rows, apply_in_slots
 from t5train.model.feed_forward import FeedForward
 from t5train.model.model_shape import T5Shape
 
@@ -22,7 +22,8 @@ class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
     """ReLU experts; an fp32 router chooses one or two of them for each token.
 
     In training, an expert takes up to ``capacity_factor`` times its even share of a micro-batch. If more tokens are
-    routed to it, random ones are dropped. Evaluation drops none, so that its result depends only on the tokens.
+    routed to it, random ones are dropped; without a factor, none are. Evaluation drops none, so that its result depends
+    only on the tokens.
 
     ``router_loss`` is the weighted loss of the last forward pass. ``tokens`` [num_experts] counts the tokens routed to
     each expert since the last ``reset``, and ``overflow`` those above capacity.
@@ -31,7 +32,8 @@ class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
     router_loss: Tensor
     tokens: Tensor
     overflow: Tensor
-    sorts_tokens = False
+    dispatch: Literal["deepspeed", "rows", "slots"] = "deepspeed"
+    """How tokens get to their experts in training. Rows need all experts on every rank, slots need a capacity."""
 
     def __init__(self, shape: T5Shape, expert_parallel_size: int) -> None:
         settings = shape.moe
@@ -41,7 +43,7 @@ class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
             num_experts=settings.num_experts,
             ep_size=expert_parallel_size,
             k=settings.top_k,
-            capacity_factor=settings.capacity_factor,
+            capacity_factor=settings.capacity_factor or 1.0,  # has no effect if no tokens are dropped
             min_capacity=0,
         )
         self.settings = settings
@@ -51,10 +53,11 @@ class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[b, n, d_model] to the same shape."""
-        if self.training and self.sorts_tokens:
+        if self.training and self.dispatch != "deepspeed":
             return self._train(hidden)
         gate = self.deepspeed_moe.gate
-        gate.drop_tokens = gate.use_rts = gate.top2_2nd_expert_sampling = self.training
+        gate.use_rts = gate.top2_2nd_expert_sampling = self.training
+        gate.drop_tokens = self.training and self.settings.capacity_factor is not None
         output: Tensor
         output, balance_loss, counts = super().forward(hidden)
         self.router_loss = self.settings.aux_loss * balance_loss + self.settings.z_loss * self._z_loss(hidden)
@@ -67,20 +70,23 @@ class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
         logits = functional.linear(tokens.float(), self.deepspeed_moe.gate.wg.weight.float())
         probabilities = functional.softmax(logits, dim=1)
         chosen = self._choose(logits, probabilities)
-        counts = (chosen.flatten()[:, None] == torch.arange(self.num_experts, device=chosen.device)).sum(0)
-        route = _Route.of(chosen, counts)
-        kept = route.place < math.ceil(len(chosen) / self.num_experts * self.settings.capacity_factor * chosen.shape[1])
-        weights = probabilities.gather(1, chosen) * kept
+        route = Route.of(chosen, self.num_experts)
+        weights = probabilities.gather(1, chosen)
+        if (capacity := self._capacity(len(chosen))) is not None:
+            weights = weights * (route.place < capacity)
         if chosen.shape[1] > 1:
             weights = weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
-        rows = _take(tokens, route.token, route.row)
-        rows = self._apply_experts(rows, counts.cumsum(0).int())
-        taken = _take(rows, route.row, route.order)
+        if self.dispatch == "rows":
+            taken = apply_in_rows(self._experts(), tokens, route)
+        elif capacity is not None:
+            taken = apply_in_slots(self._experts(), tokens, route, capacity)
+        else:
+            raise ValueError("slots need a capacity: experts without one take tokens in rows")
         output: Tensor = (taken * weights.unsqueeze(2).to(taken.dtype)).sum(1)
         balance = self._balance_loss(probabilities, chosen)
         z_loss = logits.logsumexp(-1).square().mean()
         self.router_loss = self.settings.aux_loss * balance + self.settings.z_loss * z_loss
-        self._count(counts)
+        self._count(route.counts)
         return output.view_as(hidden)
 
     def _choose(self, logits: Tensor, probabilities: Tensor) -> Tensor:
@@ -98,14 +104,17 @@ class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
         balance: Tensor = (probabilities.mean(0) * shares).sum() * self.num_experts
         return balance
 
-    def _apply_experts(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Apply to [rows, d_model] the expert of each row; those of expert i end before row ``ends[i]``."""
-        experts = [cast(FeedForward, each) for each in self.deepspeed_moe.experts.deepspeed_experts]
-        first = torch.stack([expert.wi.weight for expert in experts])
-        second = torch.stack([expert.wo.weight for expert in experts])
-        inner = functional.relu(functional.grouped_mm(rows, first.transpose(1, 2), offs=ends))
-        output: Tensor = functional.grouped_mm(experts[0].dropout(inner), second.transpose(1, 2), offs=ends)
-        return output
+    def _experts(self) -> Experts:
+        """Return this rank's experts."""
+        mine = [cast(FeedForward, each) for each in self.deepspeed_moe.experts.deepspeed_experts]
+        first = torch.stack([expert.wi.weight for expert in mine])
+        second = torch.stack([expert.wo.weight for expert in mine])
+        return Experts(first, second, mine[0].dropout, self.deepspeed_moe.ep_group if self.ep_size > 1 else None)
+
+    def _capacity(self, num_tokens: int) -> int | None:
+        """Return how many tokens of a micro-batch an expert takes in training; None if it takes all."""
+        factor = self.settings.capacity_factor
+        return None if factor is None else math.ceil(num_tokens / self.num_experts * factor * self.settings.top_k)
 
     def reset(self) -> None:
         """Set the counts to zero."""
@@ -119,57 +128,7 @@ class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
 
     def _count(self, counts: Tensor) -> None:
         factor = self.settings.capacity_factor if self.training else self.settings.eval_capacity_factor
-        capacity = (counts.sum() / self.num_experts * factor).ceil().long()
         self.tokens += counts.to(self.tokens.device)
-        self.overflow += (counts - capacity).clamp(min=0).sum().to(self.overflow.device)
-
-
-class _Route(NamedTuple):
-    """How tokens are sorted by expert, in a random order within each expert, first choices before second ones."""
-
-    order: Tensor
-    """int64 [rows]: the choice (token times top_k plus number of the choice) that each row belongs to."""
-    token: Tensor
-    """int64 [rows]: the token of each row."""
-    row: Tensor
-    """int64 [tokens, top_k]: the row of each choice."""
-    place: Tensor
-    """int64 [tokens, top_k]: how many rows of the same expert come before."""
-
-    @classmethod
-    def of(cls, chosen: Tensor, counts: Tensor) -> "_Route":
-        """Sort the choices [tokens, top_k] of experts that are chosen ``counts`` [experts] times."""
-        top_k = chosen.shape[1]
-        bits = 31 - len(counts).bit_length() - (top_k - 1).bit_length()
-        rank = torch.randint(0, 1 << bits, chosen.shape, dtype=torch.int32, device=chosen.device)
-        rank += torch.arange(top_k, dtype=torch.int32, device=chosen.device) << bits
-        keys = (chosen.int() << (31 - len(counts).bit_length())) + rank
-        order = keys.flatten().sort(stable=True).indices
-        row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)).view_as(chosen)
-        return cls(order, order // top_k, row, row - (counts.cumsum(0) - counts)[chosen])
-
-
-def _take(source: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """Return ``source[index]``. Its gradient is taken in the same way: no additions in an order that may vary.
-
-    ``inverse`` holds, for each row of ``source``, the place or places in the flattened index that name it.
-    """
-    apply: Callable[..., Tensor] = _Take.apply
-    return apply(source, index, inverse)
-
-
-class _Take(torch.autograd.Function):
-    """See ``_take``."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        """Return [*index, width]."""
-        ctx.save_for_backward(inverse)
-        return source[index]
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of ``source``."""
-        (inverse,) = ctx.saved_tensors
-        taken = slopes[0].flatten(0, -2)[inverse]
-        return (taken if inverse.dim() == 1 else taken.sum(1)), None, None
+        if factor is not None:
+            capacity = (counts.sum() / self.num_experts * factor).ceil().long()
+            self.overflow += (counts - capacity).clamp(min=0).sum().to(self.overflow.device)

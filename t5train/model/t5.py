@@ -140,11 +140,6 @@ class Block(Recomputable):
         self.is_sparse = shape.is_sparse(index)
 
     @property
-    def sorts_tokens(self) -> bool:
-        """Whether the block has experts, and trains them without DeepSpeed's layer."""
-        return self.is_sparse and cast("SparseFeedForward", cast(FeedForwardStep, self.layer[-1]).mlp).sorts_tokens
-
-    @property
     def position_bias(self) -> PositionBias:
         """The stack's position bias, which its first block owns."""
         return cast(SelfAttentionStep, self.layer[0]).SelfAttention.relative_attention_bias

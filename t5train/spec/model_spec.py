@@ -19,11 +19,12 @@ class ExpertsSpec(SpecPart):
         1, title="Experts per token", description="1 as in Switch Transformers; 2 cannot be exported to transformers"
     )
     every_n_layers: int = Field(2, ge=1, title="Every n layers", description="Every n-th layer of a stack is sparse")
-    capacity_factor: float = Field(
+    capacity_factor: float | None = Field(
         1.25,
         gt=0,
         title="Capacity",
-        description="Tokens an expert takes in training, as a multiple of an even share; others are dropped",
+        description="Tokens an expert takes in training, as a multiple of an even share; others are dropped. null: it "
+        "takes all",
     )
     eval_capacity_factor: float = Field(
         2.0,

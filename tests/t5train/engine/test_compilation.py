@@ -1,7 +1,7 @@
 """What is compiled when a model cannot be compiled as a whole."""
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -41,7 +41,8 @@ def test_every_sublayer_without_experts_is_compiled() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
-def test_blocks_that_sort_tokens_are_compiled_whole_and_once() -> None:
+@pytest.mark.parametrize("dispatch", ["rows", "slots"])
+def test_blocks_that_sort_tokens_are_compiled_whole_and_once(dispatch: Literal["rows", "slots"]) -> None:
     spec = ModelSpec.model_validate(
         {"preset": "smoke", "version": "v1.0", "num_layers": 4, "num_decoder_layers": 4, "moe": {"num_experts": 4}}
     )
@@ -49,7 +50,7 @@ def test_blocks_that_sort_tokens_are_compiled_whole_and_once() -> None:
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0, 0.05)
     for _, layer in model.sparse_layers():
-        layer.sorts_tokens = True
+        layer.dispatch = dispatch
     compile_blocks(model, fullgraph=True)
     _train(model, seed=1)
     with torch.compiler.set_stance("fail_on_recompile"):

@@ -16,12 +16,13 @@ pytest.importorskip("triton", reason="Triton is not installed; `make test` does 
 from t5train.model.kernels import biased_attention
 
 EXPERTS = {"model.version": "v1.0", "model.moe.num_experts": 4}
+TAKES_ALL = {"model.moe.capacity_factor": None}
 
 
 class Chosen(NamedTuple):
     attention: bool = False
     gate: bool = False
-    experts: bool = False
+    experts: str = ""
 
 
 def _chosen(monkeypatch: pytest.MonkeyPatch, capability: int, settings: dict[str, Any]) -> Chosen:
@@ -38,7 +39,7 @@ def _chosen(monkeypatch: pytest.MonkeyPatch, capability: int, settings: dict[str
     return Chosen(
         any(isinstance(each, Attention) and each.kernel is not None for each in modules),
         any(isinstance(each, GatedFeedForward) and each.kernel is not None for each in modules),
-        any(layer.sorts_tokens for _, layer in model.sparse_layers()),
+        next((layer.dispatch for _, layer in model.sparse_layers()), ""),
     )
 
 
@@ -52,13 +53,17 @@ def _chosen(monkeypatch: pytest.MonkeyPatch, capability: int, settings: dict[str
         (90, {"layout.zero_stage": 3}, Chosen()),
         (90, {"model.dropout_rate": 0.1}, Chosen(gate=True)),
         (90, {"model.d_kv": 48}, Chosen(gate=True)),
-        (90, EXPERTS, Chosen(attention=True, experts=True)),
-        (80, EXPERTS, Chosen(attention=True)),
-        (100, EXPERTS, Chosen(attention=True)),
-        (90, EXPERTS | {"optimizer.precision": "fp16"}, Chosen(attention=True)),
-        (90, EXPERTS | {"layout.expert_parallel_size": 2}, Chosen(attention=True)),
-        (90, EXPERTS | {"model.d_ff": 132}, Chosen(attention=True)),
-        (90, EXPERTS | {"model.d_model": 68}, Chosen(attention=True)),
+        (90, EXPERTS, Chosen(attention=True, experts="rows")),
+        (90, EXPERTS | TAKES_ALL, Chosen(attention=True, experts="rows")),
+        (90, EXPERTS | TAKES_ALL | {"layout.expert_parallel_size": 2}, Chosen(attention=True, experts="deepspeed")),
+        (80, EXPERTS | TAKES_ALL, Chosen(attention=True, experts="deepspeed")),
+        (80, EXPERTS, Chosen(attention=True, experts="slots")),
+        (100, EXPERTS, Chosen(attention=True, experts="slots")),
+        (90, EXPERTS | {"optimizer.precision": "fp16"}, Chosen(attention=True, experts="slots")),
+        (90, EXPERTS | {"optimizer.precision": "fp32"}, Chosen(experts="deepspeed")),
+        (90, EXPERTS | {"layout.expert_parallel_size": 2}, Chosen(attention=True, experts="slots")),
+        (90, EXPERTS | {"model.d_ff": 132}, Chosen(attention=True, experts="slots")),
+        (90, EXPERTS | {"model.d_model": 68}, Chosen(attention=True, experts="slots")),
     ],
 )
 def test_kernels_are_used_where_they_are_right(

@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, SwitchTransformersFo
 
 from t5train.engine.parameter_layout import huggingface_names
 from t5train.errors import SpecError
+from t5train.model.expert_dispatch import Route
 from t5train.model.initialization import first_value, initialise
-from t5train.model.mixture_of_experts import _Route
 from t5train.model.model_shape import T5Shape, count_parameters, huggingface_config, resolve
 from t5train.model.parameters import parameter_shapes
 from t5train.model.t5 import T5
@@ -88,9 +88,9 @@ def test_tokens_beyond_capacity_are_counted_and_dropped_while_training() -> None
     assert not layer.tokens.any()
 
 
-def _trained(layer: Any, sorts_tokens: bool, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+def _trained(layer: Any, dispatch: str, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
     """Output, router loss, counts and gradients of a training pass."""
-    layer.sorts_tokens = sorts_tokens
+    layer.dispatch = dispatch
     layer.reset()
     layer.zero_grad()
     leaf = hidden.clone().requires_grad_()
@@ -105,11 +105,13 @@ def _trained(layer: Any, sorts_tokens: bool, hidden: torch.Tensor) -> dict[str, 
 
 
 @pytest.mark.parametrize("num_experts", [2, 5])
-def test_sorting_tokens_trains_as_deepspeeds_layer_does(num_experts: int) -> None:
-    model = _model(_shape(capacity_factor=num_experts, num_experts=num_experts, aux_loss=0.1, z_loss=0.1)).train()
+@pytest.mark.parametrize(("dispatch", "takes_all"), [("rows", False), ("rows", True), ("slots", False)])
+def test_sorting_tokens_trains_as_deepspeeds_layer_does(num_experts: int, dispatch: str, takes_all: bool) -> None:
+    factor = None if takes_all else num_experts
+    model = _model(_shape(capacity_factor=factor, num_experts=num_experts, aux_loss=0.1, z_loss=0.1)).train()
     _, layer = next(model.sparse_layers())
     hidden = torch.randn(3, 41, model.shape.d_model, generator=torch.Generator().manual_seed(1))
-    expected, found = _trained(layer, False, hidden), _trained(layer, True, hidden)
+    expected, found = _trained(layer, "deepspeed", hidden), _trained(layer, dispatch, hidden)
     assert len(found) == 3 + 2 + 1 + 2 * num_experts
     for name, wanted in expected.items():
         torch.testing.assert_close(
@@ -118,10 +120,11 @@ def test_sorting_tokens_trains_as_deepspeeds_layer_does(num_experts: int) -> Non
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_sorting_tokens_drops_those_beyond_capacity_at_random(top_k: int) -> None:
+@pytest.mark.parametrize("dispatch", ["rows", "slots"])
+def test_sorting_tokens_drops_those_beyond_capacity_at_random(top_k: int, dispatch: Literal["rows", "slots"]) -> None:
     model = _model(_shape(capacity_factor=0.25, top_k=top_k)).train()
     _, layer = next(model.sparse_layers())
-    layer.sorts_tokens = True
+    layer.dispatch = dispatch
     hidden = torch.randn(2, 32, model.shape.d_model, generator=torch.Generator().manual_seed(1))
     dropped = []
     for seed in (1, 2):
@@ -137,9 +140,32 @@ def test_sorting_tokens_drops_those_beyond_capacity_at_random(top_k: int) -> Non
     assert not torch.equal(*dropped)
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_rows_and_slots_keep_the_same_tokens(top_k: int) -> None:
+    _, layer = next(_model(_shape(capacity_factor=0.5, top_k=top_k, z_loss=0.1)).train().sparse_layers())
+    hidden = torch.randn(2, 37, 128, generator=torch.Generator().manual_seed(1))
+    rows, slots = _trained(layer, "rows", hidden), _trained(layer, "slots", hidden)
+    for name, wanted in rows.items():
+        torch.testing.assert_close(
+            slots[name], wanted, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("dispatch", ["deepspeed", "rows"])
+def test_experts_without_a_capacity_take_all_tokens(dispatch: Literal["deepspeed", "rows"]) -> None:
+    _, layer = next(_model(_shape(capacity_factor=None)).train().sparse_layers())
+    with torch.no_grad():
+        layer.deepspeed_moe.gate.wg.weight.zero_()  # all tokens go to the first expert
+    layer.dispatch = dispatch
+    output = layer(torch.randn(2, 32, 128, generator=torch.Generator().manual_seed(1)))
+    assert layer.tokens.tolist() == [64, 0, 0, 0]
+    assert int(layer.overflow) == 0
+    assert bool((output.flatten(0, 1).abs().sum(-1) > 0).all())
+
+
 def test_first_choices_are_kept_before_second_ones() -> None:
     chosen = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0]])
-    route = _Route.of(chosen, torch.tensor([4, 4]))
+    route = Route.of(chosen, 2)
     assert route.place[:, 0].max() == 1
     assert route.place[:, 1].min() == 2
     assert torch.equal(route.row.flatten().sort().values, torch.arange(8))
