@@ -7,6 +7,7 @@
   starts from the result. Training that starts from another layout or from ``model.start_from`` saves a checkpoint
   before its first step.
 - With ``is_fused``, weights are updated by the fused update.
+- ``dispatch`` is how tokens get to their experts, as on a GPU.
 - With ``ranks_a_node``, each node has its own folder within the run folder.
 - ``brought_from`` is the folder of a run on such nodes. Its checkpoint is gathered, and each node gets the files that
   its ranks read. The node ``intact`` gets its own files as well.
@@ -33,10 +34,10 @@ from t5train.checkpoint.reshard import consolidated_for
 from t5train.checkpoint.state_loading import StoredState
 from t5train.checkpoint.tags import files_read_by
 from t5train.data.loader import Batch, Samples
-from t5train.engine import collectives, deepspeed_config, forward_backward
+from t5train.engine import collectives, deepspeed_config, engine, forward_backward
 from t5train.engine.optimizer import AdamWRms
 from t5train.errors import T5TrainError
-from t5train.model.t5 import RMSNorm
+from t5train.model.t5 import T5, RMSNorm
 from t5train.progress import silent
 from t5train.spec import RunSpec, build
 from t5train.spec.rank_job import Consolidated, TrainJob
@@ -74,7 +75,8 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
     )
     found: dict[str, Any] = {}
     try:
-        with FAULTS[entry.get("fault")](), fused() if entry.get("is_fused") else contextlib.nullcontext():
+        update = fused() if entry.get("is_fused") else contextlib.nullcontext()
+        with FAULTS[entry.get("fault")](), update, _dispatching(entry.get("dispatch")):
             _OPENED.clear()
             trainer = loop.Trainer(job)
             if "brought_from" in entry:
@@ -165,6 +167,18 @@ def _stop_after(trainer: loop.Trainer, step: int) -> None:
 
 class StopTraining(T5TrainError):
     """Raised to end training early."""
+
+
+@contextlib.contextmanager
+def _dispatching(dispatch: str | None) -> Iterator[None]:
+    """Let experts get their tokens as on a GPU."""
+
+    def use_kernels(model: T5, *_settings: Any) -> None:
+        for _, layer in model.sparse_layers():
+            layer.dispatch = dispatch
+
+    with mock.patch.object(engine, "_use_kernels", use_kernels) if dispatch else contextlib.nullcontext():
+        yield
 
 
 @contextlib.contextmanager

@@ -34,6 +34,16 @@ KEYS = ("step", "loss", "gradient_norm", "validation_loss", "router_loss", "drop
 SUMMED = ["zero0-bf16", "zero1-bf16-offload", "zero1-bf16-ep2", "zero1-bf16-pp2-tied-deep"]
 SUMMED += ["zero2-bf16", "zero2-bf16-ep2-offload", "zero3-bf16", "zero3-bf16-offload"]
 PASSES = 8
+DISPATCHED: dict[str, tuple[str, float | None, str | None]] = {
+    "roomy-masks": ("zero2-fp32-ep2", 4, None),
+    "roomy-slots": ("zero2-fp32-ep2", 4, "slots"),
+    "roomy-rows": ("zero2-fp32-ep1", 4, "rows"),
+    "tight-slots": ("zero2-fp32-ep2", 0.5, "slots"),
+    "tight-rows": ("zero2-fp32-ep1", 0.5, "rows"),
+    "unlimited-masks": ("zero2-fp32-ep2", None, None),
+    "unlimited-rows": ("zero2-fp32-ep1", None, "rows"),
+}
+"""Runs with experts: layout, capacity factor, and how tokens get to their experts."""
 VARIANTS = [*PIPELINES, "zero2-fp32-ep2", "zero1-bf16-offload", "zero2-fp32-offload", "zero3-bf16-offload"]
 FAULTS = {
     "nan": ("NonFiniteLoss", "the loss is nan at step"),
@@ -63,6 +73,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
                 "resume_tag": "step-00000002",
             },
         ]
+    for name, (layout, capacity, dispatch) in DISPATCHED.items():
+        spec = spec_of(layout).with_settings({"model.moe.capacity_factor": capacity, "model.dropout_rate": 0})
+        job = {"spec": spec.model_dump(mode="json"), "run_folder": f"{root}/{name}", "dispatch": dispatch}
+        jobs.append({"name": name, **job})
     for name in RECOMPUTED:
         spec = spec_of(name).with_settings({"model.activation_checkpointing": True}).model_dump(mode="json")
         jobs.append({"name": f"{name}.recomputed", "spec": spec, "run_folder": f"{root}/{name}.recomputed"})
@@ -226,6 +240,25 @@ def test_experts_over_one_rank_and_over_two_train_the_same_model(trained: Traine
         first, second = ([line[key] for line in run if key in line] for run in runs)
         assert len(first) == 4
         assert second == pytest.approx(first, rel=1e-4), key
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("roomy-masks", "roomy-slots"),
+        ("roomy-masks", "roomy-rows"),
+        ("roomy-masks", "unlimited-masks"),
+        ("roomy-masks", "unlimited-rows"),
+        ("tight-rows", "tight-slots"),
+    ],
+)
+def test_experts_train_the_same_model_however_they_get_their_tokens(trained: Trained, first: str, second: str) -> None:
+    runs = [read(trained.root / name / "metrics.jsonl") for name in (first, second)]
+    for key in ("loss", "gradient_norm", "router_loss", "dropped_tokens", "validation_loss"):
+        expected, found = ([line[key] for line in run if key in line] for run in runs)
+        assert len(found) == len(expected) > 0
+        assert found == pytest.approx(expected, rel=1e-4), key
+        assert all((value > 0.1) == ("tight" in first) for value in found if key == "dropped_tokens")
 
 
 @pytest.mark.parametrize("layout", EXPERTS)
