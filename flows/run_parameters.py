@@ -51,6 +51,7 @@ RecipeName = Literal[
     "zero1_offload",
     "zero2_offload",
     "zero3",
+    "t5_3b",
     "t5_3b_one_gpu",
     "t5_11b_one_gpu",
 ]

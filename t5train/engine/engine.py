@@ -28,7 +28,7 @@ from t5train.engine.parameter_layout import huggingface_names
 from t5train.engine.partitions import inner_optimizer, partitions_of, shared_by_stages
 from t5train.model.activation_checkpointing import checkpoint_activations
 from t5train.model.attention import KERNEL_HEAD_WIDTHS
-from t5train.model.initialization import Fill
+from t5train.model.initialization import Fill, NoDefaultValues, fill_all, filled
 from t5train.model.model_shape import T5Shape
 from t5train.model.t5 import T5, Block
 from t5train.spec import RunSpec
@@ -198,10 +198,10 @@ def _pipeline_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, con
     from t5train.engine.pipeline_engine import PipelineEngine
     from t5train.model.pipeline_model import T5Pipeline
 
-    model = T5Pipeline(shape, pad_id, spec.layout.pipeline_stages, geometry(spec.objective))
+    with NoDefaultValues():
+        model = T5Pipeline(shape, pad_id, spec.layout.pipeline_stages, geometry(spec.objective))
     names = huggingface_names(model, expert_rank=0)
-    for name, parameter in model.named_parameters():
-        fill(names[name], parameter)
+    fill_all({names[name]: parameter for name, parameter in model.named_parameters()}, fill)
     _use_kernels(model, spec, shape)
     if spec.model.activation_checkpointing:
         checkpoint_activations(model)
@@ -210,21 +210,23 @@ def _pipeline_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, con
 
 def _model(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> T5:
     size = spec.layout.expert_parallel_size
-    model = T5(shape, decoder_start_id=pad_id, expert_parallel_size=size)
+    with NoDefaultValues():
+        model = T5(shape, decoder_start_id=pad_id, expert_parallel_size=size)
     names = huggingface_names(model, expert_rank(size))
-    for name, parameter in model.named_parameters():
-        fill(names[name], parameter)
+    fill_all({names[name]: parameter for name, parameter in model.named_parameters()}, fill)
     return model
 
 
 def _partitioned_model(shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> T5:
     """Build a model that no rank ever holds whole: each parameter is partitioned when created, and filled later."""
-    with deepspeed.zero.Init(config_dict_or_path=config):
+    with NoDefaultValues(), deepspeed.zero.Init(config_dict_or_path=config):
         model = T5(shape, decoder_start_id=pad_id)
-    for name, parameter in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    values = filled({name: each.ds_shape for name, each in parameters.items()}, fill)
+    for parameter in parameters.values():
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if rank() == 0:
-                fill(name, parameter)
+                parameter.copy_(next(values))
     return model
 
 

@@ -16,7 +16,11 @@ ZeRO, offload  accelerator                           host
 2, optimizer   b n, with several passes g N/R more   (16 + b) N/R
 3, optimizer   b N/R                                 (16 + g) N/R
 3, all                                               (16 + b + g) N/R
+1, fused       (b + g) n + (b + 12) N/R              (on one rank b N less)
+2, fused       b n + (g + 12) N/R
 ============== ===================================== =========================
+
+With the fused update of bf16 on NVIDIA GPUs, gradients are not copied to fp32 and no operator needs temporary memory.
 
 In addition, memory is needed for what is fetched, reduced and updated at a time, for the batches that are prefetched
 (the order of samples is computed on demand and takes no memory), and for activations. Activations are not counted here:
@@ -64,7 +68,12 @@ class _Sizes(NamedTuple):
 def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
     """Return the peak memory of a rank during a step, for each kind separately."""
     layout, sizes = spec.layout, _sizes(spec, shape)
-    state = _replicated(sizes) if layout.zero_stage == 0 else _cut_up(sizes, layout.zero_stage, layout.offload)
+    if layout.zero_stage == 0:
+        state = _replicated(sizes)
+    elif fuses_update(spec):
+        state = _fused(sizes, layout.zero_stage, is_alone=spec.cluster.ranks == 1)
+    else:
+        state = _cut_up(sizes, layout.zero_stage, layout.offload)
     model = _MASTER * count_parameters(shape)
     return [
         *(held for held in state if held[1:] != (0, 0)),
@@ -72,6 +81,12 @@ def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
         Held(PROCESS, 0, PROCESS_BYTES),
         Held(WITNESS, model, model),
     ]
+
+
+def fuses_update(spec: RunSpec) -> bool:
+    """Return whether a run on NVIDIA GPUs uses the fused update. A run may not know its accelerators yet."""
+    is_supported = spec.optimizer.precision == "bf16" and spec.layout.zero_stage in {1, 2}
+    return is_supported and spec.layout.offload == "none" and spec.cluster.accelerator in {None, "cuda"}
 
 
 def host_bytes(spec: RunSpec, shape: T5Shape, ranks: range | None = None) -> int:
@@ -136,6 +151,19 @@ def _cut_up(sizes: _Sizes, stage: int, offload: str) -> list[Held]:
         Held("weights on their way back", 0, weight * part if on_host and stage < 3 else 0),
         Held("reduced at a time", weight * BUCKET_ELEMENTS, 0),
         Held("updated at a time", *_scratch(part, stage, on_host)),
+    ]
+
+
+def _fused(sizes: _Sizes, stage: int, is_alone: bool) -> list[Held]:
+    """Return the state with the fused update. A rank alone reduces nothing, so it has neither buckets nor copies."""
+    whole, part, weight, summed = sizes
+    gradients = summed * part if stage == 2 else summed * whole + weight * part * (not is_alone)
+    return [
+        Held("weights", weight * whole, 0),
+        Held("gradients", gradients, 0),
+        Held("masters", _MASTER * part, 0),
+        Held("moments", _MOMENTS * part, 0),
+        Held("reduced at a time", weight * BUCKET_ELEMENTS * (not is_alone), 0),
     ]
 
 

@@ -2,18 +2,71 @@
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from t5train.host_resources import num_cores
 from t5train.model.model_shape import T5Shape
 
 # Factor for the variance of experts and routers (Fedus et al. 2022, section 2.4: the usual one made training unstable).
 EXPERT_SCALE = 0.1
 
 Fill = Callable[[str, nn.Parameter], None]
-"""Fills a parameter in place with the initial value for its Hugging Face name."""
+"""Fills a parameter in place with the initial value for its Hugging Face name. Called by several threads at a time."""
+
+# A core draws a billion values in about 12 s. With more threads, memory is the limit.
+_MOST_THREADS = 16
+
+
+class NoDefaultValues(TorchFunctionMode):
+    """Leaves the weights of modules as they are in memory: torch's default values would be drawn only to be replaced.
+
+    Models built inside must be filled.
+    """
+
+    def __torch_function__(
+        self, function: Any, _types: Any, arguments: tuple[Any, ...] = (), settings: dict[str, Any] | None = None
+    ) -> Any:
+        """Skip the functions of torch.nn.init, which return the tensor that they fill."""
+        settings = settings or {}
+        if getattr(function, "__module__", None) == nn.init.__name__:
+            return settings["tensor"] if "tensor" in settings else arguments[0]
+        return function(*arguments, **settings)
+
+
+def fill_all(parameters: Mapping[str, nn.Parameter], fill: Fill) -> None:
+    """Fill parameters, by Hugging Face name, several at a time."""
+    with _threads() as threads:
+        for done in [threads.submit(fill, name, parameter) for name, parameter in parameters.items()]:
+            done.result()
+
+
+def filled(sizes: Mapping[str, torch.Size], fill: Fill) -> Iterator[Tensor]:
+    """Yield the initial values, fp32, for Hugging Face names, in order. Threads make only the next few in advance."""
+    with _threads() as threads:
+        coming: deque[Future[Tensor]] = deque()
+        for name, size in sizes.items():
+            coming.append(threads.submit(_filled, name, size, fill))
+            if len(coming) >= _MOST_THREADS:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
+
+
+def _filled(name: str, size: torch.Size, fill: Fill) -> Tensor:
+    parameter = nn.Parameter(torch.empty(size), requires_grad=False)
+    fill(name, parameter)
+    return parameter
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(num_cores(), _MOST_THREADS))
 
 
 def initialise(name: str, parameter: nn.Parameter, shape: T5Shape, seed: int) -> None:

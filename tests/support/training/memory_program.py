@@ -1,7 +1,7 @@
 """The program that ranks run in test_memory_estimate.py: it measures the peak bytes of live tensors in a training step.
 
-``python memory_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder"}]``, and writes
-``{name}.bytes`` beside it for each job, as rank 0 measured it.
+``python memory_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "is_fused"}]``,
+and writes ``{name}.bytes`` beside it for each job, as rank 0 measured it.
 """
 
 import gc
@@ -9,6 +9,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from t5train.engine.optimizer import AdamWRms
 from t5train.spec import build
 from t5train.spec.rank_job import TrainJob
 from t5train.train import loop
+from tests.support.training.fused_ranks import fused
 
 Tensors = Sequence[weakref.ref[torch.Tensor]]
 
@@ -34,7 +36,8 @@ def main(jobs: Path) -> None:
     for entry in json.loads(jobs.read_text()):
         groups._EXPERT_PARALLEL_GROUP.clear()
         groups._EXPERT_DATA_PARALLEL_GROUP.clear()
-        found = _peak_bytes(entry)
+        with fused() if entry["is_fused"] else nullcontext():
+            found = _peak_bytes(entry)
         if comm.get_rank() == 0:
             jobs.with_name(f"{entry['name']}.bytes").write_text(str(found))
         comm.barrier()
@@ -44,7 +47,8 @@ def main(jobs: Path) -> None:
 def _peak_bytes(entry: dict[str, Any]) -> int:
     """The peak of bytes in live tensors, beyond those that were live before the trainer was made.
 
-    It is sampled in one step: after gradients are summed, before they are reduced, and when the optimizer starts.
+    It is sampled in one step: after gradients are summed, before they are reduced, when the optimizer starts, and while
+    the fused update runs.
     """
     folder, before, seen = Path(entry["run_folder"]), _live_bytes(), [0]
     job = TrainJob(
@@ -58,12 +62,15 @@ def _peak_bytes(entry: dict[str, Any]) -> int:
     gc.collect()
     earlier = [weakref.ref(tensor) for tensor in _tensors()]
     gc.freeze()  # gc then skips the objects that exist now, which saves a second per sample
-    with (
-        _watched(Fp32Sums, "hand_over", seen, earlier),
-        _watched(DeepSpeedEngine, "allreduce_gradients", seen, earlier),
-        _watched(AdamWRms, "_rms", seen, earlier),
-        Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, 0), 1) as batches,
-    ):
+    watched = [(Fp32Sums, "hand_over"), (DeepSpeedEngine, "allreduce_gradients"), (AdamWRms, "_rms")]
+    if entry["is_fused"]:
+        from t5train.engine.fused_update import FusedUpdate  # needs Triton
+
+        watched.append((FusedUpdate, "_settings"))
+    with ExitStack() as stack:
+        for owner, name in watched:
+            stack.enter_context(_watched(owner, name, seen, earlier))
+        batches = stack.enter_context(Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, 0), 1))
         trainer._take_step(batches)
     gc.unfreeze()
     return max(seen) - before

@@ -1,12 +1,14 @@
 """The memory estimate of a run agrees with what its engines' tensors take."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from t5train.engine.memory_estimate import FETCHED, PROCESS, WITNESS, held_by_a_rank, host_bytes
 from t5train.model.model_shape import count_parameters, resolve
 from t5train.records.stage_records import TokenShards
+from t5train.spec import RunSpec
 from t5train.spec.recipes import RECIPES, recipe
 from tests.support.training.launched import launch, spec_of
 
@@ -15,22 +17,37 @@ LAYOUTS = ["zero0-bf16", "zero1-bf16", "zero2-fp32-ep2", "zero2-bf16-offload", "
 LARGE = {"model.d_model": 256, "model.d_ff": 512, "model.num_heads": 8}
 
 
-@pytest.fixture(scope="module")
-def live_bytes(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> dict[str, int]:
+FUSED = ["zero1-bf16", "zero2-bf16", "zero2-bf16-ep2"]
+FUSED_ALONE = ["zero1-bf16", "zero2-bf16"]
+
+
+def _live_bytes(
+    root: Path, shards: TokenShards, layouts: list[str], ranks: int = 2, is_fused: bool = False
+) -> dict[str, int]:
     """The peak bytes of tensors on rank 0 during a step of each layout."""
-    root = tmp_path_factory.mktemp("memory")
     jobs = [
         {
             "name": layout,
-            "spec": spec_of(layout).with_settings(LARGE).model_dump(mode="json"),
+            "spec": spec_of(layout, ranks=ranks).with_settings(LARGE).model_dump(mode="json"),
             "run_folder": str(root),
-            "shards": str(pydocs_shards.path),
+            "shards": str(shards.path),
+            "is_fused": is_fused,
         }
-        for layout in LAYOUTS
+        for layout in layouts
     ]
     (root / "jobs.json").write_text(json.dumps(jobs))
-    launch(root / "jobs.json", program="memory_program")
-    return {layout: int((root / f"{layout}.bytes").read_text()) for layout in LAYOUTS}
+    launch(root / "jobs.json", ranks, program="memory_program")
+    return {layout: int((root / f"{layout}.bytes").read_text()) for layout in layouts}
+
+
+def _estimated(spec: RunSpec, shards: TokenShards) -> int:
+    held = held_by_a_rank(spec, resolve(spec.model, int(shards.counts["vocab_size"])))
+    return sum(one.accelerator + one.host for one in held if one.what not in (PROCESS, WITNESS, FETCHED))
+
+
+@pytest.fixture(scope="module")
+def live_bytes(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> dict[str, int]:
+    return _live_bytes(tmp_path_factory.mktemp("memory"), pydocs_shards, LAYOUTS)
 
 
 @pytest.mark.slow
@@ -38,10 +55,20 @@ def live_bytes(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenSha
 def test_the_memory_estimate_agrees_with_the_live_tensors(
     live_bytes: dict[str, int], layout: str, pydocs_shards: TokenShards
 ) -> None:
-    spec = spec_of(layout).with_settings(LARGE)
-    held = held_by_a_rank(spec, resolve(spec.model, int(pydocs_shards.counts["vocab_size"])))
-    estimated = sum(one.accelerator + one.host for one in held if one.what not in (PROCESS, WITNESS, FETCHED))
+    estimated = _estimated(spec_of(layout).with_settings(LARGE), pydocs_shards)
     assert 0.7 * estimated < live_bytes[layout] < 1.01 * estimated  # the formula adds up different moments of a step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layouts", "ranks"), [(FUSED, 2), (FUSED_ALONE, 1)])
+def test_the_memory_estimate_agrees_with_the_fused_update(
+    layouts: list[str], ranks: int, tmp_path: Path, pydocs_shards: TokenShards
+) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed; `make test` does it")
+    for layout, live in _live_bytes(tmp_path, pydocs_shards, layouts, ranks, is_fused=True).items():
+        spec = spec_of(layout, ranks=ranks).with_settings({**LARGE, "cluster.accelerator": "cuda"})
+        estimated = _estimated(spec, pydocs_shards)
+        assert 0.7 * estimated < live < 1.01 * estimated, layout
 
 
 def test_more_ranks_hold_less_memory_each() -> None:
@@ -60,6 +87,12 @@ def test_recipes_need_the_expected_host_memory(name: str, gigabytes: int) -> Non
     spec = recipe(name)
     assert gigabytes - 1 < host_bytes(spec, resolve(spec.model, 32_100)) / 1e9 < gigabytes + 1
     assert RECIPES[name].__doc__
+
+
+def test_the_state_of_3b_leaves_room_for_activations_on_80_gigabytes() -> None:
+    spec = recipe("t5_3b")
+    held = held_by_a_rank(spec, resolve(spec.model, 32_100))
+    assert 50e9 < sum(one.accelerator for one in held if one.what != WITNESS) < 52e9
 
 
 def test_a_stage_of_a_pipeline_holds_its_layers_and_an_embedding() -> None:

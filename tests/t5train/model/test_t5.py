@@ -11,7 +11,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from t5train.errors import SpecError
 from t5train.model.attention import _bucket
-from t5train.model.initialization import first_value, initialise
+from t5train.model.initialization import initialise
 from t5train.model.model_shape import _SIZES, T5Shape, count_parameters, huggingface_config, resolve
 from t5train.model.parameters import parameter_shapes
 from t5train.model.t5 import T5
@@ -109,27 +109,6 @@ def test_every_preset_has_the_same_parameters_as_transformers(version: str, pres
 def test_presets_have_their_published_size(preset: str, version: str, millions: float) -> None:
     shape = resolve(ModelSpec.model_validate({"preset": preset, "version": version}), 32_100)
     assert count_parameters(shape) / 1e6 == pytest.approx(millions, abs=0.05)
-
-
-def test_initial_values_depend_only_on_seed_and_name() -> None:
-    _, shape = _model("v1.1")
-    size = torch.Size([8, 16])
-    first = first_value("encoder.block.0.layer.0.SelfAttention.q.weight", size, shape, seed=1)
-    assert torch.equal(first, first_value("encoder.block.0.layer.0.SelfAttention.q.weight", size, shape, seed=1))
-    assert not torch.equal(first, first_value("encoder.block.0.layer.0.SelfAttention.q.weight", size, shape, seed=2))
-    assert not torch.equal(first, first_value("encoder.block.1.layer.0.SelfAttention.q.weight", size, shape, seed=1))
-
-
-def test_initial_values_have_t5s_standard_deviations() -> None:
-    model, shape = _model("v1.1")
-    expected = {
-        "shared.weight": 1.0,
-        "encoder.block.0.layer.0.SelfAttention.q.weight": (shape.d_model * shape.d_kv) ** -0.5,
-        "encoder.block.0.layer.0.SelfAttention.k.weight": shape.d_model**-0.5,
-        "decoder.block.1.layer.2.DenseReluDense.wo.weight": shape.d_ff**-0.5,
-    }
-    for name, deviation in expected.items():
-        assert model.get_parameter(name).std().item() == pytest.approx(deviation, rel=0.05), name
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused() -> None:
