@@ -11,7 +11,7 @@ from infra.node.attempts.run_lock import run_lock
 from t5train.data.tokenizer import expected_vocab_size
 from t5train.progress import Progress
 from t5train.spec import RunSpec
-from t5train.train.step_benchmark import BenchmarkJob, Measured
+from t5train.train.step_benchmark import STEPS_FILE, BenchmarkJob, Measured
 
 
 def benchmark(spec: RunSpec, steps: int, progress: Progress) -> Measured:
@@ -28,7 +28,11 @@ def benchmark(spec: RunSpec, steps: int, progress: Progress) -> Measured:
     run_folder, path = folder / "run", folder / "job.json"
     run_folder.mkdir()
     path.write_text(job.model_dump_json(), "utf-8")
-    progress("measuring", 0, None)
+
+    def tell() -> None:
+        taken = _steps_taken(path.with_name(STEPS_FILE))
+        progress("steps" if taken else "steps, compiling before the first", taken, job.all_steps)
+
     with run_lock(run_folder):
         launch(
             LaunchSpec(
@@ -39,8 +43,14 @@ def benchmark(spec: RunSpec, steps: int, progress: Progress) -> Measured:
                 master_port=spec.cluster.master_port,
                 grace_seconds=spec.cluster.grace_seconds,
                 operators=operators_of(spec),
-            )
+            ),
+            on_tick=tell,
         )
     measured = Measured.model_validate_json(path.with_name("measured.json").read_text("utf-8"))
     shutil.rmtree(folder)
     return measured
+
+
+def _steps_taken(file: Path) -> int:
+    """Return the number in the file; zero before the first step, and while it is being written."""
+    return int((file.read_text("utf-8") if file.exists() else "") or 0)

@@ -1,7 +1,7 @@
 """Measures training steps on random tokens: the program that the ranks of ``t5-pretrain bench`` run.
 
 It builds the same engine as training, and takes the same steps; only reading, saving and validation are left out.
-Rank 0 writes the result beside the job.
+Rank 0 writes the number of steps taken, and the result, beside the job.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from t5train.spec import RunSpec
 WARM_UP_STEPS = 5
 """They include compilation, and CUDA graphs are recorded in the second and third."""
 PROFILED_STEPS = 2
+STEPS_FILE = "steps"
 OTHER = "other"
 IDLE = "accelerator idle"
 _BATCHES = 4
@@ -47,6 +48,11 @@ class BenchmarkJob(BaseModel):
     spec: RunSpec
     vocab_size: int
     steps: int
+
+    @property
+    def all_steps(self) -> int:
+        """How many steps are taken in all."""
+        return WARM_UP_STEPS + self.steps + PROFILED_STEPS
 
 
 class Measured(BaseModel):
@@ -84,21 +90,21 @@ def _measure_and_write(job: BenchmarkJob, into: Path) -> None:
     from deepspeed import comm
 
     deepspeed.init_distributed()
-    measured = measure(job)
+    measured = measure(job, into.with_name(STEPS_FILE))
     if comm.get_rank() == 0:
         write_json(into, measured.model_dump())
     comm.barrier()
     comm.destroy_process_group()
 
 
-def measure(job: BenchmarkJob) -> Measured:
-    """Take the steps. A collective of all ranks."""
+def measure(job: BenchmarkJob, steps_file: Path) -> Measured:
+    """Take the steps; rank 0 writes the number of those taken to ``steps_file``. A collective of all ranks."""
     from t5train.engine.engine import accelerator_memory_bytes
     from t5train.engine.peak_flops import accelerator_name, accelerator_peak_flops, utilization
     from t5train.model.model_shape import resolve
 
     spec, shape, sample = job.spec, resolve(job.spec.model, job.vocab_size), geometry(job.spec.objective)
-    steps = _steps(job)
+    steps = _steps(job, steps_file)
     for number in range(WARM_UP_STEPS):
         _log.info("step %d: %.2f s", number + 1, next(steps))
     accelerator_memory_bytes()  # forgets the peak so far
@@ -115,7 +121,7 @@ def measure(job: BenchmarkJob) -> Measured:
     )
 
 
-def _steps(job: BenchmarkJob) -> Iterator[float]:
+def _steps(job: BenchmarkJob, steps_file: Path) -> Iterator[float]:
     """Yield the seconds of one step after the other."""
     from functools import partial
 
@@ -138,7 +144,10 @@ def _steps(job: BenchmarkJob) -> Iterator[float]:
         set_learning_rate(engine, spec.optimizer.final_learning_rate)
         result = passes.step(iter([drawn[(number + each) % _BATCHES] for each in range(spec.gradient_accumulation)]))
         routing.of_step(result.router_loss)
-        yield time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        if rank() == 0:
+            steps_file.write_text(str(number), "utf-8")
+        yield seconds
 
 
 def _batch(job: BenchmarkJob, seed: int) -> Batch:

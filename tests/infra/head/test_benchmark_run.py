@@ -13,8 +13,11 @@ from t5train.train.step_benchmark import OTHER, kind_of
 @pytest.mark.slow
 def test_steps_of_real_ranks_are_measured() -> None:
     spec = recipe("smoke").with_settings({"model.num_layers": 1, "model.num_decoder_layers": 1})
-    measured = benchmark(spec, 3, silent)
+    told: list[tuple[str, int, int | None]] = []
+    measured = benchmark(spec, 3, lambda *report: told.append(report))
     assert len(measured.step_seconds) == 3
+    assert told[0] == ("steps, compiling before the first", 0, 5 + 3 + 2)
+    assert 0 < told[-1][1] <= 10
     sample = geometry(spec.objective)
     assert measured.tokens_a_step == 64 * (sample.input_tokens + sample.target_tokens)
     assert measured.memory_bytes > 100e6
