@@ -65,7 +65,10 @@ def run_worker(log: Path | None, announce: Callable[[], None]) -> NoReturn:
         with worker_process(name, log) as process:
             announce()
             code = _await_end(process, monitor)
-            raise LaunchError(f"the worker ended with exit code {code}: see {log or 'its output above'}")
+            raise LaunchError(
+                f"the worker ended with exit code {code}; {log or 'its output above'} shows why. Start it again: it "
+                "resumes its runs"
+            )
 
 
 @contextmanager

@@ -1,12 +1,16 @@
 """What ``deployments/definitions.yaml`` declares: queues, deployments with their schedules, and automations."""
 
+from collections import Counter
 from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any, Self
 
 import yaml
 from prefect.events import AutomationCore
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from t5train.errors import InputError
+from t5train.spec.overrides import explain
 
 FILE = "definitions.yaml"
 
@@ -61,17 +65,35 @@ class Definitions(Definition):
 
     @classmethod
     def load(cls) -> Self:
-        """Read the file of this package."""
-        return cls.model_validate(yaml.safe_load((files("deployments") / FILE).read_text("utf-8")))
+        """Read the file of this package. Raises InputError if it does not declare what it must."""
+        return cls.parse((files("deployments") / FILE).read_text("utf-8"), str(files("deployments") / FILE))
+
+    @classmethod
+    def parse(cls, text: str, file: str) -> Self:
+        """Parse the content of a file. Raises InputError with everything that is wrong in it."""
+        try:
+            return cls.model_validate(yaml.safe_load(text))
+        except yaml.YAMLError as error:
+            raise InputError(f"{file} is not YAML: {error}. Correct the file") from error
+        except ValidationError as error:
+            raise InputError(f"{file}: {explain(error, [])}. Correct the file") from error
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
         queues = {queue.name for queue in self.queues}
         for deployment in self.deployments:
-            if deployment.flow not in self.flows or deployment.queue not in queues:
-                raise ValueError(f"{deployment.full_name}: flow or queue {deployment.queue!r} is not defined")
-        if len(self.names()) != len(set(self.names())):
-            raise ValueError("two definitions have the same name")
+            if deployment.flow not in self.flows:
+                raise ValueError(
+                    f"the deployment {deployment.full_name} is of the flow {deployment.flow!r}, but flows "
+                    f"has only {', '.join(self.flows)}"
+                )
+            if deployment.queue not in queues:
+                raise ValueError(
+                    f"the deployment {deployment.full_name} is in the queue {deployment.queue!r}, but "
+                    f"queues has only {', '.join(sorted(queues))}"
+                )
+        if twice := [name for name, count in Counter(self.names()).items() if count > 1]:
+            raise ValueError(f"more than one definition is called: {', '.join(twice)}")
         return self
 
     def names(self) -> list[str]:

@@ -286,7 +286,8 @@ def held(home: Path, server: RunningServer) -> Iterator[None]:
     """Lock a home for one server. The kernel releases the lock when this process ends."""
     with _lock_file(home) as file:
         if not try_lock(file.fileno(), _MOMENT_SECONDS):
-            raise RunLocked(f"{home} is in use by another Prefect server: stop that server, or give another --root")
+            at = f" at {other.api_url}" if (other := _running(home)) and other.api_url else ""
+            raise RunLocked(f"{home} is in use by another Prefect server{at}: stop that one, or give another --root")
         file.truncate(0)
         file.write(json.dumps(server._asdict()))
         file.flush()

@@ -88,7 +88,10 @@ def serve(home: Path, address: Address, progress: Progress, announce: Callable[[
         prefect_server.serving(home, api_url, bound, _environment(home, address), progress) as server,
     ):
         announce()
-        raise LaunchError(f"the server ended with exit code {server.wait()}: see {home / prefect_server.LOG}")
+        raise LaunchError(
+            f"the server ended with exit code {server.wait()}; {home / prefect_server.LOG} shows why. Start it again: "
+            "nothing is lost"
+        )
 
 
 def _environment(home: Path, address: Address) -> dict[str, str]:

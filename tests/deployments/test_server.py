@@ -185,7 +185,7 @@ def test_a_cron_deployment_gets_a_scheduled_run(server: tuple[Path, str], ask: A
 def test_a_second_server_on_the_same_home_is_refused(server: tuple[Path, str]) -> None:
     command = [sys.executable, "-c", prefect_servers.SERVE, str(server[0]), str(free_port())]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    assert "is in use by another Prefect server" in result.stderr
+    assert f"is in use by another Prefect server at {server[1]}: stop that one" in result.stderr
 
 
 def test_modules_in_the_current_folder_do_not_shadow_those_of_the_server(server: tuple[Path, str]) -> None:
