@@ -136,7 +136,7 @@ def _steps(job: BenchmarkJob, steps_file: Path) -> Iterator[float]:
     engine = build_engine(spec, shape, 0, partial(initialise, shape=shape, seed=spec.optimizer.seed), node_local=False)
     routing = Routing(model_of(engine))
     passes = passes_of(engine, spec, routing)
-    drawn = [_batch(job, seed=rank() * _BATCHES + number) for number in range(_BATCHES)]
+    drawn = [random_batch(job, seed=rank() * _BATCHES + number) for number in range(_BATCHES)]
     number = 0
     while True:
         number += 1
@@ -150,7 +150,7 @@ def _steps(job: BenchmarkJob, steps_file: Path) -> Iterator[float]:
         yield seconds
 
 
-def _batch(job: BenchmarkJob, seed: int) -> Batch:
+def random_batch(job: BenchmarkJob, seed: int) -> Batch:
     """Draw a micro-batch. Frequent tokens are drawn often, as in text, so that experts get unequal shares."""
     sample, size = geometry(job.spec.objective), job.spec.layout.micro_batch_sequences
     generator = np.random.default_rng(seed)

@@ -1,0 +1,187 @@
+"""Finished measurements of benchmarks.training_peers: kept in a file, and shown as a table."""
+
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+OURS = "ours"
+TRIAL = 0
+"""The repeat of a short measurement that only chooses a tuning."""
+_HEADER = (
+    "| | tokens/s | step, ms | times slower than this project | peak memory, GiB | precision | micro-batch | attention "
+    "|\n|---|---|---|---|---|---|---|---|\n"
+)
+
+
+class Tuning(NamedTuple):
+    """What tuning changes."""
+
+    micro_batch_sequences: int
+    attention: str | None = None
+    """An implementation of attention in transformers; None for its default."""
+
+
+class Subject(BaseModel):
+    """What is compared, and where. Only measurements of equal subjects are compared with each other."""
+
+    model_config = ConfigDict(frozen=True)
+    recipe: str
+    settings: tuple[str, ...]
+    ranks: int
+    device: str
+
+
+class Outcome(BaseModel):
+    """A finished measurement."""
+
+    subject: Subject
+    contender: str
+    repeat: int
+    tuning: Tuning
+    finished_at: str
+    versions: dict[str, str]
+    out_of_memory: bool = False
+    """If true, the rest has its default values."""
+    step_seconds: list[float] = []
+    tokens_a_step: int = 0
+    memory_bytes: int = 0
+    parameters: int = 0
+    precision: str = ""
+    attention: str = ""
+    """The implementation that ran."""
+    first_loss: float | None = None
+    last_loss: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Median of the steps."""
+        return statistics.median(self.step_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of encoder and decoder, over all ranks."""
+        return self.tokens_a_step / self.seconds
+
+    def __str__(self) -> str:
+        size = f"micro-batch {self.tuning.micro_batch_sequences}"
+        if self.out_of_memory:
+            return f"out of memory with {size}"
+        speed = f"{self.tokens_per_second:,.0f} tokens/s, {self.seconds * 1e3:.1f} ms a step"
+        return f"{speed}, {self.memory_bytes / 2**30:.1f} GiB ({size}{self.attention and ', '}{self.attention})"
+
+
+class Outcomes:
+    """The finished measurements of one subject, in a file that may also hold those of others."""
+
+    def __init__(self, path: Path, subject: Subject) -> None:
+        self._path, self._subject = path, subject
+        self._finished = [each for each in _read(path) if each.subject == subject]
+
+    def add(self, outcome: Outcome) -> None:
+        """Append a measurement to the file, on disk when this returns."""
+        text = self._path.read_bytes() if self._path.exists() else b""
+        torn = text and not text.endswith(b"\n")  # the last line, if its writer was killed
+        with open(self._path, "ab") as file:
+            file.write((b"\n" if torn else b"") + outcome.model_dump_json().encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._finished.append(outcome)
+
+    def of(self, contender: str) -> list[Outcome]:
+        """Return a contender's measurements, trials included."""
+        return [each for each in self._finished if each.contender == contender]
+
+    def has(self, contender: str, repeat: int, tuning: Tuning) -> bool:
+        """Return whether this measurement is finished."""
+        return any((each.repeat, each.tuning) == (repeat, tuning) for each in self.of(contender))
+
+
+def _read(path: Path) -> Iterator[Outcome]:
+    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
+        try:
+            yield Outcome.model_validate_json(line)
+        except ValidationError:
+            print(f"{path}: skipped a line that is not a whole measurement: {line[:60]!r}", flush=True)
+
+
+def untuned(micro_batch: int, tried: Sequence[Outcome]) -> Tuning | None:
+    """Return the recipe's micro-batch, halved until it fits into memory; None if no size does."""
+    full = {each.tuning for each in tried if each.out_of_memory}
+    sizes = _halves(micro_batch)
+    return next((Tuning(size) for size in sizes if Tuning(size) not in full), None)
+
+
+def next_trial(micro_batch: int, largest: int, attentions: Sequence[str], tried: Sequence[Outcome]) -> Tuning | None:
+    """Return the tuning to try next; None when ``fastest`` can decide.
+
+    First each attention is tried with the recipe's micro-batch, then the better one with twice and with half of it. If
+    nothing fits into memory, smaller halves follow. ``largest`` is the largest micro-batch that a step can have.
+    """
+    trials = {each.tuning: each for each in tried if each.repeat == TRIAL}
+    for attention in attentions:
+        if Tuning(micro_batch, attention) not in trials:
+            return Tuning(micro_batch, attention)
+    best = fastest(list(trials.values()))
+    attention = best.attention or attentions[0] if best else attentions[0]
+    doubled = [2 * micro_batch] if best and 2 * micro_batch <= largest else []
+    for size in (*doubled, *_halves(micro_batch)[1:]):
+        if Tuning(size, attention) not in trials:
+            return Tuning(size, attention)
+        if size < micro_batch and fastest(list(trials.values())):
+            break
+    return None
+
+
+def fastest(tried: Sequence[Outcome]) -> Tuning | None:
+    """Return the fastest tuning of all trials; None if none fitted into memory."""
+    fit = [each for each in tried if each.repeat == TRIAL and not each.out_of_memory]
+    return min(fit, key=lambda each: each.seconds).tuning if fit else None
+
+
+def _halves(size: int) -> list[int]:
+    return [size >> power for power in range(size.bit_length()) if size % (1 << power) == 0]
+
+
+def table(outcomes: Outcomes, contenders: Sequence[str]) -> str:
+    """Return a Markdown table of what was measured: medians of the repeats, with their range in brackets."""
+    ours = {each.repeat: each for each in outcomes.of(OURS)}
+    rows = [_row(name, outcomes.of(name), ours) for name in contenders if outcomes.of(name)]
+    return _HEADER + "".join(rows)
+
+
+def _row(name: str, measured: Sequence[Outcome], ours: dict[int, Outcome]) -> str:
+    repeats = [each for each in measured if each.repeat != TRIAL and not each.out_of_memory]
+    if not repeats:
+        reason = "out of memory" if all(each.out_of_memory for each in measured) else "only tried"
+        return f"| {name} | {reason} | | | | | | |\n"
+    ratios = [ours[each.repeat].tokens_per_second / each.tokens_per_second for each in repeats if each.repeat in ours]
+    last = repeats[-1]
+    cells = (
+        name,
+        _range([each.tokens_per_second for each in repeats], ",.0f"),
+        _range([each.seconds * 1e3 for each in repeats], ".1f"),
+        _range(ratios, ".2f") if ratios and name != OURS else "",
+        _range([each.memory_bytes / 2**30 for each in repeats], ".1f"),
+        last.precision,
+        last.tuning.micro_batch_sequences,
+        last.attention,
+    )
+    return f"| {' | '.join(map(str, cells))} |\n"
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    """Format the median, and the range unless it is one number."""
+    median, low, high = (format(value, form) for value in (statistics.median(values), min(values), max(values)))
+    return median if low == high else f"{median} ({low} to {high})"
+
+
+def write_section(document: Path, name: str, text: str) -> None:
+    """Replace what was written under this name in a document, or append it."""
+    begin, end = f"<!-- made by {name} -->", f"<!-- end of what {name} made -->"
+    before, _, rest = document.read_text("utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    document.write_text(f"{before.rstrip()}\n\n{begin}\n{text.strip()}\n{end}\n{after.lstrip()}", "utf-8")
