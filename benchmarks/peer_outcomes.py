@@ -126,8 +126,9 @@ def next_trial(micro_batch: int, largest: int, attentions: Sequence[str], tried:
         if Tuning(micro_batch, attention) not in trials:
             return Tuning(micro_batch, attention)
     best = fastest(list(trials.values()))
-    attention = best.attention or attentions[0] if best else attentions[0]
-    doubled = [2 * micro_batch] if best and 2 * micro_batch <= largest else []
+    attention = (best and best.attention) or attentions[0]
+    fits = any(size == micro_batch and not each.out_of_memory for (size, _), each in trials.items())
+    doubled = [2 * micro_batch] if fits and 2 * micro_batch <= largest else []
     for size in (*doubled, *_halves(micro_batch)[1:]):
         if Tuning(size, attention) not in trials:
             return Tuning(size, attention)

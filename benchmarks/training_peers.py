@@ -28,6 +28,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from os import environ
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 from benchmarks.peer_outcomes import (
@@ -202,10 +203,11 @@ def _measured_ours(comparison: Comparison, repeat: int, tuning: Tuning) -> Outco
 
 def _measured_peer(comparison: Comparison, peer: str, repeat: int, tuning: Tuning) -> Outcome:
     """Run the ranks of a peer. Logs stay in the root."""
-    folder = comparison.root / "logs" / f"{peer.replace(' ', '-')}-{repeat}-{tuning.micro_batch_sequences}"
+    size, attention = tuning.micro_batch_sequences, tuning.attention or "default"
+    folder = comparison.root / "logs" / f"{peer.replace(' ', '-')}-{repeat}-{size}-{attention}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    sizes = {"layout.pipeline_stages": 1, "layout.micro_batch_sequences": tuning.micro_batch_sequences}
+    sizes = {"layout.pipeline_stages": 1, "layout.micro_batch_sequences": size}
     job = PeerJob.model_validate(
         {
             "peer": peer,
@@ -257,11 +259,14 @@ def _conditions(comparison: Comparison) -> str:
     shape = resolve_shape(spec.model, expected_vocab_size(spec.tokenizer))
     versions = ", ".join(f"{name} {number}" for name, number in _versions(_PACKAGES).items())
     ranks = f"{subject.ranks} rank{'s' if subject.ranks > 1 else ''}"
-    return (
+    return fill(
         f"{datetime.now(UTC).date()}, {ranks} on {subject.device}; {versions}. `python -m {_name(comparison)}`: "
         f"{count_parameters(shape):,} parameters, {sample.input_tokens} + {sample.target_tokens} tokens, "
         f"{spec.optimizer.global_batch_sequences} sequences a step, random tokens, each step's loss read. "
-        "Medians of the repeats, their range in brackets; ratios are of measurements of the same round."
+        "Medians of the repeats, their range in brackets; ratios are of measurements of the same round.",
+        width=120,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
 
 
