@@ -1,3 +1,5 @@
+"""What benchmarks.training_peers tries, keeps and shows, without the training."""
+
 from pathlib import Path
 
 import pytest
