@@ -1,8 +1,10 @@
 """A worker outlives its server: Prefect's own ends after minutes without one, and kills its runs."""
 
+import re
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -46,4 +48,7 @@ def test_a_worker_outlives_a_server_that_is_away_or_refuses_its_key_and_then_tak
     finally:
         worker.kill()
         _, said = worker.communicate()
-    assert said.count("runs go on without it") == said.count("serves this worker again") == 1
+    reported = re.findall("runs go on without it|serves this worker again", said)
+    # Once each; again if the server was busy, or if it ended before the worker was killed.
+    assert len(reported) >= 2
+    assert all(report != before for before, report in pairwise(["serves this worker again", *reported]))
