@@ -78,7 +78,7 @@ def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> F
             scratch=scratch,
             deployed_settings=deployed_settings,
         )
-        spec = parameters.possible_spec()
+        spec = parameters.spec_for_this_machine()
         with hold_ready_run(spec, held) as run, library_log():
             return _stages(spec, run, progress, adopt)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from flows.spec_from_recipe import require_own_text, resolve
-from infra.head.preflight.run_checks import require_possible
+from infra.head.preflight.run_checks import require_accelerators, require_possible
 from t5train.errors import SpecError
 from t5train.spec import RUN_NAME_PATTERN, RunSpec
 from t5train.spec.overrides import json_schemas
@@ -161,6 +161,11 @@ class RunParameters(BaseModel):
         spec = self.spec()
         require_possible(spec)
         return spec
+
+    def spec_for_this_machine(self) -> RunSpec:
+        """Return ``possible_spec`` for this machine. Raises SpecError first if its accelerators are too few."""
+        require_accelerators(self.spec())
+        return self.possible_spec()
 
     @property
     def names_local_files(self) -> bool:

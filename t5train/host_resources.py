@@ -38,12 +38,22 @@ def require_host_memory(needed_bytes: int, decided_by: str) -> None:
 
 def require_space(root: Path, needed_bytes: int, what: str) -> None:
     """Create ``root`` if necessary, and raise StorageError unless ``needed_bytes`` for ``what`` fit in it."""
+    make_root(root)
+    require_free_space(root, needed_bytes, what)
+
+
+def make_root(root: Path) -> None:
+    """Create ``root``, which only its user may enter, unless it exists. Raises StorageError if it cannot be written."""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         try_writing(root)
     except OSError as error:
         raise _not_writable(root, error) from error
-    free_bytes = shutil.disk_usage(root).free
+
+
+def require_free_space(root: Path, needed_bytes: int, what: str) -> None:
+    """Raise StorageError unless ``needed_bytes`` for ``what`` fit in ``root``, which need not exist yet."""
+    free_bytes = free_space_bytes(root)
     if free_bytes < needed_bytes:
         raise StorageError(
             f"too little disk space for {what}: {root} has {format_bytes(free_bytes)} free, but "
@@ -52,16 +62,26 @@ def require_space(root: Path, needed_bytes: int, what: str) -> None:
         )
 
 
+def free_space_bytes(root: Path) -> int:
+    """Return how many bytes are free where ``root`` is or would be created."""
+    return shutil.disk_usage(_nearest(root)).free
+
+
 def require_writable(root: Path) -> None:
     """Raise StorageError if ``root``, or its nearest existing parent, cannot be written. Creates nothing.
 
     A full disk passes, because there may be nothing left to write.
     """
     try:
-        try_writing(next(folder for folder in (root, *root.absolute().parents) if folder.exists()))
+        try_writing(_nearest(root))
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise _not_writable(root, error) from error
+
+
+def _nearest(root: Path) -> Path:
+    """Return ``root``, or its nearest parent that exists."""
+    return next(folder for folder in (root, *root.absolute().parents) if folder.exists())
 
 
 def _not_writable(root: Path, error: OSError) -> StorageError:

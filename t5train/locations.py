@@ -12,6 +12,7 @@ from fsspec.callbacks import Callback
 from fsspec.core import split_protocol
 
 from t5train.errors import PublicationError, T5TrainError
+from t5train.files.os_errors import explain
 from t5train.progress import Progress
 
 _PACKAGES = {
@@ -69,6 +70,8 @@ def explained(url: str, what: str, kind: type[T5TrainError] = PublicationError) 
         package = _PACKAGES.get(protocol, f"fsspec[{protocol}]")
         raise kind(f"{redacted(url)} needs a package that is not installed ({error}): pip install {package}") from None
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None and local_folder(url) is not None:
+            raise kind(f"{url} {what}: {explain(error)}") from None
         said = f"{type(error).__name__}: {_without_secrets(str(error), url)}{_remedy(error)}"
         raise kind(f"{redacted(url)} {what}: {said}") from None
 

@@ -1,39 +1,108 @@
-"""Describes a run without running anything."""
+"""Describes a run without running anything, and checks whether it could start on this machine."""
 
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 
+from flows.cli.terminal import say
+from flows.run_parameters import RunParameters
 from infra.head.hosts.hostfile import read_hosts
 from infra.head.launch.deepspeed_launcher import launch_command
 from infra.head.launch.local_launch import command
-from infra.head.preflight.run_checks import require_possible
-from infra.head.training_run import launch_spec, rank_program
+from infra.head.preflight.run_checks import needed_bytes, require_possible
+from infra.head.preflight.text_checks import TextFacts
+from infra.head.training_run import launch_spec, rank_program, require_startable_now
 from infra.node.attempts import process_guard
 from infra.node.node_folders import node_path
+from t5train.data.shards import TEXT_BYTES_PER_TOKEN
+from t5train.data.sources import PYDOCS, skipped_line
+from t5train.data.span_corruption import geometry
 from t5train.engine.deepspeed_config import deepspeed_config
 from t5train.engine.memory_estimate import Held, held_by_a_rank
+from t5train.errors import T5TrainError
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS
+from t5train.host_resources import format_bytes, free_space_bytes
+from t5train.locations import redacted
+from t5train.model.model_shape import T5Shape, count_parameters
 from t5train.records.identity import fingerprint
 from t5train.spec import RunSpec
 
 
-def describe(spec: RunSpec) -> str:
-    """Return the spec, fingerprints, DeepSpeed configuration, memory, hosts and launch command of a run, as text.
+def say_dry_run(parameters: RunParameters) -> None:
+    """Print what a run would do. Raises the error that the run itself would raise now.
 
-    Raises the errors of ``require_possible``. Does not check whether this machine can execute the run.
+    The run is described even if this machine cannot execute it, unless its settings are invalid everywhere. Hosts are
+    not asked, and the destination is not tried: both would take long or leave traces.
     """
-    of_model = require_possible(spec)
+    spec = parameters.spec()
+    shape, text, refusal = require_possible(spec), None, None
+    try:
+        _, text = require_startable_now(parameters.spec_for_this_machine())
+    except T5TrainError as error:
+        refusal = error
+    say(describe(spec, shape, text, refusal))
+    if refusal is not None:
+        raise refusal
+
+
+def describe(spec: RunSpec, shape: T5Shape, text: TextFacts | None, refusal: T5TrainError | None) -> str:
+    """Return the plan, spec, fingerprints, DeepSpeed configuration, memory, hosts and launch command of a run, as text.
+
+    If the run is refused, the text begins with ``refusal``; ``text`` is None then.
+    """
     sections = {
+        **({"would be refused": str(refusal)} if refusal else {}),
+        "plan": _aligned(_plan(spec, shape, text)),
         "spec": _json(spec.model_dump(mode="json")),
         "fingerprints": _json(_fingerprints(spec)),
-        "deepspeed config": _json(deepspeed_config(spec, of_model)),
-        "memory of a rank without activations, in GB": _table(held_by_a_rank(spec, of_model)),
+        "deepspeed config": _json(deepspeed_config(spec, shape)),
+        "memory of a rank without activations, in GB": _table(held_by_a_rank(spec, shape)),
         **_hosts(spec),
         "launch command": shlex.join(_launch_command(spec)),
         "run folder": str(spec.run_folder),
     }
-    return "\n\n".join(f"# {title}\n{text}" for title, text in sections.items())
+    return "\n\n".join(f"# {title}\n{content}" for title, content in sections.items())
+
+
+def _plan(spec: RunSpec, shape: T5Shape, text: TextFacts | None) -> dict[str, str]:
+    sample, batch = geometry(spec.objective), spec.optimizer.global_batch_sequences
+    per_step = batch * (sample.input_tokens + sample.target_tokens)
+    needed = needed_bytes(spec, shape, text.size_bytes if text else 0)
+    return {
+        "text": _text(spec, text),
+        "model": f"{count_parameters(shape):,} parameters",
+        "a step": f"{per_step:,} tokens: {batch} sequences of {sample.input_tokens} + {sample.target_tokens}",
+        "the run": f"{spec.optimizer.num_steps:,} steps, {spec.optimizer.num_steps * per_step:,} tokens",
+        "epochs": _epochs(spec, text),
+        "disk": f"up to {format_bytes(needed)} under {spec.storage.root}, where "
+        f"{format_bytes(free_space_bytes(spec.storage.root))} are free",
+    }
+
+
+def _text(spec: RunSpec, text: TextFacts | None) -> str:
+    source = redacted(spec.corpus.source)
+    if text is None or text.source is None:
+        return "Python's documentation" if source == PYDOCS else source
+    amount = f"{source}: {text.source.num_files} files, {format_bytes(text.source.size_bytes)}"
+    if text.look is not None and text.look.is_whole:
+        amount += f", {text.look.total_passages:,} passages"
+    return "; ".join([amount, *([skipped_line(text.source.skipped)] if text.source.skipped else [])])
+
+
+def _epochs(spec: RunSpec, text: TextFacts | None) -> str:
+    """Return an estimate of how often the run uses each passage; the vocabulary decides the exact number."""
+    train_bytes = text.train_bytes(spec.corpus) if text else None
+    if train_bytes is None:
+        return "known when the text has been tokenised"
+    tokens = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences * geometry(spec.objective).window_tokens
+    epochs = tokens * TEXT_BYTES_PER_TOKEN / train_bytes
+    return f"about {epochs:,.2f} over the train split, if a token is {TEXT_BYTES_PER_TOKEN} bytes of text"
+
+
+def _aligned(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
 
 
 def _fingerprints(spec: RunSpec) -> dict[str, str]:

@@ -23,7 +23,8 @@ from infra.head.host_selection import asked
 from infra.head.hosts.hostfile import read_hosts
 from infra.head.preflight.host_preflight import COLUMNS
 from infra.head.preflight.host_preflight import preflight as ask_hosts
-from infra.head.preflight.run_checks import require_possible, require_text
+from infra.head.preflight.run_checks import require_possible
+from infra.head.preflight.text_checks import require_text
 
 
 def register(app: typer.Typer) -> None:
@@ -49,7 +50,7 @@ def preflight(  # noqa: PLR0913, PLR0917 - one for each option
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
     spec = resolve(recipe, changed, root=root)
     of_model = require_possible(spec)
-    with asked(spec, read_hosts(spec.cluster), of_model, require_text(spec)) as (needs, transport):
+    with asked(spec, read_hosts(spec.cluster), of_model, require_text(spec).size_bytes) as (needs, transport):
         report = ask_hosts(needs, transport)
     show_table(COLUMNS, report.rows())
     if report.problems:

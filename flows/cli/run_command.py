@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.dry_run import describe
+from flows.cli.dry_run import say_dry_run
 from flows.cli.options import (
     AdoptOption,
     BeginAgainOption,
@@ -80,9 +80,9 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     changed |= {} if publish_to is None else {"storage.publish_to": json.dumps(publish_to)}
     parameters = RunParameters(recipe=recipe, root=root_of(root), run_name=name, trial=trial, settings=changed)
     if dry_run:
-        say(describe(parameters.spec()))
+        say_dry_run(parameters)
         return
-    spec = parameters.possible_spec()
+    spec = parameters.spec_for_this_machine()
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)
     with (

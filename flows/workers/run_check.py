@@ -14,7 +14,7 @@ from t5train.errors import T5TrainError
 def main() -> None:
     """Print why the run could not start."""
     try:
-        spec = RunParameters.model_validate_json(sys.stdin.read()).possible_spec()
+        spec = RunParameters.model_validate_json(sys.stdin.read()).spec_for_this_machine()
         of_model, _ = require_startable(spec)
         require_destination(spec, of_model)
     except T5TrainError as error:

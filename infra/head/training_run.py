@@ -27,8 +27,8 @@ from infra.head.preflight.run_checks import (
     require_capable,
     require_free,
     require_model,
-    require_text,
 )
+from infra.head.preflight.text_checks import TextFacts, require_text
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.run_storage import NodeLocalStorage, RunStorage, SharedStorage
 from infra.head.storage.staged_bytes import StagedBytes
@@ -36,9 +36,10 @@ from infra.node.attempts.attempt import rank_name
 from t5train.checkpoint import resume
 from t5train.checkpoint.resume import has_finished, require_same_settings
 from t5train.checkpoint.resume_point import ask_to_begin_again
+from t5train.data.loader import require_enough_samples
 from t5train.errors import HostError, LaunchError, SpecError
 from t5train.files.run_folder import ATTEMPTS, METRICS
-from t5train.host_resources import require_space
+from t5train.host_resources import make_root, require_free_space, require_writable
 from t5train.model import model_shape
 from t5train.model.model_shape import T5Shape, resolve
 from t5train.progress import Progress, silent
@@ -64,13 +65,15 @@ def train_run(
     another head whose lease has expired. On hosts that do not share the root, ``staged`` gets the bytes that each of
     them needs before its ranks start.
 
-    Raises RunChanged if the run was begun with other settings, RunOwned if another head owns its files on hosts, and a
-    TrainingError if training fails a sanity check. Raises LaunchError or HostError for other failures; most of these
-    are worth a retry. These errors name the hosts that have failed twice in the last week, which spares then replace.
+    Raises InputError if the token shards are too few, RunChanged if the run was begun with other settings, RunOwned if
+    another head owns its files on hosts, and a TrainingError if training fails a sanity check. Raises LaunchError or
+    HostError for other failures; most of these are worth a retry. These errors name the hosts that have failed twice in
+    the last week, which spares then replace.
     """
     resume.open_run(spec, shards, progress)
     if (checkpoint := resume.finished(spec, shards, progress)) is not None:
         return checkpoint
+    require_enough_samples(spec, shards)
     try:
         _Training(spec, shards, run, progress, adopt, staged or StagedBytes()).to_the_end()
         run.require_held()
@@ -194,18 +197,30 @@ def _phase(spec: RunSpec) -> str | None:
     return _PHASES.get(beat.phase) if beat is not None and is_recent else None
 
 
-def require_startable(spec: RunSpec) -> tuple[T5Shape, int]:
+def require_startable(spec: RunSpec) -> tuple[T5Shape, TextFacts]:
     """Raise the errors that the start of a run would raise, whatever else is running or is stored on the disk.
 
-    Returns the model's shape, and the size of the text in bytes.
+    Returns the model's shape, and what is known of the text.
     """
     require_absolute(spec.storage.root)
     require_same_settings(spec)
     of_model = require_model(spec)
     if spec.cluster.hostfile is None:
         require_capable(spec, of_model)
-    text_bytes = require_text(spec)
-    return of_model, text_bytes
+    return of_model, require_text(spec)
+
+
+def require_startable_now(spec: RunSpec) -> tuple[T5Shape, TextFacts]:
+    """Raise also the errors that busy or full resources of this machine would cause; ``run`` and ``--dry-run`` call it.
+
+    Asks no other machine, and writes nothing. Returns what ``require_startable`` returns.
+    """
+    of_model, text = require_startable(spec)
+    if spec.cluster.hostfile is None:
+        require_free(spec)
+    require_writable(spec.storage.root)
+    require_free_space(spec.storage.root, needed_bytes(spec, of_model, text.size_bytes), f"run {spec.run_name!r}")
+    return of_model, text
 
 
 def require_destination(spec: RunSpec, of_model: T5Shape) -> None:
@@ -219,15 +234,13 @@ def require_ready(spec: RunSpec, run: HeldRun | None = None) -> set[str]:
 
     ``run`` is the run, if it is held. Returns the hosts that do not answer, which spares are to replace.
     """
-    of_model, text_bytes = require_startable(spec)
-    if spec.cluster.hostfile is None:
-        require_free(spec)
-    require_space(spec.storage.root, needed_bytes(spec, of_model, text_bytes), f"run {spec.run_name!r}")
+    of_model, text = require_startable_now(spec)
+    make_root(spec.storage.root)
     require_destination(spec, of_model)
     running_hosts, silent_hosts = (run.running_hosts, run.silent_hosts) if run else (None, set[str]())
     if spec.cluster.hostfile is None or has_finished(spec.run_folder):
         return silent_hosts
-    return require_hosts(spec, of_model, text_bytes, running_hosts, silent_hosts)
+    return require_hosts(spec, of_model, text.size_bytes, running_hosts, silent_hosts)
 
 
 @contextmanager

@@ -16,11 +16,13 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from t5train.data import keyed_random
+from t5train.data.held_out import read_held_out
+from t5train.data.passages import SPLITS
 from t5train.data.shards import read_description, tokens_name
 from t5train.data.span_corruption import corrupt, geometry
 from t5train.errors import DigestMismatch, InputError
 from t5train.records.stage_records import TokenShards
-from t5train.spec import ObjectiveSpec
+from t5train.spec import ObjectiveSpec, RunSpec
 
 ORDER_VERSION = 2
 """Incremented when the same seed would give other samples or another order. Part of the identity of a training run."""
@@ -51,10 +53,12 @@ class Windows:
         ]
         self._ends = np.cumsum([len(shard) for shard in self._shards])
         if not self._shards:
+            counts, passages = shards.counts, sum(shards.counts[f"{each}_documents"] for each in SPLITS)
             raise InputError(
                 f"the {split} split is too small: a sample needs {window_tokens} consecutive tokens of one shard, but "
-                f"the split has {shards.counts[f'{split}_tokens']} tokens in {shards.counts['num_shards']} shards. Add "
-                "text, give the split a larger share (corpus.split), raise shards.shard_tokens, or lower "
+                f"the split has {counts[f'{split}_tokens']:,} tokens in {counts['num_shards']:,} shards, from "
+                f"{counts[f'{split}_documents']:,} of the text's {passages:,} passages. Add text, divide it into more "
+                "passages, give the split a larger share (corpus.split), raise shards.shard_tokens, or lower "
                 "objective.input_tokens"
             )
         self._window_tokens = window_tokens
@@ -117,6 +121,25 @@ class Samples:
         key = keyed_random.keys(self._seed, _NOISE, epochs, ids)
         inputs, targets = corrupt(self._windows[ids], key, self._geometry, self._first_sentinel_id, self._eos_id)
         return Batch(ids, inputs, targets)
+
+
+def require_enough_samples(spec: RunSpec, shards: TokenShards) -> None:
+    """Raise InputError unless the shards have a batch to train on, a sample to validate on, and a held-out passage."""
+    window_tokens = geometry(spec.objective).window_tokens
+    require_batch(spec, len(Windows(shards, "train", window_tokens)))
+    Windows(shards, "validation", window_tokens)
+    read_held_out(shards.path)
+
+
+def require_batch(spec: RunSpec, num_samples: int) -> None:
+    """Raise InputError if a step takes more samples than the train split has."""
+    batch = spec.optimizer.global_batch_sequences
+    if num_samples < batch:
+        raise InputError(
+            f"the train split holds {num_samples:,} samples of {geometry(spec.objective).window_tokens} tokens, but a "
+            f"step takes optimizer.global_batch_sequences ({batch}). Add text, or lower "
+            "optimizer.global_batch_sequences or objective.input_tokens"
+        )
 
 
 class Prefetched(Iterator[Batch]):

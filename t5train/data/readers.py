@@ -18,12 +18,16 @@ from isal.isal_zlib import IsalError
 
 from t5train.data.passages import Passage, Row, SourceFile
 from t5train.errors import InputError
+from t5train.host_resources import format_bytes
 
-FORMATS = (".txt", ".jsonl", ".tsv", ".parquet")
+PLAIN_FORMATS = (".txt", ".jsonl", ".tsv")
+FORMATS = (*PLAIN_FORMATS, ".parquet")
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 """fsspec's name of the compression for each suffix. .zip is not supported: fsspec would read only its first member."""
 _ISAL_ERROR = cast(type[Exception], IsalError)  # isal's stub declares it as an instance
 _DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, _ISAL_ERROR, ZstdError)
+MAX_LINE_BYTES = 64 << 20
+"""Longer lines are refused: a passage is read, encoded and held in memory as a whole, once per worker process."""
 _TSV_HEADER = "id\ttext\ttitle"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -39,8 +43,8 @@ def format_of(name: str) -> str | None:
 def rows(source: SourceFile, number: int = 0, offset: int = 0) -> Iterator[Row]:
     """Yield the rows of a file from row ``number``, which begins at byte ``offset``, to the end.
 
-    Raises InputError if a row is malformed or not valid UTF-8 (the error names its line), or if the file is truncated,
-    damaged or of an unknown format.
+    Raises InputError if a row is malformed, too long or not valid UTF-8 (the error names its line), or if the file is
+    truncated, damaged or of an unknown format.
     """
     reader = _READERS.get(format_of(source.name) or "")
     if reader is None:
@@ -122,7 +126,12 @@ def _lines(source: SourceFile, number: int, offset: int) -> Iterator[tuple[int, 
     """Yield the row number, byte offset and text (without line end) of each line."""
     with _opened(source.path) as file:
         file.seek(offset)
-        for line in file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise InputError(
+                    f"{source.path} line {number + 1} has more than {format_bytes(MAX_LINE_BYTES)}, but a line is one "
+                    "passage and is processed as a whole. Split it into lines, for example at paragraphs"
+                )
             content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
             try:
                 yield number, offset, content.rstrip(b"\r\n").decode("utf-8")

@@ -39,7 +39,7 @@ from t5train.spec import NUM_SENTINELS, CorpusSpec, ShardsSpec
 
 _STAGE_VERSION = 3  # incremented when the same inputs would give other bytes
 UNIGRAM_DTYPE = "<i8"
-_TEXT_BYTES_PER_TOKEN = 4  # about that of English in T5's vocabulary; decides where shards end
+TEXT_BYTES_PER_TOKEN = 4  # about that of English in T5's vocabulary; decides where shards end
 _SHARDS_WITH_PASSAGES, _PASSAGES_A_SHARD = 4, 250
 _log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def build_shards(
             if not _is_whole(folder, number, identity)
         ]
         _log.info("%d of %d shards to make", len(jobs), len(plan))
-        tokens = sum(_text_bytes(job) for job in jobs) // _TEXT_BYTES_PER_TOKEN
+        tokens = sum(_text_bytes(job) for job in jobs) // TEXT_BYTES_PER_TOKEN
         require_space(folder, tokens * _bytes_per_token(tokenizer), "the token shards")
         _make(jobs, spec.workers or num_cores(), progress)
         _record_held_out(folder, plan, corpus_spec, tokenizer)
@@ -147,7 +147,7 @@ def plan_shards(files: Sequence[FileSegments], shard_tokens: int) -> list[list[S
     """Distribute consecutive segments evenly over as many shards as ``shard_tokens`` requires."""
     segments = [(file.source, segment) for file in files for segment in file.segments]
     total = sum(segment.text_bytes for _, segment in segments)
-    num_shards = max(1, min(len(segments), round(total / (shard_tokens * _TEXT_BYTES_PER_TOKEN))))
+    num_shards = max(1, min(len(segments), round(total / (shard_tokens * TEXT_BYTES_PER_TOKEN))))
     shards: list[list[Stretch]] = [[] for _ in range(num_shards)]
     before = 0
     for source, segment in segments:

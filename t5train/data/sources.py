@@ -13,10 +13,10 @@ import json
 import logging
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 
@@ -30,7 +30,29 @@ from t5train.locations import Counted, explained, redacted
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, verify_file
 
+_SHOWN_NAMES = 5
 _log = logging.getLogger(__name__)
+
+
+class Matches(NamedTuple):
+    """The files that a source stands for: their paths in ``filesystem``, sorted."""
+
+    filesystem: Any
+    files: list[str]
+    skipped: list[str]
+    """Files below a source's folder that have other formats."""
+
+
+class SourceFacts(NamedTuple):
+    """What is known of a source before its files are read."""
+
+    size_bytes: int
+    """The total size of the files, as stored. Files whose size the store does not report count as 0."""
+    num_files: int
+    skipped: list[str]
+    """Files of other formats, relative to the source's folder."""
+    local: list[SourceFile]
+    """The files, if they are on this machine; empty otherwise."""
 
 
 def local_files(source: str, revision: str, cache: Path, progress: Progress) -> list[SourceFile]:
@@ -40,9 +62,10 @@ def local_files(source: str, revision: str, cache: Path, progress: Progress) -> 
     package is not installed, or the remote store fails.
     """
     with _explained(source):
-        filesystem, found = _matched(source)
-        base = os.path.commonpath([PurePosixPath(each).parent for each in found])
-        names = [str(PurePosixPath(each).relative_to(base)) for each in found]
+        filesystem, found, skipped = _matched(source)
+        if skipped:
+            _log.warning("%s", skipped_line(skipped))
+        names = _names(found)
         if _is_local(filesystem):
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
         key = hashlib.sha256(f"{redacted(source)}\n{revision}".encode()).hexdigest()[:16]
@@ -54,47 +77,98 @@ def local_files(source: str, revision: str, cache: Path, progress: Progress) -> 
         ]
 
 
-def require_source(source: str) -> int:
-    """Return the total size in bytes of a source's files, as far as it is known, without reading them.
+def require_source(source: str) -> SourceFacts:
+    """Return what is known of a source without reading its files.
 
     Raises InputError if there are no files, or if all are empty.
     """
     with _explained(source):
-        filesystem, found = _matched(source)
+        filesystem, found, skipped = _matched(source)
         sizes = [filesystem.size(each) for each in found]  # None if the remote store does not report it
         if not any(size is None or size > 0 for size in sizes):
             raise InputError(
                 f"corpus.source {redacted(source)!r} holds no text: all files are empty. Set corpus.source to files "
                 "with text"
             )
-        return sum(size or 0 for size in sizes)
+        is_local = _is_local(filesystem)
+        local = [SourceFile(Path(each), name) for each, name in zip(found, _names(found), strict=True) if is_local]
+        return SourceFacts(sum(size or 0 for size in sizes), len(found), skipped, local)
 
 
-def _matched(source: str) -> tuple[Any, list[str]]:
-    """Return the filesystem of a source, and the paths of its files in it."""
+def skipped_line(skipped: Sequence[str]) -> str:
+    """Return a sentence that names the files of a source's folder that are not read."""
+    return f"skipping {len(skipped)} files that are not {_formats()}: {_few(skipped)}"
+
+
+def _names(found: list[str]) -> list[str]:
+    """Return the names of files relative to their common folder."""
+    base = os.path.commonpath([PurePosixPath(each).parent for each in found])
+    return [str(PurePosixPath(each).relative_to(base)) for each in found]
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
+
+
+def _formats() -> str:
+    return ", ".join(FORMATS)
+
+
+def _matched(source: str) -> Matches:
+    """Return the files of a source."""
     filesystem, path = fsspec.core.url_to_fs(source)
-    return filesystem, _found(filesystem, path, redacted(source))
-
-
-def _found(filesystem: Any, path: str, shown: str) -> list[str]:
-    """Return the paths of the files, sorted. For a folder, these are all files of known formats, at any depth."""
+    shown = redacted(source)
     if filesystem.isfile(path):
         found = [path]
     elif filesystem.isdir(path):
-        # By default, fsspec skips folders that cannot be read. On local disks, make that an error.
-        entries = filesystem.find(path, detail=True, **({"on_error": "raise"} if _is_local(filesystem) else {}))
-        found = [each for each, entry in entries.items() if format_of(each) and not _is_device(entry)]
+        return _in_folder(filesystem, path, shown)
     else:
-        found = [each for each in filesystem.glob(path) if filesystem.isfile(each)]
-    if not found:
-        raise InputError(f"corpus.source {shown!r} holds no {', '.join(FORMATS)} file: correct the path or pattern")
+        found = _in_pattern(filesystem, path, shown)
     for each in found:
         if format_of(each) is None:
             raise InputError(
-                f"corpus.source includes {each}, which has an unsupported format. Set corpus.source to "
-                f"{', '.join(FORMATS)} files only"
+                f"corpus.source includes {each}, which has an unsupported format. Set corpus.source to {_formats()} "
+                "files only"
             )
-    return sorted(found)
+    return Matches(filesystem, sorted(found), [])
+
+
+def _in_folder(filesystem: Any, path: str, shown: str) -> Matches:
+    """Return all files of known formats in a folder, at any depth."""
+    # By default, fsspec skips folders that cannot be read. On local disks, make that an error.
+    entries = filesystem.find(path, detail=True, **({"on_error": "raise"} if _is_local(filesystem) else {}))
+    files = [each for each, entry in sorted(entries.items()) if not _is_device(entry)]
+    found = [each for each in files if format_of(each)]
+    skipped = [str(PurePosixPath(each).relative_to(path)) for each in files if not format_of(each)]
+    if not found:
+        only = f" It has {len(skipped)} files of other formats: {_few(skipped)}." if skipped else " It is empty."
+        raise InputError(
+            f"corpus.source {shown!r} is a folder without {_formats()} files.{only} Set corpus.source to a folder, "
+            "file or pattern with such files"
+        )
+    return Matches(filesystem, found, skipped)
+
+
+def _in_pattern(filesystem: Any, path: str, shown: str) -> list[str]:
+    """Return the files that a pattern matches. A path without wildcards matches nothing, because it does not exist."""
+    found = [each for each in filesystem.glob(path) if filesystem.isfile(each)]
+    if found:
+        return found
+    if glob.has_magic(path):
+        raise InputError(f"corpus.source {shown!r} matches no file. Correct the pattern")
+    if _is_local(filesystem) and _is_there(Path(path)):
+        raise InputError(f"corpus.source {shown!r} is neither a file nor a folder. Set corpus.source to one of these")
+    raise InputError(f"corpus.source {shown!r} does not exist. Correct the path or URL")
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether a path exists. Raises the system's error if that cannot be determined."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _is_device(entry: Mapping[str, Any]) -> bool:

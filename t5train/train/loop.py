@@ -12,7 +12,7 @@ import torch
 from t5train.checkpoint import saving
 from t5train.checkpoint.state_loading import StoredState
 from t5train.data.held_out import read_held_out
-from t5train.data.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
+from t5train.data.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples, require_batch
 from t5train.data.span_corruption import geometry
 from t5train.engine.collectives import bits_of, data_rank, digest64, float_of, gather, rank
 from t5train.engine.engine import (
@@ -26,7 +26,7 @@ from t5train.engine.expert_routing import Routing
 from t5train.engine.forward_backward import Passes, passes_of
 from t5train.engine.partitions import master_groups_of
 from t5train.engine.peak_flops import accelerator_peak_flops, utilization
-from t5train.errors import InputError, Preempted
+from t5train.errors import Preempted
 from t5train.files.run_folder import tag_of
 from t5train.model.initialization import initialise
 from t5train.model.model_shape import T5Shape, huggingface_config, resolve
@@ -60,7 +60,7 @@ class Trainer:
         self.huggingface_config = huggingface_config(self.shape, pad_id, eos_id)
         self.train_samples = self._samples("train", shuffle=True)
         self.held_out = self._samples("validation", shuffle=False)
-        self._require_a_batch()
+        require_batch(self.spec, self.train_samples.num_samples)
         read_held_out(job.shards_folder)  # needed only for the witness at the end, but any error should be raised now
         # For dropout: different on every rank, the same in every run. Weights and samples have their own seeds.
         torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
@@ -221,14 +221,6 @@ class Trainer:
 
     def _samples(self, split: str, shuffle: bool) -> Samples:
         return Samples(self.shards, split, self.spec.objective, self.spec.optimizer.seed, shuffle)
-
-    def _require_a_batch(self) -> None:
-        batch = self.spec.optimizer.global_batch_sequences
-        if self.train_samples.num_samples < batch:
-            raise InputError(
-                f"the train split holds {self.train_samples.num_samples} samples, but a step takes "
-                f"optimizer.global_batch_sequences ({batch}): use more text or a smaller batch"
-            )
 
     def _applied_steps(self) -> int:
         """Return the number of steps so far that changed the weights. If a cosine ends at zero, the last does not."""

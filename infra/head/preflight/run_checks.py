@@ -8,7 +8,6 @@ from infra.node.inspection.accelerators import can_have_any
 from infra.node.storage.garbage import size_of
 from t5train.checkpoint.resume import has_finished
 from t5train.checkpoint.retention import bytes_held
-from t5train.data.sources import PYDOCS, require_source
 from t5train.data.span_corruption import geometry
 from t5train.data.tokenizer import expected_vocab_size, spiece_in
 from t5train.engine import memory_estimate
@@ -33,11 +32,6 @@ def require_possible(spec: RunSpec) -> T5Shape:
     of_model = require_model(spec)
     _require_vocabulary_of_start(spec)
     return of_model
-
-
-def require_text(spec: RunSpec) -> int:
-    """Return the size of the text in bytes; unknown sizes count as 0. Raises InputError if there is no text."""
-    return 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
 
 
 def publish_url(spec: RunSpec) -> str:
@@ -69,7 +63,7 @@ def _require_vocabulary_of_start(spec: RunSpec) -> None:
 
 def require_capable(spec: RunSpec, of_model: T5Shape) -> None:
     """Raise an error if this machine could not train, whatever else runs on it: accelerators, arithmetic or memory."""
-    _require_accelerators(spec)
+    require_accelerators(spec)
     _require_arithmetic(spec)
     require_host_memory(
         memory_estimate.host_bytes(spec, of_model), "layout.offload, cluster.ranks and the model's shape"
@@ -93,10 +87,10 @@ def require_absolute(root: Path) -> None:
         )
 
 
-def _require_accelerators(spec: RunSpec) -> None:
-    """Raise SpecError if this machine has too few accelerators. Only DeepSpeed can check some kinds."""
+def require_accelerators(spec: RunSpec) -> None:
+    """Raise SpecError if a run on this machine has too few accelerators. Only DeepSpeed can check some kinds."""
     cluster = spec.cluster
-    if cluster.accelerator not in (None, "cuda"):
+    if cluster.hostfile is not None or cluster.accelerator not in (None, "cuda"):
         return
     if cluster.accelerator is None and not can_have_any():
         kind, found = None, 0

@@ -1,10 +1,12 @@
 """The console script: its output and its exit codes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from flows.cli import __main__, run_command
 from flows.cli.status_command import run_status
+from infra.head.preflight import run_checks
+from infra.head.preflight.text_checks import LOOK_BYTES
 from infra.node.attempts.run_lock import run_lock
 from t5train import host_resources
 from t5train.checkpoint.resume_point import ask_to_begin_again
@@ -132,24 +136,77 @@ def test_a_dry_run_shows_the_whole_plan_and_creates_nothing(
     t5_pretrain: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     golden: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     recipe: str,
     num_steps: int,
 ) -> None:
     root = tmp_path / "root"
-    assert (
-        t5_pretrain("run", recipe, "--dry-run", "--root", str(root), "--set", f"optimizer.num_steps={num_steps}") == 0
-    )
+    _on_a_machine_with_accelerators(monkeypatch, 2)
+    asked = ("--set", f"optimizer.num_steps={num_steps}", "--set", "corpus.source=pydocs")
+    assert t5_pretrain("run", recipe, "--dry-run", "--root", str(root), *asked) == 0
     output = capsys.readouterr().out.replace(str(root), "{root}").replace(sys.executable, "{python}")
     golden(f"{recipe}.dry-run", output)
     assert list(tmp_path.iterdir()) == []
+
+
+def _on_a_machine_with_accelerators(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let checks find accelerators, ample memory and disk space."""
+    monkeypatch.setattr(run_checks, "can_have_any", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(host_resources, "host_memory_bytes", lambda: 10**12)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
+
+
+def test_a_dry_run_says_first_that_the_machine_has_no_accelerator_and_describes_the_run(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert t5_pretrain("run", "base", "--dry-run", "--root", str(tmp_path / "root")) == 1
+    output = capsys.readouterr()
+    assert output.out.startswith("# would be refused\nthis machine has no GPU")
+    assert "\n# deepspeed config\n" in output.out
+    assert output.err.startswith("error: this machine has no GPU")
+    assert t5_pretrain("run", "base", "--root", str(tmp_path / "root")) == 1
+    assert capsys.readouterr().err == output.err, "a run is refused for the same reason"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"corpus.source": "one.txt"}, "is 1 passage of 1.9 MB, none of which falls into the validation split"),
+        ({"corpus.source": "folder"}, "It has 1 files of other formats: notes.md."),
+        ({"corpus.source": "absent.txt"}, "corpus.source 'absent.txt' does not exist"),
+        ({"storage.keep_last": "1000000000", "optimizer.num_steps": "100000000000"}, "too little disk space"),
+    ],
+)
+def test_a_dry_run_and_a_run_are_refused_for_the_same_reason(
+    t5_pretrain: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    settings: dict[str, str],
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.txt").write_text("word " * 380_000 + "\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.md").write_text("# a title\n")
+    changes = [option for name, value in settings.items() for option in ("--set", f"{name}={value}")]
+    assert t5_pretrain("run", "smoke", "--dry-run", *changes) == 1
+    refusal = capsys.readouterr().err
+    assert reason in refusal
+    assert t5_pretrain("run", "smoke", *changes) == 1
+    assert capsys.readouterr().err == refusal
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "one.txt"]
 
 
 def test_a_run_with_two_experts_per_token_is_refused_before_it_starts(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
-    asked = ("--set", "corpus.source=pydocs", "--set", "model.moe.top_k=2")
+    asked = ("--set", "corpus.source=pydocs", "--set", "model.moe.top_k=2", "--set", "cluster.accelerator=cpu")
     assert t5_pretrain("run", "moe", "--root", str(root), *asked) == 1
     assert "model.moe.top_k is 2, but SwitchTransformers in transformers has 1" in capsys.readouterr().err
     assert not root.exists()
@@ -317,7 +374,8 @@ def test_text_that_does_not_fit_under_the_root_is_refused_before_anything_starts
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with open(tmp_path / "text.txt", "wb") as file:
-        file.truncate(1 << 43)  # a sparse file, which is never read
+        file.write(b"a line of text\n" * (LOOK_BYTES // 14 + 2))
+        file.truncate(1 << 43)  # sparse from here on, and not read any further
     assert t5_pretrain("run", "smoke", "--set", "corpus.source=text.txt") == 1
     assert "choose another root" in capsys.readouterr().err
 

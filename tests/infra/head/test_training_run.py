@@ -29,11 +29,11 @@ def required_bytes(root: Path, **storage: Any) -> int:
     """The bytes that must be free under the root."""
     settings = {f"storage.{name}": json.dumps(value) for name, value in storage.items()}
     with (
-        patch.object(training_run, "require_space", side_effect=StorageError("full")) as require_space,
+        patch.object(training_run, "require_free_space", side_effect=StorageError("full")) as require_free_space,
         pytest.raises(StorageError),
     ):
         require_ready(_spec(root).with_settings(settings))
-    _, size_bytes, _ = require_space.call_args.args
+    _, size_bytes, _ = require_free_space.call_args.args
     return int(size_bytes)
 
 

@@ -124,12 +124,36 @@ def test_empty_files_are_refused_before_they_are_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="all files are empty"):
         require_source(str(tmp_path))
     (tmp_path / "b.txt").write_text("one\n")
-    assert require_source(str(tmp_path)) == 4
+    found = require_source(str(tmp_path))
+    assert (found.size_bytes, found.num_files) == (4, 2)
+    assert [file.name for file in found.local] == ["a.txt", "b.txt"]
 
 
-def test_an_absent_source_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"absent\.txt.*correct the path"):
+def test_an_absent_source_is_called_absent_and_another_kind_of_file_by_its_kind(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"absent\.txt' does not exist\. Correct the path"):
         build(tmp_path / "absent.txt", tmp_path)
+    with pytest.raises(InputError, match=r"absent\*\.txt' matches no file"):
+        build(tmp_path / "absent*.txt", tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match=r"pipe' is neither a file nor a folder"):
+        build(tmp_path / "pipe", tmp_path)
+    (tmp_path / "pipe").unlink()
+    with pytest.raises(InputError, match=r"is a folder without \.txt, .* files\. It is empty\. Set corpus\.source"):
+        build(tmp_path, tmp_path)
+
+
+def test_files_of_other_formats_in_a_folder_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = tmp_path / "text"
+    (text / "deep").mkdir(parents=True)
+    for number in range(7):
+        (text / "deep" / f"{number}.md").write_text("# a title\n")
+    with pytest.raises(InputError, match=r"It has 7 files of other formats: deep/0\.md, .*, deep/4\.md and 2 more\."):
+        build(text, tmp_path)
+    (text / "a.txt").write_text("one\n")
+    assert require_source(str(text)).skipped == [f"deep/{number}.md" for number in range(7)]
+    with caplog.at_level(logging.WARNING):
+        build(text, tmp_path)
+    assert "skipping 7 files that are not .txt, .jsonl, .tsv, .parquet: deep/0.md, " in caplog.text
 
 
 def test_a_remote_file_is_downloaded_once(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from t5train.data.loader import Batch, Prefetched, Samples, Windows
+from t5train.data.loader import Batch, Prefetched, Samples, Windows, require_enough_samples
 from t5train.data.shards import tokens_name
 from t5train.errors import DigestMismatch, InputError
 from t5train.records.stage_records import TokenShards
 from t5train.spec import ObjectiveSpec
+from t5train.spec.recipes import recipe
 from tests.support.generated_text import DataChain
 
 OBJECTIVE = ObjectiveSpec(input_tokens=64)
@@ -70,10 +71,22 @@ def test_sample_k_is_window_k_of_the_shards(data_chain: DataChain) -> None:
 
 
 def test_a_split_without_one_window_is_refused_with_its_counts(data_chain: DataChain) -> None:
-    with pytest.raises(
-        InputError, match=r"the test split is too small: a sample needs 99999 .* the split has \d+ tokens in \d shards"
-    ):
+    counts = r"the split has [\d,]+ tokens in \d shards, from \d+ of the text's 3,000 passages"
+    with pytest.raises(InputError, match=rf"the test split is too small: a sample needs 99999 .* {counts}"):
         Windows(data_chain.shards, "test", 99_999)
+
+
+def test_shards_must_have_a_batch_a_validation_sample_and_a_held_out_passage(data_chain: DataChain) -> None:
+    spec = recipe("smoke")
+    require_enough_samples(spec, data_chain.shards)
+    batch = {"optimizer.global_batch_sequences": 1 << 20}
+    with pytest.raises(
+        InputError, match=r"the train split holds [\d,]+ samples of 70 tokens, but a step takes .*1048576"
+    ):
+        require_enough_samples(spec.with_settings(batch), data_chain.shards)
+    counts = dict(data_chain.shards.counts) | {"num_shards": 0}
+    with pytest.raises(InputError, match="the train split is too small"):
+        require_enough_samples(spec, data_chain.shards.model_copy(update={"counts": counts}))
 
 
 def test_a_shard_of_another_size_is_refused(data_chain: DataChain, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -14,6 +14,7 @@ from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
 
+from t5train.data import readers
 from t5train.data.passages import Passage, SourceFile
 from t5train.data.readers import format_of, rows
 from t5train.data.segments import passages_of, scan
@@ -139,6 +140,16 @@ def test_an_invalid_file_is_refused_with_the_cause(tmp_path: Path, name: str, co
     with pytest.raises(InputError) as caught:
         scan(source(path))
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_an_overlong_line_is_refused_without_reading_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1_500_000)
+    for name, pack in (("a.txt", bytes), ("a.txt.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(pack(b"first line\n" + b"x" * 1_499_999 + b"\n" + b"y" * 1_500_000 + b"\n"))
+        found = rows(source(tmp_path / name))
+        assert [len(next(found).passage.text), len(next(found).passage.text)] == [10, 1_499_999]
+        with pytest.raises(InputError, match=rf"{name} line 3 has more than 1\.5 MB, .* Split it into lines"):
+            next(found)
 
 
 def test_a_parquet_file_without_a_text_column_is_refused(tmp_path: Path) -> None:

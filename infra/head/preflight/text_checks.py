@@ -1,0 +1,135 @@
+"""Checks a run's text before anything expensive starts: that it is there, can be read, and is enough for the run.
+
+Files on this machine are read up to a limit, which takes about a second. A text that ends before the limit is refused
+if it cannot be enough, whatever the vocabulary. The token shards show exactly whether it is
+(``t5train.data.loader.require_enough_samples``).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from t5train.data.passages import SPLITS, Passage, SourceFile, Split, SplitRule, split_of
+from t5train.data.readers import PLAIN_FORMATS, rows
+from t5train.data.sources import PYDOCS, SourceFacts, require_source
+from t5train.data.span_corruption import geometry
+from t5train.errors import InputError
+from t5train.host_resources import format_bytes
+from t5train.locations import redacted
+from t5train.spec import CorpusSpec, RunSpec
+
+LOOK_BYTES = 16 << 20
+
+
+class TextLook(NamedTuple):
+    """What the first files of a text hold, up to ``LOOK_BYTES`` of text."""
+
+    is_whole: bool
+    """Whether that is the whole text."""
+    passages: dict[Split, int]
+    text_bytes: dict[Split, int]
+    """The size of the passages' texts in UTF-8."""
+
+    @property
+    def total_passages(self) -> int:
+        """The number of passages in all splits."""
+        return sum(self.passages.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all passages' texts in UTF-8."""
+        return sum(self.text_bytes.values())
+
+
+class TextFacts(NamedTuple):
+    """What is known of a run's text before it starts. Both are None for Python's documentation."""
+
+    source: SourceFacts | None
+    look: TextLook | None
+    """None also for text that is not on this machine yet."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the files, as stored; 0 if unknown."""
+        return self.source.size_bytes if self.source else 0
+
+    def train_bytes(self, spec: CorpusSpec) -> int | None:
+        """Return the size of the train split's text: exact if the whole text was read, otherwise from the files' sizes.
+
+        None if it is unknown, because files are compressed or in .parquet, or because there are none yet.
+        """
+        if self.look is not None and self.look.is_whole:
+            return self.look.text_bytes["train"]
+        if self.source is None or not self.source.local:
+            return None
+        is_plain = all(file.path.suffix in PLAIN_FORMATS for file in self.source.local)
+        return self.source.size_bytes * spec.split[0] // 1000 if is_plain else None
+
+
+def require_text(spec: RunSpec) -> TextFacts:
+    """Return what is known of the text.
+
+    Raises InputError if there is none, if what is read of it is malformed, or if it cannot be enough for the run.
+    """
+    if spec.corpus.source == PYDOCS:
+        return TextFacts(None, None)
+    source = require_source(spec.corpus.source)
+    if not source.local:
+        return TextFacts(source, None)
+    look = look_at(source.local, spec.corpus)
+    if look.is_whole:
+        _require_passages(spec, look)
+        _require_windows(spec, look)
+    return TextFacts(source, look)
+
+
+def look_at(files: Iterable[SourceFile], rule: SplitRule, limit_bytes: int = LOOK_BYTES) -> TextLook:
+    """Read files up to a limit. Raises InputError if what is read is malformed."""
+    passages, text_bytes = Counter[Split](), Counter[Split]()
+    for passage in _passages(files):
+        if sum(text_bytes.values()) >= limit_bytes:
+            return TextLook(False, _of_splits(passages), _of_splits(text_bytes))
+        split = split_of(rule, passage.id)
+        passages[split] += 1
+        text_bytes[split] += len(passage.text.encode())
+    return TextLook(True, _of_splits(passages), _of_splits(text_bytes))
+
+
+def _passages(files: Iterable[SourceFile]) -> Iterator[Passage]:
+    """Yield the passages that have text."""
+    return (row.passage for file in files for row in rows(file) if row.passage.text.strip())
+
+
+def _of_splits(counts: Counter[Split]) -> dict[Split, int]:
+    return {split: counts[split] for split in SPLITS}
+
+
+def _require_passages(spec: RunSpec, look: TextLook) -> None:
+    """Raise InputError if no passage falls into the train or validation split."""
+    text = f"corpus.source {redacted(spec.corpus.source)!r} is {_amount(look)}"
+    if not look.total_passages:
+        raise InputError(f"{text}: it holds no text. Set corpus.source to files with text")
+    for split, share in zip(SPLITS[:2], spec.corpus.split, strict=False):
+        if not look.passages[split]:
+            raise InputError(
+                f"{text}, none of which falls into the {split} split (corpus.split gives it {share} of 1,000 passages, "
+                "and a passage is never divided). Split the text into more passages: in a .txt file, each line is one"
+            )
+
+
+def _require_windows(spec: RunSpec, look: TextLook) -> None:
+    """Raise InputError if the train split would be too small for a batch even if every byte of it were a token."""
+    window, batch = geometry(spec.objective).window_tokens, spec.optimizer.global_batch_sequences
+    most_tokens = look.text_bytes["train"] + 2 * look.passages["train"]  # a space before a passage, and its end
+    if most_tokens // window < batch:
+        raise InputError(
+            f"corpus.source {redacted(spec.corpus.source)!r} is {_amount(look)}, but a step takes {batch} sequences "
+            f"(optimizer.global_batch_sequences) of {window} tokens each. Add text, or lower "
+            "optimizer.global_batch_sequences or objective.input_tokens"
+        )
+
+
+def _amount(look: TextLook) -> str:
+    size = look.total_bytes
+    shown = format_bytes(size) if size >= 100_000 else f"{size:,} bytes"
+    return f"{look.total_passages:,} passage{'s' * (look.total_passages != 1)} of {shown}"

@@ -1,0 +1,96 @@
+"""Text that is missing, malformed or too small for a run is refused before anything starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from infra.head.preflight.text_checks import look_at, require_text
+from t5train.data.passages import SourceFile
+from t5train.data.span_corruption import geometry
+from t5train.errors import InputError
+from t5train.spec import CorpusSpec, ObjectiveSpec, RunSpec
+from t5train.spec.recipes import recipe
+
+SENTENCE = "the model reads this text, which is one passage of several words"
+
+
+def run_of(source: Path | str, **settings: object) -> RunSpec:
+    return recipe("smoke", {"corpus.source": json.dumps(str(source)), **settings})
+
+
+def lines(path: Path, count: int) -> Path:
+    path.write_text("".join(f"{SENTENCE} {number}\n" for number in range(count)))
+    return path
+
+
+def test_python_documentation_needs_no_look() -> None:
+    assert require_text(recipe("smoke")).size_bytes == 0
+
+
+def test_a_text_that_is_enough_is_described(tmp_path: Path) -> None:
+    text = lines(tmp_path / "a.txt", 1000)
+    found = require_text(run_of(text))
+    assert found.look is not None
+    assert found.look.is_whole
+    assert found.look.total_passages == 1000
+    assert found.look.total_bytes == text.stat().st_size - 1000  # without line ends
+    assert found.size_bytes == text.stat().st_size
+    assert 0.9 < (found.train_bytes(CorpusSpec()) or 0) / found.look.total_bytes < 1
+
+
+def test_a_look_ends_at_its_limit(tmp_path: Path) -> None:
+    text = lines(tmp_path / "a.txt", 1000)
+    look = look_at([SourceFile(text, "a.txt")], CorpusSpec(), limit_bytes=10_000)
+    assert not look.is_whole
+    assert 10_000 <= look.total_bytes < 10_100
+    # Lines beyond the limit are not read: whether they are valid is found by the corpus stage.
+    with open(text, "ab") as file:
+        file.write(b"\xff\n")
+    assert look_at([SourceFile(text, "a.txt")], CorpusSpec(), limit_bytes=10_000) == look
+
+
+@pytest.mark.parametrize("size", [2_000, 1_900_000])
+def test_one_passage_is_too_few_for_the_splits(tmp_path: Path, size: int) -> None:
+    (tmp_path / "a.txt").write_text("x" * size + "\n")
+    shown = "1.9 MB" if size > 1_000_000 else "2,000 bytes"
+    with pytest.raises(InputError) as caught:
+        require_text(run_of(tmp_path / "a.txt"))
+    assert f"is 1 passage of {shown}, none of which falls into the validation split" in str(caught.value)
+    assert "each line is one" in str(caught.value)
+
+
+def test_a_text_with_fewer_windows_than_a_batch_is_refused(tmp_path: Path) -> None:
+    text = lines(tmp_path / "a.txt", 100)  # about 4,000 bytes of it to train on, so at most as many tokens
+    settings = {"corpus.split": [600, 300, 100]}
+    window = geometry(ObjectiveSpec(input_tokens=64)).window_tokens
+    expected = rf"is 100 passages of .* takes 64 sequences .* of {window} tokens each"
+    with pytest.raises(InputError, match=expected) as caught:
+        require_text(run_of(text, **settings))
+    assert "lower optimizer.global_batch_sequences" in str(caught.value)
+    smaller = {"optimizer.global_batch_sequences": 32, "layout.micro_batch_sequences": 16}
+    assert require_text(run_of(text, **settings, **smaller)).look is not None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": 1}\n', 'line 1 is not an object with "text"'),
+        (b'{"text": "good"}\n\xff\n', "line 2 is not UTF-8"),
+        (b'{"text": " "}\n', "holds no text"),
+    ],
+)
+def test_malformed_text_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        require_text(run_of(tmp_path / "a.jsonl"))
+
+
+def test_the_size_of_the_train_split_is_unknown_for_a_compressed_text_beyond_the_limit(tmp_path: Path) -> None:
+    found = require_text(run_of(lines(tmp_path / "a.txt", 1000)))
+    assert found.look is not None
+    partial = found._replace(look=found.look._replace(is_whole=False))
+    assert partial.train_bytes(CorpusSpec()) == found.size_bytes * 950 // 1000
+    assert found.source is not None
+    packed = found.source._replace(local=[SourceFile(tmp_path / "a.txt.gz", "a.txt.gz")])
+    assert partial._replace(source=packed).train_bytes(CorpusSpec()) is None
