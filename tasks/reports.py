@@ -3,11 +3,12 @@
 import logging
 
 from t5train.files.run_folder import METRICS, WITNESS_FOLDER
+from t5train.locations import redacted
 from t5train.records.metrics import loss_lines, read
 from t5train.records.stage_records import Corpus, Export, Publication, Record, TokenizerFiles, TokenShards, Weights
 from t5train.records.witness import Witness
 from t5train.release.certificate import CERTIFICATE, Certificate
-from t5train.report.data_report import data_report, train_split_facts
+from t5train.report.data_report import data_lines, data_report, train_split_facts
 from t5train.report.proof_report import proof_report
 from t5train.report.publication_report import publication_report
 from t5train.report.report_folder import (
@@ -32,7 +33,11 @@ _log = logging.getLogger(__name__)
 def show_data(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, shards: TokenShards) -> None:
     """Report on the text, the vocabulary and the tokens."""
     with not_disturbing("the data report"):
-        text = data_report(spec, corpus, tokenizer, shards, train_split_facts(shards, spec.objective))
+        facts = train_split_facts(shards, spec.objective)
+        _log.info("text: %s, %s passages", redacted(spec.corpus.source), f"{corpus.counts['passages']:,}")
+        for line in data_lines(spec, shards, facts):
+            _log.info("%s", line)
+        text = data_report(spec, corpus, tokenizer, shards, facts)
         write_report(spec.run_folder, DATA, text)
         shown_markdown("data").show(text, "Text, vocabulary and tokens")
 

@@ -9,6 +9,7 @@ import typer
 
 from flows.cli import (
     bench_command,
+    data_commands,
     gc_command,
     preflight_command,
     regression_command,
@@ -34,6 +35,7 @@ for commands in (
     run_command,
     preflight_command,
     stage_commands,
+    data_commands,
     status_command,
     gc_command,
     bench_command,

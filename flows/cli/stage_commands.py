@@ -24,7 +24,7 @@ from flows.cli.options import (
     settings,
     spec_of,
 )
-from flows.cli.terminal import say, stage_display
+from flows.cli.terminal import complain, say, stage_display
 from flows.spec_from_recipe import resolve
 from infra.head.training_run import hold_ready_run, train_again, train_run
 from t5train.checkpoint.resume import load_run_spec
@@ -42,6 +42,7 @@ from t5train.release.certification import certify_in_fresh_process
 from t5train.release.export import export as export_folder
 from t5train.release.publication import publish as publish_export
 from t5train.release.verification import verify as verify_record
+from t5train.report.data_report import data_lines, train_split_facts
 from t5train.spec import CorpusSpec, ShardsSpec
 
 DataRecipe = Annotated[str, typer.Argument(metavar="[RECIPE]", help="Recipe to start from; see `recipes`")]
@@ -127,6 +128,8 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
     with hold_ready_run(spec) as run, stage_display() as progress:
         tokens.verify(progress)
+        for line in data_lines(spec, tokens, train_split_facts(tokens, spec.objective)):
+            complain(line)
         if begin_again:
             train_again(spec, run)
         made = train_run(spec, tokens, run, progress, adopt=adopt)

@@ -211,6 +211,11 @@ class Encoder:
                 ids += self._encoded(self._processor, list(some), add_eos)
         return ids
 
+    def piece(self, token_id: int) -> str:
+        """Return the text of an id of the vocabulary, not a sentinel, with a space in place of SentencePiece's mark."""
+        piece: str = self._processor.id_to_piece(token_id)
+        return f" {piece}" if token_id < len(SPECIAL_PIECES) else piece.replace(_SPACE, " ")
+
     def _normalised(self, text: str) -> str:
         """Normalise as the reference does, and replace U+0085 by a space, because the reference splits words there."""
         if self._normaliser:

@@ -11,6 +11,8 @@ from t5train.records.stage_records import Corpus, Record, TokenizerFiles, TokenS
 from t5train.report.markdown import code, page, table
 from t5train.spec import ObjectiveSpec, RunSpec
 
+MOST_EPOCHS = 64
+"""Up to this number, repeating the text did little harm to T5 (Raffel et al. 2020, section 3.4.2); 256 epochs did."""
 _COUNT_BYTES = int(UNIGRAM_DTYPE[-1])
 
 
@@ -80,12 +82,32 @@ def _unknown_line(shards: TokenShards, facts: SplitFacts) -> str:
     return f"{facts.unknown_pieces:,} tokens of the train split ({share:.4%}) are the unknown piece."
 
 
+def data_lines(spec: RunSpec, shards: TokenShards, facts: SplitFacts) -> list[str]:
+    """Return what a run will train on, in a few lines for a log. ``facts`` are those of ``train_split_facts``."""
+    counts = {
+        split: (int(shards.counts[f"{split}_documents"]), int(shards.counts[f"{split}_tokens"])) for split in SPLITS
+    }
+    of_splits = ", ".join(
+        f"{tokens:,} in {passages:,} passages ({split})" for split, (passages, tokens) in counts.items()
+    )
+    lines = [f"tokens: {of_splits}", _epochs_line(spec, facts)]
+    if _epochs(spec, facts) > MOST_EPOCHS:
+        lines.append(
+            f"more than {MOST_EPOCHS} epochs: the model may learn the text by heart. Add text, or lower "
+            "optimizer.num_steps"
+        )
+    return lines
+
+
+def _epochs(spec: RunSpec, facts: SplitFacts) -> float:
+    return spec.optimizer.num_steps * spec.optimizer.global_batch_sequences / max(1, facts.samples)
+
+
 def _epochs_line(spec: RunSpec, facts: SplitFacts) -> str:
-    steps, batch = spec.optimizer.num_steps, spec.optimizer.global_batch_sequences
     return (
-        f"The run makes {steps * batch / max(1, facts.samples):,.2f} epochs over the train split: {steps:,} steps of "
-        f"{batch:,} sequences, and {facts.samples:,} samples of {geometry(spec.objective).window_tokens} tokens in an "
-        "epoch."
+        f"The run makes {_epochs(spec, facts):,.2f} epochs over the train split: {spec.optimizer.num_steps:,} steps of "
+        f"{spec.optimizer.global_batch_sequences:,} sequences, and {facts.samples:,} samples of "
+        f"{geometry(spec.objective).window_tokens} tokens in an epoch."
     )
 
 

@@ -26,6 +26,7 @@ from t5train.model.model_shape import huggingface_config, resolve
 from t5train.progress import silent
 from t5train.spec import TokenizerSpec
 from t5train.spec.recipes import recipe
+from tests.support.generated_text import write_jsonl
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -200,6 +201,28 @@ def test_a_dry_run_and_a_run_are_refused_for_the_same_reason(
     assert t5_pretrain("run", "smoke", *changes) == 1
     assert capsys.readouterr().err == refusal
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "one.txt"]
+
+
+def test_the_data_commands_show_samples_and_statistics_of_a_users_text(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = write_jsonl(tmp_path / "text.jsonl", 300)
+    options = ("smoke", "--source", str(text), "--root", str(tmp_path / "root"), "--set", "tokenizer.vocab_size=300")
+    assert t5_pretrain("data", "show", *options, "--split", "validation", "--count", "2") == 0
+    shown = capsys.readouterr().out.splitlines()
+    of_a_sample = ["inputs (64 tokens)", "targets (14 tokens)", ""]
+    first, second = (f"sample {number} of the validation split" for number in (0, 1))
+    assert [line.split(":")[0] for line in shown] == [first, *of_a_sample, second, *of_a_sample]
+    assert " <extra_id_0> " in shown[1]
+    assert t5_pretrain("data", "stats", *options, "--plot", str(tmp_path / "plot.png")) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split("\t")[:3] == ["split", "passages", "tokens"]
+    assert [row.split("\t")[0] for row in rows[1:4]] == ["train", "validation", "test"]
+    assert sum(int(row.split("\t")[1]) for row in rows[1:4]) == 300
+    assert rows[-1] == f"plot: {tmp_path / 'plot.png'}"
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert t5_pretrain("data", "show", "smoke", "--source", str(tmp_path / "no.txt")) == 1
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_a_run_with_two_experts_per_token_is_refused_before_it_starts(

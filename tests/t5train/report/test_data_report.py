@@ -5,7 +5,7 @@ import numpy as np
 from t5train.data.loader import Samples
 from t5train.data.sentencepiece_model import UNK_ID
 from t5train.data.shards import tokens_name
-from t5train.report.data_report import data_report, train_split_facts
+from t5train.report.data_report import MOST_EPOCHS, data_lines, data_report, train_split_facts
 from t5train.spec.recipes import recipe
 from tests.support.generated_text import DataChain
 
@@ -33,3 +33,13 @@ def test_the_report_has_counts_epochs_and_digests(data_chain: DataChain) -> None
     assert f"The run makes {epochs:,.2f} epochs over the train split: 50 steps" in report
     for record in (data_chain.corpus, data_chain.tokenizer, shards):
         assert f"`{record.fingerprint[:12]}` | `{record.seal}` | `{record.path}` |" in report
+
+
+def test_the_log_says_what_a_run_trains_on_and_warns_of_many_epochs(data_chain: DataChain) -> None:
+    shards, facts = data_chain.shards, train_split_facts(data_chain.shards, SPEC.objective)
+    tokens, epochs = data_lines(SPEC, shards, facts)
+    assert f"{shards.counts['train_tokens']:,} in {shards.counts['train_documents']:,} passages (train)" in tokens
+    assert epochs.startswith("The run makes ")
+    steps = MOST_EPOCHS * facts.samples // SPEC.optimizer.global_batch_sequences + 1
+    longer = SPEC.with_settings({"optimizer.num_steps": steps})
+    assert data_lines(longer, shards, facts)[2].startswith("more than 64 epochs: the model may learn the text by heart")

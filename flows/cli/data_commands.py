@@ -1,0 +1,103 @@
+"""``data show`` and ``data stats``: what a run trains on, as the model sees it. Both make missing token shards."""
+
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from flows.cli.options import RecipeArgument, RootOption, SetOption, spec_of
+from flows.cli.terminal import complain, say, show_table, stage_display
+from infra.head.preflight.text_checks import require_text
+from t5train.data.corpus import build_corpus
+from t5train.data.passages import Split
+from t5train.data.shards import build_shards
+from t5train.data.tokenizer import build_tokenizer
+from t5train.files.atomic import replacing
+from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
+from t5train.report.data_report import data_lines, train_split_facts
+from t5train.report.data_samples import shown_samples
+from t5train.report.data_statistics import QUANTILE_NAMES, data_plot, data_statistics, length_rows, word_lines
+from t5train.spec import RunSpec
+
+SourceOption = Annotated[
+    str | None, typer.Option(help="Text to use instead of corpus.source: path, pattern or URL", metavar="FILES")
+]
+
+
+class _Data(NamedTuple):
+    corpus: Corpus
+    tokenizer: TokenizerFiles
+    shards: TokenShards
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    data = typer.Typer(no_args_is_help=True, help="Look at the text that a run trains on, as the model sees it.")
+    data.command()(show)
+    data.command()(stats)
+    app.add_typer(data, name="data")
+
+
+def show(  # noqa: PLR0913, PLR0917 - one for each option
+    recipe: RecipeArgument,
+    source: SourceOption = None,
+    changes: SetOption = None,
+    root: RootOption = None,
+    split: Annotated[Split, typer.Option(help="train, validation or test")] = "train",
+    start: Annotated[int, typer.Option(min=0, help="Position of the first sample in the run's order")] = 0,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="Number of samples")] = 3,
+    ids: Annotated[bool, typer.Option("--ids", help="Show token ids, too")] = False,
+) -> None:
+    """Show samples with their masked spans: the inputs of the model, and the targets that it is to predict."""
+    spec = _spec(recipe, source, changes, root)
+    made = _made(spec)
+    for sample in shown_samples(spec, made.tokenizer, made.shards, split, start, count):
+        say(f"sample {sample.sample_id:,} of the {split} split")
+        say(f"inputs ({len(sample.input_ids)} tokens): {sample.inputs}")
+        say(f"targets ({len(sample.target_ids)} tokens): {sample.targets}")
+        if ids:
+            say(f"input ids: {' '.join(map(str, sample.input_ids))}")
+            say(f"target ids: {' '.join(map(str, sample.target_ids))}")
+        say("")
+
+
+def stats(
+    recipe: RecipeArgument,
+    source: SourceOption = None,
+    changes: SetOption = None,
+    root: RootOption = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Write a PNG with the lengths of passages to this file", metavar="FILE", readable=False),
+    ] = None,
+) -> None:
+    """Show the number and lengths of passages in each split, pieces per word, and what the vocabulary lacks."""
+    spec = _spec(recipe, source, changes, root)
+    made = _made(spec)
+    statistics = data_statistics(made.corpus, made.tokenizer, made.shards, spec.objective)
+    show_table(["split", "passages", "tokens", *QUANTILE_NAMES], length_rows(statistics))
+    for line in [
+        *word_lines(statistics),
+        *data_lines(spec, made.shards, train_split_facts(made.shards, spec.objective)),
+    ]:
+        say(line)
+    if plot is not None:
+        with replacing(plot) as file:
+            file.write(data_plot(statistics, spec.objective))
+        say(f"plot: {plot}")
+
+
+def _spec(recipe: str, source: str | None, changes: list[str] | None, root: Path | None) -> RunSpec:
+    return spec_of(recipe, [*(changes or []), *([f"corpus.source={source}"] if source else [])], root)
+
+
+def _made(spec: RunSpec) -> _Data:
+    """Return the data of a run; finished stages are reused. The results are kept under the root, for the run."""
+    require_text(spec)
+    root = spec.storage.root
+    with stage_display() as progress:
+        corpus = build_corpus(spec.corpus, root, progress)
+        tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, root, progress)
+        shards = build_shards(spec.shards, spec.corpus, corpus, tokenizer, root, progress)
+    complain(f"token shards: {shards.path}")
+    return _Data(corpus, tokenizer, shards)
