@@ -1,4 +1,4 @@
-"""Handles SIGTERM to the head, so that ranks get time to save before the signal takes effect."""
+"""Handles SIGTERM and Ctrl-C of the head, so that ranks get time to save before the signal takes effect."""
 
 import logging
 import signal
@@ -62,8 +62,20 @@ def undisturbed(what: str) -> Iterator[None]:
 
 
 def is_stop(error: BaseException) -> bool:
-    """Whether the exception that ended a block was raised because of SIGTERM, not by a failure or Ctrl-C."""
-    return not isinstance(error, Exception | KeyboardInterrupt)
+    """Whether ranks get time to save because of this exception: after SIGTERM or Ctrl-C.
+
+    After a failure they do not, nor after a second signal, which raises an exception while the first one is handled.
+    """
+    is_second = error.__context__ is not None and not isinstance(error.__context__, Exception)
+    return not isinstance(error, Exception) and not is_second
+
+
+def stopping_line(grace_seconds: float) -> str:
+    """Return what to tell the user while ranks save."""
+    return (
+        f"stopping: ranks have {grace_seconds:.0f} s to finish the step, and then save and end. Ctrl-C ends them at "
+        "once, without a checkpoint"
+    )
 
 
 def _raise(_number: int, _frame: object) -> NoReturn:

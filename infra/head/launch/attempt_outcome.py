@@ -10,7 +10,7 @@ from infra.head.launch import earlier_attempts
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
 from infra.head.launch.failures import failure_of
 from infra.head.launch.supervision import Supervision
-from infra.head.stop_signal import undisturbed
+from infra.head.stop_signal import stopping_line, undisturbed
 from infra.node.attempts import attempt
 from infra.node.attempts.session_messages import Order
 from t5train.errors import HostLost, LaunchError, T5TrainError
@@ -57,11 +57,7 @@ class ClusterWatch:
 
     def stop(self) -> None:
         """Order the ranks to save and end, and wait until they have ended."""
-        _log.warning(
-            "ending attempt %s: its ranks have %.0f s to finish the step, and then save and end",
-            self.this.number,
-            self.this.grace_seconds,
-        )
+        _log.warning("attempt %s: %s", self.this.number, stopping_line(self.this.grace_seconds))
         with suppress(OSError):  # on a full disk, a later head does not know that ranks may still be saving
             self.this.order_stop()
         self._supervision.order(Order.STOP)

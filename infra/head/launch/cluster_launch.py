@@ -67,10 +67,10 @@ class ClusterLaunchSpec:
 def launch_on_hosts(spec: ClusterLaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Attempt:
     """Run all ranks to their end. Ranks of the same job that are already running continue.
 
-    For ``on_tick``, see infra.head.launch.local_launch. If SIGTERM raises an exception (infra.head.stop_signal), the
-    ranks first get time to save. In any case, no process of the attempt is left on any host that can be reached; on
-    other hosts, processes end when the lease expires. Raises the error that a rank reported, HostLost, or another
-    LaunchError.
+    For ``on_tick``, see infra.head.launch.local_launch. If SIGTERM or Ctrl-C raises an exception
+    (infra.head.stop_signal), the ranks first get time to save. In any case, no process of the attempt is left on any
+    host that can be reached; on other hosts, processes end when the lease expires. Raises the error that a rank
+    reported, HostLost, or another LaunchError.
     """
     with stoppable(), TemporaryDirectory(prefix="t5-launch-") as folder:
         transport = Ssh.configured(spec.cluster, Path(folder))

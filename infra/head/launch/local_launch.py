@@ -5,9 +5,9 @@
     head (this process) ── guard ── deepspeed.launcher.runner ── deepspeed.launcher.launch ──┬─ guard ── rank 0
                                                                                              └─ guard ── rank 1
 
-The head ends everything when a rank or the launcher fails. The guards do so when the head is gone. SIGTERM to the head
-or to the launcher's guard also ends everything, but gives the ranks time to save. Only exit records show whether the
-ranks did their work: DeepSpeed's launcher exits with 0 when it is killed.
+The head ends everything when a rank or the launcher fails. The guards do so when the head is gone. Ctrl-C, or SIGTERM
+to the head or to the launcher's guard, also ends everything, but gives the ranks time to save. Only exit records show
+whether the ranks did their work: DeepSpeed's launcher exits with 0 when it is killed.
 """
 
 import logging
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from infra.head.launch.failures import failure_of
-from infra.head.stop_signal import is_stop, stoppable, undisturbed
+from infra.head.stop_signal import is_stop, stoppable, stopping_line, undisturbed
 from infra.node import ports, processes
 from infra.node.attempts import attempt, shared_memory
 from infra.node.attempts.attempt import Attempt
@@ -165,7 +165,7 @@ def _outcome(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -
 
 def _stop(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> bool:
     """Order all ranks to save and end, and wait for them; returns whether all did their work to the end."""
-    _log.warning("SIGTERM: ranks have %.0f s to finish the step, and then save and end", this.grace_seconds)
+    _log.warning("%s", stopping_line(this.grace_seconds))
     with suppress(OSError):  # on a full disk, a save is cut off if this process is killed
         this.order_stop()
     # Guards enforce these limits. They get some more time to record how their ranks ended.

@@ -151,7 +151,7 @@ class NodeLocalStorage:
 
     @contextmanager
     def syncing(self, num_saved: Callable[[], int]) -> Iterator[None]:
-        """Gather checkpoints as they are saved. After SIGTERM, also gather the last ones: hosts may go down then."""
+        """Gather checkpoints as they are saved; after SIGTERM or Ctrl-C the last ones, too: hosts may go down then."""
         sync = CheckpointSync(self.run, num_saved)
         try:
             yield

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from infra.head.stop_signal import is_stop
+
 ENDING = """
 import time
 from infra.head.stop_signal import undisturbed
@@ -31,3 +33,26 @@ def test_a_signal_takes_effect_when_the_block_is_done(number: signal.Signals, la
     assert stdout.decode() == f"done\n{last}"
     assert stderr.decode().startswith("ending the ranks: please wait\n")
     assert process.returncode == (0 if last else -number)
+
+
+HANDLING = """
+import signal, time
+from infra.head.stop_signal import is_stop, stoppable
+try:
+    with stoppable():
+        try:
+            signal.raise_signal(signal.{first})
+        except BaseException as error:
+            print(is_stop(error))
+            signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt as error:
+    print(is_stop(error))
+"""
+
+
+@pytest.mark.parametrize("first", ["SIGTERM", "SIGINT"])
+def test_ranks_save_after_the_first_signal_and_not_after_the_second(first: str) -> None:
+    program = [sys.executable, "-c", HANDLING.format(first=first)]
+    found = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert found.stdout == "True\nFalse\n", found.stderr
+    assert not is_stop(ValueError())

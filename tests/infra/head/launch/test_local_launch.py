@@ -210,15 +210,31 @@ def victim_pid(tmp_path: Path, victim: str) -> int:
 
 
 @pytest.mark.slow
-def test_sigterm_gives_ranks_time_to_save_before_the_head_ends_by_sigterm(
-    tmp_path: Path, start: Start, until: Until, survivors: Survivors
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_gives_ranks_time_to_save_before_the_head_ends_by_it(
+    tmp_path: Path, start: Start, until: Until, survivors: Survivors, number: signal.Signals
 ) -> None:
     saving = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), sys.exit('saved')))\n"
     head = started(tmp_path, saving + "print('ready', flush=True)\ntime.sleep(600)", start, until)
-    head.terminate()
-    assert head.wait(30) == -signal.SIGTERM
+    head.send_signal(number)
+    assert head.wait(60) == -number
     this = newest(tmp_path)
     assert [this.log(f"rank-0000{rank}").read_text() for rank in (0, 1)] == ["ready\nsaved\n"] * 2
+    assert survivors(this.run_id) == set()
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_ranks_that_are_saving(
+    tmp_path: Path, start: Start, until: Until, survivors: Survivors
+) -> None:
+    head = started(tmp_path, SAVING_SLOWLY, start, until)
+    head.send_signal(signal.SIGINT)
+    this = newest(tmp_path)
+    files = [heartbeat.beat_file(this.rank_files(f"rank-0000{rank}")) for rank in (0, 1)]
+    until(lambda: all((beat := heartbeat.read(file)) and beat.phase == "save" for file in files))
+    head.send_signal(signal.SIGINT)
+    assert head.wait(60) == -signal.SIGINT
+    assert [this.log(f"rank-0000{rank}").read_text() for rank in (0, 1)] == ["ready\n"] * 2
     assert survivors(this.run_id) == set()
 
 
