@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from t5train.records.stage_records import Record
 from tasks.artifacts import shown_table
-from tasks.stages import Stage
+from tasks.stages import Stage, numbered
 
 _log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Record)
@@ -26,7 +26,7 @@ class StageTable:
         now = time.monotonic()
         self.records[stage.title] = record
         self._rows.append(line := row(stage, record, now - self._added_at))
-        _log.info("%s: %s %s", stage.title, line["result"], record.path)
+        _log.info("%s: %s %s", numbered(stage), line["result"], record.path)
         self._added_at = now
         self._artifact.show(self._rows, "Result of each stage")
         return record

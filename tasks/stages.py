@@ -21,6 +21,8 @@ class Stage(NamedTuple):
     title: str
 
 
+SERVER = Stage("server", "Start Prefect's server")
+"""What `t5-pretrain run` does before the flow begins."""
 CORPUS = Stage("corpus", "Get the text")
 TOKENIZER = Stage("tokenizer", "Train the tokenizer")
 SHARDS = Stage("shards", "Tokenise")
@@ -30,6 +32,12 @@ EXPORT = Stage("export", "Export to Hugging Face")
 CERTIFY = Stage("certify", "Certify")
 PUBLISH = Stage("publish", "Publish")
 SUMMARY = Stage("summary", "Summary")
+_NUMBERED = (SERVER, CORPUS, TOKENIZER, SHARDS, TRAIN, CONSOLIDATE, EXPORT, CERTIFY, PUBLISH)
+
+
+def numbered(stage: Stage) -> str:
+    """Return the title of a stage with its number, such as ``5/9 Train``."""
+    return f"{_NUMBERED.index(stage) + 1}/{len(_NUMBERED)} {stage.title}"
 
 
 def stage_task(stage: Stage, **options: Any) -> Callable[[Callable[P, R]], Task[P, R]]:

@@ -92,7 +92,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     ):
         if begin_again:
             train_again(spec, held)
-        complain(f"watch it at {api_url.removesuffix('/api')}{_login(api_url)}")
+        complain(f"{_server_stage()}: watch the run at {api_url.removesuffix('/api')}{_login(api_url)}")
         _close_abandoned_runs()
         publication = _run_flow(held, parameters, progress, adopt)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
@@ -103,6 +103,12 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
 def _login(api_url: str) -> str:
     key = prefect_server.key_file(api_url)
     return f" (to log in: cat {shlex.quote(str(key))})" if key is not None else ""
+
+
+def _server_stage() -> str:
+    from tasks.stages import SERVER, numbered  # imports Prefect, as below
+
+    return numbered(SERVER)
 
 
 def _close_abandoned_runs() -> None:

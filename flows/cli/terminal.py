@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from infra.node.attempts.log_tail import printable
 from t5train.progress import Progress as ProgressCallback
@@ -34,8 +35,15 @@ class LineProgress:
         self.console.print(f"{done:,}{share} {what}")
 
 
+class _Amount(ProgressColumn):
+    """How much is done of how much. Work of unknown length has no such column: its description begins with it."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.completed:,.0f}/{task.total:,.0f}" if task.total is not None else "")
+
+
 class BarProgress:
-    """Progress as a bar for the current work."""
+    """Progress as a bar for the current work. The bar disappears at the end, as its figures would be out of date."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
@@ -49,7 +57,8 @@ class BarProgress:
             if self._bar is not None:
                 self._bars.remove_task(self._bar)
             self._work, self._bar = work, self._bars.add_task(what, total=total)
-        self._bars.update(self._bar, description=what, completed=done, total=total)
+        shown = what if total is not None else f"{done:,} {what}"
+        self._bars.update(self._bar, description=shown, completed=done, total=total)
 
     @property
     def console(self) -> Console:
@@ -97,8 +106,8 @@ def progress_display() -> Iterator[LineProgress | BarProgress]:
     text = TextColumn(
         "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
     )
-    columns = text, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, expand=True) as bars:
+    columns = text, BarColumn(20), _Amount(), TimeRemainingColumn()
+    with Progress(*columns, console=console, expand=True, transient=True) as bars:
         yield BarProgress(bars)
 
 

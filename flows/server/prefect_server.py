@@ -331,7 +331,7 @@ def _start(home: Path, bound: socket.socket, environment: Mapping[str, str]) -> 
 
 def _await_health(server: subprocess.Popen[bytes], api_url: str, log: Path, progress: Progress) -> None:
     started = time.monotonic()
-    what = "s, starting Prefect's server (the first start creates its database)"
+    what = "seconds, starting Prefect's server (the first start creates its database)"
     while not answers(api_url):
         waited = time.monotonic() - started
         if server.poll() is not None or waited > START_SECONDS:

@@ -3,7 +3,6 @@
 Does not use Prefect: both the flow's task and the command line call it.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,22 +28,19 @@ from infra.head.preflight.run_checks import (
     require_model,
 )
 from infra.head.preflight.text_checks import TextFacts, require_text
+from infra.head.progress_report import ProgressReport
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.run_storage import NodeLocalStorage, RunStorage, SharedStorage
 from infra.head.storage.staged_bytes import StagedBytes
-from infra.node.attempts.attempt import rank_name
 from t5train.checkpoint import resume
 from t5train.checkpoint.resume import has_finished, require_same_settings
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.data.loader import require_enough_samples
 from t5train.errors import HostError, LaunchError, SpecError
-from t5train.files.run_folder import ATTEMPTS, METRICS
 from t5train.host_resources import make_root, require_free_space, require_writable
 from t5train.model import model_shape
 from t5train.model.model_shape import T5Shape, resolve
 from t5train.progress import Progress, silent
-from t5train.rank import heartbeat
-from t5train.records.metrics import last_metrics
 from t5train.records.stage_records import Checkpoint, TokenShards
 from t5train.release.publication import check_destination
 from t5train.spec import RunSpec
@@ -74,12 +70,13 @@ def train_run(
     if (checkpoint := resume.finished(spec, shards, progress)) is not None:
         return checkpoint
     require_enough_samples(spec, shards)
+    report = ProgressReport(spec, progress)
     try:
-        _Training(spec, shards, run, progress, adopt, staged or StagedBytes()).to_the_end()
+        _Training(spec, shards, run, progress, report, adopt, staged or StagedBytes()).to_the_end()
         run.require_held()
     except (LaunchError, HostError) as error:
         raise retries.judged(spec.run_folder, error, partial(_is_replaced, spec, run)) from error
-    _tell(spec, progress)
+    report.report()
     return resume.conclude(spec, shards, progress)
 
 
@@ -100,6 +97,7 @@ class _Training:
     shards: TokenShards
     run: HeldRun
     progress: Progress
+    report: ProgressReport
     adopt: bool
     staged: StagedBytes
 
@@ -115,7 +113,7 @@ class _Training:
 
     def _on_tick(self) -> None:
         self.run.require_held()
-        _tell(self.spec, self.progress)
+        self.report.report()
 
     def _write_job(self, attempt_folder: Path) -> Path:
         return resume.write_job(self.spec, self.shards, attempt_folder, self.progress)
@@ -171,30 +169,6 @@ def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> La
 def rank_program(spec_path: Path) -> tuple[str, ...]:
     """Return the arguments of the Python interpreter for every rank."""
     return "-m", "t5train.train", "--spec", str(spec_path)
-
-
-_PHASES = {"compile": "compiling", "save": "saving", "validate": "validating"}
-"""What is shown of the phases of a rank. Those that take long would otherwise look as if nothing happened."""
-_BEAT_SECONDS = 10.0
-
-
-def _tell(spec: RunSpec, progress: Progress) -> None:
-    line, phase = last_metrics(spec.run_folder / METRICS), _phase(spec)
-    if line is None:
-        progress(f"steps, {phase or 'ranks are starting'}", 0, spec.optimizer.num_steps)
-        return
-    facts = f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s" + (f", {phase}" if phase else "")
-    progress(f"steps, {facts}", int(line["step"] or 0), spec.optimizer.num_steps)
-
-
-def _phase(spec: RunSpec) -> str | None:
-    """Return what the first rank does instead of training steps; None if unknown, such as for ranks on hosts."""
-    if spec.cluster.hostfile is not None:
-        return None  # on a shared disk, a heartbeat has the time of another machine's clock
-    newest = max((spec.run_folder / ATTEMPTS).glob("[0-9]*"), default=None)
-    beat = heartbeat.read(heartbeat.beat_file(newest / rank_name(0))) if newest else None
-    is_recent = beat is not None and time.monotonic() - beat.beat < _BEAT_SECONDS
-    return _PHASES.get(beat.phase) if beat is not None and is_recent else None
 
 
 def require_startable(spec: RunSpec) -> tuple[T5Shape, TextFacts]:

@@ -94,8 +94,9 @@ def last_metrics(path: Path) -> Values | None:
 
 STARVING = "starving_experts"
 UNIGRAM = "unigram_content_loss"
+VALIDATION = "validation_content_loss"
 LOSSES = {
-    "validation_content_loss": "validation, non-sentinel targets",
+    VALIDATION: "validation, non-sentinel targets",
     UNIGRAM: "the same targets under the training text's unigram frequencies",
     "shuffled_content_loss": "the same targets, encoder inputs shuffled across the batch",
 }

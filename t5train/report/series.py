@@ -68,7 +68,10 @@ class Series:
 
 
 class MetricsSeries:
-    """The series of one run, and the loss of its unigram baseline once that is known."""
+    """The series of one run, and the loss of its unigram baseline once that is known.
+
+    ``newest`` has the newest value of each series and of the baseline.
+    """
 
     def __init__(self, path: Path) -> None:
         """``path`` is the run's ``metrics.jsonl``, which need not exist yet."""
@@ -77,6 +80,7 @@ class MetricsSeries:
 
     def _begin(self) -> None:
         self.series: dict[str, Series] = {}
+        self.newest: dict[str, float] = {}
         self.baseline: float | None = None
         self.last_step = 0
         self._offset, self._remembered = 0, b""
@@ -103,6 +107,7 @@ class MetricsSeries:
         step = int(values["step"] or 0)
         self.last_step = max(self.last_step, step)
         self.baseline = values.get(UNIGRAM) or self.baseline
+        self.newest |= {name: value for name in (*PLOTTED, UNIGRAM) if (value := values.get(name)) is not None}
         plotted = [(name, value) for name in PLOTTED if (value := values.get(name)) is not None]
         shares = _expert_shares(values) if STARVING in values else ()
         for name, value in [*plotted, *shares]:

@@ -207,7 +207,9 @@ def test_a_second_start_is_refused_while_the_first_is_running(tmp_path: Path) ->
     assert f"process {flow.pid}" in again.stderr or str(flow.pid) in again.stderr
     assert again.stderr.strip().splitlines()[-1].startswith("error: ")
     assert not (tmp_path / "runs" / RUN / "attempts/0002").exists()
-    assert "watch it at" not in again.stderr  # refused before it looked for a server, which may take a while to start
+    assert (
+        "watch the run at" not in again.stderr
+    )  # refused before it looked for a server, which may take a while to start
 
 
 def _wait_for(run: Path, step: int, number: int) -> Attempt:

@@ -1,8 +1,10 @@
 """What a user sees when a stage is run by itself."""
 
+import io
 import logging
 
 import pytest
+from rich.console import Console
 
 from flows.cli import terminal
 from flows.cli.terminal import stage_display
@@ -33,3 +35,22 @@ def test_escape_sequences_from_stores_and_hosts_are_removed_from_output(capsys: 
     fit = "bucket 5mis gone\n\tfor good\n"
     assert captured.err == fit.expandtabs(8) + fit
     assert captured.out == fit + "what\n" + fit
+
+
+def test_a_bar_shows_the_amount_of_work_if_it_is_known_and_disappears_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, color_system=None)
+    monkeypatch.setattr(terminal, "Console", lambda **_: console)
+    with terminal.progress_display() as progress:
+        assert isinstance(progress, terminal.BarProgress)
+        progress("steps, loss 2.500", 1_250, 65_536)
+        progress._bars.refresh()
+        assert "steps, loss 2.500" in screen.getvalue()
+        assert "1,250/65,536" in screen.getvalue()
+        progress("seconds since the last step, saving", 12, None)
+        progress._bars.refresh()
+        assert "12 seconds since the last step, saving" in screen.getvalue()
+        assert "12/?" not in screen.getvalue()
+    assert screen.getvalue().endswith("\x1b[1A\x1b[2K"), "the line of the bar is erased"

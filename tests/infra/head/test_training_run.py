@@ -1,7 +1,6 @@
 """What is required before training starts: disk space, and the lock of the run itself."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +13,6 @@ from infra.head.training_run import hold_ready_run, require_ready
 from t5train.data.tokenizer import expected_vocab_size
 from t5train.errors import SpecError, StorageError
 from t5train.model.model_shape import count_parameters, resolve
-from t5train.rank.heartbeat import Beat, beat_file, write
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 
@@ -67,22 +65,3 @@ def test_a_resumed_run_needs_no_disk_space_for_the_checkpoints_that_it_has(tmp_p
     folder.mkdir(parents=True)
     (folder / "file").write_bytes(bytes(1_000_000))
     assert required_bytes(tmp_path) == 3 * CHECKPOINT + REST - 1_000_000
-
-
-def test_progress_says_what_ranks_do_while_no_step_is_trained(tmp_path: Path) -> None:
-    spec, told = _spec(tmp_path), list[tuple[str, int]]()
-    attempt = spec.run_folder / "attempts/0001"
-    attempt.mkdir(parents=True)
-
-    def tell(phase: Any, age: float) -> tuple[str, int]:
-        now = time.monotonic()
-        write(beat_file(attempt / "rank-00000"), Beat(now - age, phase, now, 60, 0))
-        training_run._tell(spec, lambda what, done, _total: told.append((what, done)))
-        return told[-1]
-
-    assert tell("start", 0) == ("steps, ranks are starting", 0)
-    assert tell("compile", 0) == ("steps, compiling", 0)
-    (spec.run_folder / "metrics.jsonl").write_text('{"step": 7, "loss": 2.5, "tokens_per_second": 1000.0}\n')
-    assert tell("step", 0) == ("steps, loss 2.500, 1,000 tokens/s", 7)
-    assert tell("save", 0) == ("steps, loss 2.500, 1,000 tokens/s, saving", 7)
-    assert tell("save", 60) == ("steps, loss 2.500, 1,000 tokens/s", 7), "the rank has ended"

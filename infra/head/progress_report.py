@@ -1,0 +1,86 @@
+"""What is reported of training while ranks run: what they do now, and the newest figures of this attempt.
+
+A resumed run has figures of earlier attempts, also of steps that will be trained again. They are not shown: until this
+attempt has trained a step, its own state is.
+"""
+
+import time
+from pathlib import Path
+
+from infra.node.attempts.attempt import rank_name
+from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, METRICS, step_of
+from t5train.progress import Progress
+from t5train.rank import heartbeat
+from t5train.records.metrics import UNIGRAM, VALIDATION
+from t5train.report.series import MetricsSeries
+from t5train.spec import RunSpec
+from t5train.spec.rank_job import TrainJob
+
+_BEAT_SECONDS = 10.0
+_STARTING = {None: "ranks are starting", "start": "ranks are starting", "compile": "compiling"}
+_BETWEEN_STEPS = {"save": "saving a checkpoint", "validate": "validating"}
+_AFTER_STEPS = {"save": "saving the last checkpoint and the witness", "validate": "validating the result"}
+
+
+class ProgressReport:
+    """Reports the progress of a run's training to ``progress``."""
+
+    def __init__(self, spec: RunSpec, progress: Progress) -> None:
+        self._spec, self._progress = spec, progress
+        self._path = spec.run_folder / METRICS
+        self._metrics = MetricsSeries(self._path)
+        self._attempt: Path | None = None
+        self._resumed_from = 0
+
+    def report(self) -> None:
+        """Report the present state."""
+        self._find_attempt()
+        self._metrics.refresh()
+        total, phase = self._spec.optimizer.num_steps, self._phase()
+        if not self._has_trained(phase):
+            since = f", resuming after step {self._resumed_from:,}" if self._resumed_from else ""
+            self._progress(f"steps, {_STARTING.get(phase, _STARTING[None])}{since}", self._resumed_from, total)
+        elif self._metrics.last_step == total and phase in _AFTER_STEPS:
+            # wall-clock time, as that of the file is
+            seconds = max(0, int(time.time() - self._path.stat().st_mtime))
+            self._progress(f"seconds since the last step, {_AFTER_STEPS[phase]}", seconds, None)
+        else:
+            doing = _BETWEEN_STEPS.get(phase or "")
+            facts = [*self._figures(), *([doing] if doing else [])]
+            self._progress(f"steps, {', '.join(facts)}", self._metrics.last_step, total)
+
+    def _find_attempt(self) -> None:
+        """Find the newest attempt, and which step it resumes after."""
+        newest = max((self._spec.run_folder / ATTEMPTS).glob("[0-9]*"), default=None)
+        if newest == self._attempt or newest is None or not (newest / ATTEMPT_SPEC).exists():
+            return
+        job = TrainJob.read(newest / ATTEMPT_SPEC)
+        resumed_from = job.consolidated.clock.step if job.consolidated else 0
+        self._attempt = newest
+        self._resumed_from = step_of(job.resume_tag) if job.resume_tag else resumed_from
+
+    def _phase(self) -> str | None:
+        """Return what the first rank does; None if unknown, as for ranks on hosts, and for one that has ended."""
+        if self._spec.cluster.hostfile is not None or self._attempt is None:
+            return None  # on a shared disk, a heartbeat has the time of another machine's clock
+        beat = heartbeat.read(heartbeat.beat_file(self._attempt / rank_name(0)))
+        return beat.phase if beat is not None and time.monotonic() - beat.beat < _BEAT_SECONDS else None
+
+    def _has_trained(self, phase: str | None) -> bool:
+        """Return whether the metrics have a step of this attempt."""
+        if "loss" not in self._metrics.newest or phase in {"start", "compile"}:
+            return False
+        if self._attempt is None:
+            return True
+        # Ranks remove the lines of steps that they will train again before they train their first step.
+        is_older = self._path.stat().st_mtime < (self._attempt / ATTEMPT_SPEC).stat().st_mtime
+        return not is_older and self._metrics.last_step > self._resumed_from
+
+    def _figures(self) -> list[str]:
+        newest = self._metrics.newest
+        figures = [f"loss {newest['loss']:.3f}", f"{newest['tokens_per_second']:,.0f} tokens/s"]
+        if VALIDATION in newest:
+            baseline = newest.get(UNIGRAM)
+            beside = f" (word frequencies alone: {baseline:.3f})" if baseline is not None else ""
+            figures.append(f"validation {newest[VALIDATION]:.3f}{beside}")
+        return figures

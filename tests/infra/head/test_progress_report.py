@@ -1,0 +1,139 @@
+"""The progress of training describes the present: no figures of an earlier attempt, and what ranks do between steps."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.head.progress_report import ProgressReport
+from t5train.rank.heartbeat import Beat, beat_file, write
+from t5train.spec import RunSpec
+from t5train.spec.rank_job import TrainJob
+from t5train.spec.recipes import recipe
+
+Told = list[tuple[str, int, int | None]]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    run = {"optimizer.num_steps": 100, "storage.root": json.dumps(str(tmp_path)), "name": "it"}
+    return recipe("smoke").with_settings(run)
+
+
+class Run:
+    """A run's folder, whose files are written as ranks write them."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.folder, self._spec = spec.run_folder, spec
+        self.told: Told = []
+        self.report = ProgressReport(spec, lambda *told: self.told.append(told))
+
+    def begin(self, number: int, resume_tag: str | None) -> None:
+        """Begin an attempt."""
+        attempt = self.folder / f"attempts/{number:04d}"
+        attempt.mkdir(parents=True)
+        job = TrainJob(
+            spec=self._spec,
+            run_fingerprint="f",
+            run_folder=self.folder,
+            shards_folder=self.folder,
+            resume_tag=resume_tag,
+        )
+        (attempt / "spec.json").write_text(job.model_dump_json())
+        self._attempt = attempt
+
+    def beat(self, phase: Any, age: float = 0) -> None:
+        now = time.monotonic()
+        write(beat_file(self._attempt / "rank-00000"), Beat(now - age, phase, now, 60, 0))
+
+    def write(self, *lines: dict[str, float]) -> None:
+        """Write all metrics, as ranks do when they remove the lines of steps that they train again."""
+        path = self.folder / "metrics.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def now(self) -> tuple[str, int, int | None]:
+        self.report.report()
+        return self.told[-1]
+
+
+def step(number: int, loss: float = 2.5) -> dict[str, float]:
+    return {"step": number, "loss": loss, "tokens_per_second": 1000.0}
+
+
+def test_progress_says_what_ranks_do_while_no_step_is_trained(spec: RunSpec) -> None:
+    run = Run(spec)
+    assert run.now() == ("steps, ranks are starting", 0, 100), "before the first attempt"
+    run.begin(1, None)
+    assert run.now() == ("steps, ranks are starting", 0, 100)
+    run.beat("start")
+    assert run.now() == ("steps, ranks are starting", 0, 100)
+    run.beat("compile")
+    assert run.now() == ("steps, compiling", 0, 100)
+    run.write({"step": 0, "unigram_content_loss": 6.125})
+    assert run.now() == ("steps, compiling", 0, 100)
+    run.write({"step": 0, "unigram_content_loss": 6.125}, step(7))
+    run.beat("step")
+    assert run.now() == ("steps, loss 2.500, 1,000 tokens/s", 7, 100)
+    run.beat("save")
+    assert run.now() == ("steps, loss 2.500, 1,000 tokens/s, saving a checkpoint", 7, 100)
+    run.beat("save", age=60)
+    assert run.now() == ("steps, loss 2.500, 1,000 tokens/s", 7, 100), "the rank has ended"
+
+
+def test_a_validation_is_shown_beside_what_word_frequencies_alone_reach(spec: RunSpec) -> None:
+    run = Run(spec)
+    run.begin(1, None)
+    run.beat("step")
+    validated = {"step": 10, "validation_loss": 5.0, "validation_content_loss": 5.5}
+    run.write({"step": 0, "unigram_content_loss": 6.125}, step(10), validated)
+    expected = "steps, loss 2.500, 1,000 tokens/s, validation 5.500 (word frequencies alone: 6.125)"
+    assert run.now() == (expected, 10, 100)
+
+
+def test_figures_of_an_earlier_attempt_are_not_shown(spec: RunSpec) -> None:
+    run = Run(spec)
+    run.begin(1, None)
+    run.beat("step")
+    run.write(step(56), step(57))
+    assert run.now()[1] == 57
+    time.sleep(0.05)  # file systems may record times in hundredths of a second
+    run.begin(2, "step-00000050")
+    waiting = ("steps, ranks are starting, resuming after step 50", 50, 100)
+    assert run.now() == waiting
+    run.beat("compile")
+    run.write(step(50))  # ranks have removed the later lines
+    assert run.now() == ("steps, compiling, resuming after step 50", 50, 100)
+    run.beat("step")
+    assert run.now() == waiting
+    run.write(step(50), step(51, loss=2.25))
+    assert run.now() == ("steps, loss 2.250, 1,000 tokens/s", 51, 100)
+
+
+def test_ranks_on_hosts_report_no_phase_but_no_old_figures_either(spec: RunSpec, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("node1 slots=2\n")
+    run = Run(spec.with_settings({"cluster.hostfile": str(tmp_path / "hosts")}))
+    run.begin(1, "step-00000050")
+    run.write(step(57))
+    os.utime(run.folder / "metrics.jsonl", (time.time() - 60,) * 2)
+    assert run.now() == ("steps, ranks are starting, resuming after step 50", 50, 100)
+    run.write(step(50), step(51))
+    assert run.now() == ("steps, loss 2.500, 1,000 tokens/s", 51, 100)
+
+
+def test_after_the_last_step_progress_says_what_is_left_to_do(spec: RunSpec) -> None:
+    run = Run(spec)
+    run.begin(1, None)
+    run.write(step(99), step(100))
+    run.beat("step")
+    assert run.now()[1:] == (100, 100)
+    run.beat("validate")
+    what, seconds, total = run.now()
+    assert what == "seconds since the last step, validating the result"
+    assert (0 <= seconds < 60, total) == (True, None)
+    run.beat("save")
+    assert run.now()[0] == "seconds since the last step, saving the last checkpoint and the witness"
+    run.beat("save", age=60)
+    assert run.now() == ("steps, loss 2.500, 1,000 tokens/s", 100, 100), "the ranks have ended"
