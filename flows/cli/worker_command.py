@@ -97,8 +97,9 @@ def worker_process(name: str, log: Path | None) -> Iterator[subprocess.Popen[byt
 
 
 def _await_end(process: subprocess.Popen[bytes], monitor: "RunMonitor") -> int:
-    """Wait for the worker, and return its exit code. Until then, close and resume runs."""
+    """Wait for the worker, and return its exit code. Until then, report, close and resume runs."""
     while True:
+        _check(monitor.news)
         _check(monitor.check)
         try:
             return process.wait(LOOK_SECONDS)
@@ -110,7 +111,7 @@ def _check(check: Callable[[], Iterable[str]]) -> None:
     try:
         _report(check())
     except Exception as error:  # any error of Prefect's client, such as for a busy server, must not end all runs
-        complain(f"could not close or resume runs in Prefect, will retry: {type(error).__name__}: {error}")
+        complain(f"could not look after the runs in Prefect, will retry: {type(error).__name__}: {error}")
 
 
 def _report(lines: Iterable[str]) -> None:

@@ -33,6 +33,7 @@ from flows.workers.abandoned import (
 )
 from flows.workers.cancelled_runs import CancelledRuns
 from flows.workers.lost_runs import LOST, restore_lost_runs
+from flows.workers.run_news import RunNews
 from flows.workers.waiting_runs import WaitingRuns
 from t5train.checkpoint.last_complete import last_complete
 from t5train.errors import T5TrainError
@@ -58,7 +59,7 @@ class RunMonitor:
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
-        self._waiting_runs, self._cancelled_runs = WaitingRuns(worker), CancelledRuns()
+        self._waiting_runs, self._cancelled_runs, self._news = WaitingRuns(worker), CancelledRuns(), RunNews(worker)
 
     def begin(self) -> list[str]:
         """Close what the previous worker left. Call it before the worker starts."""
@@ -68,6 +69,10 @@ class RunMonitor:
     def check_waiting(self) -> list[str]:
         """Refuse waiting runs that could not start, and skip late ones. Call it before the worker takes runs."""
         return self._waiting_runs.check()
+
+    def news(self) -> list[str]:
+        """Say which runs of the worker have started or ended since the last call."""
+        return asyncio.run(self._news.look())
 
     def check(self) -> list[str]:
         """Close runs whose process has died since, resume those that crashed, and check those that wait."""

@@ -88,6 +88,32 @@ def test_a_run_that_keeps_crashing_without_a_new_checkpoint_is_given_up(team: Te
     assert names == [AWAITING] * 2 * MOST_RESUMES + [NOT_RESUMED]
 
 
+def test_it_is_said_once_that_a_run_of_this_worker_started_and_how_it_ended(team: Team) -> None:
+    def taken(worker: str) -> str:
+        run = team.start("SCHEDULED")
+        team.ask(f"flow_runs/{run}/labels", {WORKER_LABEL: worker}, method="PATCH")
+        return run
+
+    earlier = taken("t5@news")
+    team.set_state(earlier, "COMPLETED")
+    with monitor(team, "t5@news") as call:
+        assert call("news") == []
+        mine, others = taken("t5@news"), taken("t5@elsewhere")
+        name = team.run(mine)["name"]
+        for run in (mine, others):
+            team.set_state(run, "RUNNING")
+        assert call("news") == [f"run {name!r} is running"]
+        assert call("news") == []
+        team.set_state(mine, "FAILED", "Train failed: the disk\n is full")
+        assert call("news") == [f"run {name!r} failed: Train failed: the disk is full"]
+        team.set_state(mine, "RUNNING")
+        assert call("news") == [f"run {name!r} is running again"]
+        team.set_state(mine, "COMPLETED")
+        assert call("news") == [f"run {name!r} completed"]
+        assert call("news") == []
+    team.set_state(others, "COMPLETED")
+
+
 def test_only_crashed_runs_of_the_own_machine_are_resumed(team: Team) -> None:
     own, other = {WORKER_LABEL: "t5@gpu1"}, {WORKER_LABEL: "t5@gpu2"}
     left = {state: team.start(state, labels=own) for state in ("FAILED", "CANCELLED", "COMPLETED")}
