@@ -27,6 +27,12 @@ _PACKAGES = {
 # In these schemes, the part before the @ is a user name or Azure's container; in others it can only be a key.
 _NAMES_BEFORE_AT = {"sftp", "ssh", "ftp", "hdfs", "webhdfs", "smb", "abfs", "abfss"}
 _WITHOUT_QUERIES = {"s3", "s3a", "gs", "gcs", "sftp", "ssh", "ftp", "hdfs", "smb"}
+_MEANINGS = {
+    FileNotFoundError: "not found",
+    PermissionError: "access denied",
+    TimeoutError: "there was no answer in time",
+    ConnectionError: "the connection failed",
+}
 _QUERY = re.compile(r"[\w-]+=")
 
 
@@ -72,8 +78,7 @@ def explained(url: str, what: str, kind: type[T5TrainError] = PublicationError) 
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None and local_folder(url) is not None:
             raise kind(f"{url} {what}: {explain(error)}") from None
-        said = f"{type(error).__name__}: {_without_secrets(str(error), url)}{_remedy(error)}"
-        raise kind(f"{redacted(url)} {what}: {said}") from None
+        raise kind(f"{redacted(url)} {what}: {_said(error, url)}{_remedy(error)}") from None
 
 
 class Counted(Callback):  # type: ignore[misc]  # fsspec has no types
@@ -105,6 +110,13 @@ def without_secret(setting: str, url: str) -> str:
                 "it, and give credentials in the environment variables or files that the store's own client reads"
             )
     return url
+
+
+def _said(error: Exception, url: str) -> str:
+    """Return what an error says, in one line. Those of stores often only name the object, so their kind is added."""
+    kind = next((meaning for known, meaning in _MEANINGS.items() if isinstance(error, known)), "")
+    text = _without_secrets(" ".join(str(error).split()), url)
+    return ": ".join(each for each in (kind, text) if each) or type(error).__name__
 
 
 def _remedy(error: Exception) -> str:

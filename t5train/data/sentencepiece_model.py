@@ -167,7 +167,8 @@ def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:
     except Exception as error:
         # protobuf and SentencePiece share no narrower base class
         raise InputError(
-            f"{where} is not a SentencePiece model ({error}). Restore the file or choose another model (tokenizer.path)"
+            f"{where} is not a SentencePiece model, or is damaged. Restore the file or choose another model "
+            "(tokenizer.path)"
         ) from error
     if not model.pieces:
         raise InputError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from t5train.errors import SpecError
+from t5train.files.os_errors import explain
 from t5train.spec import ClusterSpec
 
 MAX_SLOTS = 1024
@@ -88,10 +89,12 @@ def _listed(cluster: ClusterSpec) -> Hosts:
         raise SpecError("cluster.hostfile is left out: give a hostfile with --hostfile")
     try:
         text = cluster.hostfile.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise SpecError(f"cluster.hostfile cannot be read: {explain(error)}") from error
+    except UnicodeDecodeError as error:
         raise SpecError(
-            f"cluster.hostfile is {cluster.hostfile}, but that file cannot be read: {error}. Correct the path or the "
-            "file"
+            f"cluster.hostfile is {cluster.hostfile}, but that file is not text: its byte {error.start} is not UTF-8. "
+            "Correct the path or the file"
         ) from error
     return select(
         parse(text, str(cluster.hostfile)),

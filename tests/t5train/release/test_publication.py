@@ -171,7 +171,7 @@ def test_an_upload_interrupted_at_any_file_can_be_completed(
 
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "put_file", cut_off)
-        with pytest.raises(PublicationError, match="ConnectionError: cable pulled"):
+        with pytest.raises(PublicationError, match="cannot be written: the connection failed: cable pulled"):
             publish(exported, STORE)
     assert len(names(STORE)) == 1 + survivors
     assert "certificate.json" in names(STORE)

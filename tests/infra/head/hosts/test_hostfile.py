@@ -164,11 +164,17 @@ def test_a_hostfile_that_was_changed_after_the_ranks_were_counted_is_refused(tmp
         read_hosts(ClusterSpec(hostfile=tmp_path / "hosts", ranks=4))
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe slots=1"])
-def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, r"cluster\.hostfile cannot be read: .*/hosts: No such file or directory; check the path"),
+        (b"\xff\xfe slots=1", r"cluster\.hostfile is .*/hosts, but that file is not text: its byte 0 is not UTF-8"),
+    ],
+)
+def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None, said: str) -> None:
     if content is not None:
         (tmp_path / "hosts").write_bytes(content)
-    with pytest.raises(SpecError, match=r"cluster\.hostfile is .*/hosts, but that file cannot be read"):
+    with pytest.raises(SpecError, match=said):
         chosen_hosts(ClusterSpec(hostfile=tmp_path / "hosts"))
 
 
