@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from t5train.errors import SpecError
 from t5train.locations import without_secret
-from t5train.spec.overrides import SpecPart, change, explain, names_in
+from t5train.spec.overrides import SpecPart, change, explain
 
 
 class StorageSpec(SpecPart):
@@ -266,4 +266,4 @@ class MachinesSpec(SpecPart):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise SpecError(explain(error, names_in(cls))) from None
+            raise SpecError(explain(error, cls)) from None

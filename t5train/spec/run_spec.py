@@ -157,7 +157,7 @@ def build(values: Mapping[str, Any]) -> RunSpec:
     try:
         return RunSpec.model_validate(values)
     except ValidationError as error:
-        raise SpecError(explain(error, setting_names())) from None
+        raise SpecError(explain(error, RunSpec)) from None
 
 
 def setting_names() -> list[str]:
