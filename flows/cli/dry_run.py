@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from typing import Any
 
 from infra.head.hosts.hostfile import read_hosts
 from infra.head.launch.deepspeed_launcher import launch_command
@@ -34,6 +35,26 @@ def describe(spec: RunSpec) -> str:
         "run folder": str(spec.run_folder),
     }
     return "\n\n".join(f"# {title}\n{text}" for title, text in sections.items())
+
+
+def plan(spec: RunSpec) -> dict[str, Any]:
+    """Return the same as ``describe`` as JSON values; docs/json.md describes them."""
+    of_model = require_possible(spec)
+    hosts = () if spec.cluster.hostfile is None else read_hosts(spec.cluster).all
+    return {
+        "recipe": spec.recipe,
+        "name": spec.run_name,
+        "run_folder": str(spec.run_folder),
+        "spec": spec.model_dump(mode="json"),
+        "fingerprints": _fingerprints(spec),
+        "deepspeed_config": deepspeed_config(spec, of_model),
+        "memory_of_a_rank": [
+            {"what": each.what, "accelerator_bytes": each.accelerator, "host_bytes": each.host}
+            for each in held_by_a_rank(spec, of_model)
+        ],
+        "hosts": [{"name": host.name, "slots": list(host.slots)} for host in hosts],
+        "launch_command": _launch_command(spec),
+    }
 
 
 def _fingerprints(spec: RunSpec) -> dict[str, str]:

@@ -12,7 +12,7 @@ from t5train.spec.overrides import SpecPart
 
 
 class ExpertsSpec(SpecPart):
-    """Number of experts in a sparse layer, how tokens are routed to them, and the router's losses."""
+    """A mixture of experts: how many, how tokens are routed to them, and the router's losses."""
 
     num_experts: int = Field(
         0,
@@ -60,7 +60,7 @@ PresetName = Literal["smoke", "tiny", "small", "base", "large", "3b", "11b"]
 
 
 class ModelSpec(SpecPart):
-    """A T5 of the v1.0 or v1.1 family; fields left out come from the preset."""
+    """The model: a T5, or a Switch Transformer. The preset determines the shape; other settings change parts of it."""
 
     execution = frozenset({"activation_checkpointing", "compile"})
 

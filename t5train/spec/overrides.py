@@ -117,11 +117,11 @@ def _require_text(setting: str, value: Any) -> None:
 
 def parsed(spec: type[BaseModel], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with values that are text parsed, as ``change`` does. Raises SpecError if one is unknown."""
-    return {setting: _parsed(value, _annotation(spec, setting)) for setting, value in settings.items()}
+    return {setting: _parsed(value, annotation_of(spec, setting)) for setting, value in settings.items()}
 
 
 def _place(spec: type[BaseModel], values: dict[str, Any], setting: str, value: Any) -> None:
-    annotation = _annotation(spec, setting)
+    annotation = annotation_of(spec, setting)
     *parents, key = setting.split(".")
     for parent in parents:
         values = values[parent]
@@ -129,7 +129,8 @@ def _place(spec: type[BaseModel], values: dict[str, Any], setting: str, value: A
     _require_text(setting, values[key])
 
 
-def _annotation(spec: type[BaseModel], setting: str) -> Any:
+def annotation_of(spec: type[BaseModel], setting: str) -> Any:
+    """Return the type of a setting. Raises SpecError if the setting is unknown; the error names the nearest one."""
     if setting not in names_in(spec):
         raise SpecError(f"unknown setting {setting!r}{nearest(setting, names_in(spec))}")
     *parents, key = setting.split(".")

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from pydantic import BaseModel
 
@@ -44,6 +44,11 @@ class Part(NamedTuple):
     """Whether any of its settings decides the result of a run."""
     members: "tuple[Setting | Part, ...]"
 
+    @property
+    def key(self) -> str:
+        """The name without the part that it is inside."""
+        return self.name.rpartition(".")[2]
+
 
 def parts_of(spec: type[BaseModel], name: str = "", is_identity: bool = True) -> Part:
     """Return a spec's class as a part, with everything inside it in the order of its fields."""
@@ -57,7 +62,7 @@ def allowed_values(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         taken = [each for each in schema["anyOf"] if each.get("type") != "null"]
         allowed = allowed_values(taken[0])
-        return f"{allowed}{',' if ' of ' in allowed else ''} or null"
+        return f"{allowed}{',' if ' ' in allowed.removeprefix('a ') else ''} or null"
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
     kind = schema.get("type")
@@ -68,12 +73,30 @@ def allowed_values(schema: Mapping[str, Any]) -> str:
     return "true or false" if kind == "boolean" else _text(schema)
 
 
+def choices(spec: type[BaseModel], name: str) -> list[str]:
+    """Return the values of a setting that takes one of a few; empty for others and for unknown names."""
+    part, *inside = name.split(".")
+    field = spec.model_fields.get(part)
+    if field is None:
+        return []
+    if inside:
+        below = field.annotation
+        return choices(below, ".".join(inside)) if _is_part(below) else []
+    schema = spec.model_json_schema()["properties"][part]
+    listed = [str(each) for option in schema.get("anyOf", [schema]) for each in option.get("enum", [])]
+    return ["true", "false"] if schema.get("type") == "boolean" else listed
+
+
+def _is_part(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
 def _members(spec: type[BaseModel], prefix: str, is_identity: bool) -> Iterator[Setting | Part]:
     properties = spec.model_json_schema()["properties"]
     execution: frozenset[str] = getattr(spec, "execution", frozenset())
     for key, field in spec.model_fields.items():
         decides = is_identity and key not in execution
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if _is_part(field.annotation):
             yield parts_of(field.annotation, f"{prefix}{key}", decides)
         else:
             yield Setting(f"{prefix}{key}", field.description or "", allowed_values(properties[key]), decides)
