@@ -62,7 +62,7 @@ COMMANDS = {
         ),
     ),
     "tokenize": CommandHelp(
-        _STAGES, ("t5-pretrain tokenize --corpus '/data/*.txt' --tokenizer spiece.model --out tokens",)
+        _STAGES, ("t5-pretrain tokenize --corpus '/data/*.txt' --tokenizer T5_MODEL --out tokens",)
     ),
     "train": CommandHelp(
         _STAGES,
@@ -78,9 +78,7 @@ COMMANDS = {
             "t5-pretrain consolidate checkpoints weights --shard-size 5G --moments",
         ),
     ),
-    "export": CommandHelp(
-        _STAGES, ("t5-pretrain export weights model --run work/runs/mine --tokenizer work/tokenizer/NAME",)
-    ),
+    "export": CommandHelp(_STAGES, ("t5-pretrain export weights model --run work/runs/mine --tokenizer TOKENIZER",)),
     "certify": CommandHelp(_STAGES, ("t5-pretrain certify model work/runs/mine/witness",)),
     "publish": CommandHelp(
         _STAGES, ("t5-pretrain publish model /data/published/mine", "t5-pretrain publish model s3://bucket/t5/mine")
@@ -93,7 +91,7 @@ COMMANDS = {
     ),
     "up": CommandHelp(
         _OPERATE,
-        ("t5-pretrain up", "t5-pretrain up --root /data/t5 --corpus '/data/*.txt' --publish-to s3://bucket/t5"),
+        ("t5-pretrain up", "t5-pretrain up --root /data/t5 --corpus '/data/*.txt'"),
     ),
     "deploy": CommandHelp(_OPERATE, ("t5-pretrain deploy --root /data/t5 --corpus '/data/*.txt'",)),
     "server": CommandHelp(_OPERATE, ("t5-pretrain server --root /data/t5",)),

@@ -24,12 +24,15 @@ def _recipes_like(incomplete: str) -> list[tuple[str, str]]:
 
 def _settings_like(incomplete: str) -> list[str]:
     """Complete ``part.key=`` in a shell, and the value of a setting that takes one of a few."""
-    name, equals, value = incomplete.partition("=")
-    if not equals:
-        names = [f"{each}=" for each in setting_names() if each.startswith(name)]
-        # A second candidate keeps bash from adding a space after the equals sign.
-        return [*names, f"{names[0]}..."] if len(names) == 1 else names
-    return [f"{name}={each}" for each in choices(RunSpec, name) if each.startswith(value)]
+    name, equals, _ = incomplete.partition("=")
+    names = [name] if equals else [each for each in setting_names() if each.startswith(name)]
+    with_values = [f"{each}={value}" for each in names[:1] for value in choices(RunSpec, each)]
+    if equals:
+        return [each for each in with_values if each.startswith(incomplete)]
+    if len(names) != 1:
+        return [f"{each}=" for each in names]
+    # More than one candidate, because bash adds a space after a single one.
+    return [f"{names[0]}=", *(with_values or [f"{names[0]}=..."])]
 
 
 RecipeArgument = Annotated[

@@ -125,6 +125,7 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._names, self._parts = setting_names(), _part_names()
         self.settings: dict[str, Any] = {}
         self.lines: dict[str, int] = {}
 
@@ -136,7 +137,7 @@ class _Reader:
             if name in self.lines:
                 raise SpecError(f"{_where(self.path, self.lines[name], line)}: {name} is there twice: keep one of them")
             self.lines[name] = line
-            if name in _part_names():
+            if name in self._parts:
                 self._part(name, value)
             else:
                 self._require_known(name)
@@ -152,12 +153,11 @@ class _Reader:
             )
 
     def _require_known(self, name: str) -> None:
-        names = setting_names()
-        if name not in names:
+        if name not in self._names:
+            meant = nearest(name, [*self._names, *self._parts])
             raise SpecError(
-                f"{_where(self.path, self.lines[name])}: unknown setting {name!r}"
-                f"{nearest(name, [*names, *_part_names()])}. Correct or remove it; `t5-pretrain init RECIPE` lists all "
-                "settings"
+                f"{_where(self.path, self.lines[name])}: unknown setting {name!r}{meant}. Correct or remove it; "
+                "`t5-pretrain init RECIPE` lists all settings"
             )
 
 
@@ -224,8 +224,8 @@ def _value_in(values: Mapping[str, Any], name: str) -> Any:
     return values
 
 
-def _part_names() -> set[str]:
-    return {name[:end] for name in setting_names() for end, character in enumerate(name) if character == "."}
+def _part_names() -> list[str]:
+    return sorted({name[:end] for name in setting_names() for end, character in enumerate(name) if character == "."})
 
 
 def _is_in(name: str, message: str) -> bool:

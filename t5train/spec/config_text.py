@@ -4,8 +4,10 @@
 """
 
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -36,11 +38,11 @@ def recipe_text(spec: RunSpec, *, needs_source: bool) -> str:
     return _text(spec, opening, needs_source)
 
 
-def run_text(spec: RunSpec) -> str:
-    """Return the file that is stored with a run."""
+def run_text(spec: RunSpec, path: Path) -> str:
+    """Return the file that is stored with a run, at ``path``."""
     opening = (
-        f"The settings with which the run {spec.run_name!r} was started last. To continue it, or to run it again:\n\n"
-        "    t5-pretrain run --config FILE"
+        f"Settings with which the run {spec.run_name!r} was started last. To continue it:\n\n"
+        f"    t5-pretrain run --config {shlex.quote(str(path))}"
     )
     return _text(spec, opening, needs_source=False)
 

@@ -93,7 +93,7 @@ class ModelSpec(SpecPart):
         None,
         ge=128,
         title="Vocabulary",
-        description="Rows of the embedding, a multiple of 128. null: the tokenizer's pieces, rounded up to one",
+        description="Rows of the embedding, a multiple of 128. null: as many as the tokenizer has, rounded up",
     )
     dropout_rate: float = Field(
         0.0,

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple, TypeGuard
 
 from pydantic import BaseModel
@@ -50,6 +51,7 @@ class Part(NamedTuple):
         return self.name.rpartition(".")[2]
 
 
+@cache
 def parts_of(spec: type[BaseModel], name: str = "", is_identity: bool = True) -> Part:
     """Return a spec's class as a part, with everything inside it in the order of its fields."""
     members = tuple(_members(spec, f"{name}." if name else "", is_identity))

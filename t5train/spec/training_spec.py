@@ -54,8 +54,8 @@ class OptimizerSpec(SpecPart):
         128,
         ge=1,
         title="Global batch",
-        description="Sequences per optimizer step over all ranks; a multiple of layout.micro_batch_sequences "
-        "times the ranks that hold different data",
+        description="Sequences per optimizer step over all ranks; a multiple of layout.micro_batch_sequences x "
+        "cluster.ranks / layout.pipeline_stages",
     )
     num_steps: int = Field(65536, ge=1, title="Steps", description="Optimizer steps of the whole run")
     seed: int = Field(
