@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from t5train.spec import RunSpec
+from t5train.locations import local_folder
+from t5train.spec import CorpusSpec, RunSpec
 from t5train.spec.setting_info import Part, Setting, parts_of
 
 _WIDTH = 100
@@ -40,11 +41,19 @@ def recipe_text(spec: RunSpec, *, needs_source: bool) -> str:
 
 def run_text(spec: RunSpec, path: Path) -> str:
     """Return the file that is stored with a run, at ``path``."""
-    opening = (
-        f"Settings with which the run {spec.run_name!r} was started last. To continue it:\n\n"
-        f"    t5-pretrain run --config {shlex.quote(str(path))}"
+    continued = [f"t5-pretrain run --config {shlex.quote(str(path))}"]
+    if any(map(_is_relative, (spec.corpus.source, spec.tokenizer.path))):
+        continued = [f"cd {shlex.quote(str(Path.cwd()))}", *continued]
+    opening = f"Settings with which the run {spec.run_name!r} was started last. To continue it:\n\n" + "\n".join(
+        f"    {command}" for command in continued
     )
     return _text(spec, opening, needs_source=False)
+
+
+def _is_relative(location: str | None) -> bool:
+    if location is None or location == CorpusSpec().source or local_folder(location) is None:
+        return False
+    return not location.startswith(("/", "~", "file:", "local:"))
 
 
 def _text(spec: RunSpec, opening: str, needs_source: bool) -> str:

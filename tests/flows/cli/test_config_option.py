@@ -208,6 +208,33 @@ def test_the_file_stored_with_a_run_continues_that_run_from_any_folder(
     assert f"t5-pretrain run --config {stored}" in stored.read_text("utf-8")
 
 
+def test_the_stored_file_names_the_folder_to_start_from_if_paths_are_relative(
+    tmp_path: Path, shards: TokenShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, (source, is_relative) in enumerate(
+        [("pydocs", False), ("/data/a.txt", False), ("s3://bucket/a.txt", False), ("data/*.txt", True)]
+    ):
+        spec = recipe("smoke", {"storage.root": str(tmp_path), "name": str(number), "corpus.source": source})
+        open_run(spec, shards)
+        assert (f"#     cd {tmp_path}\n" in (spec.run_folder / "config.yaml").read_text("utf-8")) is is_relative
+
+
+def test_a_stage_takes_text_and_root_from_a_file(
+    t5_pretrain: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("a.txt", "b.txt"):
+        write("".join(f"line {number} of {name}\n" for number in range(200)), name)
+    file = write("recipe: base\ncorpus:\n  source: a.txt\nstorage:\n  root: made\n")
+    assert t5_pretrain("corpus", "--config", file) == 0
+    first = capsys.readouterr().out
+    assert first.startswith(f"corpus: {tmp_path / 'made/corpus'}")
+    assert t5_pretrain("corpus", "--config", file, "--source", "b.txt", "--root", "other") == 0
+    assert capsys.readouterr().out.startswith(f"corpus: {tmp_path / 'other/corpus'}")
+    assert t5_pretrain("train", "--config", file) == 1
+    assert f"no token shards under {tmp_path / 'made/shards'}" in capsys.readouterr().err
+
+
 def test_the_stored_file_has_the_settings_of_the_last_start(tmp_path: Path, shards: TokenShards) -> None:
     spec = recipe("smoke", {"storage.root": str(tmp_path / "root"), "name": "mine"})
     open_run(spec, shards)
