@@ -19,7 +19,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster lint types bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills operation-faults regression-faults regression-quiet io-faults up clean
+.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster lint types bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills operation-faults regression-faults regression-quiet io-faults settings-page up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -93,6 +93,9 @@ regression-quiet: setup ## Run the regression ten times without a fault, and rep
 
 io-faults: setup ## Make every system call on a file fail in turn; continues where it was interrupted (io-faults.jsonl)
 	@$(BIN)/python -m tests.acceptance.io_faults
+
+settings-page: setup ## Write docs/settings.md from the descriptions of the settings
+	@$(BIN)/python -m t5train.spec.settings_page > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
 
 up: setup ## Prefect server, pool and worker for this machine
 	@$(BIN)/t5-pretrain up

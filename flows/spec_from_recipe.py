@@ -42,9 +42,14 @@ def resolve(
     return spec.with_settings(places)
 
 
+def has_own_text(recipe: str, changes: Mapping[str, Any]) -> bool:
+    """Whether there is a text to train on: the changed settings name one, or the recipe is for trials on CPUs."""
+    return "corpus.source" in changes or recipe_spec(recipe).cluster.accelerator == "cpu"
+
+
 def require_own_text(recipe: str, changes: Mapping[str, Any]) -> None:
     """Raise SpecError if the recipe is not for trials on CPUs, and the changed settings name no text for it."""
-    if "corpus.source" not in changes and recipe_spec(recipe).cluster.accelerator != "cpu":
+    if not has_own_text(recipe, changes):
         raise SpecError(
             f"recipe {recipe!r} needs text to train on: set corpus.source to a file, folder, pattern or URL (in "
             "Prefect, set the parameter corpus, or for all deployments `t5-pretrain deploy --corpus`). "

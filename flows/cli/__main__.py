@@ -1,14 +1,17 @@
 """``t5-pretrain``: the command line."""
 
 import os
+import platform
 import signal
 import sys
-from typing import NoReturn
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, NoReturn
 
 import typer
 
 from flows.cli import (
     bench_command,
+    config_commands,
     data_commands,
     gc_command,
     preflight_command,
@@ -20,19 +23,48 @@ from flows.cli import (
     team_commands,
     worker_command,
 )
-from flows.cli.terminal import complain
+from flows.cli.command_help import Group, add_help
+from flows.cli.terminal import complain, say
 from t5train.errors import T5TrainError
 from t5train.files.os_errors import explain
 
 app = typer.Typer(
     name="t5-pretrain",
     help="From text to a published, certified T5 checkpoint.",
+    cls=Group,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+def _print_versions(asked: bool) -> None:
+    if asked:
+        others = ", ".join(f"{name} {_version(name)}" for name in ("torch", "deepspeed", "transformers", "prefect"))
+        say(f"t5-pretrain {_version('t5-pretrain')}\nPython {platform.python_version()}, {others}")
+        raise typer.Exit
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_versions, is_eager=True, help="Show the versions and exit."),
+    ] = False,
+) -> None:
+    """Take the options before the name of a command."""
+
+
 for commands in (
     run_command,
+    config_commands,
     preflight_command,
     stage_commands,
     data_commands,
@@ -45,6 +77,7 @@ for commands in (
     worker_command,
 ):
     commands.register(app)
+add_help(app)
 _INTERRUPTED = 128 + signal.SIGINT
 
 

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.options import RecipeArgument, SetOption, settings
+from flows.cli.options import ConfigOption, RecipeOrConfig, SetOption, chosen, settings
 from flows.cli.terminal import say, show_table, stage_display
-from flows.spec_from_recipe import resolve
 from infra.head.benchmark_run import benchmark
 from t5train.train.step_benchmark import IDLE, PROFILED_STEPS
 
@@ -18,12 +17,13 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
-    recipe: RecipeArgument,
+    recipe: RecipeOrConfig = None,
+    config: ConfigOption = None,
     changes: SetOption = None,
     steps: Annotated[int, typer.Option("--steps", min=3, help="Number of steps to measure, after warm-up")] = 20,
 ) -> None:
-    """Measure training steps of RECIPE on this machine, on random tokens: speed, memory, and where the time goes."""
-    spec = resolve(recipe, settings(changes))
+    """Measure training steps of a recipe on this machine, on random tokens: speed, memory, and where the time goes."""
+    spec = chosen(recipe, config, settings(changes)).spec()
     with stage_display() as progress:
         measured = benchmark(spec, steps, progress)
     seconds, ranks = measured.step_seconds, spec.cluster.ranks

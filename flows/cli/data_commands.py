@@ -1,11 +1,12 @@
 """``data show`` and ``data stats``: what a run trains on, as the model sees it. Both make missing token shards."""
 
+import json
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
-from flows.cli.options import RecipeArgument, RootOption, SetOption, spec_of
+from flows.cli.options import ConfigOption, RecipeOrConfig, RootOption, SetOption, chosen, settings
 from flows.cli.terminal import complain, say, show_table, stage_display
 from infra.head.preflight.text_checks import require_text
 from t5train.data.corpus import build_corpus
@@ -32,14 +33,15 @@ class _Data(NamedTuple):
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
-    data = typer.Typer(no_args_is_help=True, help="Look at the text that a run trains on, as the model sees it.")
+    data = typer.Typer(name="data", no_args_is_help=True, help="Look at the text that a run trains on, as the model sees it.")
     data.command()(show)
     data.command()(stats)
-    app.add_typer(data, name="data")
+    app.add_typer(data)
 
 
 def show(  # noqa: PLR0913, PLR0917 - one for each option
-    recipe: RecipeArgument,
+    recipe: RecipeOrConfig = None,
+    config: ConfigOption = None,
     source: SourceOption = None,
     changes: SetOption = None,
     root: RootOption = None,
@@ -49,7 +51,7 @@ def show(  # noqa: PLR0913, PLR0917 - one for each option
     ids: Annotated[bool, typer.Option("--ids", help="Show token ids, too")] = False,
 ) -> None:
     """Show samples with their masked spans: the inputs of the model, and the targets that it is to predict."""
-    spec = _spec(recipe, source, changes, root)
+    spec = _spec(recipe, config, source, changes, root)
     made = _made(spec)
     for sample in shown_samples(spec, made.tokenizer, made.shards, split, start, count):
         say(f"sample {sample.sample_id:,} of the {split} split")
@@ -62,7 +64,8 @@ def show(  # noqa: PLR0913, PLR0917 - one for each option
 
 
 def stats(
-    recipe: RecipeArgument,
+    recipe: RecipeOrConfig = None,
+    config: ConfigOption = None,
     source: SourceOption = None,
     changes: SetOption = None,
     root: RootOption = None,
@@ -72,7 +75,7 @@ def stats(
     ] = None,
 ) -> None:
     """Show the number and lengths of passages in each split, pieces per word, and what the vocabulary lacks."""
-    spec = _spec(recipe, source, changes, root)
+    spec = _spec(recipe, config, source, changes, root)
     made = _made(spec)
     statistics = data_statistics(made.corpus, made.tokenizer, made.shards, spec.objective)
     show_table(["split", "passages", "tokens", *QUANTILE_NAMES], length_rows(statistics))
@@ -87,8 +90,11 @@ def stats(
         say(f"plot: {plot}")
 
 
-def _spec(recipe: str, source: str | None, changes: list[str] | None, root: Path | None) -> RunSpec:
-    return spec_of(recipe, [*(changes or []), *([f"corpus.source={source}"] if source else [])], root)
+def _spec(
+    recipe: str | None, config: Path | None, source: str | None, changes: list[str] | None, root: Path | None
+) -> RunSpec:
+    changed = settings(changes) | ({"corpus.source": json.dumps(source)} if source else {})
+    return chosen(recipe, config, changed, root=root).spec()
 
 
 def _made(spec: RunSpec) -> _Data:

@@ -4,8 +4,9 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
+from typing import Any
 
-from flows.cli.terminal import say
+from flows.cli.terminal import say, show_json
 from flows.run_parameters import RunParameters
 from infra.head.hosts.hostfile import read_hosts
 from infra.head.launch.deepspeed_launcher import launch_command
@@ -29,7 +30,7 @@ from t5train.records.identity import fingerprint
 from t5train.spec import RunSpec
 
 
-def say_dry_run(parameters: RunParameters) -> None:
+def show_dry_run(parameters: RunParameters, as_json: bool) -> None:
     """Print what a run would do. Raises the error that the run itself would raise now.
 
     The run is described even if this machine cannot execute it, unless its settings are invalid everywhere. Hosts are
@@ -41,7 +42,10 @@ def say_dry_run(parameters: RunParameters) -> None:
         _, text = require_startable_now(parameters.spec_for_this_machine())
     except T5TrainError as error:
         refusal = error
-    say(describe(spec, shape, text, refusal))
+    if as_json:
+        show_json(as_values(spec, shape, text, refusal))
+    else:
+        say(describe(spec, shape, text, refusal))
     if refusal is not None:
         raise refusal
 
@@ -66,18 +70,37 @@ def describe(spec: RunSpec, shape: T5Shape, text: TextFacts | None, refusal: T5T
 
 
 def _plan(spec: RunSpec, shape: T5Shape, text: TextFacts | None) -> dict[str, str]:
-    sample, batch = geometry(spec.objective), spec.optimizer.global_batch_sequences
-    per_step = batch * (sample.input_tokens + sample.target_tokens)
-    needed = needed_bytes(spec, shape, text.size_bytes if text else 0)
+    sample, per_step, epochs = geometry(spec.objective), _tokens_per_step(spec), _estimated_epochs(spec, text)
+    sequences = f"{spec.optimizer.global_batch_sequences} sequences of {sample.input_tokens} + {sample.target_tokens}"
     return {
         "text": _text(spec, text),
         "model": f"{count_parameters(shape):,} parameters",
-        "a step": f"{per_step:,} tokens: {batch} sequences of {sample.input_tokens} + {sample.target_tokens}",
+        "a step": f"{per_step:,} tokens: {sequences}",
         "the run": f"{spec.optimizer.num_steps:,} steps, {spec.optimizer.num_steps * per_step:,} tokens",
-        "epochs": _epochs(spec, text),
-        "disk": f"up to {format_bytes(needed)} under {spec.storage.root}, where "
+        "epochs": "known when the text has been tokenised"
+        if epochs is None
+        else f"about {epochs:,.2f} over the train split, if a token is {TEXT_BYTES_PER_TOKEN} bytes of text",
+        "disk": f"up to {format_bytes(_disk_bytes(spec, shape, text))} under {spec.storage.root}, where "
         f"{format_bytes(free_space_bytes(spec.storage.root))} are free",
     }
+
+
+def _tokens_per_step(spec: RunSpec) -> int:
+    sample = geometry(spec.objective)
+    return spec.optimizer.global_batch_sequences * (sample.input_tokens + sample.target_tokens)
+
+
+def _disk_bytes(spec: RunSpec, shape: T5Shape, text: TextFacts | None) -> int:
+    return needed_bytes(spec, shape, text.size_bytes if text else 0)
+
+
+def _estimated_epochs(spec: RunSpec, text: TextFacts | None) -> float | None:
+    """Return about how often the run uses each passage; the vocabulary decides the exact number. None if unknown."""
+    train_bytes = text.train_bytes(spec.corpus) if text else None
+    if train_bytes is None:
+        return None
+    tokens = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences * geometry(spec.objective).window_tokens
+    return tokens * TEXT_BYTES_PER_TOKEN / train_bytes
 
 
 def _text(spec: RunSpec, text: TextFacts | None) -> str:
@@ -90,19 +113,35 @@ def _text(spec: RunSpec, text: TextFacts | None) -> str:
     return "; ".join([amount, *([skipped_line(text.source.skipped)] if text.source.skipped else [])])
 
 
-def _epochs(spec: RunSpec, text: TextFacts | None) -> str:
-    """Return an estimate of how often the run uses each passage; the vocabulary decides the exact number."""
-    train_bytes = text.train_bytes(spec.corpus) if text else None
-    if train_bytes is None:
-        return "known when the text has been tokenised"
-    tokens = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences * geometry(spec.objective).window_tokens
-    epochs = tokens * TEXT_BYTES_PER_TOKEN / train_bytes
-    return f"about {epochs:,.2f} over the train split, if a token is {TEXT_BYTES_PER_TOKEN} bytes of text"
-
-
 def _aligned(rows: Mapping[str, str]) -> str:
     width = max(map(len, rows))
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
+
+
+def as_values(spec: RunSpec, shape: T5Shape, text: TextFacts | None, refusal: T5TrainError | None) -> dict[str, Any]:
+    """Return the same as ``describe`` as JSON values; docs/json.md describes them."""
+    hosts = () if spec.cluster.hostfile is None else read_hosts(spec.cluster).all
+    return {
+        "refused": str(refusal) if refusal else None,
+        "recipe": spec.recipe,
+        "name": spec.run_name,
+        "run_folder": str(spec.run_folder),
+        "parameters": count_parameters(shape),
+        "tokens_per_step": _tokens_per_step(spec),
+        "tokens": _tokens_per_step(spec) * spec.optimizer.num_steps,
+        "estimated_epochs": _estimated_epochs(spec, text),
+        "disk_needed_bytes": _disk_bytes(spec, shape, text),
+        "disk_free_bytes": free_space_bytes(spec.storage.root),
+        "spec": spec.model_dump(mode="json"),
+        "fingerprints": _fingerprints(spec),
+        "deepspeed_config": deepspeed_config(spec, shape),
+        "memory_of_a_rank": [
+            {"what": each.what, "accelerator_bytes": each.accelerator, "host_bytes": each.host}
+            for each in held_by_a_rank(spec, shape)
+        ],
+        "hosts": [{"name": host.name, "slots": list(host.slots)} for host in hosts],
+        "launch_command": _launch_command(spec),
+    }
 
 
 def _fingerprints(spec: RunSpec) -> dict[str, str]:

@@ -4,13 +4,14 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from flows.cli.options import (
     HostfileOption,
     IncludeOption,
+    JsonOption,
     RootOption,
     SetOption,
     ShipCodeOption,
@@ -18,7 +19,7 @@ from flows.cli.options import (
     root_of,
     settings,
 )
-from flows.cli.terminal import complain, say, show_table, stage_display
+from flows.cli.terminal import complain, say, show_json, show_table, stage_display
 from infra.head.hosts.code_shipping import ship, shipped_code
 from infra.head.hosts.hostfile import chosen_hosts, spare_hosts
 from infra.head.hosts.node_client import Nodes
@@ -59,6 +60,7 @@ def gc(
     include: IncludeOption = None,
     ship_code: ShipCodeOption = None,
     free: Annotated[bool, typer.Option("--free", help="Remove these files")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show files that no run needs, under the root and on the hosts of a hostfile, and remove them with --free."""
     changed = settings(changes) | host_settings(hostfile, include, None, None, None, ship_code=ship_code)
@@ -68,16 +70,22 @@ def gc(
     with _nodes(machines) as (nodes, lacking):
         answers = lacking | garbage_on(nodes, finished, attempts)
         found = {_HEAD: [*own, *of_heads]} | _answered(answers)
-        show_table(_COLUMNS, [row for host, each in found.items() for row in _rows(host, each)])
+        if not as_json:
+            show_table(_COLUMNS, [row for host, each in found.items() for row in _rows(host, each)])
+        freed = None
         if free:
             checked = _verified(finished, found)
             still = {run.name for run in finished_runs(folder)}  # verification may have taken hours
             verified_runs = [run for run in checked if run.name in still]
             freed = {_HEAD: free_under(folder, own) + free_of_heads(attempts, of_heads)}
             freed |= _answered(free_on(nodes, verified_runs, attempts, found))
-            say(f"{sum(map(len, freed.values()))} removed")
-        else:
-            say(_summary(sum(each.size for share in found.values() for each in share if not each.is_kept)))
+    if as_json:
+        silent = [host for host, answer in answers.items() if isinstance(answer, HostError)]
+        show_json(_facts(found, freed) | {"silent_hosts": silent})
+    elif freed is not None:
+        say(f"{sum(map(len, freed.values()))} removed")
+    else:
+        say(_summary(sum(each.size for share in found.values() for each in share if not each.is_kept)))
     if len(found) <= len(answers):
         raise typer.Exit(1)
 
@@ -119,6 +127,17 @@ def _answered(answers: dict[str, T | HostError]) -> dict[str, T]:
 
 def _rows(host: str, found: list[Garbage]) -> list[list[str]]:
     return [[host, each.relative_path, format_bytes(each.size), each.why] for each in found]
+
+
+def _facts(found: Mapping[str, Iterable[Garbage]], freed: Mapping[str, Iterable[str]] | None) -> dict[str, Any]:
+    """Return the result as JSON values; docs/json.md describes them. ``freed`` is None if nothing was to be removed."""
+    listed = [
+        {"host": host, "path": each.relative_path, "bytes": each.size, "why": each.why, "kept": each.is_kept}
+        for host, share in found.items()
+        for each in share
+    ]
+    removed = [{"host": host, "path": path} for host, paths in (freed or {}).items() for path in paths]
+    return {"found": listed, "removed": removed}
 
 
 def _summary(size_bytes: int) -> str:

@@ -1,19 +1,78 @@
 """Options that several commands share, and the settings that they stand for."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from flows.spec_from_recipe import resolve
-from t5train.spec import RunSpec, StorageSpec
+from t5train.errors import SpecError
+from t5train.spec import RunSpec, StorageSpec, setting_names
+from t5train.spec.config_file import Configuration, read_config
+from t5train.spec.overrides import parsed
+from t5train.spec.recipes import RECIPES, summary
+from t5train.spec.recipes import recipe as recipe_spec
+from t5train.spec.setting_info import choices
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe to start from; see `recipes`")]
+
+def _recipes_like(incomplete: str) -> list[tuple[str, str]]:
+    """Complete the name of a recipe in a shell."""
+    return [(name, summary(name)) for name in RECIPES if name.startswith(incomplete)]
+
+
+def _settings_like(incomplete: str) -> list[str]:
+    """Complete ``part.key=`` in a shell, and the value of a setting that takes one of a few."""
+    name, equals, _ = incomplete.partition("=")
+    names = [name] if equals else [each for each in setting_names() if each.startswith(name)]
+    with_values = [f"{each}={value}" for each in names[:1] for value in choices(RunSpec, each)]
+    if equals:
+        return [each for each in with_values if each.startswith(incomplete)]
+    if len(names) != 1:
+        return [f"{each}=" for each in names]
+    # More than one candidate, because bash adds a space after a single one.
+    return [f"{names[0]}=", *(with_values or [f"{names[0]}=..."])]
+
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="Recipe to start from; see `recipes`", autocompletion=_recipes_like)
+]
+RecipeOrConfig = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="RECIPE",
+        help="Recipe to start from; see `recipes`",
+        show_default="that of --config",
+        autocompletion=_recipes_like,
+    ),
+]
+RecipeOrSmoke = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="RECIPE",
+        help="Recipe to start from; see `recipes`",
+        show_default="that of --config, or smoke",
+        autocompletion=_recipes_like,
+    ),
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", help="File with a recipe and settings, as `init` writes it", readable=False
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PART.KEY=VALUE", help="Setting to change; can be repeated", show_default=False),
+    typer.Option(
+        "--set",
+        metavar="PART.KEY=VALUE",
+        help="Setting to change; can be repeated",
+        show_default=False,
+        autocompletion=_settings_like,
+    ),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs")]
 RootOption = Annotated[
     Path | None,
     typer.Option("--root", help="Folder that holds everything a run makes", show_default="work", readable=False),
@@ -28,10 +87,10 @@ HostfileOption = Annotated[
     ),
 ]
 IncludeOption = Annotated[
-    str | None, typer.Option("--include", metavar="NAME[:SLOT,...][@...]", help="Hosts and slots to use")
+    str | None, typer.Option("--include", metavar="HOSTS", help="Hosts and slots to use, such as node1@node2:0,2")
 ]
 ExcludeOption = Annotated[
-    str | None, typer.Option("--exclude", metavar="NAME[:SLOT,...][@...]", help="Hosts and slots not to use")
+    str | None, typer.Option("--exclude", metavar="HOSTS", help="Hosts and slots not to use, written like --include")
 ]
 NumNodesOption = Annotated[int | None, typer.Option("--num-nodes", help="Use only the first N hosts")]
 SparesOption = Annotated[
@@ -93,6 +152,72 @@ def host_settings(
     return {setting: json.dumps(value) for setting, value in given.items() if value is not None}
 
 
-def spec_of(recipe: str, changes: list[str] | None, root: Path | None, name: str | None = None) -> RunSpec:
-    """Return the RunSpec that the options describe."""
-    return resolve(recipe, settings(changes), root=root, run_name=name)
+class Chosen(NamedTuple):
+    """What a user chose on the command line and in a configuration file: a recipe, and what differs from it."""
+
+    recipe: str
+    settings: dict[str, Any]
+    root: Path | None
+    name: str | None
+
+    def spec(self) -> RunSpec:
+        """Return the RunSpec. Raises SpecError if it is not valid."""
+        return resolve(self.recipe, self.settings, root=self.root, run_name=self.name)
+
+
+def chosen(
+    recipe: str | None,
+    config: Path | None,
+    changed: Mapping[str, str],
+    *,
+    root: Path | None = None,
+    name: str | None = None,
+    default: str | None = None,
+) -> Chosen:
+    """Return what a recipe, a configuration file and options choose; later ones take precedence.
+
+    ``changed`` are the settings that the options stand for. Raises a usage error if neither a recipe nor a file is
+    given, and there is no default. Raises SpecError if the file is not valid together with the options, or names
+    another recipe than the command line.
+    """
+    root = root or _changed_root(changed)
+    if config is None:
+        if recipe is None and default is None:
+            raise typer.BadParameter("name a recipe (see `recipes`), or a file with --config", param_hint="RECIPE")
+        return Chosen(recipe or str(default), dict(changed), root, name)
+    file = read_config(config)
+    base = _recipe_of(file, recipe)
+    of_file = file.changes(base)
+    if "cluster.hostfile" in changed:
+        of_file.pop("cluster.ranks", None)  # the slots of these hosts determine it
+    of_file = {setting: value for setting, value in of_file.items() if setting not in changed}
+    root = root or _changed_root(of_file)
+    of_name = of_file.pop("name", None)
+    made = Chosen(base.recipe, of_file | dict(changed), root, name or (of_name and json.loads(of_name)))
+    with file.locating(changed):
+        made.spec()
+    return made
+
+
+def _changed_root(changed: Mapping[str, Any]) -> Path | None:
+    given = parsed(RunSpec, {name: value for name, value in changed.items() if name == "storage.root"})
+    return Path(str(given["storage.root"])) if given else None
+
+
+def _recipe_of(file: Configuration, recipe: str | None) -> RunSpec:
+    """Return the spec of the recipe that a file or the command line names."""
+    if file.recipe is None:
+        if recipe is None:
+            raise SpecError(
+                f"{file.path} names no recipe: add a line such as `recipe: smoke`, or name it before --config"
+            )
+        return recipe_spec(recipe)
+    if recipe not in (None, file.recipe):
+        raise SpecError(
+            f"the command line names the recipe {recipe!r}, but {file.where('recipe')} names {file.recipe!r}: leave "
+            "RECIPE out, or correct the file"
+        )
+    try:
+        return recipe_spec(file.recipe)
+    except SpecError as error:
+        raise SpecError(f"{file.where('recipe')}: {error}") from None

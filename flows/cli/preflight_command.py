@@ -1,24 +1,24 @@
 """``preflight``: checks whether hosts can train together, without training."""
 
-from typing import Annotated
-
 import typer
 
 from flows.cli.options import (
+    ConfigOption,
     ExcludeOption,
     HostfileOption,
     IncludeOption,
     LauncherOption,
     NumNodesOption,
+    RecipeOrSmoke,
     RootOption,
     SetOption,
     ShipCodeOption,
     SparesOption,
+    chosen,
     host_settings,
     settings,
 )
 from flows.cli.terminal import complain, show_table
-from flows.spec_from_recipe import resolve
 from infra.head.host_selection import asked
 from infra.head.hosts.hostfile import read_hosts
 from infra.head.preflight.host_preflight import COLUMNS
@@ -33,9 +33,8 @@ def register(app: typer.Typer) -> None:
 
 
 def preflight(  # noqa: PLR0913, PLR0917 - one for each option
-    recipe: Annotated[
-        str, typer.Argument(metavar="[RECIPE]", help="Recipe whose ranks the hosts are to run")
-    ] = "smoke",
+    recipe: RecipeOrSmoke = None,
+    config: ConfigOption = None,
     changes: SetOption = None,
     root: RootOption = None,
     hostfile: HostfileOption = None,
@@ -48,7 +47,7 @@ def preflight(  # noqa: PLR0913, PLR0917 - one for each option
 ) -> None:
     """Check the hosts of a hostfile for problems, and test the rendezvous of all ranks; exit code 1 with problems."""
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
-    spec = resolve(recipe, changed, root=root)
+    spec = chosen(recipe, config, changed, root=root, default="smoke").spec()
     of_model = require_possible(spec)
     with asked(spec, read_hosts(spec.cluster), of_model, require_text(spec).size_bytes) as (needs, transport):
         report = ask_hosts(needs, transport)

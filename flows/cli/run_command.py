@@ -7,26 +7,29 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.dry_run import say_dry_run
+from flows.cli.dry_run import show_dry_run
 from flows.cli.options import (
     AdoptOption,
     BeginAgainOption,
+    ConfigOption,
     ExcludeOption,
     HostfileOption,
     IncludeOption,
+    JsonOption,
     LauncherOption,
     NameOption,
     NumNodesOption,
-    RecipeArgument,
+    RecipeOrConfig,
     RootOption,
     SetOption,
     ShipCodeOption,
     SparesOption,
+    chosen,
     host_settings,
     root_of,
     settings,
 )
-from flows.cli.terminal import BarProgress, complain, progress_display, say
+from flows.cli.terminal import BarProgress, complain, progress_display, say, show_json, show_rows
 from flows.run_parameters import RunParameters
 from flows.server import prefect_server
 from infra.head.launch.held_run import HeldRun
@@ -37,7 +40,7 @@ from t5train.progress import Progress, silent
 from t5train.records.metrics import loss_lines
 from t5train.records.stage_records import Publication
 from t5train.records.witness import Witness
-from t5train.spec.recipes import RECIPES
+from t5train.spec.recipes import RECIPES, summary
 
 
 def register(app: typer.Typer) -> None:
@@ -46,14 +49,17 @@ def register(app: typer.Typer) -> None:
     app.command()(recipes)
 
 
-def recipes() -> None:
+def recipes(as_json: JsonOption = False) -> None:
     """List the recipes."""
-    for name, recipe in RECIPES.items():
-        say(f"{name}\t{(recipe.__doc__ or '').splitlines()[0]}")
+    if as_json:
+        show_json({"recipes": [{"name": name, "summary": summary(name)} for name in RECIPES]})
+        return
+    show_rows([[name, summary(name)] for name in RECIPES])
 
 
 def run(  # noqa: PLR0913, PLR0917 - one for each option
-    recipe: RecipeArgument,
+    recipe: RecipeOrConfig = None,
+    config: ConfigOption = None,
     changes: SetOption = None,
     root: RootOption = None,
     name: NameOption = None,
@@ -74,13 +80,25 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         bool, typer.Option("--trial", help="Train a tiny model with the recipe's layout on this machine's CPUs")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, without running it")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON, for programs")] = False,
 ) -> None:
     """Run all stages, from text to a published, certified checkpoint. Finished stages are reused."""
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
     changed |= {} if publish_to is None else {"storage.publish_to": json.dumps(publish_to)}
-    parameters = RunParameters(recipe=recipe, root=root_of(root), run_name=name, trial=trial, settings=changed)
+    if trial and config is not None:
+        raise typer.BadParameter("it replaces most settings of a file: use `run RECIPE --trial`", param_hint="--trial")
+    choice = chosen(recipe, config, changed, root=root, name=name)
+    parameters = RunParameters(
+        recipe=choice.recipe,
+        root=root_of(choice.root),
+        run_name=choice.name,
+        trial=trial,
+        settings=choice.settings,
+    )
+    if as_json and not dry_run:
+        raise typer.BadParameter("it needs --dry-run", param_hint="--json")
     if dry_run:
-        say_dry_run(parameters)
+        show_dry_run(parameters, as_json)
         return
     spec = parameters.spec_for_this_machine()
     if not begin_again:

@@ -1,5 +1,6 @@
 """One command for each stage; none of them imports Prefect."""
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated
@@ -9,23 +10,25 @@ import typer
 from flows.cli.options import (
     AdoptOption,
     BeginAgainOption,
+    ConfigOption,
     ExcludeOption,
     HostfileOption,
     IncludeOption,
+    JsonOption,
     LauncherOption,
     NameOption,
     NumNodesOption,
-    RecipeArgument,
+    RecipeOrConfig,
+    RecipeOrSmoke,
     RootOption,
     SetOption,
     ShipCodeOption,
     SparesOption,
+    chosen,
     host_settings,
     settings,
-    spec_of,
 )
-from flows.cli.terminal import complain, say, stage_display
-from flows.spec_from_recipe import resolve
+from flows.cli.terminal import complain, say, show_json, stage_display
 from infra.head.training_run import hold_ready_run, train_again, train_run
 from t5train.checkpoint.resume import load_run_spec
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
@@ -35,6 +38,7 @@ from t5train.data.tokenizer import build_tokenizer, given_tokenizer
 from t5train.errors import InputError
 from t5train.files.presence import visible_in
 from t5train.files.run_folder import WITNESS_FOLDER
+from t5train.locations import redacted
 from t5train.records.metrics import loss_lines
 from t5train.records.stage_records import MANIFEST, Export, Record, TokenizerFiles, TokenShards, Weights
 from t5train.records.witness import Witness
@@ -45,7 +49,6 @@ from t5train.release.verification import verify as verify_record
 from t5train.report.data_report import data_lines, train_split_facts
 from t5train.spec import CorpusSpec, ShardsSpec
 
-DataRecipe = Annotated[str, typer.Argument(metavar="[RECIPE]", help="Recipe to start from; see `recipes`")]
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -56,22 +59,25 @@ def register(app: typer.Typer) -> None:
 
 
 def corpus(
-    recipe: DataRecipe = "smoke",
+    recipe: RecipeOrSmoke = None,
+    config: ConfigOption = None,
     source: Annotated[str | None, typer.Option(help="Text to use instead: path, pattern or URL")] = None,
     changes: SetOption = None,
     root: RootOption = None,
 ) -> None:
     """Find or make the text, and verify all its files."""
-    chosen = [*(changes or []), *([f"corpus.source={source}"] if source else [])]
-    spec = spec_of(recipe, chosen, root)
+    of_source = {} if source is None else {"corpus.source": json.dumps(source)}
+    spec = chosen(recipe, config, settings(changes) | of_source, root=root, default="smoke").spec()
     with stage_display() as progress:
         made = build_corpus(spec.corpus, spec.storage.root, progress)
     _say(made)
 
 
-def tokenizer(recipe: DataRecipe = "smoke", changes: SetOption = None, root: RootOption = None) -> None:
+def tokenizer(
+    recipe: RecipeOrSmoke = None, config: ConfigOption = None, changes: SetOption = None, root: RootOption = None
+) -> None:
     """Train the vocabulary of a recipe on its text, or use the given one."""
-    spec = spec_of(recipe, changes, root)
+    spec = chosen(recipe, config, settings(changes), root=root, default="smoke").spec()
     with stage_display() as progress:
         text = build_corpus(spec.corpus, spec.storage.root, progress)
         made = build_tokenizer(spec.tokenizer, spec.corpus, text, spec.storage.root, progress)
@@ -102,7 +108,8 @@ def tokenize(
 
 
 def train(  # noqa: PLR0913, PLR0917 - one for each option
-    recipe: RecipeArgument,
+    recipe: RecipeOrConfig = None,
+    config: ConfigOption = None,
     changes: SetOption = None,
     root: RootOption = None,
     name: NameOption = None,
@@ -122,7 +129,7 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
 ) -> None:
     """Train on existing token shards, starting from the newest complete checkpoint."""
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
-    spec = resolve(recipe, changed, root=root, run_name=name)
+    spec = chosen(recipe, config, changed, root=root, name=name).spec()
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)
     tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
@@ -192,11 +199,18 @@ def publish(
     say(f"published: {made.url}")
 
 
-def verify(place: Annotated[str, typer.Argument(metavar="PATH_OR_URL", help="Folder or fsspec URL")]) -> None:
+def verify(
+    place: Annotated[str, typer.Argument(metavar="PATH_OR_URL", help="Folder or fsspec URL")],
+    as_json: JsonOption = False,
+) -> None:
     """Compare every byte of a finished folder or publication with its manifest."""
     with stage_display() as progress:
         record = verify_record(place, progress)
     total = sum(digest.size for digest in record.files.values())
+    if as_json:
+        facts = {"kind": record.kind, "location": redacted(place), "fingerprint": record.fingerprint}
+        show_json(facts | {"files": len(record.files), "bytes": total})
+        return
     say(f"verified: {record.kind} {place}, {len(record.files)} files, {total:,} bytes")
 
 

@@ -1,5 +1,6 @@
 """Terminal output: progress of long stages (a bar on a terminal, occasional lines in a file or pipe), lines, tables."""
 
+import json
 import logging
 import sys
 import time
@@ -121,6 +122,24 @@ def complain(line: str) -> None:
     """Print one line on standard error, sanitised like ``say``, because errors may quote hosts and stores."""
     sys.stderr.write(printable(line) + "\n")
     sys.stderr.flush()
+
+
+def show_json(value: object) -> None:
+    """Print a result on standard output as JSON, for programs. Control characters are escaped."""
+    say(json.dumps(value, indent=1))
+
+
+def show_rows(rows: list[list[str]]) -> None:
+    """Print aligned columns on standard output, tab-separated if that is not a terminal. The last column wraps."""
+    console = Console(emoji=False, highlight=False)
+    if not console.is_terminal:
+        for row in rows:
+            say("\t".join(row))
+        return
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*map(printable, row))
+    console.print(table, markup=False)
 
 
 def show_table(columns: list[str], rows: list[list[str]]) -> None:

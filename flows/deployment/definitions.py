@@ -76,7 +76,7 @@ class Definitions(Definition):
         except yaml.YAMLError as error:
             raise InputError(f"{file} is not YAML: {error}. Correct the file") from error
         except ValidationError as error:
-            raise InputError(f"{file}: {explain(error, [])}. Correct the file") from error
+            raise InputError(f"{file}: {explain(error)}. Correct the file") from error
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:

@@ -17,7 +17,7 @@ from t5train.data.loader import ORDER_VERSION
 from t5train.errors import IncompleteCheckpoint, LaunchError, RecordError, RunChanged, SpecError
 from t5train.files.atomic import write_json, write_text
 from t5train.files.presence import ABSENT, is_there, reading
-from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS, RUN, WITNESS_FOLDER, tag_of
+from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS, CONFIG, RUN, WITNESS_FOLDER, tag_of
 from t5train.model.starting_model import require_fit, require_vocabulary, start_fingerprint, start_name
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_files
@@ -25,6 +25,7 @@ from t5train.records.identity import differences, fingerprint
 from t5train.records.stage_records import Checkpoint, TokenShards, reusable
 from t5train.records.witness import WITNESS, WITNESS_TENSORS
 from t5train.spec import RunSpec, build
+from t5train.spec.config_text import run_text
 from t5train.spec.rank_job import TrainJob
 
 _WITNESS_FILES = tuple(f"{WITNESS_FOLDER}/{name}" for name in (WITNESS, WITNESS_TENSORS))
@@ -71,10 +72,17 @@ def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
         spec.run_folder.mkdir(parents=True, exist_ok=True)
         begun = {"fingerprint": fingerprint(identity), "identity": identity, "spec": spec.model_dump(mode="json")}
         write_json(path, begun | {"unique_id": _new_id()})
+        _write_config(spec)
         return
     require_same(spec.run_name, path, identity)
     if unique_id(spec.run_folder) is None:  # begun by a version without unique ids
         write_json(path, json.loads(path.read_text("utf-8")) | {"unique_id": _new_id()})
+
+
+def _write_config(spec: RunSpec) -> None:
+    """Store the settings of this start, which may differ from those that the run was begun with in where it runs."""
+    path = spec.run_folder / CONFIG
+    write_text(path, run_text(spec, path))
 
 
 def unique_id(run_folder: Path) -> str | None:
@@ -205,6 +213,7 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
         start_fingerprint=start_fingerprint(spec.model),
         start_name=start_name(spec.model),
     )
+    _write_config(spec)
     path = attempt_folder / ATTEMPT_SPEC
     write_text(path, job.model_dump_json(indent=1) + "\n")
     return path

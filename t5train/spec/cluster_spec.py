@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from t5train.errors import SpecError
 from t5train.locations import without_secret
-from t5train.spec.overrides import SpecPart, change, explain, names_in
+from t5train.spec.overrides import SpecPart, change, explain
 
 
 class StorageSpec(SpecPart):
@@ -33,24 +33,35 @@ class StorageSpec(SpecPart):
     scratch: Path | None = Field(
         None,
         title="Scratch",
-        description="Folder on each host's own disk, for training on hosts that do not share the root; within "
-        "/var/tmp when left out",
+        description="Absolute path of a folder on each host's own disk, for hosts that do not share the root. "
+        "null: one in /var/tmp",
     )
     publish_to: str | None = Field(
-        None, title="Publish to", description="Folder or fsspec URL; {root}/published/{run} when left out"
+        None, title="Publish to", description="Folder or fsspec URL to publish to. null: {root}/published/{name}"
     )
-    checkpoint_every_steps: int = Field(1000, ge=1, title="Checkpoint every", description="Optimizer steps")
-    keep_last: int = Field(2, ge=1, title="Keep", description="Complete checkpoints kept")
+    checkpoint_every_steps: int = Field(
+        1000,
+        ge=1,
+        title="Checkpoint every",
+        description="Save a checkpoint every so many optimizer steps, and at the last one",
+    )
+    keep_last: int = Field(2, ge=1, title="Keep", description="Number of complete checkpoints to keep, the newest ones")
     keep_every_steps: int | None = Field(
-        None, ge=1, title="Keep every", description="Also keep checkpoints at multiples of this many steps"
+        None,
+        ge=1,
+        title="Keep every",
+        description="Also keep checkpoints whose step is a multiple of this number. null: none",
     )
     checkpoint_gigabytes: float | None = Field(
         None,
         gt=0,
         title="Checkpoint gigabytes",
-        description="Disk space for a run's checkpoints, on each disk with any; the oldest go, never the newest",
+        description="Disk space for the run's checkpoints in GB, on each disk that has any; the oldest are "
+        "removed, never the newest. null: no limit",
     )
-    validate_every_steps: int = Field(500, ge=1, title="Validate every", description="Optimizer steps")
+    validate_every_steps: int = Field(
+        500, ge=1, title="Validate every", description="Validate every so many optimizer steps, and at the last one"
+    )
     validate_sequences: int = Field(512, ge=1, title="Validation", description="Sequences per validation, at most")
 
     @property
@@ -94,10 +105,14 @@ class DeadlinesSpec(SpecPart):
     start_seconds: float = Field(
         600, gt=0, title="Start", description="Until all ranks have joined the rendezvous, in seconds"
     )
-    compile_seconds: float = Field(1800, gt=0, title="Compile", description="Compiling operators and the first step")
-    step_seconds: float = Field(60, gt=0, title="Step", description="One step; 10 median steps if that is longer")
-    save_seconds: float = Field(1800, gt=0, title="Save", description="Saving one checkpoint")
-    validate_seconds: float = Field(1800, gt=0, title="Validate", description="One validation")
+    compile_seconds: float = Field(
+        1800, gt=0, title="Compile", description="Compiling operators and the first step, in seconds"
+    )
+    step_seconds: float = Field(
+        60, gt=0, title="Step", description="One step, in seconds; 10 median steps if that is longer"
+    )
+    save_seconds: float = Field(1800, gt=0, title="Save", description="Saving one checkpoint, in seconds")
+    validate_seconds: float = Field(1800, gt=0, title="Validate", description="One validation, in seconds")
 
 
 class ClusterSpec(SpecPart):
@@ -113,13 +128,19 @@ class ClusterSpec(SpecPart):
     )
 
     ranks: int = Field(
-        1, ge=1, le=16384, title="Ranks", description="Processes, one per accelerator; with a hostfile, its slots"
+        1,
+        ge=1,
+        le=16384,
+        title="Ranks",
+        description="Processes that train, one per accelerator. With a hostfile, its slots determine them",
     )
     accelerator: Accelerator | None = Field(
-        None, title="Accelerator", description="DeepSpeed's name, such as cpu; the kind that torch finds when left out"
+        None,
+        title="Accelerator",
+        description="Kind of accelerator, by DeepSpeed's name; cpu to train on CPUs. null: the kind that torch finds",
     )
     master_port: int | None = Field(
-        None, ge=1024, le=65535, title="Port", description="Port of the rendezvous; a free one when left out"
+        None, ge=1024, le=65535, title="Port", description="Port of the rendezvous. null: a free one"
     )
     retries: int = Field(
         2, ge=0, le=100, title="Retries", description="How often training is retried after a transient failure"
@@ -127,19 +148,30 @@ class ClusterSpec(SpecPart):
     hostfile: Path | None = Field(
         None,
         title="Hostfile",
-        description="File of lines 'name slots=N', as for DeepSpeed; only this machine when left out",
+        description="File of the hosts to train on, with lines 'name slots=N', as for DeepSpeed. null: only this "
+        "machine",
     )
     include: str | None = Field(
-        None, min_length=1, title="Include", description="Hosts and slots to use, such as 'node1@node2:0,2'"
+        None,
+        min_length=1,
+        title="Include",
+        description="Hosts and slots of the hostfile to use, such as node1@node2:0,2. null: all",
     )
-    exclude: str | None = Field(None, min_length=1, title="Exclude", description="Hosts and slots not to use")
-    num_nodes: int | None = Field(None, ge=1, title="Nodes", description="Use only the first N hosts of the hostfile")
+    exclude: str | None = Field(
+        None,
+        min_length=1,
+        title="Exclude",
+        description="Hosts and slots of the hostfile not to use, written like include. null: none",
+    )
+    num_nodes: int | None = Field(
+        None, ge=1, title="Nodes", description="Use only the first N hosts of the hostfile. null: all"
+    )
     spares: int = Field(
         0,
         ge=0,
         le=1024,
         title="Spares",
-        description="How many of the last hosts wait in reserve and replace hosts that are down or fail twice",
+        description="How many of the last hosts wait in reserve, and replace hosts that are down or fail twice",
     )
     launcher: Literal["pdsh", "slurm", "openmpi"] = Field(
         "pdsh", title="Launcher", description="How DeepSpeed starts processes on the hosts"
@@ -153,35 +185,37 @@ class ClusterSpec(SpecPart):
         None,
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$",
         title="ssh user",
-        description="From ssh's configuration when left out",
+        description="User on the hosts. null: from ssh's configuration",
     )
     ssh_port: int | None = Field(
-        None, ge=1, le=65535, title="ssh port", description="Port of every host; from ssh's configuration when left out"
+        None, ge=1, le=65535, title="ssh port", description="Port of ssh on every host. null: from ssh's configuration"
     )
     known_hosts: Path | None = Field(
-        None, title="Known hosts", description="File with the only host keys to accept; ssh's known hosts when left out"
+        None, title="Known hosts", description="File with the only host keys to accept. null: ssh's known hosts"
     )
     master_address: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}$",
         title="Master address",
-        description="Address of the first host for the rendezvous; found when left out",
+        description="Address of the first host for the rendezvous. null: found automatically",
     )
     environment: tuple[str, ...] = Field(
-        (), title="Environment", description='Names of additional variables to pass to ranks, such as ["A", "B"]'
+        (),
+        title="Environment",
+        description="Names of additional variables to pass to ranks, with their values here, such as [HF_TOKEN]",
     )
     lease_seconds: float = Field(
         60,
         ge=5,
         title="Lease",
-        description="How long ranks keep training without contact with the machine that started them",
+        description="How long ranks keep training without contact with the machine that started them, in seconds",
     )
     grace_seconds: float = Field(
         30,
         ge=0,
         le=3600,
         title="Grace",
-        description="Time for ranks to finish a step and begin to save when they are asked to stop",
+        description="Time for ranks to finish a step and begin to save when they are asked to stop, in seconds",
     )
     deadlines: DeadlinesSpec = DeadlinesSpec()
 
@@ -232,4 +266,4 @@ class MachinesSpec(SpecPart):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise SpecError(explain(error, names_in(cls))) from None
+            raise SpecError(explain(error, cls)) from None

@@ -18,14 +18,25 @@ class CorpusSpec(SpecPart):
     source: str = Field(
         "pydocs",
         title="Source",
-        description="'pydocs', or a path, pattern or fsspec URL of .txt, .jsonl, .tsv or .parquet files (.gz too)",
+        description="Text to train on: a file, folder, glob pattern or fsspec URL of .txt, .jsonl, .tsv or "
+        ".parquet files, which may be compressed (.gz, .bz2, .xz, .zst); or pydocs, Python's own "
+        "documentation, which is the demo's text",
     )
-    revision: str = Field("", title="Revision", description="A name for this state of the source, if it has one")
+    revision: str = Field(
+        "",
+        title="Revision",
+        description="Your name for this state of the text, such as 2026-07; change it when the text at the same "
+        "place has changed",
+    )
     split: tuple[int, int, int] = Field(
-        (950, 30, 20), title="Split", description="Train, validation and test, in thousandths of the documents"
+        (950, 30, 20),
+        title="Split",
+        description="Shares of the documents for training, validation and test, in thousandths; they sum to 1000",
     )
     split_seed: int = Field(0, ge=0, title="Split seed", description="Decides which document falls into which split")
-    workers: int | None = Field(None, ge=1, title="Workers", description="Processes; all cores when left out")
+    workers: int | None = Field(
+        None, ge=1, title="Workers", description="Processes that read the text. null: one per core"
+    )
 
     @field_validator("source")
     @classmethod
@@ -49,13 +60,24 @@ class TokenizerSpec(SpecPart):
     """Which vocabulary: an existing one, or one trained on the corpus."""
 
     path: str | None = Field(
-        None, title="Path", description="A spiece.model or a Hugging Face folder; trained when left out"
+        None,
+        title="Path",
+        description="An existing vocabulary: a spiece.model or a Hugging Face folder. null: one is trained on the"
+        " training split, with the two settings below",
     )
     vocab_size: int = Field(
-        32000, ge=300, le=250_000, title="Vocabulary", description="Pieces to train, without the 100 sentinels"
+        32000,
+        ge=300,
+        le=250_000,
+        title="Vocabulary",
+        description="Pieces of the vocabulary to train, without the 100 sentinels <extra_id_N>",
     )
     character_coverage: float = Field(
-        0.9995, ge=0.98, le=1.0, title="Character coverage", description="Share of characters with a piece of their own"
+        0.9995,
+        ge=0.98,
+        le=1.0,
+        title="Character coverage",
+        description="Share of the text's characters that get a piece of their own; the rest are unknown",
     )
 
     def identity(self) -> dict[str, Any]:
@@ -73,14 +95,24 @@ class ShardsSpec(SpecPart):
         ge=4096,
         le=1 << 31,
         title="Tokens per shard",
-        description="Target size; a shard ends with a document",
+        description="Tokens per file, about; a file ends at the end of a document",
     )
-    workers: int | None = Field(None, ge=1, title="Workers", description="Processes; all cores when left out")
+    workers: int | None = Field(None, ge=1, title="Workers", description="Processes that tokenize. null: one per core")
 
 
 class ObjectiveSpec(SpecPart):
     """T5 span corruption (Raffel et al. 2020, section 3.1.4)."""
 
-    noise_density: float = Field(0.15, gt=0, lt=0.5, title="Noise density", description="Share of tokens masked")
-    mean_span_tokens: float = Field(3.0, ge=1, le=20, title="Mean span", description="Mean length of a masked span")
-    input_tokens: int = Field(512, ge=16, le=16384, title="Input tokens", description="Encoder length, EOS included")
+    noise_density: float = Field(
+        0.15, gt=0, lt=0.5, title="Noise density", description="Share of the tokens that are masked"
+    )
+    mean_span_tokens: float = Field(
+        3.0, ge=1, le=20, title="Mean span", description="Mean length of a masked span, in tokens"
+    )
+    input_tokens: int = Field(
+        512,
+        ge=16,
+        le=16384,
+        title="Input tokens",
+        description="Length of the encoder's input in tokens, EOS included; the decoder's length follows from it",
+    )

@@ -12,28 +12,41 @@ from t5train.spec.overrides import SpecPart
 
 
 class ExpertsSpec(SpecPart):
-    """Number of experts in a sparse layer, how tokens are routed to them, and the router's losses."""
+    """A mixture of experts: how many, how tokens are routed to them, and the router's losses."""
 
-    num_experts: int = Field(0, ge=0, le=1024, title="Experts", description="In each sparse layer; 0: a dense model")
+    num_experts: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        title="Experts",
+        description="Experts in each sparse layer. 0: a dense model, and the settings below have no effect",
+    )
     top_k: Literal[1, 2] = Field(
-        1, title="Experts per token", description="1 as in Switch Transformers; 2 cannot be exported to transformers"
+        1,
+        title="Experts per token",
+        description="Experts per token: 1 as in Switch Transformers; 2 cannot be exported to transformers",
     )
     every_n_layers: int = Field(2, ge=1, title="Every n layers", description="Every n-th layer of a stack is sparse")
     capacity_factor: float | None = Field(
         1.25,
         gt=0,
         title="Capacity",
-        description="Tokens an expert takes in training, as a multiple of an even share; others are dropped. null: it "
-        "takes all",
+        description="Tokens that an expert takes in training, as a multiple of an even share; others are dropped."
+        " null: it takes all",
     )
     eval_capacity_factor: float = Field(
         2.0,
         gt=0,
         title="Validation capacity",
-        description="Validation drops no tokens, but counts those above this capacity factor",
+        description="Validation drops no tokens, but counts those above this multiple of an even share",
     )
     aux_loss: float = Field(0.01, ge=0, title="Balance loss", description="Weight of the load-balancing loss")
-    z_loss: float = Field(0.001, ge=0, title="Router z-loss", description="Weight of the squared log-sum-exp of logits")
+    z_loss: float = Field(
+        0.001,
+        ge=0,
+        title="Router z-loss",
+        description="Weight of the router's z-loss, the squared log-sum-exp of its logits",
+    )
 
     @model_validator(mode="after")
     def _there_is_a_choice(self) -> Self:
@@ -47,43 +60,60 @@ PresetName = Literal["smoke", "tiny", "small", "base", "large", "3b", "11b"]
 
 
 class ModelSpec(SpecPart):
-    """A T5 of the v1.0 or v1.1 family; fields left out come from the preset."""
+    """The model: a T5, or a Switch Transformer. The preset determines the shape; other settings change parts of it."""
 
     execution = frozenset({"activation_checkpointing", "compile"})
 
-    preset: PresetName = Field("base", title="Preset", description="Shape of the published T5 of that size")
+    preset: PresetName = Field(
+        "base",
+        title="Preset",
+        description="Shape of the model: that of the published T5 of this size; smoke is a very small one for trials",
+    )
     version: Literal["v1.1", "v1.0"] = Field(
-        "v1.1", title="Version", description="v1.1: gated GELU, untied output; v1.0: ReLU, tied output"
+        "v1.1",
+        title="Version",
+        description="v1.1: gated GELU, and an output layer of its own. v1.0: ReLU, and the embedding as output layer",
     )
     feed_forward: Literal["gated-gelu", "relu"] | None = Field(
-        None, title="Feed-forward", description="From version when left out"
+        None, title="Feed-forward", description="Activation of feed-forward layers. null: that of the version"
     )
-    d_model: int | None = Field(None, ge=8, title="d_model", description="Width; from preset when left out")
-    d_kv: int | None = Field(None, ge=4, title="d_kv", description="Width of a head; from preset when left out")
-    d_ff: int | None = Field(
-        None, ge=8, title="d_ff", description="Width of the feed-forward; from preset when left out"
+    d_model: int | None = Field(None, ge=8, title="d_model", description="Width of the model. null: the preset's")
+    d_kv: int | None = Field(None, ge=4, title="d_kv", description="Width of an attention head. null: the preset's")
+    d_ff: int | None = Field(None, ge=8, title="d_ff", description="Width of a feed-forward layer. null: the preset's")
+    num_heads: int | None = Field(
+        None, ge=1, title="Heads", description="Attention heads of a layer. null: the preset's"
     )
-    num_heads: int | None = Field(None, ge=1, title="Heads", description="From preset when left out")
-    num_layers: int | None = Field(None, ge=1, title="Encoder layers", description="From preset when left out")
-    num_decoder_layers: int | None = Field(None, ge=1, title="Decoder layers", description="From preset when left out")
+    num_layers: int | None = Field(
+        None, ge=1, title="Encoder layers", description="Layers of the encoder. null: the preset's"
+    )
+    num_decoder_layers: int | None = Field(
+        None, ge=1, title="Decoder layers", description="Layers of the decoder. null: the preset's"
+    )
     vocab_size: int | None = Field(
         None,
         ge=128,
         title="Vocabulary",
-        description="Embedding rows; the tokenizer's, padded to a multiple of 128, when left out",
+        description="Rows of the embedding, a multiple of 128. null: as many as the tokenizer has, rounded up",
     )
-    dropout_rate: float = Field(0.0, ge=0, lt=1, title="Dropout", description="0 for pre-training, as T5 v1.1")
+    dropout_rate: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        title="Dropout",
+        description="Share of activations that are dropped in training; 0 for pre-training, as T5 v1.1",
+    )
     activation_checkpointing: bool = Field(
         False,
         title="Activation checkpointing",
-        description="Recompute activations within a block in the backward pass: less memory, a third more computation",
+        description="Compute activations within a block again in the backward pass: less memory, a third more "
+        "computation",
     )
-    compile: bool = Field(False, title="Compile", description="torch.compile; worth it on GPUs")
+    compile: bool = Field(False, title="Compile", description="Use torch.compile: faster on GPUs; not with ZeRO 3")
     start_from: str | None = Field(
         None,
         title="Start from",
-        description="Folder with the weights to continue from: a T5 or Switch Transformer in safetensors, or one of "
-        "our exports; initialised by seed when left out",
+        description="Folder with the weights to continue from: a T5 or Switch Transformer in safetensors, or an "
+        "export of this project. null: weights are initialised from optimizer.seed",
     )
     moe: ExpertsSpec = ExpertsSpec()
 

@@ -12,6 +12,9 @@ from typing import Any, ClassVar, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.errors import SpecError
+from t5train.spec.setting_info import allowed_values
+
+_SHOWN_CHARACTERS = 200
 
 NAMES_ELSEWHERE = {
     "master_addr": "cluster.master_address",
@@ -64,25 +67,45 @@ def change(spec: type[BaseModel], values: dict[str, Any], settings: Mapping[str,
 
 def nearest(word: str, known: list[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the known name that ends with ``word``, means the same or is similar."""
-    elsewhere = NAMES_ELSEWHERE.get(word.rpartition(".")[2])
+    key = word.rpartition(".")[2]
+    elsewhere = NAMES_ELSEWHERE.get(key)
     meant = [each for each in known if each.endswith(f".{word}") or each == elsewhere]
+    meant = meant or [each for each in known if each.endswith(f".{key}")]
     match = meant or difflib.get_close_matches(word, known, 1, 0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
-def explain(error: ValidationError, known: list[str]) -> str:
-    """Return everything that is wrong with a spec, in one line. For an unknown name, the nearest one is suggested."""
+def explain(error: ValidationError, spec: type[BaseModel] | None = None) -> str:
+    """Return everything that is wrong with a model's values, in one line.
+
+    With the class of a spec, it says which values a setting takes, and names the nearest known setting.
+    """
+    known = [] if spec is None else names_in(spec)
     lines = []
     for detail in error.errors():
         where = ".".join(str(step) for step in detail["loc"])
         message = detail["msg"].removeprefix("Value error, ")
-        if detail["type"] == "extra_forbidden":
-            message = f"unknown setting{nearest(where, known)}"
         if detail["type"] == "value_error" or not where:
             lines.append(message)
-        else:
-            lines.append(f"{where} is {detail['input']!r}: {message}")
+            continue
+        if detail["type"] == "extra_forbidden":
+            message = f"unknown setting{nearest(where, known)}"
+        elif spec is not None and detail["type"] != "missing":
+            message = _must_be(spec, where) or message
+        lines.append(f"{where} is {_shown(detail['input'])}: {message}")
     return "; ".join(lines)
+
+
+def _must_be(spec: type[BaseModel], where: str) -> str:
+    """Return which values a setting takes; ``where`` can also be an item of a setting that is a list."""
+    schemas = json_schemas(spec)
+    schema = schemas.get(where) or schemas.get(where.rpartition(".")[0])
+    return f"it must be {allowed_values(schema)}" if schema else ""
+
+
+def _shown(value: Any) -> str:
+    shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
 
 
 def _require_text(setting: str, value: Any) -> None:
@@ -94,11 +117,11 @@ def _require_text(setting: str, value: Any) -> None:
 
 def parsed(spec: type[BaseModel], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with values that are text parsed, as ``change`` does. Raises SpecError if one is unknown."""
-    return {setting: _parsed(value, _annotation(spec, setting)) for setting, value in settings.items()}
+    return {setting: _parsed(value, annotation_of(spec, setting)) for setting, value in settings.items()}
 
 
 def _place(spec: type[BaseModel], values: dict[str, Any], setting: str, value: Any) -> None:
-    annotation = _annotation(spec, setting)
+    annotation = annotation_of(spec, setting)
     *parents, key = setting.split(".")
     for parent in parents:
         values = values[parent]
@@ -106,7 +129,8 @@ def _place(spec: type[BaseModel], values: dict[str, Any], setting: str, value: A
     _require_text(setting, values[key])
 
 
-def _annotation(spec: type[BaseModel], setting: str) -> Any:
+def annotation_of(spec: type[BaseModel], setting: str) -> Any:
+    """Return the type of a setting. Raises SpecError if the setting is unknown; the error names the nearest one."""
     if setting not in names_in(spec):
         raise SpecError(f"unknown setting {setting!r}{nearest(setting, names_in(spec))}")
     *parents, key = setting.split(".")

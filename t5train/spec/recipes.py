@@ -163,6 +163,11 @@ RECIPES: dict[str, Callable[[], RunSpec]] = {
 }
 
 
+def summary(name: str) -> str:
+    """Return what a recipe is, in one line."""
+    return (RECIPES[name].__doc__ or "").splitlines()[0]
+
+
 def trial_settings() -> dict[str, Any]:
     """Return settings that turn a recipe into a trial of its layout, which takes minutes on two CPU ranks.
 

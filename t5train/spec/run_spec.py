@@ -23,12 +23,17 @@ class RunSpec(SpecPart):
 
     execution = frozenset({"recipe", "name", "layout", "storage", "cluster"})
 
-    recipe: str = Field(pattern="^[a-z0-9][a-z0-9_-]{0,39}$", title="Recipe", description="Recipe of the settings")
+    recipe: str = Field(
+        pattern="^[a-z0-9][a-z0-9_-]{0,39}$",
+        title="Recipe",
+        description="Recipe that the settings start from; settings that are left out have its values",
+    )
     name: str | None = Field(
         None,
         pattern=RUN_NAME_PATTERN,
         title="Run name",
-        description="Folder under {root}/runs; named after recipe and fingerprint when left out",
+        description="Name of the run, whose folder is {root}/runs/{name}. null: made of recipe and fingerprint, "
+        "so that other settings make another run",
     )
     corpus: CorpusSpec = CorpusSpec()
     tokenizer: TokenizerSpec = TokenizerSpec()
@@ -152,7 +157,7 @@ def build(values: Mapping[str, Any]) -> RunSpec:
     try:
         return RunSpec.model_validate(values)
     except ValidationError as error:
-        raise SpecError(explain(error, setting_names())) from None
+        raise SpecError(explain(error, RunSpec)) from None
 
 
 def setting_names() -> list[str]:

@@ -11,25 +11,73 @@ class OptimizerSpec(SpecPart):
     """How weights are updated, and in which precision."""
 
     kind: Literal["adamw-rms", "adamw"] = Field(
-        "adamw-rms", title="Kind", description="adamw-rms scales each tensor's step by its RMS, which T5 needs"
+        "adamw-rms",
+        title="Kind",
+        description="adamw-rms: AdamW that scales each tensor's step by the tensor's RMS, which T5 needs. adamw: "
+        "plain AdamW",
     )
-    peak_learning_rate: float = Field(0.01, gt=0, le=1, title="Peak rate", description="Relative to a tensor's RMS")
-    warmup_steps: int = Field(1000, ge=0, title="Warm-up steps", description="Linear from zero to the peak")
+    peak_learning_rate: float = Field(
+        0.01,
+        gt=0,
+        le=1,
+        title="Peak rate",
+        description="Learning rate at the end of the warm-up; with adamw-rms relative to the RMS of each tensor",
+    )
+    warmup_steps: int = Field(
+        1000,
+        ge=0,
+        title="Warm-up steps",
+        description="Steps in which the learning rate rises linearly from zero to its peak; fewer than num_steps",
+    )
     schedule: Literal["inverse-sqrt", "cosine", "constant"] = Field(
-        "cosine", title="Schedule", description="After the warm-up"
+        "cosine", title="Schedule", description="Learning rate after the warm-up"
     )
-    final_learning_rate: float = Field(1e-5, ge=0, le=1, title="Final rate", description="At the end of the cosine")
-    weight_decay: float = Field(0.0, ge=0, le=1, title="Weight decay", description="Decoupled")
-    betas: tuple[float, float] = Field((0.9, 0.999), title="Betas", description="Decay of Adam's two moments")
-    epsilon: float = Field(1e-8, gt=0, title="Epsilon", description="Epsilon of Adam")
-    gradient_clip: float = Field(1.0, ge=0, title="Gradient clip", description="Global norm; 0 for none")
-    global_batch_sequences: int = Field(128, ge=1, title="Global batch", description="Sequences per optimizer step")
-    num_steps: int = Field(65536, ge=1, title="Steps", description="Optimizer steps of the run")
-    seed: int = Field(0, ge=0, le=2**31 - 1, title="Seed", description="For weights, order and noise")
+    final_learning_rate: float = Field(
+        1e-5, ge=0, le=1, title="Final rate", description="Learning rate at the end of the cosine; not above the peak"
+    )
+    weight_decay: float = Field(
+        0.0, ge=0, le=1, title="Weight decay", description="Decoupled weight decay, as in AdamW"
+    )
+    betas: tuple[float, float] = Field(
+        (0.9, 0.999),
+        title="Betas",
+        description="Decay rates of Adam's first and second moment; each at least 0 and below 1",
+    )
+    epsilon: float = Field(1e-8, gt=0, title="Epsilon", description="Adam's epsilon, added to the denominator")
+    gradient_clip: float = Field(
+        1.0,
+        ge=0,
+        title="Gradient clip",
+        description="Largest norm of all gradients together; larger ones are scaled down to it. 0: no clipping",
+    )
+    global_batch_sequences: int = Field(
+        128,
+        ge=1,
+        title="Global batch",
+        description="Sequences per optimizer step over all ranks; a multiple of layout.micro_batch_sequences x "
+        "cluster.ranks / layout.pipeline_stages",
+    )
+    num_steps: int = Field(65536, ge=1, title="Steps", description="Optimizer steps of the whole run")
+    seed: int = Field(
+        0,
+        ge=0,
+        le=2**31 - 1,
+        title="Seed",
+        description="Decides initial weights, the order of samples, and which spans are masked",
+    )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "bf16", title="Precision", description="fp16 needs a GPU, or a CPU with instructions for it"
+        "bf16",
+        title="Precision",
+        description="Arithmetic of training; masters and moments are always fp32. fp16 needs a GPU or a CPU with "
+        "AVX512-FP16, and ZeRO 1 to 3",
     )
-    initial_scale_power: int = Field(16, ge=0, le=32, title="fp16 scale", description="First loss scale, power of two")
+    initial_scale_power: int = Field(
+        16,
+        ge=0,
+        le=32,
+        title="fp16 scale",
+        description="First loss scale of fp16, as a power of two; no effect otherwise",
+    )
 
     @model_validator(mode="after")
     def _schedule_is_possible(self) -> Self:
@@ -58,23 +106,40 @@ class LayoutSpec(SpecPart):
     zero_stage: Literal[0, 1, 2, 3] = Field(
         1,
         title="ZeRO stage",
-        description="Partitioned state: 0: none, 1: optimizer, 2: also gradients, 3: also parameters",
+        description="What DeepSpeed's ZeRO partitions over ranks. 0: nothing; 1: optimizer state; 2: gradients, "
+        "too; 3: parameters, too",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
         title="Offload",
-        description="To host memory: optimizer (masters and moments, ZeRO 1 to 3), or all (parameters too, ZeRO 3)",
+        description="What is kept in host memory. optimizer: masters and moments (ZeRO 1 to 3); all: parameters, "
+        "too (ZeRO 3)",
     )
     pin_memory: bool = Field(
-        False, title="Pin memory", description="Offload to page-locked memory: faster to copy, never swapped"
+        False,
+        title="Pin memory",
+        description="Offload to page-locked memory, which is faster to copy and never swapped",
     )
     pipeline_stages: int = Field(
-        1, ge=1, title="Pipeline stages", description="Ranks over which the layers of each model are spread (ZeRO 1)"
+        1,
+        ge=1,
+        title="Pipeline stages",
+        description="Ranks that the layers of each model are spread over; must divide cluster.ranks. 1: no "
+        "pipeline; more need ZeRO 1",
     )
     expert_parallel_size: int = Field(
-        1, ge=1, title="Expert parallelism", description="Ranks over which the experts of a layer are spread"
+        1,
+        ge=1,
+        title="Expert parallelism",
+        description="Ranks that the experts of a layer are spread over; must divide model.moe.num_experts and "
+        "cluster.ranks",
     )
-    micro_batch_sequences: int = Field(8, ge=1, title="Micro-batch", description="Sequences per rank and pass")
+    micro_batch_sequences: int = Field(
+        8,
+        ge=1,
+        title="Micro-batch",
+        description="Sequences per rank and pass; larger ones are faster, and take more memory",
+    )
 
     @model_validator(mode="after")
     def _only_what_is_cut_up_is_offloaded(self) -> Self:

@@ -125,7 +125,7 @@ def test_ctrl_c_prints_one_line_and_exits_with_130(
     def interrupted(_: str) -> None:
         raise interrupt
 
-    monkeypatch.setattr(run_command, "say", interrupted)
+    monkeypatch.setattr(run_command, "show_rows", interrupted)
     assert t5_pretrain("recipes") == 130
     assert capsys.readouterr().err == "interrupted\n"
 

@@ -40,7 +40,7 @@ def test_a_dry_run_shows_the_hosts_and_the_command_that_starts_their_ranks(
         (("--include", "node4"), "'node4' is not in the hostfile (node1, node2, node3)"),
         (("--include", "node1", "--exclude", "node2"), "cluster.include and cluster.exclude cannot be combined"),
         (("--num-nodes", "4"), "cluster.num_nodes is 4, but the hostfile has 3 hosts"),
-        (("--launcher", "mpich"), "cluster.launcher is 'mpich': Input should be 'pdsh', 'slurm' or 'openmpi'"),
+        (("--launcher", "mpich"), "cluster.launcher is 'mpich': it must be one of pdsh, slurm, openmpi"),
         (("--launcher", "slurm"), "cluster.launcher is 'slurm', but slurm starts the same number of ranks"),
         (("--set", "cluster.ranks=2"), "cluster.ranks is 2, but the hosts chosen from "),
         (("--num-nodes", "2"), "must be a multiple of layout.micro_batch_sequences x cluster.ranks (32 x 6 = 192)"),

@@ -1,0 +1,163 @@
+"""The help of every command: the panel that lists it, and examples. In one place, so that they read as one text."""
+
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+class CommandHelp(NamedTuple):
+    """Where a command is listed, and how it is used."""
+
+    panel: str
+    examples: tuple[str, ...]
+
+
+_TRAIN, _STAGES, _OPERATE = "Train", "Single stages", "Operate"
+COMMANDS = {
+    "run": CommandHelp(
+        _TRAIN,
+        (
+            "t5-pretrain run smoke",
+            "t5-pretrain run base --set corpus.source='/data/*.txt' --name mine",
+            "t5-pretrain run --config run.yaml --dry-run",
+            "t5-pretrain run moe --trial",
+        ),
+    ),
+    "init": CommandHelp(
+        _TRAIN,
+        (
+            "t5-pretrain init base > run.yaml",
+            "t5-pretrain init smoke --set optimizer.num_steps=60 > run.yaml",
+        ),
+    ),
+    "recipes": CommandHelp(_TRAIN, ("t5-pretrain recipes", "t5-pretrain recipes --json")),
+    "status": CommandHelp(_TRAIN, ("t5-pretrain status", "t5-pretrain status --root /data/t5")),
+    "preflight": CommandHelp(
+        _TRAIN,
+        (
+            "t5-pretrain preflight base --hostfile hosts --root /shared/t5",
+            "t5-pretrain preflight --config run.yaml --exclude node7",
+        ),
+    ),
+    "bench": CommandHelp(
+        _TRAIN,
+        (
+            "t5-pretrain bench smoke",
+            "t5-pretrain bench base --set layout.micro_batch_sequences=64",
+        ),
+    ),
+    "data": CommandHelp(
+        _TRAIN,
+        (
+            "t5-pretrain data show base --source '/data/*.txt'",
+            "t5-pretrain data stats --config run.yaml --plot lengths.png",
+        ),
+    ),
+    "corpus": CommandHelp(
+        _STAGES,
+        (
+            "t5-pretrain corpus --source '/data/*.jsonl.gz' --root /data/t5",
+            "t5-pretrain corpus --config run.yaml",
+        ),
+    ),
+    "tokenizer": CommandHelp(
+        _STAGES,
+        (
+            "t5-pretrain tokenizer smoke",
+            "t5-pretrain tokenizer --config run.yaml --set tokenizer.vocab_size=8000",
+        ),
+    ),
+    "tokenize": CommandHelp(
+        _STAGES, ("t5-pretrain tokenize --corpus '/data/*.txt' --tokenizer T5_MODEL --out tokens",)
+    ),
+    "train": CommandHelp(
+        _STAGES,
+        (
+            "t5-pretrain train smoke --shards tokens/shards",
+            "t5-pretrain train --config run.yaml",
+        ),
+    ),
+    "consolidate": CommandHelp(
+        _STAGES,
+        (
+            "t5-pretrain consolidate work/runs/mine/checkpoints weights",
+            "t5-pretrain consolidate checkpoints weights --shard-size 5G --moments",
+        ),
+    ),
+    "export": CommandHelp(_STAGES, ("t5-pretrain export weights model --run work/runs/mine --tokenizer TOKENIZER",)),
+    "certify": CommandHelp(_STAGES, ("t5-pretrain certify model work/runs/mine/witness",)),
+    "publish": CommandHelp(
+        _STAGES, ("t5-pretrain publish model /data/published/mine", "t5-pretrain publish model s3://bucket/t5/mine")
+    ),
+    "verify": CommandHelp(
+        _STAGES, ("t5-pretrain verify work/published/mine", "t5-pretrain verify s3://bucket/t5/mine --json")
+    ),
+    "gc": CommandHelp(
+        _OPERATE, ("t5-pretrain gc", "t5-pretrain gc --free", "t5-pretrain gc --hostfile hosts --root /data/t5")
+    ),
+    "up": CommandHelp(
+        _OPERATE,
+        ("t5-pretrain up", "t5-pretrain up --root /data/t5 --corpus '/data/*.txt'"),
+    ),
+    "deploy": CommandHelp(_OPERATE, ("t5-pretrain deploy --root /data/t5 --corpus '/data/*.txt'",)),
+    "server": CommandHelp(_OPERATE, ("t5-pretrain server --root /data/t5",)),
+    "worker": CommandHelp(_OPERATE, ("t5-pretrain worker",)),
+    "notifications": CommandHelp(_OPERATE, ("T5_PRETRAIN_WEBHOOK=https://example.org/hook t5-pretrain notifications",)),
+    "regression": CommandHelp(
+        _OPERATE, ("t5-pretrain regression run", "t5-pretrain regression accept --why 'a new machine'")
+    ),
+}
+"""The commands in the order in which they are listed."""
+
+
+class _Command(TyperCommand):
+    """A command whose flags are shown without a type."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the parameters, flags with an empty type."""
+        return _without_types(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """The same for a group of commands."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the parameters, flags with an empty type."""
+        return _without_types(super().get_params(ctx))
+
+
+def _without_types(parameters: Any) -> Any:
+    """Empty the type that is shown for flags: typer shows ``<bool>``, but they take no value."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+def add_help(app: typer.Typer) -> None:
+    """Give all registered commands their panels, examples and order. Commands without an entry come last."""
+    for command in app.registered_commands:
+        command.cls = _Command
+        entry = COMMANDS.get(name_of(command))
+        if entry is not None:
+            command.rich_help_panel, command.epilog = entry.panel, _epilog(entry)
+    for group in app.registered_groups:
+        group.cls = Group
+        for command in group.typer_instance.registered_commands if group.typer_instance else ():
+            command.cls = _Command
+        entry = COMMANDS.get(str(group.typer_instance.info.name)) if group.typer_instance else None
+        if entry is not None:
+            group.rich_help_panel, group.epilog = entry.panel, _epilog(entry)
+    order = {name: place for place, name in enumerate(COMMANDS)}
+    app.registered_commands.sort(key=lambda command: order.get(name_of(command), len(order)))
+
+
+def name_of(command: typer.models.CommandInfo) -> str:
+    """Return the name under which a command is called."""
+    return command.name or str(getattr(command.callback, "__name__", ""))
+
+
+def _epilog(entry: CommandHelp) -> str:
+    lines = "\n".join(f"  {example}" for example in entry.examples)
+    return f"Example{'s' if len(entry.examples) > 1 else ''}:\n{lines}"

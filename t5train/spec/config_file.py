@@ -1,0 +1,240 @@
+"""Reads a configuration file: the name of a recipe, and settings in nested YAML, as ``config_text`` writes them.
+
+Only the structure is YAML's. How a value is read depends on its setting: a text setting takes what is written, so that
+``name: 2026`` and ``revision: on`` are text, and other settings take numbers as Python writes them, so that ``1e-4`` is
+a number. Nothing in a file is executed; tags are refused.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+
+from t5train.errors import InputError, SpecError
+from t5train.files.os_errors import explain
+from t5train.spec import RunSpec, nearest, setting_names
+from t5train.spec.overrides import annotation_of
+
+_MAX_BYTES = 1 << 20
+_REMEDY = "start from a file that `t5-pretrain init RECIPE > run.yaml` writes"
+_TEXT_TAG = "tag:yaml.org,2002:str"
+_NULLS = {"", "~", "null", "Null", "NULL"}
+_WORDS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_INTEGER = re.compile("[-+]?[0-9]{1,100}")
+_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The content of a configuration file."""
+
+    path: Path
+    recipe: str | None
+    """The recipe that the settings start from; None if the file names none."""
+    settings: Mapping[str, Any]
+    """``{"part.key": value}``. Text is quoted, so that ``with_settings`` does not read it as JSON."""
+    lines: Mapping[str, int]
+    """The line of each setting in the file."""
+
+    def changes(self, recipe: RunSpec) -> dict[str, Any]:
+        """Return the settings whose values are not those of the recipe, and ``corpus.source`` in any case.
+
+        Without the others, a hostfile determines ``cluster.ranks`` unless the file asks for another number.
+        """
+        values = recipe.model_dump(mode="json")
+        return {
+            name: value
+            for name, value in self.settings.items()
+            if name == "corpus.source" or value != _quoted(_value_in(values, name))
+        }
+
+    def where(self, setting: str) -> str:
+        """Return the file and the line of a setting in it."""
+        return _where(self.path, self.lines[setting])
+
+    @contextmanager
+    def locating(self, overridden: Collection[str] = ()) -> Iterator[None]:
+        """Add file and lines to a SpecError that names settings of this file, except those that are overridden."""
+        try:
+            yield
+        except SpecError as error:
+            lines = [line for name, line in self.lines.items() if name not in overridden and _is_in(name, str(error))]
+            if not lines:
+                raise
+            raise SpecError(f"{_where(self.path, *sorted(lines))}: {error}") from error
+
+
+def read_config(path: Path) -> Configuration:
+    """Read a configuration file.
+
+    Raises InputError if the file cannot be read, and SpecError, with the line, if it is not YAML, or names a setting
+    that is unknown, has no value, or is there twice. Whether values are valid is for the RunSpec to check.
+    """
+    root = _composed(path, _text_of(path))
+    if not isinstance(root, yaml.MappingNode):
+        raise SpecError(f"{path} has no settings: write lines such as `recipe: smoke`, or {_REMEDY}")
+    found = _Reader(path)
+    found.read(root)
+    recipe = found.settings.pop("recipe", None)
+    return Configuration(path, json.loads(recipe) if recipe else None, found.settings, found.lines)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise InputError(f"there is no configuration file {path}: correct the path, or {_REMEDY}") from None
+    except OSError as error:
+        raise InputError(f"the configuration file {path} cannot be read: {explain(error)}") from error
+    if len(content) > _MAX_BYTES:
+        raise InputError(f"{path} is larger than 1 MiB, so it is not a configuration file: {_REMEDY}")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise SpecError(f"{_where(path, line)}: not UTF-8 text. Save the file as UTF-8, or {_REMEDY}") from None
+
+
+def _composed(path: Path, text: str) -> yaml.Node | None:
+    """Return the root of the tree of nodes in a YAML file. No values are constructed."""
+    try:
+        return yaml.compose(text, yaml.BaseLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = _where(path, mark.line + 1) if mark else str(path)
+        said = (error.problem or error.context or "it cannot be read").replace("\t", "\\t")
+        raise SpecError(
+            f"{where}: not valid YAML: {said}. Indent with spaces, write `key: value`, and quote text that holds "
+            "special characters"
+        ) from None
+    except yaml.reader.ReaderError as error:
+        where = _where(path, text.count("\n", 0, error.position) + 1)
+        raise SpecError(f"{where}: the character U+{error.character:04X} is not allowed in YAML. Remove it") from None
+    except RecursionError:
+        raise SpecError(f"{path} is nested too deeply to be a configuration file: {_REMEDY}") from None
+
+
+class _Reader:
+    """Collects settings, and the lines of settings and parts, from the nodes of a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._names, self._parts = setting_names(), _part_names()
+        self.settings: dict[str, Any] = {}
+        self.lines: dict[str, int] = {}
+
+    def read(self, mapping: yaml.MappingNode, prefix: str = "") -> None:
+        """Read all settings in a mapping; ``prefix`` is the name of its part with a dot."""
+        for key, value in mapping.value:
+            line = key.start_mark.line + 1
+            name = f"{prefix}{_key(self.path, line, key)}"
+            if name in self.lines:
+                raise SpecError(f"{_where(self.path, self.lines[name], line)}: {name} is there twice: keep one of them")
+            self.lines[name] = line
+            if name in self._parts:
+                self._part(name, value)
+            else:
+                self._require_known(name)
+                self.settings[name] = _value(self.path, line, name, value)
+
+    def _part(self, name: str, node: yaml.Node) -> None:
+        if isinstance(node, yaml.MappingNode):
+            self.read(node, f"{name}.")
+        elif not _is_null(node):
+            raise SpecError(
+                f"{_where(self.path, self.lines[name])}: {name} is a group of settings: write them on the lines below "
+                "it, indented"
+            )
+
+    def _require_known(self, name: str) -> None:
+        if name not in self._names:
+            meant = nearest(name, [*self._names, *self._parts])
+            raise SpecError(
+                f"{_where(self.path, self.lines[name])}: unknown setting {name!r}{meant}. Correct or remove it; "
+                "`t5-pretrain init RECIPE` lists all settings"
+            )
+
+
+def _key(path: Path, line: int, key: yaml.Node) -> str:
+    if not isinstance(key, yaml.ScalarNode) or key.tag != _TEXT_TAG:
+        raise SpecError(f"{_where(path, line)}: the name of a setting must be plain text such as num_steps")
+    name = str(key.value)
+    if "." in name:
+        part, _, rest = name.partition(".")
+        raise SpecError(
+            f"{_where(path, line)}: {name!r} has a dot: write {rest!r} on a line of its own, indented, below `{part}:`"
+        )
+    return name
+
+
+def _value(path: Path, line: int, name: str, node: yaml.Node) -> Any:
+    """Return the value of a setting. Text is quoted."""
+    annotation = annotation_of(RunSpec, name)
+    if isinstance(node, yaml.SequenceNode) and get_origin(annotation) is tuple:
+        return [_scalar(path, line, name, item, _is_text(annotation)) for item in node.value]
+    return _quoted(_scalar(path, line, name, node, _is_text(annotation)))
+
+
+def _scalar(path: Path, line: int, name: str, node: yaml.Node, is_text: bool) -> Any:
+    if not isinstance(node, yaml.ScalarNode):
+        key = name.rpartition(".")[2]
+        raise SpecError(f"{_where(path, line)}: {name} takes one value, but holds several: write `{key}: VALUE`")
+    if node.tag != _TEXT_TAG:
+        raise SpecError(f"{_where(path, line)}: {name} has the tag {node.tag}: remove it, and write the value alone")
+    text = str(node.value)
+    if node.style is not None:
+        return text
+    if text == "":
+        raise SpecError(f"{_where(path, line)}: {name} has no value: write one, or remove the line")
+    if text in _NULLS:
+        return None
+    return text if is_text else _plain(text)
+
+
+def _plain(text: str) -> Any:
+    """Return the number or the truth value that plain text stands for; text that is neither as it is."""
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    return float(text) if _NUMBER.fullmatch(text) else _WORDS.get(text, text)
+
+
+def _is_text(annotation: Any) -> bool:
+    """Whether a setting is text, a path, or a list of text."""
+    kinds = {annotation, *get_args(annotation)}
+    return bool(kinds & {str, Path})
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in _NULLS
+
+
+def _quoted(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, str) else value
+
+
+def _value_in(values: Mapping[str, Any], name: str) -> Any:
+    for key in name.split("."):
+        values = values[key]
+    return values
+
+
+def _part_names() -> list[str]:
+    return sorted({name[:end] for name in setting_names() for end, character in enumerate(name) if character == "."})
+
+
+def _is_in(name: str, message: str) -> bool:
+    """Whether a message is about a setting. A name without a part is a word like any other, unless a value follows."""
+    pattern = rf"(?<![\w.]){re.escape(name)}(?!\w|\.\w)"
+    return re.search(pattern if "." in name else rf"{pattern} is ", message) is not None
+
+
+def _where(path: Path, *lines: int) -> str:
+    shown = [str(line) for line in lines]
+    listed = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return f"{path}, line{'s' if len(shown) > 1 else ''} {listed}"

@@ -1,0 +1,147 @@
+"""Help that a newcomer can use: panels, examples that are valid commands, versions, completion; all without torch."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from flows.cli import __main__
+from flows.cli.command_help import COMMANDS, name_of
+from t5train.spec import setting_names
+from t5train.spec.recipes import RECIPES
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+ROOT = Path(__file__).parents[3]
+
+WITHOUT_SLOW_IMPORTS = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "deepspeed", "prefect"):
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+sys.meta_path.insert(0, Blocker())
+sys.argv[0] = "t5-pretrain"
+from flows.cli.__main__ import main
+main()
+"""
+GROUPS = [group.typer_instance for group in __main__.app.registered_groups if group.typer_instance]
+NAMES = [*map(name_of, __main__.app.registered_commands), *(str(group.info.name) for group in GROUPS)]
+
+
+def test_every_command_is_in_a_panel_with_examples() -> None:
+    assert set(NAMES) == set(COMMANDS), "add new commands to flows/cli/command_help.py"
+    assert all(entry.examples for entry in COMMANDS.values())
+
+
+@pytest.mark.parametrize("example", [example for entry in COMMANDS.values() for example in entry.examples])
+def test_an_example_is_a_valid_command(example: str) -> None:
+    words = [word for word in shlex.split(example.partition(" > ")[0]) if not word.startswith("T5_PRETRAIN_")]
+    assert words[0] == "t5-pretrain"
+    command: Any = typer.main.get_command(__main__.app)
+    arguments = words[1:]
+    while hasattr(command, "commands"):
+        command = command.commands[arguments.pop(0)]
+    command.make_context("t5-pretrain", list(arguments))  # raises an error if the arguments are not valid
+
+
+@pytest.mark.parametrize("entry", COMMANDS)
+def test_an_example_is_of_its_command_and_fits_on_a_line(entry: str) -> None:
+    assert all(f"t5-pretrain {entry}" in example for example in COMMANDS[entry].examples)
+    assert max(map(len, COMMANDS[entry].examples)) <= 78
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of the usual width."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def helped(run_python: RunPython, *arguments: str) -> str:
+    result = run_python(WITHOUT_SLOW_IMPORTS, *arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_help_lists_commands_in_panels_with_run_first(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert t5_pretrain("-h") == 0
+    short = capsys.readouterr().out
+    panels = re.findall(r"╭─ ([A-Z][a-z ]+) ─", short)
+    assert panels == ["Options", "Train", "Single stages", "Operate"]
+    assert short.index("│ run ") < short.index("│ init ") < short.index("│ recipes ")
+    assert t5_pretrain("--help") == 0
+    assert capsys.readouterr().out == short
+    assert max(map(len, short.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_help_of_a_command_fits_a_terminal_and_ends_with_its_examples(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert t5_pretrain(command, "-h") == 0
+    text = capsys.readouterr().out
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert "<bool>" not in text
+    assert all(f" {example}" in lines for example in COMMANDS[command].examples)
+
+
+def test_help_versions_and_configuration_files_need_neither_torch_nor_prefect(run_python: RunPython) -> None:
+    assert "Train" in helped(run_python, "-h")
+    assert "Examples:" in helped(run_python, "run", "-h")
+    assert helped(run_python, "init", "smoke").startswith("# Settings of a run, from the recipe 'smoke'.")
+    first, second = helped(run_python, "--version").splitlines()
+    assert re.fullmatch(r"t5-pretrain \d+\.\d+\.\d+", first)
+    assert re.fullmatch(r"Python 3\.\d+\.\d+, torch \d\S*, deepspeed \d\S*, transformers \d\S*, prefect \S.*", second)
+
+
+def completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str) -> list[str]:
+    """What bash offers at the end of a line."""
+    words = line.split(" ")
+    monkeypatch.setenv("_T5_PRETRAIN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "\n".join(words))
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    with pytest.raises(SystemExit):
+        __main__.app(prog_name="t5-pretrain")
+    return capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("t5-pretrain in", ["init"]),
+        ("t5-pretrain run zero", [name for name in RECIPES if name.startswith("zero")]),
+        ("t5-pretrain init ", list(RECIPES)),
+        ("t5-pretrain run smoke --set ", [f"{name}=" for name in setting_names()]),
+        ("t5-pretrain run smoke --set optimizer.se", ["optimizer.seed=", "optimizer.seed=..."]),
+        (
+            "t5-pretrain train smoke --set optimizer.prec",
+            ["optimizer.precision=", *(f"optimizer.precision={each}" for each in ("fp32", "bf16", "fp16"))],
+        ),
+        ("t5-pretrain init smoke --set layout.zero_stage=", [f"layout.zero_stage={stage}" for stage in range(4)]),
+        ("t5-pretrain init smoke --set model.compile=t", ["model.compile=true"]),
+        ("t5-pretrain init smoke --set cluster.accelerator=c", ["cluster.accelerator=cpu", "cluster.accelerator=cuda"]),
+        ("t5-pretrain init smoke --set nothing=", []),
+    ],
+)
+def test_a_shell_completes_commands_recipes_and_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, offered: list[str]
+) -> None:
+    assert completed(monkeypatch, capsys, line) == offered
+
+
+def test_completion_is_installed_for_the_shell_it_is_called_from(tmp_path: Path) -> None:
+    program = f"{shlex.quote(sys.executable)} -m flows.cli --install-completion; exit $?"
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    subprocess.run(["bash", "-c", program], env=environment, capture_output=True, check=True, timeout=60)
+    assert "completion" in (tmp_path / ".bashrc").read_text()

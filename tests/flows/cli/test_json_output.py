@@ -1,0 +1,108 @@
+"""``--json`` prints one JSON document on standard output and nothing else; errors stay on standard error."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from t5train.data.corpus import build_corpus
+from t5train.spec import CorpusSpec
+from t5train.spec.recipes import RECIPES, recipe
+
+DOCS = (Path(__file__).parents[3] / "docs/json.md").read_text("utf-8")
+
+
+@pytest.fixture
+def printed(t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Return the JSON that a command prints."""
+
+    def run(*arguments: str) -> Any:
+        assert t5_pretrain(*arguments, "--json") == 0, capsys.readouterr().err
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def require_documented(command: str, value: dict[str, Any]) -> None:
+    """Require that docs/json.md names exactly the keys of a value, and of the objects in its lists."""
+    section = DOCS.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
+    documented = {line.split("`")[1] for line in section.splitlines() if line.startswith("| `")}
+    found = set(value)
+    for key, inside in value.items():
+        if isinstance(inside, list) and inside and isinstance(inside[0], dict):
+            found |= {f"{key}[].{each}" for each in inside[0]}
+    missing = documented - found
+    assert not found - documented, "these keys are not in docs/json.md"
+    assert all("[]." in key for key in missing), "docs/json.md names keys that are not there"
+
+
+def test_recipes(printed: Callable[..., Any]) -> None:
+    value = printed("recipes")
+    assert [each["name"] for each in value["recipes"]] == list(RECIPES)
+    assert all(each["summary"] for each in value["recipes"])
+    require_documented("recipes", value)
+
+
+def test_verify(printed: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"line {number}\n" for number in range(200)))
+    corpus = build_corpus(CorpusSpec(source=str(tmp_path / "text.txt")), tmp_path / "root")
+    value = printed("verify", str(corpus.path))
+    assert (value["kind"], value["location"], value["fingerprint"]) == ("corpus", str(corpus.path), corpus.fingerprint)
+    assert value["bytes"] == sum(digest.size for digest in corpus.files.values())
+    require_documented("verify", value)
+
+
+def test_gc(printed: Callable[..., Any], tmp_path: Path) -> None:
+    aside = tmp_path / "work/runs/mine/set-aside"
+    left = tmp_path / "work/runs/mine/checkpoints/.step-00000004.discarded"
+    for folder in (aside, left):
+        folder.mkdir(parents=True)
+        (folder / "state.pt").write_bytes(bytes(1000))
+    value = printed("gc")
+    kept, garbage = sorted(value["found"], key=lambda each: not each["kept"])
+    assert (kept["host"], kept["path"], kept["bytes"]) == ("this machine", "runs/mine/set-aside", 1000)
+    assert garbage["path"] == "runs/mine/checkpoints/.step-00000004.discarded"
+    assert value["removed"] == []
+    require_documented("gc", value)
+    freed = printed("gc", "--free")
+    assert freed["removed"] == [{"host": "this machine", "path": garbage["path"]}]
+    require_documented("gc", freed)
+    assert aside.exists()
+    assert not left.exists()
+
+
+def test_dry_run(printed: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("node1 slots=2\n")
+    value = printed("run", "smoke", "--dry-run", "--hostfile", "hosts", "--name", "mine")
+    spec = recipe("smoke")
+    assert (value["recipe"], value["name"]) == ("smoke", "mine")
+    assert value["fingerprints"]["run"] == spec.fingerprint()
+    assert value["deepspeed_config"]["train_batch_size"] == spec.optimizer.global_batch_sequences
+    assert value["memory_of_a_rank"][0]["host_bytes"] >= 0
+    assert value["launch_command"][0]
+    require_documented("run --dry-run", value)
+
+
+def test_json_of_a_run_needs_a_dry_run(t5_pretrain: Callable[..., int]) -> None:
+    assert t5_pretrain("run", "smoke", "--json") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [("run", "smok", "--dry-run"), ("verify", "nowhere"), ("gc", "--set", "storage.rot=x")]
+)
+def test_an_error_is_on_standard_error_with_its_exit_code(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert t5_pretrain(*arguments, "--json") == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1
+
+
+def test_control_characters_are_escaped(printed: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "work/runs/mi\x1bne/checkpoints/.step-00000004.discarded"
+    folder.mkdir(parents=True)
+    assert printed("gc")["found"][0]["path"] == "runs/mi\x1bne/checkpoints/.step-00000004.discarded"

@@ -1,0 +1,20 @@
+"""docs/settings.md describes every setting, and is what the descriptions of the settings make."""
+
+import re
+from pathlib import Path
+
+from t5train.spec import setting_names
+from t5train.spec.recipes import RECIPES
+from t5train.spec.settings_page import settings_page
+
+PAGE = Path(__file__).parents[3] / "docs/settings.md"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text("utf-8") == settings_page(), "write it anew: make settings-page"
+
+
+def test_the_page_has_one_row_for_each_setting_and_each_recipe() -> None:
+    rows = re.findall(r"^\| `([a-z0-9_.]+)` \|", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert rows[: -len(RECIPES)] != []
+    assert sorted(rows) == sorted([*setting_names(), *RECIPES])
