@@ -90,12 +90,14 @@ def _text_of(path: Path) -> str:
             content = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise InputError(f"there is no configuration file {path}: correct the path, or {_REMEDY}") from None
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder, not a configuration file: name a file in it, or {_REMEDY}") from None
     except OSError as error:
         raise InputError(f"the configuration file {path} cannot be read: {explain(error)}") from error
     if len(content) > _MAX_BYTES:
         raise InputError(f"{path} is larger than 1 MiB, so it is not a configuration file: {_REMEDY}")
     try:
-        return content.decode("utf-8-sig")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise SpecError(f"{_where(path, line)}: not UTF-8 text. Save the file as UTF-8, or {_REMEDY}") from None

@@ -72,7 +72,7 @@ def test_a_file_overrides_the_recipe_and_options_override_the_file(
 def test_options_work_with_a_file_that_sets_everything(
     t5_pretrain: Run, capsys: pytest.CaptureFixture[str], planned: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    assert t5_pretrain("init", "smoke") == 0
+    assert t5_pretrain("init", "smoke", "--set", "cluster.ranks=1") == 0
     file = write(capsys.readouterr().out)
     write("node1 slots=2\nnode2 slots=2\n", "hosts")
     hosts = planned("--config", file, "--hostfile", "hosts", "--set", "layout.micro_batch_sequences=16")
