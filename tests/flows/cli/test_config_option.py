@@ -98,7 +98,8 @@ def test_a_recipe_and_a_file_must_agree(
     said = capsys.readouterr().err
     assert said.startswith("error: the command line names the recipe 'base', but run.yaml, line 1 names 'smoke': leave")
     of_base = write("optimizer:\n  seed: 7\n", "part.yaml")
-    assert planned("base", "--config", of_base)["recipe"] == "base"
+    on_cpu = ("--set", "cluster.accelerator=cpu", "--set", "corpus.source=pydocs")
+    assert planned("base", "--config", of_base, *on_cpu)["recipe"] == "base"
     assert t5_pretrain("run", "--config", of_base) == 1
     assert "part.yaml names no recipe: add a line such as `recipe: smoke`" in capsys.readouterr().err
 
