@@ -15,10 +15,10 @@ from flows.cli import (
     run_command,
     server_commands,
     stage_commands,
-    status_command,
     team_commands,
     worker_command,
 )
+from flows.cli.runs import rm_command, status_command
 from flows.cli.terminal import complain
 from t5train.errors import T5TrainError
 from t5train.files.os_errors import explain
@@ -35,6 +35,7 @@ for commands in (
     preflight_command,
     stage_commands,
     status_command,
+    rm_command,
     gc_command,
     bench_command,
     regression_command,
