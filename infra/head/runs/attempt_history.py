@@ -86,17 +86,22 @@ def _how(this: Attempt, records: dict[str, ExitRecord | None]) -> str:
     first = min(filter(_is_cause, known), key=lambda record: record.ended_at, default=None)
     if first is not None:
         return f"{_rank(first.name)} {first}"
-    if known and all(record.succeeded for record in known) and not (reported or this.is_stop_ordered):
-        return "trained to the last step"
     if not records:
         return f"no rank started: the launcher {this.exit_record(LAUNCHER) or 'was killed'}"
-    return "stopped as requested" if reported or this.is_stop_ordered else "ended with the launcher"
+    if reported or this.is_stop_ordered or any(_was_told(record) for record in known):
+        return "stopped as requested"
+    is_done = all(record.succeeded for record in known)
+    return "trained to the last step" if is_done else f"{_rank(known[0].name)} {known[0]}"
+
+
+def _was_told(record: ExitRecord) -> bool:
+    return record.cause == Cause.REQUESTED and not record.succeeded
 
 
 def _is_cause(record: ExitRecord) -> bool:
     """Whether a rank failed by itself; False if it was ended because something else had ended."""
     if record.cause == Cause.REQUESTED:
-        return not record.succeeded and record.reason.startswith(STOP_REQUESTED)
+        return record.reason.startswith(f"{STOP_REQUESTED};")  # it did not stop in time
     return record.is_failure and record.cause not in {Cause.REFUSED, Cause.PARENT}
 
 

@@ -19,7 +19,7 @@ from infra.head.storage.garbage_collection import FinishedRun, garbage_of_heads,
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import living_processes, now
 from infra.node.attempts.run_lock import holder
-from infra.node.attempts.run_ownership import Claimed, ClaimRun, Mode, Owner
+from infra.node.attempts.run_ownership import ClaimRun, Mode, Owner
 from infra.node.node_folders import ATTEMPTS, name_on_nodes, run_path
 from infra.node.storage.garbage import Garbage, size_of
 from infra.node.storage.left_attempts import KnownAttempts
@@ -173,9 +173,8 @@ def _on_hosts(
         return {}
     refusal = f"run {run.name!r} is not deleted"
     me = Owner(known.unique_id or "", socket.gethostname(), str(root_of_run(run)), now(), 0.0)
-    look = ClaimRun(nodes.scratch, known.name, me, Mode.LOOK)
-    answers: dict[str, Claimed | HostError] = {**lacking, **nodes.ask(look, _DEADLINE_SECONDS)}
-    for host, each in require_answers(refusal, answers).items():
+    claims = nodes.ask(ClaimRun(nodes.scratch, known.name, me, Mode.LOOK), _DEADLINE_SECONDS)
+    for host, each in require_answers(refusal, {**lacking, **claims}).items():
         if each.owner is not None and each.owner.unique_id == known.unique_id and each.left_seconds > 0:
             raise RunLocked(
                 f"run {run.name} is in use on {host} by {each.owner}: its lease is valid for another "

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from flows.cli.status_command import run_status
 from transformers import T5Config, T5ForConditionalGeneration
 
 from flows.cli import __main__, run_command
-from flows.cli.status_command import run_status
 from infra.node.attempts.run_lock import run_lock
 from t5train import host_resources
 from t5train.checkpoint.resume_point import ask_to_begin_again
