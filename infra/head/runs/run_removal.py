@@ -21,7 +21,7 @@ from t5train.files.atomic import discard, remove_folder, sync_folder
 from t5train.files.locks import flock
 from t5train.files.os_errors import explain
 from t5train.files.presence import is_there
-from t5train.files.run_folder import discarded, removing
+from t5train.files.run_folder import RUNS, discarded, removing
 
 
 def remove_run(plan: RemovalPlan, nodes: Nodes) -> None:
@@ -87,9 +87,9 @@ def _free_on_hosts(plan: RemovalPlan, hidden: Path, nodes: Nodes) -> None:
     deleted_here = f"run {plan.run.name!r} is deleted here, but not yet on all hosts"
     freed = require_answers(deleted_here, free_on(nodes, [plan.on_nodes], plan.attempts, plan.on_hosts))
     for host, found in plan.on_hosts.items():
-        left = {each.relative_path for each in found if not each.is_kept} - {*freed[host]}
-        if left:
+        asked = {each.relative_path for each in found if not each.is_kept and each.relative_path.startswith(RUNS)}
+        if left := asked - {*freed[host]}:  # folders of attempts are gone already, if end_earlier has ended these
             raise RunLocked(
-                f"{deleted_here}: {host} keeps {', '.join(sorted(left))}, which is in use by now. Repeat the command "
-                "when that has ended"
+                f"{deleted_here}: {host} keeps {', '.join(left)}, which is in use by now. Repeat the command when that "
+                "has ended"
             )
