@@ -76,14 +76,16 @@ def _ended(this: Attempt, records: dict[str, ExitRecord | None], may_run: bool) 
 
 
 def _how(this: Attempt, records: dict[str, ExitRecord | None]) -> str:
-    reported = [error for name in records if (error := error_report.read(this.rank_files(name))) is not None]
-    failed = next((error for error in reported if not isinstance(error, Preempted)), None)
+    read = {name: error_report.read(this.rank_files(name)) for name in records}
+    reported = {name: error for name, error in read.items() if error is not None}
+    failed = next((error for error in reported.values() if not isinstance(error, Preempted)), None)
     if failed is not None:
         return str(failed).partition("\n")[0]
     if (killed := next((name for name, record in records.items() if record is None), None)) is not None:
         return f"{_rank(killed)} was killed together with its guard"
     known = [record for record in records.values() if record is not None]
-    first = min(filter(_is_cause, known), key=lambda record: record.ended_at, default=None)
+    causes = [record for record in known if record.name not in reported and _is_cause(record)]
+    first = min(causes, key=lambda record: record.ended_at, default=None)
     if first is not None:
         return f"{_rank(first.name)} {first}"
     if not records:

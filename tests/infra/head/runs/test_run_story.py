@@ -103,8 +103,9 @@ def test_each_attempt_is_told_with_its_steps_and_how_it_ended(spec: RunSpec) -> 
     add_attempt(spec, None, stopped, begun_at=4, step=6, phase="save")
     this = add_attempt(spec, stopped, begun_at=4, step=0)
     error_report.report(this.rank_files(rank_name(0)), StorageError("the disk is full.\nFree some"))
-    this = add_attempt(spec, told, told, begun_at=6)
-    error_report.report(this.rank_files(rank_name(1)), Preempted("saved step 7"))
+    this = add_attempt(spec, told, replace(EXITED, returncode=1), begun_at=6)
+    for rank in range(2):
+        error_report.report(this.rank_files(rank_name(rank)), Preempted("saved step 7"))
     add_attempt(spec)
     add_attempt(spec, EXITED, EXITED, begun_at=6, step=60, phase="validate")
     assert ended(spec) == [
