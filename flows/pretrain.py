@@ -1,13 +1,19 @@
 """From text to a published, certified T5 checkpoint: the flow."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from prefect import Flow, flow
+from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 
 from flows import run_parameters
 from flows.workers import run_records
 from flows.workers.run_records import records_folder
 from infra.head.launch.held_run import HeldRun
+from infra.head.launch.start_record import note_cancelled
 from infra.head.preflight.run_checks import publish_url
 from infra.head.training_run import hold_ready_run
 from t5train.files.os_errors import as_storage_errors
@@ -29,6 +35,8 @@ from tasks.stage_tasks import (
     summarise,
     train,
 )
+
+_ANSWER_SECONDS = 5.0
 
 
 def _flow_run_name() -> str:
@@ -79,7 +87,7 @@ def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> F
             deployed_settings=deployed_settings,
         )
         spec = parameters.spec_for_this_machine()
-        with hold_ready_run(spec, held) as run, library_log():
+        with hold_ready_run(spec, held) as run, library_log(), _noting_cancellation():
             return _stages(spec, run, progress, adopt)
 
     return pretrain
@@ -104,6 +112,30 @@ def _stages(spec: RunSpec, run: HeldRun, progress: Progress, adopt: bool) -> Pub
         table.add(stages.PUBLISH, publication)
         summarise(spec, table.records, publication)
         return publication
+
+
+@contextmanager
+def _noting_cancellation() -> Iterator[None]:
+    """Note on the signal that ends the flow if somebody cancelled it: the signal itself is the same for a shutdown."""
+    try:
+        yield
+    except TerminationSignal as signal:
+        if _is_cancelled():
+            note_cancelled(signal)
+        raise
+
+
+def _is_cancelled() -> bool:
+    """Whether the server says that this flow run is cancelled; False if it does not answer."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return False
+    try:
+        with get_client(sync_client=True, httpx_settings={"timeout": _ANSWER_SECONDS}) as client:
+            state = client.read_flow_run(context.flow_run.id).state
+    except Exception:  # the run is ending, and its ranks have saved: only the record is less exact
+        return False
+    return state is not None and (state.is_cancelling() or state.is_cancelled())
 
 
 def record_process() -> None:

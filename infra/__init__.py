@@ -9,6 +9,7 @@ Not here: Prefect (``flows``, ``tasks``), and what ranks compute (``t5train``).
         preflight/  checks the run and its hosts before a launch
         launch/     starts, supervises and ends ranks; finds out why an attempt failed
         storage/    moves files of a run between the head and nodes
+        runs/       reads what has become of runs, and deletes one
         regression/ trains small cases every night and compares them with a baseline
     node/           everything that runs on a machine with ranks: python -m infra.node ACTION
         attempts/   one start of its ranks: guard, watchdog, leases, locks, logs

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
+from infra.head.launch import start_record
 from t5train.files.os_errors import as_storage_errors
 from t5train.report.failure_report import note_stage
+from t5train.spec import RunSpec
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,14 +46,25 @@ def numbered(stage: Stage) -> str:
 def stage_task(stage: Stage, **options: Any) -> Callable[[Callable[P, R]], Task[P, R]]:
     """Make a task of a function. Its errors name the stage, and file system errors become StorageErrors.
 
-    Prefect neither caches nor stores its result; ``options`` are further options of the task.
+    The record of the run's start names the stage, if an argument is the run's spec. Prefect neither caches nor stores
+    the task's result; ``options`` are further options of the task.
     """
 
     def decorate(function: Callable[P, R]) -> Task[P, R]:
-        guarded = _naming_stage(stage)(as_storage_errors()(function))
+        guarded = _naming_stage(stage)(as_storage_errors()(_recording(stage, function)))
         return task(name=stage.title, task_run_name=stage.title, cache_policy=NO_CACHE, **options)(guarded)
 
     return decorate
+
+
+def _recording(stage: Stage, function: Callable[P, R]) -> Callable[P, R]:
+    @wraps(function)
+    def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
+        for spec in (each for each in (*args, *kwargs.values()) if isinstance(each, RunSpec)):
+            start_record.note_stage(spec.run_folder, stage.title)
+        return function(*args, **kwargs)
+
+    return recorded
 
 
 @contextmanager

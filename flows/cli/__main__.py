@@ -13,17 +13,13 @@ from flows.cli import (
     bench_command,
     config_commands,
     data_commands,
-    gc_command,
     preflight_command,
-    regression_command,
     run_command,
-    server_commands,
     stage_commands,
-    status_command,
-    team_commands,
-    worker_command,
 )
 from flows.cli.command_help import Group, add_help
+from flows.cli.operate import gc_command, regression_command, server_commands, team_commands, worker_command
+from flows.cli.runs import rm_command, status_command
 from flows.cli.terminal import complain, say
 from t5train.errors import T5TrainError
 from t5train.files.os_errors import explain
@@ -69,6 +65,7 @@ for commands in (
     stage_commands,
     data_commands,
     status_command,
+    rm_command,
     gc_command,
     bench_command,
     regression_command,

@@ -32,7 +32,10 @@ COMMANDS = {
         ),
     ),
     "recipes": CommandHelp(_TRAIN, ("t5-pretrain recipes", "t5-pretrain recipes --json")),
-    "status": CommandHelp(_TRAIN, ("t5-pretrain status", "t5-pretrain status --root /data/t5")),
+    "status": CommandHelp(
+        _TRAIN, ("t5-pretrain status", "t5-pretrain status mine --root /data/t5", "t5-pretrain status --json")
+    ),
+    "rm": CommandHelp(_TRAIN, ("t5-pretrain rm mine", "t5-pretrain rm mine --hostfile hosts --yes")),
     "preflight": CommandHelp(
         _TRAIN,
         (

@@ -33,7 +33,7 @@ class _Data(NamedTuple):
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
-    data = typer.Typer(name="data", no_args_is_help=True, help="Look at the text that a run trains on, as the model sees it.")
+    data = typer.Typer(name="data", no_args_is_help=True, help="Look at a run's text as the model sees it.")
     data.command()(show)
     data.command()(stats)
     app.add_typer(data)

@@ -5,6 +5,7 @@ Standard library only, as guards import it.
 
 import re
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 from t5train.errors import UnlistedFile
 
@@ -32,6 +33,8 @@ RELAYOUT = "relayout"
 """Folder with the consolidated checkpoint that ranks of another layout begin from, until they have saved their own."""
 ATTEMPTS = "attempts"
 """Folder with one folder for each start of the ranks."""
+LAST_START = "last-start.json"
+"""The process that held the run last, and how that ended (infra.head.launch.start_record)."""
 FAILURES = "failures.jsonl"
 """One JSON line for each failure of an attempt (infra.head.retries)."""
 ATTEMPT_SPEC = "spec.json"
@@ -68,6 +71,16 @@ def is_tag(name: str) -> bool:
 def name_while_removed(token: str) -> str:
     """The name of a checkpoint's folder while it is being removed; ``token`` is eight hexadecimal digits."""
     return f"{_REMOVED}{token}"
+
+
+def removing(run_folder: Path) -> Path:
+    """The path of a deleted run whose copies on hosts may still have to be deleted."""
+    return run_folder.with_name(f".{run_folder.name}.removing")
+
+
+def discarded(run_folder: Path) -> Path:
+    """The path of a deleted run of which only files here are left, as t5train.files.atomic names discarded folders."""
+    return run_folder.with_name(f".{run_folder.name}.discarded")
 
 
 def is_tag_or_removed(name: str) -> bool:

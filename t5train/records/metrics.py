@@ -5,6 +5,7 @@ Only rank 0 writes them.
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -83,13 +84,22 @@ _TAIL_BYTES = 64 << 10
 
 def last_metrics(path: Path) -> Values | None:
     """Return the newest complete line with a loss. Reads only the end of the file, as it is called twice a second."""
-    if not path.exists():
-        return None
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        lines = file.read().split(b"\n")[:-1]
-    steps = (parse_line(line) for line in reversed(lines) if b'"loss"' in line)
+    steps = (parse_line(line) for line in reversed(_last_lines(path)) if b'"loss"' in line)
     return next((step for step in steps if step is not None), None)
+
+
+def recent_metrics(path: Path) -> list[Values]:
+    """Return the complete lines at the end of the file, some hundreds, oldest first. Damaged lines are skipped."""
+    return [values for line in _last_lines(path) if (values := parse_line(line)) is not None]
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
 
 
 STARVING = "starving_experts"

@@ -1,12 +1,15 @@
 """On hosts that share no storage, checkpoints are gathered to the head, restored to nodes and freed, all by ssh."""
 
+import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from infra.node.node_folders import tag_path
+from infra.node.attempts.run_ownership import Owner
+from infra.node.node_folders import run_path, tag_path
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOSTFILE
 from t5train.checkpoint import sidecar, tags
@@ -64,4 +67,31 @@ def test_shards_are_staged_to_nodes_and_checkpoints_are_gathered_and_restored(
     assert output.splitlines()[-1] == "2 removed", output
     assert not any(cluster.disk(node, f"{SCRATCH}/shards/some").exists() for node in nodes)
     for host, folder in (("head", "/var/tmp/head"), *((node, SCRATCH) for node in nodes)):
+        run_on(host, "rm", "-r", folder)
+
+
+def test_a_run_is_deleted_on_all_its_hosts_over_ssh_or_not_at_all(cluster: Cluster, run_on: Callable[..., str]) -> None:
+    root, nodes = "/var/tmp/head", cluster.nodes[:2]
+    owner = Owner("1" * 32, "head", root, "2026-01-01", 60.0)
+    for host in nodes:
+        folder = cluster.disk(host, f"{SCRATCH}/{run_path('mine-f00df00df00d')}")
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "owner.json").write_text(json.dumps(asdict(owner)))
+    run = cluster.disk("head", f"{root}/runs/mine")
+    run.mkdir(parents=True)
+    spec = {"storage": {"scratch": SCRATCH}, "cluster": {"hostfile": HOSTFILE, "include": "node0@node1"}}
+    begun = {"fingerprint": "f00d" * 16, "unique_id": owner.unique_id, "spec": spec}
+    (run / "run.json").write_text(json.dumps(begun))
+    rm = [PROGRAM, "rm", "mine", "--root", root, "--yes"]
+    cluster.stop_sshd("node1")
+    refused = cluster.exec("head", rm, timeout=60)
+    cluster.start_sshd("node1")
+    assert (refused.returncode, run.exists()) == (1, True)
+    assert "run 'mine' is not deleted, because node1 did not answer" in refused.stderr
+    left = [cluster.disk(host, f"{SCRATCH}/runs/mine-f00df00df00d") for host in nodes]
+    assert all(folder.exists() for folder in left)
+    output = run_on("head", *rm)
+    assert output.endswith(f"deleted: {root}/runs/mine\n"), output
+    assert not any(folder.exists() for folder in (run, *left))
+    for host, folder in (("head", root), *((node, SCRATCH) for node in nodes)):
         run_on(host, "rm", "-r", folder)

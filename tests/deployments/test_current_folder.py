@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun
 
-from flows.cli import worker_command
+from flows.cli.operate import worker_command
 from flows.workers import waiting_runs
 from infra.node.ports import free_port
 

@@ -14,7 +14,9 @@ from infra.head.hosts.hostfile import Hosts
 from infra.head.hosts.ssh import SSH_CONFIG, Ssh
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
 from infra.head.launch.earlier_attempts import end, end_earlier, unended
+from infra.head.launch.start_record import recording_start
 from infra.head.launch.supervision import Supervision
+from infra.head.stop_signal import stoppable
 from infra.head.storage.claim import Claim
 from infra.node.attempts import head_lease
 from infra.node.attempts.attempt import Attempt
@@ -60,9 +62,10 @@ class HeldRun:
 def hold_run(run_folder: Path) -> Iterator[HeldRun]:
     """Hold a run with ``run_lock``, and keep ranks running that an earlier head on this machine left on hosts.
 
-    ``HeldRun.adopt`` takes these ranks over. If it is not called, they are ended when the block ends.
+    ``HeldRun.adopt`` takes these ranks over. If it is not called, they are ended when the block ends. How the block
+    ends is recorded (infra.head.launch.start_record); SIGTERM therefore takes effect only then.
     """
-    with run_lock(run_folder) as lease, ExitStack() as at_release:
+    with stoppable(), run_lock(run_folder) as lease, recording_start(run_folder), ExitStack() as at_release:
         run = HeldRun(run_folder, lease, _found(run_folder), at_release)
         try:
             yield run

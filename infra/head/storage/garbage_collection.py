@@ -4,7 +4,7 @@ A node's copy of a finished run is removed only if the head's copy of the last c
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from infra.node.storage.left_attempts import KnownAttempts, left_attempts
 from infra.node.storage.stored_checkpoints import HEAD, inventory_of
 from t5train.checkpoint.resume import unique_id
 from t5train.errors import HostError, RecordError, RunLocked, T5TrainError, UnknownVersion, Unreadable
-from t5train.files.atomic import discard
+from t5train.files.atomic import discard, remove_folder
 from t5train.files.presence import is_folder, visible_in
-from t5train.files.run_folder import ATTEMPTS, CHECKPOINTS, RUNS, SET_ASIDE
+from t5train.files.run_folder import ATTEMPTS, CHECKPOINTS, RUNS, SET_ASIDE, discarded, removing
 from t5train.progress import Progress
 from t5train.records.stage_records import Checkpoint
 
@@ -154,9 +154,15 @@ def free_of_heads(attempts: KnownAttempts, found: Sequence[Garbage]) -> list[str
 
 
 def garbage_under(root: Path) -> Iterator[Garbage]:
-    """Yield incomplete checkpoints under a root that no run needs, and set-aside folders, which are kept."""
+    """Yield incomplete checkpoints under a root that no run needs, what is left of deleted runs, and kept folders."""
     for run in idle_runs(root):
         yield from _garbage_in(root, run)
+    for hidden in _deleted(root, discarded):
+        yield Garbage(str(hidden.relative_to(root)), size_of(hidden), "left by an interrupted removal")
+    for hidden in _deleted(root, removing):
+        run_name = hidden.name.removeprefix(".").rpartition(".")[0]
+        why = f"kept: the removal was interrupted; finish it with `t5-pretrain rm {run_name}`"
+        yield Garbage(str(hidden.relative_to(root)), size_of(hidden), why, is_kept=True)
 
 
 def free_under(root: Path, found: Sequence[Garbage]) -> list[str]:
@@ -168,7 +174,17 @@ def free_under(root: Path, found: Sequence[Garbage]) -> list[str]:
                 freed += _free_in(root, run, asked)
         except RunLocked as error:
             _log.warning("%s", error)
+    for hidden in _deleted(root, discarded):
+        if (relative_path := str(hidden.relative_to(root))) in asked:
+            remove_folder(hidden)
+            freed.append(relative_path)
     return freed
+
+
+def _deleted(root: Path, renamed: Callable[[Path], Path]) -> list[Path]:
+    """The hidden folders of deleted runs under this name, except those that a process is just deleting."""
+    found = sorted((root / RUNS).glob(renamed(Path("*")).name))
+    return [folder for folder in found if folder.is_dir() and holder(folder) is None]
 
 
 def _free_in(root: Path, run: Path, asked: Collection[str]) -> list[str]:

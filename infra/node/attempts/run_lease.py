@@ -111,7 +111,9 @@ class RunLease:
             )
 
     def release(self) -> None:
-        """Release the run, so that heads on other machines can take it at once."""
+        """Release the run, so that heads on other machines can take it at once. Does nothing the second time."""
+        if self._closed.is_set():
+            return
         self._closed.set()
         self._thread.join()
         if self.lost_to is None:

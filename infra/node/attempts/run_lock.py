@@ -50,10 +50,15 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[RunLease]
 
 def holder(run_folder: Path) -> str | None:
     """A description of the process that uses a run, on this machine or another; None if there is none."""
-    if is_locked(run_folder / _LOCK):
-        return _signature(run_folder)
-    found = run_lease.holder_elsewhere(run_folder)
-    return None if found is None else str(found)
+    if (found := holder_here(run_folder)) is not None:
+        return found
+    elsewhere = run_lease.holder_elsewhere(run_folder)
+    return None if elsewhere is None else str(elsewhere)
+
+
+def holder_here(run_folder: Path) -> str | None:
+    """The same for processes on this machine, and on others whose locks are visible here."""
+    return _signature(run_folder) if is_locked(run_folder / _LOCK) else None
 
 
 @contextmanager

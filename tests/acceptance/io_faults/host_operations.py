@@ -178,7 +178,8 @@ class Gc(_OnHosts):
 
     def set_up(self, folder: Path) -> Callable[[], Any]:
         """The command as a user types it, except that hosts are not reached by ssh."""
-        from flows.cli import gc_command
+        from flows.cli.operate import gc_command
+        from infra.head.hosts import reached_nodes
 
         site, hostfile = self._site(folder), folder.parent / "hosts"
         hostfile.write_text("".join(f"{host} slots=1\n" for host in self.hosts))
@@ -186,7 +187,7 @@ class Gc(_OnHosts):
         def collect() -> None:
             ssh = mock.Mock(configured=lambda *_: site.transport)
             output = io.StringIO()
-            with redirect_stderr(output), redirect_stdout(io.StringIO()), mock.patch.object(gc_command, "Ssh", ssh):
+            with redirect_stderr(output), redirect_stdout(io.StringIO()), mock.patch.object(reached_nodes, "Ssh", ssh):
                 try:
                     gc_command.gc(root=site.root, hostfile=hostfile, free=True)
                 except typer.Exit as ended:

@@ -37,7 +37,7 @@ _IMPORTED = [
         "t5train.release.publication",
         "t5train.records.stage_records",
         "fsspec.implementations.local",
-        "flows.cli.gc_command",
+        "flows.cli.operate.gc_command",
     ),
     *("infra.head.storage.garbage_collection", "infra.head.storage.run_storage", "infra.head.storage.checkpoint_sync"),
 ]

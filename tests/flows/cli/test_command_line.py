@@ -13,10 +13,8 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from flows.cli import __main__, run_command
-from flows.cli.status_command import run_status
 from infra.head.preflight import run_checks
 from infra.head.preflight.text_checks import LOOK_BYTES
-from infra.node.attempts.run_lock import run_lock
 from t5train import host_resources
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.data.loader import ORDER_VERSION
@@ -282,43 +280,11 @@ def test_stage_commands_work_without_prefect(run_python: RunPython, tmp_path: Pa
     assert "(reused)" in run_python(WITHOUT_PREFECT, *arguments).stdout
     verified = run_python(WITHOUT_PREFECT, "verify", folder)
     assert verified.stdout.startswith("verified: corpus"), verified.stderr
-    commands = ("tokenizer", "tokenize", "train", "consolidate", "export", "certify", "publish", "status")
+    commands = ("tokenizer", "tokenize", "train", "consolidate", "export", "certify", "publish", "status", "rm")
     helped = run_python(HELP_WITHOUT_PREFECT, *commands)
     assert helped.returncode == 0, helped.stderr
     assert all(f"Usage: t5-pretrain {command} " in helped.stdout for command in commands)
     assert run_python(WITHOUT_PREFECT, "status").returncode == 0
-
-
-def test_status_shows_step_loss_holder_and_publication(
-    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    run = tmp_path / "work" / "runs" / "mine"
-    run.mkdir(parents=True)
-    lines = [{"step": 7, "loss": 4.25}, {"step": 8, "loss": 4.125}, {"step": 8, "validation_loss": 9.0}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "lo')
-    with run_lock(run):
-        assert t5_pretrain("status") == 0
-    name, stage, step, loss, holder, published = capsys.readouterr().out.splitlines()[1].split("\t")
-    assert (name, stage, step, loss, published) == ("mine", "training", "8", "4.1250", "-")
-    assert holder.startswith("process ")
-    assert t5_pretrain("status") == 0
-    assert "process" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("last_act", "stage"),
-    [
-        ("manifest.json", "trained"),
-        ("weights/step-00000400-0123456789ab/manifest.json", "consolidated"),
-        ("export/manifest.json", "exported"),
-        ("export/certificate.json", "certified"),
-        ("published.json", "published"),
-    ],
-)
-def test_status_shows_the_last_finished_stage(tmp_path: Path, last_act: str, stage: str) -> None:
-    (tmp_path / last_act).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / last_act).write_text("{}")
-    assert run_status(tmp_path).stage == stage
 
 
 def test_a_second_start_of_a_running_run_is_refused(

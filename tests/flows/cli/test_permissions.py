@@ -44,8 +44,8 @@ EXPORT = ("export", "model", "out", "--run", "root/runs/mine", "--tokenizer", "w
 CASES = [
     ("root", ("status", "--root", "root")),
     ("root/runs", ("status", "--root", "root")),
-    ("root/runs/mine", ("status", "--root", "root")),
-    ("root/runs/mine/metrics.jsonl", ("status", "--root", "root")),
+    ("root/runs", ("rm", "mine", "--root", "root", "--yes")),
+    ("root/runs/mine/run.json", ("rm", "mine", "--root", "root", "--yes")),
     ("root/runs", ("gc", "--root", "root")),
     ("root/runs/mine", ("gc", "--root", "root")),
     ("root/runs/mine/checkpoints", ("gc", "--root", "root")),

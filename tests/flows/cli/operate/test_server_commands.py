@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.server_commands import _prefect
+from flows.cli.operate.server_commands import _prefect
 
 
 def test_the_printed_command_exists_wherever_prefect_is_installed(

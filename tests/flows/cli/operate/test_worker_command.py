@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.worker_command import worker_process
+from flows.cli.operate.worker_command import worker_process
 from infra.node import processes
 
 

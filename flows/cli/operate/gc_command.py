@@ -1,9 +1,7 @@
 """``gc``: shows and removes files that no run needs, on this machine and on hosts."""
 
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path, PurePath
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -20,10 +18,8 @@ from flows.cli.options import (
     settings,
 )
 from flows.cli.terminal import complain, say, show_json, show_table, stage_display
-from infra.head.hosts.code_shipping import ship, shipped_code
 from infra.head.hosts.hostfile import chosen_hosts, spare_hosts
-from infra.head.hosts.node_client import Nodes
-from infra.head.hosts.ssh import Ssh
+from infra.head.hosts.reached_nodes import reached_nodes
 from infra.head.storage.garbage_collection import (
     FinishedRun,
     finished_runs,
@@ -67,7 +63,7 @@ def gc(
     machines, folder = MachinesSpec.of(changed), root_of(root)
     finished, attempts = finished_runs(folder), known_attempts(folder)
     own, of_heads = list(garbage_under(folder)), list(garbage_of_heads(attempts))
-    with _nodes(machines) as (nodes, lacking):
+    with reached_nodes(machines, _hosts(machines)) as (nodes, lacking):
         answers = lacking | garbage_on(nodes, finished, attempts)
         found = {_HEAD: [*own, *of_heads]} | _answered(answers)
         if not as_json:
@@ -105,16 +101,9 @@ def _is_run(garbage: Garbage) -> bool:
     return not garbage.is_kept and garbage.relative_path.startswith(f"{RUNS}/")
 
 
-@contextmanager
-def _nodes(machines: MachinesSpec) -> Iterator[tuple[Nodes, dict[str, HostError]]]:
-    """Yield the hosts of the hostfile, if any, and the errors of those to which the code could not be sent."""
+def _hosts(machines: MachinesSpec) -> tuple[str, ...]:
     cluster = machines.cluster
-    hosts = (*chosen_hosts(cluster).names, *spare_hosts(cluster).names) if cluster.hostfile else ()
-    with tempfile.TemporaryDirectory(prefix="t5-gc-") as folder:
-        transport, code = Ssh.configured(cluster, Path(folder)), shipped_code(cluster)
-        lacking = ship(transport, hosts) if code else {}
-        reached = tuple(host for host in hosts if host not in lacking)
-        yield Nodes(transport, reached, machines.storage.scratch, code), lacking
+    return (*chosen_hosts(cluster).names, *spare_hosts(cluster).names) if cluster.hostfile else ()
 
 
 def _answered(answers: dict[str, T | HostError]) -> dict[str, T]:

@@ -76,10 +76,10 @@ def test_hosts_keep_a_finished_run_if_the_heads_copy_is_damaged(
     Checkpoint(path=run, fingerprint="f" * 64, step=8, tag="step-00000008", files=files).commit()
     asked: list[FinishedRun] = []
     monkeypatch.setattr(
-        "flows.cli.gc_command.garbage_on", lambda *_: {"a": [Garbage(f"runs/{name}", 9, "the head has it")]}
+        "flows.cli.operate.gc_command.garbage_on", lambda *_: {"a": [Garbage(f"runs/{name}", 9, "the head has it")]}
     )
     monkeypatch.setattr(
-        "flows.cli.gc_command.free_on", lambda _nodes, finished, *_: asked.extend(finished) or {"a": []}
+        "flows.cli.operate.gc_command.free_on", lambda _nodes, finished, *_: asked.extend(finished) or {"a": []}
     )
     (damaged,) = checkpoints.glob("step-00000008/*")
     damaged.write_bytes(bytes(damaged.stat().st_size))
@@ -101,12 +101,12 @@ def test_hosts_keep_a_run_that_begins_again_while_the_heads_copy_is_verified(
         ask_to_begin_again(run)
         return runs
 
-    monkeypatch.setattr("flows.cli.gc_command.verified", read)
+    monkeypatch.setattr("flows.cli.operate.gc_command.verified", read)
     monkeypatch.setattr(
-        "flows.cli.gc_command.garbage_on", lambda *_: {"a": [Garbage(f"runs/{name}", 9, "the head has it")]}
+        "flows.cli.operate.gc_command.garbage_on", lambda *_: {"a": [Garbage(f"runs/{name}", 9, "the head has it")]}
     )
     monkeypatch.setattr(
-        "flows.cli.gc_command.free_on", lambda _nodes, finished, *_: asked.append(finished) or {"a": []}
+        "flows.cli.operate.gc_command.free_on", lambda _nodes, finished, *_: asked.append(finished) or {"a": []}
     )
     assert t5_pretrain("gc", "--free") == 0
     assert asked == [[]]

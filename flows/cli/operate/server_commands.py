@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.cli.operate.worker_command import run_worker
 from flows.cli.options import RootOption, root_of, settings
 from flows.cli.terminal import complain, progress_display, say
-from flows.cli.worker_command import run_worker
 from flows.server import api_key, prefect_profile, prefect_server
 from t5train.data.sources import PYDOCS
 from t5train.errors import InputError, SpecError, StorageError

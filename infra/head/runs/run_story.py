@@ -1,0 +1,216 @@
+"""Everything that the folder of one run says about it, for ``status RUN``. Reads whole files, but hashes none."""
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+from infra.head.launch.start_record import PROGRAM, Start, read_start
+from infra.head.runs.attempt_history import AttemptSummary, attempt_history
+from infra.head.runs.run_lookup import root_of_run
+from infra.head.runs.run_state import RunState, State, read_json, run_state
+from infra.node.node_folders import SHARDS
+from infra.node.storage.stored_checkpoints import HEAD
+from t5train.checkpoint import tags
+from t5train.checkpoint.last_complete import LastComplete, last_complete
+from t5train.checkpoint.resume_point import tags_in
+from t5train.errors import T5TrainError
+from t5train.files.presence import file_size, files_below, visible_in
+from t5train.files.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT, RUN, step_of
+from t5train.records import metrics
+from t5train.records.metrics import UNIGRAM
+from t5train.records.stage_records import MANIFEST
+from t5train.release.certificate import CERTIFICATE
+from t5train.spec.recipes import recipe
+
+_ELSEWHERE = {"name", "recipe", "storage.root"}
+"""Settings that options and arguments of a command stand for."""
+_VALIDATION = "validation_content_loss"
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint in the run's folder."""
+
+    step: int
+    size_bytes: int
+    is_complete: bool
+    """Whether all sidecars and files are there, in the recorded sizes; their content was not hashed."""
+    note: str = ""
+    """Why it is unknown whether it is complete."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses in nats per token; None if they were not recorded."""
+
+    first: float | None = None
+    last: float | None = None
+    best_validation: float | None = None
+    """Of non-sentinel targets, which is what the baseline can be compared with."""
+    best_validation_step: int | None = None
+    unigram_baseline: float | None = None
+
+
+@dataclass(frozen=True)
+class RunStory:
+    """All that is known of one run."""
+
+    state: RunState
+    recipe: str | None
+    settings: Mapping[str, Any]
+    """Settings that differ from the recipe, with their values."""
+    source: str | None
+    """The text that it trains on."""
+    tokens: int | None
+    """Tokens of the training split; None if the token shards are not under the root."""
+    last_start: Start | None
+    attempts: list[AttemptSummary]
+    checkpoints: list[StoredCheckpoint]
+    losses: Losses
+    reports: list[Path]
+    certificate: str
+    """Whether the export is certified, in words."""
+    next_command: str | None
+    """The command that continues the run; None if it is published or running."""
+    faults: list[str]
+    """What could not be read, and why."""
+
+
+T = TypeVar("T")
+
+
+def run_story(folder: Path) -> RunStory:
+    """Return the story of a run. What cannot be read is left out, and named in ``faults``."""
+    reading = _Tolerant(folder)
+    state = run_state(folder)
+    if state.state == State.UNREADABLE:
+        reading.faults.append(str(state.error))
+    spec: dict[str, Any] = reading.tried(lambda: read_json(folder / RUN).get("spec", {}), {})
+    settings: dict[str, Any] = reading.tried(lambda: changed_settings(spec), {}) if spec else {}
+    start = reading.tried(lambda: read_start(folder), None)
+    return RunStory(
+        state=state,
+        recipe=spec.get("recipe"),
+        settings=settings,
+        source=reading.tried(lambda: spec["corpus"]["source"], None) if spec else None,
+        tokens=reading.tried(lambda: _tokens(folder), None),
+        last_start=start,
+        attempts=reading.tried(lambda: attempt_history(folder, state.state == State.RUNNING), []),
+        checkpoints=reading.tried(lambda: stored_checkpoints(folder), []),
+        losses=reading.tried(lambda: losses_of(folder), Losses()),
+        reports=reading.tried(lambda: visible_in(folder / REPORT), []),
+        certificate=reading.tried(lambda: _certificate(folder), "unknown"),
+        next_command=reading.tried(lambda: _next_command(folder, state, start, spec, settings), None),
+        faults=list(dict.fromkeys(reading.faults)),
+    )
+
+
+class _Tolerant:
+    """Reads parts of a run, and keeps the errors of those that cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.faults = list[str]()
+        self._folder = folder
+
+    def tried(self, read: Callable[[], T], default: T) -> T:
+        """Return what ``read`` returns, or ``default`` if that fails."""
+        try:
+            return read()
+        except (T5TrainError, OSError) as error:
+            self.faults.append(str(error))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self.faults.append(f"a record in {self._folder} is damaged: {error!r}. Restore the file")
+        return default
+
+
+def changed_settings(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recorded spec that differ from its recipe. Raises SpecError for an unknown recipe."""
+    usual = dict(_flat(recipe(spec["recipe"]).model_dump(mode="json")))
+    found = dict(_flat(spec))
+    return {name: value for name, value in found.items() if name not in _ELSEWHERE and usual.get(name) != value}
+
+
+def stored_checkpoints(folder: Path) -> list[StoredCheckpoint]:
+    """Return the checkpoints in a run's folder, oldest first."""
+    checkpoints = folder / CHECKPOINTS
+    try:
+        complete, unknown = set(tags.complete_tags(checkpoints)), ""
+    except T5TrainError as error:
+        complete, unknown = set[str](), str(error)
+    last = last_complete(folder)
+    return [
+        StoredCheckpoint(step_of(tag), _size(checkpoints / tag), tag in complete, unknown or _gathered(tag, last))
+        for tag in reversed(tags_in(checkpoints))
+    ]
+
+
+def losses_of(folder: Path) -> Losses:
+    """Return the losses of a run."""
+    lines = metrics.read(folder / METRICS)
+    steps = [loss for line in lines if (loss := line.get("loss")) is not None]
+    validated = [(loss, line["step"]) for line in lines if (loss := line.get(_VALIDATION)) is not None]
+    unigram = [loss for line in lines if (loss := line.get(UNIGRAM)) is not None]
+    best, step = min(validated, key=itemgetter(0), default=(None, None))
+    return Losses(
+        first=steps[0] if steps else None,
+        last=steps[-1] if steps else None,
+        best_validation=best,
+        best_validation_step=None if step is None else int(step),
+        unigram_baseline=unigram[-1] if unigram else None,
+    )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _size(tag_folder: Path) -> int:
+    return sum(file_size(tag_folder / name) or 0 for name in files_below(tag_folder))
+
+
+def _gathered(tag: str, last: LastComplete | None) -> str:
+    """Where the parts of the last complete checkpoint are, if hosts have them on their own disks."""
+    if last is None or last.tag != tag or not last.places:
+        return ""
+    hosts = sorted({host for places in last.places.values() for host in places if host != HEAD})
+    return f"parts of it are also on {', '.join(hosts)}" if hosts else ""
+
+
+def _tokens(folder: Path) -> int | None:
+    """Tokens of the training split of the run's token shards; None if they are not under its root."""
+    wanted = read_json(folder / RUN).get("identity", {}).get("shards")
+    for shards in visible_in(root_of_run(folder) / SHARDS):
+        if wanted is not None and shards.name.endswith(f"-{wanted[:12]}"):
+            tokens = read_json(shards / MANIFEST).get("counts", {}).get("train_tokens")
+            return None if tokens is None else int(tokens)
+    return None
+
+
+def _certificate(folder: Path) -> str:
+    found = read_json(folder / EXPORT / CERTIFICATE)
+    if not found:
+        return "none yet"
+    return "passed" if found["passed"] else f"failed: {'; '.join(found['differences'])}"
+
+
+def _next_command(
+    folder: Path, state: RunState, start: Start | None, spec: Mapping[str, Any], settings: Mapping[str, Any]
+) -> str | None:
+    if state.state in {State.PUBLISHED, State.RUNNING}:
+        return None
+    if start is not None and start.is_own_program:
+        command = " ".join(shlex.quote(each) for each in shlex.split(start.command) if each != "--begin-again")
+        return f"cd {shlex.quote(start.working_folder)} && {command}"
+    if not spec:
+        return None
+    changes = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
+    arguments = [spec["recipe"], "--root", str(root_of_run(folder)), "--name", folder.name]
+    return shlex.join([PROGRAM, "run", *arguments, *(each for change in changes for each in ("--set", change))])

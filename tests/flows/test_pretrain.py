@@ -1,0 +1,45 @@
+"""A flow that is ended by SIGTERM records whether somebody cancelled it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from prefect.client.schemas.objects import State, StateType
+from prefect.exceptions import TerminationSignal
+
+from flows import pretrain
+from infra.head.launch.held_run import hold_run
+from infra.head.launch.start_record import Ending, read_start
+
+
+@pytest.mark.parametrize(
+    ("answer", "how"),
+    [
+        (State(type=StateType.CANCELLING), Ending.CANCELLED),
+        (State(type=StateType.CANCELLED), Ending.CANCELLED),
+        (State(type=StateType.RUNNING), Ending.INTERRUPTED),
+        (None, Ending.INTERRUPTED),
+        (ConnectionError("the server is down"), Ending.INTERRUPTED),
+    ],
+)
+def test_a_cancelled_run_is_told_apart_from_one_whose_worker_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: State | Exception | None, how: Ending
+) -> None:
+    def read_flow_run(_: str) -> SimpleNamespace:
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(state=answer)
+
+    @contextmanager
+    def get_client(**_: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(read_flow_run=read_flow_run)
+
+    monkeypatch.setattr(pretrain, "get_client", get_client)
+    context = SimpleNamespace(get=lambda: SimpleNamespace(flow_run=SimpleNamespace(id="of the run")))
+    monkeypatch.setattr(pretrain, "FlowRunContext", context)
+    monkeypatch.setattr("infra.head.stop_signal.signal.raise_signal", lambda _number: None)
+    with pytest.raises(TerminationSignal), hold_run(tmp_path), pretrain._noting_cancellation():
+        raise TerminationSignal(15)
+    assert getattr(read_start(tmp_path), "how", None) == how

@@ -1,0 +1,36 @@
+"""A stage of the flow is noted in the record of the run's start, and in the errors that end it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from infra.head.launch.held_run import hold_run
+from infra.head.launch.start_record import read_start
+from t5train.errors import InputError
+from t5train.report.failure_report import Failure
+from t5train.spec import RunSpec
+from t5train.spec.recipes import recipe
+from tasks.stages import CORPUS, TRAIN, stage_task
+
+
+@stage_task(CORPUS)
+def make_text(spec: RunSpec) -> str:
+    return getattr(read_start(spec.run_folder), "stage", None) or ""
+
+
+@stage_task(TRAIN)
+def fail(_spec: RunSpec) -> None:
+    raise InputError("no text")
+
+
+def test_the_record_of_the_start_names_the_stage_that_works(tmp_path: Path) -> None:
+    spec = recipe("smoke", {"storage.root": json.dumps(str(tmp_path))})
+    with hold_run(spec.run_folder):
+        assert make_text.fn(spec) == "Get the text"
+        with pytest.raises(InputError) as raised:
+            fail.fn(spec)
+    assert Failure.of(raised.value).stage == "Train"
+    found = read_start(spec.run_folder)
+    assert found is not None
+    assert found.stage == "Train"
