@@ -10,6 +10,7 @@ import typer
 from flows.cli import (
     bench_command,
     gc_command,
+    model_commands,
     preflight_command,
     regression_command,
     run_command,
@@ -34,6 +35,7 @@ for commands in (
     run_command,
     preflight_command,
     stage_commands,
+    model_commands,
     status_command,
     gc_command,
     bench_command,

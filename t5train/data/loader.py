@@ -114,9 +114,14 @@ class Samples:
             ids = keyed_random.permuted(places, self.num_samples, self._seed, _ORDER, epochs)
         else:
             ids, epochs = places, np.zeros_like(places)
-        key = keyed_random.keys(self._seed, _NOISE, epochs, ids)
+        key = noise_keys(self._seed, epochs, ids)
         inputs, targets = corrupt(self._windows[ids], key, self._geometry, self._first_sentinel_id, self._eos_id)
         return Batch(ids, inputs, targets)
+
+
+def noise_keys(seed: int, epochs: np.ndarray, ids: np.ndarray) -> keyed_random.Bits:
+    """Return the keys for ``corrupt`` of the samples ``ids`` [n] in ``epochs`` [n]."""
+    return keyed_random.keys(seed, _NOISE, epochs, ids)
 
 
 class Prefetched(Iterator[Batch]):

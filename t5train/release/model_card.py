@@ -17,6 +17,7 @@ from t5train.records.witness import Witness
 
 README = "README.md"
 FACTS = "t5_pretrain"
+_SETTINGS = "\n## Settings\n\n```json\n"
 _HUB = {
     "library_name": "transformers",
     "pipeline_tag": "text2text-generation",
@@ -107,6 +108,16 @@ def read_front_matter(card: str) -> Any:
         return yaml.safe_load(front_matter)
     except yaml.YAMLError as error:
         raise ValueError(f"the front matter is not YAML ({error})") from error
+
+
+def recorded_settings(card: str) -> dict[str, Any]:
+    """Return the settings of the run that a card of this project states; empty for any other card."""
+    _, heading, rest = card.partition(_SETTINGS)
+    try:
+        stated = json.loads(rest.partition("\n```")[0]) if heading and FACTS in read_front_matter(card) else {}
+    except (ValueError, TypeError):
+        return {}
+    return stated if isinstance(stated, dict) else {}
 
 
 def _facts(witness: Witness, lineage: Mapping[str, str], files: Mapping[str, FileDigest]) -> dict[str, Any]:
