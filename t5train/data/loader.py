@@ -88,6 +88,12 @@ class Windows:
         return np.memmap(path, self._dtype, mode="r", shape=(count, window_tokens))
 
 
+def num_windows(shards: TokenShards, split: str, window_tokens: int) -> int:
+    """Return the number of windows of a split, which may be 0."""
+    numbers = range(int(shards.counts["num_shards"]))
+    return sum(read_description(shards.path, number).splits[split].tokens // window_tokens for number in numbers)
+
+
 class Samples:
     """Span-corrupted samples of one split, in an endless sequence.
 
