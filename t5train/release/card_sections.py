@@ -31,15 +31,13 @@ _TRAINING = {
     "layers",
     "objective": "{noise_density:.0%} of the tokens masked, in spans of {mean_span_tokens:g} tokens on average; "
     "{input_tokens} input and {target_tokens} target tokens in a sequence",
-    "optimizer": "{kind}, betas {betas}, epsilon {epsilon:g}, weight decay {weight_decay:g}, gradient norm clipped to "
-    "{gradient_clip:g} (0: not clipped)",
-    "learning rate": "{peak_learning_rate:g} after {warmup_steps:,} steps of warm-up, then {schedule}, with "
-    "{final_learning_rate:g} at the end of a cosine",
+    "optimizer": "{kind}, betas {betas}, epsilon {epsilon:g}, weight decay {weight_decay:g}, {clipping}",
+    "learning rate": "{peak_learning_rate:g} after {warmup_steps:,} steps of warm-up, then {decay}",
     "batch": "{global_batch_sequences:,} sequences a step",
     "steps": "{num_steps:,}",
     "precision": "{precision}, with fp32 masters",
-    "layout": "{ranks} ranks, ZeRO stage {zero_stage}, offload: {offload}, {pipeline_stages} pipeline stages, experts "
-    "over {expert_parallel_size} ranks, micro-batches of {micro_batch_sequences} sequences",
+    "layout at the last step": "ranks: {ranks}, ZeRO stage: {zero_stage}, offload: {offload}, pipeline stages: "
+    "{pipeline_stages}, expert parallelism: {expert_parallel_size}, micro-batch: {micro_batch_sequences} sequences",
     "seed": "{seed}",
 }
 
@@ -100,8 +98,8 @@ def data(witness: Witness) -> str:
             "|---|---|---|",
             *lines,
             "",
-            f"Training took {sequences:,} sequences: {sequences / samples:,.2f} epochs over the training split, which "
-            f"has {samples:,}.",
+            f"Training took {sequences:,} sequences: {sequences / samples:,.2f} epochs over the {samples:,} sequences "
+            "of the training split.",
             "",
         ]
     )
@@ -115,8 +113,7 @@ def training(witness: Witness) -> str:
 def _training_rows(witness: Witness) -> Iterator[str]:
     trained, config = witness.trained, witness.huggingface_config
     objective, optimizer = trained.settings.get("objective", {}), trained.settings.get("optimizer", {})
-    values = {**config, **objective, **optimizer, **trained.layout}
-    values["betas"] = " and ".join(f"{beta:g}" for beta in optimizer.get("betas", ()))
+    values = {**config, **objective, **optimizer, **trained.layout, **_described(optimizer)}
     if objective:
         values["target_tokens"] = geometry(ObjectiveSpec.model_validate(objective)).target_tokens
     for title, template in _TRAINING.items():
@@ -124,6 +121,17 @@ def _training_rows(witness: Witness) -> Iterator[str]:
             yield f"| {title} | {template.format(**values)} |"
         except KeyError:  # not recorded, or a dense model
             continue
+
+
+def _described(optimizer: Mapping[str, Any]) -> dict[str, str]:
+    """Return settings of the optimizer in words."""
+    clip, schedule = optimizer.get("gradient_clip"), optimizer.get("schedule")
+    to = f" to {optimizer.get('final_learning_rate', 0):g}" if schedule == "cosine" else ""
+    return {
+        "betas": " and ".join(f"{beta:g}" for beta in optimizer.get("betas", ())),
+        "clipping": f"gradient norm clipped to {clip:g}" if clip else "gradients not clipped",
+        "decay": f"{schedule}{to}",
+    }
 
 
 def measurements(recorded: Mapping[str, Any]) -> str:

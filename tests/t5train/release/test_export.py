@@ -298,11 +298,13 @@ def test_the_card_states_data_training_licence_and_languages(make_trained: MakeT
     card = _card(exported)
     for line in (
         "| train | 900 | 900 |",
-        "Training took 448 sequences: 2.00 epochs over the training split, which has 224.",
+        "Training took 448 sequences: 2.00 epochs over the 224 sequences of the training split.",
         "Languages: en, el.",
         "text has the licence `cc-by-4.0`",
         "| batch | 64 sequences a step |",
-        "| layout | 2 ranks, ZeRO stage 1, offload: none, ",
+        "| layout at the last step | ranks: 2, ZeRO stage: 1, offload: none, ",
+        "weight decay 0, gradient norm clipped to 1 |",
+        "| learning rate | 0.02 after 40 steps of warm-up, then cosine to 0.001 |",
         "| precision | fp32, with fp32 masters |",
         "![Loss against optimizer steps](loss_curve.png)",
     ):
