@@ -210,8 +210,13 @@ def test_languages_may_be_given_as_one_text_or_as_a_list(languages: Any) -> None
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("corpus.languages", "English"), ("corpus.languages", "en;de"), ("corpus.license", "mit\nevil: true")]
-    + [("corpus.license", ""), ("corpus.license", "`x`")],
+    [
+        ("corpus.languages", "English"),
+        ("corpus.languages", "en;de"),
+        ("corpus.license", "mit\nevil: true"),
+        ("corpus.license", ""),
+        ("corpus.license", "`x`"),
+    ],
 )
 def test_a_licence_or_language_that_would_break_the_model_card_is_refused(setting: str, value: str) -> None:
     with pytest.raises(SpecError, match=setting):
