@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from t5train.errors import T5TrainError
     from t5train.release.certification import certify_in_fresh_process as certify
     from t5train.release.export import export
+    from t5train.release.inference.evaluation import evaluate
+    from t5train.release.inference.generation import generate
     from t5train.release.publication import publish
     from t5train.release.verification import verify
     from t5train.spec.recipes import recipe
@@ -37,7 +39,9 @@ _SOURCES = {
     "build_tokenizer": "t5train.data.tokenizer:build_tokenizer",
     "certify": "t5train.release.certification:certify_in_fresh_process",
     "consolidate": "t5train.checkpoint.consolidate.consolidation:consolidate",
+    "evaluate": "t5train.release.inference.evaluation:evaluate",
     "export": "t5train.release.export:export",
+    "generate": "t5train.release.inference.generation:generate",
     "load_run_spec": "t5train.checkpoint.resume:load_run_spec",
     "publish": "t5train.release.publication:publish",
     "recipe": "t5train.spec.recipes:recipe",
@@ -50,7 +54,9 @@ __all__ = [
     "build_tokenizer",
     "certify",
     "consolidate",
+    "evaluate",
     "export",
+    "generate",
     "load_run_spec",
     "publish",
     "recipe",

@@ -36,6 +36,20 @@ COMMANDS = {
         _TRAIN, ("t5-pretrain status", "t5-pretrain status mine --root /data/t5", "t5-pretrain status --json")
     ),
     "rm": CommandHelp(_TRAIN, ("t5-pretrain rm mine", "t5-pretrain rm mine --hostfile hosts --yes")),
+    "generate": CommandHelp(
+        _TRAIN,
+        (
+            "t5-pretrain generate work/published/mine 'The <extra_id_0> of a model is text.'",
+            "t5-pretrain generate work/published/mine - < texts.txt",
+        ),
+    ),
+    "evaluate": CommandHelp(
+        _TRAIN,
+        (
+            "t5-pretrain evaluate work/published/mine --corpus '/data/*.txt'",
+            "t5-pretrain evaluate work/published/mine --corpus '/data/*.txt' --split test --json",
+        ),
+    ),
     "preflight": CommandHelp(
         _TRAIN,
         (

@@ -12,7 +12,7 @@ from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, METRICS, step_of
 from t5train.progress import Progress
 from t5train.rank import heartbeat
 from t5train.records.metrics import UNIGRAM, VALIDATION
-from t5train.report.series import MetricsSeries
+from t5train.records.series import MetricsSeries
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 

@@ -92,6 +92,12 @@ class Windows:
         return np.memmap(path, self._dtype, mode="r", shape=(count, window_tokens))
 
 
+def num_windows(shards: TokenShards, split: str, window_tokens: int) -> int:
+    """Return the number of windows of a split, which may be 0."""
+    numbers = range(int(shards.counts["num_shards"]))
+    return sum(read_description(shards.path, number).splits[split].tokens // window_tokens for number in numbers)
+
+
 class Samples:
     """Span-corrupted samples of one split, in an endless sequence.
 
@@ -118,7 +124,7 @@ class Samples:
             ids = keyed_random.permuted(places, self.num_samples, self._seed, _ORDER, epochs)
         else:
             ids, epochs = places, np.zeros_like(places)
-        key = keyed_random.keys(self._seed, _NOISE, epochs, ids)
+        key = noise_keys(self._seed, epochs, ids)
         inputs, targets = corrupt(self._windows[ids], key, self._geometry, self._first_sentinel_id, self._eos_id)
         return Batch(ids, inputs, targets)
 
@@ -140,6 +146,11 @@ def require_batch(spec: RunSpec, num_samples: int) -> None:
             f"step takes optimizer.global_batch_sequences ({batch}). Add text, or lower "
             "optimizer.global_batch_sequences or objective.input_tokens"
         )
+
+
+def noise_keys(seed: int, epochs: np.ndarray, ids: np.ndarray) -> keyed_random.Bits:
+    """Return the keys for ``corrupt`` of the samples ``ids`` [n] in ``epochs`` [n]."""
+    return keyed_random.keys(seed, _NOISE, epochs, ids)
 
 
 class Prefetched(Iterator[Batch]):

@@ -69,6 +69,13 @@ def corrupt(
     return inputs, targets
 
 
+def is_content(targets: np.ndarray, first_sentinel_id: int, num_sentinels: int = NUM_SENTINELS) -> np.ndarray:
+    """Return which targets are neither a sentinel nor the EOS that ends a sequence; same shape [n, t], bool."""
+    content: np.ndarray = (targets <= first_sentinel_id - num_sentinels) | (targets > first_sentinel_id)
+    content[:, -1] = False
+    return content
+
+
 def _geometry(window: int, objective: ObjectiveSpec) -> Geometry:
     noise = min(max(round(window * objective.noise_density), 1), window - 1)
     spans = min(max(round(noise / objective.mean_span_tokens), 1), noise, window - noise)

@@ -25,7 +25,8 @@ SPIECE = "spiece.model"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 HUGGING_FACE_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json")
-_OF_THIS_LOADING = {"is_local", "local_files_only"}  # how the tokenizer was loaded, which transformers also writes
+# How the tokenizer was loaded, which transformers also writes, and the name that version 5 has for special tokens.
+_NOT_KEPT = {"is_local", "local_files_only", "extra_special_tokens"}
 _STAGE_VERSION = 1  # incremented when the same inputs would give other files
 _SAMPLE_BYTES = 200 << 20
 _MODEL_MAX_TOKENS = 512  # T5's input length in pre-training; its relative positions impose no limit
@@ -181,17 +182,22 @@ def _finished(folder: Path, proto: bytes, identity: str, inputs: dict[str, str])
     ).commit()
 
 
-def write_hugging_face_files(folder: Path) -> None:
-    """Make HUGGING_FACE_FILES, which ``AutoTokenizer.from_pretrained`` reads, from the spiece.model in ``folder``."""
+def write_hugging_face_files(folder: Path, max_tokens: int = _MODEL_MAX_TOKENS) -> None:
+    """Make HUGGING_FACE_FILES, which ``AutoTokenizer.from_pretrained`` reads, from the spiece.model in ``folder``.
+
+    ``max_tokens`` is the input length that the model is trained with. Sentinels are listed under the key that all
+    versions of transformers read: version 4 cannot read the one that version 5 writes.
+    """
     from transformers import T5Tokenizer  # takes seconds to import, and only this stage needs it
 
     with library_errors("transformers", folder):
-        tokenizer = T5Tokenizer.from_pretrained(folder, extra_ids=NUM_SENTINELS, model_max_length=_MODEL_MAX_TOKENS)
+        tokenizer = T5Tokenizer.from_pretrained(folder, extra_ids=NUM_SENTINELS, model_max_length=max_tokens)
         tokenizer.save_pretrained(folder)
-    config = json.loads((folder / TOKENIZER_CONFIG).read_bytes())
-    write_json(folder / TOKENIZER_CONFIG, {key: value for key, value in config.items() if key not in _OF_THIS_LOADING})
     pad, eos, unk = SPECIAL_PIECES
     sentinels = [f"<extra_id_{index}>" for index in range(NUM_SENTINELS)]
+    config = json.loads((folder / TOKENIZER_CONFIG).read_bytes())
+    kept = {key: value for key, value in config.items() if key not in _NOT_KEPT}
+    write_json(folder / TOKENIZER_CONFIG, {**kept, "additional_special_tokens": sentinels})
     write_json(
         folder / "special_tokens_map.json",
         {"pad_token": pad, "eos_token": eos, "unk_token": unk, "additional_special_tokens": sentinels},

@@ -23,6 +23,7 @@ from t5train.records.identity import differences, fingerprint
 from t5train.records.stage_records import MANIFEST, parse_manifest
 from t5train.spec import ModelSpec, pad_vocabulary
 
+_SETTING = "model.start_from"
 _SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
 _SPARSE = ("num_experts", "num_sparse_encoder_layers", "num_sparse_decoder_layers")
 _COUNTS = {"t5": ("vocab_size", *_SIZES), "switch_transformers": ("vocab_size", *_SIZES, *_SPARSE)}
@@ -37,17 +38,21 @@ _FEED_FORWARDS = ("relu", "gated-gelu")  # of v1.0 and v1.1
 _NO_REMEDY = "No settings describe such a model (the vocabulary must be a multiple of 128). Choose another folder"
 
 
+def require_family(config: Mapping[str, Any], file: Path, named: str) -> str:
+    """Return the type of a model. Raises SpecError if it is not a T5. ``named`` is what the user chose it with."""
+    kind = config.get("model_type")
+    if kind not in _COUNTS:
+        raise SpecError(f"{named}: model_type is {kind!r} in {file}. Choose a model of type {' or '.join(_COUNTS)}")
+    return str(kind)
+
+
 def described_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Return the fields of a configuration that determine what its model computes.
 
     Raises SpecError if it is not the configuration of a T5. v1.0, whose output is tied, also scales it. transformers 5
     has a separate field for scaling; older versions derive it from ``tie_word_embeddings``.
     """
-    kind = config.get("model_type")
-    if kind not in _COUNTS:
-        raise SpecError(
-            f"model.start_from: model_type is {kind!r} in {file}. Choose a model of type {' or '.join(_COUNTS)}"
-        )
+    kind = require_family(config, file, _SETTING)
     described = {name: config.get(name) for name in _COUNTS[kind]}
     if described["num_decoder_layers"] is None:
         described["num_decoder_layers"] = described["num_layers"]
@@ -124,24 +129,24 @@ class HuggingFaceFolder(NamedTuple):
     tensors: dict[str, StoredTensor]
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, path: Path, named: str = _SETTING) -> Self:
         """Open a folder with ``model.safetensors``, or with the shards that its index names.
 
-        Raises InputError if the folder is missing, damaged or incomplete, or if its weights are pickled, because a
-        pickle can run arbitrary code.
+        ``named`` is the setting or argument with which the user chose it. Raises InputError if the folder is missing,
+        damaged or incomplete, or if its weights are pickled, because a pickle can run arbitrary code.
         """
         if not path.is_dir():
-            raise InputError(f"model.start_from is {path}, but this machine has no such folder. Correct the path")
-        files = _weight_files(path)
-        return cls(path, _read_json(path / CONFIG), files, list_tensors(files))
+            raise InputError(f"{named} is {path}, but this machine has no such folder. Correct the path")
+        files = _weight_files(path, named)
+        return cls(path, _read_json(path / CONFIG, named), files, list_tensors(files))
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _weight_files(folder: Path, named: str) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / _INDEX).is_file():
-        raise InputError(_without_weights(folder))
-    places = _read_json(folder / _INDEX).get("weight_map")
+        raise InputError(_without_weights(folder, named))
+    places = _read_json(folder / _INDEX, named).get("weight_map")
     names = set(places.values()) if isinstance(places, dict) else set()
     if not names or not all(isinstance(name, str) for name in names):
         raise InputError(
@@ -156,21 +161,21 @@ def _weight_files(folder: Path) -> list[Path]:
     return list(files.values())
 
 
-def _without_weights(folder: Path) -> str:
+def _without_weights(folder: Path, named: str) -> str:
     if others := sorted(path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern)):
         return (
             f"{folder} has its weights in {others[0]}, which can run code when it is loaded, so only safetensors are "
             "read. If you trust the model, load it with from_pretrained of transformers, save it with save_pretrained "
-            "to another folder, and set model.start_from to that folder"
+            f"to another folder, and set {named} to that folder"
         )
-    return f"{folder} has neither {WEIGHTS} nor {_INDEX}. Set model.start_from to the folder of a complete model"
+    return f"{folder} has neither {WEIGHTS} nor {_INDEX}. Set {named} to the folder of a complete model"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, named: str) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist. Set model.start_from to the folder of a complete model") from None
+        raise InputError(f"{path} does not exist. Set {named} to the folder of a complete model") from None
     except (OSError, ValueError) as error:
         raise InputError(
             f"{path} cannot be read ({error}). If the file is damaged, copy it again from where you got the model"

@@ -101,7 +101,7 @@ def current_provenance() -> Provenance:
 @cache
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in ("t5-pretrain", "torch", "deepspeed", "transformers", "sentencepiece", "numpy"):
+    for package in ("t5-pretrain", "torch", "deepspeed", "transformers", "sentencepiece", "numpy", "matplotlib"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -38,7 +38,9 @@ class TrainedModel(BaseModel):
     """What a model card states about the run: its name, recipe and settings.
 
     The corpus source in ``settings`` is without credentials and local parent folders. ``start_from`` is the name of the
-    folder whose weights training started from.
+    folder whose weights training started from. ``layout`` has the settings of the layout at the last step, ``data`` the
+    passages and tokens of each split and the samples of an epoch, and ``license`` and ``languages`` what the user
+    states about the text. Runs that ended with an earlier version recorded none of these four.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,6 +48,10 @@ class TrainedModel(BaseModel):
     recipe: str
     settings: dict[str, Any]
     start_from: str | None = None
+    layout: dict[str, Any] = {}
+    data: dict[str, int] = {}
+    license: str | None = None
+    languages: tuple[str, ...] = ()
 
 
 class Witness(BaseModel):
@@ -60,7 +66,8 @@ class Witness(BaseModel):
 
     ``huggingface_config`` and ``generation_config`` are the content of an export's ``config.json`` and
     ``generation_config.json``, apart from what transformers adds. ``inputs`` has the fingerprints of all earlier stages
-    and, as ``vocabulary``, the sha256 of ``spiece.model``.
+    and, as ``vocabulary``, the sha256 of ``spiece.model``. ``curve`` has the points (step, loss) of each line of the
+    loss curve; it is empty for runs that ended with an earlier version.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,6 +87,7 @@ class Witness(BaseModel):
     probes: list[str] = Field(min_length=1)
     inputs: dict[str, str]
     validation: dict[str, Any]
+    curve: dict[str, list[tuple[int, float]]] = {}
 
     @classmethod
     def load(cls, folder: Path) -> Self:

@@ -1,4 +1,4 @@
-"""Export, model card, certificate and certification, verification, and publication.
+"""Export, model card, certificate and certification, verification, publication, and use of a published folder.
 
 Not here: weights (``t5train.checkpoint.consolidate``).
 """

@@ -26,6 +26,7 @@ from t5train.records.stage_records import Export
 from t5train.records.witness import WITNESS, WITNESS_TENSORS, Witness
 from t5train.release.certificate import CERTIFICATE, Certificate, GenerationComparison, ProbeComparison
 from t5train.release.folder_comparison import DOCUMENTS, differing_folder
+from t5train.release.loss_curve import LOSS_CURVE
 from t5train.release.model_card import README
 from t5train.release.model_comparison import (
     compare_generation,
@@ -88,7 +89,7 @@ def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> 
     """
     export = Export.load(export_folder)
     _require_its_witness(export, Witness.load(witness))
-    _require_same_transformers(export)
+    _require_same_versions(export)
     files = _uncertified_files(export)
     export.model_copy(update={"files": files}).verify(progress)
     certificate = _compare(export, files, witness, progress)
@@ -126,7 +127,7 @@ def _compare(export: Export, files: dict[str, FileDigest], folder: Path, progres
         tensors_compared=len(witness.tensors),
         elements_compared=witness.num_parameters,
         ties=expected_ties(witness),
-        documents=(*DOCUMENTS, README),
+        documents=(*DOCUMENTS, README, *([LOSS_CURVE] if witness.curve else [])),
         passages_compared=len(witness.passages),
         probes=probes,
         generation=generation,
@@ -188,14 +189,15 @@ def _require_its_witness(export: Export, witness: Witness) -> None:
         )
 
 
-def _require_same_transformers(export: Export) -> None:
-    """Raise InputError for another version of transformers, which may write different content into the same files."""
-    made, here = (each.versions.get("transformers") for each in (export.provenance, current_provenance()))
-    if made != here:
-        raise InputError(
-            f"{export.path} was exported with transformers {made}, but {here} is installed. Install transformers "
-            f"{made} and certify the export again, or remove the folder and export again"
-        )
+def _require_same_versions(export: Export) -> None:
+    """Raise InputError for another version of a package that may write different content into the same files."""
+    for package in ("transformers", *(["matplotlib"] if LOSS_CURVE in export.files else [])):
+        made, here = (each.versions.get(package) for each in (export.provenance, current_provenance()))
+        if made != here:
+            raise InputError(
+                f"{export.path} was exported with {package} {made}, but {here} is installed. Install {package} "
+                f"{made} and certify the export again, or remove the folder and export again"
+            )
 
 
 def _is_certified(export: Export, witness: Path) -> bool:

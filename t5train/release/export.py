@@ -16,6 +16,7 @@ from t5train.records.kept_files import changed_files
 from t5train.records.stage_records import Export, Record, TokenizerFiles, Weights, reusable
 from t5train.records.witness import Witness
 from t5train.release.certificate import CERTIFICATE
+from t5train.release.loss_curve import LOSS_CURVE, write_loss_curve
 from t5train.release.model_card import README, model_card
 from t5train.spec import ModelSpec, RunSpec
 
@@ -27,7 +28,8 @@ _log = logging.getLogger(__name__)
 def export(
     weights: Weights, tokenizer: TokenizerFiles, witness: Path, spec: RunSpec, out: Path, progress: Progress = silent
 ) -> Export:
-    """Write a Hugging Face folder: safetensors, config, generation config, tokenizer files, model card, manifest.
+    """Write a Hugging Face folder: safetensors, config, generation config, tokenizer files, model card,
+    loss curve, manifest.
 
     The result is not certified yet: see ``t5train.release.certification``.
 
@@ -57,6 +59,7 @@ def export(
     _require_its_weights(weights, seen)
     _require_its_vocabulary(tokenizer, seen)
     _require_replaceable(out, seen)
+    _warn_of_other_statements(spec, seen)
     lineage = _lineage(weights, seen, spec)
     identity = export_fingerprint(lineage)
     existing = reusable(Export, out, identity, progress)
@@ -66,6 +69,7 @@ def export(
         _take_files(weights, _weight_names(weights), folder, progress)
         _take_files(tokenizer, [SPIECE], folder, progress)
         write_model_files(seen, folder)
+        write_loss_curve(seen, folder)
         files, provenance = digest_files(folder, sorted(path.name for path in folder.iterdir())), current_provenance()
         write_text(folder / README, model_card(seen, lineage, files, provenance))
         record = Export(
@@ -106,9 +110,10 @@ def export_counts(witness: Witness) -> dict[str, int]:
     return {"num_parameters": witness.num_parameters, "step": witness.step, "tensors": len(witness.tensors)}
 
 
-def export_names(weights: Iterable[str]) -> set[str]:
+def export_names(weights: Iterable[str], witness: Witness) -> set[str]:
     """Return the names of all files of an uncertified export with these weight files."""
-    return {*weights, CONFIG, GENERATION_CONFIG, SPIECE, *HUGGING_FACE_FILES, README}
+    curve = {LOSS_CURVE} if witness.curve else set()
+    return {*weights, CONFIG, GENERATION_CONFIG, SPIECE, *HUGGING_FACE_FILES, README, *curve}
 
 
 def _require_its_weights(weights: Weights, witness: Witness) -> None:
@@ -135,6 +140,17 @@ def _require_its_vocabulary(tokenizer: TokenizerFiles, witness: Witness) -> None
             f"{tokenizer.path} does not have the vocabulary that the model was trained with. Give the folder "
             f"(--tokenizer) whose {SPIECE} has sha256 {expected}"
         )
+
+
+def _warn_of_other_statements(spec: RunSpec, witness: Witness) -> None:
+    """Log what the settings state about the text, if the run recorded something else at its last step."""
+    stated, recorded = spec.corpus, witness.trained
+    if (stated.license, stated.languages) not in {(None, ()), (recorded.license, recorded.languages)}:
+        _log.warning(
+            "corpus.license is %r and corpus.languages %r, but the run recorded %r and %r at its last step, and the "
+            "model card states these. Set them before a run ends",
+            stated.license, ",".join(stated.languages), recorded.license, ",".join(recorded.languages),
+        )  # fmt: skip
 
 
 def _lineage(weights: Weights, witness: Witness, spec: RunSpec) -> dict[str, str]:
@@ -182,7 +198,7 @@ def write_model_files(witness: Witness, folder: Path) -> None:
     config = AutoConfig.for_model(**settings)
     write_json(folder / CONFIG, {**config.to_diff_dict(), **settings, "dtype": "float32"})
     write_json(folder / GENERATION_CONFIG, GenerationConfig(**witness.generation_config).to_diff_dict())
-    write_hugging_face_files(folder)
+    write_hugging_face_files(folder, int(witness.trained.settings["objective"]["input_tokens"]))
 
 
 def _require_replaceable(out: Path, witness: Witness) -> None:

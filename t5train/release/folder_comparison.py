@@ -29,6 +29,7 @@ from t5train.release.export import (
     export_names,
     write_model_files,
 )
+from t5train.release.loss_curve import LOSS_CURVE, loss_curve
 from t5train.release.model_card import FACTS, README, model_card, read_front_matter
 
 DOCUMENTS = (CONFIG, GENERATION_CONFIG, *HUGGING_FACE_FILES)
@@ -41,12 +42,13 @@ _MOST_SHOWN = 5
 def differing_folder(export: Export, witness: Witness) -> list[str]:
     """Return all differences between the folder of an export and the witness."""
     files = {name: digest for name, digest in export.files.items() if name != CERTIFICATE}
-    if found := [*_differing_names(export, files), *_differing_vocabulary(files, witness)]:
+    if found := [*_differing_names(export, files, witness), *_differing_vocabulary(files, witness)]:
         return found
     return [
         *_differing_manifest(export, witness),
         *_differing_documents(export.path, witness),
         *_differing_weights(export.path, files, witness),
+        *_differing_curve(export.path, witness),
         *_differing_card(export, files, witness),
     ]
 
@@ -57,10 +59,10 @@ def expected_documents(folder: Path, spiece: Path, witness: Witness) -> None:
     write_model_files(witness, folder)
 
 
-def _differing_names(export: Export, files: Mapping[str, FileDigest]) -> Iterator[str]:
+def _differing_names(export: Export, files: Mapping[str, FileDigest], witness: Witness) -> Iterator[str]:
     """Yield extra and missing files: transformers might read an extra one, and use defaults for a missing one."""
     weights = {name for name in files if _WEIGHTS.fullmatch(name)}
-    expected = export_names(weights | ({INDEX} if len(weights) > 1 else set()))
+    expected = export_names(weights | ({INDEX} if len(weights) > 1 else set()), witness)
     if extra := sorted({*(files.keys() - expected), *unlisted_files(export)} - {CERTIFICATE}):
         yield f"files that do not belong to an export: {_first(extra)}"
     if missing := sorted(expected - files.keys()):
@@ -111,6 +113,12 @@ def _differing_weights(folder: Path, files: Mapping[str, FileDigest], witness: W
     if INDEX in files:
         index = {"metadata": {"total_size": 4 * witness.num_parameters}, "weight_map": places}
         yield from _in(INDEX, index, _read(folder / INDEX))
+
+
+def _differing_curve(folder: Path, witness: Witness) -> Iterator[str]:
+    """Draw the loss curve again. The same version of matplotlib gives the same bytes."""
+    if witness.curve and (folder / LOSS_CURVE).read_bytes() != loss_curve(witness):
+        yield f"{LOSS_CURVE} is not the picture of the recorded losses"
 
 
 def _differing_card(export: Export, files: Mapping[str, FileDigest], witness: Witness) -> Iterator[str]:

@@ -14,9 +14,12 @@ import yaml
 from t5train.records.digests import FileDigest
 from t5train.records.identity import Provenance
 from t5train.records.witness import Witness
+from t5train.release.card_sections import data, licence, measurements, table, ties, training, warning
+from t5train.release.loss_curve import LOSS_CURVE
 
 README = "README.md"
 FACTS = "t5_pretrain"
+_SETTINGS = "\n## Settings\n\n```json\n"
 _HUB = {
     "library_name": "transformers",
     "pipeline_tag": "text2text-generation",
@@ -33,7 +36,7 @@ _CARD = """\
 A {family} of {num_parameters:,} parameters in fp32, pre-trained {origin} by span corruption
 (Raffel et al. 2020) for {step:,} optimizer steps. It fills in spans of text marked by `<extra_id_0>`,
 `<extra_id_1>`, ...; it has not been fine-tuned for anything else.
-
+{warning}
 ## Use
 
 ```python
@@ -41,6 +44,39 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 model = AutoModelForSeq2SeqLM.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+{ties}
+Fill in the gaps of a text:
+
+```python
+inputs = tokenizer("The <extra_id_0> of a list is <extra_id_1>.", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
+```
+
+The same from a command line, with the spans put into the text:
+
+```
+t5-pretrain generate path/to/this/folder "The <extra_id_0> of a list is <extra_id_1>."
+t5-pretrain evaluate path/to/this/folder --corpus your-text.txt
+```
+
+Fine-tune it on pairs of texts, here in one batch:
+
+```python
+import torch
+
+sources, targets = ["question: one plus one", "question: two plus two"], ["two", "four"]
+batch = tokenizer(sources, text_target=targets, padding=True, truncation=True, return_tensors="pt")
+batch["labels"][batch["labels"] == tokenizer.pad_token_id] = -100  # padding does not count in the loss
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+model.train()
+for step in range(10):
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.save_pretrained("fine-tuned")
+tokenizer.save_pretrained("fine-tuned")
 ```
 
 ## Verify
@@ -50,12 +86,18 @@ fp32 weights. `manifest.json` has the size and sha256 of every file, and `t5-pre
 
 ## Data and licence
 
-Trained on {source}{revision}. The licence of this model follows from the licence of that text, which this tool
-does not know. State it wherever you share the model, but not in this folder: a changed file no longer verifies.
+Trained on {source}{revision}.{languages} {licence}
+{data}
+## Training
 
+{training}
+{curve}
 ## Held-out measurements at the last step
 
-{validation}
+Losses are in nats per token, and lower is better. Each target token is predicted from the input and the target tokens
+before it. Masked tokens are all target tokens except sentinels and the end of the text.
+
+{measurements}
 
 ## Lineage
 
@@ -82,20 +124,33 @@ def model_card(
     trained, corpus = witness.trained, witness.trained.settings["corpus"]
     versions = dict(provenance.versions) | ({"commit": provenance.git_commit} if provenance.git_commit else {})
     return _CARD.format(
-        front_matter="\n".join(_yaml_lines(_HUB | {FACTS: _facts(witness, lineage, files)})),
+        front_matter="\n".join(_yaml_lines(_hub(witness) | {FACTS: _facts(witness, lineage, files)})),
         name=trained.run_name,
         family=_family(witness),
         num_parameters=witness.num_parameters,
         origin=_origin(witness),
         step=witness.step,
+        warning=warning(witness),
+        ties=ties(witness),
         source=f"`{corpus['source']}`",
         revision=f", revision `{corpus['revision']}`" if corpus.get("revision") else "",
-        validation=_table("measurement", witness.validation),
+        languages=f" Languages: {', '.join(trained.languages)}." if trained.languages else "",
+        licence=licence(trained),
+        data=data(witness),
+        training=training(witness),
+        curve=f"\n![Loss against optimizer steps]({LOSS_CURVE})\n" if LOSS_CURVE in files else "",
+        measurements=measurements(witness.validation),
         recipe=trained.recipe,
-        lineage=_table("stage", lineage),
+        lineage=table(("stage", ""), lineage.items()),
         settings=json.dumps(trained.settings, indent=1, sort_keys=True, ensure_ascii=False),
-        versions=_table("package", versions),
+        versions=table(("package", ""), versions.items()),
     )
+
+
+def _hub(witness: Witness) -> dict[str, Any]:
+    """Return the fields that the Hugging Face Hub reads."""
+    stated = {"license": witness.trained.license} if witness.trained.license else {}
+    return {**_HUB, **stated, **({"language": list(witness.trained.languages)} if witness.trained.languages else {})}
 
 
 def read_front_matter(card: str) -> Any:
@@ -107,6 +162,16 @@ def read_front_matter(card: str) -> Any:
         return yaml.safe_load(front_matter)
     except yaml.YAMLError as error:
         raise ValueError(f"the front matter is not YAML ({error})") from error
+
+
+def recorded_settings(card: str) -> dict[str, Any]:
+    """Return the settings of the run that a card of this project states; empty for any other card."""
+    _, heading, rest = card.partition(_SETTINGS)
+    try:
+        stated = json.loads(rest.partition("\n```")[0]) if heading and FACTS in read_front_matter(card) else {}
+    except (ValueError, TypeError):
+        return {}
+    return stated if isinstance(stated, dict) else {}
 
 
 def _facts(witness: Witness, lineage: Mapping[str, str], files: Mapping[str, FileDigest]) -> dict[str, Any]:
@@ -121,6 +186,8 @@ def _facts(witness: Witness, lineage: Mapping[str, str], files: Mapping[str, Fil
         "corpus_source": witness.trained.settings["corpus"]["source"],
         "corpus_revision": witness.trained.settings["corpus"].get("revision"),
         "started_from": witness.trained.start_from,
+        "data": witness.trained.data,
+        "layout": witness.trained.layout,
         "held_out": witness.validation,
         "lineage": dict(lineage),
         "sha256": {name: digest.sha256 for name, digest in sorted(files.items())},
@@ -153,12 +220,3 @@ def _origin(witness: Witness) -> str:
     """Return what training started from. The lineage has the fingerprint of the folder's content."""
     start = witness.trained.start_from
     return f"starting from the weights of `{start}` (`start_from` under Lineage)" if start else "from scratch"
-
-
-def _table(heading: str, values: Mapping[str, Any]) -> str:
-    rows = [f"| {name} | {_cell(value)} |" for name, value in values.items()]
-    return "\n".join([f"| {heading} | |", "|---|---|", *rows])
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else f"`{value}`"

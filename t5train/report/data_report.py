@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
+from t5train.data.loader import num_windows
 from t5train.data.passages import SPLITS
 from t5train.data.sentencepiece_model import UNK_ID
-from t5train.data.shards import UNIGRAM_DTYPE, read_description, unigram_name
+from t5train.data.shards import UNIGRAM_DTYPE, unigram_name
 from t5train.data.span_corruption import geometry
 from t5train.locations import redacted
 from t5train.records.stage_records import Corpus, Record, TokenizerFiles, TokenShards
@@ -30,9 +31,7 @@ def train_split_facts(shards: TokenShards, objective: ObjectiveSpec) -> SplitFac
     numbers, window_tokens = range(int(shards.counts["num_shards"])), geometry(objective).window_tokens
     return SplitFacts(
         unknown_pieces=sum(_count_of(shards, number, UNK_ID) for number in numbers),
-        samples=sum(
-            read_description(shards.path, number).splits["train"].tokens // window_tokens for number in numbers
-        ),
+        samples=num_windows(shards, "train", window_tokens),
     )
 
 

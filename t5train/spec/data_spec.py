@@ -1,6 +1,6 @@
 """Settings of the text, the tokenizer, the token shards and the training objective."""
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,7 +13,8 @@ NUM_SENTINELS = 100
 class CorpusSpec(SpecPart):
     """The text, and how it is split."""
 
-    execution = frozenset({"workers"})
+    # Licence and languages are statements about the text: they change no weight.
+    execution = frozenset({"workers", "license", "languages"})
 
     source: str = Field(
         "pydocs",
@@ -34,9 +35,23 @@ class CorpusSpec(SpecPart):
         description="Shares of the documents for training, validation and test, in thousandths; they sum to 1000",
     )
     split_seed: int = Field(0, ge=0, title="Split seed", description="Decides which document falls into which split")
+    license: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,+()/_-]{0,99}$",
+        title="Licence",
+        description="Licence of the text, stated on the model card, such as cc-by-sa-4.0",
+    )
+    languages: tuple[Annotated[str, Field(pattern="^[a-z]{2,3}(-[A-Za-z0-9]{2,8})*$")], ...] = Field(
+        (), title="Languages", description="Codes of the text's languages, stated on the model card, such as en,de"
+    )
     workers: int | None = Field(
         None, ge=1, title="Workers", description="Processes that read the text. null: one per core"
     )
+
+    @field_validator("languages", mode="before")
+    @classmethod
+    def _languages_may_be_one_text(cls, languages: Any) -> Any:
+        return [each.strip() for each in languages.split(",")] if isinstance(languages, str) else languages
 
     @field_validator("source")
     @classmethod

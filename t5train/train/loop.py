@@ -12,7 +12,7 @@ import torch
 from t5train.checkpoint import saving
 from t5train.checkpoint.state_loading import StoredState
 from t5train.data.held_out import read_held_out
-from t5train.data.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples, require_batch
+from t5train.data.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples, num_windows, require_batch
 from t5train.data.span_corruption import geometry
 from t5train.engine.collectives import bits_of, data_rank, digest64, float_of, gather, rank
 from t5train.engine.engine import (
@@ -32,6 +32,7 @@ from t5train.model.initialization import initialise
 from t5train.model.model_shape import T5Shape, huggingface_config, resolve
 from t5train.rank.heartbeat import Heartbeat
 from t5train.records.metrics import UNIGRAM, Metrics, Values
+from t5train.records.series import loss_curve_points
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
@@ -185,6 +186,7 @@ class Trainer:
             "validation_sequences": losses.sequences,
             "validation_content_tokens": losses.content_tokens,
             **overflow,
+            **self._test(),
         }
         self._report(metrics, summary)
         self._report_experts(metrics)
@@ -197,9 +199,21 @@ class Trainer:
             "tag": tag_of(self.step),
             "inputs": inputs,
             "validation": summary,
+            "curve": loss_curve_points(self.job.metrics_path) if metrics else {},
         }
         self.heart.enter("save", self.step)
         witness_recording.record(self.engine, self.job, self.shape, self.held_out, self.huggingface_config, facts)
+
+    def _test(self) -> Values:
+        """Return the losses on the test split, measured as on the validation split; empty if it has no sample."""
+        if not num_windows(self.shards, "test", geometry(self.spec.objective).window_tokens):
+            return {}
+        losses = validation.validate(self.passes, self._samples("test", shuffle=False), self.shards, self.spec)
+        return {
+            "test_loss": losses.all_targets,
+            "test_content_loss": losses.content,
+            "test_sequences": losses.sequences,
+        }
 
     def _record_baseline(self, metrics: Metrics) -> None:
         """Record the loss that the model has to beat, unless an earlier attempt at the run has recorded it."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from t5train.data import span_corruption
 from t5train.data.loader import Batch, Samples
 from t5train.data.shards import UNIGRAM_DTYPE, unigram_name
 from t5train.engine.collectives import data_rank, gather_floats
@@ -90,10 +91,9 @@ def validation_sequences(samples: Samples, spec: RunSpec) -> int:
 
 def is_content(targets: np.ndarray, shards: TokenShards) -> np.ndarray:
     """Return which targets are neither a sentinel nor the EOS that ends a sequence; same shape, bool."""
-    highest = shards.counts["first_sentinel_id"]
-    content: np.ndarray = (targets <= highest - shards.counts["num_sentinels"]) | (targets > highest)
-    content[:, -1] = False
-    return content
+    return span_corruption.is_content(
+        targets, int(shards.counts["first_sentinel_id"]), int(shards.counts["num_sentinels"])
+    )
 
 
 class _Share(NamedTuple):

@@ -18,7 +18,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from t5train.data.held_out import read_held_out
-from t5train.data.loader import Samples
+from t5train.data.loader import Samples, num_windows
+from t5train.data.passages import SPLITS
+from t5train.data.span_corruption import geometry
 from t5train.engine.collectives import gather_objects, on_accelerator, rank
 from t5train.engine.engine import model_of
 from t5train.engine.parameter_layout import huggingface_names
@@ -111,6 +113,7 @@ def _whole_copies(engine: Any) -> dict[Tensor, Tensor]:
 
 
 PROBE_SEQUENCES = 2
+_UNITS = ("documents", "tokens")
 GENERATED_TOKENS = 12
 
 
@@ -160,8 +163,21 @@ def _trained(job: TrainJob) -> TrainedModel:
     settings = job.spec.identity()
     settings["corpus"]["source"] = shareable_source(job.spec.corpus.source)
     return TrainedModel(
-        run_name=job.spec.run_name, recipe=job.spec.recipe, settings=settings, start_from=job.start_name
+        run_name=job.spec.run_name,
+        recipe=job.spec.recipe,
+        settings=settings,
+        start_from=job.start_name,
+        layout={"ranks": job.spec.cluster.ranks, **job.spec.layout.model_dump(mode="json")},
+        data=_data(job),
+        license=job.spec.corpus.license,
+        languages=job.spec.corpus.languages,
     )
+
+
+def _data(job: TrainJob) -> dict[str, int]:
+    shards, window_tokens = job.shards(), geometry(job.spec.objective).window_tokens
+    counts = {f"{split}_{unit}": int(shards.counts[f"{split}_{unit}"]) for split in SPLITS for unit in _UNITS}
+    return {**counts, "train_samples": num_windows(shards, "train", window_tokens)}
 
 
 def _places(model: T5) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ LOADED = {
     "torch_dtype": "float16", "_name_or_path": "elsewhere", "task_specific_params": {"x": {"prefix": "y"}},
     "chat_template": "{{ x }}", "is_encoder_decoder": False, "prefix": "say: ", "add_bos_token": True,
 }  # fmt: skip
-CARD = {"base_model": "somebody/model", "license": "mit", "datasets": ["c4"], "language": "en"}
+CARD = {"base_model": "somebody/model", "license": "mit", "datasets": ["c4"], "language": "fr"}
 
 
 def parsed(name: str, content: bytes) -> Any:
@@ -250,6 +250,12 @@ def _change_spiece(content: bytes, generator: random.Random) -> tuple[bytes, str
     return model.SerializeToString(), f"{what} of piece {position}"
 
 
+def _change_picture(content: bytes, generator: random.Random) -> tuple[bytes, str]:
+    position = generator.randrange(len(content))
+    changed = content[:position] + bytes([content[position] ^ 1 << generator.randrange(8)]) + content[position + 1 :]
+    return changed, f"byte {position} of the picture changed"
+
+
 _IN_DOCUMENTS = {
     "leaf changed": _change_leaf,
     "type changed": _change_type,
@@ -278,6 +284,7 @@ FAULTS: dict[str, dict[str, Change]] = {
     "tokenizer_config.json": _TOKENIZER,
     "special_tokens_map.json": _TOKENIZER,
     "spiece.model": {"vocabulary changed": _change_spiece},
+    "loss_curve.png": {"picture changed": _change_picture},
     "README.md": {
         **{kind: _in_card(change) for kind, change in _IN_DOCUMENTS.items()},
         **{f"fact: {kind}": _in_facts(change) for kind, change in _IN_DOCUMENTS.items()},

@@ -30,6 +30,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "switch": {"model.version": "v1.0", "model.moe.num_experts": 3},
 }
 GENERATED_TOKENS = 6
+RECORDED = {
+    "layout": {"ranks": 2, "zero_stage": 1, "micro_batch_sequences": 32, "offload": "none", "pipeline_stages": 1}
+    | {"expert_parallel_size": 1, "pin_memory": False},
+    "data": {f"{split}_{unit}": 900 for split in ("train", "validation", "test") for unit in ("documents", "tokens")}
+    | {"train_samples": 224},
+    "license": "cc-by-4.0",
+    "languages": ["en", "el"],
+}
+"""What earlier versions did not record."""
 
 
 class Trained(NamedTuple):
@@ -129,7 +138,7 @@ def _witness(
         }
         for name, parameter in model.named_parameters()
     }
-    witness = {
+    witness: dict[str, Any] = {
         "schema_version": 2,
         "run_fingerprint": "3" * 64,
         "step": 7,
@@ -152,6 +161,10 @@ def _witness(
             "shards": "4" * 64,
         },
     }
+    if spec.model.version == "v1.1" or spec.model.moe.num_experts:  # v1.0 is as an earlier version recorded it
+        witness["trained"] |= RECORDED
+        witness["curve"] = {"loss": [[1, 6.0], [4, 5.5], [7, 5.0]], "validation_content_loss": [[7, 4.8]]}
+        witness["validation"] |= {"unigram_content_loss": 6.5, "validation_content_loss": 4.8, "test_content_loss": 4.9}
     (folder / "witness.json").write_text(json.dumps(witness))
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import t5train
+from t5train.records.witness import Witness
+from t5train.release.inference.evaluation import EvaluationSpec
 
 README = Path(__file__).parents[2] / "README.md"
 SMALLER = {
@@ -66,3 +68,11 @@ def test_the_example_of_the_readme_publishes_a_model(tmp_path: Path) -> None:
     exec(code, result)  # noqa: S102
     assert t5train.verify(tmp_path / "published").fingerprint == result["publication"].fingerprint
     assert t5train.load_run_spec(result["run_folder"]) == result["spec"]
+    recorded = Witness.load(result["run_folder"] / "witness").validation
+    for split in ("validation", "test"):
+        asked = EvaluationSpec(split=split, max_sequences=recorded[f"{split}_sequences"])
+        found = t5train.evaluate(tmp_path / "published", str(tmp_path / "notes.txt"), asked)
+        assert found.loss == pytest.approx(recorded[f"{split}_content_loss"], rel=1e-5)
+        assert found.all_targets_loss == pytest.approx(recorded[f"{split}_loss"], rel=1e-5)
+    (filled,) = t5train.generate(tmp_path / "published", ["The note <extra_id_0> is about 4 things."])
+    assert filled.spans.keys() == {"<extra_id_0>"}

@@ -321,3 +321,38 @@ def test_a_fresh_process_that_ends_without_a_message_is_reported_with_its_exit_c
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(CertificationError, match=r"\(exit status 1\)\. .*certify\.log can show why"):
         certify_in_fresh_process(exported, exported.path.parent / "witness")
+
+
+def test_another_loss_curve_is_refused(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    picture = exported.path / "loss_curve.png"
+    content = picture.read_bytes()
+    picture.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    reseal(exported, "loss_curve.png")
+    with pytest.raises(CertificationError, match=r"loss_curve\.png is not the picture of the recorded losses"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_a_missing_loss_curve_and_one_that_was_not_recorded_are_refused(
+    make_export: MakeExport, tmp_path: Path
+) -> None:
+    exported = make_export(certified=False)
+    picture = exported.path / "loss_curve.png"
+    content = picture.read_bytes()
+    picture.unlink()
+    files = {name: digest for name, digest in exported.files.items() if name != "loss_curve.png"}
+    without = exported.model_copy(update={"files": files}).commit()
+    with pytest.raises(CertificationError, match=r"files that are missing: loss_curve\.png"):
+        certify(exported.path, exported.path.parent / "witness")
+    picture.write_bytes(content)
+    reseal(without, "loss_curve.png")
+    rewrite_json(tmp_path / "run/witness/witness.json", curve={})
+    with pytest.raises(CertificationError, match=r"do not belong to an export: loss_curve\.png"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_the_certificate_lists_the_loss_curve(make_export: MakeExport) -> None:
+    exported = make_export()
+    certificate = Certificate.parse((exported.path / "certificate.json").read_bytes(), "certificate.json")
+    assert "loss_curve.png" in certificate.documents
+    assert "loss_curve.png" in certificate.files

@@ -1,6 +1,7 @@
 """Exports: Hugging Face folders."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from t5train.locations import shareable_source
 from t5train.records.digests import FileDigest, digest_files
 from t5train.records.kept_files import changed_files
 from t5train.records.stage_records import Export, set_damaged_aside
+from t5train.records.witness import Witness
+from t5train.release.card_sections import MEANINGS
 from t5train.release.export import export
+from t5train.release.loss_curve import loss_curve
 from t5train.release.model_card import read_front_matter
 
 MakeTrained = Callable[..., Any]
@@ -266,7 +270,6 @@ def test_the_front_matter_of_the_card_has_the_recorded_facts(
     _change_witness(trained, validation={"validation_loss": loss, "unigram_content_loss": None})
     exported = export(*trained, tmp_path / "out")
     front_matter = read_front_matter((exported.path / "README.md").read_text())
-    assert front_matter["license"] == "unknown"
     facts = front_matter["t5_pretrain"]
     assert facts["held_out"] == {"validation_loss": loss, "unigram_content_loss": None}
     assert (facts["step"], facts["run"], facts["lineage"]) == (7, "3" * 64, exported.inputs)
@@ -284,3 +287,148 @@ def test_the_card_names_the_starting_model(make_trained: MakeTrained, tmp_path: 
     assert "pre-trained starting from the weights of `t5-base` " in card
     assert f"| start_from | `{'7' * 64}` |" in card
     assert exported.inputs["start_from"] == "7" * 64
+
+
+def _card(exported: Export) -> str:
+    return (exported.path / "README.md").read_text("utf-8")
+
+
+def test_the_card_states_data_training_licence_and_languages(make_trained: MakeTrained, tmp_path: Path) -> None:
+    exported = export(*make_trained("v1.1"), tmp_path / "out")
+    card = _card(exported)
+    for line in (
+        "| train | 900 | 900 |",
+        "Training took 448 sequences: 2.00 epochs over the 224 sequences of the training split.",
+        "Languages: en, el.",
+        "text has the licence `cc-by-4.0`",
+        "| batch | 64 sequences a step |",
+        "| layout at the last step | ranks: 2, ZeRO stage: 1, offload: none, ",
+        "weight decay 0, gradient norm clipped to 1 |",
+        "| learning rate | 0.02 after 40 steps of warm-up, then cosine to 0.001 |",
+        "| precision | fp32, with fp32 masters |",
+        "![Loss against optimizer steps](loss_curve.png)",
+    ):
+        assert line in card, line
+    front_matter = read_front_matter(card)
+    assert (front_matter["license"], front_matter["language"]) == ("cc-by-4.0", ["en", "el"])
+
+
+def test_every_measurement_of_the_card_is_explained(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained("switch")
+    _change_witness(trained, validation=dict.fromkeys(MEANINGS, 1.5))
+    card = _card(export(*trained, tmp_path / "out"))
+    rows = [line for line in card.splitlines() if line.split(" | ")[0].removeprefix("| ") in MEANINGS]
+    assert len(rows) == len(MEANINGS)
+    assert all(row.rstrip(" |").endswith(".") for row in rows)
+
+
+@pytest.mark.parametrize(("loss", "is_worse"), [(6.4, False), (6.5, True), (7.0, True)])
+def test_the_card_says_if_the_model_is_no_better_than_word_frequencies(
+    make_trained: MakeTrained, tmp_path: Path, loss: float, is_worse: bool
+) -> None:
+    trained = make_trained()
+    _change_witness(trained, validation={"validation_content_loss": loss, "unigram_content_loss": 6.5})
+    card = _card(export(*trained, tmp_path / "out"))
+    assert ("This model predicts no better than word frequencies." in card) is is_worse
+
+
+@pytest.mark.parametrize(("version", "noted"), [("v1.1", True), ("v1.0", False), ("switch", False)])
+def test_only_the_card_of_a_v11_notes_that_weights_are_not_tied(
+    make_trained: MakeTrained, tmp_path: Path, version: str, noted: bool
+) -> None:
+    assert ("are not tied" in _card(export(*make_trained(version), tmp_path / "out"))) is noted
+
+
+def test_a_run_of_an_earlier_version_is_exported_without_what_it_did_not_record(
+    make_trained: MakeTrained, tmp_path: Path
+) -> None:
+    exported = export(*make_trained("v1.0"), tmp_path / "out")
+    assert "loss_curve.png" not in exported.files
+    card = _card(exported)
+    assert "loss_curve.png" not in card
+    assert "epochs" not in card
+    assert "The licence of this model follows from the licence of that text" in card
+    assert read_front_matter(card)["license"] == "unknown"
+
+
+def test_the_code_of_the_card_runs(make_trained: MakeTrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported = export(*make_trained(), tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", _card(exported), re.DOTALL))
+    result: dict[str, Any] = {}
+    exec(code.replace("path/to/this/folder", str(exported.path)), result)  # noqa: S102
+    tuned = AutoModelForSeq2SeqLM.from_pretrained("fine-tuned")
+    assert torch.equal(tuned.lm_head.weight, result["model"].lm_head.weight)
+    assert not torch.equal(tuned.lm_head.weight, AutoModelForSeq2SeqLM.from_pretrained(exported.path).lm_head.weight)
+    assert AutoTokenizer.from_pretrained("fine-tuned")("a <extra_id_0>") == result["tokenizer"]("a <extra_id_0>")
+
+
+def test_the_loss_curve_is_the_same_whatever_matplotlib_is_configured_to(
+    make_trained: MakeTrained, tmp_path: Path
+) -> None:
+    import matplotlib as mpl
+
+    exported = export(*make_trained(), tmp_path / "out")
+    drawn = (exported.path / "loss_curve.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    assert len(drawn) < 100_000
+    with mpl.rc_context({"lines.linewidth": 9, "font.size": 20, "axes.facecolor": "red"}):
+        assert loss_curve(Witness.load(tmp_path / "run/witness")) == drawn
+    assert read_front_matter(_card(exported))["t5_pretrain"]["sha256"]["loss_curve.png"]
+
+
+@pytest.mark.parametrize("input_tokens", [64, 128])
+def test_the_tokenizers_longest_input_is_that_of_training(
+    make_trained: MakeTrained, tmp_path: Path, input_tokens: int
+) -> None:
+    trained = make_trained()
+    document = json.loads((trained.witness / "witness.json").read_text())
+    document["trained"]["settings"]["objective"]["input_tokens"] = input_tokens
+    (trained.witness / "witness.json").write_text(json.dumps(document))
+    tokenizer = AutoTokenizer.from_pretrained(export(*trained, tmp_path / "out").path)
+    assert tokenizer.model_max_length == input_tokens
+    assert len(tokenizer("word " * 500, truncation=True)["input_ids"]) == input_tokens
+
+
+def test_sentinels_are_additional_special_tokens_in_every_file_that_lists_them(
+    make_trained: MakeTrained, tmp_path: Path
+) -> None:
+    folder = export(*make_trained(), tmp_path / "out").path
+    sentinels = [f"<extra_id_{index}>" for index in range(100)]
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        listed = json.loads((folder / name).read_text())
+        assert listed["additional_special_tokens"] == sentinels
+        assert "extra_special_tokens" not in listed  # version 4 of transformers fails if this is a list
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    assert {each["content"] for each in added if each["special"]} == {"<pad>", "</s>", "<unk>", *sentinels}
+
+
+@pytest.mark.parametrize("version", ["v1.0", "v1.1", "switch"])
+def test_plain_transformers_loads_an_export_without_any_warning_but_the_one_that_the_card_explains(
+    make_trained: MakeTrained, tmp_path: Path, run_python: Callable[..., Any], version: str
+) -> None:
+    folder = export(*make_trained(version), tmp_path / "out").path
+    code = (
+        "import sys, warnings; warnings.simplefilter('error')\n"
+        "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n"
+        "from transformers.utils.logging import disable_progress_bar; disable_progress_bar()\n"
+        "model, tokenizer = (kind.from_pretrained(sys.argv[1]) for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))\n"
+        "model.generate(**tokenizer('The <extra_id_0>', return_tensors='pt'), max_new_tokens=2)\n"
+    )
+    loaded = run_python(code, str(folder))
+    assert loaded.returncode == 0, loaded.stderr
+    remarks = loaded.stderr.splitlines()
+    assert len(remarks) == (version == "v1.1"), loaded.stderr
+    assert all("so we will NOT tie them" in each for each in remarks)
+
+
+def test_a_licence_that_the_run_did_not_record_is_not_silently_ignored(
+    make_trained: MakeTrained, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = make_trained()
+    export(*trained, tmp_path / "out")
+    recorded = {"corpus.license": "cc-by-4.0", "corpus.languages": "en,el"}
+    export(*trained._replace(spec=trained.spec.with_settings(recorded)), tmp_path / "out")
+    assert "corpus.license" not in caplog.text
+    export(*trained._replace(spec=trained.spec.with_settings({"corpus.license": "mit"})), tmp_path / "out")
+    assert "corpus.license is 'mit' and corpus.languages '', but the run recorded 'cc-by-4.0'" in caplog.text

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 
+from t5train.records.series import MetricsSeries
 from t5train.report import training_plot
-from t5train.report.series import MetricsSeries
 
 MOST_BYTES = 200_000
 SMALL = {"learning_rate": 0.01, "tokens_per_second": 1e6, "skipped_steps": 0}

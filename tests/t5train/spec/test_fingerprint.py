@@ -20,6 +20,8 @@ OTHER: dict[str, Any] = {
     "corpus.revision": "2",
     "corpus.split": [900, 50, 50],
     "corpus.split_seed": 1,
+    "corpus.license": "cc-by-4.0",
+    "corpus.languages": ["en", "de"],
     "corpus.workers": 3,
     "tokenizer.path": "spiece.model",
     "tokenizer.vocab_size": 2001,
@@ -115,6 +117,8 @@ EVERY = OTHER | OTHER_EXPERTS | OTHER_HOSTS | OTHER_ALONE
 EXECUTION = {
     "recipe",
     "name",
+    "corpus.license",
+    "corpus.languages",
     "corpus.workers",
     "shards.workers",
     "model.activation_checkpointing",

@@ -202,3 +202,23 @@ def test_the_accelerators_of_a_spec_are_those_that_deepspeed_supports() -> None:
     from deepspeed.accelerator.real_accelerator import SUPPORTED_ACCELERATOR_LIST
 
     assert set(get_args(Accelerator)) == set(SUPPORTED_ACCELERATOR_LIST)
+
+
+@pytest.mark.parametrize("languages", ["en,de", "en, de", ["en", "de"], '["en", "de"]'])
+def test_languages_may_be_given_as_one_text_or_as_a_list(languages: Any) -> None:
+    assert smoke().with_settings({"corpus.languages": languages}).corpus.languages == ("en", "de")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("corpus.languages", "English"),
+        ("corpus.languages", "en;de"),
+        ("corpus.license", "mit\nevil: true"),
+        ("corpus.license", ""),
+        ("corpus.license", "`x`"),
+    ],
+)
+def test_a_licence_or_language_that_would_break_the_model_card_is_refused(setting: str, value: str) -> None:
+    with pytest.raises(SpecError, match=setting):
+        smoke().with_settings({setting: value})

@@ -172,6 +172,22 @@ def test_the_witness_records_every_weight_and_finite_logits(trained: Trained, la
 
 
 @pytest.mark.filterwarnings("ignore:.*tie:UserWarning")  # transformers warns so for every T5 v1.1
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_witness_records_the_test_split_the_loss_curve_and_the_layout(trained: Trained, layout: str) -> None:
+    folder, spec = trained.root / f"{layout}.killed", spec_of(layout)
+    witness = json.loads((folder / "witness/witness.json").read_text())
+    recorded = witness["trained"]
+    assert recorded["layout"] == {"ranks": 2, **spec.layout.model_dump(mode="json")}
+    assert recorded["data"]["train_tokens"] > recorded["data"]["train_samples"] > 0
+    assert 0 < witness["validation"]["test_content_loss"] < 20
+    assert witness["validation"]["test_sequences"] <= spec.storage.validate_sequences
+    lines = read(folder / "metrics.jsonl")
+    assert witness["curve"]["loss"] == [[line["step"], line["loss"]] for line in lines if "loss" in line]
+    assert [step for step, _ in witness["curve"]["validation_content_loss"]] == sorted(
+        {line["step"] for line in lines if "validation_content_loss" in line}
+    )
+
+
 @pytest.mark.parametrize("layout", VARIANTS)
 def test_every_variant_is_certified_to_be_the_model_that_was_trained(
     trained: Trained, layout: str, pydocs_tokenizer: TokenizerFiles, tmp_path: Path, restore_torch_threads: None

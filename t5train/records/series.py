@@ -22,6 +22,10 @@ PLOTTED = (
 )
 
 
+CURVE = ("loss", "validation_loss", "validation_content_loss")
+"""The series of a loss curve."""
+
+
 class Bucket:
     """Values of consecutive points: their number, the first step, and the sum, minimum and maximum of the values."""
 
@@ -113,6 +117,17 @@ class MetricsSeries:
         for name, value in [*plotted, *shares]:
             if math.isfinite(value):
                 self.series.setdefault(name, Series()).add(step, value)
+
+
+def loss_curve_points(metrics: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the points (step, mean loss) of the series in CURVE, at most ``CAPACITY`` of each."""
+    found = MetricsSeries(metrics)
+    found.refresh()
+    return {
+        name: [(bucket.step, bucket.mean) for bucket in found.series[name].buckets]
+        for name in CURVE
+        if name in found.series
+    }
 
 
 def _expert_shares(values: Values) -> Iterator[tuple[str, float]]:

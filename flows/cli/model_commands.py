@@ -1,0 +1,170 @@
+"""Commands that use a trained model: ``generate`` and ``evaluate``. They work with the folder of any T5."""
+
+import json
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli.options import RootOption
+from flows.cli.terminal import complain, say, stage_display
+
+if TYPE_CHECKING:
+    from t5train.release.inference.evaluation import Evaluation
+    from t5train.release.inference.generation import Generated
+
+
+class SplitName(Enum):
+    """The splits of a text."""
+
+    TRAIN = "train"
+    VALIDATION = "validation"
+    TEST = "test"
+
+
+ModelArgument = Annotated[
+    Path, typer.Argument(metavar="PATH", help="Folder of a T5: an export, a publication, or any other", readable=False)
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(metavar="DEVICE", help="Such as cuda:1 or cpu", show_default="the accelerator, if any")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
+_GENERATE_EXAMPLES = """\b
+Examples:
+  t5-pretrain generate PATH "The <extra_id_0> of a list is <extra_id_1>."
+  t5-pretrain generate PATH "Two <extra_id_0>" --top-p 0.9 --seed 7
+  t5-pretrain generate PATH - --json < gaps.txt > filled.jsonl"""
+_EVALUATE_EXAMPLES = """\b
+Examples:
+  t5-pretrain evaluate PATH --corpus pydocs --split test
+  t5-pretrain evaluate PATH --corpus 'wiki/*.jsonl.gz' --max-sequences 1000"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command(epilog=_GENERATE_EXAMPLES)(generate)
+    app.command(epilog=_EVALUATE_EXAMPLES)(evaluate)
+
+
+def generate(  # noqa: PLR0913, PLR0917 - one for each option
+    path: ModelArgument,
+    texts: Annotated[
+        list[str], typer.Argument(metavar="TEXT...", help="Texts with <extra_id_0>, ..., or - for lines on stdin")
+    ],
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens to generate", show_default="16 for each gap, at least 64")
+    ] = None,
+    num_beams: Annotated[int, typer.Option(min=1, help="Beams to search with; 1 is greedy")] = 1,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Sample tokens; implied by --temperature and --top-p")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.01, max=100, help="Of sampling; lower is less random", show_default="1.0")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.01, max=1, help="Sample from this share of probability", show_default="1.0")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling; the same seed gives the same result")] = 0,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fill the gaps <extra_id_0>, <extra_id_1>, ... of a text."""
+    from t5train.release.inference.generation import GenerationSpec
+    from t5train.release.inference.generation import generate as generate_texts
+
+    spec = GenerationSpec(
+        max_new_tokens=max_new_tokens,
+        num_beams=num_beams,
+        sample=sample or temperature is not None or top_p is not None,
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        seed=seed,
+    )
+    for number, result in enumerate(generate_texts(path, _lines(texts), spec, device)):
+        for remark in result.remarks:
+            complain(f"text {number + 1}: {remark}")
+        if as_json:
+            say(json.dumps(result._asdict(), ensure_ascii=False))
+        else:
+            _show_generated(result, first=number == 0)
+
+
+def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
+    path: ModelArgument,
+    corpus: Annotated[str, typer.Option("--corpus", metavar="FILES", help="Text: path, pattern or URL, or pydocs")],
+    split: Annotated[
+        SplitName | None, typer.Option(help="Only what training puts into this split", show_default="all text")
+    ] = None,
+    noise_density: Annotated[
+        float | None, typer.Option(help="Share of tokens masked", show_default="as trained, else 0.15")
+    ] = None,
+    mean_span_tokens: Annotated[
+        float | None, typer.Option(help="Mean length of a masked span", show_default="as trained, else 3")
+    ] = None,
+    input_tokens: Annotated[
+        int | None, typer.Option(help="Encoder length, EOS included", show_default="as trained, else 512")
+    ] = None,
+    batch_sequences: Annotated[int, typer.Option(min=1, help="Sequences at once")] = 8,
+    max_sequences: Annotated[
+        int | None, typer.Option(min=1, help="Only the first sequences", show_default="all")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Decides which spans are masked", show_default="as trained, else 0")
+    ] = None,
+    device: DeviceOption = None,
+    root: RootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure loss and accuracy of a model on text, next to token frequencies."""
+    from t5train.release.inference.evaluation import EvaluationSpec
+    from t5train.release.inference.evaluation import evaluate as evaluate_text
+
+    spec = EvaluationSpec(
+        noise_density=noise_density,
+        mean_span_tokens=mean_span_tokens,
+        input_tokens=input_tokens,
+        split=None if split is None else split.value,
+        batch_sequences=batch_sequences,
+        max_sequences=max_sequences,
+        seed=seed,
+    )
+    with stage_display() as progress:
+        result = evaluate_text(path, corpus, spec, device, root, progress)
+    if as_json:
+        say(json.dumps(result._asdict()))
+    else:
+        _show_evaluation(result)
+
+
+def _lines(texts: list[str]) -> Iterator[str]:
+    """Yield the texts; in place of ``-``, the lines of standard input that are not blank."""
+    for text in texts:
+        if text == "-":
+            yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
+        else:
+            yield text
+
+
+def _show_generated(result: "Generated", first: bool) -> None:
+    if not first:
+        say("")
+    for sentinel, span in result.spans.items():
+        say(f"{sentinel}: {'(nothing generated)' if span is None else span}")
+    say(result.filled)
+
+
+def _show_evaluation(result: "Evaluation") -> None:
+    part = f" of the {result.split} split" if result.split else ""
+    say(
+        f"{result.sequences:,} sequences of {result.input_tokens} input tokens{part}, {result.tokens:,} masked tokens "
+        f"in {result.spans:,} spans of {result.mean_span_tokens:.2f} on average ({result.device})"
+    )
+    say(f"loss: {result.loss:.4f} nats per masked token (perplexity {result.perplexity:,.1f})")
+    say(f"      {result.all_targets_loss:.4f} nats per target token, with sentinels and the end of the text")
+    say(f"      {result.unigram_loss:.4f} nats per masked token for token frequencies of the rest of the text")
+    say(f"accuracy: {result.token_accuracy:.2%} of masked tokens, {result.span_accuracy:.2%} of whole spans")
+    if result.loss >= result.unigram_loss:
+        say("On this text, the model predicts no better than token frequencies.")

@@ -1,0 +1,144 @@
+"""Sections of the model card that depend on what a run recorded. Each is Markdown, or empty."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from t5train.data.span_corruption import geometry
+from t5train.records.metrics import UNIGRAM
+from t5train.records.witness import TrainedModel, Witness
+from t5train.spec import ObjectiveSpec
+
+MEANINGS = {
+    "validation_content_loss": "Loss of masked tokens of the validation split. Its exponential is the perplexity.",
+    "test_content_loss": "Loss of masked tokens of the test split, which is used for nothing else.",
+    UNIGRAM: "Loss of the same tokens of the validation split for a model that knows only how often each token occurs "
+    "in the training split. A model that has learned anything is below it.",
+    "shuffled_content_loss": "Loss of the same tokens if each target is paired with the input of another sequence. It "
+    "is above the validation loss if the model uses its input.",
+    "validation_loss": "Loss of all target tokens of the validation split.",
+    "test_loss": "Loss of all target tokens of the test split.",
+    "validation_sequences": "Number of sequences of the validation split that were measured.",
+    "validation_content_tokens": "Number of masked tokens in these sequences.",
+    "test_sequences": "Number of sequences of the test split that were measured.",
+    "validation_overflow": "Share of tokens in the validation beyond the capacity that an expert is expected to need. "
+    "None of them was dropped.",
+}
+_SPLITS = ("train", "validation", "test")
+_TRAINING = {
+    "shape": "{num_layers} encoder and {num_decoder_layers} decoder layers, width {d_model}, feed-forward width "
+    "{d_ff}, {num_heads} heads of width {d_kv}, {vocab_size:,} ids",
+    "experts": "{num_experts} in each of {num_sparse_encoder_layers} encoder and {num_sparse_decoder_layers} decoder "
+    "layers",
+    "objective": "{noise_density:.0%} of the tokens masked, in spans of {mean_span_tokens:g} tokens on average; "
+    "{input_tokens} input and {target_tokens} target tokens in a sequence",
+    "optimizer": "{kind}, betas {betas}, epsilon {epsilon:g}, weight decay {weight_decay:g}, {clipping}",
+    "learning rate": "{peak_learning_rate:g} after {warmup_steps:,} steps of warm-up, then {decay}",
+    "batch": "{global_batch_sequences:,} sequences a step",
+    "steps": "{num_steps:,}",
+    "precision": "{precision}, with fp32 masters",
+    "layout at the last step": "ranks: {ranks}, ZeRO stage: {zero_stage}, offload: {offload}, pipeline stages: "
+    "{pipeline_stages}, expert parallelism: {expert_parallel_size}, micro-batch: {micro_batch_sequences} sequences",
+    "seed": "{seed}",
+}
+
+
+def table(headings: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
+    """Return a table. Texts in the first column are as they are; numbers and texts in the second are formatted."""
+    lines = [f"| {' | '.join((str(row[0]), _cell(row[1]), *row[2:]))} |" for row in rows]
+    return "\n".join([f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *lines])
+
+
+def warning(witness: Witness) -> str:
+    """Return a sentence that the model has learned nothing, if its loss is not below that of token frequencies."""
+    loss, baseline = (witness.validation.get(name) for name in ("validation_content_loss", UNIGRAM))
+    if loss is None or baseline is None or loss < baseline:
+        return ""
+    return (
+        f"\n**This model predicts no better than word frequencies.** Its loss on held-out text is {loss:.4f} nats per "
+        f"masked token;\nthat of a model that knows only how often each token occurs is {baseline:.4f}.\n"
+    )
+
+
+def ties(witness: Witness) -> str:
+    """Return the note on transformers' remark about T5 v1.1."""
+    if witness.huggingface_config.get("tie_word_embeddings", True):
+        return ""
+    return (
+        "\ntransformers 5 remarks that `shared.weight` and `lm_head.weight` are not tied, as it does for Google's T5 "
+        "v1.1. That is\ncorrect for T5 v1.1, and no value in `config.json` changes it: ignore the remark.\n"
+    )
+
+
+def licence(trained: TrainedModel) -> str:
+    """Return what is known of the licence of the text."""
+    if trained.license:
+        return (
+            f"Whoever trained this model states that the\ntext has the licence `{trained.license}`. The licence of "
+            "this model follows from it."
+        )
+    return (
+        "The licence of this model follows from the licence of that text, which this tool\ndoes not know. State it "
+        "wherever you share the model, but not in this folder: a changed file no longer verifies."
+    )
+
+
+def data(witness: Witness) -> str:
+    """Return passages and tokens of each split, and the number of epochs; empty if the run did not record them."""
+    counts = witness.trained.data
+    if not counts:
+        return ""
+    rows = [(split, f"{counts[f'{split}_documents']:,}", f"{counts[f'{split}_tokens']:,}") for split in _SPLITS]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    batch = witness.trained.settings["optimizer"]["global_batch_sequences"]
+    sequences, samples = witness.step * batch, max(1, counts["train_samples"])
+    return "\n".join(
+        [
+            "",
+            "| split | passages | tokens |",
+            "|---|---|---|",
+            *lines,
+            "",
+            f"Training took {sequences:,} sequences: {sequences / samples:,.2f} epochs over the {samples:,} sequences "
+            "of the training split.",
+            "",
+        ]
+    )
+
+
+def training(witness: Witness) -> str:
+    """Return the table of the model's shape and the settings of training, as far as the run recorded them."""
+    return "\n".join(["| | |", "|---|---|", *_training_rows(witness)])
+
+
+def _training_rows(witness: Witness) -> Iterator[str]:
+    trained, config = witness.trained, witness.huggingface_config
+    objective, optimizer = trained.settings.get("objective", {}), trained.settings.get("optimizer", {})
+    values = {**config, **objective, **optimizer, **trained.layout, **_described(optimizer)}
+    if objective:
+        values["target_tokens"] = geometry(ObjectiveSpec.model_validate(objective)).target_tokens
+    for title, template in _TRAINING.items():
+        try:
+            yield f"| {title} | {template.format(**values)} |"
+        except KeyError:  # not recorded, or a dense model
+            continue
+
+
+def _described(optimizer: Mapping[str, Any]) -> dict[str, str]:
+    """Return settings of the optimizer in words."""
+    clip, schedule = optimizer.get("gradient_clip"), optimizer.get("schedule")
+    to = f" to {optimizer.get('final_learning_rate', 0):g}" if schedule == "cosine" else ""
+    return {
+        "betas": " and ".join(f"{beta:g}" for beta in optimizer.get("betas", ())),
+        "clipping": f"gradient norm clipped to {clip:g}" if clip else "gradients not clipped",
+        "decay": f"{schedule}{to}",
+    }
+
+
+def measurements(recorded: Mapping[str, Any]) -> str:
+    """Return the table of measurements, each with its meaning, the most important first."""
+    names = [name for name in MEANINGS if name in recorded] + sorted(recorded.keys() - MEANINGS.keys())
+    return table(("measurement", "", "meaning"), [(name, recorded[name], MEANINGS.get(name, "")) for name in names])
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else f"`{value}`"

@@ -1,0 +1,144 @@
+"""Generation with a T5: what it puts into the gaps of a text."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from t5train.release.inference.model_folder import ModelFolder, chosen_device, quiet_transformers
+from t5train.release.inference.span_filling import filled, is_as_trained, sentinels_in, spans_of, text_of
+
+_LEAST_NEW_TOKENS, _TOKENS_A_SPAN = 64, 16
+
+
+class GenerationSpec(NamedTuple):
+    """How to generate: greedily, with beams, or by sampling.
+
+    ``temperature`` and ``top_p`` count only with ``sample``. ``seed`` makes sampling reproducible: it is set before
+    each text.
+    """
+
+    max_new_tokens: int | None = None
+    """At most so many tokens; 16 for each sentinel, and at least 64, if left out."""
+    num_beams: int = 1
+    sample: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+_USUAL = GenerationSpec()
+
+
+class Generated(NamedTuple):
+    """What a model generated for a text.
+
+    ``spans`` has the text for each sentinel of ``text``; None if the model generated none. ``filled`` is the text with
+    the spans put in, or the generated text if there were no sentinels. ``generated`` is all that was generated, with
+    sentinels. ``remarks`` are sentences about the text that explain a poor result.
+    """
+
+    text: str
+    spans: dict[str, str | None]
+    filled: str
+    generated: str
+    input_tokens: int
+    new_tokens: int
+    remarks: tuple[str, ...]
+
+
+def generate(
+    path: Path, texts: Iterable[str], spec: GenerationSpec = _USUAL, device: str | None = None
+) -> Iterator[Generated]:
+    """Load a T5, and yield for each text what the model puts into its gaps ``<extra_id_0>``, ``<extra_id_1>``, ...
+
+    The result equals that of ``generate()`` of transformers for each text alone, in fp32.
+
+    Args:
+        path: Folder with config.json, safetensors and a vocabulary: an export of this project, or any other T5.
+        texts: The texts. One is taken, and its result yielded, at a time.
+        spec: How to generate.
+        device: Device to use, such as ``cuda:1`` or ``cpu``; this machine's accelerator, if it has one, if left out.
+
+    Returns:
+        An iterator over the results, in the order of the texts.
+
+    Raises:
+        InputError: The folder is missing or incomplete, its weights are pickled, or the device is not available.
+        SpecError: The model is not a T5.
+
+    """
+    folder = ModelFolder.open(path)
+    return _generated(folder, texts, spec, chosen_device(device))
+
+
+def _generated(folder: ModelFolder, texts: Iterable[str], spec: GenerationSpec, device: str) -> Iterator[Generated]:
+    tokenizer, model = folder.load_tokenizer(), folder.load(device)
+    for text in texts:
+        yield _generate_one(folder, tokenizer, model, text, spec)
+
+
+def _generate_one(folder: ModelFolder, tokenizer: Any, model: Any, text: str, spec: GenerationSpec) -> Generated:
+    import torch
+
+    sentinels = sentinels_in(text)
+    with quiet_transformers():
+        inputs = tokenizer(text, return_tensors="pt").to(model.device)
+        with _seeded(spec, model.device), torch.inference_mode():
+            output = model.generate(**inputs, **_options(spec, len(sentinels)))[0].tolist()
+    # The model's vocabulary is padded: it may generate ids that stand for nothing.
+    pieces = [piece for piece in tokenizer.convert_ids_to_tokens(output) if piece is not None]
+    spans = spans_of(pieces, sentinels)
+    plain = tokenizer.decode(output, skip_special_tokens=True)
+    input_tokens = int(inputs["input_ids"].shape[1])
+    return Generated(
+        text=text,
+        spans={each: text_of(spans[each], tokenizer) if each in spans else None for each in sentinels},
+        filled=filled(text, spans, tokenizer) if sentinels else plain,
+        generated=text_of([piece for piece in pieces if piece not in ("<pad>", "</s>")], tokenizer),
+        input_tokens=input_tokens,
+        new_tokens=len(output) - 1,  # without the token that starts the decoder
+        remarks=tuple(_remarks(folder, sentinels, input_tokens)),
+    )
+
+
+def _options(spec: GenerationSpec, num_spans: int) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "max_new_tokens": spec.max_new_tokens or max(_LEAST_NEW_TOKENS, _TOKENS_A_SPAN * num_spans),
+        "num_beams": spec.num_beams,
+        "do_sample": spec.sample,
+    }
+    return options | ({"temperature": spec.temperature, "top_p": spec.top_p, "top_k": 0} if spec.sample else {})
+
+
+@contextmanager
+def _seeded(spec: GenerationSpec, device: Any) -> Iterator[None]:
+    """Seed torch within the block if tokens are sampled, and restore its generators afterwards."""
+    import torch
+
+    if not spec.sample:
+        yield
+        return
+    devices = [] if device.type == "cpu" else [device.index or 0]
+    kind = {} if device.type == "cpu" else {"device_type": device.type}
+    with torch.random.fork_rng(devices=devices, **kind):
+        torch.manual_seed(spec.seed)
+        yield
+
+
+def _remarks(folder: ModelFolder, sentinels: list[str], input_tokens: int) -> Iterator[str]:
+    if not sentinels:
+        yield (
+            "the text has no <extra_id_0>: a pre-trained T5 fills in gaps that are marked by <extra_id_0>, "
+            "<extra_id_1>, ..., and what it generates without one means little"
+        )
+    elif not is_as_trained(sentinels):
+        yield (
+            f"the text has the sentinels {', '.join(sentinels)}, but the model was trained with <extra_id_0>, "
+            "<extra_id_1>, ... in this order. Number them so"
+        )
+    if input_tokens > folder.trained_tokens:
+        yield (
+            f"the text has {input_tokens} tokens, but the model was trained with at most {folder.trained_tokens}: the "
+            "result may be poor. Shorten the text"
+        )

@@ -1,0 +1,123 @@
+"""The folder of a T5 on this machine: checked without torch, then loaded with plain ``transformers``."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from t5train.data.tokenizer import SPIECE, TOKENIZER_JSON
+from t5train.errors import InputError
+from t5train.files.run_folder import EXPORT
+from t5train.model.starting_model import CONFIG, HuggingFaceFolder, require_family
+from t5train.release.inference.vocabulary import Vocabulary
+from t5train.release.model_card import README, recorded_settings
+
+PATH = "PATH"
+_TRAINED_TOKENS = 512  # T5's own input length, where a folder does not say otherwise
+
+
+class ModelFolder(NamedTuple):
+    """A complete model. ``settings`` are those of the run that trained it; empty if this project did not train it."""
+
+    path: Path
+    config: dict[str, Any]
+    settings: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Check that a folder holds a T5 with its vocabulary, without loading the weights.
+
+        Raises InputError if the folder is missing, incomplete or damaged, or if its weights are pickled, and SpecError
+        if the model is not a T5.
+        """
+        if not (path / CONFIG).is_file() and (path / EXPORT / CONFIG).is_file():
+            raise InputError(f"{PATH} is {path}, the folder of a run. Set {PATH} to its model: {path / EXPORT}")
+        folder = HuggingFaceFolder.open(path, PATH)
+        require_family(folder.config, path / CONFIG, PATH)
+        if not any((path / name).is_file() for name in (SPIECE, TOKENIZER_JSON)):
+            raise InputError(
+                f"{path} has neither {SPIECE} nor {TOKENIZER_JSON}. Copy the vocabulary that the model was published "
+                "with into that folder"
+            )
+        return cls(path, folder.config, _recorded(path / README))
+
+    @property
+    def trained_tokens(self) -> int:
+        """The number of input tokens that the model was trained with, as far as the folder says."""
+        recorded = self.settings.get("objective", {}).get("input_tokens")
+        return int(recorded or self.config.get("n_positions") or _TRAINED_TOKENS)
+
+    def vocabulary(self) -> Vocabulary:
+        """Open the vocabulary. Raises InputError if it is damaged, not a T5's, or larger than the model's."""
+        found, ids = Vocabulary.of(self.path), self.config.get("vocab_size")
+        if not isinstance(ids, int) or found.size > ids:
+            raise InputError(
+                f"{self.path} has a vocabulary of {found.size} ids, but {CONFIG} says that the model has {ids}. Copy "
+                "the vocabulary that the model was published with into that folder"
+            )
+        return found
+
+    def load(self, device: str) -> Any:
+        """Return the model in fp32 on a device, ready for inference. Raises InputError if its weights do not fit."""
+        from transformers import AutoModelForSeq2SeqLM
+
+        with quiet_transformers():
+            model, loading = AutoModelForSeq2SeqLM.from_pretrained(
+                self.path, dtype="float32", use_safetensors=True, local_files_only=True, output_loading_info=True
+            )
+        wrong = {kind: sorted(map(str, loading[kind])) for kind in ("missing_keys", "mismatched_keys") if loading[kind]}
+        for kind, names in wrong.items():
+            raise InputError(
+                f"{self.path} is not a complete model: {kind.replace('_', ' ')} {', '.join(names[:3])}. Copy the "
+                "model again from where you got it"
+            )
+        return model.eval().to(device)
+
+    def load_tokenizer(self) -> Any:
+        """Return the tokenizer that ``AutoTokenizer`` makes of the folder. Code in the folder is never run."""
+        from transformers import AutoTokenizer
+
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+
+
+def chosen_device(device: str | None) -> str:
+    """Return the given device, or this machine's accelerator, or ``cpu``. Raises InputError if it is not available."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    available = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
+    if device is None:
+        return available[0]
+    kind, _, number = device.partition(":")
+    count = torch.accelerator.device_count() if kind != "cpu" and kind in available else 1
+    if kind not in available or (number and (not number.isdecimal() or int(number) >= count)):
+        raise InputError(f"device is {device!r}, but this machine has {' and '.join(available)}. Choose one of them")
+    return device
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' progress bars and remarks, and restore its settings.
+
+    One of these remarks is made of every T5 v1.1: that its output layer is not tied, which is correct. What would be
+    wrong with a model is found by other means.
+    """
+    from transformers.utils import logging
+
+    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+def _recorded(card: Path) -> dict[str, Any]:
+    try:
+        return recorded_settings(card.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return {}

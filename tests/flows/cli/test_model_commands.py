@@ -1,0 +1,128 @@
+"""``generate`` and ``evaluate`` on the command line."""
+
+import io
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from t5train.release.export import export
+from tests.support.synthetic_models import make_trained
+
+T5Pretrain = Callable[..., int]
+TEXT = "The <extra_id_0> of a list"
+SHORT = ("--json", "--max-new-tokens", "8", "--device", "cpu")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(export(*make_trained(tmp_path / "made"), tmp_path / "model").path)
+
+
+def test_generate_prints_each_span_and_the_text_with_the_spans_put_in(
+    t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    assert t5_pretrain("generate", model, TEXT, "Two <extra_id_0>", "--max-new-tokens", "4", "--device", "cpu") == 0
+    output = capsys.readouterr()
+    first, second = output.out.split("\n\n")
+    assert first.startswith("<extra_id_0>: ")
+    assert len(first.splitlines()) == 2
+    assert second.splitlines()[1].startswith("Two")
+    assert output.err == ""
+
+
+def test_generate_reads_lines_from_standard_input_and_prints_json_lines(
+    t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{TEXT}\n\nno gap\n"))
+    assert t5_pretrain("generate", model, "-", "--json", "--max-new-tokens", "2", "--device", "cpu") == 0
+    output = capsys.readouterr()
+    found = [json.loads(line) for line in output.out.splitlines()]
+    assert [each["text"] for each in found] == [TEXT, "no gap"]
+    assert [list(each["spans"]) for each in found] == [["<extra_id_0>"], []]
+    assert all(each["new_tokens"] <= 2 for each in found)
+    assert output.err.count("\n") == 1
+    assert output.err.startswith("text 2: the text has no <extra_id_0>")
+
+
+@pytest.mark.parametrize("option", ["--temperature=2.5", "--top-p=0.9", "--sample"])
+def test_each_option_of_sampling_samples_and_is_reproducible(
+    t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str], model: str, option: str
+) -> None:
+    outputs = []
+    for seed in ("1", "1", "2"):
+        assert t5_pretrain("generate", model, TEXT, option, "--seed", seed, *SHORT) == 0
+        outputs.append(json.loads(capsys.readouterr().out)["generated"])
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_evaluate_prints_loss_baseline_and_accuracy(
+    t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
+) -> None:
+    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 40)
+    arguments = ("evaluate", model, "--corpus", str(tmp_path / "text.txt"), "--device", "cpu")
+    assert t5_pretrain(*arguments) == 0
+    said = capsys.readouterr().out
+    assert "nats per masked token (perplexity " in said
+    assert "for token frequencies of the rest of the text" in said
+    assert "of masked tokens, " in said
+    assert "predicts no better than token frequencies" in said
+    assert t5_pretrain(*arguments, "--json", "--split", "train", "--seed", "3", "--max-sequences", "2") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["split"], found["seed"], found["sequences"], found["device"]) == ("train", 3, 2, "cpu")
+    assert found["loss"] > found["unigram_loss"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate", "nowhere", TEXT), "PATH is nowhere, but this machine has no such folder"),
+        (("evaluate", "nowhere", "--corpus", "x.txt"), "PATH is nowhere, but this machine has no such folder"),
+        (("evaluate", "MODEL", "--corpus", "nowhere.txt"), "'nowhere.txt'"),
+        (("evaluate", "MODEL", "--corpus", "short.txt"), "Give more text, or set a lower --input-tokens"),
+        (("evaluate", "MODEL", "--corpus", "short.txt", "--noise-density", "2"), "noise_density is 2.0"),
+        (("generate", "MODEL", TEXT, "--device", "tpu"), "device is 'tpu', but this machine has"),
+    ],
+)
+def test_an_error_prints_one_line(
+    t5_pretrain: T5Pretrain,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    model: str,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    (tmp_path / "short.txt").write_text("short\n")
+    assert t5_pretrain(*(model if each == "MODEL" else each for each in arguments)) == 1
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.err.count("\n") == 1
+    assert output.out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "x"),
+        ("generate", "x", TEXT, "--num-beams", "0"),
+        ("generate", "x", TEXT, "--top-p", "1.5"),
+        ("evaluate", "x"),
+        ("evaluate", "x", "--corpus", "y", "--split", "tests"),
+        ("evaluate", "x", "--corpus", "y", "--max-sequences", "0"),
+    ],
+)
+def test_wrong_usage_exits_with_2(t5_pretrain: T5Pretrain, arguments: tuple[str, ...]) -> None:
+    assert t5_pretrain(*arguments) == 2
+
+
+def test_a_missing_folder_is_named_without_importing_torch(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = sys.modules['prefect'] = None\n"
+        "from flows.cli.__main__ import main\nmain()"
+    )
+    for arguments in (("generate", "nowhere", "x"), ("evaluate", "nowhere", "--corpus", "x")):
+        assert "has no such folder" in run_python(program, *arguments).stderr

@@ -1,0 +1,100 @@
+"""Which folders are accepted, and what is said of others."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from t5train.errors import InputError, T5TrainError
+from t5train.release.inference.model_folder import ModelFolder, chosen_device
+
+MakeModel = Callable[..., Path]
+
+
+def _change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _without_vocabulary(folder: Path) -> None:
+    for name in ("spiece.model", "tokenizer.json"):
+        (folder / name).unlink()
+
+
+def _of_a_run(folder: Path) -> None:
+    shutil.copytree(folder, folder.parent / "run-folder/export")
+    shutil.rmtree(folder)
+    (folder.parent / "run-folder").rename(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shutil.rmtree, r"^PATH is .*, but this machine has no such folder. Correct the path"),
+        (lambda folder: (folder / "config.json").unlink(), r"does not exist. Set PATH to the folder of a complete"),
+        (lambda folder: _change_config(folder, model_type="bart"), "PATH: model_type is 'bart' in .*Choose a model of"),
+        (
+            _pickled,
+            r"pytorch_model\.bin, which can run code .* save_pretrained to another folder, and set PATH to that",
+        ),
+        (lambda folder: (folder / "model.safetensors").unlink(), r"neither model.safetensors nor .*Set PATH to the"),
+        (_without_vocabulary, r"has neither spiece\.model nor tokenizer\.json. Copy the vocabulary"),
+        (_of_a_run, r"the folder of a run. Set PATH to its model: .*/export$"),
+    ],
+)
+def test_an_unusable_folder_is_refused_before_it_is_loaded(
+    make_model: MakeModel, damage: Callable[[Path], Any], message: str
+) -> None:
+    folder = make_model()
+    damage(folder)
+    with pytest.raises(T5TrainError, match=message):
+        ModelFolder.open(folder)
+
+
+def test_missing_tensors_are_an_error_and_not_initialised_at_random(make_model: MakeModel) -> None:
+    folder = make_model()
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["encoder.final_layer_norm.weight"]
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"missing keys encoder\.final_layer_norm\.weight. Copy the model again"):
+        ModelFolder.open(folder).load("cpu")
+
+
+def test_an_export_says_how_it_was_trained_and_others_are_taken_for_t5(
+    make_model: MakeModel, make_published: MakeModel
+) -> None:
+    theirs = make_published()
+    assert ModelFolder.open(theirs).settings == {}
+    assert ModelFolder.open(theirs).trained_tokens == 512
+    ours = theirs.parent / "model"
+    assert ModelFolder.open(ours).settings["optimizer"]["seed"] == 5
+    assert ModelFolder.open(ours).trained_tokens == 32
+    (ours / "README.md").write_text("---\nlicense: mit\n---\n\n## Settings\n\n```json\n{}\n```\n")
+    assert ModelFolder.open(ours).settings == {}
+
+
+def test_a_vocabulary_with_more_ids_than_the_model_is_refused(make_model: MakeModel) -> None:
+    folder = make_model()
+    _change_config(folder, vocab_size=128)
+    with pytest.raises(InputError, match=r"has a vocabulary of 400 ids, but config\.json says that the model has 128"):
+        ModelFolder.open(folder).vocabulary()
+
+
+@pytest.mark.parametrize("device", ["tpu", "cpu:1", "cpu:x"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(InputError, match=rf"device is '{device}', but this machine has .*cpu. Choose one of them"):
+        chosen_device(device)
+
+
+def test_the_cpu_can_always_be_chosen() -> None:
+    assert chosen_device("cpu") == "cpu"
+    assert chosen_device(None)
