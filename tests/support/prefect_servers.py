@@ -52,7 +52,7 @@ def running(home: Path, current: Path) -> Iterator[str]:
         yield api_url
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     assert not answers(api_url)
 
 

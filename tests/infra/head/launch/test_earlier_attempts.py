@@ -90,9 +90,8 @@ def test_an_earlier_attempt_is_ended_its_logs_collected_without_secrets_and_its_
     rank = start("-c", "import time; time.sleep(600)", T5_RUN_ID=this.run_id)
     launcher = start("-c", "import time; time.sleep(600)", T5_RUN_ID=f"{this.run_id}-head")
     earlier_attempts.end_earlier(tmp_path / "run", local_hosts, lambda: None)
-    assert (
-        rank.wait(20) == launcher.wait(20) == -9
-    )  # also for the launcher: on SIGTERM it would end processes of others
+    # By SIGKILL, the launcher too: on SIGTERM it would end processes of others.
+    assert rank.wait(20) == launcher.wait(20) == -9
     text = {name: (this.folder / name).read_text() for name in ("rank-00000.log", "rank-00001.log", "launcher.log")}
     assert text["rank-00000.log"].startswith("before [")
     assert "s3cret" not in text["rank-00000.log"]
