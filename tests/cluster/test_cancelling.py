@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from infra.node.node_folders import node_path
 from infra.testcluster.host_files import HOSTFILE
+from t5train.rank import heartbeat
 from tests.support.cluster_runs import ENVIRONMENT, SETTINGS, ClusterRunner, last_step
 
 pytestmark = pytest.mark.cluster
@@ -18,6 +20,8 @@ pytestmark = pytest.mark.cluster
 URL = "http://127.0.0.1:4200/api"
 NAME = "cancelled"
 SECONDS = 180.0  # ample, in case the machine is busy
+CANCEL_SECONDS, SAVED_SECONDS = 30.0, 5.0
+"""How long after a run was cancelled its processes may run on nodes, and how long after a save that takes longer."""
 LONG = {"optimizer.num_steps": 1_000_000, "storage.checkpoint_every_steps": 1_000_000}
 ON_TWO_HOSTS = {"cluster.hostfile": HOSTFILE, "cluster.num_nodes": 2, "storage.validate_every_steps": 1_000_000}
 API_CLIENT = """
@@ -92,6 +96,25 @@ def prefect(runner: ClusterRunner) -> Iterator[Prefect]:
         prefect.end()
 
 
+def await_end_on_nodes(runner: ClusterRunner) -> None:
+    """Wait until no process is left on any node. Raises AssertionError if that takes longer than promised."""
+    cancelled_at = time.monotonic()
+    deadline = cancelled_at + CANCEL_SECONDS
+    while left := [found for found in runner.processes() if found[0] != "head"]:
+        now = time.monotonic()
+        if is_saving(runner):
+            deadline = max(deadline, now + SAVED_SECONDS)
+        assert now < deadline, f"{now - cancelled_at:.1f} s after the run was cancelled, these are left: {left}"
+        time.sleep(0.1)
+
+
+def is_saving(runner: ClusterRunner) -> bool:
+    """Whether a rank is saving a checkpoint."""
+    disks = (runner.cluster.disk(node, f"{node_path()}/attempts") for node in runner.cluster.nodes)
+    beats = (heartbeat.read(path) for disk in disks for path in disk.glob("*/rank-*.beat"))
+    return any(beat is not None and beat.phase == "save" for beat in beats)
+
+
 def test_a_run_that_is_cancelled_or_whose_worker_stops_saves_ends_everywhere_and_resumes(
     prefect: Prefect, runner: ClusterRunner
 ) -> None:
@@ -99,8 +122,8 @@ def test_a_run_that_is_cancelled_or_whose_worker_stops_saves_ends_everywhere_and
     first = prefect.run()
     prefect.await_step(folder, 20)
     prefect.cancel(first)
+    await_end_on_nodes(runner)
     prefect.await_state(first, "CANCELLED")
-    assert not [host for host, _ in runner.processes() if host != "head"]
     saved = last_step(folder)
     assert (folder / "checkpoints" / f"step-{saved:08d}").is_dir()
     prefect.run()
@@ -108,5 +131,5 @@ def test_a_run_that_is_cancelled_or_whose_worker_stops_saves_ends_everywhere_and
     second = json.loads((folder / "attempts" / "0002" / "spec.json").read_text("utf-8"))
     assert second["resume_tag"] == f"step-{saved:08d}"
     prefect.end()
-    assert not runner.processes()
+    assert not runner.left()
     assert (folder / "checkpoints" / f"step-{last_step(folder):08d}").is_dir()
