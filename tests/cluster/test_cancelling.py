@@ -14,12 +14,13 @@ from infra.node.node_folders import node_path
 from infra.testcluster.host_files import HOSTFILE
 from t5train.rank import heartbeat
 from tests.support.cluster_runs import ENVIRONMENT, SETTINGS, ClusterRunner, last_step
+from tests.support.prefect_servers import PROGRAM
 
 pytestmark = pytest.mark.cluster
 
 URL = "http://127.0.0.1:4200/api"
 NAME = "cancelled"
-SECONDS = 180.0  # ample, in case the machine is busy
+SECONDS = 400.0  # ample, in case the machine is busy
 CANCEL_SECONDS, SAVED_SECONDS = 30.0, 5.0
 """How long after a run was cancelled its processes may run on nodes, and how long after a save that takes longer."""
 LONG = {"optimizer.num_steps": 1_000_000, "storage.checkpoint_every_steps": 1_000_000}
@@ -31,7 +32,7 @@ key = base64.b64encode(pathlib.Path(key_file).read_bytes().strip()).decode()
 headers = {"content-type": "application/json", "Authorization": f"Basic {key}"}
 def ask(path, body=None, method="GET"):
     request = urllib.request.Request(f"{api_url}/{path}", body, headers, method=method)
-    return urllib.request.urlopen(request, timeout=30).read().decode()
+    return urllib.request.urlopen(request, timeout=120).read().decode()
 token = json.loads(ask("csrf-token?client=test"))["token"]
 headers |= {"Prefect-Csrf-Token": token, "Prefect-Csrf-Client": "test"}
 print(ask(path, body.encode() or None, method))
@@ -45,8 +46,10 @@ class Prefect:
         """Start the server and the worker."""
         self._runner, self._log = runner, runner.root / "up.log"
         with open(self._log, "wb") as output:
-            argv = ["t5-pretrain", "up", "--root", str(runner.root)]
+            argv = ["python", "-c", PROGRAM, "up", "--root", str(runner.root)]
             self._process = runner.cluster.start("head", argv, output.fileno(), ENVIRONMENT)
+
+    def await_start(self) -> None:
         self._await(lambda: "To start a run, type" in self._log.read_text("utf-8"))
 
     def end(self) -> None:
@@ -76,7 +79,7 @@ class Prefect:
         """Return the API's answer to a GET, or to a POST if there is a ``body``."""
         argv = ["python", "-c", API_CLIENT, URL, str(self._runner.root / "prefect/api-key"), path]
         argv += ["GET", ""] if body is None else ["POST", json.dumps(body)]
-        answer = self._runner.cluster.exec("head", argv, timeout=60)
+        answer = self._runner.cluster.exec("head", argv, timeout=300)
         assert answer.returncode == 0, answer.stderr
         return json.loads(answer.stdout)
 
@@ -91,6 +94,7 @@ class Prefect:
 def prefect(runner: ClusterRunner) -> Iterator[Prefect]:
     prefect = Prefect(runner)
     try:
+        prefect.await_start()
         yield prefect
     finally:
         prefect.end()

@@ -206,9 +206,7 @@ def up() -> Up:
 
     @contextmanager
     def up(root: Path, port: int, *options: str, **more: str) -> Iterator[subprocess.Popen[str]]:
-        program = "from flows.cli import __main__; from flows.server import prefect_server; "
-        program += "prefect_server.START_SECONDS = 300; __main__.main()"
-        command = [sys.executable, "-c", program, "up"]
+        command = [sys.executable, "-c", prefect_servers.PROGRAM, "up"]
         command += ["--root", str(root), "--port", str(port), *options]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         environment |= {"PREFECT_HOME": str(root / "user")} | more

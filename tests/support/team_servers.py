@@ -25,14 +25,6 @@ from tests.support import prefect_servers
 
 UNITS = Path(__file__).parents[2] / "deployments" / "systemd"
 BIN = str(Path(sys.executable).parent)
-# The program ``t5-pretrain``, which gives the server ample time to start, for machines that do other work too.
-PROGRAM = """
-from flows.cli import __main__
-from flows.server import prefect_server
-
-prefect_server.START_SECONDS = 300
-__main__.main()
-"""
 HIDDEN = "p@ss/word-of-the-database"
 
 
@@ -98,7 +90,7 @@ class Team:
     def command(self) -> list[str]:
         replaced = {"/var/lib/t5-pretrain-server": str(self.root), "4200": str(self.port)}
         _, *arguments = exec_start("server", **replaced)
-        return [sys.executable, "-c", PROGRAM, *arguments]
+        return [sys.executable, "-c", prefect_servers.PROGRAM, *arguments]
 
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[str]]:
