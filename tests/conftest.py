@@ -197,7 +197,7 @@ def _await_bucket(store: ObjectStore, server: subprocess.Popen[bytes], log: Path
         config_kwargs={"retries": {"max_attempts": 0}},
         skip_instance_cache=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not client.exists(store.url):
         alive = server.poll() is None and time.monotonic() < deadline
         assert alive, f"no object store: {log.read_text('utf-8', 'replace')[-2000:]}"

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from infra.testcluster import Cluster
-from infra.testcluster.host import Process
 from infra.testcluster.host_files import HOME, HOSTFILE
 from t5train.files.run_folder import WITNESS_FOLDER
 from tests.acceptance.fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
@@ -82,7 +81,7 @@ def inject(runner: ClusterRunner, fault: Fault, run_name: str | None = None) -> 
             at = time.monotonic()
             fault.strike(runner, run)
         ended, ranks_gone_at = _follow(runner, fault, run, run_name)
-        left = _await_nothing_left(runner, others)
+        left = runner.left(others, ALLOWED_SECONDS)
         runner.cluster.set_rate("node0", None)
     message = ended.message.replace(str(runner.root), "{root}")
     return Outcome(fault, ranks_gone_at - at, ended.at - at, ended.exit_code, message, left)
@@ -134,14 +133,6 @@ def await_no_ranks(runner: ClusterRunner) -> None:
     while any(pids(runner, host, RANK) for host in runner.cluster.nodes):
         assert time.monotonic() < deadline, f"ranks are still running: {runner.processes()}"
         time.sleep(0.1)
-
-
-def _await_nothing_left(runner: ClusterRunner, others: list[tuple[str, Process]]) -> list[str]:
-    """Wait for the run's processes to end. Return those that still run on any host after ALLOWED_SECONDS."""
-    deadline = time.monotonic() + ALLOWED_SECONDS
-    while (left := [one for one in runner.processes() if one not in others]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return [f"{host}: {' '.join(process.argv)}" for host, process in left]
 
 
 def main() -> None:

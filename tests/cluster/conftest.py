@@ -59,10 +59,10 @@ def train(runner: ClusterRunner) -> Callable[[str, str, list[str]], Any]:
 
     def train(command: str, name: str, options: list[str]) -> Any:
         started = runner.start(command, name, options)
-        ended = started.wait(240)
+        ended = started.wait(400)
         assert ended.exit_code == 0, ended.output[-4000:]
         assert "FutureWarning" not in ended.output  # users cannot act on it
-        assert not runner.processes()
+        assert not runner.left()
         return weights(started.run_folder)
 
     return train

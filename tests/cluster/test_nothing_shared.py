@@ -59,7 +59,7 @@ class UnsharedRun:
     def train(self, options: list[str] = HOSTS) -> Ended:
         """Start the run on the head, and wait for it to end."""
         ended = self.start("train", options).wait(SECONDS)
-        assert not self.runner.processes()
+        assert not self.runner.left()
         return ended
 
     def folder_on(self, host: str) -> Path:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cluster
 
 def test_a_run_whose_worker_and_server_are_killed_is_resumed_and_published_bit_equal(tmp_path: Path) -> None:
     faults = [fault for fault in FAULTS if fault.name in {"the worker is killed", "the server is killed"}]
-    with Site.up(tmp_path, **{"optimizer.num_steps": 60, "storage.validate_every_steps": 60}) as site:
+    with Site.up(tmp_path, **{"optimizer.num_steps": 150, "storage.validate_every_steps": 150}) as site:
         outcomes = play_round(site, 1, faults, undisturbed_weights(site))
     assert len(outcomes) == len(faults)
     assert [each for each in outcomes if not each.passed] == []

@@ -80,7 +80,7 @@ def test_every_fault_is_reported_in_one_preflight(cluster: Cluster, preflight: P
     found = rows(result)
     assert result.returncode == 1
     assert f"node1: {small} has 1.3 GB free, but the checkpoints and token shards that go there need " in result.stdout
-    assert time.monotonic() - started_at < 30
+    assert time.monotonic() - started_at < 90
     assert found["reachable"][1].startswith("nowhere: its name does not resolve")
     assert found["machines"][1].startswith(f"node0, {cluster.address('node0')}: these names refer to the same machine")
     assert found["root"][0] == "note"

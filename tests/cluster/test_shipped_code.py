@@ -111,7 +111,7 @@ def test_hosts_without_the_heads_code_are_refused_and_ship_code_is_suggested(run
 def test_hosts_train_with_the_shipped_code(runner: ClusterRunner) -> None:
     ended = start(runner, "shipped", "--ship-code").wait(SECONDS)
     assert ended.exit_code == 0, ended.output[-4000:]
-    assert not runner.processes()
+    assert not runner.left()
     assert [each.code for each in attempts(runner, "shipped")] == [own_bundle().digest]
     assert (runner.cluster.disk("node0", SHIPPED_CODE) / "t5train/train/__pycache__").is_dir()
 
@@ -127,7 +127,7 @@ def test_a_restarted_head_continues_the_run_with_the_shipped_code(runner: Cluste
     until(lambda: metrics.exists() and metrics.stat().st_size > known_size)  # it collects the ranks' metrics
     assert signal_head(runner, second, signal.SIGTERM) == 128 + signal.SIGTERM
     assert "and saved it" in second.log.read_text("utf-8")
-    assert not runner.processes()
+    assert not runner.left()
     assert [each.code for each in attempts(runner, "attached")] == [own_bundle().digest]
 
 

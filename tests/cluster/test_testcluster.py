@@ -19,7 +19,9 @@ from t5train.errors import TestClusterError
 pytestmark = pytest.mark.cluster
 
 RunOn = Callable[..., str]
-SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=1"]
+SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+IMPATIENT_SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=1"]
+"""For hosts that cannot be reached."""
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -96,7 +98,7 @@ def test_sshd_stops_and_starts(cluster: Cluster, run_on: RunOn) -> None:
 
 def test_a_link_that_is_down_carries_no_traffic(cluster: Cluster, run_on: RunOn) -> None:
     cluster.set_link("node1", "down")
-    assert "timed out" in cluster.exec("head", [*SSH, "node1", "true"]).stderr
+    assert "timed out" in cluster.exec("head", [*IMPATIENT_SSH, "node1", "true"]).stderr
     run_on("head", *SSH, "node0", "true")
     cluster.set_link("node1", "up")
     run_on("head", *SSH, "node1", "true")
@@ -105,13 +107,14 @@ def test_a_link_that_is_down_carries_no_traffic(cluster: Cluster, run_on: RunOn)
 def test_a_rate_limited_link_slows_transfers(cluster: Cluster, run_on: RunOn) -> None:
     def seconds() -> float:
         start = time.monotonic()
-        run_on("head", *SSH, "node1", "head", "--bytes=3000000", "/dev/zero")
+        run_on("head", *SSH, "node1", "head", "--bytes=10000000", "/dev/zero")
         return time.monotonic() - start
 
     cluster.set_rate("node1", "10mbit")
-    assert seconds() > 1.5
+    limited = seconds()
     cluster.set_rate("node1", None)
-    assert seconds() < 1.5
+    assert limited > 6  # of 8; both times include the start of ssh
+    assert seconds() < limited / 2
 
 
 def test_only_a_hosts_own_processes_are_shown(cluster: Cluster) -> None:
@@ -119,7 +122,7 @@ def test_only_a_hosts_own_processes_are_shown(cluster: Cluster) -> None:
     (found,) = _wait_for(lambda: [p for p in cluster.processes("node0") if p.argv == ("sleep", "1234.5")])
     assert ("sleep", "1234.5") not in [process.argv for process in cluster.processes("node1")]
     os.kill(found.pid, 9)
-    assert sleeper.wait(timeout=10) != 0
+    assert sleeper.wait(timeout=60) != 0
 
 
 def test_a_power_cut_leaves_connections_open_and_the_disk_intact(cluster: Cluster, run_on: RunOn) -> None:
@@ -135,7 +138,7 @@ def test_a_power_cut_leaves_connections_open_and_the_disk_intact(cluster: Cluste
     assert session.poll() is None
     (client,) = (process for process in cluster.processes("head") if process.argv[0] == "ssh")
     os.kill(client.pid, 9)
-    session.wait(timeout=10)
+    session.wait(timeout=60)
     cluster.boot("node1")
     run_on("head", *SSH, "node1", "test", "-e", f"{HOME}/kept")
     assert run_on("node1", "cat", BOOT_ID) != before
@@ -202,7 +205,7 @@ def test_the_command_line_creates_inspects_uses_and_removes_a_cluster() -> None:
 
 
 def _wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (found := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -46,7 +46,7 @@ def waits():
 waits()
 """
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-SECONDS = 60.0  # ample: a page takes one or two
+SECONDS = 180.0  # ample: a page takes one or two
 CLICK = """
 (text) => {
     const leaves = [...document.querySelectorAll("*")].filter(each => !each.children.length)
@@ -55,6 +55,19 @@ CLICK = """
     return Boolean(found)
 }
 """
+FIRST_SCREEN = """
+(text) => {
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT)
+    while (walker.nextNode()) {
+        const range = document.createRange()
+        range.selectNode(walker.currentNode)
+        const {bottom, height} = range.getBoundingClientRect()
+        if (height && bottom < window.innerHeight && walker.currentNode.textContent.match(text)) return true
+    }
+    return false
+}
+"""
+"""Whether a text that matches a regular expression is visible without scrolling."""
 
 
 class Page:
@@ -85,6 +98,11 @@ class Page:
         """Return the visible text, once it contains all that is awaited."""
         conditions = [f"document.body.innerText.includes({json.dumps(each)})" for each in awaited]
         self.wait_until(" && ".join(conditions))
+        return str(self.value("document.body.innerText"))
+
+    def on_first_screen(self, pattern: str) -> str:
+        """Return the visible text, once a text that is visible without scrolling matches the regular expression."""
+        self.wait_until(f"({FIRST_SCREEN})({json.dumps(pattern)})")
         return str(self.value("document.body.innerText"))
 
     def value(self, script: str) -> Any:
@@ -188,9 +206,7 @@ def up() -> Up:
 
     @contextmanager
     def up(root: Path, port: int, *options: str, **more: str) -> Iterator[subprocess.Popen[str]]:
-        program = "from flows.cli import __main__; from flows.server import prefect_server; "
-        program += "prefect_server.START_SECONDS = 300; __main__.main()"
-        command = [sys.executable, "-c", program, "up"]
+        command = [sys.executable, "-c", prefect_servers.PROGRAM, "up"]
         command += ["--root", str(root), "--port", str(port), *options]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         environment |= {"PREFECT_HOME": str(root / "user")} | more

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,12 +22,13 @@ def test_a_worker_outlives_a_server_that_is_away_or_refuses_its_key_and_then_tak
     tmp_path: Path,
 ) -> None:
     team = Team(tmp_path, None)
-    with team.running():
-        team.call("deploy", "--root", str(tmp_path))
-        command = [sys.executable, "-P", "-m", "flows.workers.worker", "t5-pretrain", "t5@gpu1"]
-        worker = subprocess.Popen(command, env=team.client | QUICK, cwd="/", stderr=subprocess.PIPE, text=True)
-        await_that(lambda: team.ask("work_pools/t5-pretrain/workers/filter", {}) != [])
-    try:
+    with ExitStack() as stack:
+        with team.running():
+            team.call("deploy", "--root", str(tmp_path))
+            command = [sys.executable, "-P", "-m", "flows.workers.worker", "t5-pretrain", "t5@gpu1"]
+            worker = subprocess.Popen(command, env=team.client | QUICK, cwd="/", stderr=subprocess.PIPE, text=True)
+            stack.callback(worker.kill)
+            await_that(lambda: team.ask("work_pools/t5-pretrain/workers/filter", {}) != [])
         time.sleep(60)
         assert worker.poll() is None, "the server was away"
         key = team.home / "api-key"
@@ -45,9 +47,7 @@ def test_a_worker_outlives_a_server_that_is_away_or_refuses_its_key_and_then_tak
             await_that(lambda: all(team.run(run)["state_type"] == "FAILED" for run in runs))
             first, second = sorted(map(team.run, runs), key=lambda run: run["start_time"])
             assert first["end_time"] <= second["start_time"], "one at a time, although the queue allows two"
-    finally:
-        worker.kill()
-        _, said = worker.communicate()
+    _, said = worker.communicate()
     reported = re.findall("runs go on without it|serves this worker again", said)
     # Once each; again if the server was busy, or if it ended before the worker was killed.
     assert len(reported) >= 2

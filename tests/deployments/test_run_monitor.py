@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +243,8 @@ def test_a_run_whose_machine_died_continues_from_its_checkpoint_when_the_worker_
     team: Team, tmp_path: Path
 ) -> None:
     text = write_jsonl(tmp_path / "text.jsonl", 400)
-    settings = TINY | {"corpus.source": str(text)}
+    # So many steps that it still trains when it is killed, soon after its first checkpoint.
+    settings = TINY | {"optimizer.num_steps": 400, "storage.validate_every_steps": 400, "corpus.source": str(text)}
     parameters = {"recipe": "smoke", "root": str(tmp_path), "settings": settings, "run_name": "one"}
     run = team.start("SCHEDULED", parameters=parameters)
     with worker(team) as process:
@@ -254,7 +255,8 @@ def test_a_run_whose_machine_died_continues_from_its_checkpoint_when_the_worker_
         assert heartbeats == "30", "ten are missing before the automation marks a run as lost"
         children = processes.find(processes.child_of(process.pid))
         for pid in (process.pid, *children, flow):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended with the one before
+                os.kill(pid, signal.SIGKILL)
         process.wait()
     assert team.run(run)["state_type"] == "RUNNING"
     with worker(team) as process:

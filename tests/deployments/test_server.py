@@ -176,7 +176,7 @@ def test_a_cron_deployment_gets_a_scheduled_run(server: tuple[Path, str], ask: A
         "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
         "deployments": {"name": {"any_": ["nightly"]}},
     }
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not (runs := ask(home, f"{api_url}/flow_runs/filter", query)) and time.monotonic() < deadline:
         time.sleep(1)
     assert runs

@@ -22,6 +22,7 @@ import pytest
 
 from infra.node.attempts.attempt import Attempt, attempt_folder, read
 from infra.node.attempts.exit_record import Cause
+from infra.node.attempts.run_lock import holder
 from infra.node.attempts.shared_memory import SEGMENTS
 from infra.node.processes import find, in_run
 from t5train.data.corpus import build_corpus
@@ -196,10 +197,11 @@ def _pid(attempt: Attempt, name: str, role: str) -> int:
 
 def test_a_second_start_is_refused_while_the_first_is_running(tmp_path: Path) -> None:
     with _started(tmp_path, {}) as flow:
-        while not (tmp_path / "runs" / RUN / "lock").exists():
+        deadline = time.monotonic() + 120
+        while str(flow.pid) not in (holder(tmp_path / "runs" / RUN) or ""):
             assert flow.poll() is None
+            assert time.monotonic() < deadline
             time.sleep(0.1)
-        time.sleep(1)
         again = subprocess.run(
             _command(tmp_path, {}), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
         )

@@ -31,6 +31,7 @@ SETTINGS: dict[str, Any] = {
 }
 # The number of threads fixes the order of summation within a rank. The default is the number of the host's cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+LEFT_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 
 
@@ -116,6 +117,16 @@ class ClusterRunner:
         """Processes on all hosts, except sshd, which keeps its end of a connection that was cut."""
         processes = ((host, process) for host in self.cluster.hosts for process in self.cluster.processes(host))
         return [found for found in processes if not found[1].argv[0].startswith("sshd:")]
+
+    def left(self, others: Sequence[tuple[str, Process]] = (), seconds: float = LEFT_SECONDS) -> list[str]:
+        """Processes, except ``others``, that are still running on any host after some seconds; returns early if none.
+
+        A program on a host can outlive the ssh client that started it for a moment.
+        """
+        deadline = time.monotonic() + seconds
+        while (left := [one for one in self.processes() if one not in others]) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return [f"{host}: {' '.join(process.argv)}" for host, process in left]
 
 
 def prepare(root: Path) -> None:

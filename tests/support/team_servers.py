@@ -88,7 +88,9 @@ class Team:
 
     @property
     def command(self) -> list[str]:
-        return exec_start("server", **{"/var/lib/t5-pretrain-server": str(self.root), "4200": str(self.port)})
+        replaced = {"/var/lib/t5-pretrain-server": str(self.root), "4200": str(self.port)}
+        _, *arguments = exec_start("server", **replaced)
+        return [sys.executable, "-c", prefect_servers.PROGRAM, *arguments]
 
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[str]]:
@@ -102,7 +104,7 @@ class Team:
                 yield server
             finally:
                 server.terminate()
-            assert server.wait(60) == 128 + signal.SIGINT
+            assert server.wait(120) == 128 + signal.SIGINT
 
     @property
     def client(self) -> dict[str, str]:

@@ -50,3 +50,16 @@ def test_watchers_get_every_report_with_the_title_of_the_stage() -> None:
     seen: list[Any] = []
     StageProgress(TRAIN, lambda *report: seen.append(report))("steps", 3, 10)
     assert seen == [("Train: steps", 3, 10)]
+
+
+@pytest.mark.usefixtures("immediately")
+def test_an_artifact_is_updated_at_most_once_per_second_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, updates = [0.0], list[tuple[float, float]]()
+    monkeypatch.setattr(stage_progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(artifacts.Shown, "show", lambda _self, percent, _text: updates.append((clock[0], percent)))
+    progress = StageProgress(TRAIN)
+    for step in range(10):
+        clock[0] = step / 4
+        progress("steps", step, 100)
+    progress("steps", 100, 100)
+    assert updates == [(0.0, 0.0), (1.0, 4.0), (2.0, 8.0), (2.25, 100.0)]

@@ -1,6 +1,7 @@
 """While ranks train, the plot grows and the table of hosts is kept up to date, at a limited rate."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def test_the_plot_is_shown_early_and_again_at_the_end(
     with TrainingView(spec) as view:
         view("steps, ranks are starting", 0, 100)
         write_steps(spec, 5)
+        deadline = time.monotonic() + 60
         while not shown:
+            assert time.monotonic() < deadline
             view("steps", 5, 100)
         for _ in range(50):
             view("steps", 5, 100)

@@ -54,7 +54,7 @@ for line in sys.stdin:
     print(json.dumps(answer), flush=True)
 """
 _RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
-_START_SECONDS = 120.0
+_START_SECONDS = 300.0
 _LOOK_SECONDS = 0.3
 
 

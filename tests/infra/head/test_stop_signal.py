@@ -9,12 +9,12 @@ import pytest
 from infra.head.stop_signal import is_stop
 
 ENDING = """
-import time
+import sys
 from infra.head.stop_signal import undisturbed
 try:
     with undisturbed("ending the ranks"):
         print("begun", flush=True)
-        time.sleep(1)
+        sys.stdin.read()
         print("done", flush=True)
     print("not reached", flush=True)
 except KeyboardInterrupt:
@@ -24,12 +24,13 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize(("number", "last"), [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "")])
 def test_a_signal_takes_effect_when_the_block_is_done(number: signal.Signals, last: str) -> None:
-    with subprocess.Popen([sys.executable, "-c", ENDING], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", ENDING], **pipes) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"begun\n"
         for _ in range(2):
             process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=60)  # closes its stdin, which ends the block
     assert stdout.decode() == f"done\n{last}"
     assert stderr.decode().startswith("ending the ranks: please wait\n")
     assert process.returncode == (0 if last else -number)

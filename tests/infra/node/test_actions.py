@@ -72,7 +72,7 @@ def act(local_hosts: Any) -> Act:
 
 
 def preparation(owner: str | None = None, spec: str = "{}\n") -> PrepareAttempt:
-    this = Attempt(Path("/"), RUN_ID, "smoke", 1, None, 5.0, accelerator="cpu", slots=(0,), host="a", started_at="now")
+    this = Attempt(Path("/"), RUN_ID, "smoke", 1, None, 60.0, accelerator="cpu", slots=(0,), host="a", started_at="now")
     return PrepareAttempt(this, {"A": "1"}, Endpoint("127.0.0.1", 20001), owner, {"spec.json": spec})
 
 
@@ -123,7 +123,7 @@ def test_preparing_an_attempt_writes_its_private_files_and_works_only_once(prepa
     assert {path.name: path.stat().st_mode & 0o077 for path in prepared.iterdir()} == dict.fromkeys(
         ("attempt.json", "environment.json", "lease", "meeting.json", "spec.json"), 0
     )
-    assert head_lease.age_seconds(prepared) < 5
+    assert head_lease.age_seconds(prepared) < 60
     with pytest.raises(RemoteFailed, match=r"^a: .*already exists") as failed:
         act(preparation())
     assert type(failed.value.__cause__) is StorageError
@@ -188,7 +188,7 @@ def test_a_session_without_a_head_ends_when_the_lease_expires(
 ) -> None:
     this = attempt.read(prepared)
     Attempt(**{**vars(this), "lease_seconds": 0.5}).write()
-    assert open_session().process.wait(10) == -signal.SIGALRM
+    assert open_session().process.wait(60) == -signal.SIGALRM
 
 
 def test_a_rank_whose_guard_was_killed_is_reported_as_gone(
@@ -225,11 +225,11 @@ def test_ending_an_attempt_ends_its_ranks_and_launchers_and_no_other_processes(
         session = open_session()
         session.send(Order.END)
         assert session.receive(Ended) == Ended(())
-        assert session.process.wait(5) == 0
-    assert time.monotonic() - began < 8
-    assert rank.wait(1) == -signal.SIGKILL
-    assert launcher.wait(1) == -signal.SIGTERM
-    assert of_head.wait(1) == -signal.SIGKILL  # by no other signal, because DeepSpeed's launcher would pass it on
+        assert session.process.wait(25) == 0
+    assert time.monotonic() - began < 25
+    assert rank.wait(20) == -signal.SIGKILL
+    assert launcher.wait(20) == -signal.SIGTERM
+    assert of_head.wait(20) == -signal.SIGKILL  # by no other signal, because DeepSpeed's launcher would pass it on
     assert stranger.poll() is None
     assert not (prepared / "lease").exists()
 

@@ -158,9 +158,13 @@ def test_a_missing_file_is_named(web: Web, tmp_path: Path) -> None:
 def test_a_partial_download_of_a_killed_process_is_never_used(web: Web, tmp_path: Path) -> None:
     web.stalls = True
     with subprocess.Popen([sys.executable, "-c", BUILD, web.url, str(tmp_path)]) as process:
-        while not any(path.is_file() and path.stat().st_size for path in (tmp_path / "cache").rglob("*")):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.kill()
+        try:
+            deadline = time.monotonic() + 120
+            while not any(path.is_file() and path.stat().st_size for path in (tmp_path / "cache").rglob("*")):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            process.kill()
     web.stalls = False
     assert build(web, tmp_path).counts["passages"] == 200_000

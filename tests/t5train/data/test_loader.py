@@ -132,7 +132,10 @@ def test_no_more_batches_are_prepared_than_asked_for_and_closing_ends_the_thread
     before = threading.active_count()
     with Prefetched(endless(), depth=4) as prepared:
         next(prepared)
-        time.sleep(0.2)
+        deadline = time.monotonic() + 60
+        while len(taken) < 5 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)  # in which it would take more
         assert len(taken) == 5
     assert threading.active_count() == before
 

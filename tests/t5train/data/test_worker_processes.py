@@ -108,8 +108,12 @@ def test_no_worker_outlives_the_program_that_started_it(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(Path(__file__).parent), str(pid_file)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as parent:
-        while not (pid_file.exists() and pid_file.read_text()):
-            time.sleep(0.05)
-        worker = psutil.Process(int(pid_file.read_text()))
-        parent.kill()
-    assert worker.wait(timeout=10) is None or not worker.is_running()
+        try:
+            deadline = time.monotonic() + 60
+            while not (pid_file.exists() and pid_file.read_text()):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            worker = psutil.Process(int(pid_file.read_text()))
+        finally:
+            parent.kill()
+    assert worker.wait(timeout=30) is None or not worker.is_running()

@@ -25,20 +25,22 @@ def test_a_lock_has_one_holder_and_others_see_that_it_is_held(tmp_path: Path) ->
 def test_a_briefly_shared_lock_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.touch()
-    looking = threading.Event()
+    looking, tried = threading.Event(), threading.Event()
 
     def look() -> None:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)
             looking.set()
-            time.sleep(0.2)
+            tried.wait(60)
+            time.sleep(0.2)  # in which the other one waits
 
     thread = threading.Thread(target=look)
     thread.start()
     looking.wait()
     with open(path, "rb") as file:
         assert not try_lock(file.fileno())
-        assert try_lock(file.fileno(), seconds=5)
+        tried.set()
+        assert try_lock(file.fileno(), seconds=60)
     thread.join()
 
 

@@ -87,33 +87,33 @@ def run(transport: Transport, host: str, argv: Sequence[str], *, stdin: bytes = 
 def test_ssh_passes_arguments_input_and_output_unchanged(sshd: Sshd) -> None:
     ssh = sshd()
     assert (
-        printed_arguments(run(ssh, HERE, [*PRINT_ARGUMENTS, *SPECIAL_ARGUMENTS], deadline_seconds=10))
+        printed_arguments(run(ssh, HERE, [*PRINT_ARGUMENTS, *SPECIAL_ARGUMENTS], deadline_seconds=60))
         == SPECIAL_ARGUMENTS
     )
     every_byte = bytes(range(256)) * 999
-    assert run(ssh, HERE, ["cat"], stdin=every_byte, deadline_seconds=10).stdout == every_byte
+    assert run(ssh, HERE, ["cat"], stdin=every_byte, deadline_seconds=60).stdout == every_byte
 
 
 def test_no_environment_variable_of_this_machine_is_sent(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LC_TOKEN", "s3cret")  # Debian's ssh sends it by default, and this server accepts it
-    assert b"s3cret" not in run(sshd(), HERE, ["env"], deadline_seconds=10).stdout
+    assert b"s3cret" not in run(sshd(), HERE, ["env"], deadline_seconds=60).stdout
 
 
 def test_a_changed_host_key_is_refused_with_the_command_that_removes_the_old_one(sshd: Sshd, tmp_path: Path) -> None:
     ssh = sshd(known="another")
     with pytest.raises(HostKeyMismatch, match=r"its host key has changed\. .*`ssh-keygen -R '\[127\.0\.0\.1\]:\d+'`"):
-        run(ssh, HERE, ["touch", str(tmp_path / "ran")], deadline_seconds=10)
+        run(ssh, HERE, ["touch", str(tmp_path / "ran")], deadline_seconds=60)
     assert not (tmp_path / "ran").exists()
 
 
 def test_an_unknown_host_key_is_refused_with_the_command_that_adds_it(sshd: Sshd) -> None:
     with pytest.raises(HostKeyMismatch, match=r"`ssh-keyscan -p \d+ 127\.0\.0\.1 >> ~/\.ssh/known_hosts`"):
-        run(sshd(known=None), HERE, ["true"], deadline_seconds=10)
+        run(sshd(known=None), HERE, ["true"], deadline_seconds=60)
 
 
 def test_a_user_whose_key_is_rejected_is_told_to_run_ssh_copy_id(sshd: Sshd) -> None:
     with pytest.raises(HostUnreachable, match=r"rejects this user's SSH keys\. Run `ssh-copy-id 127\.0\.0\.1`"):
-        run(sshd(identity="host"), HERE, ["true"], deadline_seconds=10)
+        run(sshd(identity="host"), HERE, ["true"], deadline_seconds=60)
 
 
 @pytest.mark.parametrize(
@@ -126,35 +126,35 @@ def test_a_user_whose_key_is_rejected_is_told_to_run_ssh_copy_id(sshd: Sshd) -> 
 def test_a_host_that_cannot_be_reached_is_named_with_a_remedy(host: str, words: str, tmp_path: Path) -> None:
     ssh = Ssh.configured(ClusterSpec(ssh_port=1), tmp_path)
     with pytest.raises(HostUnreachable, match=f"{host}: {words}.* ssh said: ssh: "):
-        run(ssh, host, ["true"], deadline_seconds=10)
+        run(ssh, host, ["true"], deadline_seconds=60)
 
 
 def test_a_host_name_that_looks_like_an_ssh_option_runs_no_command(tmp_path: Path) -> None:
     ssh = Ssh.configured(ClusterSpec(), tmp_path)
     with pytest.raises(HostUnreachable):
-        run(ssh, f"-oProxyCommand=touch {tmp_path}/ran", ["true"], deadline_seconds=10)
+        run(ssh, f"-oProxyCommand=touch {tmp_path}/ran", ["true"], deadline_seconds=60)
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_failed_command_is_reported_with_its_exit_code_and_last_output(sshd: Sshd) -> None:
     with pytest.raises(RemoteFailed, match=r"ended with exit code 3\. The command's last output: bad") as caught:
-        run(sshd(), HERE, ["sh", "-c", "echo bad >&2; exit 3"], deadline_seconds=10)
+        run(sshd(), HERE, ["sh", "-c", "echo bad >&2; exit 3"], deadline_seconds=60)
     assert not caught.value.retryable
 
 
 def test_a_missing_program_is_reported_with_the_advice_to_install_it(sshd: Sshd) -> None:
     with pytest.raises(RemoteFailed, match=r"code 127\. Install Python and this package there"):
-        run(sshd(), HERE, ["/nowhere/python"], deadline_seconds=10)
+        run(sshd(), HERE, ["/nowhere/python"], deadline_seconds=60)
 
 
 @pytest.mark.parametrize("stubborn", ["", "trap '' TERM; "])
 def test_a_command_that_hangs_is_also_ended_on_the_host(sshd: Sshd, until: Callable[..., None], stubborn: str) -> None:
     run_id, started = secrets.token_hex(8), time.monotonic()
     hanging = ["env", f"{processes.RUN_ID_VARIABLE}={run_id}", "sh", "-c", f"{stubborn}echo begun >&2; sleep 600"]
-    with pytest.raises(HostTimeout, match=r"127\.0\.0\.1: .* timed out after 3 s\. .* last output: begun"):
-        run(sshd(), HERE, hanging, deadline_seconds=3)  # enough for it to start on a busy machine
-    assert time.monotonic() - started < 6
-    until(lambda: not processes.find(processes.in_run(run_id)), seconds=10)
+    with pytest.raises(HostTimeout, match=r"127\.0\.0\.1: .* timed out after 8 s\. .* last output: begun"):
+        run(sshd(), HERE, hanging, deadline_seconds=8)  # enough for it to start on a busy machine
+    assert time.monotonic() - started < 30
+    until(lambda: not processes.find(processes.in_run(run_id)), seconds=30)
 
 
 def test_a_broken_connection_is_reported(sshd: Sshd) -> None:
@@ -162,7 +162,7 @@ def test_a_broken_connection_is_reported(sshd: Sshd) -> None:
         'p=$PPID; until grep -q ^sshd /proc/$p/comm; do p=$(cut -d" " -f4 /proc/$p/stat); done; kill -9 $p'
     )
     with pytest.raises(HostUnreachable, match=r"the connection was lost.* ssh said: .*closed"):
-        run(sshd(), HERE, ["sh", "-c", kill_its_server], deadline_seconds=10)
+        run(sshd(), HERE, ["sh", "-c", kill_its_server], deadline_seconds=60)
 
 
 def test_all_hosts_are_asked_in_parallel_and_replies_keep_their_order() -> None:
@@ -174,10 +174,10 @@ def test_all_hosts_are_asked_in_parallel_and_replies_keep_their_order() -> None:
         hosts,
         ["sh", "-c", 'read line; sleep 0.5; test "$line" != node7 && echo "$line"'],
         stdin_of=lambda host: f"{host}\n".encode(),
-        deadline_seconds=20,
+        deadline_seconds=60,
         on_reply=lambda host, _reply: seen.append((host, threading.current_thread())),
     )
-    assert time.monotonic() - started < 10  # one after the other would take 32 s
+    assert time.monotonic() - started < 25  # one after the other would take 32 s
     assert list(replies) == hosts
     assert isinstance(replies.pop("node7"), RemoteFailed)
     assert all(isinstance(reply, Output) and reply.stdout == f"{host}\n".encode() for host, reply in replies.items())
@@ -195,12 +195,12 @@ def test_running_commands_are_ended_when_the_caller_is_interrupted(sshd: Sshd) -
         run_everywhere(
             sshd(),
             [HERE, "localhost"],
-            ["sh", "-c", 'read line; test "$line" = 127.0.0.1 || sleep 30'],
+            ["sh", "-c", 'read line; test "$line" = 127.0.0.1 || sleep 100'],
             stdin_of=lambda host: f"{host}\n".encode(),
-            deadline_seconds=30,
+            deadline_seconds=100,
             on_reply=interrupt,
         )
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_a_machine_without_ssh_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -7,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from infra.head.hosts.hostfile import Host, Hosts
-from infra.head.launch import cluster_launch
+from infra.head.launch import cluster_launch, supervision
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
 from infra.head.launch.held_run import hold_run
 from infra.head.launch.supervision import Supervision
@@ -72,9 +71,10 @@ def test_a_restarted_head_renews_the_lease_at_once_and_ends_ranks_that_are_not_a
     launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(launcher, this, tmp_path, until)
-    time.sleep(1.5)
+    monkeypatch.setattr(supervision, "RENEW_SECONDS", 600.0)  # later renewals come too late
+    before = (launcher.folder / head_lease.LEASE).read_text()
     with hold_run(tmp_path / "run") as run:
-        until(lambda: head_lease.age_seconds(launcher.folder) < 1, 1)
+        until(lambda: (launcher.folder / head_lease.LEASE).read_text() != before)
         assert launcher.is_alive
         assert run.running_hosts == Hosts((Host("localhost", (0,)),))
     assert not launcher.is_alive
@@ -86,10 +86,10 @@ def test_ranks_are_adopted_only_once_and_then_keep_running(
 ) -> None:
     launch(launcher, this, tmp_path, until)
     with hold_run(tmp_path / "run") as run:
-        supervision = run.adopt()
+        adopted = run.adopt()
         assert run.adopt() is None
-    assert isinstance(supervision, Supervision)
-    supervision.close()
+    assert isinstance(adopted, Supervision)
+    adopted.close()
     assert launcher.is_alive
 
 

