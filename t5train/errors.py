@@ -75,6 +75,8 @@ class T5TrainError(Exception):
 class SpecError(T5TrainError):
     """A setting is unknown, of the wrong type, or contradicts another."""
 
+    exit_code = 2
+
 
 class RunChanged(SpecError):
     """A run of this name exists on disk with another spec."""
@@ -82,6 +84,8 @@ class RunChanged(SpecError):
 
 class InputError(T5TrainError):
     """A file, folder or URL from the user cannot be used."""
+
+    exit_code = 4
 
 
 class DigestMismatch(InputError):
@@ -95,13 +99,19 @@ class UnlistedFile(InputError):
 class RecordError(T5TrainError):
     """A manifest is missing, damaged or of another kind."""
 
+    exit_code = 4
+
 
 class UnknownVersion(T5TrainError):
     """A file is intact, but has a schema version or a field that this version of the project does not know."""
 
+    exit_code = 4
+
 
 class StorageError(T5TrainError):
     """A folder is not writable, or has too little disk space for what is to be written."""
+
+    exit_code = 5
 
 
 class Unreadable(StorageError):
@@ -116,6 +126,8 @@ class Unreadable(StorageError):
 class RunLocked(T5TrainError):
     """Another live process is working on this run."""
 
+    exit_code = 6
+
 
 class RunOwned(RunLocked):
     """The files of this run on its hosts belong to another head, or to a run of another root."""
@@ -124,15 +136,21 @@ class RunOwned(RunLocked):
 class AcceleratorBusy(T5TrainError):
     """Another live run of this user is using an accelerator."""
 
+    exit_code = 6
+
 
 class WorkerLost(T5TrainError):
     """A worker process of a stage was killed or failed."""
+
+    exit_code = 8
 
     retryable = True
 
 
 class HostError(T5TrainError):
     """A host did not do what it was asked to do."""
+
+    exit_code = 7
 
 
 class HostUnreachable(HostError):
@@ -177,19 +195,27 @@ class RemoteFailed(HostError):
 class BadMessage(T5TrainError):
     """A message from another machine is not one that is expected here: its fields differ, or it is not a message."""
 
+    exit_code = 7
+
 
 class PreflightError(T5TrainError):
     """The hosts of a run cannot train together as they are."""
 
+    exit_code = 7
+
 
 class TestClusterError(T5TrainError):
     """Hosts of the test cluster cannot be created on this machine, or do not exist."""
+
+    exit_code = 7
 
     __test__ = False  # keeps pytest from collecting this class
 
 
 class LaunchError(T5TrainError):
     """Ranks could not be started, or ended before their work was done."""
+
+    exit_code = 8
 
     retryable = True
 
@@ -243,6 +269,8 @@ class RepeatedFailure(LaunchError):
 class TrainingError(T5TrainError):
     """Training ran, but did not make real progress."""
 
+    exit_code = 9
+
 
 class NonFiniteLoss(TrainingError):
     """The loss is NaN or infinite."""
@@ -267,6 +295,8 @@ class RanksDisagree(TrainingError):
 class ConsolidationError(T5TrainError):
     """A checkpoint cannot be turned into fp32 weights."""
 
+    exit_code = 10
+
 
 class IncompleteCheckpoint(ConsolidationError):
     """A checkpoint lacks files, or its files are not of one run, step and layout."""
@@ -283,9 +313,13 @@ class UnknownLayout(ConsolidationError):
 class CertificationError(T5TrainError):
     """The exported model differs from what training recorded of it: weights, logits, tokenizer or configuration."""
 
+    exit_code = 11
+
 
 class PublicationError(T5TrainError):
     """A published folder is incomplete, damaged, or holds something else."""
+
+    exit_code = 12
 
 
 class RegressionError(T5TrainError):

@@ -5,7 +5,7 @@ import platform
 import signal
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -22,7 +22,7 @@ from flows.cli.command_help import Group, add_help
 from flows.cli.operate import gc_command, regression_command, server_commands, team_commands, worker_command
 from flows.cli.runs import rm_command, status_command
 from flows.cli.terminal import complain, say
-from t5train.errors import T5TrainError
+from t5train.errors import SpecError, StorageError, T5TrainError
 from t5train.files.os_errors import explain
 
 app = typer.Typer(
@@ -78,34 +78,48 @@ for commands in (
     commands.register(app)
 add_help(app)
 _INTERRUPTED = 128 + signal.SIGINT
+_USAGE_ERROR: Any = typer.BadParameter.__base__
+"""What typer raises for words that it cannot parse; typer itself exports only this one subclass."""
 
 
 def main() -> NoReturn:
     """Run a command.
 
-    The exit code is 0 on success, 1 (and one line on standard error) for an error, 2 for wrong usage, 3 if training is
-    done but its result is not yet gathered, and 130 for Ctrl-C.
+    The exit code is 0 on success, 130 for Ctrl-C, and otherwise that of the kind of error (``t5train.errors``), which
+    is one line on standard error. Wrong usage counts as a wrong setting (2); an error without a kind of its own is 1.
     """
     try:
-        app()
+        code = app(standalone_mode=False)
     except T5TrainError as error:
         complain(f"error: {error}")
         sys.exit(error.exit_code)
-    except SystemExit as ended:
-        if ended.code == _INTERRUPTED:  # typer's exit code for Ctrl-C, which prints nothing
-            complain("interrupted")
-        raise
+    except _USAGE_ERROR as error:
+        if said := _usage(error):  # empty if typer has printed help because there were no words
+            complain(said)
+        sys.exit(SpecError.exit_code)
     except BaseExceptionGroup as group:
         if group.subgroup(KeyboardInterrupt) is None:
             raise
-        complain("interrupted")  # Ctrl-C while Prefect's client was waiting, which wraps the interrupt
-        sys.exit(_INTERRUPTED)
+        code = _INTERRUPTED  # Ctrl-C while Prefect's client was waiting, which wraps the interrupt
     except BrokenPipeError:
         # The reader of our output has gone; without this, Python reports another error when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except OSError as error:
         complain(f"error: {explain(error)}")
-    sys.exit(1)
+        sys.exit(StorageError.exit_code)
+    if code == _INTERRUPTED:  # typer returns it for Ctrl-C
+        complain("interrupted")
+    sys.exit(code or 0)
+
+
+def _usage(error: Any) -> str:
+    """Return what is wrong with the words of a command, in one line, and where to read on."""
+    said = " ".join(error.format_message().split()).rstrip(".")
+    for pydantic, plain in (("Value error, ", ""), ("Input should be", "it must be")):
+        said = said.replace(pydantic, plain)
+    command = error.ctx.command_path if error.ctx else app.info.name
+    return f"error: {said}. See `{command} --help`" if said else ""
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flows.cli.dry_run import show_dry_run
+from flows.cli.interruption import explaining_interruption
 from flows.cli.options import (
     AdoptOption,
     BeginAgainOption,
@@ -105,6 +106,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         require_no_pending_begin_again(spec.run_folder)
     with (
         hold_ready_run(spec) as held,  # before the server starts, so that a second start is refused at once
+        explaining_interruption(spec.run_folder),
         progress_display() as progress,
         prefect_server.any_server(spec.storage.root, progress) as api_url,
     ):

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flows.cli.interruption import explaining_interruption
 from flows.cli.options import (
     AdoptOption,
     BeginAgainOption,
@@ -133,7 +134,7 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)
     tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
-    with hold_ready_run(spec) as run, stage_display() as progress:
+    with hold_ready_run(spec) as run, explaining_interruption(spec.run_folder), stage_display() as progress:
         tokens.verify(progress)
         for line in data_lines(spec, tokens, train_split_facts(tokens, spec.objective)):
             complain(line)

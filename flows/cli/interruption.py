@@ -1,0 +1,38 @@
+"""What is said when a run is interrupted: which checkpoint it resumes from, and the command that continues it."""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flows.cli.terminal import complain
+from infra.head.runs.run_state import resumable_step
+from t5train.files.run_folder import CHECKPOINTS, tag_of
+
+_BEGIN_AGAIN = "--begin-again"
+
+
+@contextmanager
+def explaining_interruption(run_folder: Path) -> Iterator[None]:
+    """If Ctrl-C or SIGTERM ends the block, say what was saved and how to continue."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        complain(_saved(run_folder))
+        complain(f"to continue: {_command(sys.argv[1:])}")
+        raise
+
+
+def _saved(run_folder: Path) -> str:
+    step = resumable_step(run_folder)
+    if step is None:
+        return "no checkpoint was saved: finished stages are kept, and training begins at step 0"
+    return f"training resumes after step {step:,}, from {run_folder / CHECKPOINTS / tag_of(step)}"
+
+
+def _command(arguments: list[str]) -> str:
+    """Return this command without the option that would give up the checkpoint."""
+    return shlex.join(["t5-pretrain", *(each for each in arguments if each != _BEGIN_AGAIN)])
