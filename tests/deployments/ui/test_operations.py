@@ -127,7 +127,7 @@ def test_a_run_that_cannot_start_fails_with_its_cause_on_the_first_screen(
     wait(lambda: operated.state(run)[0] == "FAILED")
     cause = "optimizer.warmup_steps is 10: it must be below optimizer.num_steps (5)"
     assert cause in operated.state(run)[1]
-    operated.see(run)
+    operated.see(run, cause)
     operated.page.on_first_screen(re.escape(cause))
     screenshot("failed-run")
 
