@@ -39,7 +39,7 @@ COMMANDS = {
     "generate": CommandHelp(
         _TRAIN,
         (
-            "t5-pretrain generate work/published/mine 'The <extra_id_0> of a model is text.'",
+            "t5-pretrain generate work/published/mine 'A model <extra_id_0> text.'",
             "t5-pretrain generate work/published/mine - < texts.txt",
         ),
     ),
@@ -47,7 +47,7 @@ COMMANDS = {
         _TRAIN,
         (
             "t5-pretrain evaluate work/published/mine --corpus '/data/*.txt'",
-            "t5-pretrain evaluate work/published/mine --corpus '/data/*.txt' --split test --json",
+            "t5-pretrain evaluate MODEL --corpus '/data/*.txt' --split test --json",
         ),
     ),
     "preflight": CommandHelp(

@@ -95,10 +95,10 @@ STAGES = ("--set", "layout.pipeline_stages=8", "--set", "cluster.ranks=8")
         (["verify", "nowhere"], "manifest.json cannot be read"),
     ],
 )
-def test_an_error_prints_one_line_and_exits_with_1(
+def test_an_error_prints_one_line(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert t5_pretrain(*arguments) == 1
+    assert t5_pretrain(*arguments) in {2, 4}, "a wrong setting, or an input that cannot be used"
     output = capsys.readouterr()
     assert output.err.startswith("error: ")
     assert message in output.err
@@ -161,7 +161,7 @@ def _on_a_machine_with_accelerators(monkeypatch: pytest.MonkeyPatch, count: int)
 def test_a_dry_run_says_first_that_the_machine_has_no_accelerator_and_describes_the_run(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert t5_pretrain("run", "base", "--dry-run", "--root", str(tmp_path / "root")) == 1
+    assert t5_pretrain("run", "base", "--dry-run", "--root", str(tmp_path / "root")) == 2
     output = capsys.readouterr()
     assert output.out.startswith("# would be refused\nthis machine has no GPU")
     assert "\n# deepspeed config\n" in output.out
@@ -193,10 +193,10 @@ def test_a_dry_run_and_a_run_are_refused_for_the_same_reason(
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.md").write_text("# a title\n")
     changes = [option for name, value in settings.items() for option in ("--set", f"{name}={value}")]
-    assert t5_pretrain("run", "smoke", "--dry-run", *changes) == 1
+    assert (code := t5_pretrain("run", "smoke", "--dry-run", *changes)) in {4, 5}, "text or disk space"
     refusal = capsys.readouterr().err
     assert reason in refusal
-    assert t5_pretrain("run", "smoke", *changes) == 1
+    assert t5_pretrain("run", "smoke", *changes) == code
     assert capsys.readouterr().err == refusal
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "one.txt"]
 
@@ -219,7 +219,7 @@ def test_the_data_commands_show_samples_and_statistics_of_a_users_text(
     assert sum(int(row.split("\t")[1]) for row in rows[1:4]) == 300
     assert rows[-1] == f"plot: {tmp_path / 'plot.png'}"
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert t5_pretrain("data", "show", "smoke", "--source", str(tmp_path / "no.txt")) == 1
+    assert t5_pretrain("data", "show", "smoke", "--source", str(tmp_path / "no.txt")) == 4
     assert "does not exist" in capsys.readouterr().err
 
 
@@ -228,7 +228,7 @@ def test_a_run_with_two_experts_per_token_is_refused_before_it_starts(
 ) -> None:
     root = tmp_path / "root"
     asked = ("--set", "corpus.source=pydocs", "--set", "model.moe.top_k=2", "--set", "cluster.accelerator=cpu")
-    assert t5_pretrain("run", "moe", "--root", str(root), *asked) == 1
+    assert t5_pretrain("run", "moe", "--root", str(root), *asked) == 2
     assert "model.moe.top_k is 2, but SwitchTransformers in transformers has 1" in capsys.readouterr().err
     assert not root.exists()
 
@@ -246,7 +246,7 @@ def test_a_vocabulary_that_differs_from_the_starting_models_is_refused_before_an
     shape = resolve(recipe("smoke").model, tokenizer_vocab_size=400)
     T5ForConditionalGeneration(T5Config(**huggingface_config(shape, pad_id=0, eos_id=1))).save_pretrained(model)
     start = ("run", "smoke", "--root", str(tmp_path / "root"), "--set", f"model.start_from={model}", *dry)
-    assert t5_pretrain(*start, "--set", "tokenizer.vocab_size=300") == 1
+    assert t5_pretrain(*start, "--set", "tokenizer.vocab_size=300") == 2
     assert "tokenizer.path is left out" in capsys.readouterr().err
     (model / "spiece.model").write_bytes(b"another")
     assert t5_pretrain(*start, "--set", f"tokenizer.path={tmp_path / 'spiece.model'}") == 1
@@ -265,7 +265,7 @@ def test_a_run_that_does_not_fit_in_memory_is_refused_before_it_starts(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     asked = ("--set", "corpus.source=pydocs", "--set", "cluster.accelerator=cuda")
-    assert t5_pretrain("run", "t5_11b_one_gpu", "--root", str(root), *asked) == 1
+    assert t5_pretrain("run", "t5_11b_one_gpu", "--root", str(root), *asked) == 2
     assert "need 290.6 GB of host memory, but this machine has 128.0 GB" in capsys.readouterr().err
     assert not root.exists()
 
@@ -294,7 +294,7 @@ def test_a_second_start_of_a_running_run_is_refused(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        assert t5_pretrain("run", "smoke", "--name", "mine") == 1
+        assert t5_pretrain("run", "smoke", "--name", "mine") == 6
     assert "is in use by process" in capsys.readouterr().err
 
 
@@ -309,7 +309,7 @@ def test_a_run_begun_with_other_settings_is_refused_before_anything_starts(
     published = tmp_path / "work" / "published" / "mine"
     published.mkdir(parents=True)
     (published / "manifest.json").write_text("{}")
-    assert t5_pretrain("run", "smoke", "--name", "mine") == 1
+    assert t5_pretrain("run", "smoke", "--name", "mine") == 2
     assert "(corpus.split_seed: 2 -> 0; optimizer.seed: 1 -> 0)" in capsys.readouterr().err
     assert not (tmp_path / "work" / "prefect").exists()
 
@@ -318,7 +318,7 @@ def test_more_ranks_than_gpus_are_refused_before_anything_starts(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     asked = ["cluster.accelerator=cuda", "cluster.ranks=64", "layout.micro_batch_sequences=1"]
-    assert t5_pretrain("run", "smoke", *(word for setting in asked for word in ("--set", setting))) == 1
+    assert t5_pretrain("run", "smoke", *(word for setting in asked for word in ("--set", setting))) == 2
     assert "GPUs that torch can use. Reduce cluster.ranks" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
 
@@ -332,7 +332,7 @@ def test_a_run_that_this_machine_cannot_make_is_refused_with_the_command_for_a_t
     given: tuple[str, ...],
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
-    assert t5_pretrain("run", "moe", *given) == 1
+    assert t5_pretrain("run", "moe", *given) == 2
     assert "t5-pretrain run moe --trial" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
 
@@ -342,7 +342,7 @@ def test_accelerators_of_another_kind_do_not_count_as_gpus(
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 64)
-    assert t5_pretrain("run", "smoke", "--set", "cluster.accelerator=cuda") == 1
+    assert t5_pretrain("run", "smoke", "--set", "cluster.accelerator=cuda") == 2
     assert "this machine has 0 GPUs that torch can use" in capsys.readouterr().err
 
 
@@ -354,7 +354,7 @@ def test_fp16_on_a_cpu_that_does_not_support_it_is_refused_before_anything_start
 ) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
     asked = ["optimizer.precision=fp16", "layout.zero_stage=1", "cluster.accelerator=cpu"]
-    assert t5_pretrain("run", "smoke", *(word for setting in asked for word in ("--set", setting))) == 1
+    assert t5_pretrain("run", "smoke", *(word for setting in asked for word in ("--set", setting))) == 2
     assert "this machine's CPU has no instructions for it" in capsys.readouterr().err
     assert not (tmp_path / "work/prefect").exists()
 
@@ -365,7 +365,7 @@ def test_text_that_does_not_fit_under_the_root_is_refused_before_anything_starts
     with open(tmp_path / "text.txt", "wb") as file:
         file.write(b"a line of text\n" * (LOOK_BYTES // 14 + 2))
         file.truncate(1 << 43)  # sparse from here on, and not read any further
-    assert t5_pretrain("run", "smoke", "--set", "corpus.source=text.txt") == 1
+    assert t5_pretrain("run", "smoke", "--set", "corpus.source=text.txt") == 5
     assert "choose another root" in capsys.readouterr().err
 
 
@@ -387,7 +387,7 @@ def test_a_start_after_an_unfinished_begin_again_is_refused_with_how_to_repeat_o
     folder = tmp_path / "work" / "runs" / "mine"
     folder.mkdir(parents=True)
     ask_to_begin_again(folder)
-    assert t5_pretrain(command, "smoke", "--name", "mine", "--set", "corpus.source=/nowhere") == 1
+    assert t5_pretrain(command, "smoke", "--name", "mine", "--set", "corpus.source=/nowhere") == 2
     output = capsys.readouterr().err
     assert "Repeat --begin-again" in output
     assert f"remove {folder / 'begin-again'}" in output

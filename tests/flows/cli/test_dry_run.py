@@ -56,7 +56,7 @@ def test_an_invalid_choice_of_hosts_is_refused_before_anything_starts(
     message: str,
 ) -> None:
     root = hostfile.parent / "root"
-    assert t5_pretrain(command, "smoke", "--hostfile", str(hostfile), "--root", str(root), *options) == 1
+    assert t5_pretrain(command, "smoke", "--hostfile", str(hostfile), "--root", str(root), *options) == 2
     assert message in capsys.readouterr().err
     assert not root.exists()
 
@@ -65,7 +65,7 @@ def test_options_for_hosts_are_refused_without_a_hostfile(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for option in (("--num-nodes", "2"), ("--ship-code",)):
-        assert t5_pretrain("run", "smoke", "--dry-run", *option) == 1
+        assert t5_pretrain("run", "smoke", "--dry-run", *option) == 2
         assert "cluster.hostfile is not set: give --hostfile" in capsys.readouterr().err
 
 

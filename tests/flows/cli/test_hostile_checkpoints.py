@@ -38,7 +38,7 @@ def test_a_pickle_that_would_run_code_is_refused_by_name_and_nothing_is_written(
     torch.save(state | {key: Hostile(marker)}, tag / MODEL)
     if with_sidecar:
         record_only_rank(tag, [MODEL], [ParameterSlot.of("shared.weight", (3, 2), 0)])
-    assert t5_pretrain("consolidate", str(tag), "out") == 1
+    assert t5_pretrain("consolidate", str(tag), "out") == 10
     output = capsys.readouterr().err
     assert output.startswith("error: ")
     assert output.count("\n") == 1

@@ -110,7 +110,7 @@ def _folder(folder: Path, pieces: bytes) -> Path:
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{args[0]} {closed}" for closed, args in CASES])
 def test_a_path_without_permissions_is_reported_in_one_line_with_its_path(results: list[Result], number: int) -> None:
     this, closed = results[number], CASES[number][0]
-    assert this.code == 1, this
+    assert this.code in {2, 4, 5}, this
     line = this.err.splitlines()[-1]  # on a slow machine, progress comes before it
     assert line.startswith("error: ")
     assert "Traceback" not in this.err

@@ -57,7 +57,7 @@ def test_without_a_terminal_it_needs_yes(
     run: Path,
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    assert t5_pretrain("rm", "mine") == 1
+    assert t5_pretrain("rm", "mine") == 4
     assert "confirm with --yes that 1,000,027 bytes" in capsys.readouterr().err
     assert run.exists()
     assert t5_pretrain("rm", "mine", "--yes") == 0
@@ -72,7 +72,7 @@ def test_a_run_in_use_an_unknown_name_and_a_path_elsewhere_are_refused_in_one_li
     refusals |= {"/etc": "neither the name", "work/runs/../..": "neither the name"}
     with run_lock(run):
         for named, why in (refusals | {"mine": "is in use by process"}).items():
-            assert t5_pretrain("rm", named, "--yes") == 1
+            assert t5_pretrain("rm", named, "--yes") == 4
             error = capsys.readouterr().err
             assert why in error
             assert len(error.splitlines()) == 1
@@ -83,7 +83,7 @@ def test_a_host_of_the_run_that_does_not_answer_is_named_and_can_be_left_out(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], run: Path
 ) -> None:
     (run / "not-begun-again.json").write_text(json.dumps(["nowhere.invalid"]))
-    assert t5_pretrain("rm", "mine", "--yes") == 1
+    assert t5_pretrain("rm", "mine", "--yes") == 7
     assert "'mine' is not deleted, because nowhere.invalid did not answer" in capsys.readouterr().err
     assert run.exists()
     assert t5_pretrain("rm", "mine", "--yes", "--exclude", "nowhere.invalid") == 0
@@ -94,7 +94,7 @@ def test_an_interrupted_deletion_is_finished_without_asking(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], run: Path
 ) -> None:
     run.rename(run.with_name(".mine.discarded"))
-    assert t5_pretrain("status", "mine") == 1, "it is no run any more"
+    assert t5_pretrain("status", "mine") == 4, "it is no run any more"
     assert t5_pretrain("rm", "mine") == 0
     assert "finishing the removal of mine" in capsys.readouterr().err
     assert list(run.parent.iterdir()) == []

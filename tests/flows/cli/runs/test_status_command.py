@@ -143,7 +143,7 @@ def test_the_story_of_a_run_has_the_whole_error_and_the_command_that_continues(
 def test_an_unknown_run_is_an_error_with_the_nearest_name(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], run: Path
 ) -> None:
-    assert t5_pretrain("status", "mime") == 1
+    assert t5_pretrain("status", "mime") == 4
     assert "there is no run 'mime'" in (error := capsys.readouterr().err)
     assert "did you mean 'mine'?" in error
     assert len(error.splitlines()) == 1
