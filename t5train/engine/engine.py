@@ -33,7 +33,7 @@ from t5train.model.model_shape import T5Shape
 from t5train.model.t5 import T5, Block
 from t5train.spec import RunSpec
 
-_HOPPER = 9  # major compute capability
+_HOPPER, _AMPERE = 9, 8  # major compute capabilities
 
 if TYPE_CHECKING:
     from t5train.model.pipeline_model import T5Pipeline
@@ -175,8 +175,13 @@ def _dispatch(spec: RunSpec, shape: T5Shape, capability: int) -> Literal["deepsp
 
 
 def _has_kernels() -> bool:
-    """Return whether Triton's kernels run here. They were checked on NVIDIA GPUs only, where torch installs Triton."""
-    return get_accelerator().device_name() == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+    """Return whether Triton's kernels run here: on NVIDIA GPUs, where torch installs Triton, from Ampere on.
+
+    Before it (V100, T4), Triton's matrix products are slower than torch's.
+    """
+    if get_accelerator().device_name() != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability()[0] >= _AMPERE
 
 
 def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> Any:

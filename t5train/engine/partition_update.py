@@ -17,6 +17,7 @@ from torch import Tensor
 
 from t5train.engine import update_kernels
 from t5train.engine.optimizer import MINIMAL_RMS, Partition
+from t5train.model.kernels.operators import ROUNDING
 
 CHUNK_ELEMENTS = 4096
 _BLOCK_ELEMENTS, _WARPS, _OWNER_WIDTH = 2048, 8, 1024
@@ -114,10 +115,10 @@ def squares(chunks: Chunks, flat: Tensor, gradients: Gradients) -> Tensor:
     if num_chunks:
         update_kernels.squares_of_chunks[(num_chunks,)](
             flat, gradients.addresses, chunks.rows, partial, num_chunks, KIND=gradients.kind,
-            ALIGNED=gradients.is_aligned, CHUNK=CHUNK_ELEMENTS, BLOCK=_BLOCK_ELEMENTS, num_warps=_WARPS,
+            ALIGNED=gradients.is_aligned, CHUNK=CHUNK_ELEMENTS, BLOCK=_BLOCK_ELEMENTS, num_warps=_WARPS, **ROUNDING,
         )  # fmt: skip
     update_kernels.squares_of_owners[(num_owners, 2)](
-        partial, chunks.owners, sums, num_chunks, num_owners, WIDTH=_OWNER_WIDTH
+        partial, chunks.owners, sums, num_chunks, num_owners, WIDTH=_OWNER_WIDTH, **ROUNDING
     )
     return sums
 
@@ -144,5 +145,5 @@ def update(
             (1 - beta2**settings.step) ** -0.5, settings.epsilon, -settings.rate / (1 - beta1**settings.step),
             settings.clip, num_chunks, KIND=gradients.kind, RELATIVE=settings.relative, CLIPPED=settings.clip > 0,
             MINIMAL=MINIMAL_RMS, ALIGNED=gradients.is_aligned, CHUNK=CHUNK_ELEMENTS, BLOCK=_BLOCK_ELEMENTS,
-            num_warps=_WARPS,
+            num_warps=_WARPS, **ROUNDING,
         )  # fmt: skip

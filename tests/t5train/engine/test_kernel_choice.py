@@ -1,8 +1,10 @@
 """Which parts of a model train with kernels, on which GPUs."""
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from t5train.engine import engine
 from t5train.model.attention import Attention
@@ -70,3 +72,23 @@ def test_kernels_are_used_where_they_are_right(
     monkeypatch: pytest.MonkeyPatch, capability: int, settings: dict[str, Any], expected: Chosen
 ) -> None:
     assert _chosen(monkeypatch, capability, settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)]
+)
+def test_kernels_need_ampere(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool) -> None:
+    monkeypatch.setattr(engine, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert engine._has_kernels() is expected
+
+
+@pytest.mark.parametrize(("capability", "is_tuned"), [(80, False), (86, False), (90, True), (100, False), (120, False)])
+def test_only_hopper_uses_the_settings_that_were_tuned_on_it(
+    monkeypatch: pytest.MonkeyPatch, capability: int, is_tuned: bool
+) -> None:
+    monkeypatch.setattr(biased_attention, "capability", lambda: capability)
+    options = biased_attention._options(64)
+    assert (options["tiles"]["STAGES"] == 3) is is_tuned
+    assert (options["dkdv"]["maxnreg"] is not None) is is_tuned
+    assert all(each["enable_fp_fusion"] for each in options.values())
