@@ -159,7 +159,7 @@ def _options(d: int) -> dict[str, dict[str, Any]]:
     """
     small, is_hopper = d <= 64, capability() // 10 == HOPPER
     capped = small and is_hopper
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "forward": {"BK": 128 if small else 64, "STAGES": 2 if small else 3},
         "dq": {"STAGES": 2, "maxnreg": 128 if capped else None},
         "dkdv": {"STAGES": 3 if capped else 2, "maxnreg": 168 if capped else None},

@@ -1,10 +1,10 @@
 """Which parts of a model train with kernels, on which GPUs."""
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
 from t5train.engine import engine
 from t5train.model.attention import Attention
@@ -12,10 +12,11 @@ from t5train.model.feed_forward import GatedFeedForward
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec.recipes import recipe
+from tests.support.needed_triton import require_triton
 
-# After importorskip, because the module imports Triton.
-pytest.importorskip("triton", reason="Triton is not installed; `make test` does it")
-from t5train.model.kernels import biased_attention
+# After require_triton, because the module imports Triton.
+require_triton()
+from t5train.model.kernels import biased_attention  # noqa: E402 - see above
 
 EXPERTS = {"model.version": "v1.0", "model.moe.num_experts": 4}
 TAKES_ALL = {"model.moe.capacity_factor": None}
@@ -78,7 +79,8 @@ def test_kernels_are_used_where_they_are_right(
     ("capability", "expected"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)]
 )
 def test_kernels_need_ampere(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool) -> None:
-    monkeypatch.setattr(engine, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(engine, "get_accelerator", CUDA_Accelerator)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert engine._has_kernels() is expected
 
