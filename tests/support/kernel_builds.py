@@ -78,7 +78,6 @@ def _update() -> None:
 
 
 CASES = {
-    "64": _attention(64, causal=False, is_padded=False),
     "64, causal, with lengths": _attention(64, causal=True, is_padded=True),
     "128": _attention(128, causal=False, is_padded=False),
     "128, causal, with lengths": _attention(128, causal=True, is_padded=True),

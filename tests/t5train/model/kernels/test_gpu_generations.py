@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton is not installed; `make test` does it")
+from tests.support.needed_triton import require_triton
+
+require_triton()
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[4]

@@ -14,11 +14,12 @@ from t5train.model.initialization import initialise
 from t5train.model.model_shape import T5Shape, resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
+from tests.support.needed_triton import require_triton
 
 HAS_GPU = torch.cuda.is_available()
-pytest.importorskip("triton", reason="Triton is not installed; `make test` does it")
+require_triton()
 
-# After importorskip, because the modules import Triton.
+# After require_triton, because the modules import Triton.
 from t5train.model.kernels import biased_attention, gated_gelu  # noqa: E402 - see above
 
 # On a GPU, the kernels multiply fp32 numbers in TF32.
