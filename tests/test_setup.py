@@ -23,7 +23,7 @@ esac
 def checkout(tmp_path: Path) -> Path:
     """A folder with the files that setup reads, and a ``bin`` with only the programs in TOOLS."""
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "constraints-kernels.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "bin").mkdir()
     for tool in TOOLS:
@@ -43,6 +43,26 @@ def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
+
+
+def test_only_the_tests_install_triton(checkout: Path) -> None:
+    """A demo on a machine without a GPU does not download what it does not use."""
+    add_program(checkout, "python3.11", "#!/bin/bash\nexit 0\n")
+    assert "--editable '.[flows,s3,dev]'" in make(checkout, "-n", "demo").stdout
+    assert "kernels" not in make(checkout, "-n", "demo").stdout
+    assert "--editable '.[kernels]'" in make(checkout, "-n", "test").stdout
+    assert "triton" not in (checkout / "constraints.txt").read_text()
+
+
+@pytest.mark.parametrize("is_ci", [False, True])
+def test_without_triton_tests_go_on_but_not_in_continuous_integration(checkout: Path, is_ci: bool) -> None:
+    (checkout / ".venv/bin").mkdir(parents=True)
+    add_program(checkout, "../.venv/bin/python", "#!/bin/bash\nexit 1\n")
+    (checkout / ".venv/.installed").touch()
+    result = make(checkout, ".venv/.triton", *(["CI=true"] if is_ci else []))
+    assert "Triton could not be installed" in result.stderr
+    assert (result.returncode != 0) is is_ci
+    assert (checkout / ".venv/.triton").exists() is not is_ci
 
 
 def add_program(checkout: Path, name: str, script: str) -> None:

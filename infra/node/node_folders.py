@@ -8,6 +8,7 @@
         locks/{accelerator}-{slot}.lock held by the rank that uses the accelerator
         code/{digest}/                  code that a head has sent here (infra.head.hosts.code_shipping)
         operators/{key}/                operators that DeepSpeed has compiled (infra.node.operator_folder)
+        inductor/{key}/, triton/{key}/  what torch.compile and Triton have generated
 
     {scratch}/                          ``storage.scratch``, by default within the node folder
         shards/{name}/                  staged token shards, with the same name as under the root

@@ -1,9 +1,12 @@
-"""Where ranks of this machine keep the operators that DeepSpeed compiles, with one folder per build configuration.
+"""Where ranks of this machine keep what is compiled for them, with one folder per build configuration.
 
-The user can choose the folder with TORCH_EXTENSIONS_DIR. torch's own default is one folder for all checkouts and
+These are the operators that DeepSpeed compiles, and what torch.compile and Triton generate, which takes minutes: an
+attempt that resumes a run finds it there, also after a reboot. The user can choose other folders with the variables of
+``FOLDERS``. torch's own default for operators is one folder for all checkouts and
 environments of a user, often in a home directory that machines share. There, each environment overwrites what another
-one has compiled, and a live compile on another machine cannot be distinguished from a killed one. Our default is on a
-disk of this machine. Standard library only, as the guards import it.
+one has compiled, and a live compile on another machine cannot be distinguished from a killed one. The one for
+torch.compile is in /tmp, and Triton's in the home directory. Our default is on a disk of this machine. Standard library
+only, as the guards import it.
 """
 
 import hashlib
@@ -14,21 +17,34 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import MappingProxyType
 
 from infra.node import node_folders
 from t5train.files.locks import private_folder
 
 VARIABLE = "TORCH_EXTENSIONS_DIR"
 OPERATORS = "operators"
+FOLDERS = MappingProxyType({VARIABLE: OPERATORS, "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"})
+"""Names of folders in the node folder, by the variable that chooses another one."""
+CACHES = frozenset(FOLDERS) - {VARIABLE}
 _COMPILERS = ("CXX", "CUDA_HOME", "ROCM_HOME", "TORCH_CUDA_ARCH_LIST")
 _SOURCES = ("/csrc/", "op_builder/")
 
 
 def operator_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """TORCH_EXTENSIONS_DIR for ranks with this environment. Raises StorageError if our default is open to others."""
-    if given := environment.get(VARIABLE):
+    return _folder(VARIABLE, environment)
+
+
+def compile_folders(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The value of each variable of ``FOLDERS`` for ranks with this environment. Raises as ``operator_folder`` does."""
+    return {variable: str(_folder(variable, environment)) for variable in FOLDERS}
+
+
+def _folder(variable: str, environment: Mapping[str, str]) -> Path:
+    if given := environment.get(variable):
         return Path(given)
-    return private_folder(node_folders.node_folder() / OPERATORS) / _key(environment)
+    return private_folder(node_folders.node_folder() / FOLDERS[variable]) / _key(environment)
 
 
 def _key(environment: Mapping[str, str]) -> str:

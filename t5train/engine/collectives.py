@@ -16,7 +16,12 @@ T = TypeVar("T")
 
 
 def gather(values: Sequence[int]) -> list[list[int]]:
-    """Return all ranks' 64-bit integers, by rank. Every rank must pass the same number of them."""
+    """Return all ranks' 64-bit integers, by rank. Every rank must pass the same number of them.
+
+    A rank alone does not ask its accelerator, which would first have to finish what it was given before.
+    """
+    if world_size() == 1:
+        return [[int(value) for value in values]]
     device = get_accelerator().current_device_name()
     mine = torch.tensor(list(values), dtype=torch.int64, device=device)
     everybody = torch.empty(comm.get_world_size() * len(values), dtype=torch.int64, device=device)

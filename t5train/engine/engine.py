@@ -68,6 +68,11 @@ def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, node_lo
         from t5train.engine.fused_update import FusedUpdate
 
         FusedUpdate(engine, inner_optimizer(engine), partitions).install()
+    elif _can_fuse_parts(engine):
+        from t5train.engine.partition_update import PartitionUpdate
+
+        inner = inner_optimizer(engine)
+        inner.use_kernels(PartitionUpdate(partitions, sum_over_ranks, inner.relative))
     if spec.model.compile:
         _compile(engine, spec)
     return engine
@@ -146,6 +151,11 @@ def _can_fuse_update(engine: Any) -> bool:
     return is_supported and not engine.optimizer.cpu_offload and _has_kernels()
 
 
+def _can_fuse_parts(engine: Any) -> bool:
+    """Return whether our kernels can update what DeepSpeed passes to the optimizer: at ZeRO 3, without offload."""
+    return engine.zero_optimization_stage() == 3 and not engine.optimizer.offload_optimizer and _has_kernels()
+
+
 def _use_kernels(model: "T5 | T5Pipeline", spec: RunSpec, shape: T5Shape) -> None:
     """Let the model train with our kernels where they can replace torch's: in 16 bits below ZeRO 3, on NVIDIA GPUs.
 
@@ -175,8 +185,14 @@ def _dispatch(spec: RunSpec, shape: T5Shape, capability: int) -> Literal["deepsp
 
 
 def _has_kernels() -> bool:
-    """Return whether Triton's kernels run here. They were checked on NVIDIA GPUs only, where torch installs Triton."""
-    return get_accelerator().device_name() == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+    """Return whether Triton's kernels run here: on NVIDIA GPUs, where torch installs Triton, from Ampere on.
+
+    Before it (V100, T4), Triton's matrix products are slower than torch's.
+    """
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return False
+    return bool(accelerator.is_triton_supported())
 
 
 def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> Any:

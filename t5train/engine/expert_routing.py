@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from t5train.engine.collectives import gather, gather_floats
+from t5train.engine.collectives import bits_of, float_of, gather
 from t5train.model.t5 import T5
 from t5train.records.metrics import STARVING, Values
 
@@ -25,26 +25,29 @@ class Routing:
         self._layers = dict(model.sparse_layers())
         self._seen = {path: torch.zeros(layer.num_experts, dtype=torch.int64) for path, layer in self._layers.items()}
 
-    def paid(self) -> float:
-        """Return the sum of the router losses that this rank's last training pass added to its loss."""
+    def paid(self) -> list[Tensor]:
+        """Return the sum of the router losses that this rank's last training pass added to its loss, if there are any.
+
+        It stays on the accelerator.
+        """
         losses = [layer.router_loss.detach() for layer in self._layers.values()]
-        return float(torch.stack(losses).sum()) if losses else 0.0
+        return [torch.stack(losses).sum()] if losses else []
 
     def of_step(self, paid: float) -> Values:
         """Return the mean of ``paid`` over all ranks, and the share of a step's routing choices that were dropped."""
         if not self._layers:
             return {}
-        everybody = [row[0] for row in gather_floats([paid])]
-        counts, overflow = self._collect()
+        counts, overflow, sent = self._collect(bits_of(paid))
+        everybody = [float_of(row[0]) for row in sent]
         for path, tokens in counts.items():
-            self._seen[path] += tokens
+            self._seen[path] += torch.tensor(tokens)
         return {"router_loss": sum(everybody) / len(everybody), "dropped_tokens": _share(overflow, counts)}
 
     def of_validation(self) -> Values:
         """Return the share of routing choices since the last call that exceed ``eval_capacity_factor``."""
         if not self._layers:
             return {}
-        counts, overflow = self._collect()
+        counts, overflow, _ = self._collect()
         return {"validation_overflow": _share(overflow, counts)}
 
     def of_experts(self) -> Values:
@@ -68,20 +71,24 @@ class Routing:
             )
         return {STARVING: len(starving), **tokens}
 
-    def _collect(self) -> tuple[dict[str, Tensor], int]:
-        """Return tokens by layer and expert, and the number above capacity, over all ranks, since the last call."""
+    def _collect(self, *sent: int) -> tuple[dict[str, list[int]], int, list[list[int]]]:
+        """Return tokens by layer and expert, and the number above capacity, over all ranks, since the last call.
+
+        The third result is what each rank has ``sent`` along.
+        """
         mine = [part for layer in self._layers.values() for part in (layer.tokens, layer.overflow.view(1))]
-        total = torch.tensor(gather(torch.cat(mine).tolist())).sum(0)
-        counts, overflow = {}, 0
+        rows = gather([*sent, *torch.cat(mine).tolist()])
+        total = [sum(column) for column in zip(*(row[len(sent) :] for row in rows), strict=True)]
+        counts, overflow = dict[str, list[int]](), 0
         for path, layer in self._layers.items():
             counts[path], total = total[: layer.num_experts], total[layer.num_experts :]
-            overflow, total = overflow + int(total[0]), total[1:]
+            overflow, total = overflow + total[0], total[1:]
             layer.reset()
-        return counts, overflow
+        return counts, overflow, [row[: len(sent)] for row in rows]
 
 
-def _share(overflow: int, counts: dict[str, Tensor]) -> float:
-    return overflow / max(1, sum(int(tokens.sum()) for tokens in counts.values()))
+def _share(overflow: int, counts: dict[str, list[int]]) -> float:
+    return overflow / max(1, sum(map(sum, counts.values())))
 
 
 def _starving(path: str, seen: Tensor) -> list[str]:

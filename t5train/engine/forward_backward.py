@@ -56,17 +56,18 @@ class WholePasses:
 
     def step(self, batches: Iterator[Batch]) -> StepResult:
         """See Passes."""
-        losses, paid, norm = [], [], None
+        seen, norm = list[Tensor](), None
         for batch in batches:
             loss = self._engine(on_accelerator(batch.inputs), on_accelerator(batch.targets))
             self._engine.backward(loss)
             if self._sums and self._engine.is_gradient_accumulation_boundary():
                 self._sums.hand_over()
                 self._engine.allreduce_gradients()
+            # A copy, which the CUDA graph of the next pass does not overwrite. It is read after the last pass: if the
+            # host waited for the accelerator here, the accelerator would then wait for the host.
+            seen.append(torch.stack([loss.detach(), *self._routing.paid()]))
             norm = take_update(self._engine)
-            paid.append(self._routing.paid())
-            losses.append(float(loss.detach()) - paid[-1])
-        return StepResult(sum(losses) / len(losses), sum(paid) / len(paid), norm)
+        return _result(torch.stack(seen).tolist(), norm)
 
     def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
         """See Passes."""
@@ -85,6 +86,13 @@ class WholePasses:
         if any(module._compiled_call_impl is not None for module in self._model.modules()):
             eager = torch.compiler.set_stance("force_eager")  # imports the compiler, which takes a second
         return eager
+
+
+def _result(passes: list[list[float]], norm: float | None) -> StepResult:
+    """Return the result of a step from the loss of each pass and, if there are routers, the part that they added."""
+    paid = [sum(routers) for _, *routers in passes]
+    losses = [loss - mine for (loss, *_), mine in zip(passes, paid, strict=True)]
+    return StepResult(sum(losses) / len(losses), sum(paid) / len(paid), norm)
 
 
 def take_update(engine: Any) -> float | None:

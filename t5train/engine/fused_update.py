@@ -50,10 +50,15 @@ class FusedUpdate:
             zero.process_gradients = self._keep_gradient
             zero.reduce_gradients = zero.overlapping_partition_gradients_reduce_epilogue = _nothing
 
-    def _keep_gradient(self, parameter: Tensor, _group: int) -> None:
+    def _keep_gradient(self, parameter: Any, _group: int) -> None:
         """Leave a gradient where it is or, if DeepSpeed sums the passes of a step in fp32, add it to their sum."""
-        if self._zero.gradient_accumulation_dtype != parameter.dtype:
-            self._zero._fill_param_grad_accum_attribute(parameter)
+        if self._zero.gradient_accumulation_dtype == parameter.dtype or parameter.grad is None:
+            return
+        if parameter.grad_accum is None:
+            parameter.grad_accum = parameter.grad.to(self._zero.gradient_accumulation_dtype)
+        else:
+            parameter.grad_accum.add_(parameter.grad)  # DeepSpeed would first make an fp32 copy of the gradient
+        parameter.grad = None
 
     @torch.no_grad()
     def _step(self, closure: None = None) -> None:

@@ -16,11 +16,12 @@ ZeRO, offload  accelerator                           host
 2, optimizer   b n, with several passes g N/R more   (16 + b) N/R
 3, optimizer   b N/R                                 (16 + g) N/R
 3, all                                               (16 + b + g) N/R
-1, fused       (b + g) n + (b + 12) N/R              (on one rank b N less)
+1, fused       (b + g) n + (b + 12) N/R              (b n less: see below)
 2, fused       b n + (g + 12) N/R
 ============== ===================================== =========================
 
 With the fused update of bf16 on NVIDIA GPUs, gradients are not copied to fp32 and no operator needs temporary memory.
+If no gradients are averaged over ranks (one rank, or one for each stage of a pipeline), they are not copied at all.
 
 In addition, memory is needed for what is fetched, reduced and updated at a time, for the batches that are prefetched
 (the order of samples is computed on demand and takes no memory), and for activations. Activations are not counted here:
@@ -71,7 +72,7 @@ def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
     if layout.zero_stage == 0:
         state = _replicated(sizes)
     elif fuses_update(spec):
-        state = _fused(sizes, layout.zero_stage, is_alone=spec.cluster.ranks == 1)
+        state = _fused(sizes, layout.zero_stage, is_alone=spec.data_parallel_size == 1)
     else:
         state = _cut_up(sizes, layout.zero_stage, layout.offload)
     model = _MASTER * count_parameters(shape)
@@ -155,7 +156,7 @@ def _cut_up(sizes: _Sizes, stage: int, offload: str) -> list[Held]:
 
 
 def _fused(sizes: _Sizes, stage: int, is_alone: bool) -> list[Held]:
-    """Return the state with the fused update. A rank alone reduces nothing, so it has neither buckets nor copies."""
+    """Return the state with the fused update. Without other ranks to average with, there are no copies of gradients."""
     whole, part, weight, summed = sizes
     gradients = summed * part if stage == 2 else summed * whole + weight * part * (not is_alone)
     return [

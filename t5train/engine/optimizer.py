@@ -76,6 +76,8 @@ def sum_of_squares(part: Tensor) -> Tensor:
 
 MINIMAL_RMS = 1e-3
 SumOverRanks = Callable[[Tensor, Any], None]
+Kernels = Callable[[Tensor, Tensor, dict[str, Tensor], dict[str, Any]], None]
+"""Updates a flat tensor by its gradient, state and group of settings, in place."""
 
 
 class Segment(NamedTuple):
@@ -142,6 +144,11 @@ class AdamWRms(torch.optim.Optimizer):
         self._partitions: Mapping[Tensor, Partition] = {}
         self._owners: dict[Tensor, _Owners] = {}
         self._sum_over_ranks: SumOverRanks | None = None
+        self._kernels: Kernels | None = None
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Let these kernels do the whole update of a tensor from now on."""
+        self._kernels = kernels
 
     def attach(self, partitions: Mapping[Tensor, Partition], sum_over_ranks: SumOverRanks | None) -> None:
         """Set which parts of which parameters the tensors of this optimizer consist of.
@@ -178,6 +185,9 @@ class AdamWRms(torch.optim.Optimizer):
         if not self._partitions:
             return  # during its setup, DeepSpeed steps once with zero gradients to allocate the state
         state["step"] += 1
+        if self._kernels is not None:
+            self._kernels(flat, gradient, state, group)
+            return
         if group["weight_decay"]:
             flat.mul_(1 - group["lr"] * group["weight_decay"])
         scales = self._scales(flat) if self.relative else None

@@ -1,4 +1,7 @@
-"""Brings tokens to their experts and back. Tokens are sorted by expert, so nothing is as large as tokens times experts.
+"""Brings tokens to their experts and back. Tokens are sorted by expert, so a product takes each expert's tokens only.
+
+Besides the router's own numbers, only the masks that count the choices are as large as tokens times experts. Those of
+DeepSpeed are as large as that times an expert's capacity.
 
 - In rows: the tokens of all experts lie one behind the other, and one grouped product multiplies each by the weights of
   its expert. All experts must be on this rank.

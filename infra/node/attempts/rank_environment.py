@@ -70,7 +70,7 @@ def rank_environment(
     # Ranks of one machine use loopback: if the hostname resolves to 127.0.1.1, gloo would wait until it times out.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("HF_HUB_OFFLINE", "1")
-    environment.setdefault(operator_folder.VARIABLE, str(operator_folder.operator_folder(environment)))
+    environment |= operator_folder.compile_folders(environment)
     environment |= _ALWAYS
     if accelerator is not None:
         environment["DS_ACCELERATOR"] = accelerator
@@ -117,7 +117,7 @@ def variables_of_rank(attempt: Attempt, own: Mapping[str, str]) -> dict[str, str
         environment = {name: value for name, value in own.items() if _is_own(name)}
         environment |= {"PATH": search_path(own), "OMP_NUM_THREADS": _threads(max(1, len(attempt.slots)))}
         environment |= given | {name: own[name] for name in _OF_THE_LAUNCH if name in own}
-        environment.setdefault(operator_folder.VARIABLE, str(operator_folder.operator_folder(environment)))
+        environment |= operator_folder.compile_folders(environment)
     environment |= _numbers(own)
     environment |= {LOCKS: str(node_folders.node_path("locks"))}
     return environment | {RANK_FILES: str(attempt.rank_files(rank_name(int(environment["RANK"]))))}
@@ -152,7 +152,7 @@ def _threads(num_ranks: int) -> str:
 
 
 def _is_own(name: str) -> bool:
-    return (_OWN.fullmatch(name) or _DEVICES.fullmatch(name)) is not None
+    return name in operator_folder.CACHES or (_OWN.fullmatch(name) or _DEVICES.fullmatch(name)) is not None
 
 
 def _is_allowed(name: str) -> bool:

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t5train.model.attention import Attention, PositionBias
 from t5train.model.kernels import attention_kernels
-from t5train.model.kernels.operators import operator
+from t5train.model.kernels.operators import HOPPER, ROUNDING, operator
 
 _BLOCK = 64  # rows of queries and of keys in a tile
 _PROGRAMS = 1900  # about, of bias_tiles; a constant, because the order of the sums over the batch depends on it
@@ -122,7 +122,7 @@ def _attention_backward(  # noqa: PLR0913, PLR0917 - see above
     dtable = torch.zeros_like(table)
     attention_kernels.bias_diagonals[(h, 2 * far + 1)](
         sums.sum(0), beyond, dtable, b, h, blocks, offsets.start, len(offsets),
-        FAR=far, B=_BLOCK, WIDTH=_DIAGONAL_WIDTH,
+        FAR=far, B=_BLOCK, WIDTH=_DIAGONAL_WIDTH, **ROUNDING,
     )  # fmt: skip
     return dquery, dpacked, dtable
 
@@ -154,16 +154,18 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 def _options(d: int) -> dict[str, dict[str, Any]]:
     """Return the fastest of the shapes tried on an H200; fewer registers a thread let more programs run at a time.
 
-    Before Hopper, Triton replaces the descriptors by ordinary loads, and registers are left to the compiler.
+    On other GPUs, registers are left to the compiler, and fewer tiles are fetched ahead: there may be only 99 KiB of
+    shared memory, before Hopper (8.6) and after it (12.0). Before it, Triton replaces descriptors by ordinary loads.
     """
-    small, is_hopper = d <= 64, capability() >= 90
+    small, is_hopper = d <= 64, capability() // 10 == HOPPER
     capped = small and is_hopper
-    return {
-        "forward": {"BK": 128 if small else 64, "num_warps": 4, "STAGES": 2 if small else 3},
-        "dq": {"num_warps": 4, "STAGES": 2, "maxnreg": 128 if capped else None},
-        "dkdv": {"num_warps": 4, "STAGES": 3 if capped else 2, "maxnreg": 168 if capped else None},
-        "tiles": {"num_warps": 4, "STAGES": 3 if is_hopper else 2},
+    options: dict[str, dict[str, Any]] = {
+        "forward": {"BK": 128 if small else 64, "STAGES": 2 if small else 3},
+        "dq": {"STAGES": 2, "maxnreg": 128 if capped else None},
+        "dkdv": {"STAGES": 3 if capped else 2, "maxnreg": 168 if capped else None},
+        "tiles": {"STAGES": 3 if is_hopper else 2},
     }
+    return {kernel: {"num_warps": 4, **ROUNDING, **chosen} for kernel, chosen in options.items()}
 
 
 def capability() -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from t5train.model.feed_forward import GatedFeedForward
 from t5train.model.kernels import gelu_kernels
-from t5train.model.kernels.operators import operator
+from t5train.model.kernels.operators import ROUNDING, operator
 
 _BLOCK, _WARPS = 1024, 4
 
@@ -33,7 +33,7 @@ def gated_gelu(joint: Tensor) -> Tensor:
     joint = joint.contiguous()
     width = joint.shape[-1] // 2
     output = joint.new_empty(*joint.shape[:-1], width)
-    gelu_kernels.gelu_forward[_grid(joint)](joint, output, width, BLOCK=_BLOCK, num_warps=_WARPS)
+    gelu_kernels.gelu_forward[_grid(joint)](joint, output, width, BLOCK=_BLOCK, num_warps=_WARPS, **ROUNDING)
     return output
 
 
@@ -48,7 +48,7 @@ def _gated_gelu_backward(slope: Tensor, joint: Tensor) -> Tensor:
     slope, joint = slope.contiguous(), joint.contiguous()
     gradient = torch.empty_like(joint)
     gelu_kernels.gelu_backward[_grid(joint)](
-        slope, joint, gradient, joint.shape[-1] // 2, BLOCK=_BLOCK, num_warps=_WARPS
+        slope, joint, gradient, joint.shape[-1] // 2, BLOCK=_BLOCK, num_warps=_WARPS, **ROUNDING
     )
     return gradient
 

@@ -1,12 +1,21 @@
-"""Custom operators of this package, which ``torch.compile`` keeps whole in its graph."""
+"""What the kernels of this package have in common: their launches, and operators that ``torch.compile`` keeps whole."""
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch.library import custom_op
 
 if TYPE_CHECKING:
     from torch._library.custom_ops import CustomOpDef
+
+HOPPER = 9
+"""Major compute capability of the GPUs that the kernels were tuned for."""
+ROUNDING = MappingProxyType({"enable_fp_fusion": True})
+"""Settings of every launch that may change last bits: a product and a sum are rounded once.
+
+It is Triton's default up to 3.9, which warns that it will not stay.
+"""
 
 
 def operator(function: Callable[..., Any]) -> "CustomOpDef":

@@ -78,3 +78,12 @@ def test_operators_are_not_loaded_from_a_folder_that_others_can_write_to(folder:
     node_folders.node_path("operators").chmod(0o777)
     with pytest.raises(StorageError, match="operators is not a folder that only user"):
         folder()
+
+
+@pytest.mark.parametrize("name", ["inductor", "triton"])
+def test_generated_code_is_not_loaded_from_a_folder_that_others_can_write_to(folder: Folder, name: str) -> None:
+    folder()
+    assert Path(operator_folder.compile_folders({})["TRITON_CACHE_DIR"]).name == folder().name
+    node_folders.node_path(name).chmod(0o777)
+    with pytest.raises(StorageError, match=f"{name} is not a folder that only user"):
+        operator_folder.compile_folders({})

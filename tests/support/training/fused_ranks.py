@@ -9,7 +9,7 @@ from t5train.engine import engine
 
 @contextmanager
 def fused() -> Iterator[None]:
-    """Make engines that are built within the block update their weights with the fused update."""
+    """Make engines that are built within the block update their weights with our kernels."""
     from t5train.engine.fused_update import FusedUpdate  # needs Triton, which other tests do without
 
     gather = FusedUpdate._gather_weights
@@ -21,7 +21,8 @@ def fused() -> Iterator[None]:
         gather(self)
 
     with (
-        mock.patch.object(engine, "_can_fuse_update", return_value=True),
+        mock.patch.object(engine, "_can_fuse_update", lambda built: built.zero_optimization_stage() < 3),
+        mock.patch.object(engine, "_can_fuse_parts", lambda built: built.zero_optimization_stage() == 3),
         mock.patch.object(FusedUpdate, "_gather_weights", round_and_gather),
     ):
         yield

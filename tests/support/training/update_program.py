@@ -1,9 +1,12 @@
 """The program that ranks run in test_fused_update.py: the same step with DeepSpeed's update and with the fused one.
 
-``python update_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder"}]``, and writes
-``{name}.rank-{rank}.json`` beside it for each job: relative distances by name.
+``python update_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "poison"}]``,
+and writes ``{name}.rank-{rank}.json`` beside it for each job: relative distances by name. With ``poison``, a number
+that is not finite, they are instead those of what a fused step leaves from what it finds, if gradients on rank 0 have
+that number.
 """
 
+import contextlib
 import json
 import sys
 from contextlib import nullcontext
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from t5train.data.loader import Prefetched
 from t5train.engine.partitions import inner_optimizer, masters_of
+from t5train.errors import NonFiniteLoss
 from t5train.spec import build
 from t5train.spec.rank_job import TrainJob
 from t5train.train import loop
@@ -27,15 +31,45 @@ from tests.support.training.fused_ranks import fused
 def main(jobs: Path) -> None:
     deepspeed.init_distributed()
     for entry in json.loads(jobs.read_text()):
-        expected, found = (_after_a_step(entry, is_fused) for is_fused in (False, True))
+        compare = _before_and_after_poison if "poison" in entry else _without_and_with_kernels
+        expected, found = compare(entry)
         distances = {name: _distance(found[name], expected[name]) for name in expected}
         jobs.with_name(f"{entry['name']}.rank-{comm.get_rank()}.json").write_text(json.dumps(distances))
         comm.barrier()
     comm.destroy_process_group()
 
 
-def _after_a_step(entry: dict[str, Any], is_fused: bool) -> dict[str, Tensor]:
-    """The gradient norm, and the optimizer's tensors on this rank."""
+def _without_and_with_kernels(entry: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """The gradient norm, and the optimizer's tensors on this rank, after a step."""
+    states = []
+    for is_fused in (False, True):
+        with fused() if is_fused else nullcontext():
+            trainer = _trainer(entry)
+            norm = _take_step(trainer)
+        stage, optimizer = trainer.spec.layout.zero_stage, inner_optimizer(trainer.engine)
+        assert (optimizer._kernels is not None) is (is_fused and stage == 3)
+        states.append({"gradient norm": torch.tensor(norm), **_state(trainer)})
+    return states
+
+
+def _before_and_after_poison(entry: dict[str, Any]) -> list[dict[str, Tensor]]:
+    with fused():
+        trainer = _trainer(entry)
+        _take_step(trainer)
+        before = {name: tensor.clone() for name, tensor in _state(trainer).items()}
+        if comm.get_rank() == 0:
+            last = [*trainer.engine.module.parameters()][-1]
+            last.register_hook(lambda gradient: torch.full_like(gradient, float(entry["poison"])))
+        with contextlib.suppress(NonFiniteLoss):
+            _take_step(trainer)
+            raise AssertionError("the step does not fail")
+    after = _state(trainer)
+    for name in [name for name in after if name.startswith("steps")]:
+        del before[name], after[name]
+    return [before, after]
+
+
+def _trainer(entry: dict[str, Any]) -> loop.Trainer:
     groups._EXPERT_PARALLEL_GROUP.clear()  # DeepSpeed keeps groups of earlier engines, and would use the largest
     groups._EXPERT_DATA_PARALLEL_GROUP.clear()
     groups.mpu = None  # otherwise DeepSpeed keeps the grid of an earlier pipeline
@@ -46,11 +80,20 @@ def _after_a_step(entry: dict[str, Any], is_fused: bool) -> dict[str, Tensor]:
         shards_folder=entry["shards"],
         resume_tag=None,
     )
-    with fused() if is_fused else nullcontext():
-        trainer = loop.Trainer(job)
-        with Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, 0), 1) as batches:
-            values, _ = trainer._take_step(batches)
-    found = {"gradient norm": torch.tensor(values["gradient_norm"])}
+    return loop.Trainer(job)
+
+
+def _take_step(trainer: loop.Trainer) -> float:
+    """Take a step, and return its gradient norm."""
+    with Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, trainer.step), 1) as batches:
+        values, _ = trainer._take_step(batches)
+    assert values["gradient_norm"] is not None
+    return float(values["gradient_norm"])
+
+
+def _state(trainer: loop.Trainer) -> dict[str, Tensor]:
+    """The optimizer's tensors on this rank, and its model's weights."""
+    found: dict[str, Tensor] = {}
     optimizer = inner_optimizer(trainer.engine)
     for number, master in enumerate(masters_of(trainer.engine)):
         state = optimizer.state_of(master)
@@ -61,6 +104,8 @@ def _after_a_step(entry: dict[str, Any], is_fused: bool) -> dict[str, Tensor]:
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
+    if torch.equal(found, expected):
+        return 0.0
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 

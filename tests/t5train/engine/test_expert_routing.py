@@ -19,7 +19,6 @@ ENCODER, DECODER = "encoder.block.1.layer.1.mlp", "decoder.block.1.layer.2.mlp"
 def model(monkeypatch: pytest.MonkeyPatch) -> T5:
     """A model with one sparse layer of four experts in each of its two stacks, on a single rank."""
     monkeypatch.setattr(expert_routing, "gather", lambda values: [values])
-    monkeypatch.setattr(expert_routing, "gather_floats", lambda values: [values])
     moe = ExpertsSpec(num_experts=4)
     return T5(resolve(ModelSpec(preset="smoke", version="v1.0", moe=moe), 300), decoder_start_id=0)
 
@@ -56,5 +55,5 @@ def test_the_share_of_dropped_tokens_is_that_of_one_step(model: T5) -> None:
 
 def test_a_dense_model_reports_no_routing_values() -> None:
     dense = Routing(T5(resolve(ModelSpec(preset="smoke"), 300), decoder_start_id=0))
-    assert dense.paid() == 0
+    assert dense.paid() == []
     assert dense.of_step(0.0) == dense.of_validation() == dense.of_experts() == {}

@@ -3,6 +3,8 @@
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
 from t5train.engine import engine
 from t5train.model.attention import Attention
@@ -10,10 +12,11 @@ from t5train.model.feed_forward import GatedFeedForward
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec.recipes import recipe
+from tests.support.needed_triton import require_triton
 
-# After importorskip, because the module imports Triton.
-pytest.importorskip("triton", reason="Triton is not installed; `make test` does it")
-from t5train.model.kernels import biased_attention
+# After require_triton, because the module imports Triton.
+require_triton()
+from t5train.model.kernels import biased_attention  # noqa: E402 - see above
 
 EXPERTS = {"model.version": "v1.0", "model.moe.num_experts": 4}
 TAKES_ALL = {"model.moe.capacity_factor": None}
@@ -70,3 +73,24 @@ def test_kernels_are_used_where_they_are_right(
     monkeypatch: pytest.MonkeyPatch, capability: int, settings: dict[str, Any], expected: Chosen
 ) -> None:
     assert _chosen(monkeypatch, capability, settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)]
+)
+def test_kernels_need_ampere(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool) -> None:
+    monkeypatch.setattr(engine, "get_accelerator", CUDA_Accelerator)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert engine._has_kernels() is expected
+
+
+@pytest.mark.parametrize(("capability", "is_tuned"), [(80, False), (86, False), (90, True), (100, False), (120, False)])
+def test_only_hopper_uses_the_settings_that_were_tuned_on_it(
+    monkeypatch: pytest.MonkeyPatch, capability: int, is_tuned: bool
+) -> None:
+    monkeypatch.setattr(biased_attention, "capability", lambda: capability)
+    options = biased_attention._options(64)
+    assert (options["tiles"]["STAGES"] == 3) is is_tuned
+    assert (options["dkdv"]["maxnreg"] is not None) is is_tuned
+    assert all(each["enable_fp_fusion"] for each in options.values())

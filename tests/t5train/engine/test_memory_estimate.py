@@ -10,6 +10,7 @@ from t5train.model.model_shape import count_parameters, resolve
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.recipes import RECIPES, recipe
+from tests.support.needed_triton import require_triton
 from tests.support.training.launched import launch, spec_of
 
 LAYOUTS = ["zero0-bf16", "zero1-bf16", "zero2-fp32-ep2", "zero2-bf16-offload", "zero3-bf16-offload"]
@@ -64,11 +65,20 @@ def test_the_memory_estimate_agrees_with_the_live_tensors(
 def test_the_memory_estimate_agrees_with_the_fused_update(
     layouts: list[str], ranks: int, tmp_path: Path, pydocs_shards: TokenShards
 ) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed; `make test` does it")
+    require_triton()
     for layout, live in _live_bytes(tmp_path, pydocs_shards, layouts, ranks, is_fused=True).items():
         spec = spec_of(layout, ranks=ranks).with_settings({**LARGE, "cluster.accelerator": "cuda"})
         estimated = _estimated(spec, pydocs_shards)
         assert 0.7 * estimated < live < 1.01 * estimated, layout
+
+
+@pytest.mark.parametrize(("ranks", "stages", "is_alone"), [(1, 1, True), (2, 2, True), (2, 1, False), (4, 2, False)])
+def test_only_gradients_that_ranks_average_are_copied(ranks: int, stages: int, is_alone: bool) -> None:
+    settings = {"cluster.ranks": ranks, "layout.pipeline_stages": stages, "layout.zero_stage": 1}
+    settings |= {"cluster.accelerator": "cuda", "optimizer.precision": "bf16", "layout.micro_batch_sequences": 1}
+    spec = recipe("smoke").with_settings(settings)
+    held = {one.what for one in held_by_a_rank(spec, resolve(spec.model, 2100))}
+    assert ("reduced at a time" not in held) is is_alone
 
 
 def test_more_ranks_hold_less_memory_each() -> None:

@@ -9,15 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from t5train.engine.optimizer import AdamWRms, Partition, Segment
+from tests.support.needed_triton import require_triton
 
 HAS_GPU = torch.cuda.is_available()
-pytest.importorskip("triton", reason="Triton is not installed; `make test` does it")
+require_triton()
 
-# After importorskip, because the module imports Triton.
+# After require_triton, because the module imports Triton.
 from t5train.engine.partition_update import (  # noqa: E402 - see above
     CHUNK_ELEMENTS,
     Chunks,
     Gradients,
+    PartitionUpdate,
     Settings,
     squares,
     update,
@@ -202,3 +204,39 @@ def test_gradients_that_do_not_fit_the_segments_are_refused() -> None:
     chunks = Chunks.of(_cut([8, 8], 1, 1)[0][0], DEVICE)
     with pytest.raises(ValueError, match="as long as the segments"):
         Gradients.of(chunks, [torch.zeros(8, device=DEVICE), torch.zeros(9, device=DEVICE)])
+
+
+def test_a_partition_without_parameters_is_updated_with_the_others() -> None:
+    """The last rank of a padded group may hold nothing; it still joins the sums over ranks."""
+    partition = Partition([], 3)
+    chunks, flat = Chunks.of(partition, DEVICE), torch.ones(8, device=DEVICE)
+    held = Gradients.of(chunks, [])
+    sums = squares(chunks, flat, held)
+    assert torch.equal(sums, torch.zeros_like(sums))
+    state = (flat, torch.ones_like(flat), torch.ones_like(flat))
+    update(chunks, state, held, flat.bfloat16(), sums[0], torch.ones((), device=DEVICE), _settings(1))
+    assert all(torch.equal(each, torch.ones_like(each)) for each in state)
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_the_optimizer_updates_a_partition_with_the_kernels_as_without(relative: bool) -> None:
+    partition = _cut(LAYOUT, 1, 16)[0][0]
+    gradients = _gradients(sum(LAYOUT), torch.float32)
+    found, expected = (_stepped(partition, gradients, relative, has_kernels) for has_kernels in (True, False))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert _distance(LAYOUT, ours, theirs) <= BOUND
+
+
+def _stepped(partition: Partition, gradients: list[Tensor], relative: bool, has_kernels: bool) -> list[Tensor]:
+    """Weights and moments after some steps of the optimizer on its own."""
+    flat = torch.nn.Parameter(_weights(LAYOUT))
+    optimizer = AdamWRms([flat], BETAS, EPSILON, 0.1, relative)
+    optimizer.attach({flat: partition}, None)
+    if has_kernels:
+        optimizer.use_kernels(PartitionUpdate({flat: partition}, None, relative))
+    for gradient in gradients:
+        flat.grad, optimizer.param_groups[0]["lr"] = gradient, 0.02
+        optimizer.step()
+    state = optimizer.state_of(flat)
+    assert int(state["step"]) == len(gradients)
+    return [flat.detach(), state["exp_avg"], state["exp_avg_sq"]]

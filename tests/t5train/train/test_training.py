@@ -14,8 +14,10 @@ from t5train.checkpoint.consolidate import consolidate
 from t5train.data.keyed_random import permuted
 from t5train.records.metrics import read
 from t5train.records.stage_records import TokenizerFiles, TokenShards
+from t5train.release.certificate import Certificate
 from t5train.release.certification import certify
 from t5train.release.export import export
+from t5train.spec import RunSpec
 from tests.support.training.launched import Trained, launch, spec_of
 
 pytestmark = pytest.mark.slow
@@ -192,12 +194,25 @@ def test_the_witness_records_the_test_split_the_loss_curve_and_the_layout(traine
 def test_every_variant_is_certified_to_be_the_model_that_was_trained(
     trained: Trained, layout: str, pydocs_tokenizer: TokenizerFiles, tmp_path: Path, restore_torch_threads: None
 ) -> None:
-    folder = trained.root / f"{layout}.whole"
-    weights = consolidate(folder / "checkpoints", tmp_path / "weights")
-    exported = export(weights, pydocs_tokenizer, folder / "witness", spec_of(layout), tmp_path / "export")
-    certificate = certify(exported.path, folder / "witness")
+    certificate = _certificate(trained.root / f"{layout}.whole", spec_of(layout), pydocs_tokenizer, tmp_path)
     assert certificate.passed
     assert all(probe.bit_equal for probe in certificate.probes.values()) or "ep" in layout
+
+
+@pytest.mark.parametrize("name", ["tight-rows", "tight-slots", "unlimited-rows"])
+def test_experts_that_got_sorted_tokens_are_certified(
+    trained: Trained, name: str, pydocs_tokenizer: TokenizerFiles, tmp_path: Path, restore_torch_threads: None
+) -> None:
+    layout, capacity, _ = DISPATCHED[name]
+    spec = spec_of(layout).with_settings({"model.moe.capacity_factor": capacity})
+    assert _certificate(trained.root / name, spec, pydocs_tokenizer, tmp_path).passed
+
+
+def _certificate(folder: Path, spec: RunSpec, tokenizer: TokenizerFiles, into: Path) -> Certificate:
+    """Consolidate a run's weights, export them, and certify the export."""
+    weights = consolidate(folder / "checkpoints", into / "weights")
+    exported = export(weights, tokenizer, folder / "witness", spec, into / "export")
+    return certify(exported.path, folder / "witness")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,6 +1,8 @@
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,32 @@ def test_compiled_operators_are_in_the_node_folder_whatever_home_is(this: Attemp
     folder = environment(this, HOME="/h")["TORCH_EXTENSIONS_DIR"]
     assert Path(folder).parent == node_path("operators")
     assert environment(this, HOME="/other")["TORCH_EXTENSIONS_DIR"] == folder
+
+
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+
+
+@pytest.mark.parametrize(("variable", "folder"), CACHES.items())
+def test_what_is_generated_is_kept_in_the_node_folder_unless_the_user_chose_another(
+    this: Attempt, variable: str, folder: str
+) -> None:
+    found = environment(this, HOME="/h")[variable]
+    assert Path(found).parent == node_path(folder)
+    assert environment(this, HOME="/other")[variable] == found
+    assert environment(this, **{variable: "/chosen"})[variable] == "/chosen"
+
+
+def test_hosts_keep_what_is_generated_in_their_own_folders(this: Attempt) -> None:
+    """Those of the head need not exist there, or may be on a disk that another machine compiles for."""
+    head = {**dict.fromkeys(CACHES, "/of-the-head"), "TRITON_PRINT_AUTOTUNING": "1"}
+    seen = travelling_environment(this, accelerator=None, names=[], parent=head)
+    assert not set(CACHES) & set(seen)
+    assert seen["TRITON_PRINT_AUTOTUNING"] == "1"
+    on_host = replace(this, head=None, lease_seconds=10.0)
+    (this.folder / "environment.json").write_text(json.dumps(seen))
+    found = variables_of_rank(on_host, {"RANK": "0", "TRITON_CACHE_DIR": "/of-the-host"})
+    assert found["TRITON_CACHE_DIR"] == "/of-the-host"
+    assert Path(found["TORCHINDUCTOR_CACHE_DIR"]).parent == node_path("inductor")
 
 
 def test_variables_of_another_launcher_do_not_reach_a_rank(this: Attempt) -> None:

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-HAS_GPU = torch.cuda.is_available()
-pytest.importorskip("triton", reason="Triton is not installed; `make test` does it")
+from tests.support.needed_triton import require_triton
 
-# After importorskip, because the module imports Triton.
+HAS_GPU = torch.cuda.is_available()
+require_triton()
+
+# After require_triton, because the module imports Triton.
 from t5train.model.kernels.biased_attention import biased_attention, table_of  # noqa: E402 - see above
 
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -1,0 +1,176 @@
+"""A model that trains with the kernels computes what it computes without: in fp32, in Triton's interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from t5train.data.span_corruption import Geometry
+from t5train.model import pipeline_model
+from t5train.model.activation_checkpointing import checkpoint_activations
+from t5train.model.initialization import initialise
+from t5train.model.model_shape import T5Shape, resolve
+from t5train.model.t5 import T5
+from t5train.spec import ModelSpec
+from tests.support.needed_triton import require_triton
+
+HAS_GPU = torch.cuda.is_available()
+require_triton()
+
+# After require_triton, because the modules import Triton.
+from t5train.model.kernels import biased_attention, gated_gelu  # noqa: E402 - see above
+
+# On a GPU, the kernels multiply fp32 numbers in TF32.
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="compares fp32 numbers to seven digits, in Triton's interpreter")
+BOUND = 2e-5
+"""Largest relative distance, ||with - without|| / ||without||, of the loss and of each parameter's gradient."""
+VERSIONS = ("v1.0", "v1.1")
+VOCABULARY, SAMPLES = 300, 2
+LENGTHS, FEWER = (130, 20), (20, 9)
+"""Tokens of inputs and targets. With 130, some tiles lie beyond the farthest distance that the bias tells apart."""
+
+
+def _shape(version: str, num_layers: int = 1, num_heads: int = 1) -> T5Shape:
+    """A small model: the interpreter runs about 100 programs of a kernel a second, and a head's bias takes 260."""
+    settings = {"preset": "smoke", "num_layers": num_layers, "num_decoder_layers": 1, "d_model": 64, "d_kv": 32}
+    return resolve(ModelSpec.model_validate({**settings, "num_heads": num_heads, "version": version}), VOCABULARY)
+
+
+def _model(shape: T5Shape) -> T5:
+    model = T5(shape, decoder_start_id=0)
+    for name, parameter in model.named_parameters():
+        initialise(name, parameter, shape, seed=3)
+    return model
+
+
+def _with_kernels(model: Any) -> Any:
+    biased_attention.use_in(model)
+    gated_gelu.use_in(model)
+    return model
+
+
+def _batch(lengths: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    inputs, targets = (torch.randint(0, VOCABULARY, (SAMPLES, n), generator=generator) for n in lengths)
+    return inputs, targets
+
+
+def _pass(model: nn.Module, lengths: tuple[int, int] = FEWER) -> dict[str, Tensor]:
+    """The loss and the gradients of all parameters."""
+    loss = model(*_batch(lengths))
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert len(gradients) == len([*model.parameters()])
+    return {"loss": loss.detach(), **gradients}
+
+
+def _require_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    distances = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
+    assert max(distances.values()) <= BOUND, distances
+
+
+@pytest.mark.parametrize(("version", "num_layers", "num_heads"), [("v1.0", 2, 1), ("v1.1", 1, 2)])
+def test_loss_and_gradients_are_those_without_kernels(version: str, num_layers: int, num_heads: int) -> None:
+    shape = _shape(version, num_layers, num_heads)
+    expected, found = _pass(_model(shape), LENGTHS), _pass(_with_kernels(_model(shape)), LENGTHS)
+    _require_close(found, expected)
+    assert any(not torch.equal(found[name], each) for name, each in expected.items()), "no kernel was used"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_evaluation_does_not_use_the_kernels(version: str) -> None:
+    plain, ours = _model(_shape(version, 2, 2)).eval(), _with_kernels(_model(_shape(version, 2, 2))).eval()
+    inputs, targets = _batch(LENGTHS)
+    with torch.no_grad():
+        assert torch.equal(ours.logits(inputs, targets), plain.logits(inputs, targets))
+        assert torch.equal(ours.token_losses(inputs, targets), plain.token_losses(inputs, targets))
+
+
+# torch's compiler looks at gradients of tensors that are not leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_recomputed_and_a_compiled_pass_are_those_of_the_kernels() -> None:
+    eager, recomputed, compiled = (_with_kernels(_model(_shape("v1.1"))) for _ in range(3))
+    checkpoint_activations(recomputed)
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    expected = _pass(eager)
+    assert all(torch.equal(each, expected[name]) for name, each in _pass(recomputed).items())
+    _require_close(_pass(compiled), expected)
+
+
+class OneProcess(nn.Module):
+    """The layers of a pipeline with two stages, one after the other in this process."""
+
+    def __init__(self, shape: T5Shape) -> None:
+        super().__init__()
+        sample = Geometry(window_tokens=sum(FEWER) - 4, noise_tokens=FEWER[1] - 2, spans=1)
+        assert (sample.input_tokens, sample.target_tokens) == FEWER
+        self.shared, self.steps = nn.ModuleDict(), list[Any]()
+        for units in (range(1), range(1, 3)):
+            for layer in pipeline_model._stage(shape, 0, sample, units):
+                self._append(layer.spec)
+
+    def _append(self, spec: Any) -> None:
+        """Build a layer as DeepSpeed does: a tied layer once."""
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key not in self.shared:
+                self.shared[spec.key] = spec.build()
+            module, call = self.shared[spec.key], spec.forward_fn
+            self.steps.append(lambda flow: call(module, flow) if call else module(flow))
+        elif isinstance(spec, LayerSpec):
+            module = spec.build()
+            self.add_module(str(len(self.steps)), module)
+            self.steps.append(module)
+        else:
+            self.steps.append(spec)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        flow: Any = (inputs, targets)
+        for step in self.steps:
+            flow = step(flow)
+        return nn.functional.cross_entropy(flow.flatten(0, 1), targets.flatten())
+
+
+def test_a_pipeline_trains_with_the_kernels_alike() -> None:
+    plain, ours = OneProcess(_shape("v1.1")), OneProcess(_shape("v1.1"))
+    torch.manual_seed(0)
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.1 if parameter.dim() > 1 else 1.0)
+    ours.load_state_dict(plain.state_dict())
+    found, expected = _pass(_with_kernels(ours)), _pass(plain)
+    _require_close(found, expected)
+    assert any(not torch.equal(found[name], each) for name, each in expected.items()), "no kernel was used"
+
+
+QUICK = ("test_schema", "test_autograd_registration", "test_faketensor")
+TESTS = {"self": QUICK, "cross": (*QUICK, "test_aot_dispatch_dynamic")}
+"""The tests of opcheck; with a bias, the fourth would take half a minute."""
+
+
+@pytest.mark.parametrize("name", ["self", "cross"])
+def test_the_attention_operators_keep_the_rules_of_torch(name: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    query, parts = (None, 3) if name == "self" else (noise(1, 3, 1, 32).requires_grad_(), 2)
+    packed = noise(1, 5, parts, 1, 32).requires_grad_()
+    table = biased_attention.table_of(noise(1, 257)).requires_grad_() if name == "self" else None
+    _opcheck(biased_attention._attention, (query, packed, table, None, False), name)
+    out, lse = (each.detach() for each in biased_attention._attention(query, packed, table, None, False))
+    saved = (each if each is None else each.detach() for each in (query, packed, table))
+    _opcheck(biased_attention._attention_backward, (noise(*out.shape), *saved, None, out, lse, False), name)
+
+
+def _opcheck(operator: Any, arguments: tuple[Any, ...], name: str) -> None:
+    found = torch.library.opcheck(operator, arguments, test_utils=TESTS[name])
+    assert {*found.values()} == {"SUCCESS"}
+
+
+def test_the_gated_gelu_operators_keep_the_rules_of_torch() -> None:
+    joint = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    torch.library.opcheck(gated_gelu.gated_gelu, (joint.clone().requires_grad_(),))
+    torch.library.opcheck(gated_gelu._gated_gelu_backward, (joint[:, :20].contiguous(), joint))
