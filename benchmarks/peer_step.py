@@ -65,13 +65,11 @@ class StepTimes:
         self._warm_up, self._ended = WARM_UP_STEPS, 0.0
 
     def step_ended(self) -> None:
-        """Call this after every step. Steps of the warm-up do not count, nor does their memory."""
+        """Call this after every step. Steps of the warm-up do not count."""
         get_accelerator().synchronize()
         now = time.perf_counter()
         if self._warm_up:
             self._warm_up -= 1
-            if not self._warm_up:
-                accelerator_memory_bytes()  # forgets the peak so far
         else:
             self.seconds.append(now - self._ended)
         self._ended = time.perf_counter()

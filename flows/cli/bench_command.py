@@ -34,7 +34,8 @@ def bench(
     say(f"{measured.tokens_a_step / median:,.0f} tokens/s over all ranks (encoder and decoder)")
     if measured.mfu is not None:
         say(f"MFU: {measured.mfu:.1%} of the peak in the data sheet")
-    say(f"Peak memory of rank 0: {measured.memory_bytes / 2**30:.1f} GiB")
+    reserved = f"{measured.reserved_bytes / 2**30:.1f} GiB reserved by the allocator"
+    say(f"Peak memory of rank 0: {measured.memory_bytes / 2**30:.1f} GiB in tensors, {reserved}")
     total = sum(measured.seconds_by_kind.values())
     kinds = sorted(measured.seconds_by_kind.items(), key=lambda pair: (pair[0] == IDLE, -pair[1]))
     say(

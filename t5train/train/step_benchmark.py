@@ -65,7 +65,9 @@ class Measured(BaseModel):
     mfu: float | None
     """Share of the peak that the median step used; None if the peak is not known."""
     memory_bytes: int
-    """Peak memory of rank 0 on its accelerator; on the CPU, of its process."""
+    """Peak memory of rank 0's tensors on its accelerator, from the start; on the CPU, of its process."""
+    reserved_bytes: int
+    """Peak memory that its allocator has taken from the accelerator, which includes unused parts."""
     seconds_by_kind: dict[str, float]
     """Where a step's time went."""
 
@@ -99,7 +101,7 @@ def _measure_and_write(job: BenchmarkJob, into: Path) -> None:
 
 def measure(job: BenchmarkJob, steps_file: Path) -> Measured:
     """Take the steps; rank 0 writes the number of those taken to ``steps_file``. A collective of all ranks."""
-    from t5train.engine.engine import accelerator_memory_bytes
+    from t5train.engine.engine import accelerator_memory_bytes, accelerator_reserved_bytes
     from t5train.engine.peak_flops import accelerator_name, accelerator_peak_flops, utilization
     from t5train.model.model_shape import resolve
 
@@ -107,9 +109,8 @@ def measure(job: BenchmarkJob, steps_file: Path) -> Measured:
     steps = _steps(job, steps_file)
     for number in range(WARM_UP_STEPS):
         _log.info("step %d: %.2f s", number + 1, next(steps))
-    accelerator_memory_bytes()  # forgets the peak so far
     seconds = [next(steps) for _ in range(job.steps)]
-    memory = accelerator_memory_bytes()
+    memory, reserved = accelerator_memory_bytes(), accelerator_reserved_bytes()  # before the profiler takes some
     median = statistics.median(seconds)
     return Measured(
         device=accelerator_name() or "CPU",
@@ -117,6 +118,7 @@ def measure(job: BenchmarkJob, steps_file: Path) -> Measured:
         tokens_a_step=spec.optimizer.global_batch_sequences * (sample.input_tokens + sample.target_tokens),
         mfu=utilization(spec, shape, median, accelerator_peak_flops(spec.optimizer.precision)),
         memory_bytes=memory,
+        reserved_bytes=reserved,
         seconds_by_kind=_profile(steps, median),
     )
 
