@@ -68,6 +68,8 @@ class Measured(BaseModel):
     """Peak memory of rank 0's tensors on its accelerator, from the start; on the CPU, of its process."""
     reserved_bytes: int
     """Peak memory that its allocator has taken from the accelerator, which includes unused parts."""
+    host_memory_bytes: int
+    """Peak memory of its process in host memory."""
     seconds_by_kind: dict[str, float]
     """Where a step's time went."""
 
@@ -101,7 +103,7 @@ def _measure_and_write(job: BenchmarkJob, into: Path) -> None:
 
 def measure(job: BenchmarkJob, steps_file: Path) -> Measured:
     """Take the steps; rank 0 writes the number of those taken to ``steps_file``. A collective of all ranks."""
-    from t5train.engine.engine import accelerator_memory_bytes, accelerator_reserved_bytes
+    from t5train.engine.engine import accelerator_memory_bytes, accelerator_reserved_bytes, peak_host_memory_bytes
     from t5train.engine.peak_flops import accelerator_name, accelerator_peak_flops, utilization
     from t5train.model.model_shape import resolve
 
@@ -119,6 +121,7 @@ def measure(job: BenchmarkJob, steps_file: Path) -> Measured:
         mfu=utilization(spec, shape, median, accelerator_peak_flops(spec.optimizer.precision)),
         memory_bytes=memory,
         reserved_bytes=reserved,
+        host_memory_bytes=peak_host_memory_bytes(),
         seconds_by_kind=_profile(steps, median),
     )
 

@@ -1,0 +1,50 @@
+"""A command starts nothing that would not end before its deadline, and is interrupted shortly before it."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import time_budget
+from benchmarks.measured_conditions import code_digest, commit
+from benchmarks.time_budget import OutOfTime, TimeBudget
+
+
+def test_what_would_not_end_in_time_is_refused() -> None:
+    budget = TimeBudget(110.0)
+    budget.close()
+    budget.require("trainer, repeat 1", 95)
+    with pytest.raises(OutOfTime, match=r"trainer, repeat 1 is expected to take 105 s, but (99|100) s are left"):
+        budget.require("trainer, repeat 1", 105)
+
+
+@pytest.mark.parametrize("seconds", [0, 5])
+def test_without_time_nothing_is_started(seconds: float) -> None:
+    with pytest.raises(OutOfTime, match="but 0 s are left"):
+        TimeBudget(seconds).require("ours, repeat 1", 1)
+
+
+def test_without_a_limit_everything_is_started() -> None:
+    TimeBudget(None).require("ours, repeat 1", 1e9)
+
+
+def test_a_measurement_that_takes_longer_than_expected_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_budget, "_ENDING_SECONDS", 0.0)
+    budget = TimeBudget(0.1)
+    with pytest.raises(OutOfTime, match="in progress"):
+        time.sleep(30)
+    budget.close()
+
+
+def test_a_change_of_code_changes_its_digest_and_one_of_documents_does_not(tmp_path: Path) -> None:
+    code, document = tmp_path / "t5train" / "module.py", tmp_path / "docs" / "measurements.md"
+    digests = []
+    for path, text in ((code, "1"), (document, "1"), (document, "2"), (code, "2")):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, "utf-8")
+        digests.append(code_digest(tmp_path))
+    assert digests[0] == digests[1] == digests[2] != digests[3]
+
+
+def test_without_a_repository_the_commit_is_not_known(tmp_path: Path) -> None:
+    assert commit(tmp_path) == "not known"
