@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from infra.head.stop_signal import undisturbed
 from infra.node import operator_folder
 from infra.node.attempts.rank_environment import search_path
 from infra.node.ports import free_port
@@ -41,7 +42,8 @@ def run_ranks(arguments: Sequence[str], ranks: int, accelerator: str | None, log
     common = rank_variables(ranks, accelerator)
     with _killed_at_the_end() as processes:
         for rank in range(ranks):
-            with open(logs / f"rank-{rank}.log", "wb") as log:
+            # A signal between the start of a process and its place in the list would leave the process behind.
+            with open(logs / f"rank-{rank}.log", "wb") as log, undisturbed("starting a rank"):
                 processes.append(
                     subprocess.Popen(
                         [sys.executable, *arguments],

@@ -255,7 +255,7 @@ def _leave_experts_uncompiled(model: nn.Module) -> None:
 def _train_with_trainer(job: PeerJob, model: nn.Module, times: StepTimes, folder: Path) -> list[float]:
     """Train with Hugging Face's Trainer as its documentation shows, logging every step. Return the logged losses.
 
-    On several ranks the Trainer multiplies them by the number of ranks.
+    With several passes a step, or several ranks, the Trainer multiplies them by the number of these.
     """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
