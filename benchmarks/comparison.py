@@ -26,6 +26,7 @@ from t5train.model.model_shape import resolve as resolve_shape
 from t5train.progress import silent
 from t5train.spec import RunSpec
 from t5train.train.peer_job import PeerJob
+from t5train.train.step_benchmark import tokens_a_step
 
 TRIAL_STEPS = 5
 
@@ -110,14 +111,13 @@ def add(comparison: Comparison, outcomes: Outcomes, contender: str, repeat: int,
     except OutOfMemory:
         measured = {"out_of_memory": True}
     spec = spec_for(comparison.spec, contender)
-    sample = geometry(spec.objective)
     outcome = Outcome(
         **comparison.facts(),
         contender=contender,
         repeat=repeat,
         tuning=tuning,
         duration_seconds=time.monotonic() - started,
-        tokens_a_step=spec.optimizer.global_batch_sequences * (sample.input_tokens + sample.target_tokens),
+        tokens_a_step=tokens_a_step(spec),
         parameters=parameters_of(spec),
         **measured,
     )

@@ -8,7 +8,7 @@ import pytest
 from t5train.engine import engine, peak_flops
 from t5train.spec.recipes import recipe
 from t5train.train import step_benchmark
-from t5train.train.step_benchmark import WARM_UP_STEPS, BenchmarkJob
+from t5train.train.step_benchmark import WARM_UP_STEPS, BenchmarkJob, StepTime
 
 STATE, ACTIVATIONS, UNUSED = 10 << 30, 20 << 30, 3 << 30
 RECORDED_STEP = 3
@@ -52,10 +52,10 @@ def test_the_peak_of_a_later_step_includes_the_activations_of_recorded_graphs(re
 
 
 def test_a_benchmark_reports_the_peak_of_recording(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def steps(*_: object) -> Iterator[float]:
+    def steps(*_: object) -> Iterator[StepTime]:
         while True:
             recorder.step()
-            yield 0.1
+            yield StepTime(0.1, 0.0)
 
     monkeypatch.setattr(step_benchmark, "_steps", steps)
     monkeypatch.setattr(step_benchmark, "_profile", lambda *_: {})
