@@ -59,6 +59,7 @@ def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
     made.add_argument("--ranks", type=int, help="the recipe's if left out")
     made.add_argument("--steps", type=int, default=steps, help=f"steps after warm-up, at least 1; {steps} by default")
     made.add_argument("--set", action="append", default=[], metavar="PART.KEY=VALUE", help="setting to change")
+    made.add_argument("--commit", help="commit to record where the checkout's repository is missing, as in a copy")
     made.add_argument("--into", type=Path, help="document in which to replace this comparison, or to append it")
     made.add_argument(
         "--until-seconds",
@@ -83,7 +84,7 @@ def compare(given: argparse.Namespace) -> Comparison:
     except SpecError as error:
         raise SystemExit(str(error)) from None
     given.root.mkdir(parents=True, exist_ok=True)
-    return Comparison(spec, _subject(given, spec), commit(), given.root.absolute(), budget)
+    return Comparison(spec, _subject(given, spec), commit(given.commit), given.root.absolute(), budget)
 
 
 def _subject(given: argparse.Namespace, spec: RunSpec) -> Subject:

@@ -27,13 +27,16 @@ def code_digest(checkout: Path = CHECKOUT) -> str:
     return digest.hexdigest()[:12]
 
 
-def commit(checkout: Path = CHECKOUT) -> str:
-    """Return the commit of the checkout, with ``, changed`` if code that is measured has changed since."""
+def commit(otherwise: str | None = None, checkout: Path = CHECKOUT) -> str:
+    """Return the commit of the checkout, with ``, changed`` if code that is measured has changed since.
+
+    Where there is no repository, it is ``otherwise``. The digest of the code shows whether that is true.
+    """
     try:
         head = _git(checkout, "rev-parse", "--short=12", "HEAD")
         changed = _git(checkout, "status", "--porcelain", "--", *_MEASURED)
     except (OSError, subprocess.CalledProcessError):
-        return "not known"
+        return otherwise or "not known"
     return head + (", changed" if changed else "")
 
 
