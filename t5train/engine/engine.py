@@ -120,7 +120,7 @@ def accelerator_memory_bytes() -> int:
 
 def accelerator_reserved_bytes() -> int:
     """Return the peak memory that the allocator has taken from the accelerator so far, which includes unused parts."""
-    return int(get_accelerator().max_memory_reserved())
+    return int(get_accelerator().max_memory_reserved() or 0)  # DeepSpeed returns None where torch cannot say
 
 
 def peak_host_memory_bytes() -> int:
