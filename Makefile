@@ -59,7 +59,7 @@ types: setup ## mypy, strict
 	@$(BIN)/mypy
 
 bench: setup ## Run all CPU benchmarks, one after the other
-	@for benchmark in tokenise span_corruption sample_order reading saving consolidate preflight prefect_overhead; do $(BIN)/python -m "benchmarks.$$benchmark"; done
+	@for benchmark in tokenise span_corruption sample_order reading data_wait initial_weights saving consolidate preflight prefect_overhead; do $(BIN)/python -m "benchmarks.$$benchmark"; done
 
 corruptions: setup ## Damage small checkpoints in 10,000 ways; each must be refused before anything is unpickled
 	@$(BIN)/python -m tests.acceptance.corruptions

@@ -1,30 +1,37 @@
-"""Train a recipe twice, with this project's kernels and without them, and compare the losses step by step.
+"""Train a recipe with this project's kernels and twice without them, and compare the losses step by step.
 
 ::
 
     python -m benchmarks.loss_curves base --root DIR [--ranks N] [--steps 200] [--set model.preset=small]
-        [--into docs/measurements.md]
+        [--until-seconds 570] [--into docs/measurements.md]
 
-Both runs start from the same weights and see the same batches: random tokens, of which the targets repeat the first
+All runs start from the same weights and see the same samples: random tokens, of which the targets repeat the first
 ones. The learning rate passes through its whole schedule in the given number of steps, a quarter of them warm-up at
-most. A finished run is appended to DIR/losses.jsonl, and is not repeated by the next command with the same root. Where
-there are no kernels, both runs are the same.
+most. The second run without kernels shows how much rounding alone changes losses: it takes half of the micro-batch at a
+time, so that sums are made in another order. Where there are no kernels, the first two runs are the same.
+
+A finished run is appended to DIR/losses.jsonl, and is not repeated by the next command with the same root, unless code,
+versions, machine or number of steps have changed: it says which runs it does not use. With --until-seconds, no run is
+started that would take longer than what is left. Expected for base on one GPU, 200 steps: 90 to 120 s a run. The exit
+code is 3 if time ran out.
 """
 
 import argparse
-import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Literal
 from unittest.mock import patch
 
 from pydantic import BaseModel
 
-from benchmarks.peer_outcomes import Subject, write_section
-from benchmarks.rank_processes import run_ranks
-from benchmarks.training_peers import Comparison, compare
+from benchmarks.comparison import Comparison, compare, parser
+from benchmarks.finished_rows import FinishedRow, FinishedRows, write_section
+from benchmarks.time_budget import NOT_FINISHED, OutOfTime
+from infra.head.peer_ranks import run_ranks
 from t5train.data.loader import Batch
 from t5train.data.span_corruption import geometry
 from t5train.data.tokenizer import expected_vocab_size
@@ -34,6 +41,10 @@ from t5train.spec import RunSpec
 from t5train.train.step_benchmark import BenchmarkJob, random_batch
 
 SHOWN_STEPS = (1, 2, 5, 10, 20, 50, 100, 150, 200)
+FIRST_GUESS_SECONDS = 180.0
+"""How long a run is expected to take before any has ended."""
+Variant = Literal["kernels", "none", "none again"]
+VARIANTS: tuple[Variant, ...] = ("kernels", "none", "none again")
 
 
 class CurveJob(BaseModel):
@@ -42,6 +53,8 @@ class CurveJob(BaseModel):
     spec: RunSpec
     vocab_size: int
     with_kernels: bool
+    drawn_sequences: int
+    """How many sequences are drawn at a time; the micro-batch is this or half of it."""
 
 
 class Losses(BaseModel):
@@ -52,78 +65,82 @@ class Losses(BaseModel):
     losses: list[float]
 
 
-class Curve(BaseModel):
+class Curve(FinishedRow):
     """A finished run."""
 
-    subject: Subject
-    with_kernels: bool
+    variant: Variant
     measured: Losses
 
 
 def main() -> int:
-    """Train what is not yet trained, and print the table; with --job, be a rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", default="base")
-    parser.add_argument("--root", type=Path, default=Path("work"), help="folder for finished runs and logs")
-    parser.add_argument("--ranks", type=int, help="the recipe's if left out")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--set", action="append", default=[], metavar="PART.KEY=VALUE", help="setting to change")
-    parser.add_argument("--into", type=Path, help="document in which to replace this comparison, or to append it")
-    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.job:
-        _run_rank(given.job)
+    """Train what is not yet trained, and print the table; with --job, be a rank. Return 3 if time ran out."""
+    if sys.argv[1:2] == ["--job"]:
+        _run_rank(Path(sys.argv[2]))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended, too
-    comparison = compare(given.recipe, given.set, given.ranks, given.root, given.steps)
+    given = _arguments()
+    comparison = compare(given)
+    rows = FinishedRows(comparison.root / "losses.jsonl", Curve, comparison.subject)
+    if ignored := rows.ignored():
+        print(ignored, flush=True)
     try:
-        on, off = (_curve(comparison, with_kernels).measured for with_kernels in (True, False))
+        curves = [_curve(comparison, rows, variant).measured for variant in VARIANTS]
+    except OutOfTime as error:
+        print(f"stopped: {error}. The same command continues", flush=True)
+        return NOT_FINISHED
     except T5TrainError as error:
         raise SystemExit(str(error)) from None
-    text = _text(comparison, on, off)
+    finally:
+        comparison.budget.close()
+    text = text_of(comparison, *curves)
     print(text)
     if given.into:
         write_section(given.into, _name(comparison), text)
     return 0
 
 
+def _arguments() -> argparse.Namespace:
+    return parser(__doc__, steps=200).parse_args()
+
+
 def _name(comparison: Comparison) -> str:
-    return comparison.name("benchmarks.loss_curves") + f" --steps {comparison.steps}"
+    return comparison.name("benchmarks.loss_curves") + f" --steps {comparison.subject.steps}"
 
 
-def _curve(comparison: Comparison, with_kernels: bool) -> Curve:
-    """Return a finished run, or train it."""
-    path = comparison.root / "losses.jsonl"
-    for curve in _finished(path):
-        of_it = curve.subject == comparison.subject and curve.with_kernels == with_kernels
-        if of_it and len(curve.measured.losses) == comparison.steps:
-            return curve
-    trained = _trained(comparison, with_kernels)
-    curve = Curve(subject=comparison.subject, with_kernels=with_kernels, measured=trained)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(curve.model_dump_json() + "\n")
-    print(f"{'with' if with_kernels else 'without'} kernels: last loss {trained.losses[-1]:.4f}", flush=True)
+def _curve(comparison: Comparison, rows: FinishedRows[Curve], variant: Variant) -> Curve:
+    """Return a finished run, or train it. Raises OutOfTime if that would not end in time."""
+    if found := next((row for row in rows.finished if row.variant == variant), None):
+        return found
+    like = [row.duration_seconds for row in rows.like() if row.subject.steps == comparison.subject.steps]
+    comparison.budget.require(f"the run {variant!r}", max(like, default=FIRST_GUESS_SECONDS))
+    started = time.monotonic()
+    trained = _trained(comparison, variant)
+    seconds = time.monotonic() - started
+    curve = Curve(**comparison.facts(), duration_seconds=seconds, variant=variant, measured=trained)
+    rows.add(curve)
+    print(f"{variant}: last loss {trained.losses[-1]:.4f}, after {seconds:.0f} s", flush=True)
     return curve
 
 
-def _finished(path: Path) -> Iterator[Curve]:
-    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
-        yield Curve.model_validate_json(line)
-
-
-def _trained(comparison: Comparison, with_kernels: bool) -> Losses:
+def _trained(comparison: Comparison, variant: Variant) -> Losses:
     """Run the ranks of one training run."""
-    spec, steps = comparison.spec, comparison.steps
-    schedule = {
+    spec, steps = comparison.spec, comparison.subject.steps
+    size = spec.layout.micro_batch_sequences
+    halved = size // 2 if variant == "none again" and size % 2 == 0 else size
+    settings = {
         "optimizer.num_steps": steps,
         "optimizer.warmup_steps": min(spec.optimizer.warmup_steps, steps // 4),
+        "layout.micro_batch_sequences": halved,
     }
-    folder = comparison.root / "logs" / f"losses-{'with' if with_kernels else 'without'}-kernels"
+    folder = comparison.root / "logs" / f"losses-{variant.replace(' ', '-')}"
     folder.mkdir(parents=True, exist_ok=True)
-    path, vocab_size = folder / "job.json", expected_vocab_size(spec.tokenizer)
-    job = CurveJob(spec=spec.with_settings(schedule), vocab_size=vocab_size, with_kernels=with_kernels)
+    job = CurveJob(
+        spec=spec.with_settings(settings),
+        vocab_size=expected_vocab_size(spec.tokenizer),
+        with_kernels=variant == "kernels",
+        drawn_sequences=size,
+    )
+    path, cluster = folder / "job.json", spec.cluster
     path.write_text(job.model_dump_json(), "utf-8")
-    cluster = spec.cluster
     run_ranks(("-m", "benchmarks.loss_curves", "--job", str(path)), cluster.ranks, cluster.accelerator, folder)
     return Losses.model_validate_json(path.with_name("losses.json").read_text("utf-8"))
 
@@ -169,35 +186,56 @@ def _train(job: CurveJob) -> Losses:
 
 
 def _batches(job: CurveJob, step: int) -> Iterator[Batch]:
-    """Draw this rank's micro-batches of a step. Every step has new ones. The ranks of a pipeline draw alike."""
+    """Yield this rank's micro-batches of a step. Every step has new ones. The ranks of a pipeline draw alike."""
     from t5train.engine.collectives import data_rank
 
     spec, targets = job.spec, geometry(job.spec.objective).target_tokens
-    own = BenchmarkJob(spec=spec, vocab_size=job.vocab_size, steps=1)
-    first = (step * spec.data_parallel_size + data_rank(spec)) * spec.gradient_accumulation
-    for number in range(spec.gradient_accumulation):
+    size = spec.layout.micro_batch_sequences
+    drawn_spec = spec.with_settings({"layout.micro_batch_sequences": job.drawn_sequences})
+    own = BenchmarkJob(spec=drawn_spec, vocab_size=job.vocab_size, steps=1)
+    first = (step * spec.data_parallel_size + data_rank(spec)) * drawn_spec.gradient_accumulation
+    for number in range(drawn_spec.gradient_accumulation):
         drawn = random_batch(own, seed=first + number)
-        yield drawn._replace(targets=drawn.inputs[:, :targets])
+        for start in range(0, job.drawn_sequences, size):
+            part = Batch(*(each[start : start + size] for each in drawn))
+            yield part._replace(targets=part.inputs[:, :targets])
 
 
-def _text(comparison: Comparison, on: Losses, off: Losses) -> str:
-    """Return what was compared, the table, and the largest difference."""
-    differences = [abs(one - other) for one, other in zip(on.losses, off.losses, strict=True)]
-    largest = max(differences)
-    changes = [abs(after - before) for before, after in zip(off.losses, off.losses[1:], strict=False)]
-    kernels = "" if on.has_kernels else "There are no kernels for this device, so both runs are the same. "
-    shown = [step for step in SHOWN_STEPS if step <= len(differences)]
+def text_of(comparison: Comparison, kernels: Losses, none: Losses, again: Losses) -> str:
+    """Return what was compared, the table, and the largest differences."""
+    by_kernels, by_rounding = _differences(kernels, none), _differences(again, none)
+    changes = [abs(after - before) for before, after in zip(none.losses, none.losses[1:], strict=False)]
+    remark = "" if kernels.has_kernels else "There are no kernels for this device, so the first two runs are the same. "
+    shown = [step for step in SHOWN_STEPS if step <= len(by_kernels)]
     rows = [
-        f"| {step} | {on.losses[step - 1]:.4f} | {off.losses[step - 1]:.4f} | {differences[step - 1]:.4f} |"
+        f"| {step} | {kernels.losses[step - 1]:.4f} | {none.losses[step - 1]:.4f} | {by_kernels[step - 1]:.4f} | "
+        f"{by_rounding[step - 1]:.4f} |"
         for step in shown
     ]
+    subject = comparison.subject
     return (
-        f"{comparison.subject.ranks} ranks on {comparison.subject.device}, {comparison.spec.optimizer.precision}, "
-        f"`python -m {_name(comparison)}`. {kernels}The largest difference of all {len(differences)} steps is "
-        f"{largest:.4f}, at step {differences.index(largest) + 1}. From one step to the next, the loss changes by "
-        f"{sum(changes) / max(1, len(changes)):.4f} on average.\n\n"
-        "| step | loss with kernels | without | difference |\n|---|---|---|---|\n" + "\n".join(rows)
+        f"{subject.ranks} ranks on {subject.device}, {comparison.spec.optimizer.precision}, commit "
+        f"{comparison.commit} (code {subject.code}), `python -m {_name(comparison)}`. {remark}Of all "
+        f"{len(by_kernels)} steps, the largest difference is {_largest(by_kernels)} with kernels, and "
+        f"{_largest(by_rounding)} without them, when only sums are made in another order. On average, the differences "
+        f"are {_mean(by_kernels):.4f} and {_mean(by_rounding):.4f}; from one step to the next, the loss changes by "
+        f"{_mean(changes):.4f}.\n\n"
+        "| step | loss with kernels | without | difference | difference by rounding alone |\n|---|---|---|---|---|\n"
+        + "\n".join(rows)
     )
+
+
+def _differences(one: Losses, other: Losses) -> list[float]:
+    return [abs(first - second) for first, second in zip(one.losses, other.losses, strict=True)]
+
+
+def _largest(differences: list[float]) -> str:
+    largest = max(differences)
+    return f"{largest:.4f} (step {differences.index(largest) + 1})"
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
 """Finished measurements of benchmarks.training_peers: kept in a file, and shown as a table."""
 
-import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from benchmarks.finished_rows import FinishedRow, FinishedRows, Subject
 
-OURS = "ours"
+OURS, DENSE, ALONE = "ours", "ours dense", "ours alone"
 TRIAL = 0
 """The repeat of a short measurement that only chooses a tuning."""
+FIRST_GUESS_SECONDS = 150.0
+"""How long a measurement is expected to take before anything was measured: start, compilation, and 25 steps."""
 _HEADER = (
-    "| | tokens/s | step, ms | times slower than this project | peak memory, GiB | precision | micro-batch | attention "
-    "|\n|---|---|---|---|---|---|---|---|\n"
+    "| | tokens/s | step, ms | this project relative to it | peak memory, GiB | reserved, GiB | precision "
+    "| micro-batch | attention |\n|---|---|---|---|---|---|---|---|---|\n"
 )
 
 
@@ -25,30 +26,19 @@ class Tuning(NamedTuple):
     """An implementation of attention in transformers; None for its default."""
 
 
-class Subject(BaseModel):
-    """What is compared, and where. Only measurements of equal subjects are compared with each other."""
+class Outcome(FinishedRow):
+    """A finished measurement of a contender."""
 
-    model_config = ConfigDict(frozen=True)
-    recipe: str
-    settings: tuple[str, ...]
-    ranks: int
-    device: str
-
-
-class Outcome(BaseModel):
-    """A finished measurement."""
-
-    subject: Subject
     contender: str
     repeat: int
     tuning: Tuning
-    finished_at: str
-    versions: dict[str, str]
     out_of_memory: bool = False
     """If true, the rest has its default values."""
-    step_seconds: list[float] = []
+    step_seconds: tuple[float, ...] = ()
     tokens_a_step: int = 0
     memory_bytes: int = 0
+    reserved_bytes: int = 0
+    host_memory_bytes: int = 0
     parameters: int = 0
     precision: str = ""
     attention: str = ""
@@ -78,34 +68,34 @@ class Outcomes:
     """The finished measurements of one subject, in a file that may also hold those of others."""
 
     def __init__(self, path: Path, subject: Subject) -> None:
-        self._path, self._subject = path, subject
-        self._finished = [each for each in _read(path) if each.subject == subject]
+        """``path``: the file, which need not exist yet."""
+        self._rows = FinishedRows(path, Outcome, subject)
+        if ignored := self._rows.ignored():
+            print(ignored, flush=True)
 
     def add(self, outcome: Outcome) -> None:
         """Append a measurement to the file, on disk when this returns."""
-        text = self._path.read_bytes() if self._path.exists() else b""
-        torn = text and not text.endswith(b"\n")  # the last line, if its writer was killed
-        with open(self._path, "ab") as file:
-            file.write((b"\n" if torn else b"") + outcome.model_dump_json().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        self._finished.append(outcome)
+        self._rows.add(outcome)
 
     def of(self, contender: str) -> list[Outcome]:
         """Return a contender's measurements, trials included."""
-        return [each for each in self._finished if each.contender == contender]
+        return [each for each in self._rows.finished if each.contender == contender]
 
     def has(self, contender: str, repeat: int, tuning: Tuning) -> bool:
         """Return whether this measurement is finished."""
         return any((each.repeat, each.tuning) == (repeat, tuning) for each in self.of(contender))
 
+    def expected_seconds(self, contender: str, tuning: Tuning) -> float:
+        """Return how long a measurement will take: as long as the last one that is like it, of any code and machine.
 
-def _read(path: Path) -> Iterator[Outcome]:
-    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
-        try:
-            yield Outcome.model_validate_json(line)
-        except ValidationError:
-            print(f"{path}: skipped a line that is not a whole measurement: {line[:60]!r}", flush=True)
+        That is one with the same tuning, or else the longest of this contender, or else of any.
+        """
+        of_it = [each for each in self._rows.like() if each.contender == contender]
+        like = [each.duration_seconds for each in of_it if each.tuning == tuning][-1:]
+        for durations in (like, *([each.duration_seconds for each in group] for group in (of_it, self._rows.like()))):
+            if durations:
+                return max(durations)
+        return FIRST_GUESS_SECONDS
 
 
 def untuned(micro_batch: int, tried: Sequence[Outcome]) -> Tuning | None:
@@ -158,15 +148,16 @@ def _row(name: str, measured: Sequence[Outcome], ours: dict[int, Outcome]) -> st
     repeats = [each for each in measured if each.repeat != TRIAL and not each.out_of_memory]
     if not repeats:
         reason = "out of memory" if all(each.out_of_memory for each in measured) else "only tried"
-        return f"| {name} | {reason} | | | | | | |\n"
+        return f"| {name} | {reason} | | | | | | | |\n"
     ratios = [ours[each.repeat].tokens_per_second / each.tokens_per_second for each in repeats if each.repeat in ours]
     last = repeats[-1]
     cells = (
         name,
-        _range([each.tokens_per_second for each in repeats], ",.0f"),
-        _range([each.seconds * 1e3 for each in repeats], ".1f"),
-        _range(ratios, ".2f") if ratios and name != OURS else "",
-        _range([each.memory_bytes / 2**30 for each in repeats], ".1f"),
+        span([each.tokens_per_second for each in repeats], ",.0f"),
+        span([each.seconds * 1e3 for each in repeats], ".1f"),
+        span(ratios, ".2f") if ratios and name != OURS else "",
+        span([each.memory_bytes / 2**30 for each in repeats], ".1f"),
+        span([each.reserved_bytes / 2**30 for each in repeats], ".1f"),
         last.precision,
         last.tuning.micro_batch_sequences,
         last.attention,
@@ -174,15 +165,7 @@ def _row(name: str, measured: Sequence[Outcome], ours: dict[int, Outcome]) -> st
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
-def _range(values: Sequence[float], form: str) -> str:
+def span(values: Sequence[float], form: str) -> str:
     """Format the median, and the range unless it is one number."""
     median, low, high = (format(value, form) for value in (statistics.median(values), min(values), max(values)))
     return median if low == high else f"{median} ({low} to {high})"
-
-
-def write_section(document: Path, name: str, text: str) -> None:
-    """Replace what was written under this name in a document, or append it."""
-    begin, end = f"<!-- made by {name} -->", f"<!-- end of what {name} made -->"
-    before, _, rest = document.read_text("utf-8").partition(begin)
-    _, _, after = rest.partition(end)
-    document.write_text(f"{before.rstrip()}\n\n{begin}\n{text.strip()}\n{end}\n{after.lstrip()}", "utf-8")

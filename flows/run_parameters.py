@@ -46,6 +46,7 @@ RecipeName = Literal[
     "smoke",
     "small",
     "base",
+    "large",
     "moe",
     "pipeline",
     "zero1_offload",

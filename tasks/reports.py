@@ -21,7 +21,7 @@ from t5train.report.report_folder import (
     report_path,
     write_report,
 )
-from t5train.report.summary_report import saving_line, summary_report
+from t5train.report.summary_report import data_wait_line, saving_line, summary_report
 from t5train.spec import RunSpec
 from tasks.artifacts import artifact_pages, data_url, not_disturbing, shown_markdown
 
@@ -62,7 +62,8 @@ def show_publication(spec: RunSpec, publication: Publication) -> None:
 def show_summary(spec: RunSpec, stages: dict[str, Record], publication: Publication) -> None:
     """Report on the whole run, log its losses, and remove the report on an earlier failure."""
     losses = Witness.load(spec.run_folder / WITNESS_FOLDER).validation
-    results = [*loss_lines(losses), saving_line(read(spec.run_folder / METRICS))]
+    metrics = read(spec.run_folder / METRICS)
+    results = [*loss_lines(losses), saving_line(metrics), data_wait_line(metrics)]
     for line in results:
         _log.info("%s", line)
     with not_disturbing("the summary"):

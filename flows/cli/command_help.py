@@ -62,6 +62,7 @@ COMMANDS = {
         (
             "t5-pretrain bench smoke",
             "t5-pretrain bench base --set layout.micro_batch_sequences=64",
+            "t5-pretrain bench base --shards work/shards/wiki-0123456789ab --alone",
         ),
     ),
     "data": CommandHelp(

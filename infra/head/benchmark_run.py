@@ -3,24 +3,62 @@
 import shutil
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import NamedTuple
 
 from infra.head.launch.local_launch import LaunchSpec, launch
+from infra.head.peer_ranks import measure_peer
 from infra.head.preflight.launch_requirements import operators_of
 from infra.head.preflight.run_checks import require_capable, require_free, require_model
 from infra.node.attempts.run_lock import run_lock
 from t5train.data.tokenizer import expected_vocab_size
+from t5train.errors import OutOfMemory
 from t5train.progress import Progress
+from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
+from t5train.train.peer_job import PeerJob, PeerMeasured
 from t5train.train.step_benchmark import STEPS_FILE, BenchmarkJob, Measured
 
 
-def benchmark(spec: RunSpec, steps: int, progress: Progress) -> Measured:
-    """Measure ``steps`` training steps of a recipe on this machine.
+class TrainerMeasured(NamedTuple):
+    """What was measured of Hugging Face's Trainer, and with which micro-batch."""
+
+    micro_batch_sequences: int
+    measured: PeerMeasured
+
+
+def benchmark_trainer(spec: RunSpec, steps: int, shards: Path | None = None) -> TrainerMeasured | None:
+    """Measure Hugging Face's Trainer on random tokens, with the vocabulary of the shards if they are given.
+
+    It needs the package accelerate, and trains in bf16 or fp32.
+    If a micro-batch does not fit into memory, the next one is half of it. Returns None if none fits. Raises LaunchError
+    if a rank fails.
+    """
+    size = spec.layout.micro_batch_sequences
+    while True:
+        folder = Path(mkdtemp(prefix="t5-bench-trainer-"))
+        sizes = {"layout.pipeline_stages": 1, "layout.micro_batch_sequences": size}
+        trained = spec.with_settings(sizes)
+        job = PeerJob(peer="trainer", spec=trained, vocab_size=_vocab_size(spec, shards), steps=steps)
+        try:
+            measured = measure_peer(job, folder)
+        except OutOfMemory:
+            shutil.rmtree(folder)
+            if size % 2:
+                return None
+            size //= 2
+            continue
+        shutil.rmtree(folder)
+        return TrainerMeasured(size, measured)
+
+
+def benchmark(spec: RunSpec, steps: int, progress: Progress, shards: Path | None = None) -> Measured:
+    """Measure ``steps`` training steps of a recipe on this machine, on random tokens or on those of token shards.
 
     Raises SpecError if this machine cannot train it, or the error of a rank.
     """
     shape = require_model(spec)
-    job = BenchmarkJob(spec=spec, vocab_size=expected_vocab_size(spec.tokenizer), steps=steps)
+    folder_of_shards = shards and shards.absolute()
+    job = BenchmarkJob(spec=spec, vocab_size=_vocab_size(spec, shards), steps=steps, shards_folder=folder_of_shards)
     require_capable(spec, shape)
     require_free(spec)
     # Kept if a rank fails, as the error names its log.
@@ -49,6 +87,10 @@ def benchmark(spec: RunSpec, steps: int, progress: Progress) -> Measured:
     measured = Measured.model_validate_json(path.with_name("measured.json").read_text("utf-8"))
     shutil.rmtree(folder)
     return measured
+
+
+def _vocab_size(spec: RunSpec, shards: Path | None) -> int:
+    return int(TokenShards.load(shards).counts["vocab_size"]) if shards else expected_vocab_size(spec.tokenizer)
 
 
 def _steps_taken(file: Path) -> int:

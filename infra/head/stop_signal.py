@@ -37,7 +37,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def undisturbed(what: str) -> Iterator[None]:
-    """Defer Ctrl-C and SIGTERM until the end of the block, which must not be interrupted and takes bounded time.
+    """Defer Ctrl-C, SIGTERM and SIGALRM to the end of the block, which must not be interrupted and takes bounded time.
 
     ``what`` describes the work; it is logged when such a signal arrives. In other threads than the main thread, there
     is nothing to defer: Python handles signals only in the main thread.
@@ -51,7 +51,7 @@ def undisturbed(what: str) -> Iterator[None]:
         came.append(number)
         _log.warning("%s: please wait", what)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     try:
         yield
     finally:

@@ -114,11 +114,18 @@ def _gradient_norm(engine: Any) -> float:
 
 
 def accelerator_memory_bytes() -> int:
-    """Return the peak memory on this rank's accelerator since the last call; on the CPU, that of the process."""
-    accelerator = get_accelerator()
-    peak = int(accelerator.max_memory_allocated())
-    accelerator.reset_peak_memory_stats()
-    return peak
+    """Return the peak memory of tensors on this rank's accelerator so far; on the CPU, that of the process.
+
+    The peak is never reset. The allocator counts the activations of a CUDA graph only when the graph is recorded, in
+    the first steps. A replay writes to the same memory without calling the allocator (see torch's cudagraph_trees), so
+    a peak since a later moment would lack them.
+    """
+    return int(get_accelerator().max_memory_allocated())
+
+
+def accelerator_reserved_bytes() -> int:
+    """Return the peak memory that the allocator has taken from the accelerator so far, which includes unused parts."""
+    return int(get_accelerator().max_memory_reserved() or 0)  # DeepSpeed returns None where torch cannot say
 
 
 def peak_host_memory_bytes() -> int:

@@ -19,6 +19,7 @@ PLOTTED = (
     "mfu",
     "skipped_steps",
     "dropped_tokens",
+    "data_wait_seconds",
 )
 
 

@@ -23,6 +23,13 @@ def saving_line(lines: Iterable[Values]) -> str:
     return f"{len(saved)} checkpoints, which paused training for {stood:.1f} s: {share:.2%} of its time"
 
 
+def data_wait_line(lines: Iterable[Values]) -> str:
+    """Return the share of the steps' time in which rank 0 waited for data."""
+    taken = [(line.get("data_wait_seconds") or 0.0, line.get("seconds") or 0.0) for line in lines]
+    waited, seconds = (sum(each) for each in zip(*taken, strict=True)) if taken else (0.0, 0.0)
+    return f"waiting for data: {waited:.1f} s, {waited / seconds if seconds else 0.0:.2%} of the time of all steps"
+
+
 def summary_report(
     spec: RunSpec,
     stages: Mapping[str, Record],

@@ -47,8 +47,9 @@ _SMALL = (
         (_Line(LOWEST_EXPERT, "least used"), _Line(HIGHEST_EXPERT, "most used")),
     ),
     _Panel("Share of dropped tokens", (_Line("dropped_tokens", ""),)),
+    _Panel("Wait for data (seconds of a step)", (_Line("data_wait_seconds", ""),)),
 )
-_FROM_ZERO = {"tokens_per_second", "mfu", "skipped_steps", LOWEST_EXPERT, "dropped_tokens"}
+_FROM_ZERO = {"tokens_per_second", "mfu", "skipped_steps", LOWEST_EXPERT, "dropped_tokens", "data_wait_seconds"}
 
 
 def training_plot(metrics: MetricsSeries, num_steps: int) -> bytes:

@@ -1,7 +1,8 @@
-"""Measures training steps on random tokens: the program that the ranks of ``t5-pretrain bench`` run.
+"""Measures training steps: the program that the ranks of ``t5-pretrain bench`` run.
 
-It builds the same engine as training, and takes the same steps; only reading, saving and validation are left out.
-Rank 0 writes the number of steps taken, and the result, beside the job.
+It builds the same engine as training, and takes the same steps, on random tokens or on those of token shards, which
+are read as in training. Saving and validation are left out. Rank 0 writes the number of steps taken, and the result,
+beside the job.
 """
 
 import argparse
@@ -10,18 +11,22 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from itertools import cycle, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import BaseModel
 
-from t5train.data.loader import Batch
+from t5train.data.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
 from t5train.data.span_corruption import geometry
 from t5train.errors import T5TrainError
 from t5train.files.atomic import write_json
 from t5train.files.run_folder import RANK_FILES
 from t5train.rank.error_report import report
+from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 
 WARM_UP_STEPS = 5
@@ -48,6 +53,8 @@ class BenchmarkJob(BaseModel):
     spec: RunSpec
     vocab_size: int
     steps: int
+    shards_folder: Path | None = None
+    """Token shards to read; None for random tokens."""
 
     @property
     def all_steps(self) -> int:
@@ -61,11 +68,17 @@ class Measured(BaseModel):
     device: str
     step_seconds: list[float]
     """Wall time of each step, without those before everything was compiled."""
+    data_wait_seconds: list[float] | None
+    """How much of it was spent waiting for data; None if none was read."""
     tokens_a_step: int
     mfu: float | None
     """Share of the peak that the median step used; None if the peak is not known."""
     memory_bytes: int
-    """Peak memory of rank 0 on its accelerator; on the CPU, of its process."""
+    """Peak memory of rank 0's tensors on its accelerator, from the start; on the CPU, of its process."""
+    reserved_bytes: int
+    """Peak memory that its allocator has taken from the accelerator, which includes unused parts."""
+    host_memory_bytes: int
+    """Peak memory of its process in host memory."""
     seconds_by_kind: dict[str, float]
     """Where a step's time went."""
 
@@ -99,30 +112,73 @@ def _measure_and_write(job: BenchmarkJob, into: Path) -> None:
 
 def measure(job: BenchmarkJob, steps_file: Path) -> Measured:
     """Take the steps; rank 0 writes the number of those taken to ``steps_file``. A collective of all ranks."""
-    from t5train.engine.engine import accelerator_memory_bytes
+    from t5train.engine.engine import accelerator_memory_bytes, accelerator_reserved_bytes, peak_host_memory_bytes
     from t5train.engine.peak_flops import accelerator_name, accelerator_peak_flops, utilization
     from t5train.model.model_shape import resolve
 
-    spec, shape, sample = job.spec, resolve(job.spec.model, job.vocab_size), geometry(job.spec.objective)
-    steps = _steps(job, steps_file)
-    for number in range(WARM_UP_STEPS):
-        _log.info("step %d: %.2f s", number + 1, next(steps))
-    accelerator_memory_bytes()  # forgets the peak so far
-    seconds = [next(steps) for _ in range(job.steps)]
-    memory = accelerator_memory_bytes()
-    median = statistics.median(seconds)
+    spec, shape = job.spec, resolve(job.spec.model, job.vocab_size)
+    with closing(_steps(job, steps_file)) as steps:
+        for number in range(WARM_UP_STEPS):
+            _log.info("step %d: %.2f s", number + 1, next(steps).seconds)
+        taken = [next(steps) for _ in range(job.steps)]
+        memory, reserved = accelerator_memory_bytes(), accelerator_reserved_bytes()  # before the profiler takes some
+        median = statistics.median(step.seconds for step in taken)
+        profiled = _profile(steps, median)
     return Measured(
         device=accelerator_name() or "CPU",
-        step_seconds=seconds,
-        tokens_a_step=spec.optimizer.global_batch_sequences * (sample.input_tokens + sample.target_tokens),
+        step_seconds=[step.seconds for step in taken],
+        data_wait_seconds=None if job.shards_folder is None else [step.waited_seconds for step in taken],
+        tokens_a_step=tokens_a_step(spec),
         mfu=utilization(spec, shape, median, accelerator_peak_flops(spec.optimizer.precision)),
         memory_bytes=memory,
-        seconds_by_kind=_profile(steps, median),
+        reserved_bytes=reserved,
+        host_memory_bytes=peak_host_memory_bytes(),
+        seconds_by_kind=profiled,
     )
 
 
-def _steps(job: BenchmarkJob, steps_file: Path) -> Iterator[float]:
-    """Yield the seconds of one step after the other."""
+def tokens_a_step(spec: RunSpec) -> int:
+    """Return the tokens of encoder and decoder that all ranks train on in a step."""
+    sample = geometry(spec.objective)
+    return spec.optimizer.global_batch_sequences * (sample.input_tokens + sample.target_tokens)
+
+
+class StepTime(NamedTuple):
+    """How long a step took, and how much of that it waited for data."""
+
+    seconds: float
+    waited_seconds: float
+
+
+class _Drawn(Iterator[Batch]):
+    """Random micro-batches, which are drawn before and repeat."""
+
+    waited_seconds = 0.0
+
+    def __init__(self, job: BenchmarkJob, rank: int) -> None:
+        self._batches = cycle([random_batch(job, seed=rank * _BATCHES + number) for number in range(_BATCHES)])
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Nothing runs in the background."""
+
+
+def _batches(job: BenchmarkJob, rank: int) -> _Drawn | Prefetched:
+    """Return this rank's micro-batches: random ones, or those of shards, prepared in the background."""
+    if job.shards_folder is None:
+        return _Drawn(job, rank)
+    from t5train.train.loop import micro_batches
+
+    spec = job.spec.with_settings({"optimizer.num_steps": max(job.spec.optimizer.num_steps, job.all_steps)})
+    shards = TokenShards.load(job.shards_folder)
+    samples = Samples(shards, "train", spec.objective, spec.optimizer.seed, shuffle=True)
+    return Prefetched(micro_batches(samples, spec, 0), PREFETCHED_BATCHES)
+
+
+def _steps(job: BenchmarkJob, steps_file: Path) -> Generator[StepTime, None, None]:
+    """Take one step after the other, and yield how long each took."""
     from functools import partial
 
     from t5train.engine.collectives import rank
@@ -136,18 +192,18 @@ def _steps(job: BenchmarkJob, steps_file: Path) -> Iterator[float]:
     engine = build_engine(spec, shape, 0, partial(initialise, shape=shape, seed=spec.optimizer.seed), node_local=False)
     routing = Routing(model_of(engine))
     passes = passes_of(engine, spec, routing)
-    drawn = [random_batch(job, seed=rank() * _BATCHES + number) for number in range(_BATCHES)]
     number = 0
-    while True:
-        number += 1
-        started = time.perf_counter()
-        set_learning_rate(engine, spec.optimizer.final_learning_rate)
-        result = passes.step(iter([drawn[(number + each) % _BATCHES] for each in range(spec.gradient_accumulation)]))
-        routing.of_step(result.router_loss)
-        seconds = time.perf_counter() - started
-        if rank() == 0:
-            steps_file.write_text(str(number), "utf-8")
-        yield seconds
+    with closing(_batches(job, rank())) as batches:
+        while True:
+            number += 1
+            started, waited = time.perf_counter(), batches.waited_seconds
+            set_learning_rate(engine, spec.optimizer.final_learning_rate)
+            result = passes.step(islice(batches, spec.gradient_accumulation))
+            routing.of_step(result.router_loss)
+            seconds = time.perf_counter() - started
+            if rank() == 0:
+                steps_file.write_text(str(number), "utf-8")
+            yield StepTime(seconds, batches.waited_seconds - waited)
 
 
 def random_batch(job: BenchmarkJob, seed: int) -> Batch:
@@ -161,7 +217,7 @@ def random_batch(job: BenchmarkJob, seed: int) -> Batch:
     return Batch(np.arange(size), ids(sample.input_tokens), ids(sample.target_tokens))
 
 
-def _profile(steps: Iterator[float], median: float) -> dict[str, float]:
+def _profile(steps: Iterator[StepTime], median: float) -> dict[str, float]:
     """Return the seconds of a step by kind of work. What the accelerator does not work of ``median`` is idle."""
     from deepspeed.accelerator import get_accelerator
     from torch.profiler import ProfilerActivity, profile

@@ -4,35 +4,54 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.finished_rows import Subject, write_section
 from benchmarks.peer_outcomes import (
+    ALONE,
+    FIRST_GUESS_SECONDS,
     OURS,
     TRIAL,
     Outcome,
     Outcomes,
-    Subject,
     Tuning,
     fastest,
     next_trial,
     table,
     untuned,
-    write_section,
+)
+from benchmarks.training_peers import in_order
+from benchmarks.training_scaling import table as scaling_table
+
+SUBJECT = Subject(
+    recipe="smoke",
+    settings=(),
+    ranks=1,
+    steps=20,
+    device="CPU",
+    machine="here",
+    code="0123",
+    versions=(("torch", "2.13"),),
 )
 
-SUBJECT = Subject(recipe="smoke", settings=(), ranks=1, device="CPU")
 
-
-def outcome(contender: str, repeat: int, tuning: Tuning, seconds: float | None, subject: Subject = SUBJECT) -> Outcome:
+def outcome(
+    contender: str, repeat: int, tuning: Tuning, seconds: float | None, subject: Subject = SUBJECT, took: float = 60.0
+) -> Outcome:
     return Outcome(
         subject=subject,
+        commit="abc",
+        duration_seconds=took,
         contender=contender,
         repeat=repeat,
         tuning=tuning,
         finished_at="2026-11-24T00:00:00+00:00",
-        versions={},
         out_of_memory=seconds is None,
-        step_seconds=[] if seconds is None else [seconds],
+        step_seconds=() if seconds is None else (seconds,),
         tokens_a_step=1000,
     )
+
+
+def elsewhere(**changes: object) -> Subject:
+    return SUBJECT.model_copy(update=changes)
 
 
 def tried_in_order(seconds: dict[Tuning, float | None], largest: int) -> tuple[list[Tuning], Tuning | None]:
@@ -74,14 +93,70 @@ def test_an_untuned_peer_halves_its_micro_batch_when_it_is_out_of_memory() -> No
 
 def test_finished_measurements_are_read_again_even_after_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "outcomes.jsonl"
-    elsewhere = Subject(recipe="smoke", settings=(), ranks=2, device="CPU")
-    Outcomes(path, elsewhere).add(outcome(OURS, 1, Tuning(32), 1.0, elsewhere))
+    two = elsewhere(ranks=2)
+    Outcomes(path, two).add(outcome(OURS, 1, Tuning(32), 1.0, two))
     with open(path, "a", encoding="utf-8") as file:
         file.write('{"subject": ')
     Outcomes(path, SUBJECT).add(outcome(OURS, 2, Tuning(32), 1.0))
     found = Outcomes(path, SUBJECT)
     assert found.has(OURS, 2, Tuning(32))
     assert not found.has(OURS, 1, Tuning(32))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"code": "4567"}, "other code"),
+        ({"machine": "there", "device": "GPU"}, "another machine, another device"),
+        ({"versions": (("torch", "2.14"),)}, "other versions"),
+        ({"steps": 10}, "another number of steps"),
+    ],
+)
+def test_measurements_under_other_conditions_are_named_and_not_used(
+    change: dict[str, object], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, other = tmp_path / "outcomes.jsonl", elsewhere(**change)
+    Outcomes(path, other).add(outcome(OURS, 1, Tuning(32), 1.0, other))
+    assert capsys.readouterr().out == ""
+    found = Outcomes(path, SUBJECT)
+    assert not found.has(OURS, 1, Tuning(32))
+    assert capsys.readouterr().out == f"{path}: 1 measurements are not used: 1 of {reason}\n"
+
+
+def test_a_measurement_is_expected_to_take_as_long_as_the_last_one_that_is_like_it(tmp_path: Path) -> None:
+    path, before = tmp_path / "outcomes.jsonl", elsewhere(code="4567", machine="there")
+    outcomes = Outcomes(path, before)
+    assert outcomes.expected_seconds(OURS, Tuning(32)) == FIRST_GUESS_SECONDS
+    for contender, size, took in ((OURS, 32, 90.0), (OURS, 32, 40.0), ("trainer", 32, 50.0), ("trainer", 16, 70.0)):
+        outcomes.add(outcome(contender, 1, Tuning(size), 1.0, before, took))
+    now = Outcomes(path, SUBJECT)
+    assert now.expected_seconds(OURS, Tuning(32)) == 40
+    assert now.expected_seconds("trainer", Tuning(8)) == 70
+    assert now.expected_seconds("pytorch", Tuning(32)) == 90
+
+
+def test_tuned_peers_come_after_all_repeats_of_the_others() -> None:
+    order = list(in_order(("deepspeed", "pytorch", OURS, "trainer"), repeats=2))
+    assert order == [
+        (OURS, 1),
+        ("trainer", 1),
+        ("pytorch", 1),
+        (OURS, 2),
+        ("trainer", 2),
+        ("pytorch", 2),
+        ("deepspeed", 1),
+        ("deepspeed", 2),
+    ]
+
+
+def test_four_ranks_are_compared_with_one_of_the_same_round(tmp_path: Path) -> None:
+    outcomes = Outcomes(tmp_path / "outcomes.jsonl", SUBJECT)
+    for repeat, alone in ((1, 1.0), (2, 2.0)):
+        outcomes.add(outcome(ALONE, repeat, Tuning(32), alone))
+        outcomes.add(outcome(OURS, repeat, Tuning(32), 0.5))
+    one, four = scaling_table(outcomes, 4).splitlines()[2:]
+    assert one.startswith("| 1 | 750 (500 to 1,000) |")
+    assert four.startswith("| 4 | 2,000 | 500.0 | 0.75 (0.50 to 1.00) |")
 
 
 def test_the_table_compares_rounds_and_leaves_trials_out(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from t5train.records.metrics import Values
 from t5train.records.stage_records import Corpus, Publication
-from t5train.report.summary_report import saving_line, summary_report
+from t5train.report.summary_report import data_wait_line, saving_line, summary_report
 from t5train.spec.recipes import recipe
 
 
@@ -16,6 +16,13 @@ def test_the_share_is_of_the_time_for_steps_and_saving_together() -> None:
 
 def test_validation_lines_count_as_neither_training_nor_saving_time() -> None:
     assert saving_line([{"step": 1, "validation_loss": 2.0, "seconds": None}]).endswith("0.0 s: 0.00% of its time")
+
+
+def test_the_wait_for_data_is_a_share_of_the_time_of_steps() -> None:
+    steps: list[Values] = [{"step": step, "seconds": 0.5, "data_wait_seconds": 0.001} for step in range(100)]
+    others: list[Values] = [{"step": 100, "save_seconds": 9.0}, {"step": 100, "validation_loss": 2.0}]
+    assert data_wait_line(steps + others) == "waiting for data: 0.1 s, 0.20% of the time of all steps"
+    assert data_wait_line([]) == "waiting for data: 0.0 s, 0.00% of the time of all steps"
 
 
 def test_the_lineage_leads_from_the_text_to_the_publication(tmp_path: Path) -> None:

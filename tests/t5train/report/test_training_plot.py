@@ -61,6 +61,12 @@ def test_values_that_a_run_lacks_have_no_panel(tmp_path: Path, titles: list[str]
     assert titles == ["Loss (nats per token)", "Learning rate", "Tokens per second", "Skipped steps so far"]
 
 
+def test_the_wait_for_data_has_a_panel(tmp_path: Path, titles: list[str]) -> None:
+    lines = [{"step": step, "loss": 9.0, "data_wait_seconds": 0.001 * step} for step in range(5)]
+    training_plot.training_plot(metrics_of(tmp_path / "metrics.jsonl", lines), 10)
+    assert titles == ["Loss (nats per token)", "Wait for data (seconds of a step)"]
+
+
 def test_the_baseline_is_drawn_after_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[float] = []
     original = Axes.axhline

@@ -174,7 +174,9 @@ def test_expert_settings_do_not_change_the_fingerprint_of_a_dense_model() -> Non
     assert smoke().with_settings({"model.moe.capacity_factor": 3}).fingerprint() == smoke().fingerprint()
 
 
-@pytest.mark.parametrize("name", ["smoke", "moe", "pipeline", "zero3", "t5_3b_one_gpu", "t5_11b_one_gpu"])
+@pytest.mark.parametrize(
+    "name", ["smoke", "large", "moe", "pipeline", "zero3", "t5_3b", "t5_3b_one_gpu", "t5_11b_one_gpu"]
+)
 def test_the_fingerprint_of_a_spec_is_the_same_on_every_machine_and_in_every_version(
     golden: Callable[[str, str], None], name: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Runs a program as one process per rank on this machine, and leaves none of them behind."""
+"""Runs the ranks of a peer on this machine, without any of the guards of a run, and leaves none of them behind."""
 
 import os
 import signal
@@ -9,15 +9,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from infra.head.stop_signal import undisturbed
 from infra.node import operator_folder
 from infra.node.attempts.rank_environment import search_path
 from infra.node.ports import free_port
 from t5train.errors import LaunchError, OutOfMemory
+from t5train.train.peer_job import OUT_OF_MEMORY, PeerJob, PeerMeasured
 
-OUT_OF_MEMORY = 75
-"""Exit code of a rank that ran out of memory."""
 _POLL_SECONDS, _GRACE_SECONDS = 0.2, 3.0
 _SHOWN_CHARACTERS = 3000
+
+
+def measure_peer(job: PeerJob, folder: Path) -> PeerMeasured:
+    """Let a peer take its steps. ``folder`` is for the job, the result and logs.
+
+    Raises OutOfMemory if a rank ran out of memory, otherwise LaunchError if one failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path, cluster = folder / "job.json", job.spec.cluster
+    path.write_text(job.model_dump_json(), "utf-8")
+    run_ranks(("-m", "t5train.train.peer_step", str(path)), cluster.ranks, cluster.accelerator, folder)
+    return PeerMeasured.model_validate_json(path.with_name("measured.json").read_text("utf-8"))
 
 
 def run_ranks(arguments: Sequence[str], ranks: int, accelerator: str | None, logs: Path) -> None:
@@ -30,7 +42,8 @@ def run_ranks(arguments: Sequence[str], ranks: int, accelerator: str | None, log
     common = rank_variables(ranks, accelerator)
     with _killed_at_the_end() as processes:
         for rank in range(ranks):
-            with open(logs / f"rank-{rank}.log", "wb") as log:
+            # A signal between the start of a process and its place in the list would leave the process behind.
+            with open(logs / f"rank-{rank}.log", "wb") as log, undisturbed("starting a rank"):
                 processes.append(
                     subprocess.Popen(
                         [sys.executable, *arguments],

@@ -1,4 +1,4 @@
-"""Trains one peer of this project for some steps: the program of the ranks that benchmarks.training_peers starts.
+"""Trains one peer of this project for some steps: the program of the ranks that ``infra.head.peer_ranks`` starts.
 
 Every peer trains Hugging Face's T5 (with experts, its Switch Transformer) of a recipe's shape on random tokens, in the
 recipe's global batch. The settings that only cost a peer time are off: it caches no keys and values, gets no attention
@@ -14,47 +14,23 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from pydantic import BaseModel
 from torch import Tensor, distributed, nn
 
-from benchmarks.rank_processes import OUT_OF_MEMORY
-from t5train.engine.engine import accelerator_memory_bytes
+from t5train.engine.engine import accelerator_memory_bytes, accelerator_reserved_bytes, peak_host_memory_bytes
 from t5train.files.atomic import write_json
 from t5train.model.model_shape import count_parameters, huggingface_config, resolve
 from t5train.spec import RunSpec
+from t5train.train.peer_job import OUT_OF_MEMORY, PeerJob, PeerMeasured
 from t5train.train.step_benchmark import WARM_UP_STEPS, BenchmarkJob, random_batch
 
 LEARNING_RATE = 1e-4
 _BATCHES = 4
-Peer = Literal["trainer", "pytorch", "pytorch tuned", "deepspeed"]
 Step = Callable[[], float]
 """Takes an optimizer step and returns the loss of its last pass."""
-
-
-class PeerJob(BaseModel):
-    """What to train, and for how many steps after warm-up."""
-
-    peer: Peer
-    spec: RunSpec
-    vocab_size: int
-    steps: int
-    attention: str | None
-    """An implementation of attention in transformers; None for its default."""
-
-
-class PeerMeasured(BaseModel):
-    """The result of rank 0."""
-
-    step_seconds: list[float]
-    memory_bytes: int
-    attention: str
-    precision: str
-    first_loss: float
-    last_loss: float
 
 
 class StepTimes:
@@ -65,13 +41,11 @@ class StepTimes:
         self._warm_up, self._ended = WARM_UP_STEPS, 0.0
 
     def step_ended(self) -> None:
-        """Call this after every step. Steps of the warm-up do not count, nor does their memory."""
+        """Call this after every step. Steps of the warm-up do not count."""
         get_accelerator().synchronize()
         now = time.perf_counter()
         if self._warm_up:
             self._warm_up -= 1
-            if not self._warm_up:
-                accelerator_memory_bytes()  # forgets the peak so far
         else:
             self.seconds.append(now - self._ended)
         self._ended = time.perf_counter()
@@ -113,6 +87,8 @@ def measure(job: PeerJob, folder: Path) -> PeerMeasured:
     return PeerMeasured(
         step_seconds=times.seconds,
         memory_bytes=accelerator_memory_bytes(),
+        reserved_bytes=accelerator_reserved_bytes(),
+        host_memory_bytes=peak_host_memory_bytes(),
         attention=str(model.config._attn_implementation),
         precision=_precision(job),
         first_loss=losses[0],
@@ -143,7 +119,8 @@ def _model(job: PeerJob) -> Any:
     if job.spec.model.activation_checkpointing:
         model.gradient_checkpointing_enable()
     found, wanted = sum(parameter.numel() for parameter in model.parameters()), count_parameters(shape)
-    assert found == wanted, f"the peer has {found:,} parameters, and the recipe {wanted:,}"
+    if found != wanted:
+        raise ValueError(f"the peer has {found:,} parameters, and the recipe {wanted:,}")
     return model.train()
 
 
@@ -278,7 +255,7 @@ def _leave_experts_uncompiled(model: nn.Module) -> None:
 def _train_with_trainer(job: PeerJob, model: nn.Module, times: StepTimes, folder: Path) -> list[float]:
     """Train with Hugging Face's Trainer as its documentation shows, logging every step. Return the logged losses.
 
-    On several ranks the Trainer multiplies them by the number of ranks.
+    With several passes a step, or several ranks, the Trainer multiplies them by the number of these.
     """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 

@@ -1,0 +1,197 @@
+"""One comparison of training on this machine: its spec, what it is valid for, and its single measurements."""
+
+import argparse
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from textwrap import fill
+from typing import Any, NamedTuple
+
+from benchmarks.finished_rows import Subject
+from benchmarks.measured_conditions import code_digest, commit, device_name, machine_id, versions
+from benchmarks.peer_outcomes import ALONE, DENSE, OURS, TRIAL, Outcome, Outcomes, Tuning
+from benchmarks.time_budget import TimeBudget
+from flows.spec_from_recipe import resolve
+from infra.head.benchmark_run import benchmark
+from infra.head.peer_ranks import measure_peer
+from t5train.data.span_corruption import geometry
+from t5train.data.tokenizer import expected_vocab_size
+from t5train.errors import OutOfMemory, SpecError
+from t5train.model.model_shape import count_parameters
+from t5train.model.model_shape import resolve as resolve_shape
+from t5train.progress import silent
+from t5train.spec import RunSpec
+from t5train.train.peer_job import PeerJob
+from t5train.train.step_benchmark import tokens_a_step
+
+TRIAL_STEPS = 5
+
+
+class Comparison(NamedTuple):
+    """What one command compares."""
+
+    spec: RunSpec
+    subject: Subject
+    commit: str
+    root: Path
+    budget: TimeBudget
+
+    def name(self, module: str) -> str:
+        """Return the command of ``module`` that makes this comparison, without its folder."""
+        settings = "".join(f" --set {setting}" for setting in self.subject.settings)
+        return f"{module} {self.subject.recipe} --ranks {self.subject.ranks}{settings}"
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return what a row of this comparison records beside its measurement."""
+        finished_at = datetime.now(UTC).isoformat(timespec="seconds")
+        return {"subject": self.subject, "commit": self.commit, "finished_at": finished_at}
+
+
+def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of every comparison. ``steps`` is the default of ``--steps``."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("recipe")
+    made.add_argument("--root", type=Path, required=True, help="folder for finished measurements and logs")
+    made.add_argument("--ranks", type=int, help="the recipe's if left out")
+    made.add_argument("--steps", type=int, default=steps, help=f"steps after warm-up, at least 1; {steps} by default")
+    made.add_argument("--set", action="append", default=[], metavar="PART.KEY=VALUE", help="setting to change")
+    made.add_argument("--commit", help="commit to record where the checkout's repository is missing, as in a copy")
+    made.add_argument("--into", type=Path, help="document in which to replace this comparison, or to append it")
+    made.add_argument(
+        "--until-seconds",
+        type=float,
+        help="end after at most so many seconds, with exit code 3 if not everything is measured; start nothing that is "
+        "not expected to end in time. 0 shows what is measured",
+    )
+    return made
+
+
+def compare(given: argparse.Namespace) -> Comparison:
+    """Build a comparison from the arguments of a command, which ends if one is wrong. Its time starts now."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended, too
+    budget = TimeBudget(given.until_seconds)
+    if wrong := [change for change in given.set if "=" not in change]:
+        raise SystemExit(f"--set {wrong[0]} is not of the form part.key=value")
+    settings = dict(change.split("=", 1) for change in given.set)
+    if given.ranks is not None:
+        settings["cluster.ranks"] = str(given.ranks)
+    try:
+        spec = resolve(given.recipe, settings)
+    except SpecError as error:
+        raise SystemExit(str(error)) from None
+    given.root.mkdir(parents=True, exist_ok=True)
+    return Comparison(spec, _subject(given, spec), commit(given.commit), given.root.absolute(), budget)
+
+
+def _subject(given: argparse.Namespace, spec: RunSpec) -> Subject:
+    return Subject(
+        recipe=given.recipe,
+        settings=tuple(sorted(given.set)),
+        ranks=spec.cluster.ranks,
+        steps=given.steps,
+        device=device_name(spec.cluster.accelerator),
+        machine=machine_id(),
+        code=code_digest(),
+        versions=versions(),
+    )
+
+
+def add(comparison: Comparison, outcomes: Outcomes, contender: str, repeat: int, tuning: Tuning) -> None:
+    """Measure once, unless there is no time for it, and append the outcome. Raises OutOfTime, or a rank's error."""
+    what = f"{contender}, {'a trial' if repeat == TRIAL else f'repeat {repeat}'}"
+    expected = outcomes.expected_seconds(contender, tuning)
+    comparison.budget.require(what, expected)
+    print(f"{what}: starts, expected to take {expected:.0f} s", flush=True)
+    started = time.monotonic()
+    try:
+        measured = _measured(comparison, contender, repeat, tuning)
+    except OutOfMemory:
+        measured = {"out_of_memory": True}
+    spec = spec_for(comparison.spec, contender)
+    outcome = Outcome(
+        **comparison.facts(),
+        contender=contender,
+        repeat=repeat,
+        tuning=tuning,
+        duration_seconds=time.monotonic() - started,
+        tokens_a_step=tokens_a_step(spec),
+        parameters=parameters_of(spec),
+        **measured,
+    )
+    outcomes.add(outcome)
+    print(f"{what}: {outcome}, after {outcome.duration_seconds:.0f} s", flush=True)
+
+
+def _measured(comparison: Comparison, contender: str, repeat: int, tuning: Tuning) -> dict[str, Any]:
+    if contender.startswith(OURS):
+        return _ours(spec_for(comparison.spec, contender), comparison.subject.steps, tuning)
+    return _peer(comparison, contender, repeat, tuning)
+
+
+def spec_for(spec: RunSpec, contender: str) -> RunSpec:
+    """Return what this project trains as ``contender``: the recipe, its dense twin, or its part on one rank."""
+    if contender == DENSE:
+        return spec.with_settings({"model.moe.num_experts": 0, "layout.expert_parallel_size": 1})
+    if contender == ALONE:
+        own_share = spec.optimizer.global_batch_sequences // spec.cluster.ranks
+        return spec.with_settings(
+            {
+                "cluster.ranks": 1,
+                "layout.pipeline_stages": 1,
+                "layout.expert_parallel_size": 1,
+                "optimizer.global_batch_sequences": own_share,
+            }
+        )
+    return spec
+
+
+def _ours(spec: RunSpec, steps: int, tuning: Tuning) -> dict[str, Any]:
+    measured = benchmark(
+        spec.with_settings({"layout.micro_batch_sequences": tuning.micro_batch_sequences}), steps, silent
+    )
+    found = measured.model_dump(include={"step_seconds", "memory_bytes", "reserved_bytes", "host_memory_bytes"})
+    return found | {"precision": spec.optimizer.precision}
+
+
+def _peer(comparison: Comparison, peer: str, repeat: int, tuning: Tuning) -> dict[str, Any]:
+    """Run the ranks of a peer. Logs stay in the root."""
+    size, attention = tuning.micro_batch_sequences, tuning.attention or "default"
+    folder = comparison.root / "logs" / f"{peer.replace(' ', '-')}-{repeat}-{size}-{attention}"
+    shutil.rmtree(folder, ignore_errors=True)
+    sizes = {"layout.pipeline_stages": 1, "layout.micro_batch_sequences": size}
+    job = PeerJob.model_validate(
+        {
+            "peer": peer,
+            "spec": comparison.spec.with_settings(sizes),
+            "vocab_size": expected_vocab_size(comparison.spec.tokenizer),
+            "steps": TRIAL_STEPS if repeat == TRIAL else comparison.subject.steps,
+            "attention": tuning.attention,
+        }
+    )
+    return measure_peer(job, folder).model_dump()
+
+
+def parameters_of(spec: RunSpec) -> int:
+    """Return the number of parameters that the spec's model has."""
+    return count_parameters(resolve_shape(spec.model, expected_vocab_size(spec.tokenizer)))
+
+
+def conditions(comparison: Comparison, command: str) -> str:
+    """Return the sentences above a table."""
+    spec, subject, sample = comparison.spec, comparison.subject, geometry(comparison.spec.objective)
+    packages = ", ".join(f"{name} {number}" for name, number in subject.versions)
+    ranks = f"{subject.ranks} rank{'s' if subject.ranks > 1 else ''}"
+    return fill(
+        f"{datetime.now(UTC).date()}, {ranks} on {subject.device}; commit {comparison.commit} (code {subject.code}), "
+        f"machine {subject.machine}; {packages}. `python -m {command}`: {parameters_of(spec):,} parameters, "
+        f"{sample.input_tokens} + {sample.target_tokens} tokens, {spec.optimizer.global_batch_sequences} sequences a "
+        f"step, {subject.steps} steps, random tokens, each step's loss read. Medians of the repeats, their range in "
+        "brackets; ratios are of measurements of the same round.",
+        width=120,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

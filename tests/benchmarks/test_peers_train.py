@@ -1,0 +1,91 @@
+"""Peers and loss curves really train, a tiny model on the CPU; an interrupted comparison continues."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks.loss_curves import Curve
+from infra.head.peer_ranks import measure_peer
+from t5train.data.tokenizer import expected_vocab_size
+from t5train.spec.recipes import recipe
+from t5train.train.peer_job import Peer, PeerJob
+
+TINY = {
+    "model.num_layers": 1,
+    "model.num_decoder_layers": 1,
+    "model.compile": False,
+    "objective.input_tokens": 16,
+    "optimizer.global_batch_sequences": 4,
+    "layout.micro_batch_sequences": 4,
+    "cluster.ranks": 1,
+}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling a peer takes two minutes here."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", ["pytorch", "deepspeed", "trainer"])
+def test_a_peer_trains_the_recipes_model(peer: Peer, tmp_path: Path) -> None:
+    if peer == "trainer" and find_spec("accelerate") is None:
+        pytest.skip("needs accelerate, which is not a dependency of this project")
+    spec = recipe("smoke", TINY)
+    vocab_size = expected_vocab_size(spec.tokenizer)
+    measured = measure_peer(PeerJob(peer=peer, spec=spec, vocab_size=vocab_size, steps=2), tmp_path)
+    assert len(measured.step_seconds) == 2
+    assert all(seconds > 0 for seconds in measured.step_seconds)
+    assert measured.first_loss == pytest.approx(8.2, rel=0.1)
+    assert measured.last_loss < measured.first_loss + 0.5
+    assert measured.precision == "fp32"
+    assert measured.host_memory_bytes > 100e6
+    assert measured.memory_bytes > 100e6
+
+
+@pytest.mark.slow
+def test_interrupted_loss_curves_leave_no_rank_and_continue(tmp_path: Path) -> None:
+    settings = [part for name, value in TINY.items() for part in ("--set", f"{name}={str(value).lower()}")]
+    command = [sys.executable, "-m", "benchmarks.loss_curves", "smoke", "--root", str(tmp_path), "--steps", "3"]
+    rows = tmp_path / "losses.jsonl"
+    with subprocess.Popen([*command, *settings], cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
+        second_log = tmp_path / "logs" / "losses-none" / "rank-0.log"
+        while first.poll() is None and not second_log.exists():
+            time.sleep(0.1)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(60) == 143
+    [row] = map(Curve.model_validate_json, rows.read_text("utf-8").splitlines())
+    assert row.variant == "kernels"
+    assert not _processes_with(str(tmp_path))
+    done = subprocess.run([*command, *settings], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    curves = {row.variant: row for row in map(Curve.model_validate_json, rows.read_text("utf-8").splitlines())}
+    assert list(curves) == ["kernels", "none", "none again"]
+    assert curves["kernels"] == row
+    assert curves["kernels"].measured == curves["none"].measured, "there are no kernels here"
+    once, again = curves["none"].measured.losses, curves["none again"].measured.losses
+    assert len(once) == 3
+    assert again == pytest.approx(once, rel=1e-5)
+    assert again != once, "sums in another order are rounded differently"
+    assert "difference by rounding alone" in done.stdout
+
+
+def _processes_with(text: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+        except OSError:
+            continue
+        if text in line and path.parent.name != str(os.getpid()):
+            found.append(line)
+    return found

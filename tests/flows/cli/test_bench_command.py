@@ -1,0 +1,132 @@
+"""``bench``: what it prints, and a real measurement of a tiny model that reads token shards."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from flows.cli import bench_command
+from infra.head.benchmark_run import TrainerMeasured
+from t5train.data.corpus import build_corpus
+from t5train.data.shards import build_shards
+from t5train.data.tokenizer import build_tokenizer
+from t5train.errors import LaunchError
+from t5train.records.stage_records import TokenShards
+from t5train.spec import CorpusSpec, ShardsSpec, TokenizerSpec
+from t5train.train.peer_job import PeerMeasured
+from t5train.train.step_benchmark import IDLE, Measured
+from tests.support.generated_text import write_jsonl
+
+T5Pretrain = Callable[..., int]
+GIB = 1 << 30
+OURS = Measured(
+    device="a GPU",
+    step_seconds=[0.1, 0.1, 0.2],
+    data_wait_seconds=[0.0, 0.001, 0.0],
+    tokens_a_step=80_128,
+    mfu=0.5,
+    memory_bytes=30 * GIB,
+    reserved_bytes=33 * GIB,
+    host_memory_bytes=4 * GIB,
+    seconds_by_kind={"matrix products": 0.09, IDLE: 0.01},
+)
+TRAINER = PeerMeasured(
+    step_seconds=[0.4, 0.4],
+    memory_bytes=78 * GIB,
+    reserved_bytes=79 * GIB,
+    host_memory_bytes=GIB,
+    attention="sdpa",
+    precision="bf16 weights, fp32 masters",
+    first_loss=10.0,
+    last_loss=9.0,
+)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_command, "benchmark", lambda *_: OURS)
+    monkeypatch.setattr(bench_command, "find_spec", lambda _: True)
+    monkeypatch.setattr(bench_command, "benchmark_trainer", lambda *_: TrainerMeasured(128, TRAINER))
+
+
+@pytest.mark.usefixtures("measured")
+def test_speed_memory_and_data_wait_are_shown_next_to_the_trainer(
+    t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert t5_pretrain("bench", "base") == 0
+    shown = capsys.readouterr().out
+    assert "Median step: 100.0 ms (100.0 to 200.0 ms over 3 steps)" in shown
+    assert "801,280 tokens/s" in shown
+    assert "MFU: 50.0%" in shown
+    assert "Waiting for data: 0.25% of the time, 0.33 ms a step" in shown
+    assert "accelerator\t3.7\t30.0\t33.0\n" in shown  # estimated: 16 bytes for each of 248 million parameters
+    assert "host\t1.0\t4.0\t\n" in shown
+    assert "matrix products\t90.0\t90%\n" in shown
+    trainer = "200,320 tokens/s, 400.0 ms a step, 78.0 GiB, micro-batch 128. This project is 4.00 times as fast."
+    assert trainer in shown
+
+
+@pytest.mark.usefixtures("measured")
+def test_the_trainer_is_left_out_with_alone_without_accelerate_and_in_fp16(
+    t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_command, "benchmark_trainer", lambda *_: pytest.fail("it was measured"))
+    assert t5_pretrain("bench", "base", "--alone") == 0
+    assert "Trainer" not in capsys.readouterr().out
+    assert t5_pretrain("bench", "base", "--set", "optimizer.precision=fp16") == 0
+    assert "not measured: it is compared in bf16 or fp32" in capsys.readouterr().out
+    monkeypatch.setattr(bench_command, "find_spec", lambda _: None)
+    assert t5_pretrain("bench", "base") == 0
+    assert "not measured: it needs `pip install accelerate`" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_trainer_that_fails_or_does_not_fit_does_not_hide_our_own_figures(
+    t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise LaunchError("rank 0 ended with exit code 1")
+
+    for peer, message in ((fail, "failed: rank 0 ended with exit code 1"), (lambda *_: None, "does not fit")):
+        monkeypatch.setattr(bench_command, "benchmark_trainer", peer)
+        assert t5_pretrain("bench", "base") == 0
+        shown = capsys.readouterr().out
+        assert "801,280 tokens/s" in shown
+        assert message in shown
+
+
+@pytest.fixture
+def tiny_shards(tmp_path: Path) -> TokenShards:
+    corpus_spec = CorpusSpec(source=str(write_jsonl(tmp_path / "text.jsonl", 400)))
+    corpus = build_corpus(corpus_spec, tmp_path)
+    tokenizer = build_tokenizer(TokenizerSpec(vocab_size=300), corpus_spec, corpus, tmp_path)
+    return build_shards(ShardsSpec(workers=1), corpus_spec, corpus, tokenizer, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_tiny_model_is_measured_on_shards_with_a_real_wait_for_data(
+    tiny_shards: TokenShards,
+    t5_pretrain: T5Pretrain,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    settings = {
+        "tokenizer.vocab_size": 300,
+        "model.num_layers": 1,
+        "model.num_decoder_layers": 1,
+        "objective.input_tokens": 32,
+        "optimizer.global_batch_sequences": 4,
+        "layout.micro_batch_sequences": 4,
+        "cluster.ranks": 1,
+    }
+    changes = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    assert t5_pretrain("bench", "smoke", *changes, "--steps", "3", "--shards", str(tiny_shards.path)) == 0
+    shown = capsys.readouterr().out
+    assert "smoke: 1 rank on CPU, fp32" in shown
+    assert "Waiting for data: " in shown
+    assert "not measured, as tokens are random" not in shown
+    assert "host\t" in shown
+    assert "matrix products\t" in shown
+    assert ("This project is" in shown) == (find_spec("accelerate") is not None)
