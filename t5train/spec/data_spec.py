@@ -39,7 +39,7 @@ class CorpusSpec(SpecPart):
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,+()/_-]{0,99}$",
         title="Licence",
-        description="Licence of the text, stated on the model card, such as cc-by-sa-4.0",
+        description="Licence of the text, stated on the model card, such as cc-by-sa-4.0. null: none is stated",
     )
     languages: tuple[Annotated[str, Field(pattern="^[a-z]{2,3}(-[A-Za-z0-9]{2,8})*$")], ...] = Field(
         (), title="Languages", description="Codes of the text's languages, stated on the model card, such as en,de"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from infra.testcluster import host_files
 from infra.testcluster.host_files import HOME, HOSTFILE
+from t5train.errors import LaunchError, PreflightError, SpecError
 from tests.support.cluster_runs import ClusterRunner, Started
 
 LEASE_SECONDS = 10
@@ -39,7 +40,7 @@ class Fault:
     """A regular expression that the command's error message must match."""
     strike: Strike | None = None
     wrong: Wrong = lambda _stage: nullcontext()
-    exit_code: int = 1
+    exit_code: int = LaunchError.exit_code
     settings: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     root: str = ""
@@ -235,17 +236,41 @@ FAULTS = [
     Fault("sshd of a node stops while it trains", "", sshd_down, sshd_again, exit_code=0),
     Fault("Ctrl-C", "interrupted", signalled("head", HEAD, signal.SIGINT), exit_code=130),
     Fault("Ctrl-C, twice", "interrupted", interrupted_twice, exit_code=130),
-    Fault("sshd of a node is down", "node1.*refused", wrong=without_sshd),
-    Fault("a node has another host key", "node1.*key", wrong=other_key, in_ci=True),
-    Fault("the port is taken", str(MASTER_PORT), wrong=port_taken, settings=(f"cluster.master_port={MASTER_PORT}",)),
-    Fault("an unknown host name", "node9", wrong=hostfile("node0 slots=1\nnode9 slots=1\n")),
-    Fault("slots=0", "line 2.*node1.*slots=0", wrong=hostfile("node0 slots=1\nnode1 slots=0\n"), in_ci=True),
+    Fault("sshd of a node is down", "node1.*refused", wrong=without_sshd, exit_code=PreflightError.exit_code),
+    Fault("a node has another host key", "node1.*key", wrong=other_key, in_ci=True, exit_code=PreflightError.exit_code),
+    Fault(
+        "the port is taken",
+        str(MASTER_PORT),
+        wrong=port_taken,
+        settings=(f"cluster.master_port={MASTER_PORT}",),
+        exit_code=PreflightError.exit_code,
+    ),
+    Fault(
+        "an unknown host name",
+        "node9",
+        wrong=hostfile("node0 slots=1\nnode9 slots=1\n"),
+        exit_code=PreflightError.exit_code,
+    ),
+    Fault(
+        "slots=0",
+        "line 2.*node1.*slots=0",
+        wrong=hostfile("node0 slots=1\nnode1 slots=0\n"),
+        in_ci=True,
+        exit_code=SpecError.exit_code,
+    ),
     Fault(
         "one machine listed twice",
         "names refer to the same machine",
         wrong=hostfile("node0 slots=1\n10.77.0.10 slots=1\n"),
+        exit_code=PreflightError.exit_code,
     ),
-    Fault("a node has another torch", "node1: torch 2.0.1", wrong=other_torch, in_ci=True),
+    Fault(
+        "a node has another torch",
+        "node1: torch 2.0.1",
+        wrong=other_torch,
+        in_ci=True,
+        exit_code=PreflightError.exit_code,
+    ),
     Fault("a killed compilation left its lock", "", wrong=stale_lock, exit_code=0),
     Fault(
         "$(...) and quotes in an environment variable and in the root's name",

@@ -143,7 +143,7 @@ def test_another_head_is_refused_the_checkpoints_of_a_run_until_it_adopts_them(
     other = f"{ROOT}-other"
     shutil.copytree(trained.root / "shards", trained.cluster.disk("head", other) / "shards")
     ended = trained.runner.start("train", RUN, HOSTS, root=Path(other)).wait(SECONDS)
-    assert ended.exit_code == 1
+    assert ended.exit_code == 6
     assert re.search(
         rf"on node0, node1 are owned by head \S+, root {ROOT}, since 20.*--adopt.*another --name", ended.message
     )
@@ -156,7 +156,7 @@ def test_another_head_is_refused_the_checkpoints_of_a_run_until_it_adopts_them(
     assert weights(folder) == one_host_weights
     (trained.folder / "manifest.json").unlink()
     back = trained.train()
-    assert back.exit_code == 1
+    assert back.exit_code == 6
     assert f"root {other}, since" in back.message
 
 
@@ -204,7 +204,7 @@ def test_a_run_that_lost_all_checkpoints_restarts_only_on_request_even_if_a_node
     trained.wipe("node1")
     trained.wipe("node2")
     ended = trained.train()
-    assert ended.exit_code == 1
+    assert ended.exit_code == 10
     assert re.search(rf"{OPTIMIZER_FILE_OF_1} \(last seen [^)]* on [^)]*node2\)", ended.message)
     assert (seen := last_complete(trained.folder)) is not None
     assert seen.tag == LAST

@@ -77,7 +77,7 @@ def test_a_restarted_head_finds_ranks_that_survive_an_outage_and_ends_them_befor
     assert json.loads((folder / "rank-00001.exit.json").read_text())["reason"] == "the head ended the run"
     os.kill(rank, signal.SIGKILL)
     ended = third.wait(240)
-    assert ended.exit_code == 1
+    assert ended.exit_code == 8
     assert "rank 1 of 2 on node1 was killed by SIGKILL" in ended.output
     assert attempts(third) == ["0001", "0002"]
     assert not runner.left()

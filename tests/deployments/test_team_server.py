@@ -80,7 +80,7 @@ def test_a_database_that_refuses_ends_the_start(
     command = exec_start("server", **{"/var/lib/t5-pretrain-server": str(tmp_path)})
     settings = environment(**{DATABASE_VARIABLE: change(postgresql(HIDDEN))})
     result = subprocess.run(command, env=settings, cwd="/", capture_output=True, text=True, check=False)
-    assert result.returncode == 1
+    assert result.returncode == 8
     (line,) = result.stderr.splitlines()
     assert re.match(r"error: PostgreSQL at 127\.0\.0\.1, port \d+, database (prefect|none), user t5, cannot", line)
     assert reason in line

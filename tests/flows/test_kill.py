@@ -205,7 +205,7 @@ def test_a_second_start_is_refused_while_the_first_is_running(tmp_path: Path) ->
         again = subprocess.run(
             _command(tmp_path, {}), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
         )
-    assert again.returncode == 1
+    assert again.returncode == 6
     assert f"process {flow.pid}" in again.stderr or str(flow.pid) in again.stderr
     assert again.stderr.strip().splitlines()[-1].startswith("error: ")
     assert not (tmp_path / "runs" / RUN / "attempts/0002").exists()
