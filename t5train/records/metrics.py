@@ -105,6 +105,7 @@ def _last_lines(path: Path) -> list[bytes]:
 STARVING = "starving_experts"
 UNIGRAM = "unigram_content_loss"
 VALIDATION = "validation_content_loss"
+TEST = "test_content_loss"
 LOSSES = {
     VALIDATION: "validation, non-sentinel targets",
     UNIGRAM: "the same targets under the training text's unigram frequencies",
@@ -114,5 +115,20 @@ LOSSES = {
 
 
 def loss_lines(losses: Mapping[str, Any]) -> list[str]:
-    """Return the three losses as text, one line each."""
-    return [f"{losses[name]:.4f} nats/token: {meaning}" for name, meaning in LOSSES.items() if name in losses]
+    """Return the losses as text, one line each, and a last line if the model has learned nothing."""
+    shown = LOSSES | {TEST: "test split, non-sentinel targets"}
+    lines = [
+        f"{losses[name]:.4f} nats/token: {meaning}" for name, meaning in shown.items() if losses.get(name) is not None
+    ]
+    if has_learned_nothing(losses):
+        lines.append(
+            "The model predicts no better than word frequencies. Train for more steps or on more text, or lower "
+            "optimizer.peak_learning_rate"
+        )
+    return lines
+
+
+def has_learned_nothing(losses: Mapping[str, Any]) -> bool:
+    """Return whether both losses are known, and that on held-out text is not below that of token frequencies."""
+    loss, baseline = losses.get(VALIDATION), losses.get(UNIGRAM)
+    return loss is not None and baseline is not None and loss >= baseline

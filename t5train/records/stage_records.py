@@ -7,7 +7,7 @@ be made again is moved aside.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, Self, TypeVar
 
@@ -110,11 +110,21 @@ class Record(BaseModel):
 
         ``known`` has digests that were computed just now, by name. A file that matches there is not read again.
         """
+        for fault in self.faults(progress, known):
+            raise fault
+
+    def faults(
+        self, progress: Progress = silent, known: Mapping[str, FileDigest] | None = None
+    ) -> Iterator[DigestMismatch]:
+        """Yield an error for each file that differs from its digest. Raises Unreadable for one that cannot be read."""
         total = sum(digest.size for digest in self.files.values())
         done = 0
         for name, digest in self.files.items():
             if known is None or known.get(name) != digest:
-                verify_file(self.path / name, digest)
+                try:
+                    verify_file(self.path / name, digest)
+                except DigestMismatch as fault:
+                    yield fault
             done += digest.size
             progress("bytes verified", done, total)
 

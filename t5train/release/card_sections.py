@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from t5train.data.span_corruption import geometry
-from t5train.records.metrics import UNIGRAM
+from t5train.records.metrics import UNIGRAM, VALIDATION, has_learned_nothing
 from t5train.records.witness import TrainedModel, Witness
 from t5train.spec import ObjectiveSpec
 
@@ -50,9 +50,9 @@ def table(headings: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
 
 def warning(witness: Witness) -> str:
     """Return a sentence that the model has learned nothing, if its loss is not below that of token frequencies."""
-    loss, baseline = (witness.validation.get(name) for name in ("validation_content_loss", UNIGRAM))
-    if loss is None or baseline is None or loss < baseline:
+    if not has_learned_nothing(witness.validation):
         return ""
+    loss, baseline = witness.validation[VALIDATION], witness.validation[UNIGRAM]
     return (
         f"\n**This model predicts no better than word frequencies.** Its loss on held-out text is {loss:.4f} nats per "
         f"masked token;\nthat of a model that knows only how often each token occurs is {baseline:.4f}.\n"

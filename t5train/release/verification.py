@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from t5train.errors import CertificationError, DigestMismatch, PublicationError, RecordError
+from t5train.errors import CertificationError, DigestMismatch, PublicationError, RecordError, T5TrainError
 from t5train.files.confined import confined
-from t5train.files.presence import ABSENT, files_below, reading
+from t5train.files.presence import ABSENT, files_below, is_there, reading
 from t5train.locations import explained, local_folder, redacted, remote_folder
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, SafetensorsDigest, digest_safetensors_stream
@@ -15,6 +15,7 @@ from t5train.records.stage_records import MANIFEST, Publication, Record, parse_m
 from t5train.release.certificate import CERTIFICATE, Certificate
 
 _CHUNK_BYTES = 8 << 20
+_SHOWN_FAULTS = 50
 
 
 def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
@@ -31,7 +32,7 @@ def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
 
     Raises:
         RecordError: There is no manifest, or it is damaged.
-        DigestMismatch: A file differs or is missing. The error names it.
+        DigestMismatch: Files differ or are missing. The error names all of them, and any other fault.
         PublicationError: The publication holds files that are not in the record, or is not certified.
 
     """
@@ -51,13 +52,15 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
             "Check the path"
         ) from None
     record = parse_manifest(content, str(folder / MANIFEST)).model_copy(update={"path": folder})
-    record.verify(progress)
+    faults: list[T5TrainError] = list(record.faults(progress))
     if isinstance(record, Publication):
-        _require_whole(record, files_below(folder), str(folder))
-        with reading(folder / CERTIFICATE):
-            content = (folder / CERTIFICATE).read_bytes()
-        _require_certified(record, content, str(folder))
-        return record.model_copy(update={"url": str(folder)})
+        faults += _faults_of(_require_whole, record, files_below(folder), str(folder))
+        if is_there(folder / CERTIFICATE):  # otherwise a fault by now
+            with reading(folder / CERTIFICATE):
+                content = (folder / CERTIFICATE).read_bytes()
+            faults += _faults_of(_require_certified, record, content, str(folder))
+        record = record.model_copy(update={"url": str(folder)})
+    _raise_all(faults, str(folder))
     return record
 
 
@@ -75,13 +78,36 @@ def verify_remote(url: str, progress: Progress = silent) -> Record:
         record = parse_manifest(content, f"{where}/{MANIFEST}")
         for name in record.files:  # a corpus may name files anywhere, but only on its own machine
             confined(Path(folder), name, f"{where}/{MANIFEST}", RecordError)
+        faults: list[T5TrainError] = []
         for name, digest in record.files.items():
-            verify_object(filesystem, f"{folder}/{name}", digest, f"{where}/{name}", progress)
+            faults += _faults_of(verify_object, filesystem, f"{folder}/{name}", digest, f"{where}/{name}", progress)
         if isinstance(record, Publication):
-            _require_whole(record, object_names(filesystem, folder), where)
-            _require_certified(record, filesystem.cat_file(f"{folder}/{CERTIFICATE}"), where)
-            return record.model_copy(update={"url": where})
+            faults += _faults_of(_require_whole, record, object_names(filesystem, folder), where)
+            if filesystem.exists(f"{folder}/{CERTIFICATE}"):  # otherwise a fault by now
+                content = filesystem.cat_file(f"{folder}/{CERTIFICATE}")
+                faults += _faults_of(_require_certified, record, content, where)
+            record = record.model_copy(update={"url": where})
+        _raise_all(faults, where)
     return record
+
+
+def _faults_of(require: Callable[..., None], *given: Any) -> list[T5TrainError]:
+    """Call a function that raises DigestMismatch or PublicationError for a fault, and return the fault, if any."""
+    try:
+        require(*given)
+    except (DigestMismatch, PublicationError) as fault:
+        return [fault]
+    return []
+
+
+def _raise_all(faults: list[T5TrainError], where: str) -> None:
+    """Raise an error that names all faults, of the class of the first one."""
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        more = f"; and {len(faults) - _SHOWN_FAULTS} more" if len(faults) > _SHOWN_FAULTS else ""
+        named = "; ".join(str(fault) for fault in faults[:_SHOWN_FAULTS])
+        raise type(faults[0])(f"{where} has {len(faults)} faults: {named}{more}")
 
 
 def verify_object(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from t5train.records.metrics import Metrics, read
+from t5train.records.metrics import Metrics, loss_lines, read
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
@@ -59,3 +59,16 @@ def test_values_that_an_earlier_attempt_recorded_are_known_after_a_resume(tmp_pa
         metrics.write(3, {"validation_loss": 5.0})
     with Metrics(path, tmp_path / "tensorboard", resume_step=2) as metrics:
         assert metrics.recorded == {"step", "unigram_content_loss"}
+
+
+def test_the_losses_at_the_end_say_plainly_if_the_model_has_learned_nothing() -> None:
+    losses = {"validation_content_loss": 5.5, "unigram_content_loss": 6.0, "shuffled_content_loss": 5.75}
+    lines = loss_lines(losses | {"test_content_loss": None})
+    assert [line.partition(" ")[0] for line in lines] == ["5.5000", "6.0000", "5.7500"]
+    assert (
+        loss_lines(losses | {"test_content_loss": 5.625})[-1] == "5.6250 nats/token: test split, non-sentinel targets"
+    )
+    for poor in (6.0, 6.5):
+        last = loss_lines(losses | {"validation_content_loss": poor})[-1]
+        assert last.startswith("The model predicts no better than word frequencies.")
+    assert len(loss_lines({"validation_content_loss": 5.5})) == 1, "earlier versions recorded no baseline"

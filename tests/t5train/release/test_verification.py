@@ -56,6 +56,19 @@ def test_any_flipped_bit_is_detected_and_its_file_named(published: Path) -> None
     verify(published)
 
 
+def test_all_faults_are_named(published: Path) -> None:
+    (published / "config.json").unlink()
+    (published / "README.md").write_bytes(b"another card")
+    (published / "notes.txt").touch()
+    for location in locations_of(published):
+        with pytest.raises(DigestMismatch) as caught:
+            verify(location)
+        said = str(caught.value)
+        assert said.startswith(f"{location} has 3 faults: ")
+        for name in ("config.json is missing", "README.md has 12 bytes", "holds notes.txt, which was not published"):
+            assert name in said
+
+
 def test_a_truncated_or_missing_file_is_named(published: Path) -> None:
     path = published / "model.safetensors"
     content = path.read_bytes()
