@@ -1,0 +1,252 @@
+"""A hundred wrong inputs: each is refused in one line with value, constraint and remedy, and nothing is lost.
+
+Each row is a command, the exit code of its kind of error (``t5train.errors``), and what the line says. The commands run
+in one process, because imports take most of a command's time, in a folder with the files that ``FILES`` lists.
+"""
+
+import gzip
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PROGRAM = """
+import contextlib, io, json, shlex, sys, time
+from flows.cli import __main__
+
+ended = []
+for command in json.loads(sys.stdin.read()):
+    sys.argv = ["t5-pretrain", *shlex.split(command)]
+    out, err, began = io.StringIO(), io.StringIO(), time.process_time()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            __main__.main()
+        except SystemExit as exit:
+            code = exit.code
+    ended.append((code, out.getvalue(), err.getvalue(), time.process_time() - began))
+print(json.dumps(ended))
+"""
+WORDS = "the model reads this text, which is one passage of several words"
+TEXT = "".join(f"{WORDS} {number}\n" for number in range(3000))
+FILES: dict[str, bytes] = {
+    "good.txt": TEXT.encode(),
+    "one.txt": TEXT.replace("\n", " ").encode(),
+    "few.txt": "".join(f"{WORDS} {number}\n" for number in range(60)).encode(),
+    "empty.txt": b"",
+    "blank.txt": b"\n \n",
+    "latin.txt": b"caf\xe9\n",
+    "bad.jsonl": b'{"text": "good"}\nnot json\n',
+    "number.jsonl": b'{"text": 7}\n',
+    "plain.tsv": b"a\tb\n1\t2\n",
+    "short.tsv": b"id\ttext\ttitle\n1\ttwo\n",
+    "cut.txt.gz": gzip.compress(TEXT.encode(), mtime=0)[:2000],
+    "fake.txt.zst": b"not compressed\n",
+    "fake.parquet": b"not parquet\n",
+    "folder/notes.md": b"# a title\n",
+    "fake.model": b"not a model\n",
+    "vocabulary/README.md": b"no vocabulary here\n",
+    "hosts": b"node1 slots=2\nnode2 slots=2\n",
+    "twice": b"node1 slots=2\nnode1 slots=2\n",
+    "no-slots": b"node1\n",
+    "option": b"-oProxyCommand=x slots=2\n",
+    "zero": b"node1 slots=0\n",
+    "no-hosts": b"# none\n",
+    "file": b"a file\n",
+    "typo.yaml": b"recipe: smoke\noptimizer:\n  num_step: 4\n",
+    "value.yaml": b"recipe: smoke\noptimizer:\n  num_steps: many\n",
+    "twice.yaml": b"recipe: smoke\nrecipe: base\n",
+    "syntax.yaml": b"recipe: [smoke\n",
+    "damaged/manifest.json": b"{",
+    "t5/config.json": b'{"model_type": "bert"}',
+}
+
+
+class Wrong(NamedTuple):
+    """A wrong input."""
+
+    command: str
+    code: int
+    said: str
+
+
+OPTIONS = [
+    Wrong("run", 2, "name a recipe (see `recipes`), or a file with --config"),
+    Wrong("nonsense", 2, "No such command 'nonsense'"),
+    Wrong("run smoke --nonsense", 2, "No such option: --nonsense"),
+    Wrong("run smoke --set x", 2, "'x' is not of the form part.key=value"),
+    Wrong("run smoke --json", 2, "it needs --dry-run"),
+    Wrong("run --trial --config value.yaml", 2, "use `run RECIPE --trial`"),
+    Wrong("run smoke --num-nodes two", 2, "--num-nodes"),
+    Wrong("tokenize --corpus good.txt --out out", 2, "Missing option '--tokenizer'"),
+    Wrong("tokenize --corpus good.txt --tokenizer fake.model --out out --workers 0", 2, "it must be greater than"),
+    Wrong("consolidate folder out --shard-size 5X", 2, "'5X' is not a size such as 5G or 500Mi"),
+    Wrong("up --port 0", 2, "--port"),
+    Wrong("up --port 99999", 2, "65535"),
+    Wrong("data show smoke --split testing", 2, "'testing' is not one of 'train', 'validation', 'test'"),
+    Wrong("data show smoke --count 0", 2, "--count"),
+    Wrong("generate", 2, "Missing argument"),
+    Wrong("evaluate t5", 2, "Missing option '--corpus'"),
+]
+SETTINGS = [
+    Wrong(f"run smoke --dry-run --set {setting}", 2, said)
+    for setting, said in {
+        "optimizer.num_step=4": "unknown setting 'optimizer.num_step' (did you mean 'optimizer.num_steps'?)",
+        "seed=4": "did you mean 'optimizer.seed'?",
+        "batch_size=4": "did you mean 'layout.micro_batch_sequences'?",
+        "optimizer.num_steps=many": "optimizer.num_steps is 'many': it must be a whole number of at least 1",
+        "optimizer.num_steps=0": "optimizer.num_steps is 0: it must be a whole number of at least 1",
+        "optimizer.num_steps=1.5": "optimizer.num_steps is 1.5: it must be a whole number",
+        "optimizer.peak_learning_rate=nan": "optimizer.peak_learning_rate is 'nan': it must be a number above 0",
+        "optimizer.peak_learning_rate=-1": "optimizer.peak_learning_rate is -1: it must be a number above 0",
+        "optimizer.warmup_steps=500": "it must be below optimizer.num_steps (400)",
+        "optimizer.kind=sgd": "optimizer.kind is 'sgd': it must be one of adamw-rms, adamw",
+        "optimizer.precision=fp8": "it must be one of fp32, bf16, fp16",
+        "optimizer.betas=[0.9]": "optimizer.betas",
+        "optimizer.global_batch_sequences=65": "it must be a multiple of layout.micro_batch_sequences x cluster.ranks",
+        "cluster.accelerator=tpu": "cluster.accelerator is 'tpu': it must be one of",
+        "cluster.accelerator=cuda": "this machine has 0 GPUs that torch can use",
+        "cluster.ranks=0": "cluster.ranks is 0: it must be a whole number from 1",
+        "cluster.ranks=3": "(32 x 3 = 96)",
+        "layout.zero_stage=4": "layout.zero_stage is 4: it must be one of 0, 1, 2, 3",
+        "layout.offload=disk": "layout.offload is 'disk': it must be one of none, optimizer, all",
+        "layout.pipeline_stages=3": "layout.pipeline_stages is 3: it must divide cluster.ranks (2)",
+        "layout.expert_parallel_size=2": "a dense model has no experts to spread; set 1",
+        "model.preset=huge": "model.preset is 'huge': it must be one of",
+        "model.version=v2": "model.version is 'v2': it must be one of v1.1, v1.0",
+        "model.moe.num_experts=4": "set model.version=v1.0",
+        "model.vocab_size=256": "set model.vocab_size=2176",
+        "model.dropout_rate=1.5": "model.dropout_rate is 1.5: it must be a number",
+        "model.start_from=s3://models/t5": "it must be a folder on this machine. Download the model first",
+        "objective.input_tokens=4096": "Raise objective.mean_span_tokens or lower objective.input_tokens",
+        "objective.noise_density=0.9": "objective.noise_density is 0.9: it must be a number above 0 and below 0.5",
+        "tokenizer.path=nowhere.model": "there is no such file or folder. Correct the path",
+        "tokenizer.path=vocabulary": "that folder has no spiece.model",
+        "tokenizer.vocab_size=10": "tokenizer.vocab_size is 10: it must be a whole number",
+        "corpus.split=[900,30,20]": "it must be three numbers that sum to 1000",
+        "corpus.split=[1000,0,0]": "the first two above zero",
+        "corpus.source=https://user:word@example.invalid/a.txt": "corpus.source has a password, a key or a query",
+        "storage.publish_to=s3://key:word@bucket/t5": "storage.publish_to has a password, a key or a query",
+        "storage.checkpoint_every_steps=0": "storage.checkpoint_every_steps is 0: it must be a whole number",
+        "storage.keep_last=0": "storage.keep_last is 0: it must be a whole number",
+    }.items()
+]
+TEXTS = [
+    Wrong(f"run smoke --set corpus.source={shlex.quote(source)}", 4, said)
+    for source, said in {
+        "nowhere.txt": "corpus.source 'nowhere.txt' does not exist. Correct the path or URL",
+        "nowhere/*.txt": "corpus.source 'nowhere/*.txt' matches no file. Correct the pattern",
+        "one.txt": "is 1 passage of 0.2 MB, none of which falls into the",
+        "few.txt": "Add text, or lower optimizer.global_batch_sequences or objective.input_tokens",
+        "empty.txt": "holds no text: all files are empty. Set corpus.source to files with text",
+        "blank.txt": "it holds no text. Set corpus.source to files with text",
+        "latin.txt": "latin.txt line 1 is not UTF-8: byte 3 of the text is 0xe9. Convert the file to UTF-8",
+        "bad.jsonl": "bad.jsonl line 2 is not JSON",
+        "number.jsonl": 'number.jsonl line 1 is not an object with "text": "...". Correct this line',
+        "plain.tsv": "plain.tsv begins with 'a\\tb', but must begin with the header",
+        "short.tsv": "short.tsv line 2 has 2 fields separated by tabs, but must have three",
+        "cut.txt.gz": "cut.txt.gz cannot be read to its end",
+        "fake.txt.zst": "fake.txt.zst cannot be read to its end",
+        "fake.parquet": "fake.parquet cannot be read as parquet",
+        "folder/notes.md": "notes.md, which has an unsupported format",
+        "folder": "It has 1 files of other formats: notes.md",
+        "foo://bucket/text": "foo://bucket/text cannot be read (corpus.source): Protocol not known: foo",
+    }.items()
+]
+PLACES = [
+    Wrong("run smok", 2, "unknown recipe 'smok' (did you mean 'smoke'?)"),
+    Wrong("run base", 2, "To try the recipe on this machine's CPUs with a tiny model: t5-pretrain run base --trial"),
+    Wrong("run base --set cluster.accelerator=cpu", 2, "recipe 'base' needs text to train on: set corpus.source"),
+    Wrong("run smoke --root file", 5, "file cannot be written: Not a directory; choose another root"),
+    Wrong("run smoke --root 'runs[1]'", 2, "choose a folder without these characters"),
+    Wrong("run smoke --name a/b", 2, "name is 'a/b': it must be"),
+    Wrong("run smoke --name ..", 2, "name is '..': it must be"),
+    Wrong("run smoke --publish-to folder", 12, "folder exists and is not a publication"),
+    Wrong("run smoke --set tokenizer.path=fake.model", 4, "fake.model is not a SentencePiece model, or is damaged"),
+    Wrong("run smoke --set model.start_from=nowhere", 4, "this machine has no such folder. Correct the path"),
+    Wrong("run smoke --hostfile nowhere", 2, "cluster.hostfile cannot be read: "),
+    Wrong("run smoke --hostfile twice", 2, "line 2: host 'node1' is listed twice"),
+    Wrong("run smoke --hostfile no-slots", 2, "line 1: 'node1' is not of the form 'name slots=N'"),
+    Wrong("run smoke --hostfile option", 2, "'-oProxyCommand=x' is not a plain host name"),
+    Wrong("run smoke --hostfile zero", 2, "node1 has slots=0; slots must be 1 to 1024"),
+    Wrong("run smoke --hostfile no-hosts", 2, "lists no host: write a line 'name slots=N' for each host"),
+    Wrong("run smoke --hostfile hosts --include node3", 2, "'node3' is not in the hostfile (node1, node2)"),
+    Wrong("run smoke --hostfile hosts --num-nodes 3", 2, "the hostfile has 2 hosts. Request fewer nodes"),
+    Wrong("run smoke --num-nodes 2", 2, "cluster.hostfile is not set: give --hostfile"),
+    Wrong("run --config nowhere.yaml", 4, "there is no configuration file nowhere.yaml: correct the path"),
+    Wrong("run --config typo.yaml", 2, "typo.yaml, line 3: unknown setting 'optimizer.num_step' (did you mean"),
+    Wrong("run --config value.yaml", 2, "value.yaml, line 3: optimizer.num_steps is 'many'"),
+    Wrong("run --config twice.yaml", 2, "twice.yaml, lines 1 and 2: recipe is there twice: keep one of them"),
+    Wrong("run --config syntax.yaml", 2, "not valid YAML"),
+    Wrong("train smoke", 4, "name a folder of them with --shards, or use `run`"),
+    Wrong("train smoke --shards folder", 4, "folder is not a finished shards folder"),
+    Wrong("preflight smoke", 2, "give a hostfile with --hostfile"),
+    Wrong("consolidate nowhere out", 4, "nowhere is not a folder: give a DeepSpeed save folder"),
+    Wrong("consolidate folder out", 4, "folder holds no checkpoint"),
+    Wrong("export nowhere out --run nowhere --tokenizer nowhere", 2, "nowhere is not a run folder"),
+    Wrong("publish folder out", 4, "folder is not a finished export folder"),
+    Wrong("verify nowhere", 4, "is not the folder of a finished stage. Check the path"),
+    Wrong("verify damaged", 4, "manifest.json is damaged, or not a manifest"),
+    Wrong("status nowhere", 4, "nowhere"),
+    Wrong("rm nowhere --yes", 4, "nowhere"),
+    Wrong("generate nowhere text", 4, "this machine has no such folder. Correct the path"),
+    Wrong("generate t5 text", 4, "t5 has neither model.safetensors nor model.safetensors.index.json"),
+    Wrong("evaluate nowhere --corpus good.txt", 4, "this machine has no such folder. Correct the path"),
+    Wrong("deploy", 2, "no Prefect server is configured"),
+]
+WRONG = [*OPTIONS, *SETTINGS, *TEXTS, *PLACES]
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    cpu_seconds: float
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """The sha256 of every file below a folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """How each command ended, by command."""
+    folder = tmp_path_factory.mktemp("wrong")
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    before = tree(folder)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps([wrong.command for wrong in WRONG]),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert tree(folder) == before, "nothing is lost or left"
+    return {wrong.command: Ended(*each) for wrong, each in zip(WRONG, json.loads(done.stdout), strict=True)}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=[wrong.command for wrong in WRONG])
+def test_a_wrong_input_is_refused_in_one_line(ended: dict[str, Ended], wrong: Wrong) -> None:
+    this = ended[wrong.command]
+    assert wrong.said in this.err
+    assert this.err.startswith("error: ")
+    assert this.err.count("\n") == 1
+    assert this.code == wrong.code
+    assert this.cpu_seconds < 3
+
+
+def test_there_are_a_hundred_and_few_of_them_are_mistyped_options() -> None:
+    assert len(WRONG) >= 100
+    assert len(OPTIONS) <= 20
