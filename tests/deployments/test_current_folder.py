@@ -50,6 +50,6 @@ def test_modules_in_the_current_folder_do_not_shadow_those_of_the_check_of_a_run
         return run(command, **(options | {"cwd": shadows}))
 
     monkeypatch.setattr(subprocess, "run", from_the_users_folder)
-    waiting = FlowRun(flow_id=uuid4(), parameters={"recipe": "moe", "root": str(shadows)})
-    assert "needs text to train on" in waiting_runs._unable_machine(waiting)
+    waiting = FlowRun(flow_id=uuid4(), parameters={"recipe": "smok", "root": str(shadows)})
+    assert "unknown recipe 'smok'" in waiting_runs._unable_machine(waiting)
     assert folders == ["/"]
