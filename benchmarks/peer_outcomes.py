@@ -88,7 +88,7 @@ class Outcomes:
     def expected_seconds(self, contender: str, tuning: Tuning) -> float:
         """Return how long a measurement will take: as long as the last one that is like it, of any code and machine.
 
-        That is one with the same tuning, or else the longest of this contender, or else of any.
+        Prefers one with the same tuning, then the longest of this contender, then the longest of any.
         """
         of_it = [each for each in self._rows.like() if each.contender == contender]
         like = [each.duration_seconds for each in of_it if each.tuning == tuning][-1:]

@@ -18,11 +18,10 @@ def explaining_interruption(run_folder: Path) -> Iterator[None]:
     """If Ctrl-C or SIGTERM ends the block, say what was saved and how to continue."""
     try:
         yield
-    except Exception:
-        raise
-    except BaseException:
-        complain(_saved(run_folder))
-        complain(f"to continue: {_command(sys.argv[1:])}")
+    except BaseException as error:
+        if not isinstance(error, Exception):  # a signal, not a failure
+            complain(_saved(run_folder))
+            complain(f"to continue: {_command(sys.argv[1:])}")
         raise
 
 

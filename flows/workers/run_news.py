@@ -11,7 +11,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 
 from flows.workers.abandoned import OF_THE_POOL, WORKER_LABEL
 from tasks.run_title import name_in
@@ -45,16 +45,14 @@ class RunNews:
             if run.state is not None and self._told.get(run.id) != run.state.id:
                 again = " again" if run.id in self._told else ""
                 self._told[run.id] = run.state.id
-                yield _line(run, again)
+                yield _line(name_in(run.name), run.state, again)
 
 
-def _line(run: FlowRun, again: str) -> str:
+def _line(name: str, state: State, again: str) -> str:
     """Return what happened to a run that is running or has ended, with the reason if it did not complete."""
-    assert run.state is not None  # noqa: S101 - runs without a state are left out
-    name = name_in(run.name)
-    if run.state.type == StateType.RUNNING:
+    if state.type == StateType.RUNNING:
         return f"run {name!r} is running{again}"
-    if run.state.type == StateType.COMPLETED:
+    if state.type == StateType.COMPLETED:
         return f"run {name!r} completed"
-    how, why = (run.state.name or run.state.type.value).lower(), " ".join((run.state.message or "").split())
+    how, why = (state.name or state.type.value).lower(), " ".join((state.message or "").split())
     return f"run {name!r} {how}{f': {why}' if why else ''}"

@@ -114,7 +114,7 @@ def plan_removal(
     for other, start in _dependents(run, [run, folder, *([published] if published else [])]):
         raise InputError(
             f"run {other!r} starts from {start} (its model.start_from). Delete {other!r} first, or copy that folder to "
-            f"another place and start {other!r} anew from there"
+            f"another place and start {other!r} again from there"
         )
     ids = tuple(attempt.read(each).run_id for each in attempts_in(folder) if (each / attempt.ATTEMPT).exists())
     attempts, on_nodes = KnownAttempts(idle=ids), _on_nodes(run, folder)

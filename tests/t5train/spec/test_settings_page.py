@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[3] / "docs/settings.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text("utf-8") == settings_page(), "write it anew: make settings-page"
+    assert PAGE.read_text("utf-8") == settings_page(), "write it again: make settings-page"
 
 
 def test_the_page_has_one_row_for_each_setting_and_each_recipe() -> None:

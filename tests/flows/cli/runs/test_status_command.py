@@ -25,7 +25,7 @@ STORY_KEYS = [
 ERROR = "rank 1 of 2 was killed by SIGKILL: check `dmesg` for the OOM killer.\nIts output ends:\n  " + "x" * 200
 RUNNING = RunState(
     "base-1a2b3c4d",
-    Path("/work/runs/base-1a2b3c4d"),
+    Path("/data/runs/base-1a2b3c4d"),
     State.RUNNING,
     stage="Train: saving",
     step=1200,
@@ -38,7 +38,7 @@ RUNNING = RunState(
 )
 FAILED = replace(RUNNING, name="n" * 80, state=State.FAILED, error=ERROR, tokens_per_second=None, seconds_left=None)
 PUBLISHED = replace(RUNNING, name="モデル", state=State.PUBLISHED, published="s3://bucket/model")
-NEW = RunState("new", Path("/work/runs/new"), State.NOT_BEGUN)
+NEW = RunState("new", Path("/data/runs/new"), State.NOT_BEGUN)
 
 
 @pytest.fixture

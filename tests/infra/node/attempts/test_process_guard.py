@@ -201,7 +201,7 @@ def test_a_rank_whose_lease_was_removed_is_killed_at_once_and_cannot_be_started_
     (leased.folder / head_lease.LEASE).unlink()
     guard.terminate()
     assert guard.wait(20) == 1
-    # At once: else the reason would name SIGTERM, with which the guard waits for the rank, or the age of the lease.
+    # At once: otherwise the reason would be SIGTERM, after which the guard waits for the rank, or the age of the lease.
     assert recorded_exit(leased)[:2] == (Cause.REQUESTED, "the head ended the run")
     again = guarded(start, leased, SLEEP)
     assert again.wait(20) == 1
