@@ -1,0 +1,46 @@
+"""After Ctrl-C or SIGTERM, the last lines name the checkpoint and the command that continues the run."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flows.cli.interruption import explaining_interruption
+from infra.head.stop_signal import Stopped
+
+
+@pytest.fixture(autouse=True)
+def typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user typed. To begin again would give up the checkpoint."""
+    monkeypatch.setattr(sys, "argv", ["/bin/t5-pretrain", "run", "smoke", "--begin-again", "--name", "my run"])
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt(), Stopped(), BaseExceptionGroup("", [KeyboardInterrupt()])])
+def test_an_interrupted_run_names_its_checkpoint_and_how_to_continue(
+    tmp_path: Path,
+    record_only_rank: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    signal: BaseException,
+) -> None:
+    tag = tmp_path / "checkpoints/step-00000003"
+    tag.mkdir(parents=True)
+    record_only_rank(tag, [], [])
+    with pytest.raises(type(signal)), explaining_interruption(tmp_path):
+        raise signal
+    assert capsys.readouterr().err == (
+        f"training resumes after step 3, from {tag}\nto continue: t5-pretrain run smoke --name 'my run'\n"
+    )
+
+
+def test_without_a_checkpoint_training_begins_at_step_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), explaining_interruption(tmp_path):
+        raise KeyboardInterrupt
+    first, _ = capsys.readouterr().err.splitlines()
+    assert first == "no checkpoint was saved: finished stages are kept, and training begins at step 0"
+
+
+def test_a_failure_says_itself_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="failed"), explaining_interruption(tmp_path):
+        raise ValueError("failed")
+    assert capsys.readouterr().err == ""
