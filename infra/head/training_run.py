@@ -75,7 +75,10 @@ def train_run(
         _Training(spec, shards, run, progress, report, adopt, staged or StagedBytes()).to_the_end()
         run.require_held()
     except (LaunchError, HostError) as error:
-        raise retries.judged(spec.run_folder, error, partial(_is_replaced, spec, run)) from error
+        judged = retries.judged(spec.run_folder, error, partial(_is_replaced, spec, run))
+        if judged is error:
+            raise
+        raise judged from error
     report.report()
     return resume.conclude(spec, shards, progress)
 

@@ -56,10 +56,13 @@ class Failure(NamedTuple):
 
 
 def _noted(error: BaseException | None, what: str) -> str | None:
-    while error is not None:
+    """Return what was noted on an error or its causes. An error can be its own cause (``raise error from error``)."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(what)]
         if notes:
             return str(notes[0].removeprefix(what))
+        seen.append(error)
         error = error.__cause__
     return None
 

@@ -43,3 +43,9 @@ def test_notes_on_the_error_that_another_was_raised_from_count() -> None:
     note_stage(cause, "Publish")
     error.__cause__ = cause
     assert Failure.of(error).stage == "Publish"
+
+
+def test_an_error_that_is_its_own_cause_is_reported() -> None:
+    error = StorageError("the disk is full")
+    error.__cause__ = error
+    assert Failure.of(error) == Failure(error, None, None)
