@@ -65,7 +65,7 @@ def test_the_example_of_the_readme_publishes_a_model(tmp_path: Path) -> None:
         't5train.recipe("smoke", {', f't5train.recipe("smoke", {SMALLER} | {{'
     )
     result: dict[str, Any] = {}
-    exec(code, result)  # noqa: S102
+    exec(code, result)  # noqa: S102 - the README's own code
     assert t5train.verify(tmp_path / "published").fingerprint == result["publication"].fingerprint
     assert t5train.load_run_spec(result["run_folder"]) == result["spec"]
     recorded = Witness.load(result["run_folder"] / "witness").validation

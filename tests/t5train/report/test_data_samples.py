@@ -31,7 +31,7 @@ def test_the_spans_put_into_the_input_give_the_window(data_chain: DataChain) -> 
     windows = Windows(data_chain.shards, "train", geometry(SPEC.objective).window_tokens)
     for sample in shown_samples(SPEC, data_chain.tokenizer, data_chain.shards, "train", start=0, count=20):
         spans = dict(zip(*[iter(SENTINEL.split(sample.targets.removesuffix(" </s>"))[1:])] * 2, strict=True))
-        whole = SENTINEL.sub(lambda match: spans[match[1]], sample.inputs.removesuffix(" </s>"))  # noqa: B023
+        whole = SENTINEL.sub(lambda match: spans[match[1]], sample.inputs.removesuffix(" </s>"))  # noqa: B023 - called at once
         window = windows[np.array([sample.sample_id])][0]
         assert "".join(whole.split()) == "".join(shown(vocabulary, window).split())
 
