@@ -86,7 +86,7 @@ def test_a_run_is_deleted_on_all_its_hosts_over_ssh_or_not_at_all(cluster: Clust
     cluster.stop_sshd("node1")
     refused = cluster.exec("head", rm, timeout=60)
     cluster.start_sshd("node1")
-    assert (refused.returncode, run.exists()) == (1, True)
+    assert (refused.returncode, run.exists()) == (7, True)
     assert "run 'mine' is not deleted, because node1 did not answer" in refused.stderr
     left = [cluster.disk(host, f"{SCRATCH}/runs/mine-f00df00df00d") for host in nodes]
     assert all(folder.exists() for folder in left)
