@@ -59,7 +59,7 @@ def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
     made.add_argument("--ranks", type=int, help="the recipe's if left out")
     made.add_argument("--steps", type=int, default=steps, help=f"steps after warm-up, at least 1; {steps} by default")
     made.add_argument("--set", action="append", default=[], metavar="PART.KEY=VALUE", help="setting to change")
-    made.add_argument("--commit", help="commit to record where the checkout's repository is missing, as in a copy")
+    made.add_argument("--commit", help="commit to record instead of that of the checkout, as in a copy of the tree")
     made.add_argument("--into", type=Path, help="document in which to replace this comparison, or to append it")
     made.add_argument(
         "--until-seconds",

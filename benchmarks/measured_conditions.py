@@ -27,16 +27,19 @@ def code_digest(checkout: Path = CHECKOUT) -> str:
     return digest.hexdigest()[:12]
 
 
-def commit(otherwise: str | None = None, checkout: Path = CHECKOUT) -> str:
+def commit(given: str | None = None, checkout: Path = CHECKOUT) -> str:
     """Return the commit of the checkout, with ``, changed`` if code that is measured has changed since.
 
-    Where there is no repository, it is ``otherwise``. The digest of the code shows whether that is true.
+    ``given`` goes first: a copy of the tree may have no repository, or one of its own. The digest of the code shows
+    whether it is true.
     """
+    if given:
+        return given
     try:
         head = _git(checkout, "rev-parse", "--short=12", "HEAD")
         changed = _git(checkout, "status", "--porcelain", "--", *_MEASURED)
     except (OSError, subprocess.CalledProcessError):
-        return otherwise or "not known"
+        return "not known"
     return head + (", changed" if changed else "")
 
 

@@ -66,9 +66,8 @@ def large() -> RunSpec:
         recipe="large",
         model=ModelSpec(preset="large", compile=True),
         optimizer=OptimizerSpec(warmup_steps=10_000),
-        # The state takes 13 GiB (see memory_estimate). Activations of base were measured at 0.2 GiB per sequence of a
-        # pass; large has twice as many layers, a third wider: about 0.55 GiB. With 64 sequences that is 49 GiB in all.
-        # 128 would need 84 GiB, and the global batch has no divisor between them.
+        # 43 GiB were measured with 64 sequences a pass, of which 13 are state (see memory_estimate). 128 would need 73,
+        # and the global batch has no divisor between them.
         layout=LayoutSpec(zero_stage=2, micro_batch_sequences=64),
     )
 

@@ -47,9 +47,8 @@ def test_a_change_of_code_changes_its_digest_and_one_of_documents_does_not(tmp_p
     assert digests[0] == digests[1] == digests[2] != digests[3]
 
 
-def test_without_a_repository_the_commit_is_the_given_one(tmp_path: Path) -> None:
+def test_without_a_repository_the_commit_is_not_known(tmp_path: Path) -> None:
     assert commit(checkout=tmp_path) == "not known"
-    assert commit("0123abc", tmp_path) == "0123abc"
 
 
 def test_a_change_of_measured_code_since_the_commit_is_recorded(tmp_path: Path) -> None:
@@ -58,8 +57,9 @@ def test_a_change_of_measured_code_since_the_commit_is_recorded(tmp_path: Path) 
     code.write_text("1", "utf-8")
     for command in ("init -q", "add -A", "-c user.name=a -c user.email=a@b commit -q -m x"):
         subprocess.run(["git", "-C", str(tmp_path), *command.split()], check=True)
-    head = commit("0123abc", tmp_path)
+    head = commit(checkout=tmp_path)
     assert len(head) == 12
+    assert commit("0123abc", tmp_path) == "0123abc"
     document.write_text("1", "utf-8")
     assert commit(checkout=tmp_path) == head
     code.write_text("2", "utf-8")
