@@ -19,7 +19,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster lint types bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills operation-faults regression-faults regression-quiet io-faults settings-page up clean
+.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster lint types test-slurm dockerfile-steps bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills operation-faults regression-faults regression-quiet io-faults settings-page up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -50,6 +50,14 @@ screenshots: setup ## Take the documentation's pictures of Prefect's pages, in t
 
 test-cluster: setup ## The tests that need several hosts, made of namespaces on this machine (root)
 	@$(BIN)/pytest -m cluster
+
+test-slurm: setup ## Submit the example for Slurm to a Slurm of this machine (root)
+	@.ci/slurm
+	$(BIN)/pytest tests/deployments/test_slurm.py
+
+dockerfile-steps: setup ## Execute the Dockerfile's steps in a chroot, and train in it (root; BIND='--bind FILE' for pip)
+	@command -v debootstrap >/dev/null || .ci/apt-install debootstrap
+	unshare --mount $(BIN)/python -m tests.acceptance.dockerfile_steps --into $(ROOT)/image $(BIND)
 
 lint: setup ## ruff: rules and format
 	@$(BIN)/ruff check .
