@@ -110,12 +110,16 @@ def chosen_cases(names: Sequence[str] | None, hostfile: Path | None = None, num_
 
 
 def _on_hosts(hostfile: Path, num_slots: int) -> RegressionCase:
-    """Return the case smoke on hosts: two sequences for each rank and pass, on whatever accelerators they have."""
+    """Return the case smoke on hosts with node-local storage: two sequences for each rank and pass.
+
+    It uses the accelerators of the hosts. If they have none, whoever runs the case sets ``cluster.accelerator``.
+    """
     settings = {
         "cluster.hostfile": json.dumps(str(hostfile)),
         "cluster.ranks": num_slots,
         "cluster.ship_code": True,
         "cluster.accelerator": None,
+        "storage.node_local": True,
         "layout.zero_stage": 1,
         "layout.micro_batch_sequences": 2,
         "optimizer.global_batch_sequences": 2 * num_slots,

@@ -19,6 +19,7 @@ class StorageSpec(SpecPart):
         {
             "root",
             "scratch",
+            "node_local",
             "publish_to",
             "checkpoint_every_steps",
             "keep_last",
@@ -35,6 +36,12 @@ class StorageSpec(SpecPart):
         title="Scratch",
         description="Absolute path of a folder on each host's own disk, for hosts that do not share the root. "
         "null: one in /var/tmp",
+    )
+    node_local: bool = Field(
+        False,
+        title="Node-local",
+        description="Train in storage.scratch on each host's own disk even if hosts share the root. false: only if "
+        "they do not",
     )
     publish_to: str | None = Field(
         None, title="Publish to", description="Folder or fsspec URL to publish to. null: {root}/published/{name}"

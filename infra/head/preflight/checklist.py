@@ -55,7 +55,7 @@ class Judgement:
     seen: Mapping[str, str]
     """Values to show for checks without findings, by check."""
     is_node_local: bool = False
-    """Whether no host shares the head's storage."""
+    """Whether each host uses its own storage."""
 
 
 def judge(
@@ -71,7 +71,7 @@ def judge(
     remarks = {
         "operators": compilation.operators_to_compile(replies, requirements),
         "compile locks": compilation.cleared_locks(replies),
-        "root": storage_checks.remark(found),
+        "root": storage_checks.remark(found, requirements),
     }
     problems = _problems(replies, requirements, head, found)
     findings = [

@@ -47,7 +47,7 @@ def survey(requirements: LaunchRequirements, transport: Transport) -> Judgement:
     replies: dict[str, HostReply] = {}
     lacking = ship(transport, requirements.slots) if requirements.code else {}
     findings = [*_launcher(requirements.launcher), *map(of_error, lacking.values())]
-    with _nonce(requirements.root) as (nonce, path):
+    with _nonce(requirements.root, is_written=not requirements.node_local) as (nonce, path):
 
         def on_start(host: str) -> None:
             asked_at[host] = time.time()  # just after ssh was started: the node's work begins later
@@ -91,12 +91,16 @@ def _question(requirements: LaunchRequirements, host: str, nonce_path: Path) -> 
 
 
 @contextmanager
-def _nonce(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the text and path of a probe file under the root. The text is random, so no other file has it."""
+def _nonce(root: Path, *, is_written: bool) -> Iterator[tuple[str, Path]]:
+    """Yield the text and path of a probe file under the root. The text is random, so no other file has it.
+
+    If the file ``is_written`` not, no host can read it, as if none shared the root.
+    """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     nonce = secrets.token_hex(16)
     path = root / f".preflight-{nonce[:8]}"
-    write_text(path, nonce)
+    if is_written:
+        write_text(path, nonce)
     try:
         yield nonce, path
     finally:

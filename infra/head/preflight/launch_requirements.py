@@ -27,6 +27,8 @@ class LaunchRequirements:
     root: Path
     scratch: Path | None = None
     """Folder on each node's own disk, used if it does not share the root."""
+    node_local: bool = False
+    """Whether ``scratch`` is used even if the nodes share the root."""
     accelerator: str | None = None
     """DeepSpeed's name of the accelerator; if None, it is detected on the nodes."""
     code: str | None = None
@@ -60,6 +62,7 @@ class LaunchRequirements:
             slots={host.name: host.slots for host in hosts.all},
             root=spec.storage.root,
             scratch=spec.storage.scratch,
+            node_local=spec.storage.node_local,
             accelerator=cluster.accelerator,
             code=shipped_code(cluster),
             environment=settings_of_head(cluster.environment) | path_to(shipped_code(cluster)),

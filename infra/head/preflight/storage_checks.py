@@ -25,7 +25,10 @@ class Storage:
     not_sharing: list[str]
     """Hosts that cannot."""
     is_node_local: bool
-    """Whether no host can read it except the head itself, which may be one of the hosts."""
+    """Whether no host can read it except the head itself, which may be one of the hosts.
+
+    With ``storage.node_local`` there is no such file, so this is always true.
+    """
 
     @classmethod
     def of(cls, replies: HostReplies, nonce: str, head: str) -> "Storage":
@@ -50,13 +53,12 @@ def problems(replies: HostReplies, requirements: LaunchRequirements, storage: St
         yield from of_each(replies, lambda _, facts: _write_error(facts, requirements))
 
 
-def remark(storage: Storage) -> Iterator[str]:
+def remark(storage: Storage, requirements: LaunchRequirements) -> Iterator[str]:
     """A note that the run needs staging and gathering."""
     if storage.is_node_local:
-        yield (
-            f"{names(storage.not_sharing)}: {_called(storage)} no storage with the head. Files are staged to hosts, "
-            "and checkpoints are gathered to the head"
-        )
+        unshared = f"{names(storage.not_sharing)}: {_called(storage)} no storage with the head"
+        why = "storage.node_local is true" if requirements.node_local else unshared
+        yield f"{why}. Files are staged to hosts, and checkpoints are gathered to the head"
 
 
 def disks(replies: HostReplies, requirements: LaunchRequirements, storage: Storage) -> Iterator[str]:

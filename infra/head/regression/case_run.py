@@ -16,11 +16,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from infra.head.hosts.hostfile import chosen_hosts
+from infra.head.hosts.reached_nodes import reached_nodes
 from infra.head.regression.case_stages import (
     NightData,
     TrainedCase,
@@ -31,8 +32,10 @@ from infra.head.regression.case_stages import (
     train_case,
 )
 from infra.head.regression.peer_processes import Peer, PeerJob, StepTimes, running_peer
+from infra.node.inspection.accelerators import CPU
+from infra.node.inspection.facts import Devices, Question
 from t5train.data.span_corruption import geometry
-from t5train.errors import T5TrainError
+from t5train.errors import HostError, T5TrainError
 from t5train.host_resources import num_cores
 from t5train.model.model_shape import huggingface_config, resolve
 from t5train.progress import Progress
@@ -48,12 +51,13 @@ from t5train.regression.regression_findings import (
     STEP_CPU,
     largest_change,
 )
-from t5train.spec import RunSpec
+from t5train.spec import MachinesSpec, RunSpec
 
 PEER_STEPS = 60
 _WARM_UP_STEPS = 5
 _LEAST = {STEP: 0.15, STEP_CPU: 0.15, HOST_MEMORY: 0.10, ACCELERATOR_MEMORY: 0.10}
 _LEAST_OF_STAGES = 0.25
+_ASK_SECONDS = 60.0  # enough to import torch from a slow disk
 _log = logging.getLogger(__name__)
 
 
@@ -87,6 +91,8 @@ class CaseRun:
         the result.
         """
         try:
+            with self._failures("asking the hosts"):
+                self._case = on_available_accelerators(self._case, self._spec("1"))
             with self._failures("measuring"):
                 with running_peer(self._peer_job(), self._num_peers, self._folder, self._said) as peer:
                     self._repeat(peer)
@@ -221,6 +227,26 @@ class CaseRun:
     def _said(self, what: str, done: int, total: int | None) -> None:
         number = len(self._series.values[STEP]) + 1
         self._progress(f"{self._case.name}, run {number}: {what}", done, total)
+
+
+def on_available_accelerators(case: RegressionCase, spec: RunSpec) -> RegressionCase:
+    """Return a case on CPUs, if it leaves the accelerator open and none of its hosts has one; else the case itself.
+
+    Raises the HostError of a host that does not answer.
+    """
+    if spec.cluster.accelerator is not None or any(found.count or found.error for found in _devices(spec)):
+        return case
+    return replace(case, settings={**case.settings, "cluster.accelerator": CPU})
+
+
+def _devices(spec: RunSpec) -> Iterator[Devices]:
+    machines = MachinesSpec(storage=spec.storage, cluster=spec.cluster)
+    question = Question(root=spec.storage.root, nonce_path=spec.storage.root)
+    with reached_nodes(machines, chosen_hosts(spec.cluster).names) as (nodes, lacking):
+        for answer in (*lacking.values(), *nodes.ask(question, _ASK_SECONDS).values()):
+            if isinstance(answer, HostError):
+                raise answer
+            yield answer.devices
 
 
 def settings_of(spec: RunSpec) -> dict[str, Any]:

@@ -65,6 +65,7 @@ OTHER: dict[str, Any] = {
     "layout.micro_batch_sequences": 16,
     "storage.root": "elsewhere",
     "storage.scratch": "/local/t5",
+    "storage.node_local": True,
     "storage.publish_to": "memory://bucket",
     "storage.checkpoint_every_steps": 7,
     "storage.keep_last": 5,

@@ -11,6 +11,7 @@ from infra.head.preflight.findings import Finding
 from infra.head.preflight.host_preflight import Report, require_agreement, require_fit, survey
 from infra.head.preflight.launch_requirements import LaunchRequirements
 from t5train.errors import HostUnreachable, PreflightError
+from tests.support.simulated_nodes import ThisMachine
 
 DENIES = "echo 'me@near: Permission denied (publickey).' >&2; exit 255"
 REFUSES = "echo 'ssh: connect to host near port 22: Connection refused' >&2; exit 255"
@@ -72,6 +73,19 @@ def test_unreachable_hosts_are_returned_unless_there_are_other_problems(
     (tmp_path / "bin" / "pdsh").write_text("#!/bin/sh\necho 'rcmd modules: exec,rsh'\n", "utf-8")
     with pytest.raises(PreflightError, match=r"launcher: pdsh .*\n  reachable: near: connection refused"):
         require_agreement(requirements, Replies(REFUSES))
+
+
+def test_hosts_that_share_the_root_use_their_own_disks_if_they_are_told_to(
+    requirements: LaunchRequirements, tmp_path: Path
+) -> None:
+    told_to = replace(requirements, node_local=True, scratch=tmp_path / "scratch")
+    assert not survey(requirements, ThisMachine()).is_node_local
+    found = survey(told_to, ThisMachine())
+    assert found.is_node_local
+    assert [one.text for one in found.findings if one.check == "root"] == [
+        "storage.node_local is true. Files are staged to hosts, and checkpoints are gathered to the head"
+    ]
+    assert (tmp_path / "scratch" / ".mark").exists()
 
 
 def test_a_reply_from_another_version_of_the_code_is_reported(requirements: LaunchRequirements) -> None:

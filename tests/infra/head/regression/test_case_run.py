@@ -4,19 +4,23 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from infra.head.hosts.node_client import Nodes
 from infra.head.regression import case_run
-from infra.head.regression.case_run import CaseRun, cpu_seconds, quartile
+from infra.head.regression.case_run import CaseRun, cpu_seconds, on_available_accelerators, quartile
 from infra.head.regression.case_stages import NightData
-from t5train.errors import RegressionError, StorageError
+from infra.node.inspection.accelerators import can_have_any
+from t5train.errors import HostError, RegressionError, StorageError
 from t5train.progress import Progress, silent
-from t5train.regression.regression_cases import chosen_cases
+from t5train.regression.regression_cases import RegressionCase, chosen_cases
+from t5train.spec import MachinesSpec
+from tests.support.simulated_nodes import ThisMachine
 
 DATA = NightData(None, SimpleNamespace(counts={"vocab_size": 1024, "pad_id": 0, "eos_id": 1}))
 
@@ -64,3 +68,39 @@ def test_cpu_time_includes_processes_that_have_ended() -> None:
     before_others, before = cpu_seconds(), time.process_time()
     subprocess.run([sys.executable, "-c", "sum(range(10**6))"], check=True)
     assert cpu_seconds() - before_others > time.process_time() - before
+
+
+@pytest.fixture
+def on_hosts(tmp_path: Path) -> RegressionCase:
+    """The case on hosts, with a hostfile of one host."""
+    (tmp_path / "hosts").write_text("near slots=1\n")
+    (case,) = chosen_cases(["hosts"], tmp_path / "hosts", 1)
+    return case
+
+
+def reach(monkeypatch: pytest.MonkeyPatch, *lost: str) -> None:
+    """Make this machine stand for all hosts but ``lost`` ones."""
+
+    @contextmanager
+    def reached_nodes(_: MachinesSpec, hosts: Sequence[str]) -> Iterator[tuple[Nodes, dict[str, HostError]]]:
+        yield Nodes(ThisMachine(*lost), tuple(hosts)), {}
+
+    monkeypatch.setattr(case_run, "reached_nodes", reached_nodes)
+
+
+@pytest.mark.skipif(can_have_any(), reason="this machine may have an accelerator")
+def test_the_case_on_hosts_runs_on_cpus_if_hosts_have_no_accelerators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_hosts: RegressionCase
+) -> None:
+    reach(monkeypatch)
+    on_cpus = on_available_accelerators(on_hosts, on_hosts.spec(tmp_path, "run")).spec(tmp_path, "run")
+    assert on_hosts.spec(tmp_path, "run").cluster.accelerator is None
+    assert on_cpus.cluster.accelerator == "cpu"
+
+
+def test_a_host_that_does_not_answer_is_a_problem_of_the_case_on_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_hosts: RegressionCase
+) -> None:
+    reach(monkeypatch, "near")
+    [problem] = CaseRun(on_hosts, tmp_path, DATA, silent).measure(lambda _: False).problems
+    assert problem.startswith("asking the hosts failed: near")
