@@ -84,8 +84,9 @@ class Trainer:
         with ExitStack() as stack:
             metrics = None
             if rank() == 0:
-                metrics = Metrics(self.job.metrics_path, self.job.tensorboard_folder, self.step)
-                stack.enter_context(metrics)
+                metrics = stack.enter_context(
+                    Metrics(self.job.metrics_path, self.job.tensorboard_folder, self.step, self.job.csv_path)
+                )
                 self._record_baseline(metrics)
             batches = Prefetched(micro_batches(self.train_samples, self.spec, self.step), PREFETCHED_BATCHES)
             stack.enter_context(batches)
@@ -119,6 +120,7 @@ class Trainer:
             "learning_rate": rate,
             "gradient_norm": result.gradient_norm,
             "tokens_per_second": self._tokens_a_step() / seconds,
+            "tokens_seen": self.step * self._tokens_a_step(),
             "skipped_steps": int(self.engine.skipped_steps),
             "memory_bytes": accelerator_memory_bytes(),
             "host_memory_bytes": peak_host_memory_bytes(),
