@@ -38,6 +38,7 @@ from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.train import sanity_checks, validation, witness_recording
 from t5train.train.learning_rate import learning_rate
+from t5train.train.step_profile import StepProfile
 
 _log = logging.getLogger(__name__)
 
@@ -90,8 +91,15 @@ class Trainer:
                 self._record_baseline(metrics)
             batches = Prefetched(micro_batches(self.train_samples, self.spec, self.step), PREFETCHED_BATCHES)
             stack.enter_context(batches)
+            folder = self.job.profiles_folder if metrics else None
+            if profile := StepProfile.of(self.spec.profile, folder, self.step):
+                stack.enter_context(profile)
             while self.step < self.spec.optimizer.num_steps:
+                if profile:
+                    profile.begin(self.step + 1)
                 values, must_stop = self._take_step(batches)
+                if profile and profile.end(self.step):
+                    self._write(profile)
                 if metrics:
                     metrics.write(self.step, values)
                 if must_stop:
@@ -169,6 +177,12 @@ class Trainer:
         saving.save(self.engine, self.job, self.step, self.huggingface_config, self.shards.fingerprint)
         saving.prune(self.job, self.step)
         self._report(metrics, {"save_seconds": time.perf_counter() - started})
+
+    def _write(self, profile: StepProfile) -> None:
+        """Write rank 0's trace. The others wait here, where they are allowed as much time as for a save."""
+        self.heart.enter("save", self.step)
+        profile.write()
+        gather([self.step])
 
     def _end_early(self, metrics: Metrics | None) -> NoReturn:
         self._save(metrics)
