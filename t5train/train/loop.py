@@ -39,6 +39,7 @@ from t5train.spec.rank_job import TrainJob
 from t5train.train import sanity_checks, validation, witness_recording
 from t5train.train.learning_rate import learning_rate
 from t5train.train.step_profile import StepProfile
+from t5train.train.wandb_sync import SyncJob, WandbProcess
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class Trainer:
                 metrics = stack.enter_context(
                     Metrics(self.job.metrics_path, self.job.tensorboard_folder, self.step, self.job.csv_path)
                 )
+                if self.spec.monitor.wandb:  # after the lines that are trained again were removed
+                    stack.enter_context(WandbProcess(SyncJob.of(self.job, self.step)))
                 self._record_baseline(metrics)
             batches = Prefetched(micro_batches(self.train_samples, self.spec, self.step), PREFETCHED_BATCHES)
             stack.enter_context(batches)
