@@ -19,7 +19,14 @@ from flows.cli import (
     stage_commands,
 )
 from flows.cli.command_help import Group, add_help
-from flows.cli.operate import gc_command, regression_command, server_commands, team_commands, worker_command
+from flows.cli.operate import (
+    board_command,
+    gc_command,
+    regression_command,
+    server_commands,
+    team_commands,
+    worker_command,
+)
 from flows.cli.runs import rm_command, status_command
 from flows.cli.terminal import complain, say
 from t5train.errors import SpecError, StorageError, T5TrainError
@@ -67,6 +74,7 @@ for commands in (
     data_commands,
     model_commands,
     status_command,
+    board_command,
     rm_command,
     gc_command,
     bench_command,

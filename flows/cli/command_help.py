@@ -35,6 +35,9 @@ COMMANDS = {
     "status": CommandHelp(
         _TRAIN, ("t5-pretrain status", "t5-pretrain status mine --root /data/t5", "t5-pretrain status --json")
     ),
+    "board": CommandHelp(
+        _TRAIN, ("t5-pretrain board", "t5-pretrain board mine --root /data/t5", "t5-pretrain board --port 6007")
+    ),
     "rm": CommandHelp(_TRAIN, ("t5-pretrain rm mine", "t5-pretrain rm mine --hostfile hosts --yes")),
     "generate": CommandHelp(
         _TRAIN,

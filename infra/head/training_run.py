@@ -18,6 +18,7 @@ from infra.head.launch.cluster_launch import ClusterLaunchSpec, launch_on_hosts
 from infra.head.launch.held_run import HeldRun, end_all, hold_run
 from infra.head.launch.local_launch import LaunchSpec, launch
 from infra.head.preflight.launch_requirements import LaunchRequirements, operators_of
+from infra.head.preflight.monitor_checks import require_wandb, wandb_environment
 from infra.head.preflight.run_checks import (
     WEIGHT_BYTES,
     needed_bytes,
@@ -165,6 +166,7 @@ def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> La
         master_port=spec.cluster.master_port,
         grace_seconds=spec.cluster.grace_seconds,
         save_seconds=spec.cluster.deadlines.save_seconds,
+        environment=wandb_environment(spec),
         operators=operators_of(spec),
     )
 
@@ -181,6 +183,7 @@ def require_startable(spec: RunSpec) -> tuple[T5Shape, TextFacts]:
     """
     require_absolute(spec.storage.root)
     require_same_settings(spec)
+    require_wandb(spec)
     of_model = require_model(spec)
     if spec.cluster.hostfile is None:
         require_capable(spec, of_model)

@@ -212,6 +212,7 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
         consolidated=consolidated,
         start_fingerprint=start_fingerprint(spec.model),
         start_name=start_name(spec.model),
+        unique_id=unique_id(spec.run_folder),
     )
     _write_config(spec)
     path = attempt_folder / ATTEMPT_SPEC

@@ -1,4 +1,4 @@
-"""The metrics of a run: ``metrics.jsonl`` with one line per step, the same for TensorBoard, and losses as text.
+"""The metrics of a run: ``metrics.jsonl`` with one line per step, the same for TensorBoard and as a table, and losses.
 
 Only rank 0 writes them.
 """
@@ -12,30 +12,38 @@ from types import TracebackType
 from typing import Any, Self
 
 from t5train.files.atomic import write_text
+from t5train.records.metrics_csv import MetricsCsv
 
 Values = dict[str, float | int | None]
 _log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """Appends to ``metrics.jsonl`` and to TensorBoard's folder; a context manager.
+    """Appends to ``metrics.jsonl``, to TensorBoard's folder and, if asked for, to ``metrics.csv``; a context manager.
 
     ``recorded`` has the names of the values in the lines of earlier attempts.
     """
 
-    def __init__(self, path: Path, tensorboard: Path, resume_step: int) -> None:
-        """Remove the lines of steps after ``resume_step``: they are from an earlier attempt, and are trained again."""
+    def __init__(self, path: Path, tensorboard: Path, resume_step: int, csv: Path | None = None) -> None:
+        """Remove the lines of steps after ``resume_step``: they are from an earlier attempt, and are trained again.
+
+        ``csv`` is the path of ``metrics.csv``; None: it is not written.
+        """
         from torch.utils.tensorboard import SummaryWriter  # imported here: the head reads metrics without torch
 
         path.parent.mkdir(parents=True, exist_ok=True)  # the head may have created it on its own disk only
-        self.recorded = frozenset(name for line in drop_after(path, resume_step) for name in line)
+        kept = drop_after(path, resume_step)
+        self.recorded = frozenset(name for line in kept for name in line)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - this object is the context manager
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resume_step + 1)
+        self._csv = None if csv is None else MetricsCsv(csv, kept)
 
     def write(self, step: int, values: Values) -> None:
         """Write one line ``{"step": step, **values}`` and flush it to the kernel."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
+        if self._csv:
+            self._csv.write({"step": step, **values})
         for name, value in values.items():
             if value is not None:
                 self._tensorboard.add_scalar(name, value, step)
@@ -47,6 +55,8 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        if self._csv:
+            self._csv.close()
         self._tensorboard.close()
 
 

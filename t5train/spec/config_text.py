@@ -24,8 +24,8 @@ A setting that you remove has the recipe's value. --set part.key=value and other
 paths are relative to the folder in which you type the command.
 
 Most settings decide the result: with another text, model, optimizer, batch or seed, it is another run. Settings in \
-layout, storage and cluster, and those marked (execution), decide only where and how the work is done: change them \
-whenever you continue a run."""
+layout, storage, cluster, monitor and profile, and those marked (execution), decide only where and how the work is \
+done: change them whenever you continue a run."""
 _EXAMPLE_SOURCE = "/data/text/*.jsonl.gz"
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from t5train.errors import SpecError
-from t5train.files.run_folder import CHECKPOINTS, METRICS, TENSORBOARD, WITNESS_FOLDER
+from t5train.files.run_folder import CHECKPOINTS, METRICS, METRICS_CSV, PROFILES, TENSORBOARD, WITNESS_FOLDER
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 
@@ -52,8 +52,9 @@ class TrainJob(BaseModel):
     The attempt resumes from the checkpoint ``resume_tag``, or from ``consolidated``, a checkpoint of another layout.
     With neither, training begins at step 0: from the weights in ``spec.model.start_from`` if ``start_fingerprint`` is
     set, otherwise from newly initialised weights. ``start_fingerprint`` is the fingerprint of these weights, and
-    ``start_name`` is the user's name of their folder. With ``node_local``, folders are on each node's own disk, and
-    hold only what its ranks wrote or what was staged there.
+    ``start_name`` is the user's name of their folder. ``unique_id`` is the id of the run, which tells it from others
+    with the same fingerprint. With ``node_local``, folders are on each node's own disk, and hold only what its ranks
+    wrote or what was staged there.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,6 +67,7 @@ class TrainJob(BaseModel):
     consolidated: Consolidated | None = None
     start_fingerprint: str | None = None
     start_name: str | None = None
+    unique_id: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> "TrainJob":
@@ -106,3 +108,13 @@ class TrainJob(BaseModel):
     def tensorboard_folder(self) -> Path:
         """The folder with the same metrics for TensorBoard."""
         return self.run_folder / TENSORBOARD
+
+    @property
+    def csv_path(self) -> Path | None:
+        """The file with the same metrics as a table; None if it is not asked for."""
+        return self.run_folder / METRICS_CSV if self.spec.monitor.csv else None
+
+    @property
+    def profiles_folder(self) -> Path:
+        """The folder with profiler traces."""
+        return self.run_folder / PROFILES

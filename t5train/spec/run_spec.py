@@ -12,6 +12,7 @@ from t5train.records.identity import fingerprint
 from t5train.spec.cluster_spec import ClusterSpec, StorageSpec
 from t5train.spec.data_spec import CorpusSpec, ObjectiveSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.model_spec import ModelSpec
+from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
 from t5train.spec.overrides import SpecPart, change, explain, names_in
 from t5train.spec.training_spec import LayoutSpec, OptimizerSpec
 
@@ -21,7 +22,7 @@ RUN_NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
 class RunSpec(SpecPart):
     """The spec of one run. Change settings with ``with_settings``, never with ``model_copy``."""
 
-    execution = frozenset({"recipe", "name", "layout", "storage", "cluster"})
+    execution = frozenset({"recipe", "name", "layout", "storage", "cluster", "monitor", "profile"})
 
     recipe: str = Field(
         pattern="^[a-z0-9][a-z0-9_-]{0,39}$",
@@ -44,6 +45,8 @@ class RunSpec(SpecPart):
     layout: LayoutSpec = LayoutSpec()
     storage: StorageSpec = StorageSpec()
     cluster: ClusterSpec = ClusterSpec()
+    monitor: MonitorSpec = MonitorSpec()
+    profile: ProfileSpec = ProfileSpec()
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
@@ -105,6 +108,16 @@ class RunSpec(SpecPart):
             raise ValueError(
                 "model.compile is true and layout.zero_stage 3: ZeRO 3 gathers parameters in hooks that a compiled "
                 "graph does not see; set model.compile=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _profiled_steps_exist(self) -> Self:
+        steps, num_steps = self.profile.range, self.optimizer.num_steps
+        if steps is not None and steps.last > num_steps:
+            raise ValueError(
+                f"profile.steps is {self.profile.steps!r}, but the last step of the run is {num_steps} "
+                f"(optimizer.num_steps). Set earlier steps, such as profile.steps={max(1, num_steps - 3)}:{num_steps}"
             )
         return self
 

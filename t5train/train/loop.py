@@ -38,6 +38,8 @@ from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.train import sanity_checks, validation, witness_recording
 from t5train.train.learning_rate import learning_rate
+from t5train.train.step_profile import StepProfile
+from t5train.train.wandb_sync import SyncJob, WandbProcess
 
 _log = logging.getLogger(__name__)
 
@@ -84,13 +86,23 @@ class Trainer:
         with ExitStack() as stack:
             metrics = None
             if rank() == 0:
-                metrics = Metrics(self.job.metrics_path, self.job.tensorboard_folder, self.step)
-                stack.enter_context(metrics)
+                metrics = stack.enter_context(
+                    Metrics(self.job.metrics_path, self.job.tensorboard_folder, self.step, self.job.csv_path)
+                )
+                if self.spec.monitor.wandb:  # after the lines that are trained again were removed
+                    stack.enter_context(WandbProcess(SyncJob.of(self.job, self.step)))
                 self._record_baseline(metrics)
             batches = Prefetched(micro_batches(self.train_samples, self.spec, self.step), PREFETCHED_BATCHES)
             stack.enter_context(batches)
+            folder = self.job.profiles_folder if metrics else None
+            if profile := StepProfile.of(self.spec.profile, folder, self.step):
+                stack.enter_context(profile)
             while self.step < self.spec.optimizer.num_steps:
+                if profile:
+                    profile.begin(self.step + 1)
                 values, must_stop = self._take_step(batches)
+                if profile and profile.end(self.step):
+                    self._write(profile)
                 if metrics:
                     metrics.write(self.step, values)
                 if must_stop:
@@ -119,6 +131,7 @@ class Trainer:
             "learning_rate": rate,
             "gradient_norm": result.gradient_norm,
             "tokens_per_second": self._tokens_a_step() / seconds,
+            "tokens_seen": self.step * self._tokens_a_step(),
             "skipped_steps": int(self.engine.skipped_steps),
             "memory_bytes": accelerator_memory_bytes(),
             "host_memory_bytes": peak_host_memory_bytes(),
@@ -167,6 +180,12 @@ class Trainer:
         saving.save(self.engine, self.job, self.step, self.huggingface_config, self.shards.fingerprint)
         saving.prune(self.job, self.step)
         self._report(metrics, {"save_seconds": time.perf_counter() - started})
+
+    def _write(self, profile: StepProfile) -> None:
+        """Write rank 0's trace. The others wait here, where they are allowed as much time as for a save."""
+        self.heart.enter("save", self.step)
+        profile.write()
+        gather([self.step])
 
     def _end_early(self, metrics: Metrics | None) -> NoReturn:
         self._save(metrics)

@@ -28,6 +28,7 @@ from t5train.files.run_folder import RANK_FILES
 from t5train.rank.error_report import report
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
+from t5train.train.step_profile import recorded_activities
 
 WARM_UP_STEPS = 5
 """They include compilation, and CUDA graphs are recorded in the second and third."""
@@ -220,10 +221,10 @@ def random_batch(job: BenchmarkJob, seed: int) -> Batch:
 def _profile(steps: Iterator[StepTime], median: float) -> dict[str, float]:
     """Return the seconds of a step by kind of work. What the accelerator does not work of ``median`` is idle."""
     from deepspeed.accelerator import get_accelerator
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import profile
 
     on_accelerator = get_accelerator().device_name() != "cpu"
-    with profile(activities=None if on_accelerator else [ProfilerActivity.CPU]) as run:  # None: all there are
+    with profile(activities=recorded_activities()) as run:
         for _ in range(PROFILED_STEPS):
             next(steps)
     found: dict[str, float] = {}

@@ -55,8 +55,9 @@ class LaunchSpec:
     grace_seconds: float = 30.0
     save_seconds: float = 1800.0
     """How long ranks may take to save when they are ordered to end."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for the ranks, in addition to those that infra.node.attempts.rank_environment passes on."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables for the ranks, in addition to those that infra.node.attempts.rank_environment passes on. May be secret,
+    so they are not shown."""
     operators: tuple[str, ...] = ()
     """DeepSpeed's compiled operators that ranks load."""
 

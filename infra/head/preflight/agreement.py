@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from infra.head.preflight.findings import HostReplies, names, outliers
 from infra.node.inspection.facts import Facts, Software
-from infra.node.inspection.software import PACKAGES
+from infra.node.inspection.software import PACKAGES, WANDB
 
 _DIGITS = 12
 
@@ -92,6 +92,15 @@ def _unlike_head(
     for digest, hosts in groups.items():
         shown = digest if digest.startswith("refused") else digest[:_DIGITS]
         yield f"{names(hosts)}: {what} {shown}, the head has digest {head[:_DIGITS]}. {remedy}"
+
+
+def wandb(first: str, replies: HostReplies) -> Iterator[str]:
+    """A missing package wandb on the host of rank 0, which sends the metrics, if the spec asks for it."""
+    if first in replies and replies[first].facts.software.packages.get(WANDB) == "":
+        yield (
+            f"{first}: wandb missing, but monitor.wandb is true. Install it there (python -m pip install wandb), or "
+            "set monitor.wandb=false"
+        )
 
 
 _CLOCK_SECONDS = 5.0

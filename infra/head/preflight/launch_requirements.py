@@ -33,7 +33,7 @@ class LaunchRequirements:
     """DeepSpeed's name of the accelerator; if None, it is detected on the nodes."""
     code: str | None = None
     """Digest of this process's code, which is shipped to the hosts; None if the code is installed there."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables that ranks get from the head."""
     spec: str = ""
     """The run's settings, as JSON; empty if there is no run."""

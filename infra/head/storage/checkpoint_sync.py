@@ -22,7 +22,7 @@ from infra.node.storage.stored_checkpoints import HEAD, inventory_of
 from t5train.errors import IncompleteCheckpoint, StorageError, Unreadable
 from t5train.files.atomic import discard, remove_discarded
 from t5train.files.os_errors import explain
-from t5train.files.run_folder import METRICS, TENSORBOARD, is_tag, is_tag_or_removed
+from t5train.files.run_folder import METRICS, METRICS_CSV, MONITORED, TENSORBOARD, is_tag, is_tag_or_removed
 from t5train.progress import Interrupted, Interruptible, Progress
 
 _LOOK_SECONDS = 0.5
@@ -92,7 +92,7 @@ def keep_up(run: NodeRun, progress: Progress) -> None:
             _log.warning("%s is not gathered: %s", tag.name, error)
             passed_over.add(tag.name)
             continue
-        bring_metrics(run)
+        collect(run.nodes, run.first, run.relative_path, MONITORED, run.folder)
     prune(run, found)
     _require_known(found, passed_over)
 
@@ -119,8 +119,8 @@ def _prunable(run: NodeRun, found: Inventories) -> list[str]:
 
 
 def bring_metrics(run: NodeRun) -> None:
-    """Collect the metrics that rank 0 has written."""
-    collect(run.nodes, run.first, run.relative_path, [METRICS, TENSORBOARD], run.folder)
+    """Collect the metrics that rank 0 has written, as far as they are small enough to be read every few seconds."""
+    collect(run.nodes, run.first, run.relative_path, (METRICS, METRICS_CSV, TENSORBOARD), run.folder)
 
 
 def prune(run: NodeRun, found: Survey) -> None:

@@ -36,7 +36,7 @@ from infra.node.storage.stored_checkpoints import HEAD, ReceiveFiles, inventory_
 from t5train.checkpoint.sidecar import sidecar_name
 from t5train.checkpoint.tags import files_read_by
 from t5train.errors import HostError
-from t5train.files.run_folder import METRICS, step_of
+from t5train.files.run_folder import METRICS, WANDB_SENT, step_of
 from t5train.progress import Progress
 from t5train.records.digests import digest_file
 from t5train.records.metrics import drop_after
@@ -244,5 +244,6 @@ def _continue_metrics(run: NodeRun, job: TrainJob) -> None:
     """Copy the head's metrics to the first host, where rank 0 continues them. Creates the run's folder on all nodes."""
     step = job.consolidated.clock.step if job.consolidated else step_of(job.resume_tag) if job.resume_tag else 0
     drop_after(run.folder / METRICS, step)
-    wanted = {host: listed(run.folder, [METRICS]) if host == run.first else [] for host in run.nodes.hosts}
+    names = [METRICS, WANDB_SENT]
+    wanted = {host: listed(run.folder, names) if host == run.first else [] for host in run.nodes.hosts}
     restore(run.nodes, run.name, run.relative_path, wanted, run.folder)

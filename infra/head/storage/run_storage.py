@@ -24,7 +24,7 @@ from infra.node.attempts.run_ownership import Owner
 from infra.node.storage.stored_checkpoints import HEAD, inventory_of
 from t5train.errors import HostError, NotGathered, T5TrainError
 from t5train.files.atomic import write_text
-from t5train.files.run_folder import METRICS, TENSORBOARD, WITNESS_FOLDER
+from t5train.files.run_folder import MONITORED, WITNESS_FOLDER
 from t5train.progress import Progress, relayed
 from t5train.spec.rank_job import TrainJob
 
@@ -199,7 +199,7 @@ class NodeLocalStorage:
     def _take_home(self) -> None:
         relayed(partial(checkpoint_sync.keep_up, self.run), self.progress)
         self.require_claimed()
-        names = [METRICS, TENSORBOARD, WITNESS_FOLDER]
+        names = [*MONITORED, WITNESS_FOLDER]
         collect(self.run.nodes, self.run.first, self.run.relative_path, names, self.run.folder)
         self.host_claim.end()
         for host, error in release(self.run.nodes, self.run.name).items():

@@ -22,6 +22,8 @@ PACKAGES = (
     *("sentencepiece", "fsspec", "isal", "tensorboard"),
 )
 """The packages that ranks import; others may differ between hosts."""
+WANDB = "wandb"
+"""The package that ranks import if ``monitor.wandb`` is true."""
 _CODE = Path(__file__).parents[3]
 """The folder that this project is imported from."""
 _RUNTIMES = ("cuda", "hip", "xpu")
@@ -32,12 +34,20 @@ def software(spec: str) -> Software:
     return Software(
         python=platform.python_version(),
         machine=platform.machine(),
-        packages={name: _version(name) for name in PACKAGES},
+        packages={name: _version(name) for name in (*PACKAGES, *_asked_for(spec))},
         runtime=torch_runtime(),
         code_digest=bundle(_CODE).digest,
         spec_digest=spec_digest(spec),
         libgomp_error=_libgomp_error(),
     )
+
+
+def _asked_for(spec: str) -> tuple[str, ...]:
+    """The packages that only this spec needs."""
+    try:
+        return (WANDB,) if json.loads(spec)["monitor"]["wandb"] else ()
+    except (ValueError, KeyError, TypeError):  # no spec, or one that ``spec_digest`` refuses
+        return ()
 
 
 def spec_digest(spec: str) -> str:

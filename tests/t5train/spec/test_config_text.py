@@ -88,7 +88,8 @@ def test_the_file_says_which_settings_are_execution_settings() -> None:
     marked = re.findall(r"\(execution\)\n *([a-z_]+):", text)
     of_corpus = ["license", "languages", "workers"]
     assert marked == ["name", *of_corpus, "workers", "activation_checkpointing", "compile"]
-    assert "Settings in layout, storage and cluster, and those marked (execution)" in " ".join(text.split("\n# "))
+    sentence = "Settings in layout, storage, cluster, monitor and profile, and those marked (execution)"
+    assert sentence in " ".join(text.split("\n# "))
 
 
 def test_the_text_that_a_recipe_for_gpus_needs_is_left_to_the_user() -> None:

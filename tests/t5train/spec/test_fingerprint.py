@@ -91,6 +91,11 @@ OTHER: dict[str, Any] = {
     "cluster.deadlines.step_seconds": 7.0,
     "cluster.deadlines.save_seconds": 7.0,
     "cluster.deadlines.validate_seconds": 7.0,
+    "monitor.csv": True,
+    "monitor.wandb": True,
+    "monitor.wandb_mode": "offline",
+    "monitor.wandb_project": "other",
+    "profile.steps": "10:13",
 }
 # The same for the settings of experts, which smoke does not have.
 OTHER_EXPERTS: dict[str, Any] = {
@@ -124,7 +129,7 @@ EXECUTION = {
     "shards.workers",
     "model.activation_checkpointing",
     "model.compile",
-    *(name for name in EVERY if name.startswith(("layout.", "storage.", "cluster."))),
+    *(name for name in EVERY if name.startswith(("layout.", "storage.", "cluster.", "monitor.", "profile."))),
 }
 
 

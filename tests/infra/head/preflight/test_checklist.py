@@ -58,6 +58,12 @@ FAULTS: list[tuple[str, str, Change, str]] = [
         "node0: deepspeed missing, others have 1.0. Install deepspeed==1.0 there",
     ),
     (
+        "packages",
+        "node0",
+        with_("software", packages={**SOFTWARE.packages, "wandb": ""}),
+        "node0: wandb missing, but monitor.wandb is true. Install it there (python -m pip install wandb), or set",
+    ),
+    (
         "runtime",
         "node1",
         with_("software", runtime={}),

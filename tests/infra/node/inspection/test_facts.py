@@ -46,6 +46,13 @@ def test_facts_are_decoded_as_they_were_encoded(question: Question) -> None:
     assert decode(encode(facts), Facts) == facts
 
 
+def test_a_node_reports_whether_it_has_wandb_only_if_the_run_asks_for_it() -> None:
+    watched = recipe("smoke", {"monitor.wandb": True}).model_dump_json()
+    assert "wandb" in software.software(watched).packages
+    assert "wandb" not in software.software(recipe("smoke").model_dump_json()).packages
+    assert "wandb" not in software.software("").packages
+
+
 def test_a_node_reports_its_versions_clock_resources_and_the_nonce_that_the_head_wrote(question: Question) -> None:
     before = time.time()
     facts = collect_facts(question)

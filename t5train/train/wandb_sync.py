@@ -1,0 +1,235 @@
+"""Sends the metrics of a run to Weights & Biases, in a process of its own beside rank 0.
+
+::
+
+    rank 0 ── writes metrics.jsonl ──> this process ── wandb ──> the W&B server, or the run's folder wandb
+
+The process reads ``metrics.jsonl`` as it grows, so training never waits for it: not for the package to be imported, nor
+for a server that does not answer. It ends when its standard input does, which also happens when rank 0 is killed. What
+it fails to do is logged once, and training continues.
+"""
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from t5train.errors import Preempted
+from t5train.files.atomic import write_json
+from t5train.files.run_folder import WANDB, WANDB_SENT
+from t5train.records.metrics import Values, parse_line
+from t5train.spec.rank_job import TrainJob
+
+SECONDS_TO_END, SECONDS_AFTER_ERROR = 30.0, 5.0
+"""How long rank 0 waits at its end until W&B has everything."""
+_LOOK_SECONDS = 1.0
+_REPORTED = 3
+"""Exit code of the process after it has logged what failed."""
+_NICENESS = 10
+_SYNC_LATER = "metrics.jsonl has all metrics; docs/monitoring.md says how to send them later"
+_log = logging.getLogger(__name__)
+
+
+class SyncJob(BaseModel):
+    """What the process is to send, and where. Has no API key: wandb finds it in the environment or in ~/.netrc."""
+
+    model_config = ConfigDict(frozen=True)
+    metrics: Path
+    run_folder: Path
+    run_id: str
+    """Id of the W&B run. Training that begins again at step 0 appends a number, because W&B takes each step once."""
+    name: str
+    project: str
+    mode: Literal["online", "offline"]
+    resume_step: int
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, job: TrainJob, resume_step: int) -> Self:
+        """Return the job of a training attempt. The run's paths, hosts and source of text are not sent."""
+        spec = job.spec
+        identity = spec.identity()
+        sent = {part: identity[part] for part in ("objective", "model", "optimizer")}
+        execution = {"layout": spec.layout.model_dump(mode="json"), "ranks": spec.cluster.ranks}
+        return cls(
+            metrics=job.metrics_path,
+            run_folder=job.run_folder,
+            run_id=sha256(f"{job.run_fingerprint} {job.unique_id}".encode()).hexdigest()[:16],
+            name=spec.run_name,
+            project=spec.monitor.wandb_project,
+            mode=spec.monitor.wandb_mode,
+            resume_step=resume_step,
+            config={**sent, **execution, "recipe": spec.recipe, "run_fingerprint": job.run_fingerprint},
+        )
+
+
+class WandbProcess:
+    """The process, for rank 0; a context manager. Never raises: what fails is logged as a warning."""
+
+    def __init__(self, job: SyncJob) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            command = [sys.executable, "-m", "t5train.train.wandb_sync"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+            stdin = self._process.stdin
+            if stdin is not None:
+                stdin.write(job.model_dump_json().encode() + b"\n")
+                stdin.flush()
+        except OSError as error:
+            _log.warning("W&B gets no metrics of this attempt: its process cannot be started: %s", error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is None:
+            return
+        if self._process.stdin is not None:
+            with suppress(OSError):  # the process has ended before
+                self._process.stdin.close()
+        seconds = SECONDS_TO_END if error is None or isinstance(error, Preempted) else SECONDS_AFTER_ERROR
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            _log.warning("W&B did not take the last metrics within %.0f s: %s", seconds, _SYNC_LATER)
+            return
+        if code not in (0, _REPORTED):
+            _log.warning("the process that sends metrics to W&B ended with %d: %s", code, _SYNC_LATER)
+
+
+def main() -> int:
+    """Send metrics until standard input ends. Its first line is a SyncJob."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 may still have a checkpoint to save
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    os.nice(_NICENESS)
+    os.environ["WANDB_ERROR_REPORTING"] = "false"  # otherwise wandb reports its own errors to its makers
+    job = SyncJob.model_validate_json(sys.stdin.buffer.readline())
+    try:
+        _send(job)
+    except Exception as error:
+        _log.warning(
+            "W&B gets no more metrics of this attempt, training continues: %s: %s. %s",
+            type(error).__name__,
+            _redacted(" ".join(str(error).split())[:300]),
+            _SYNC_LATER,
+        )
+        return _REPORTED
+    return 0
+
+
+def _redacted(text: str) -> str:
+    key = os.environ.get("WANDB_API_KEY")
+    return text.replace(key, "[secret]") if key else text
+
+
+def _send(job: SyncJob) -> None:
+    import wandb
+
+    sent = _Sent.read(job)
+    # Only what this project logs: no console, code, git state, host, packages or measurements of the machine.
+    own = wandb.Settings(
+        console="off",
+        silent=True,
+        host="",
+        symlink=False,
+        disable_git=True,
+        disable_code=True,
+        save_code=False,
+        disable_job_creation=True,
+        x_disable_meta=True,
+        x_disable_stats=True,
+        x_disable_machine_info=True,
+        x_save_requirements=False,
+    )
+    with wandb.init(
+        project=job.project,
+        id=sent.run_id,
+        name=job.name,
+        dir=str(job.run_folder),
+        mode=job.mode,
+        resume="allow",
+        config=job.config,
+        settings=own,
+    ) as run:
+        first_step = max(sent.step + 1, run.step)  # ``run.step`` is what the server expects next
+        lines, ended = _GrowingLines(job.metrics), False
+        while not ended:
+            ended = bool(select.select([sys.stdin], [], [], _LOOK_SECONDS)[0])  # readable at its end
+            step = sent.step
+            for line in lines.new():
+                step = int(line["step"] or 0)
+                if step >= first_step:
+                    values = {name: value for name, value in line.items() if name != "step" and value is not None}
+                    run.log(values, step=step)
+            if step > sent.step:
+                sent = sent.at(step)
+                sent.write(job)
+
+
+class _Sent(BaseModel):
+    """The id of the W&B run, and the last step that it got."""
+
+    base_id: str
+    number: int = 1
+    """How many times training has begun at step 0 after W&B had got steps."""
+    step: int = -1
+
+    @classmethod
+    def read(cls, job: SyncJob) -> Self:
+        """Return what earlier attempts have sent; with a new id if training begins at step 0."""
+        found = cls(base_id=job.run_id)
+        with suppress(OSError, ValueError):
+            earlier = cls.model_validate_json((job.run_folder / WANDB_SENT).read_bytes())
+            found = earlier if earlier.base_id == job.run_id else found
+        if job.resume_step == 0 and found.step > 0:
+            return cls(base_id=job.run_id, number=found.number + 1)
+        return found
+
+    @property
+    def run_id(self) -> str:
+        """The id of the W&B run."""
+        return self.base_id if self.number == 1 else f"{self.base_id}-{self.number}"
+
+    def at(self, step: int) -> Self:
+        """Return the same with another last step."""
+        return self.model_copy(update={"step": step})
+
+    def write(self, job: SyncJob) -> None:
+        """Store it for the next attempt."""
+        (job.run_folder / WANDB).mkdir(exist_ok=True)
+        write_json(job.run_folder / WANDB_SENT, self.model_dump())
+
+
+class _GrowingLines:
+    """The lines of ``metrics.jsonl`` as they are added."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def new(self) -> Iterator[Values]:
+        """Yield the complete lines that were added since the last call; damaged ones are skipped."""
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            while (line := file.readline()).endswith(b"\n"):
+                self._offset += len(line)
+                if (values := parse_line(line)) is not None:
+                    yield values
+
+
+if __name__ == "__main__":
+    sys.exit(main())
