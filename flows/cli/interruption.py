@@ -1,5 +1,7 @@
 """What is said when a run is interrupted: which checkpoint it resumes from, and the command that continues it."""
 
+import logging
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -11,18 +13,39 @@ from infra.head.runs.run_state import resumable_step
 from t5train.files.run_folder import CHECKPOINTS, tag_of
 
 _BEGIN_AGAIN = "--begin-again"
+_CRASH = re.compile(
+    r"(Crash detected! |Finished in state Crashed\(').*Execution was aborted by an? (interrupt|termination) signal"
+)
 
 
 @contextmanager
 def explaining_interruption(run_folder: Path) -> Iterator[None]:
     """If Ctrl-C or SIGTERM ends the block, say what was saved and how to continue."""
     try:
-        yield
+        with _without_prefects_words():
+            yield
     except BaseException as error:
         if not isinstance(error, Exception):  # a signal, not a failure
             complain(_saved(run_folder))
             complain(f"to continue: {_command(sys.argv[1:])}")
         raise
+
+
+@contextmanager
+def _without_prefects_words() -> Iterator[None]:
+    """Drop the log lines in which Prefect calls an interruption a crash."""
+    loggers = [logging.getLogger(name) for name in ("prefect.flow_runs", "prefect.task_runs")]
+    for logger in loggers:
+        logger.addFilter(_is_no_crash)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_is_no_crash)
+
+
+def _is_no_crash(record: logging.LogRecord) -> bool:
+    return not _CRASH.match(record.getMessage())
 
 
 def _saved(run_folder: Path) -> str:

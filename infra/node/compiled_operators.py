@@ -31,6 +31,7 @@ def is_on_local_disk(path: Path) -> bool:
 
 _log = logging.getLogger(__name__)
 _RELEASE_SECONDS = 0.5
+_BUILDERS = ("ShareMemCommBuilder", "CPUAdamBuilder")
 
 
 def clear_stale_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
@@ -64,10 +65,11 @@ def warm() -> None:
     os.environ["PATH"] = search_path()
     os.environ[VARIABLE] = str(operator_folder())
     clear_stale_locks()
-    _log.info("%s: compiling the missing DeepSpeed operators, about a minute each", os.environ[VARIABLE])
     from deepspeed.accelerator import get_accelerator
 
-    for builder in ("ShareMemCommBuilder", "CPUAdamBuilder"):
+    for number, builder in enumerate(_BUILDERS, 1):
+        what = f"DeepSpeed operator {number} of {len(_BUILDERS)}, {builder.removesuffix('Builder')}"
+        _log.info("%s: compiling if missing, up to two minutes: %s", os.environ[VARIABLE], what)
         get_accelerator().create_op_builder(builder).load()
 
 

@@ -1,5 +1,6 @@
 """After Ctrl-C or SIGTERM, the last lines name the checkpoint and the command that continues the run."""
 
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,3 +45,16 @@ def test_a_failure_says_itself_what_to_do(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(ValueError, match="failed"), explaining_interruption(tmp_path):
         raise ValueError("failed")
     assert capsys.readouterr().err == ""
+
+
+def test_prefect_does_not_call_an_interruption_a_crash(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log, aborted = logging.getLogger("prefect.flow_runs"), "Execution was aborted by an interrupt signal."
+    with explaining_interruption(tmp_path):
+        log.error("Crash detected! %s", aborted)
+        log.error("Finished in state Crashed('%s')", aborted)
+        log.error("Crash detected! Execution was interrupted by an unexpected exception: Boom")
+    log.error("Crash detected! %s", aborted)
+    assert caplog.messages == [
+        "Crash detected! Execution was interrupted by an unexpected exception: Boom",
+        f"Crash detected! {aborted}",
+    ]
