@@ -82,5 +82,5 @@ class ProgressReport:
         if VALIDATION in newest:
             baseline = newest.get(UNIGRAM)
             beside = f" (word frequencies alone: {baseline:.3f})" if baseline is not None else ""
-            figures.append(f"validation {newest[VALIDATION]:.3f}{beside}")
+            figures.append(f"validation, masked tokens only {newest[VALIDATION]:.3f}{beside}")
         return figures

@@ -89,7 +89,7 @@ def test_a_validation_is_shown_beside_what_word_frequencies_alone_reach(spec: Ru
     run.beat("step")
     validated = {"step": 10, "validation_loss": 5.0, "validation_content_loss": 5.5}
     run.write({"step": 0, "unigram_content_loss": 6.125}, step(10), validated)
-    expected = "steps, loss 2.500, 1,000 tokens/s, validation 5.500 (word frequencies alone: 6.125)"
+    expected = "steps, loss 2.500, 1,000 tokens/s, validation, masked tokens only 5.500 (word frequencies alone: 6.125)"
     assert run.now() == (expected, 10, 100)
 
 
