@@ -1,0 +1,138 @@
+"""Wheels are collected for a target with pip: what exists only as source is built, and what verifies is kept."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.head.environments.pip_commands import PipFailed, Target, this_platform, this_python
+from infra.head.environments.wheel_collection import Collected, collect, collect_project
+from infra.head.environments.wheel_metadata import WheelFile, closure, is_intact, markers
+from infra.head.environments.wheelhouse import read_wheelhouse
+from t5train.errors import InputError, SpecError
+from t5train.progress import silent
+from tests.support.tiny_wheels import write_source, write_wheel
+
+Collect = Callable[..., Collected]
+CONFLICT = """\
+ERROR: Cannot install first==1 because these package versions have conflicting dependencies.
+
+The conflict is caused by:
+    first 1 depends on second==2
+    The user requested (constraint) second==2
+
+To fix this you could try to:
+"""
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all that pip can download from."""
+    (tmp_path / "index").mkdir()
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    return tmp_path / "index"
+
+
+@pytest.fixture
+def collected(tmp_path: Path, index: Path) -> Collect:
+    """Collect ``first`` into the folder ``wheels``."""
+    (tmp_path / "constraints.txt").write_text("second==1.0\n")
+
+    def run(target: Target | None = None) -> Collected:
+        target = target or Target.of(None, None)
+        return collect(tmp_path / "wheels", target, ["first"], tmp_path / "constraints.txt", silent)
+
+    return run
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.slow
+def test_a_package_that_exists_only_as_source_is_built_and_kept(
+    collected: Collect, index: Path, tmp_path: Path
+) -> None:
+    write_wheel(index, "first", requires=["second"])
+    write_wheel(index, "unneeded")
+    write_source(index, "second")
+    made = collected()
+    listed = ["first-1.0-py3-none-any.whl", "second-1.0-py3-none-any.whl"]
+    assert [wheel.name for wheel in made.wheelhouse.wheels] == listed
+    assert read_wheelhouse(tmp_path / "wheels") == made.wheelhouse
+    assert names(tmp_path / "wheels") == [".collecting", *listed, "wheelhouse.json"]
+    assert (tmp_path / "wheels").stat().st_mode & 0o077 == 0
+
+    for path in list(index.iterdir()):  # pip could not collect them again
+        path.rename(tmp_path / path.name)
+    assert collected() == Collected(made.wheelhouse, 2)
+
+    (tmp_path / "wheels" / listed[0]).write_bytes(b"tampered")
+    with pytest.raises(InputError, match=r"first cannot be had for Python 3.* finds neither a wheel nor source"):
+        collected()
+    (tmp_path / listed[0]).rename(index / listed[0])
+    assert collected() == Collected(made.wheelhouse, 1)  # that which was built is used again
+
+
+@pytest.mark.slow
+def test_what_cannot_be_had_for_a_platform_is_named(collected: Collect, index: Path) -> None:
+    write_wheel(index, "first", requires=["second"])
+    foreign = Target.of("3.12", ["manylinux_2_28_s390x"])
+    with pytest.raises(InputError, match=r"second cannot be had for Python 3\.12 on manylinux_2_28_s390x: .* neither"):
+        collected(foreign)
+    write_source(index, "second", tag=f"cp311-cp311-linux_{this_platform().split('_', 3)[3]}")
+    with pytest.raises(InputError, match=r"second cannot be had .* has compiled code\. Run this command on a "):
+        collected(foreign)
+
+
+def test_conditions_hold_for_the_target_and_not_for_this_python(tmp_path: Path) -> None:
+    needs = [
+        'newer; python_version >= "3.12"',
+        'older>=2; python_full_version < "3.11.3"',
+        'extra_one[more]; extra == "wanted"',
+        'arm; platform_machine == "aarch64"',
+        'windows; sys_platform == "win32"',
+    ]
+    first = WheelFile(write_wheel(tmp_path, "first", requires=needs))
+    found = closure([first], ["first[wanted]>=1"], markers("3.12", ["manylinux_2_28_aarch64"]))
+    assert found.wheels == [first]
+    assert sorted(found.missing) == ["arm", "extra_one[more]", "newer"]
+    other = "3.11" if this_python() == "3.12" else "3.12"
+    assert markers(other, ["linux_x86_64"])["python_full_version"] == f"{other}.99"
+    assert closure([first], ["first>=2"], markers("3.12", [])).missing == ["first>=2"]
+
+
+def test_a_wheel_that_was_cut_off_is_not_intact(tmp_path: Path) -> None:
+    wheel = write_wheel(tmp_path, "first")
+    assert is_intact(wheel)
+    wheel.write_bytes(wheel.read_bytes()[:-30])
+    assert not is_intact(wheel)
+
+
+def test_older_platforms_suit_as_well() -> None:
+    arguments = Target.of("3.12", ["manylinux_2_28_x86_64"]).arguments
+    platforms = [word.partition("=")[2] for word in arguments if word.startswith("--platform=")]
+    assert platforms[0] == "manylinux_2_28_x86_64"
+    assert {"manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64", "linux_x86_64"} <= set(platforms)
+    assert "manylinux_2_29_x86_64" not in platforms
+
+
+@pytest.mark.parametrize(("python", "platforms"), [("3.10", []), ("3.11;", []), (None, ["--index-url=x"])])
+def test_an_impossible_target_is_refused(python: str | None, platforms: list[str]) -> None:
+    with pytest.raises(SpecError, match="it must be"):
+        Target.of(python, platforms)
+
+
+def test_an_unknown_part_of_the_project_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="--extra is 'flow': it must be one of dev, flows"):
+        collect_project(tmp_path, Target.of(None, None), ["flow"], silent)
+
+
+def test_the_packages_of_a_conflict_are_suspected_once() -> None:
+    assert PipFailed(CONFLICT).suspects == ["second==2"]
+    assert PipFailed("ERROR: No matching distribution found for a[b]>1 (from c)\n").suspects == ["a[b]>1"]
+    assert "first 1 depends on second==2" in PipFailed(CONFLICT).reason
