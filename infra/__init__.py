@@ -6,6 +6,7 @@ Not here: Prefect (``flows``, ``tasks``), and what ranks compute (``t5train``).
 
     head/           the machine that orchestrates; start reading in head/training_run.py
         hosts/      connects to hosts: hostfile, ssh, shipped code
+        environments/  collects wheels, and installs them on hosts without internet access
         preflight/  checks the run and its hosts before a launch
         launch/     starts, supervises and ends ranks; finds out why an attempt failed
         storage/    moves files of a run between the head and nodes

@@ -37,7 +37,8 @@ def module_path(code: str | None) -> str:
 
 
 # Isolated and without site-packages: nothing that is installed there affects how the code is received.
-COMMAND = [sys.executable, "-I", "-S", "-X", "utf8", "-c", Path(code_receiver.__file__).read_text("utf-8")]
+_RECEIVE = ["-I", "-S", "-X", "utf8", "-c", Path(code_receiver.__file__).read_text("utf-8")]
+COMMAND = [sys.executable, *_RECEIVE]
 _SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
@@ -52,13 +53,16 @@ def path_to(code: str | None) -> dict[str, str]:
     return {} if code is None else {"PYTHONPATH": module_path(code)}
 
 
-def ship(transport: Transport, hosts: Iterable[str]) -> dict[str, HostError]:
+def ship(transport: Transport, hosts: Iterable[str], python: str | None = None) -> dict[str, HostError]:
     """Send the code of this process to the hosts that lack it; returns the errors of those that still lack it.
 
-    On all other hosts, the folder of the code (see ``module_path``) then exists and is complete.
+    On all other hosts, the folder of the code (see ``module_path``) then exists and is complete. ``python`` is the path
+    of Python there (None: the same as here).
     """
-    asked = _ask(transport, hosts, b"")
-    sent = _ask(transport, [host for host, held in asked.items() if held is False], own_bundle().content)
+    command = COMMAND if python is None else [python, *_RECEIVE]
+    asked = _ask(transport, hosts, b"", command)
+    lacking = [host for host, held in asked.items() if held is False]
+    sent = _ask(transport, lacking, own_bundle().content, command)
     return {host: found for host, found in (asked | sent).items() if isinstance(found, HostError)}
 
 
@@ -71,8 +75,8 @@ def hosts_with_code(transport: Transport, hosts: Iterable[str], consequence: str
     return [name for name in names if name not in lacking]
 
 
-def _ask(transport: Transport, hosts: Iterable[str], content: bytes) -> dict[str, bool | HostError]:
+def _ask(transport: Transport, hosts: Iterable[str], content: bytes, command: list[str]) -> dict[str, bool | HostError]:
     stdin = encode(Delivery(os.getuid(), str(node_path()), own_bundle().digest)) + content
-    replies = run_everywhere(transport, hosts, COMMAND, stdin_of=lambda _host: stdin, deadline_seconds=_SECONDS)
+    replies = run_everywhere(transport, hosts, command, stdin_of=lambda _host: stdin, deadline_seconds=_SECONDS)
     answers = {host: answer_in(reply, host, Held) for host, reply in replies.items()}
     return {host: each.is_held if isinstance(each, Held) else each for host, each in answers.items()}

@@ -30,14 +30,16 @@ END_SECONDS = 5.0
 """How long to wait for the exit code of an action whose connection has ended."""
 
 
-def node_command(action: str, code: str | None) -> list[str]:
-    """Return the command that runs an action of ``infra.node`` on a node, with this Python and ``module_path(code)``.
+def node_command(action: str, code: str | None, python: str | None = None) -> list[str]:
+    """Return the command that runs an action of ``infra.node`` on a node, with ``module_path(code)``.
 
-    Before it runs shipped code, the command checks that only this user can have written the folder of that code.
+    ``python`` is the path of Python there (None: the same as here). Before it runs shipped code, the command checks
+    that only this user can have written the folder of that code.
     """
     path = [f"PYTHONPATH={module_path(code)}"] if module_path(code) else []
-    check = [] if code is None else [sys.executable, "-I", "-S", "-c", _CHECK, str(code_folder(code))]
-    return [*check, "env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", *path, sys.executable, "-m", "infra.node", action]
+    python = python or sys.executable
+    check = [] if code is None else [python, "-I", "-S", "-c", _CHECK, str(code_folder(code))]
+    return [*check, "env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", *path, python, "-m", "infra.node", action]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Nodes:
 
     ``scratch`` is the scratch folder (None: each host's default). ``code`` is the digest of the shipped code (None: the
     code is installed on the hosts). ``owner`` is the unique id of the run whose files the requests read and write.
+    ``python`` is the path of Python on the hosts (None: the same as here).
     """
 
     transport: Transport
@@ -53,6 +56,7 @@ class Nodes:
     scratch: Path | None = None
     code: str | None = None
     owner: str | None = None
+    python: str | None = None
 
     def on(self, *hosts: str) -> Self:
         """Return a copy for these hosts only."""
@@ -92,7 +96,7 @@ class Nodes:
             answers[host] = answer_in(reply, host, kind.answer())
             on_answer(host, answers[host])
 
-        command = node_command(kind.action, self.code)
+        command = node_command(kind.action, self.code, self.python)
         run_everywhere(
             self.transport,
             queries,
@@ -110,7 +114,7 @@ def conversation(nodes: Nodes, host: str, request: Request) -> Iterator[Channel]
 
     Raises the HostError with the reason if the action or the connection to it fails within the block.
     """
-    argv = node_command(request.action, nodes.code)
+    argv = node_command(request.action, nodes.code, nodes.python)
     process = ssh.connect(nodes.transport, host, argv)
     stderr: list[bytes] = []
     stdin, stdout = (cast(io.BufferedIOBase, pipe) for pipe in (process.stdin, process.stdout))

@@ -49,7 +49,7 @@ def all_reduce(
     As soon as a host fails, the ranks on all hosts are ended. No rank is left running, even after an exception.
     """
     run_id = f"preflight-{secrets.token_hex(4)}"
-    nodes = Nodes(transport, tuple(requirements.slots), code=requirements.code)
+    nodes = Nodes(transport, tuple(requirements.slots), code=requirements.code, python=requirements.python)
     answers, ended = dict[str, Probed | HostError](), set[str]()
 
     def on_answer(host: str, answer: Probed | HostError) -> None:

@@ -45,7 +45,7 @@ def survey(requirements: LaunchRequirements, transport: Transport) -> Judgement:
     """
     asked_at: dict[str, float] = {}
     replies: dict[str, HostReply] = {}
-    lacking = ship(transport, requirements.slots) if requirements.code else {}
+    lacking = ship(transport, requirements.slots, requirements.python) if requirements.code else {}
     findings = [*_launcher(requirements.launcher), *map(of_error, lacking.values())]
     with _nonce(requirements.root, is_written=not requirements.node_local) as (nonce, path):
 
@@ -59,7 +59,7 @@ def survey(requirements: LaunchRequirements, transport: Transport) -> Judgement:
                 replies[host] = HostReply(answer, asked_at[host], time.time())
 
         questions = {host: _question(requirements, host, path) for host in requirements.slots if host not in lacking}
-        nodes = Nodes(transport, tuple(questions), code=requirements.code)
+        nodes = Nodes(transport, tuple(questions), code=requirements.code, python=requirements.python)
         nodes.ask_each(questions, _DEADLINE_SECONDS, on_start, on_answer)
     in_order = {host: replies[host] for host in requirements.slots if host in replies}
     judged = judge(in_order, requirements, _own(requirements), nonce, identity())

@@ -52,6 +52,8 @@ class LaunchRequirements:
     master_address: str | None = None
     master_port: int | None = None
     launcher: str = "pdsh"
+    python: str | None = None
+    """Path of Python on the hosts, for checks before a run; None if it is the same as here, as launches need it."""
 
     @classmethod
     def of_run(cls, spec: RunSpec, hosts: Hosts, shape: T5Shape, staged_bytes: int = 0) -> Self:
