@@ -25,6 +25,7 @@ from flows.cli.operate import (
     regression_command,
     server_commands,
     team_commands,
+    wheelhouse_command,
     worker_command,
 )
 from flows.cli.runs import rm_command, status_command
@@ -77,6 +78,7 @@ for commands in (
     board_command,
     rm_command,
     gc_command,
+    wheelhouse_command,
     bench_command,
     regression_command,
     server_commands,

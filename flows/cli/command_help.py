@@ -58,6 +58,7 @@ COMMANDS = {
         (
             "t5-pretrain preflight base --hostfile hosts --root /shared/t5",
             "t5-pretrain preflight --config run.yaml --exclude node7",
+            "t5-pretrain preflight --hostfile hosts --install wheels --into /opt/t5",
         ),
     ),
     "bench": CommandHelp(
@@ -116,6 +117,14 @@ COMMANDS = {
     ),
     "gc": CommandHelp(
         _OPERATE, ("t5-pretrain gc", "t5-pretrain gc --free", "t5-pretrain gc --hostfile hosts --root /data/t5")
+    ),
+    "wheelhouse": CommandHelp(
+        _OPERATE,
+        (
+            "t5-pretrain wheelhouse wheels",
+            "t5-pretrain wheelhouse wheels --python 3.12 --platform manylinux_2_28_x86_64",
+            "t5-pretrain wheelhouse wheels --extra flows --extra s3",
+        ),
     ),
     "up": CommandHelp(
         _OPERATE,
