@@ -19,7 +19,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster lint types test-slurm dockerfile-steps bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills operation-faults regression-faults regression-quiet io-faults settings-page up clean
+.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills operation-faults regression-faults regression-quiet io-faults settings-page recording up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -104,6 +104,10 @@ io-faults: setup ## Make every system call on a file fail in turn; continues whe
 
 settings-page: setup ## Write docs/settings.md from the descriptions of the settings
 	@$(BIN)/python -m t5train.spec.settings_page > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
+
+recording: setup ## Record the README's terminal session, from a text to a published model
+	@$(BIN)/python -c 'import pyte' 2>/dev/null || $(BIN)/python -m pip install 'pyte>=0.8.2,<0.9'
+	$(BIN)/python -m tests.acceptance.terminal_recording --into docs/images/first-run
 
 up: setup ## Prefect server, pool and worker for this machine
 	@$(BIN)/t5-pretrain up
