@@ -7,7 +7,6 @@
 It types the commands below into a real shell, in a terminal of 100 x 26 characters and a folder with some text, and
 writes ``first-run.cast`` (asciicast version 2, for asciinema and its like) and ``first-run.gif``. The GIF shortens
 every wait, runs four times as fast, and shows about three frames a second. This checkout is shown as /opt/t5-pretrain.
-pyte, which reads what the terminal was sent, is not among the packages for development: ``make recording`` installs it.
 """
 
 import argparse
