@@ -176,26 +176,28 @@ def rank_program(spec_path: Path) -> tuple[str, ...]:
     return "-m", "t5train.train", "--spec", str(spec_path)
 
 
-def require_startable(spec: RunSpec) -> tuple[T5Shape, TextFacts]:
+def require_startable(spec: RunSpec, run: HeldRun | None = None) -> tuple[T5Shape, TextFacts]:
     """Raise the errors that the start of a run would raise, whatever else is running or is stored on the disk.
 
-    Returns the model's shape, and what is known of the text.
+    ``run`` is the run, if it is held: ranks that are running on hosts have what monitoring needs. Returns the model's
+    shape, and what is known of the text.
     """
     require_absolute(spec.storage.root)
     require_same_settings(spec)
-    require_wandb(spec)
+    if run is None or run.running_hosts is None:
+        require_wandb(spec)
     of_model = require_model(spec)
     if spec.cluster.hostfile is None:
         require_capable(spec, of_model)
     return of_model, require_text(spec)
 
 
-def require_startable_now(spec: RunSpec) -> tuple[T5Shape, TextFacts]:
+def require_startable_now(spec: RunSpec, run: HeldRun | None = None) -> tuple[T5Shape, TextFacts]:
     """Raise also the errors that busy or full resources of this machine would cause; ``run`` and ``--dry-run`` call it.
 
     Asks no other machine, and writes nothing. Returns what ``require_startable`` returns.
     """
-    of_model, text = require_startable(spec)
+    of_model, text = require_startable(spec, run)
     if spec.cluster.hostfile is None:
         require_free(spec)
     require_writable(spec.storage.root)
@@ -214,7 +216,7 @@ def require_ready(spec: RunSpec, run: HeldRun | None = None) -> set[str]:
 
     ``run`` is the run, if it is held. Returns the hosts that do not answer, which spares are to replace.
     """
-    of_model, text = require_startable_now(spec)
+    of_model, text = require_startable_now(spec, run)
     make_root(spec.storage.root)
     require_destination(spec, of_model)
     running_hosts, silent_hosts = (run.running_hosts, run.silent_hosts) if run else (None, set[str]())

@@ -27,7 +27,7 @@ WANDB_SENT = f"{WANDB}/sent.json"
 """File with the id of the W&B run, and the last step that it got."""
 PROFILES = "profiles"
 """Folder with the profiler traces of the steps in profile.steps."""
-MONITORED = (METRICS, METRICS_CSV, TENSORBOARD, WANDB, PROFILES)
+MONITORED = (METRICS, METRICS_CSV, TENSORBOARD, PROFILES, WANDB)
 """What rank 0 writes for people to watch training."""
 CHECKPOINTS = "checkpoints"
 """DeepSpeed's save folder, with one folder per tag."""

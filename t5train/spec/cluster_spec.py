@@ -95,6 +95,15 @@ class StorageSpec(SpecPart):
             )
         return folder
 
+    @model_validator(mode="after")
+    def _scratch_is_not_the_root(self) -> "StorageSpec":
+        if self.node_local and self.scratch is not None and self.scratch == self.root.absolute():
+            raise ValueError(
+                f"storage.scratch is {str(self.scratch)!r}, which is the root, but hosts remove from scratch what a "
+                "run no longer needs; choose another folder, or set storage.node_local=false"
+            )
+        return self
+
     @field_validator("publish_to")
     @classmethod
     def _destination_holds_no_secret(cls, url: str | None) -> str | None:

@@ -2,6 +2,7 @@
 
 import gzip
 import logging
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -57,13 +58,26 @@ class StepProfile:
         """Record the step that begins now, if it is in the range."""
         if self._folder is None or not self._steps.first <= step <= self._steps.last:
             return
-        from torch.profiler import profile, record_function
+        from torch.profiler import record_function
 
-        if self._profiler is None:
-            self._profiler = profile(activities=recorded_activities())
-            self._profiler.__enter__()
+        if self._profiler is None and not self._started():
+            return
         self._annotation = record_function(f"step {step}")
         self._annotation.__enter__()
+
+    def _started(self) -> bool:
+        """Start to record. Returns whether that was possible."""
+        from torch.profiler import profile
+
+        profiler: Any = profile(activities=recorded_activities())
+        try:
+            profiler.__enter__()
+        except RuntimeError as error:
+            _log.warning("steps %s are not profiled, training continues: %s", self._steps, error)
+            self._folder = None
+            return False
+        self._profiler = profiler
+        return True
 
     def end(self, step: int) -> bool:
         """Note that the step has ended. Returns whether it was the last of the range, so that ``write`` is due."""
@@ -77,13 +91,14 @@ class StepProfile:
         if self._profiler is None or self._folder is None:
             return
         profiler, self._profiler = self._profiler, None
-        profiler.__exit__(None, None, None)
         recorded = self._steps._replace(last=self._recorded_to)
         path = self._folder / trace_name(recorded)
         plain = path.with_name(f".{path.stem}")  # compressed here, as torch would need space for it in /tmp
         try:
+            profiler.__exit__(None, None, None)
             self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(plain))
+            _require_whole(plain)
             with open(plain, "rb") as found, replacing(path) as file, gzip.GzipFile(fileobj=file, mode="wb") as packed:
                 shutil.copyfileobj(found, packed)
         except (OSError, RuntimeError, StorageError) as error:
@@ -103,4 +118,13 @@ class StepProfile:
         if isinstance(error, Preempted):
             self.write()
         elif self._profiler is not None:
-            self._profiler.__exit__(None, None, None)
+            with suppress(RuntimeError):  # the error that ends training matters
+                self._profiler.__exit__(None, None, None)
+
+
+def _require_whole(trace: Path) -> None:
+    """Raise StorageError for a trace that is cut off: torch does not say so if the disk is full."""
+    with open(trace, "rb") as file:
+        file.seek(-min(16, trace.stat().st_size), os.SEEK_END)
+        if not file.read().rstrip().endswith(b"}"):
+            raise StorageError(f"{trace.parent} has too little space for it. Free some disk space")

@@ -43,6 +43,7 @@ def test_a_job_near_its_limit_saves_and_is_queued_again_and_continues(
     job = submitted.strip()
     lines = tmp_path / "root" / RUNS / "night" / "metrics.jsonl"
     await_that(lambda: len(metrics.read(lines)) >= 5, 180)
+    await_that(lambda: slurm.job(job)["RunTime"] > "00:00:31", 60)  # earlier, the time limit would be too short
     slurm.do("scancel", "--batch", "--signal=INT", job)  # what --signal=B:INT@600 sends before the time limit
     await_that(lambda: slurm.job(job)["Restarts"] == "1", 120)
     await_that(lambda: slurm.job(job)["JobState"] in {"COMPLETED", "FAILED"}, 240)

@@ -45,7 +45,9 @@ def board(
             f"tensorboard is not installed. Install it: {sys.executable} -m pip install 'tensorboard>=2.19,<3'"
         )
     _require_free(port)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends TensorBoard, too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end TensorBoard, too, unless nohup has started this command
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     with TemporaryFile() as output, _tensorboard(folder, port, output) as process:
         try:
             _await_start(process, port, output)

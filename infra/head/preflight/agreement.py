@@ -95,11 +95,14 @@ def _unlike_head(
 
 
 def wandb(first: str, replies: HostReplies) -> Iterator[str]:
-    """A missing package wandb on the host of rank 0, which sends the metrics, if the spec asks for it."""
+    """A missing package wandb on the host of rank 0, which sends the metrics, if the spec asks for it.
+
+    It stops no run: a host that takes over at night may lack it.
+    """
     if first in replies and replies[first].facts.software.packages.get(WANDB) == "":
         yield (
-            f"{first}: wandb missing, but monitor.wandb is true. Install it there (python -m pip install wandb), or "
-            "set monitor.wandb=false"
+            f"{first}: wandb missing, but monitor.wandb is true, so W&B gets no metrics. Install it there (python -m "
+            "pip install wandb)"
         )
 
 

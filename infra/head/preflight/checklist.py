@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 
 from infra.head.preflight import agreement, capacity, compilation, storage_checks
 from infra.head.preflight.findings import Finding, HostReplies
@@ -73,6 +72,7 @@ def judge(
         "operators": compilation.operators_to_compile(replies, requirements),
         "compile locks": compilation.cleared_locks(replies),
         "root": storage_checks.remark(found, requirements),
+        "packages": agreement.wandb(requirements.first, replies),
     }
     problems = _problems(replies, requirements, head, found)
     findings = [
@@ -114,7 +114,7 @@ def _problems(
         "machines": agreement.distinct_machines(replies),
         PORT: _port(replies, requirements),
         "python": agreement.same_python(replies, head),
-        "packages": chain(agreement.same_packages(replies, head), agreement.wandb(requirements.first, replies)),
+        "packages": agreement.same_packages(replies, head),
         "runtime": agreement.same_runtime(replies),
         "code": agreement.same_code(replies, head, requirements.code is not None),
         "spec": agreement.same_spec(replies, head),

@@ -18,8 +18,9 @@ from infra.head.storage.checkpoint_inventory import (
 )
 from infra.head.storage.gather import collect, gather
 from infra.head.storage.node_paths import NodeRun
+from infra.node.storage.file_channel import Refused
 from infra.node.storage.stored_checkpoints import HEAD, inventory_of
-from t5train.errors import IncompleteCheckpoint, StorageError, Unreadable
+from t5train.errors import DigestMismatch, IncompleteCheckpoint, StorageError, Unreadable
 from t5train.files.atomic import discard, remove_discarded
 from t5train.files.os_errors import explain
 from t5train.files.run_folder import METRICS, METRICS_CSV, MONITORED, TENSORBOARD, is_tag, is_tag_or_removed
@@ -92,7 +93,7 @@ def keep_up(run: NodeRun, progress: Progress) -> None:
             _log.warning("%s is not gathered: %s", tag.name, error)
             passed_over.add(tag.name)
             continue
-        collect(run.nodes, run.first, run.relative_path, MONITORED, run.folder)
+        bring_monitored(run)
     prune(run, found)
     _require_known(found, passed_over)
 
@@ -121,6 +122,15 @@ def _prunable(run: NodeRun, found: Inventories) -> list[str]:
 def bring_metrics(run: NodeRun) -> None:
     """Collect the metrics that rank 0 has written, as far as they are small enough to be read every few seconds."""
     collect(run.nodes, run.first, run.relative_path, (METRICS, METRICS_CSV, TENSORBOARD), run.folder)
+
+
+def bring_monitored(run: NodeRun) -> None:
+    """Collect all that rank 0 writes for people to watch. What is replaced meanwhile is left for the next time."""
+    for name in MONITORED:
+        try:
+            collect(run.nodes, run.first, run.relative_path, (name,), run.folder)
+        except (DigestMismatch, Refused) as error:
+            _log.info("%s is collected later: %s", name, error)
 
 
 def prune(run: NodeRun, found: Survey) -> None:

@@ -1,5 +1,6 @@
 """Gathers the newest complete checkpoint to the head before ranks start, wherever its parts are, and verifies it."""
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from infra.node.attempts import attempt
 from t5train.checkpoint.last_complete import last_complete
 from t5train.checkpoint.resume_point import is_asked_to_begin_again
 from t5train.errors import HostError, IncompleteCheckpoint, Unreadable
-from t5train.files.run_folder import ATTEMPTS, METRICS, SET_ASIDE, is_tag
+from t5train.files.run_folder import ATTEMPTS, METRICS, SET_ASIDE, WANDB_SENT, is_tag
 from t5train.files.set_aside import set_aside
 from t5train.progress import Progress
 from t5train.records import metrics
@@ -153,9 +154,24 @@ def _former(run_folder: Path) -> Iterator[str]:
 
 
 def _collect_metrics(run: NodeRun) -> None:
-    """Collect metrics if the first host has more of them. A new host has none, and one that came back has old ones."""
+    """Collect metrics if the first host has more of them. A new host has none, and one that came back has old ones.
+
+    The same holds for the note on what Weights & Biases has got.
+    """
     with TemporaryDirectory(prefix=".metrics-", dir=run.folder, ignore_cleanup_errors=True) as folder:
-        collect(run.nodes, run.first, run.relative_path, [METRICS], Path(folder))
+        collect(run.nodes, run.first, run.relative_path, [METRICS, WANDB_SENT], Path(folder))
         theirs, ours = Path(folder, METRICS), run.folder / METRICS
         if len(metrics.read(theirs)) > len(metrics.read(ours)):
             theirs.replace(ours)
+        if _sent(Path(folder)) > _sent(run.folder):
+            (run.folder / WANDB_SENT).parent.mkdir(mode=0o700, exist_ok=True)
+            Path(folder, WANDB_SENT).replace(run.folder / WANDB_SENT)
+
+
+def _sent(folder: Path) -> tuple[int, int]:
+    """Return the number of the W&B run that a run's folder notes, and the last step that it got; (0, -1) for none."""
+    try:
+        noted = json.loads((folder / WANDB_SENT).read_bytes())
+        return int(noted["number"]), int(noted["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, -1

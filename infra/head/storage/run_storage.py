@@ -167,6 +167,10 @@ class NodeLocalStorage:
             relayed(partial(checkpoint_sync.keep_up, self.run), self.progress)
         except T5TrainError as error:
             _log.warning("the last checkpoint was not gathered, and is only on the hosts: %s", error)
+        try:
+            checkpoint_sync.bring_monitored(self.run)  # rank 0 writes traces after its last checkpoint
+        except T5TrainError as error:
+            _log.warning("the last metrics and traces are only on %s: %s", self.run.first, error)
 
     def take_home(self) -> None:
         """Gather the last checkpoint, and collect the witness and the metrics.

@@ -38,8 +38,9 @@ def install(job: Job, stdin: IO[bytes]) -> bool:
         held = {name: held_bytes(store, name, size, digest) for name, size, digest in job.wheels}
         starts = {name: held[name] for name, size, _ in job.wheels if held[name] < size}
         arriving = sum(size - held[name] for name, size, _ in job.wheels)
-        _require_space(store, into, arriving, job.unpacked_bytes)
         with claimed(into, job.wheelhouse) as is_new:
+            if is_new:  # what an interrupted installation left is gone
+                _require_space(store, into, arriving, job.unpacked_bytes)
             reply(Wanted(starts if is_new else {}))
             if is_new:
                 for name, size, digest in job.wheels:

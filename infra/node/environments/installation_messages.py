@@ -67,14 +67,27 @@ def reply(message: Reply) -> None:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock of a file or folder. The kernel releases it however this process ends."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    """Hold the lock of a file or folder. The kernel releases it however this process ends.
+
+    Raises Refusal if the file was removed by the process that held the lock before.
+    """
+    # NFS locks only files that are open for writing.
+    descriptor = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR) | os.O_NOFOLLOW)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             reply(Working(f"waiting for {what}"))
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if not _is_at(path, descriptor):
+            raise Refusal(f"waited for {what}, which failed. Repeat the command")
         yield
     finally:
         os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -39,7 +39,13 @@ def held_bytes(store: Path, name: str, size: int, digest: str) -> int:
     if not part.is_file() or part.is_symlink() or part.stat().st_size > size:
         shutil.rmtree(path.parent, ignore_errors=True)
         return 0
-    return part.stat().st_size
+    if part.stat().st_size < size:
+        return part.stat().st_size
+    if _digest(part) == digest:  # the process that received it was killed before it could name it
+        part.rename(path)
+        return size
+    part.unlink()
+    return 0
 
 
 def _digest(path: Path) -> str:

@@ -1,6 +1,7 @@
 """A RunSpec is made from settings; a wrong one is refused with its name, its value and its constraint."""
 
 import json
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -121,6 +122,13 @@ def test_experts_are_refused_with_incompatible_settings(settings: dict[str, Any]
 def test_pipelines_are_refused_with_incompatible_settings(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         smoke().with_settings({"layout.pipeline_stages": 2, **settings})
+
+
+def test_node_local_storage_in_the_root_is_refused() -> None:
+    settings = {"storage.root": "/data/t5", "storage.scratch": "/data/t5"}
+    assert recipe("smoke", settings).storage.scratch == Path("/data/t5")
+    with pytest.raises(SpecError, match=r"storage\.scratch is '/data/t5', which is the root"):
+        recipe("smoke", {**settings, "storage.node_local": True})
 
 
 def test_exclude_and_num_nodes_cannot_be_combined() -> None:

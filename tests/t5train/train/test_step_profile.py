@@ -70,6 +70,37 @@ def test_an_attempt_that_fails_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "profiles").exists()
 
 
+def test_a_profiler_that_does_not_start_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_self: object) -> None:
+        raise RuntimeError("another profiler is active")
+
+    monkeypatch.setattr(torch.profiler.profile, "__enter__", fail)
+    profile = StepProfile.of(SPEC, tmp_path / "profiles", 8)
+    assert profile is not None
+    with profile:
+        assert take(profile, 10, 11, 12, 13) == [False, False, False, True], "other ranks wait after the last step"
+        profile.write()
+    assert caplog.messages == ["steps 10 to 13 are not profiled, training continues: another profiler is active"]
+
+
+def test_half_a_trace_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write_half(_self: object, path: str) -> None:
+        Path(path).write_text('{"traceEvents": [{"ph": "X", "cat"')
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", write_half)
+    profile = StepProfile.of(SPEC, tmp_path / "profiles", 8)
+    assert profile is not None
+    with profile:
+        take(profile, 10, 11, 12, 13)
+        profile.write()
+    assert "the trace of steps 10 to 13 is not written, training continues: " in caplog.text
+    assert list((tmp_path / "profiles").iterdir()) == []
+
+
 def test_a_trace_that_cannot_be_written_does_not_stop_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -58,12 +58,6 @@ FAULTS: list[tuple[str, str, Change, str]] = [
         "node0: deepspeed missing, others have 1.0. Install deepspeed==1.0 there",
     ),
     (
-        "packages",
-        "node0",
-        with_("software", packages={**SOFTWARE.packages, "wandb": ""}),
-        "node0: wandb missing, but monitor.wandb is true. Install it there (python -m pip install wandb), or set",
-    ),
-    (
         "runtime",
         "node1",
         with_("software", runtime={}),
@@ -274,6 +268,14 @@ def test_a_hostname_on_loopback_is_a_problem_if_no_interface_is_known(addresses:
     assert [one.check for one in found if one.is_problem] == ["address", "hostname"]
     assert "node1: its hostname node1" in found[1].text
     assert "/etc/hosts" in found[1].text
+
+
+def test_a_first_host_without_wandb_is_a_note_as_it_may_have_taken_over_from_another() -> None:
+    without = with_("software", packages={**SOFTWARE.packages, "wandb": ""})
+    (found,) = findings({"node0": without})
+    assert (found.check, found.is_problem) == ("packages", False)
+    assert "node0: wandb missing, but monitor.wandb is true, so W&B gets no metrics. Install it there" in found.text
+    assert not findings({"node3": without})
 
 
 def test_an_operator_that_can_be_compiled_and_a_lock_that_was_removed_are_notes() -> None:

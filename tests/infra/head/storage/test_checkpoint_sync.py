@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from infra.head.storage import checkpoint_sync
+from infra.head.storage import checkpoint_sync, gather
 from infra.head.storage.checkpoint_sync import CheckpointSync, keep_up
 from infra.head.storage.node_paths import NodeRun
 from t5train.checkpoint import tags as sidecar
 from t5train.errors import Unreadable
-from t5train.files.run_folder import tag_of
+from t5train.files.run_folder import PROFILES, WANDB, tag_of
 from t5train.progress import silent
 from t5train.spec import StorageSpec
 from tests.support.simulated_nodes import Site
@@ -103,6 +103,29 @@ def test_the_gathered_checkpoint_is_kept_until_the_next_one_is_gathered(
     assert f"{tag_of(16)} is not gathered: no intact copy of {PART_OF_B}" in caplog.text
     assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
     assert tags(site.tag("a", 8).parent) == [tag_of(8), tag_of(16)]
+
+
+def test_a_file_that_is_replaced_while_it_is_collected_is_left_for_the_next_time(
+    run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_node, note = site.scratch("a") / run.relative_path, f"{WANDB}/sent.json"
+    for name in ("metrics.jsonl", f"{PROFILES}/trace", note):
+        (on_node / name).parent.mkdir(parents=True, exist_ok=True)
+        (on_node / name).write_bytes(b"1")
+    real, contents = gather.pull, iter("23456789")
+
+    def pull(source: Any, wanted: Any, *arguments: Any) -> None:
+        (on_node / note).write_text(next(contents))
+        real(source, wanted, *arguments)
+
+    monkeypatch.setattr(gather, "pull", pull)
+    checkpoint_sync.bring_monitored(run)
+    assert (run.folder / "metrics.jsonl").exists()
+    assert (run.folder / PROFILES / "trace").exists()
+    assert not (run.folder / note).exists()
+    monkeypatch.undo()
+    checkpoint_sync.bring_monitored(run)
+    assert (run.folder / note).read_bytes() == (on_node / note).read_bytes()
 
 
 def test_a_failed_sync_is_retried_and_the_sync_ends_promptly(

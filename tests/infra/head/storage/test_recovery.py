@@ -15,7 +15,7 @@ from infra.head.storage.recovery import recover
 from t5train.checkpoint import tags
 from t5train.checkpoint.resume_point import ask_to_begin_again, resume_tag
 from t5train.errors import NothingVerifies, UnlistedFile, Unreadable
-from t5train.files.run_folder import tag_of
+from t5train.files.run_folder import WANDB_SENT, tag_of
 from t5train.progress import silent
 from tests.support.simulated_nodes import Site
 
@@ -170,3 +170,19 @@ def test_only_metrics_of_steps_that_the_head_lacks_are_copied_from_a_node(run: N
         write_metrics(node_metrics, on_node)
         recover(run, silent)
         assert len(head_metrics.read_text().splitlines()) == expected
+
+
+def test_the_note_on_what_wandb_has_got_is_copied_from_a_node_only_if_it_says_more(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    on_node, on_head = site.scratch("a") / run.relative_path / WANDB_SENT, run.folder / WANDB_SENT
+    for path in (on_node, on_head):
+        path.parent.mkdir(parents=True)
+    for theirs, ours, kept in (((1, 180), (1, 103), (1, 180)), ((1, 90), (2, 4), (2, 4)), ((2, 4), (1, 180), (2, 4))):
+        for path, (number, step) in ((on_node, theirs), (on_head, ours)):
+            path.write_text(json.dumps({"number": number, "step": step}))
+        recover(run, silent)
+        found = json.loads(on_head.read_text())
+        assert (found["number"], found["step"]) == kept
+    on_head.unlink()
+    recover(run, silent)
+    assert json.loads(on_head.read_text())["step"] == 4
