@@ -106,7 +106,7 @@ settings-page: setup ## Write docs/settings.md from the descriptions of the sett
 	@$(BIN)/python -m t5train.spec.settings_page > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
 
 recording: setup ## Record the README's terminal session, from a text to a published model
-	@$(BIN)/python -m tests.acceptance.terminal_recording --into docs/images/first-run
+	@$(BIN)/python -m tests.acceptance.terminal_recording --into docs/images/first-run.gif
 
 up: setup ## Prefect server, pool and worker for this machine
 	@$(BIN)/t5-pretrain up

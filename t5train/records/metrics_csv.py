@@ -23,16 +23,17 @@ class MetricsCsv:
     """Appends rows to ``metrics.csv``; a value that a line does not have is an empty field."""
 
     def __init__(self, path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Write the file anew with the lines of ``metrics.jsonl`` so far.
+        """Replace the file with one row for each of ``lines``, the current content of ``metrics.jsonl``.
 
-        So it has no rows of steps that are trained again, and is complete if it was switched on in between.
+        After a resume, this removes the rows of steps that will be trained again. It also fills in earlier steps if the
+        file is enabled partway through a run.
         """
         table = io.StringIO(newline="")
         writer = csv.writer(table, lineterminator="\n")
         writer.writerow(COLUMNS)
         writer.writerows(row for line in lines if (row := _row(line)))
         write_text(path, table.getvalue())
-        self._file = open(path, "a", encoding="utf-8", newline="")  # noqa: SIM115 - closed by close()
+        self._file = open(path, "a", encoding="utf-8", newline="")  # noqa: SIM115 - stays open until close() is called
         self._writer = csv.writer(self._file, lineterminator="\n")
 
     def write(self, line: Mapping[str, Any]) -> None:

@@ -2,19 +2,17 @@
 
 ::
 
-    python -m tests.acceptance.terminal_recording --into docs/images/first-run
+    python -m tests.acceptance.terminal_recording --into docs/images/first-run.gif
 
-It types the commands below into a real shell, in a terminal of 100 x 26 characters and a folder with some text, and
-writes ``first-run.cast`` (asciicast version 2, for asciinema and its like) and ``first-run.gif``. The GIF shortens
-every wait, runs four times as fast, and shows about three frames a second. This checkout is shown as /opt/t5-pretrain.
+It types the commands below into a real shell, in a terminal of 100 x 26 characters and a folder with some text. The GIF
+shortens every wait, runs four times as fast, and shows about three frames a second. The paths of this checkout and of
+the folder are shown as /opt/t5-pretrain and /home/me/project.
 """
 
 import argparse
-import json
 import os
 import pty
 import select
-import shutil
 import struct
 import sys
 import tempfile
@@ -31,6 +29,7 @@ from PIL import Image, ImageDraw, ImageFont
 from t5train.data.sources import write_pydocs
 
 CHECKOUT, SHOWN_CHECKOUT = Path(__file__).parents[2], "/opt/t5-pretrain"
+SHOWN_FOLDER = "/home/me/project"
 COLUMNS, LINES = 100, 26
 PROMPT = "$ "
 COMMANDS = (
@@ -64,6 +63,7 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self.events: list[Event] = []
+        self._folder = folder
         self._screen = pyte.Screen(COLUMNS, LINES)
         self._stream = pyte.ByteStream(self._screen)
         self._start = time.monotonic()
@@ -77,7 +77,7 @@ class Shell:
         pid, self._terminal = pty.fork()
         if pid == 0:
             os.chdir(folder)
-            os.execve("/bin/bash", ["bash", "--norc", "--noprofile"], environment)  # noqa: S606 - it is the shell that is recorded
+            os.execve("/bin/bash", ["bash", "--norc", "--noprofile"], environment)  # noqa: S606 - what is recorded is a shell
         ioctl(self._terminal, TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
         self._until_prompt()
 
@@ -107,6 +107,7 @@ class Shell:
                 data = os.read(self._terminal, 65536)
                 self._stream.feed(data)
                 shown = data.decode("utf-8", "replace").replace(str(CHECKOUT), SHOWN_CHECKOUT)
+                shown = shown.replace(str(self._folder), SHOWN_FOLDER)
                 self.events.append((time.monotonic() - self._start, shown))
 
 
@@ -151,29 +152,21 @@ def picture(screen: pyte.Screen) -> Image.Image:
     return image.quantize(16)
 
 
-def main() -> None:
-    """Record, and write both files."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--into", type=Path, required=True, help="path without ending")
-    into = made.parse_args().into
-    folder = Path(tempfile.mkdtemp())
-    try:
-        events = record(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    with open(into.with_suffix(".cast"), "w", encoding="utf-8") as file:
-        for line in ({"version": 2, "width": COLUMNS, "height": LINES}, *([at, "o", data] for at, data in events)):
-            file.write(json.dumps(line) + "\n")
+def save(events: list[Event], path: Path) -> None:
+    """Write the GIF."""
     pictures, seconds = zip(*frames(events), strict=True)
-    pictures[0].save(
-        into.with_suffix(".gif"),
-        save_all=True,
-        append_images=pictures[1:],
-        duration=[max(40, round(each * 1000)) for each in seconds],
-        loop=0,
-        optimize=True,
-    )
-    print(f"{len(pictures)} frames, {into.with_suffix('.gif').stat().st_size / 1e3:,.0f} kB")
+    durations = [max(40, round(each * 1000)) for each in seconds]
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=durations, loop=0, optimize=True)
+    print(f"{path}: {len(pictures)} frames, {path.stat().st_size / 1e3:,.0f} kB")
+
+
+def main() -> None:
+    """Record the session, and write the GIF."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--into", type=Path, required=True, help="path of the GIF")
+    into = made.parse_args().into
+    with tempfile.TemporaryDirectory() as folder:
+        save(record(Path(folder)), into)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,11 @@ class Trained(NamedTuple):
     witness: Path
     spec: RunSpec
 
+    def change_witness(self, **changes: Any) -> None:
+        """Replace top-level fields of the recorded witness."""
+        path = self.witness / "witness.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
 
 def make_trained(folder: Path, version: str = "v1.1", num_files: int = 1) -> Trained:
     """Make a random T5 of a version, or with experts ("switch"), as training and consolidation would."""

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -64,8 +65,8 @@ def test_the_example_of_the_readme_publishes_a_model(tmp_path: Path) -> None:
     code = code.replace('"/data/', f'"{tmp_path}/').replace(
         't5train.recipe("smoke", {', f't5train.recipe("smoke", {SMALLER} | {{'
     )
-    result: dict[str, Any] = {}
-    exec(code, result)  # noqa: S102 - the README's own code
+    (tmp_path / "example.py").write_text(code)
+    result = runpy.run_path(str(tmp_path / "example.py"))
     assert t5train.verify(tmp_path / "published").fingerprint == result["publication"].fingerprint
     assert t5train.load_run_spec(result["run_folder"]) == result["spec"]
     recorded = Witness.load(result["run_folder"] / "witness").validation

@@ -17,6 +17,7 @@ import typer
 
 from flows.cli.options import RootOption, root_of
 from flows.cli.terminal import complain, say
+from flows.server.prefect_server import stop
 from infra.head.runs.run_lookup import find_run
 from t5train.errors import InputError, LaunchError
 from t5train.files.run_folder import RUNS, TENSORBOARD
@@ -94,12 +95,7 @@ def _tensorboard(folder: Path, port: int, output: IO[bytes]) -> Iterator[subproc
     try:
         yield process
     finally:
-        process.terminate()
-        try:
-            process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop(process, _END_SECONDS)
 
 
 def _await_start(process: subprocess.Popen[bytes], port: int, output: IO[bytes]) -> None:

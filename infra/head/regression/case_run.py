@@ -230,9 +230,11 @@ class CaseRun:
 
 
 def on_available_accelerators(case: RegressionCase, spec: RunSpec) -> RegressionCase:
-    """Return a case on CPUs, if it leaves the accelerator open and none of its hosts has one; else the case itself.
+    """Return the case, set to run on CPUs if it names no accelerator and its hosts have none.
 
-    Raises the HostError of a host that does not answer.
+    Raises:
+        HostError: A host does not answer.
+
     """
     if spec.cluster.accelerator is not None or any(found.count or found.error for found in _devices(spec)):
         return case

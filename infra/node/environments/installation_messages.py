@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -61,7 +61,7 @@ class Refusal(Exception):
 
 def reply(message: Reply) -> None:
     """Send a line to the head."""
-    sys.stdout.write(json.dumps({type(message).__name__: asdict(message)}) + "\n")  # type: ignore[call-overload]
+    sys.stdout.write(json.dumps({type(message).__name__: vars(message)}) + "\n")
     sys.stdout.flush()
 
 

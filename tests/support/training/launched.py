@@ -14,6 +14,7 @@ from infra.node.attempts import shared_memory
 from infra.node.ports import free_port
 from t5train.checkpoint.consolidate import consolidate
 from t5train.engine.collectives import digest64
+from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 
@@ -87,6 +88,17 @@ class Trained:
         consolidate(self.root / name / "checkpoints", out / "weights")
         tensors = load_file(out / "weights/model.safetensors")
         return {name: digest64(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+
+
+def train(root: Path, jobs: list[dict[str, Any]], shards: TokenShards, ranks: int = 2) -> Trained:
+    """Train all jobs on these shards, in one launch. A job without a run folder has one of its name in ``root``."""
+    for job in jobs:
+        job.setdefault("run_folder", f"{root}/{job['name']}")
+        job["shards"] = str(shards.path)
+        Path(job["run_folder"]).mkdir(exist_ok=True)
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    launch(root / "jobs.json", ranks)
+    return Trained(root)
 
 
 def launch(jobs: Path, ranks: int = 2, program: str = "rank_program") -> None:

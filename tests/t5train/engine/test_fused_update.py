@@ -12,7 +12,7 @@ from t5train.checkpoint.consolidate import consolidate
 from t5train.errors import SpecError
 from t5train.records.stage_records import TokenShards
 from tests.support.needed_triton import require_triton
-from tests.support.training.launched import Trained, launch, spec_of
+from tests.support.training.launched import Trained, launch, spec_of, train
 
 require_triton()
 pytestmark = pytest.mark.slow
@@ -169,13 +169,9 @@ def _killed_and_resumed(root: Path, layouts: list[str]) -> list[dict[str, Any]]:
 
 def _train(root: Path, jobs: list[dict[str, Any]], shards: TokenShards, ranks: int) -> Trained:
     for job in jobs:
-        Path(job["run_folder"]).mkdir(exist_ok=True)
         job["spec"] = spec_of(job.pop("layout"), ranks=ranks).model_dump(mode="json")
         job.setdefault("is_fused", True)
-        job["shards"] = str(shards.path)
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    launch(root / "jobs.json", ranks)
-    return Trained(root)
+    return train(root, jobs, shards, ranks)
 
 
 @pytest.mark.parametrize("layout", RESUMED)

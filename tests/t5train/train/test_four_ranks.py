@@ -4,7 +4,6 @@ The experts are split over two ranks, with two replicas. One pipeline has two st
 four stages.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from t5train.checkpoint.sidecar import read_all
 from t5train.records.stage_records import TokenShards
-from tests.support.training.launched import Trained, launch, spec_of
+from tests.support.training.launched import Trained, spec_of, train
 
 pytestmark = pytest.mark.slow
 EXPERTS = "zero2-fp32-ep2"
@@ -31,12 +30,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
             {"name": f"{layout}.resumed", "run_folder": f"{root}/{layout}.killed", "resume_tag": "step-00000002"},
         ]
         for run in runs:
-            run |= {"spec": spec_of(layout, ranks=4).model_dump(mode="json"), "shards": str(pydocs_shards.path)}
-            Path(run["run_folder"]).mkdir(exist_ok=True)
+            run["spec"] = spec_of(layout, ranks=4).model_dump(mode="json")
         jobs += runs
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    launch(root / "jobs.json", ranks=4)
-    return Trained(root)
+    return train(root, jobs, pydocs_shards, ranks=4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,7 +13,7 @@ import pytest
 from t5train.records.metrics import read
 from t5train.records.stage_records import TokenShards
 from tests.support.training import wandb_files
-from tests.support.training.launched import Trained, launch, spec_of
+from tests.support.training.launched import Trained, spec_of, train
 
 pytestmark = pytest.mark.slow
 
@@ -39,12 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
             "resume_tag": "step-00000002",
         },
     ]
-    for job in jobs:
-        Path(job["run_folder"]).mkdir(exist_ok=True)
-        job["shards"] = str(pydocs_shards.path)
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    launch(root / "jobs.json")
-    return Trained(root)
+    return train(root, jobs, pydocs_shards)
 
 
 def table(path: Path) -> list[dict[str, Any]]:

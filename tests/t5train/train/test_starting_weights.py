@@ -21,7 +21,7 @@ from t5train.model.starting_model import require_fit
 from t5train.records.metrics import read
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
-from tests.support.training.launched import Trained, launch, spec_of
+from tests.support.training.launched import Trained, spec_of, train
 
 pytestmark = pytest.mark.slow
 
@@ -82,13 +82,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
         {"name": "killed", **whole, "stop_at": 4},
         {"name": "resumed", **whole, "resume_tag": "step-00000003", "run_folder": f"{root}/killed"},
     ]
-    for job in jobs:
-        job.setdefault("run_folder", f"{root}/{job['name']}")
-        Path(job["run_folder"]).mkdir(exist_ok=True)
-        job["shards"] = str(pydocs_shards.path)
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    launch(root / "jobs.json")
-    return Trained(root)
+    return train(root, jobs, pydocs_shards)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -18,7 +18,7 @@ from t5train.release.certificate import Certificate
 from t5train.release.certification import certify
 from t5train.release.export import export
 from t5train.spec import RunSpec
-from tests.support.training.launched import Trained, launch, spec_of
+from tests.support.training.launched import Trained, spec_of, train
 
 pytestmark = pytest.mark.slow
 
@@ -105,12 +105,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
         spec = spec_of("zero1-fp32", **long).model_dump(mode="json")
         tag = "step-00000002" if fault == "disagree" else None
         jobs.append({"name": fault, "spec": spec, "run_folder": f"{root}/{fault}", "fault": fault, "resume_tag": tag})
-    for job in jobs:
-        Path(job["run_folder"]).mkdir(exist_ok=True)
-        job["shards"] = str(pydocs_shards.path)
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    launch(root / "jobs.json")
-    return Trained(root)
+    return train(root, jobs, pydocs_shards)
 
 
 def _one_batch(layout: str, passes: int) -> dict[str, Any]:

@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,9 +122,9 @@ def test_a_host_gets_only_bytes_of_the_wheelhouse(install: Install, starts: str)
     assert isinstance(install(Hostile()), ProtocolMismatch)
 
 
-def job(tmp_path: Path, **changes: object) -> Job:
-    fields = {"user": os.getuid(), "store": str(tmp_path / "store"), "into": str(tmp_path / "env"), "python": "3.11"}
-    return Job(**({**fields, "wheelhouse": "a" * 64, "unpacked_bytes": 1, "wheels": []} | changes))  # type: ignore[arg-type]
+def job(tmp_path: Path, **changes: Any) -> Job:
+    store, into = str(tmp_path / "store"), str(tmp_path / "env")
+    return replace(Job(os.getuid(), store, into, "3.11", "a" * 64, unpacked_bytes=1, wheels=[]), **changes)
 
 
 @pytest.mark.parametrize(
