@@ -19,6 +19,7 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 
 from tests.support import prefect_servers, team_servers
+from tests.support.waiting import await_that
 
 SHADOWS = ("flows", "json", "uvicorn")
 Deployed = Callable[..., dict[str, dict[str, Any]]]
@@ -256,7 +257,7 @@ def team(postgresql: Callable[[str], str], tmp_path_factory: pytest.TempPathFact
         (smoke,) = team.ask("deployments/filter", {"deployments": {"name": {"any_": ["smoke"]}}})
         monthly = {"schedule": {"cron": "0 0 1 * *"}, "active": True}
         team.ask(f"deployments/{smoke['id']}/schedules", [monthly])
-        team_servers.await_that(
+        await_that(
             lambda: bool(team.ask("flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}))
         )
         key = (team.home / "api-key").read_text()

@@ -14,7 +14,7 @@ import pytest
 
 from flows.deployment.definitions import Definitions
 from tests.support import prefect_servers
-from tests.support.team_servers import await_that
+from tests.support.waiting import await_that
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.team_servers import Team, await_that
+from tests.support.team_servers import Team
+from tests.support.waiting import await_that
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,8 @@ from infra.node import processes
 from t5train.files.run_folder import LAST_COMPLETE, RUNS
 from tasks.stages import CORPUS, SHARDS, TOKENIZER, TRAIN
 from tests.support.generated_text import TINY, write_jsonl
-from tests.support.team_servers import Team, await_that, worker
+from tests.support.team_servers import Team, worker
+from tests.support.waiting import await_that
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,8 @@ import pytest
 
 from t5train.files.run_folder import RUNS
 from t5train.records import metrics
-from tests.support.slurm import Slurm, await_that, one_machine_slurm, what_is_missing
+from tests.support.slurm import Slurm, one_machine_slurm, what_is_missing
+from tests.support.waiting import await_that
 
 pytestmark = [
     pytest.mark.slow,

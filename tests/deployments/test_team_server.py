@@ -19,7 +19,8 @@ from flows.deployment.notifications import PREFIX, STATES, WEBHOOK_VARIABLE
 from flows.server.team_server import DATABASE_VARIABLE
 from t5train.files.run_folder import PUBLISHED, RUNS
 from tests.support.generated_text import TINY, write_jsonl
-from tests.support.team_servers import BIN, HIDDEN, UNITS, Team, await_that, environment, exec_start, worker
+from tests.support.team_servers import BIN, HIDDEN, UNITS, Team, environment, exec_start, worker
+from tests.support.waiting import await_that
 
 pytestmark = pytest.mark.slow
 

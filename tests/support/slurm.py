@@ -4,12 +4,12 @@ import os
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from infra.node.ports import free_port
+from tests.support.waiting import await_that
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 _CONFIGURATION = """\
@@ -82,7 +82,7 @@ def one_machine_slurm(folder: Path, cores: int) -> Iterator[Slurm]:
     with ExitStack() as daemons:
         for command in (munged, ["slurmctld", "-D"], ["slurmd", "-D", "-N", host]):
             daemons.enter_context(_daemon(command, folder, slurm.environment))
-        await_that(lambda: "idle" in slurm.do("sinfo", "--noheader", "--format=%T"), 60)
+        await_that(lambda: _is_idle(slurm), 60)
         yield slurm
 
 
@@ -99,17 +99,8 @@ def _daemon(command: list[str], folder: Path, environment: dict[str, str]) -> It
         process.wait(30)
 
 
-def await_that(condition: Callable[[], object], seconds: float) -> None:
-    """Wait until a condition holds. Raises TimeoutError; a command that fails meanwhile is tried again."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            if condition():
-                return
-        except subprocess.CalledProcessError as error:
-            failure = error.stderr
-        else:
-            failure = ""
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not after {seconds:.0f} s: {failure}")
-        time.sleep(0.5)
+def _is_idle(slurm: Slurm) -> bool:
+    try:
+        return "idle" in slurm.do("sinfo", "--noheader", "--format=%T")
+    except subprocess.CalledProcessError:  # the controller does not answer yet
+        return False

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -22,18 +21,11 @@ import pytest
 from flows.server.team_server import DATABASE_VARIABLE, LATE_VARIABLE
 from infra.node.ports import free_port
 from tests.support import prefect_servers
+from tests.support.waiting import await_that
 
 UNITS = Path(__file__).parents[2] / "deployments" / "systemd"
 BIN = str(Path(sys.executable).parent)
 HIDDEN = "p@ss/word-of-the-database"
-
-
-def await_that(condition: Callable[[], bool], seconds: float = 600.0) -> None:
-    """Ample time, for machines that do other work too."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def exec_start(unit: str, **replaced: str) -> list[str]:

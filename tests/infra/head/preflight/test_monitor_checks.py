@@ -1,11 +1,14 @@
 """What W&B needs is looked for before anything starts, and the API key goes only where it has to."""
 
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.head.hosts.hostfile import Hosts
+from infra.head.launch.held_run import HeldRun, hold_run
 from infra.head.preflight import monitor_checks
 from infra.head.preflight.monitor_checks import require_wandb, wandb_environment
 from infra.head.training_run import launch_spec, require_startable
@@ -89,6 +92,18 @@ def test_on_hosts_the_key_has_to_be_passed_on_by_name(tmp_path: Path, monkeypatc
     require_wandb(passed_on)
     with pytest.raises(SpecError, match="the host of rank 0 would get no API key"):
         require_wandb(on_hosts)
+
+
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize("are_running", [False, True])
+def test_a_head_that_returns_to_running_ranks_needs_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, are_running: bool
+) -> None:
+    monkeypatch.setattr(HeldRun, "running_hosts", Hosts.of({"node0": [0]}) if are_running else None)
+    spec = spec_with(tmp_path, csv=True).with_settings({"cluster.hostfile": "hosts"})
+    expected = nullcontext() if are_running else pytest.raises(SpecError, match="would get no API key")
+    with hold_run(spec.run_folder) as run, expected:
+        require_startable(spec, run)
 
 
 @pytest.mark.usefixtures("_installed")

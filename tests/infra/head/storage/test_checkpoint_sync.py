@@ -1,7 +1,7 @@
 """While ranks train, the newest complete checkpoint is gathered to the head, and no needed checkpoint is removed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from t5train.files.run_folder import PROFILES, WANDB, tag_of
 from t5train.progress import silent
 from t5train.spec import StorageSpec
 from tests.support.simulated_nodes import Site
+from tests.support.waiting import await_that
 
 PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
@@ -33,13 +34,6 @@ class Cut:
 
 def tags(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_the_newest_complete_checkpoint_is_gathered_and_older_ones_are_removed_everywhere(
@@ -136,9 +130,9 @@ def test_a_failed_sync_is_retried_and_the_sync_ends_promptly(
     cut = Cut(site.transport)
     site.save(8)
     sync = CheckpointSync(replace(run, nodes=replace(run.nodes, transport=cut)), lambda: 2)
-    wait_for(lambda: "cannot collect metrics" in caplog.text)
+    await_that(lambda: "cannot collect metrics" in caplog.text)
     cut.is_cut = False
-    wait_for(lambda: sidecar.complete_tags(run.checkpoints) == [tag_of(8)])
+    await_that(lambda: sidecar.complete_tags(run.checkpoints) == [tag_of(8)])
     started = time.monotonic()
     sync.end()
     assert time.monotonic() - started < 10

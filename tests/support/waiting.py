@@ -1,0 +1,13 @@
+"""Waits for what other processes do."""
+
+import time
+from collections.abc import Callable
+
+
+def await_that(condition: Callable[[], object], seconds: float = 600.0) -> None:
+    """Wait until a condition holds. The default is ample, for machines that do other work too. Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not after {seconds:.0f} s")
+        time.sleep(0.2)
