@@ -33,7 +33,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         shards = python_documentation(Path(folder), given.windows)
-        samples = Samples(shards, "train", ObjectiveSpec(input_tokens=512), seed=0, shuffle=True)
+        samples = Samples(shards, "train", ObjectiveSpec(input_tokens=512), seed=0)
         print(f"{hardware()}; load average {os.getloadavg()[0]:.1f}; {samples.num_samples:,} samples")
         print(f"batches of {given.batch}, steps of {given.step_ms:.0f} ms, {given.steps} steps\n")
         print(

@@ -28,6 +28,8 @@ ORDER_VERSION = 2
 """Incremented when the same seed would give other samples or another order. Part of the identity of a training run."""
 PREFETCHED_BATCHES = 4
 _ORDER, _NOISE = 1, 2  # parts of the keys, so that order and noise get different random bits
+HELD_OUT_SEED = 0
+"""Seed of the order and noise of splits that are not trained on, so that runs with different seeds compare."""
 
 
 class Batch(NamedTuple):
@@ -101,16 +103,17 @@ def num_windows(shards: TokenShards, split: str, window_tokens: int) -> int:
 class Samples:
     """Span-corrupted samples of one split, in an endless sequence.
 
-    With ``shuffle``, each epoch is a permutation of the split keyed by (seed, epoch), and noise is keyed by
-    (seed, epoch, sample id). Without it, every epoch has the order of the ids and the noise of epoch 0.
+    Each epoch of the train split is a permutation of it keyed by (seed, epoch), and noise is keyed by
+    (seed, epoch, sample id). Another split repeats one epoch, which is the same for every ``seed``.
     """
 
-    def __init__(self, shards: TokenShards, split: str, objective: ObjectiveSpec, seed: int, shuffle: bool) -> None:
+    def __init__(self, shards: TokenShards, split: str, objective: ObjectiveSpec, seed: int) -> None:
         self._geometry = geometry(objective)
         self._windows = Windows(shards, split, self._geometry.window_tokens)
         self._first_sentinel_id = int(shards.counts["first_sentinel_id"])
         self._eos_id = int(shards.counts["eos_id"])
-        self._seed, self._shuffle = seed, shuffle
+        self._is_trained = split == "train"
+        self._seed = seed if self._is_trained else HELD_OUT_SEED
 
     @property
     def num_samples(self) -> int:
@@ -120,10 +123,9 @@ class Samples:
     def batch(self, start: int, count: int) -> Batch:
         """Return samples ``start`` to ``start + count`` (exclusive) of the endless sequence."""
         epochs, places = np.divmod(np.arange(start, start + count), self.num_samples)
-        if self._shuffle:
-            ids = keyed_random.permuted(places, self.num_samples, self._seed, _ORDER, epochs)
-        else:
-            ids, epochs = places, np.zeros_like(places)
+        if not self._is_trained:
+            epochs = np.zeros_like(places)
+        ids = keyed_random.permuted(places, self.num_samples, self._seed, _ORDER, epochs)
         key = noise_keys(self._seed, epochs, ids)
         inputs, targets = corrupt(self._windows[ids], key, self._geometry, self._first_sentinel_id, self._eos_id)
         return Batch(ids, inputs, targets)
@@ -146,6 +148,11 @@ def require_batch(spec: RunSpec, num_samples: int) -> None:
             f"step takes optimizer.global_batch_sequences ({batch}). Add text, or lower "
             "optimizer.global_batch_sequences or objective.input_tokens"
         )
+
+
+def drawn_held_out(count: int, num_samples: int) -> np.ndarray:
+    """Return the ids, int64 [count], of the first samples of a split of ``num_samples`` that is not trained on."""
+    return keyed_random.permuted(np.arange(count), num_samples, HELD_OUT_SEED, _ORDER, 0)
 
 
 def noise_keys(seed: int, epochs: np.ndarray, ids: np.ndarray) -> keyed_random.Bits:

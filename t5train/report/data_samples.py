@@ -30,7 +30,7 @@ def shown_samples(
     Raises InputError if the split has no whole window.
     """
     vocabulary = Tokenizer.load(tokenizer.path)
-    samples = Samples(shards, split, spec.objective, spec.optimizer.seed, shuffle=split == "train")
+    samples = Samples(shards, split, spec.objective, spec.optimizer.seed)
     batch = samples.batch(start, count)
     for sample_id, inputs, targets in zip(*batch, strict=True):
         yield ShownSample(

@@ -69,7 +69,12 @@ class StorageSpec(SpecPart):
     validate_every_steps: int = Field(
         500, ge=1, title="Validate every", description="Validate every so many optimizer steps, and at the last one"
     )
-    validate_sequences: int = Field(512, ge=1, title="Validation", description="Sequences per validation, at most")
+    validate_sequences: int = Field(
+        512,
+        ge=1,
+        title="Validation",
+        description="Sequences per validation, at most; they are drawn from the whole split",
+    )
 
     @property
     def checkpoint_bytes(self) -> int | None:

@@ -63,7 +63,7 @@ class OptimizerSpec(SpecPart):
         ge=0,
         le=2**31 - 1,
         title="Seed",
-        description="Decides initial weights, the order of samples, and which spans are masked",
+        description="Decides initial weights, and the order and masked spans of the samples that are trained on",
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "bf16",

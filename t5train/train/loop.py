@@ -61,8 +61,8 @@ class Trainer:
         self.shape: T5Shape = resolve(self.spec.model, int(self.shards.counts["vocab_size"]))
         pad_id, eos_id = int(self.shards.counts["pad_id"]), int(self.shards.counts["eos_id"])
         self.huggingface_config = huggingface_config(self.shape, pad_id, eos_id)
-        self.train_samples = self._samples("train", shuffle=True)
-        self.held_out = self._samples("validation", shuffle=False)
+        self.train_samples = self._samples("train")
+        self.held_out = self._samples("validation")
         require_batch(self.spec, self.train_samples.num_samples)
         read_held_out(job.shards_folder)  # needed only for the witness at the end, but any error should be raised now
         # For dropout: different on every rank, the same in every run. Weights and samples have their own seeds.
@@ -227,7 +227,7 @@ class Trainer:
         """Return the losses on the test split, measured as on the validation split; empty if it has no sample."""
         if not num_windows(self.shards, "test", geometry(self.spec.objective).window_tokens):
             return {}
-        losses = validation.validate(self.passes, self._samples("test", shuffle=False), self.shards, self.spec)
+        losses = validation.validate(self.passes, self._samples("test"), self.shards, self.spec)
         return {
             "test_loss": losses.all_targets,
             "test_content_loss": losses.content,
@@ -252,8 +252,8 @@ class Trainer:
         if metrics and (values := self.routing.of_experts()):
             metrics.write(self.step, values)
 
-    def _samples(self, split: str, shuffle: bool) -> Samples:
-        return Samples(self.shards, split, self.spec.objective, self.spec.optimizer.seed, shuffle)
+    def _samples(self, split: str) -> Samples:
+        return Samples(self.shards, split, self.spec.objective, self.spec.optimizer.seed)
 
     def _applied_steps(self) -> int:
         """Return the number of steps so far that changed the weights. If a cosine ends at zero, the last does not."""

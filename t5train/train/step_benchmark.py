@@ -174,7 +174,7 @@ def _batches(job: BenchmarkJob, rank: int) -> _Drawn | Prefetched:
 
     spec = job.spec.with_settings({"optimizer.num_steps": max(job.spec.optimizer.num_steps, job.all_steps)})
     shards = TokenShards.load(job.shards_folder)
-    samples = Samples(shards, "train", spec.objective, spec.optimizer.seed, shuffle=True)
+    samples = Samples(shards, "train", spec.objective, spec.optimizer.seed)
     return Prefetched(micro_batches(samples, spec, 0), PREFETCHED_BATCHES)
 
 

@@ -60,7 +60,7 @@ class Losses(NamedTuple):
 
 
 def validate(passes: Passes, samples: Samples, shards: TokenShards, spec: RunSpec, shuffled: bool = False) -> Losses:
-    """Return the losses of the engine's model on the first validation samples, which are divided among ranks.
+    """Return the losses of the engine's model on validation samples, which are divided among ranks.
 
     Every rank makes the same number of passes over the same number of samples, even if none of its samples count: at
     ZeRO 3, with experts on several ranks and in a pipeline, a forward pass is a collective.

@@ -35,7 +35,7 @@ def see_a_batch_twice(loader: Any) -> None:
     def batch(self: Any, start: int, count: int) -> Any:
         made = original(self, start, count)
         first = (SEEN_TWICE_STEP - 1) * _BATCH
-        if self._shuffle and first <= start < first + _BATCH:
+        if self._is_trained and first <= start < first + _BATCH:
             return original(self, start - _BATCH, count)._replace(sample_ids=made.sample_ids)
         return made
 

@@ -9,13 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import ValidationError
 
-from t5train.data.loader import noise_keys
+from t5train.data.loader import HELD_OUT_SEED, noise_keys
 from t5train.data.passages import SourceFile, Split
 from t5train.data.sources import PYDOCS, local_files, write_pydocs
 from t5train.data.span_corruption import Geometry, corrupt, geometry, is_content
 from t5train.errors import InputError, SpecError
 from t5train.progress import Progress, silent
-from t5train.release.inference.evaluation_text import EvaluationText, read_windows, split_text, whole_text
+from t5train.release.inference.evaluation_text import (
+    EvaluationText,
+    drawn_as_in_validation,
+    read_windows,
+    split_text,
+    whole_text,
+)
 from t5train.release.inference.model_folder import ModelFolder, chosen_device
 from t5train.release.inference.vocabulary import Vocabulary
 from t5train.spec import CorpusSpec, ObjectiveSpec, ShardsSpec, StorageSpec
@@ -26,6 +32,8 @@ class EvaluationSpec(NamedTuple):
     """What to evaluate on. What is left out is as in training if the folder records it, else as for T5.
 
     Without ``split``, the whole text is used; with it, only the passages that training would put into that split.
+    ``max_sequences`` takes the first sequences of the whole text. Of a split, which is read whole, it takes those that
+    validation in training would, drawn from all of it; ``seed`` does not change which.
     """
 
     noise_density: float | None = None
@@ -34,7 +42,7 @@ class EvaluationSpec(NamedTuple):
     split: Split | None = None
     batch_sequences: int = 8
     max_sequences: int | None = None
-    seed: int | None = None
+    seed: int = HELD_OUT_SEED
 
 
 _USUAL = EvaluationSpec()
@@ -97,12 +105,11 @@ def evaluate(
     folder = ModelFolder.open(path)
     objective = _objective(folder.settings, spec)
     shape, vocabulary = geometry(objective), folder.vocabulary()
-    seed = spec.seed if spec.seed is not None else int(folder.settings.get("optimizer", {}).get("seed", 0))
     text = _read(folder.settings, corpus, spec, shape, vocabulary, (root or StorageSpec().root).absolute(), progress)
     used = chosen_device(device)
     sums = _Sums(vocabulary, text)
     model = folder.load(used)
-    for inputs, targets in _batches(text.windows, shape, vocabulary, seed, spec.batch_sequences):
+    for inputs, targets in _batches(text, shape, vocabulary, spec):
         sums.add(targets, *_predicted(model, inputs, targets))
         progress(f"sequences evaluated, loss {sums.loss:.4f}", sums.sequences, len(text.windows))
     return Evaluation(
@@ -120,7 +127,7 @@ def evaluate(
         split=spec.split,
         noise_density=objective.noise_density,
         input_tokens=objective.input_tokens,
-        seed=seed,
+        seed=spec.seed,
         device=used,
     )
 
@@ -146,13 +153,13 @@ def _read(
     with TemporaryDirectory() as temporary:
         files = _files(corpus, Path(temporary), root, progress)
         if spec.split is None:
-            sequences = whole_text(files)
-        else:
-            recorded = settings.get("corpus", {})
-            rule = CorpusSpec.model_validate({key: recorded[key] for key in ("split", "split_seed") if key in recorded})
-            shard_tokens = settings.get("shards", {}).get("shard_tokens", ShardsSpec().shard_tokens)
-            sequences = split_text(files, rule, spec.split, shard_tokens, progress)
-        return read_windows(sequences, vocabulary, shape.window_tokens, spec.max_sequences, progress)
+            return read_windows(whole_text(files), vocabulary, shape.window_tokens, spec.max_sequences, progress)
+        recorded = settings.get("corpus", {})
+        rule = CorpusSpec.model_validate({key: recorded[key] for key in ("split", "split_seed") if key in recorded})
+        shard_tokens = settings.get("shards", {}).get("shard_tokens", ShardsSpec().shard_tokens)
+        sequences = split_text(files, rule, spec.split, shard_tokens, progress)
+        whole = read_windows(sequences, vocabulary, shape.window_tokens, None, progress)
+        return drawn_as_in_validation(whole, spec.max_sequences)
 
 
 def _files(corpus: str, folder: Path, root: Path, progress: Progress) -> list[SourceFile]:
@@ -163,13 +170,13 @@ def _files(corpus: str, folder: Path, root: Path, progress: Progress) -> list[So
 
 
 def _batches(
-    windows: np.ndarray, shape: Geometry, vocabulary: Vocabulary, seed: int, size: int
+    text: EvaluationText, shape: Geometry, vocabulary: Vocabulary, spec: EvaluationSpec
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield inputs and targets. The noise of a window depends only on the seed and its number, as in validation."""
-    for start in range(0, len(windows), size):
-        numbers = np.arange(start, min(start + size, len(windows)))
-        key = noise_keys(seed, np.zeros_like(numbers), numbers)
-        yield corrupt(windows[numbers], key, shape, vocabulary.first_sentinel_id, vocabulary.eos_id)
+    for start in range(0, len(text.windows), spec.batch_sequences):
+        batch = slice(start, start + spec.batch_sequences)
+        key = noise_keys(spec.seed, np.zeros_like(text.numbers[batch]), text.numbers[batch])
+        yield corrupt(text.windows[batch], key, shape, vocabulary.first_sentinel_id, vocabulary.eos_id)
 
 
 def _predicted(model: Any, inputs: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

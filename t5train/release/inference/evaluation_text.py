@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from t5train.data.loader import drawn_held_out
 from t5train.data.passages import Passage, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import rows
 from t5train.data.segments import passages_of, scan
@@ -19,9 +20,14 @@ _PASSAGES_A_BATCH = 256
 
 
 class EvaluationText(NamedTuple):
-    """``windows`` int32 [n, window_tokens]; ``counts`` int64 [vocabulary]: how often each id occurs in the text."""
+    """Windows of a text, and how often each id occurs in it.
+
+    ``windows`` int32 [n, window_tokens]; ``numbers`` int64 [n]: their places in the text, in windows; ``counts`` int64
+    [vocabulary].
+    """
 
     windows: np.ndarray
+    numbers: np.ndarray
     counts: np.ndarray
     passages: int
 
@@ -89,4 +95,12 @@ def read_windows(
             f"the text is too short to evaluate: a sequence takes {window_tokens} consecutive tokens, but there are "
             f"{counts.sum():,} tokens in {passages:,} passages. Give more text, or set a lower --input-tokens"
         )
-    return EvaluationText(np.concatenate(cut)[:most_windows], counts, passages)
+    found = np.concatenate(cut)[:most_windows]
+    return EvaluationText(found, np.arange(len(found)), counts, passages)
+
+
+def drawn_as_in_validation(text: EvaluationText, most_windows: int | None) -> EvaluationText:
+    """Return the windows of a whole split that validation in training uses if it takes ``most_windows``."""
+    count = len(text.windows) if most_windows is None else min(most_windows, len(text.windows))
+    numbers = drawn_held_out(count, len(text.windows))
+    return text._replace(windows=text.windows[numbers], numbers=numbers)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from t5train.data.loader import Batch, Prefetched, Samples, Windows, require_enough_samples
+from t5train.data.loader import Batch, Prefetched, Samples, Windows, drawn_held_out, require_enough_samples
 from t5train.data.shards import tokens_name
 from t5train.errors import DigestMismatch, InputError
 from t5train.records.stage_records import TokenShards
@@ -19,7 +19,7 @@ OBJECTIVE = ObjectiveSpec(input_tokens=64)
 
 
 def train(data_chain: DataChain, seed: int = 0) -> Samples:
-    return Samples(data_chain.shards, "train", OBJECTIVE, seed, shuffle=True)
+    return Samples(data_chain.shards, "train", OBJECTIVE, seed)
 
 
 def test_every_epoch_has_each_sample_once_in_an_order_of_its_own(data_chain: DataChain) -> None:
@@ -40,22 +40,32 @@ def test_a_batch_depends_only_on_its_position_and_not_on_how_it_is_split(data_ch
 
 
 def test_the_seed_decides_order_and_noise(data_chain: DataChain) -> None:
-    assert (
-        train(data_chain, seed=1).batch(0, 50).sample_ids != train(data_chain, seed=2).batch(0, 50).sample_ids
-    ).any()
-    fixed = [Samples(data_chain.shards, "validation", OBJECTIVE, seed, shuffle=False).batch(0, 8) for seed in (1, 2)]
-    assert (fixed[0].sample_ids == fixed[1].sample_ids).all()
-    assert (fixed[0].inputs != fixed[1].inputs).any()
+    samples = [train(data_chain, seed) for seed in (1, 2)]
+    one, other = (each.batch(0, each.num_samples) for each in samples)
+    assert (one.sample_ids != other.sample_ids).any()
+    same_order = [batch.inputs[np.argsort(batch.sample_ids)] for batch in (one, other)]
+    assert (same_order[0] != same_order[1]).any(axis=1).mean() > 0.9
 
 
-def test_noise_is_new_in_each_epoch_but_not_in_validation(data_chain: DataChain) -> None:
+def test_noise_is_new_in_each_epoch(data_chain: DataChain) -> None:
     samples = train(data_chain)
     again = [samples.batch(epoch * samples.num_samples, samples.num_samples) for epoch in range(2)]
     by_id = [batch.inputs[np.argsort(batch.sample_ids)] for batch in again]
     assert (by_id[0] != by_id[1]).any(axis=1).mean() > 0.9
-    held_out = Samples(data_chain.shards, "validation", OBJECTIVE, 0, shuffle=False)
-    assert held_out.batch(0, 5).sample_ids.tolist() == [0, 1, 2, 3, 4]
-    assert (held_out.batch(0, 5).inputs == held_out.batch(held_out.num_samples, 5).inputs).all()
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_held_out_samples_are_drawn_from_the_whole_split_and_are_the_same_for_every_seed_and_epoch(
+    data_chain: DataChain, split: str
+) -> None:
+    one, other = (Samples(data_chain.shards, split, OBJECTIVE, seed) for seed in (1, 2))
+    few = one.num_samples // 4
+    first = one.batch(0, few)
+    assert max(first.sample_ids) > one.num_samples // 2  # not the first in the order of the files
+    assert sorted(one.batch(0, one.num_samples).sample_ids) == list(range(one.num_samples))
+    for again in (other.batch(0, few), one.batch(one.num_samples, few)):
+        assert all((getattr(again, field) == getattr(first, field)).all() for field in Batch._fields)
+    assert (drawn_held_out(few, one.num_samples) == first.sample_ids).all()
 
 
 def test_sample_k_is_window_k_of_the_shards(data_chain: DataChain) -> None:

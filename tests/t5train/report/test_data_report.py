@@ -17,7 +17,7 @@ def test_the_facts_about_the_train_split_equal_what_its_files_hold(data_chain: D
     ids = [np.fromfile(shards.path / tokens_name("train", n), "<u2") for n in range(shards.counts["num_shards"])]
     facts = train_split_facts(shards, SPEC.objective)
     assert facts.unknown_pieces == sum(int((each == UNK_ID).sum()) for each in ids)
-    assert facts.samples == Samples(shards, "train", SPEC.objective, seed=0, shuffle=True).num_samples
+    assert facts.samples == Samples(shards, "train", SPEC.objective, seed=0).num_samples
 
 
 def test_the_report_has_counts_epochs_and_digests(data_chain: DataChain) -> None:

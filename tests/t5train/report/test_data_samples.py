@@ -18,7 +18,7 @@ SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_samples_are_those_that_a_run_uses(data_chain: DataChain, split: str) -> None:
-    of_run = Samples(data_chain.shards, split, SPEC.objective, SPEC.optimizer.seed, shuffle=split == "train")
+    of_run = Samples(data_chain.shards, split, SPEC.objective, SPEC.optimizer.seed)
     batch = of_run.batch(5, 3)
     found = list(shown_samples(SPEC, data_chain.tokenizer, data_chain.shards, split, start=5, count=3))
     assert [each.sample_id for each in found] == batch.sample_ids.tolist()

@@ -54,7 +54,7 @@ def _certificate(
         resume_tag=None,
         start_name="t5-base",
     )
-    held_out = Samples(shards, "validation", spec.objective, 1, shuffle=False)
+    held_out = Samples(shards, "validation", spec.objective, 1)
     facts: dict[str, Any] = FACTS | {"inputs": {**shards.inputs, "shards": shards.fingerprint}}
     witness_recording.record(None, job, shape, held_out, huggingface_config(shape, 0, 1), facts)
     (folder / "weights").mkdir()

@@ -45,13 +45,16 @@ def test_the_validation_split_of_an_export_gives_the_samples_and_losses_of_train
     tokenizer = given_tokenizer(folder / "spiece.model", tmp_path)
     shards = build_shards(ShardsSpec(shard_tokens=4096, workers=1), corpus_spec, corpus, tokenizer, tmp_path)
     assert shards.counts["num_shards"] > 1
-    samples = Samples(shards, "validation", OBJECTIVE, seed=5, shuffle=False)
-    inputs, targets = samples.batch(0, samples.num_samples)[1:]
+    samples = Samples(shards, "validation", OBJECTIVE, seed=5)
+    half = samples.num_samples // 2
+    inputs, targets = samples.batch(0, half)[1:]
     loss, logits = _reference(folder, inputs, targets)
 
-    found = evaluate(folder, str(text), EvaluationSpec(split="validation", batch_sequences=20), "cpu")
+    found = evaluate(
+        folder, str(text), EvaluationSpec(split="validation", batch_sequences=20, max_sequences=half), "cpu"
+    )
 
-    assert (found.sequences, found.input_tokens, found.seed) == (samples.num_samples, 32, 5)
+    assert (found.sequences, found.input_tokens, found.seed) == (half, 32, 0)
     experts = 1e-4 if version == "switch" else 1e-6
     assert found.all_targets_loss == pytest.approx(loss.item(), rel=experts)
     content = is_content(targets, first_sentinel_id=399)
@@ -125,7 +128,7 @@ def _masked(ids: np.ndarray, spec: EvaluationSpec, vocabulary: Vocabulary) -> li
     count = len(ids) // shape.window_tokens
     windows = ids[: count * shape.window_tokens].reshape(count, -1)
     numbers = np.arange(count)
-    key = noise_keys(5, np.zeros_like(numbers), numbers)
+    key = noise_keys(0, np.zeros_like(numbers), numbers)
     _, targets = corrupt(windows, key, shape, vocabulary.first_sentinel_id, vocabulary.eos_id)
     return [int(token) for token in targets[is_content(targets, vocabulary.first_sentinel_id)]]
 
