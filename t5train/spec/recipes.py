@@ -130,8 +130,9 @@ def t5_3b() -> RunSpec:
         recipe="t5_3b",
         model=ModelSpec(preset="3b", compile=True),
         optimizer=OptimizerSpec(warmup_steps=10_000),
-        # ZeRO-2 would reduce the gradients of every pass; here, they are reduced once a step.
-        layout=LayoutSpec(zero_stage=1, micro_batch_sequences=32),
+        # ZeRO-2 would reduce the gradients of every pass; here, they are reduced once a step. 32 sequences a pass take
+        # more than 80 GB.
+        layout=LayoutSpec(zero_stage=1, micro_batch_sequences=16),
     )
 
 
