@@ -148,7 +148,7 @@ async def _read(client: PrefectClient, flow_run_id: UUID) -> FlowRun | None:
 
 async def _close_of_worker(worker: str, living: set[UUID]) -> list[Closed]:
     async with get_client() as client:
-        active = await _of_pool(client, StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
+        active = await runs_of_the_pool(client, StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
         alive = living | flow_processes().keys()
         taken = [run for run in active if run.labels.get(WORKER_LABEL) == worker and run.id not in alive]
         return [await _close(client, run) for run in taken]
@@ -157,8 +157,8 @@ async def _close_of_worker(worker: str, living: set[UUID]) -> list[Closed]:
 async def _close_lost_starts(worker: str) -> list[Closed]:
     async with get_client() as client:
         awaiting = await client.read_flow_runs(flow_run_filter=_AWAITING, work_pool_filter=OF_THE_POOL)
-        pending = await _of_pool(client, StateType.PENDING)
-        of_offline = await _of_offline(client, worker, [*awaiting, *pending])
+        pending = await runs_of_the_pool(client, StateType.PENDING)
+        of_offline = await of_offline_workers(client, worker, [*awaiting, *pending])
         closed = [await _close(client, run, WHY_OFFLINE) for run in of_offline]
         for run in pending:
             if _is_stuck(run, worker):
@@ -167,7 +167,8 @@ async def _close_lost_starts(worker: str) -> list[Closed]:
         return closed
 
 
-async def _of_offline(client: PrefectClient, worker: str, runs: list[FlowRun]) -> list[FlowRun]:
+async def of_offline_workers(client: PrefectClient, worker: str, runs: list[FlowRun]) -> list[FlowRun]:
+    """Return those of ``runs`` that a worker other than ``worker`` has taken which is offline."""
     elsewhere = [run for run in runs if run.labels.get(WORKER_LABEL, worker) != worker]
     online = await online_workers(client) if elsewhere else set()
     return [run for run in elsewhere if run.labels[WORKER_LABEL] not in online]
@@ -179,7 +180,8 @@ def _is_stuck(run: FlowRun, worker: str) -> bool:
     return is_old and run.labels.get(WORKER_LABEL, worker) == worker and not is_alive(run.id)
 
 
-async def _of_pool(client: PrefectClient, *types: StateType) -> list[FlowRun]:
+async def runs_of_the_pool(client: PrefectClient, *types: StateType) -> list[FlowRun]:
+    """Return the runs of the pool in one of these states."""
     states = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(types)))
     return await client.read_flow_runs(flow_run_filter=FlowRunFilter(state=states), work_pool_filter=OF_THE_POOL)
 

@@ -32,7 +32,7 @@ from flows.workers.abandoned import (
     is_alive,
 )
 from flows.workers.cancelled_runs import CancelledRuns
-from flows.workers.lost_runs import LOST, restore_lost_runs
+from flows.workers.lost_runs import LOST, SilentRuns, restore_lost_runs
 from flows.workers.run_news import RunNews
 from flows.workers.waiting_runs import WaitingRuns
 from t5train.checkpoint.last_complete import last_complete
@@ -60,6 +60,7 @@ class RunMonitor:
     def __init__(self, worker: str) -> None:
         self._worker = worker
         self._waiting_runs, self._cancelled_runs, self._news = WaitingRuns(worker), CancelledRuns(), RunNews(worker)
+        self._silent_runs = SilentRuns(worker)
 
     def begin(self) -> list[str]:
         """Close what the previous worker left. Call it before the worker starts."""
@@ -79,8 +80,9 @@ class RunMonitor:
         cancelled = asyncio.run(self._cancelled_runs.end())
         killed = [closed_line(each, "was killed") for each in close_abandoned_runs()]
         lost = [closed_line(each, "lost its worker") for each in close_lost_starts(self._worker)]
+        silent = asyncio.run(self._silent_runs.look())
         resumed = asyncio.run(_restore_and_resume(self._worker))
-        return [*cancelled, *killed, *lost, *resumed, *self._waiting_runs.check()]
+        return [*cancelled, *killed, *lost, *silent, *resumed, *self._waiting_runs.check()]
 
 
 async def _restore_and_resume(worker: str) -> list[str]:

@@ -5,10 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -30,12 +33,14 @@ import json, sys
 from datetime import timedelta
 from flows.server.prefect_server import configured_api_url
 configured_api_url()
-from flows.workers import abandoned, cancelled_runs
+from flows.workers import abandoned, cancelled_runs, lost_runs
 from flows.workers.run_monitor import RunMonitor
 
 if sys.argv[2] == "impatient":
     cancelled_runs.PREFECT_TIME, cancelled_runs.SAVE_SECONDS = timedelta(0), 3.0
-    abandoned._START_TIME = timedelta(0)
+    abandoned._START_TIME, lost_runs.SILENCE = timedelta(0), timedelta(seconds=12)
+if sys.argv[2] == "absent":
+    lost_runs._LONGEST_GAP, lost_runs.SILENCE = timedelta(0), timedelta(seconds=1)
 monitor = RunMonitor(sys.argv[1])
 for line in sys.stdin:
     print(json.dumps(getattr(monitor, line.strip())()), flush=True)
@@ -55,7 +60,11 @@ time.sleep(600)
 
 @contextmanager
 def monitor(team: Team, worker: str, temper: str = "patient") -> Iterator[Callable[[str], list[str]]]:
-    """Calls methods of the run monitor of a machine's worker. An impatient one does not wait for Prefect's worker."""
+    """Calls methods of the run monitor of a machine's worker.
+
+    An impatient one does not wait for Prefect's worker, and waits for silent runs for 12 s. For an absent one, the time
+    between any two looks is so long that it has not watched.
+    """
     command = [sys.executable, "-c", MONITOR, worker, temper]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=team.client, cwd="/", **pipes) as process:
@@ -126,6 +135,36 @@ def test_only_crashed_runs_of_the_own_machine_are_resumed(team: Team) -> None:
     assert {run: team.run(run)["state_type"] for run in left.values()} == {run: state for state, run in left.items()}
     assert team.run(unstarted)["state_type"] == "CRASHED"
     team.set_state(left["RUNNING"], "CANCELLED")
+
+
+def test_a_silent_run_of_a_machine_that_is_down_is_lost_even_if_the_servers_automation_forgot_it(team: Team) -> None:
+    silent, reporting = (team.start("RUNNING", labels={WORKER_LABEL: "t5@gpu2"}) for _ in range(2))
+    mine = team.start("RUNNING", labels={WORKER_LABEL: "t5@gpu1"})
+    lines: list[str] = []
+    with monitor(team, "t5@gpu1", "absent") as call:
+        assert call("check") == []
+        time.sleep(2)
+        assert call("check") == []
+
+    def is_lost() -> bool:
+        _heartbeat(team, reporting)
+        lines.extend(call("check"))
+        return bool(lines)
+
+    with monitor(team, "t5@gpu1", "impatient") as call:
+        await_that(is_lost)
+    (line,) = lines
+    assert line == f"run {team.run(silent)['name']!r} of t5@gpu2, which is offline, is Lost: no heartbeat"
+    assert [team.run(run)["state_name"] for run in (silent, reporting, mine)] == [LOST, "Running", "Running"]
+    for run in (silent, reporting, mine):
+        team.set_state(run, "CANCELLED")
+
+
+def _heartbeat(team: Team, run: str) -> None:
+    """Report that a run is alive, as its process does."""
+    resource = {"prefect.resource.id": f"prefect.flow-run.{run}"}
+    event = {"id": str(uuid4()), "occurred": datetime.now(UTC).isoformat(), "event": "prefect.flow-run.heartbeat"}
+    team.ask("events", [event | {"resource": resource}])
 
 
 def test_a_worker_that_starts_closes_only_runs_without_a_process(team: Team) -> None:
