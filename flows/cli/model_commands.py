@@ -150,7 +150,7 @@ def _show_generated(result: "Generated", first: bool) -> None:
     if not first:
         say("")
     for sentinel, span in result.spans.items():
-        say(f"{sentinel}: {'(nothing generated)' if span is None else span}")
+        say(f"{sentinel}: {span or '(nothing generated)'}")
     say(result.filled)
 
 

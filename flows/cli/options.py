@@ -9,6 +9,8 @@ import typer
 
 from flows.spec_from_recipe import resolve
 from t5train.errors import SpecError
+from t5train.files.presence import visible_in
+from t5train.files.run_folder import RUNS
 from t5train.spec import RunSpec, StorageSpec, setting_names
 from t5train.spec.config_file import Configuration, read_config
 from t5train.spec.overrides import parsed
@@ -33,6 +35,13 @@ def _settings_like(incomplete: str) -> list[str]:
         return [f"{each}=" for each in names]
     # More than one candidate, because bash adds a space after a single one.
     return [f"{names[0]}=", *(with_values or [f"{names[0]}=..."])]
+
+
+def runs_like(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete the name of a run under the root in a shell."""
+    return [
+        path.name for path in visible_in(root_of(context.params.get("root")) / RUNS) if path.name.startswith(incomplete)
+    ]
 
 
 RecipeArgument = Annotated[

@@ -97,7 +97,7 @@ def require_source(source: str) -> SourceFacts:
 
 def skipped_line(skipped: Sequence[str]) -> str:
     """Return a sentence that names the files of a source's folder that are not read."""
-    return f"skipping {len(skipped)} files that are not {_formats()}: {_few(skipped)}"
+    return f"skipping {len(skipped)} files that are not {_formats()}: {few(skipped)}"
 
 
 def _names(found: list[str]) -> list[str]:
@@ -106,7 +106,8 @@ def _names(found: list[str]) -> list[str]:
     return [str(PurePosixPath(each).relative_to(base)) for each in found]
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """Return the first names, separated by commas, and how many more there are."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return ", ".join(names[:_SHOWN_NAMES]) + more
 
@@ -142,7 +143,7 @@ def _in_folder(filesystem: Any, path: str, shown: str) -> Matches:
     found = [each for each in files if format_of(each)]
     skipped = [str(PurePosixPath(each).relative_to(path)) for each in files if not format_of(each)]
     if not found:
-        only = f" It has {len(skipped)} files of other formats: {_few(skipped)}." if skipped else " It is empty."
+        only = f" It has {len(skipped)} files of other formats: {few(skipped)}." if skipped else " It is empty."
         raise InputError(
             f"corpus.source {shown!r} is a folder without {_formats()} files.{only} Set corpus.source to a folder, "
             "file or pattern with such files"

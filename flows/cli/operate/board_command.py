@@ -15,7 +15,7 @@ from typing import IO, Annotated
 
 import typer
 
-from flows.cli.options import RootOption, root_of
+from flows.cli.options import RootOption, root_of, runs_like
 from flows.cli.terminal import complain, say
 from flows.server.prefect_server import stop
 from infra.head.runs.run_lookup import find_run
@@ -32,7 +32,10 @@ def register(app: typer.Typer) -> None:
 
 
 def board(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Show only this run: its name, or folder")] = None,
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN]", help="Show only this run: its name, or folder", autocompletion=runs_like),
+    ] = None,
     root: RootOption = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of TensorBoard, on this machine only")] = 6006,
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.options import HostfileOption, RootOption, root_of
+from flows.cli.options import HostfileOption, RootOption, root_of, runs_like
 from flows.cli.terminal import complain, say, show_table
 from infra.head.hosts.reached_nodes import reached_nodes
 from infra.head.runs.removal_plan import RemovalPlan, hosts_of_run, machines_of_run, plan_removal, removable_run
@@ -27,7 +27,12 @@ def register(app: typer.Typer) -> None:
 
 
 def rm(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run to delete: its name, or the path of its folder")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="Run to delete: its name, or the path of its folder", autocompletion=runs_like
+        ),
+    ],
     root: RootOption = None,
     hostfile: HostfileOption = None,
     exclude: Annotated[

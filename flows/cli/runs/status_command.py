@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.options import RootOption, root_of
+from flows.cli.options import RootOption, root_of, runs_like
 from flows.cli.runs.run_table import show_runs
 from flows.cli.runs.story_text import story_lines
 from flows.cli.terminal import say
@@ -17,7 +17,9 @@ from t5train.files.run_folder import RUNS
 
 RunArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[RUN]", help="Run to tell everything about: its name, or its folder"),
+    typer.Argument(
+        metavar="[RUN]", help="Run to tell everything about: its name, or its folder", autocompletion=runs_like
+    ),
 ]
 JSON_SCHEMA_VERSION = 1
 

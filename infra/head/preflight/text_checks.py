@@ -6,12 +6,12 @@ if it cannot be enough, whatever the vocabulary. The token shards show exactly w
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from t5train.data.passages import SPLITS, Passage, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import PLAIN_FORMATS, rows
-from t5train.data.sources import PYDOCS, SourceFacts, require_source
+from t5train.data.sources import PYDOCS, SourceFacts, few, require_source
 from t5train.data.span_corruption import geometry
 from t5train.errors import InputError
 from t5train.host_resources import format_bytes
@@ -76,7 +76,10 @@ def require_text(spec: RunSpec) -> TextFacts:
     source = require_source(spec.corpus.source)
     if not source.local:
         return TextFacts(source, None)
-    look = look_at(source.local, spec.corpus)
+    try:
+        look = look_at(source.local, spec.corpus)
+    except InputError as error:
+        raise InputError(f"{error}{_other_faults(source.local)}") from None
     if look.is_whole:
         _require_passages(spec, look)
         _require_windows(spec, look)
@@ -93,6 +96,25 @@ def look_at(files: Iterable[SourceFile], rule: SplitRule, limit_bytes: int = LOO
         passages[split] += 1
         text_bytes[split] += len(passage.text.encode())
     return TextLook(True, _of_splits(passages), _of_splits(text_bytes))
+
+
+def _other_faults(files: Sequence[SourceFile], limit_bytes: int = LOOK_BYTES) -> str:
+    """Return a sentence with the files that are malformed, except the first; empty if there is only one.
+
+    Reads each file up to its first fault, and no further than the limit in all.
+    """
+    malformed, read_bytes = list[str](), 0
+    for file in files:
+        if read_bytes >= limit_bytes:
+            break
+        try:
+            for row in rows(file):
+                read_bytes += len(row.passage.text)
+                if read_bytes >= limit_bytes:
+                    break
+        except InputError:
+            malformed.append(file.name)
+    return f". Also malformed: {few(malformed[1:])}" if len(malformed) > 1 else ""
 
 
 def _passages(files: Iterable[SourceFile]) -> Iterator[Passage]:

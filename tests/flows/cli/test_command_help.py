@@ -14,6 +14,7 @@ import typer
 
 from flows.cli import __main__
 from flows.cli.command_help import COMMANDS, name_of
+from t5train.files.run_folder import RUNS
 from t5train.spec import setting_names
 from t5train.spec.recipes import RECIPES
 
@@ -138,6 +139,17 @@ def test_a_shell_completes_commands_recipes_and_settings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, offered: list[str]
 ) -> None:
     assert completed(monkeypatch, capsys, line) == offered
+
+
+@pytest.mark.parametrize("command", ["status", "rm", "board"])
+def test_a_shell_completes_the_names_of_runs_under_the_given_root(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    line = f"t5-pretrain {command} --root {tmp_path} wiki-"
+    assert completed(monkeypatch, capsys, line) == []
+    for name in ("wiki-base", "wiki-large", "smoke-1a2b3c4d"):
+        (tmp_path / RUNS / name).mkdir(parents=True)
+    assert completed(monkeypatch, capsys, line) == ["wiki-base", "wiki-large"]
 
 
 def test_completion_is_installed_for_the_shell_it_is_called_from(tmp_path: Path) -> None:

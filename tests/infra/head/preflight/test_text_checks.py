@@ -86,6 +86,15 @@ def test_malformed_text_is_refused(tmp_path: Path, content: bytes, message: str)
         require_text(run_of(tmp_path / "a.jsonl"))
 
 
+def test_other_malformed_files_are_named_after_the_first(tmp_path: Path) -> None:
+    for number in range(12):
+        (tmp_path / f"{number:02}.txt").write_bytes(b"good\n" if number in {0, 3} else b"good\n\xe9\n")
+    with pytest.raises(
+        InputError, match=r"01\.txt line 2 is not UTF-8.*\. Also malformed: 02\.txt, 04\.txt, .* and 4 more"
+    ):
+        require_text(run_of(tmp_path))
+
+
 def test_the_size_of_the_train_split_is_unknown_for_a_compressed_text_beyond_the_limit(tmp_path: Path) -> None:
     found = require_text(run_of(lines(tmp_path / "a.txt", 1000)))
     assert found.look is not None
