@@ -107,10 +107,14 @@ def _text(spec: RunSpec, text: TextFacts | None) -> str:
     source = redacted(spec.corpus.source)
     if text is None or text.source is None:
         return "Python's documentation" if source == PYDOCS else source
-    amount = f"{source}: {text.source.num_files} files, {format_bytes(text.source.size_bytes)}"
+    amount = f"{source}: {_files(text.source.num_files)}, {format_bytes(text.source.size_bytes)}"
     if text.look is not None and text.look.is_whole:
         amount += f", {text.look.total_passages:,} passages"
     return "; ".join([amount, *([skipped_line(text.source.skipped)] if text.source.skipped else [])])
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count:,} files"
 
 
 def _aligned(rows: Mapping[str, str]) -> str:

@@ -97,7 +97,7 @@ def require_source(source: str) -> SourceFacts:
 
 def skipped_line(skipped: Sequence[str]) -> str:
     """Return a sentence that names the files of a source's folder that are not read."""
-    return f"skipping {len(skipped)} files that are not {_formats()}: {few(skipped)}"
+    return f"skipping files that are not {_formats()}: {few(skipped)}"
 
 
 def _names(found: list[str]) -> list[str]:
@@ -143,7 +143,7 @@ def _in_folder(filesystem: Any, path: str, shown: str) -> Matches:
     found = [each for each in files if format_of(each)]
     skipped = [str(PurePosixPath(each).relative_to(path)) for each in files if not format_of(each)]
     if not found:
-        only = f" It has {len(skipped)} files of other formats: {few(skipped)}." if skipped else " It is empty."
+        only = f" It has only files of other formats: {few(skipped)}." if skipped else " It is empty."
         raise InputError(
             f"corpus.source {shown!r} is a folder without {_formats()} files.{only} Set corpus.source to a folder, "
             "file or pattern with such files"

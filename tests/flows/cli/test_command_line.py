@@ -176,7 +176,7 @@ def test_a_dry_run_says_first_that_the_machine_has_no_accelerator_and_describes_
     ("settings", "reason"),
     [
         ({"corpus.source": "one.txt"}, "is 1 passage of 1.9 MB, none of which falls into the validation split"),
-        ({"corpus.source": "folder"}, "It has 1 files of other formats: notes.md."),
+        ({"corpus.source": "folder"}, "It has only files of other formats: notes.md."),
         ({"corpus.source": "absent.txt"}, "corpus.source 'absent.txt' does not exist"),
         ({"storage.keep_last": "1000000000", "optimizer.num_steps": "100000000000"}, "too little disk space"),
     ],

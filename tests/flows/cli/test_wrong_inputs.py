@@ -153,7 +153,7 @@ TEXTS = [
         "fake.txt.zst": "fake.txt.zst cannot be read to its end",
         "fake.parquet": "fake.parquet cannot be read as parquet",
         "folder/notes.md": "notes.md, which has an unsupported format",
-        "folder": "It has 1 files of other formats: notes.md",
+        "folder": "It has only files of other formats: notes.md",
         "foo://bucket/text": "foo://bucket/text cannot be read (corpus.source): Protocol not known: foo",
     }.items()
 ]
