@@ -22,11 +22,8 @@ normalises these texts, and SentencePiece segments the result without normalisin
 
 import io
 import re
-import time
 import unicodedata
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -38,7 +35,6 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers.normalizers import Precompiled
 
 from t5train.errors import InputError, SpecError
-from t5train.progress import Progress
 
 if TYPE_CHECKING:  # importing it takes long for a worker process, which only encodes
     from t5train.spec import TokenizerSpec
@@ -90,27 +86,12 @@ def require_t5_form(proto: bytes, where: str) -> None:
             )
 
 
-def train(spec: "TokenizerSpec", texts: Iterable[str], progress: Progress) -> bytes:
+def train(spec: "TokenizerSpec", texts: Iterable[str]) -> bytes:
     """Train a unigram model of ``spec.vocab_size`` pieces, including T5's special ones, with T5's normalisation.
 
-    The same texts in the same order give the same bytes. Raises SpecError if the vocabulary is too large or too small
-    for the texts.
+    The same texts in the same order give the same bytes. Signals are not handled before it returns, but other threads
+    run. Raises SpecError if the vocabulary is too large or too small for the texts.
     """
-    with ThreadPoolExecutor(1) as pool:  # the trainer has no callback; elapsed seconds at least show that it is running
-        started = time.monotonic()
-        training = pool.submit(_train, spec, texts)
-        while True:
-            try:
-                trained = training.result(timeout=1)
-            except NotYet:
-                progress("seconds of vocabulary training", int(time.monotonic() - started), None)
-            else:
-                seconds = int(time.monotonic() - started)
-                progress("seconds of vocabulary training", seconds, seconds)
-                return trained
-
-
-def _train(spec: "TokenizerSpec", texts: Iterable[str]) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

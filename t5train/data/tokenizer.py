@@ -2,15 +2,16 @@
 
 import json
 import logging
-from collections.abc import Iterator
+import time
+from base64 import b64decode
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
 from t5train.data.output_folder import making, stage_folder
-from t5train.data.passages import split_of
-from t5train.data.segments import passages_of, read_segments
-from t5train.data.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID, Encoder, require_t5_form, train
+from t5train.data.segments import Segment, read_segments
+from t5train.data.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID, Encoder, require_t5_form
+from t5train.data.worker_processes import in_processes
 from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing, write_json
 from t5train.files.os_errors import library_errors
@@ -68,7 +69,7 @@ def build_tokenizer(
         corpus_spec: The spec of ``corpus``, which determines its train split.
         corpus: The text to train on.
         root: The root folder.
-        progress: Called with the number of segments of about 64 KiB of text read, then with seconds of training.
+        progress: Called with the number of stretches of about 64 KiB of text read, then with seconds of training.
         out: Folder of the result, which transformers can load; if left out,
             ``{root}/tokenizer/{name}-{first 12 digits of the fingerprint}``.
 
@@ -79,6 +80,7 @@ def build_tokenizer(
         InputError: The file at ``spec.path`` is not a SentencePiece model.
         SpecError: That model is not in T5's form, or ``spec.vocab_size`` does not fit the text.
         StorageError: The folder cannot be written, or holds something else.
+        WorkerLost: The process that trains the vocabulary was killed.
 
     """
     if spec.path is not None:
@@ -90,7 +92,7 @@ def build_tokenizer(
     with making(folder, identity):
         if found := reusable(TokenizerFiles, folder, identity, progress):
             return found
-        proto = train(spec, _training_texts(corpus_spec, corpus, progress), progress)
+        proto = _trained(spec, corpus_spec, corpus, progress)
         return _finished(folder, proto, identity, inputs)
 
 
@@ -154,17 +156,35 @@ def _num_sentinels(config: Path) -> Any:
     return settings.get("extra_ids", NUM_SENTINELS) if isinstance(settings, dict) else None
 
 
-def _training_texts(spec: CorpusSpec, corpus: Corpus, progress: Progress) -> Iterator[str]:
-    """Yield texts of the train split, at most about 200 MiB, spread evenly over the whole corpus."""
+def _trained(spec: TokenizerSpec, corpus_spec: CorpusSpec, corpus: Corpus, progress: Progress) -> bytes:
+    """Train a model in a worker process on texts of the train split."""
+    stretches = _training_stretches(corpus)
+    job = {"spec": spec.model_dump(mode="json"), "stretches": stretches, **corpus_spec.split_identity()}
+    started = time.monotonic()
+    read = 0
+
+    def advance(newly_read: int) -> None:
+        nonlocal read
+        read += newly_read
+        if read < len(stretches):
+            progress("stretches of text read for the vocabulary", read, len(stretches))
+        else:
+            progress("seconds of vocabulary training", int(time.monotonic() - started), None)
+
+    (result,) = in_processes("t5train.data.vocabulary_worker:train_vocabulary", [job], 1, advance)
+    seconds = int(time.monotonic() - started)
+    progress("seconds of vocabulary training", seconds, seconds)
+    return b64decode(result["proto"])
+
+
+def _training_stretches(corpus: Corpus) -> list[tuple[str, str, Segment]]:
+    """Return path, name and segment of stretches of text, at most about 200 MiB, spread evenly over the corpus."""
     total = int(corpus.counts["text_bytes"])
     stride = -(-total // _SAMPLE_BYTES)
-    segments = [(file.source, each) for file in read_segments(corpus.path) for each in file.segments][::stride]
-    _log.info("training a vocabulary on %d stretches of text, 1 in %d of the corpus", len(segments), stride)
-    for done, (source, segment) in enumerate(segments, start=1):
-        for passage in passages_of(source, segment):
-            if split_of(spec, passage.id) == "train":
-                yield passage.text
-        progress("stretches of text read for the vocabulary", done, len(segments))
+    files = read_segments(corpus.path)
+    found = [(str(file.source.path), file.source.name, each) for file in files for each in file.segments][::stride]
+    _log.info("training a vocabulary on %d stretches of text, 1 in %d of the corpus", len(found), stride)
+    return found
 
 
 def _finished(folder: Path, proto: bytes, identity: str, inputs: dict[str, str]) -> TokenizerFiles:

@@ -103,8 +103,8 @@ def _obituary(worker: _Worker) -> str:
     status = worker.wait()
     if status < 0:
         return (
-            f"a worker process was killed by {signal.Signals(-status).name}. If memory ran out (see `dmesg`), lower "
-            "the number of workers (corpus.workers, shards.workers or --workers)"
+            f"a worker process was killed by {signal.Signals(-status).name}. If memory ran out (see `dmesg`), free "
+            "some, or lower the number of workers (corpus.workers, shards.workers or --workers)"
         )
     return f"a worker process failed with exit status {status}. The standard error output of this program shows why"
 

@@ -16,7 +16,6 @@ from t5train.data.held_out import choose
 from t5train.data.sentencepiece_model import Encoder, train
 from t5train.data.tokenizer import SPIECE, Tokenizer, write_hugging_face_files
 from t5train.model.model_shape import generation_config, huggingface_config, resolve
-from t5train.progress import silent
 from t5train.records.digests import digest_file, digest_files
 from t5train.records.stage_records import TokenizerFiles, Weights
 from t5train.records.witness import EncodedPassage
@@ -84,7 +83,7 @@ def _texts() -> list[str]:
 
 @cache
 def _spiece() -> bytes:
-    return train(TokenizerSpec(vocab_size=300, character_coverage=0.995), _texts(), silent)
+    return train(TokenizerSpec(vocab_size=300, character_coverage=0.995), _texts())
 
 
 def _tokenizer(folder: Path) -> TokenizerFiles:

@@ -22,7 +22,6 @@ from t5train.data.loader import ORDER_VERSION
 from t5train.data.sentencepiece_model import train
 from t5train.errors import NotGathered
 from t5train.model.model_shape import huggingface_config, resolve
-from t5train.progress import silent
 from t5train.spec import TokenizerSpec
 from t5train.spec.recipes import recipe
 from tests.support.generated_text import write_jsonl
@@ -241,7 +240,7 @@ def test_a_vocabulary_that_differs_from_the_starting_models_is_refused_before_an
     dry: tuple[str, ...],
 ) -> None:
     words = [f"word {number} of {number * 7919}" for number in range(2000)]
-    (tmp_path / "spiece.model").write_bytes(train(TokenizerSpec(vocab_size=300), words, silent))
+    (tmp_path / "spiece.model").write_bytes(train(TokenizerSpec(vocab_size=300), words))
     model = tmp_path / "model"
     shape = resolve(recipe("smoke").model, tokenizer_vocab_size=400)
     T5ForConditionalGeneration(T5Config(**huggingface_config(shape, pad_id=0, eos_id=1))).save_pretrained(model)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import pytest
 
 from t5train.data import sentencepiece_model
-from t5train.progress import silent
 from t5train.spec import TokenizerSpec
 
 CAPABILITIES = "-dac_override,-dac_read_search"
@@ -88,7 +87,7 @@ class Result(NamedTuple):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     """The result of each case."""
-    pieces = sentencepiece_model.train(TokenizerSpec(vocab_size=300), [Path(os.__file__).read_text("utf-8")], silent)
+    pieces = sentencepiece_model.train(TokenizerSpec(vocab_size=300), [Path(os.__file__).read_text("utf-8")])
     cases = [(str(_folder(tmp_path_factory.mktemp("case"), pieces)), closed, args) for closed, args in CASES]
     command = [*BOUND, sys.executable, "-c", PROGRAM, json.dumps(cases)]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

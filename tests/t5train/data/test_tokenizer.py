@@ -1,6 +1,11 @@
 """The tokenizer stage: T5's format, Hugging Face's ids, and no control ids from text."""
 
 import json
+import os
+import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +18,22 @@ from sentencepiece import sentencepiece_model_pb2
 from t5train.data.sentencepiece_model import train
 from t5train.data.tokenizer import Tokenizer, build_tokenizer, given_tokenizer
 from t5train.errors import InputError, SpecError
-from t5train.progress import silent
 from t5train.spec import TokenizerSpec
 from tests.support.generated_text import WORDS, DataChain
+from tests.support.waiting import await_that
 
+TRAIN = """
+import sys
+from pathlib import Path
+from t5train.data.corpus import build_corpus
+from t5train.data.tokenizer import build_tokenizer
+from t5train.spec import CorpusSpec, TokenizerSpec
+
+root = Path(sys.argv[1])
+spec = CorpusSpec(source=str(root / "text.txt"), workers=1)
+corpus = build_corpus(spec, root)
+build_tokenizer(TokenizerSpec(vocab_size=300), spec, corpus, root, lambda what, *_: print(what, flush=True))
+"""
 CONTROL_TEXTS = [
     "</s>",
     "<pad>",
@@ -78,6 +95,31 @@ def test_the_vocabulary_is_trained_on_the_train_split_only(data_chain: DataChain
     assert again.files["spiece.model"] != data_chain.tokenizer.files["spiece.model"]
 
 
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_goes_on_training_once_the_stage_is_interrupted_or_killed(
+    tmp_path: Path, ended_by: signal.Signals
+) -> None:
+    letters = random.Random(0).choices("abcdefghijklmnopqrst", k=5_000_000)  # about a minute's work
+    words = ("".join(letters[start : start + 8]) for start in range(0, len(letters), 8))
+    (tmp_path / "text.txt").write_text("\n".join(" ".join(line) for line in zip(*[words] * 10, strict=False)))
+    command, pipe = [sys.executable, "-c", TRAIN, str(tmp_path)], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as stage:
+        assert stage.stdout is not None
+        while not stage.stdout.readline().startswith("seconds of vocabulary training"):
+            assert stage.poll() is None
+        assert _has_processes(stage.pid)
+        stage.send_signal(ended_by)
+        await_that(lambda: stage.poll() is not None and not _has_processes(stage.pid), seconds=20)
+
+
+def _has_processes(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def test_a_given_model_is_used_unchanged_from_a_file_or_a_folder(data_chain: DataChain, tmp_path: Path) -> None:
     spec = TokenizerSpec(path=str(data_chain.tokenizer.path / "spiece.model"))
     from_file = build_tokenizer(spec, data_chain.corpus_spec, data_chain.corpus, tmp_path)
@@ -95,7 +137,7 @@ def test_a_vocabulary_too_large_for_the_text_is_refused_with_the_largest_size(
 def test_a_vocabulary_smaller_than_the_alphabet_is_refused() -> None:
     alphabet = "".join(chr(0x4E00 + index) for index in range(2000))
     with pytest.raises(SpecError, match="the characters of this corpus alone need"):
-        train(TokenizerSpec(vocab_size=300, character_coverage=1.0), [alphabet] * 50, silent)
+        train(TokenizerSpec(vocab_size=300, character_coverage=1.0), [alphabet] * 50)
 
 
 def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
