@@ -109,9 +109,9 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
     ] = None,
     batch_sequences: Annotated[int, typer.Option(min=1, help="Sequences at once")] = 8,
     max_sequences: Annotated[
-        int | None, typer.Option(min=1, help="Only the first; of a split, those validated on", show_default="all")
+        int | None, typer.Option(min=1, help="At most so many: the first, or those validated on", show_default="all")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides which spans are masked; 0 as in training")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Decides which spans are masked; 0 as in validation")] = 0,
     device: DeviceOption = None,
     root: RootOption = None,
     as_json: JsonOption = False,

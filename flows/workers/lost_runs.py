@@ -14,6 +14,7 @@ from uuid import UUID
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateName
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Crashed, Running
 
 from flows.workers.abandoned import OF_THE_POOL, WORKER_LABEL, is_alive, of_offline_workers, runs_of_the_pool
@@ -74,7 +75,10 @@ async def _has_reported(client: PrefectClient, flow_run_id: UUID, since: datetim
 
 
 async def _mark(client: PrefectClient, run: FlowRun) -> str | None:
-    now = (await client.read_flow_run(run.id)).state
+    try:
+        now = (await client.read_flow_run(run.id)).state
+    except ObjectNotFound:
+        return None  # it has been deleted
     if now is None or run.state is None or now.id != run.state.id:
         return None
     await client.set_flow_run_state(run.id, Crashed(name=LOST, message=_MESSAGE), force=True)

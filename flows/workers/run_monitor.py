@@ -4,7 +4,8 @@ resumes crashed ones, and checks waiting ones.
 A run that crashed is scheduled again, on the machine where it crashed, because its files may be there only. The state
 in Prefect says what is still to be decided: each run whose state is named Crashed or Lost is either scheduled again or,
 after too many crashes without a new checkpoint, gets the state NotResumed. Nothing else resumes a run, and runs that
-failed or were cancelled are in other states. Runs that are Lost by mistake get their state back first.
+failed or were cancelled are in other states. Runs that are Lost by mistake get their state back first. Of runs of other
+machines, the monitor only marks those as Lost that are silent.
 """
 
 import asyncio
@@ -76,13 +77,16 @@ class RunMonitor:
         return asyncio.run(self._news.look())
 
     def check(self) -> list[str]:
-        """Close runs whose process has died since, resume those that crashed, and check those that wait."""
+        """Close runs whose process has died since, resume those that crashed, and check those that wait.
+
+        At last, mark silent runs of offline workers as Lost.
+        """
         cancelled = asyncio.run(self._cancelled_runs.end())
         killed = [closed_line(each, "was killed") for each in close_abandoned_runs()]
         lost = [closed_line(each, "lost its worker") for each in close_lost_starts(self._worker)]
-        silent = asyncio.run(self._silent_runs.look())
         resumed = asyncio.run(_restore_and_resume(self._worker))
-        return [*cancelled, *killed, *lost, *silent, *resumed, *self._waiting_runs.check()]
+        waiting = self._waiting_runs.check()
+        return [*cancelled, *killed, *lost, *resumed, *waiting, *asyncio.run(self._silent_runs.look())]
 
 
 async def _restore_and_resume(worker: str) -> list[str]:

@@ -25,7 +25,8 @@ from t5train.records.stage_records import TokenShards
 from t5train.spec import ObjectiveSpec, RunSpec
 
 ORDER_VERSION = 2
-"""Incremented when the same seed would give other samples or another order. Part of the identity of a training run."""
+"""Incremented when the same seed would give other samples to train on, or in another order. Part of the identity of a
+training run. Samples that are only measured do not count."""
 PREFETCHED_BATCHES = 4
 _ORDER, _NOISE = 1, 2  # parts of the keys, so that order and noise get different random bits
 HELD_OUT_SEED = 0

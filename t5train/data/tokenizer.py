@@ -3,15 +3,19 @@
 import json
 import logging
 import time
-from base64 import b64decode
+from base64 import b64decode, b64encode
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from hashlib import sha256
 from pathlib import Path
+from threading import Thread
 from typing import Any, Self
 
 from t5train.data.output_folder import making, stage_folder
-from t5train.data.segments import Segment, read_segments
-from t5train.data.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID, Encoder, require_t5_form
-from t5train.data.worker_processes import in_processes
+from t5train.data.passages import SourceFile, split_of
+from t5train.data.segments import Segment, passages_of, read_segments
+from t5train.data.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID, Encoder, require_t5_form, train
+from t5train.data.worker_processes import Advance, Json, in_processes
 from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing, write_json
 from t5train.files.os_errors import library_errors
@@ -157,7 +161,10 @@ def _num_sentinels(config: Path) -> Any:
 
 
 def _trained(spec: TokenizerSpec, corpus_spec: CorpusSpec, corpus: Corpus, progress: Progress) -> bytes:
-    """Train a model in a worker process on texts of the train split."""
+    """Train a model on texts of the train split.
+
+    In a worker process: SentencePiece cannot be interrupted, and training takes minutes, but a process can be killed.
+    """
     stretches = _training_stretches(corpus)
     job = {"spec": spec.model_dump(mode="json"), "stretches": stretches, **corpus_spec.split_identity()}
     started = time.monotonic()
@@ -171,7 +178,7 @@ def _trained(spec: TokenizerSpec, corpus_spec: CorpusSpec, corpus: Corpus, progr
         else:
             progress("seconds of vocabulary training", int(time.monotonic() - started), None)
 
-    (result,) = in_processes("t5train.data.vocabulary_worker:train_vocabulary", [job], 1, advance)
+    (result,) = in_processes("t5train.data.tokenizer:train_vocabulary", [job], 1, advance)
     seconds = int(time.monotonic() - started)
     progress("seconds of vocabulary training", seconds, seconds)
     return b64decode(result["proto"])
@@ -185,6 +192,57 @@ def _training_stretches(corpus: Corpus) -> list[tuple[str, str, Segment]]:
     found = [(str(file.source.path), file.source.name, each) for file in files for each in file.segments][::stride]
     _log.info("training a vocabulary on %d stretches of text, 1 in %d of the corpus", len(found), stride)
     return found
+
+
+def train_vocabulary(job: Json, advance: Advance) -> Json:
+    """Train a model on the train split of stretches of text. ``build_tokenizer`` makes the job.
+
+    Every second, ``advance`` is called with the number of stretches read since the last time.
+    """
+    texts = _Texts(job)
+    training: Future[bytes] = Future()
+    # A daemon, so that the process can end before the training when the one that started it is killed.
+    Thread(target=_train, args=(training, TokenizerSpec.model_validate(job["spec"]), texts), daemon=True).start()
+    while not wait([training], timeout=1).done:
+        advance(texts.newly_read())
+    proto = training.result()
+    advance(texts.newly_read())
+    return {"proto": b64encode(proto).decode()}
+
+
+def _train(training: Future[bytes], spec: TokenizerSpec, texts: Iterator[str]) -> None:
+    try:
+        training.set_result(train(spec, texts))
+    except BaseException as error:
+        training.set_exception(error)  # for the main thread
+
+
+class _Texts(Iterator[str]):
+    """The texts to train on. ``newly_read`` may be called by another thread."""
+
+    def __init__(self, job: Json) -> None:
+        self._rule = CorpusSpec.model_validate({name: job[name] for name in ("split", "split_seed")})
+        self._stretches = [
+            (SourceFile(Path(path), name), Segment(*segment)) for path, name, segment in job["stretches"]
+        ]
+        self._read = self._reported = 0
+        self._texts = self._all()
+
+    def __next__(self) -> str:
+        return next(self._texts)
+
+    def newly_read(self) -> int:
+        """Return how many stretches were read to their end since the last call."""
+        read, before = self._read, self._reported
+        self._reported = read
+        return read - before
+
+    def _all(self) -> Iterator[str]:
+        for stretch in self._stretches:
+            for passage in passages_of(*stretch):
+                if split_of(self._rule, passage.id) == "train":
+                    yield passage.text
+            self._read += 1
 
 
 def _finished(folder: Path, proto: bytes, identity: str, inputs: dict[str, str]) -> TokenizerFiles:

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 class Metrics:
     """Appends to ``metrics.jsonl``, to TensorBoard's folder and, if asked for, to ``metrics.csv``; a context manager.
 
-    ``recorded`` has the names of the values in the lines of earlier attempts.
+    ``recorded`` has the last values in the lines of earlier attempts, by name.
     """
 
     def __init__(self, path: Path, tensorboard: Path, resume_step: int, csv: Path | None = None) -> None:
@@ -33,7 +33,7 @@ class Metrics:
 
         path.parent.mkdir(parents=True, exist_ok=True)  # the head may have created it on its own disk only
         kept = drop_after(path, resume_step)
-        self.recorded = frozenset(name for line in kept for name in line)
+        self.recorded = {name: value for line in kept for name, value in line.items()}
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - this object is the context manager
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resume_step + 1)
         self._csv = None if csv is None else MetricsCsv(csv, kept)

@@ -235,9 +235,10 @@ class Trainer:
         }
 
     def _record_baseline(self, metrics: Metrics) -> None:
-        """Record the loss that the model has to beat, unless an earlier attempt at the run has recorded it."""
-        if UNIGRAM not in metrics.recorded:
-            metrics.write(self.step, {UNIGRAM: self._unigram_loss()})
+        """Record the loss that the model has to beat, unless an earlier attempt at the run has recorded the same."""
+        loss = self._unigram_loss()
+        if metrics.recorded.get(UNIGRAM) != loss:
+            metrics.write(self.step, {UNIGRAM: loss})
 
     def _unigram_loss(self) -> float:
         return validation.unigram_loss(self.held_out, self.shards, self.spec)

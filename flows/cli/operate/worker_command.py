@@ -29,7 +29,10 @@ RUN_SECONDS = 60.0
 """Time for a run to save and shut down gracefully, as after SIGTERM to `t5-pretrain run`."""
 
 HEARTBEATS = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
-"""Seconds between the events with which a run shows that it is alive. The automation for lost runs relies on them."""
+"""Seconds between the events with which a run shows that it is alive.
+
+The automation and the run monitors rely on them to find lost runs.
+"""
 
 
 def register(app: typer.Typer) -> None:

@@ -32,8 +32,9 @@ class EvaluationSpec(NamedTuple):
     """What to evaluate on. What is left out is as in training if the folder records it, else as for T5.
 
     Without ``split``, the whole text is used; with it, only the passages that training would put into that split.
-    ``max_sequences`` takes the first sequences of the whole text. Of a split, which is read whole, it takes those that
-    validation in training would, drawn from all of it; ``seed`` does not change which.
+    ``max_sequences`` takes the first sequences. Of the validation and the test split, which are read whole and held in
+    memory, it takes those that a run with that ``storage.validate_sequences`` measures, drawn from all of the split.
+    ``seed`` changes their masks, but not which they are.
     """
 
     noise_density: float | None = None
@@ -158,8 +159,11 @@ def _read(
         rule = CorpusSpec.model_validate({key: recorded[key] for key in ("split", "split_seed") if key in recorded})
         shard_tokens = settings.get("shards", {}).get("shard_tokens", ShardsSpec().shard_tokens)
         sequences = split_text(files, rule, spec.split, shard_tokens, progress)
-        whole = read_windows(sequences, vocabulary, shape.window_tokens, None, progress)
-        return drawn_as_in_validation(whole, spec.max_sequences)
+        if spec.split == "train":
+            return read_windows(sequences, vocabulary, shape.window_tokens, spec.max_sequences, progress)
+        return drawn_as_in_validation(
+            read_windows(sequences, vocabulary, shape.window_tokens, None, progress), spec.max_sequences
+        )
 
 
 def _files(corpus: str, folder: Path, root: Path, progress: Progress) -> list[SourceFile]:
@@ -172,7 +176,10 @@ def _files(corpus: str, folder: Path, root: Path, progress: Progress) -> list[So
 def _batches(
     text: EvaluationText, shape: Geometry, vocabulary: Vocabulary, spec: EvaluationSpec
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield inputs and targets. The noise of a window depends only on the seed and its number, as in validation."""
+    """Yield inputs and targets.
+
+    The noise of a window depends only on the seed and its number; with ``HELD_OUT_SEED``, it is that of validation.
+    """
     for start in range(0, len(text.windows), spec.batch_sequences):
         batch = slice(start, start + spec.batch_sequences)
         key = noise_keys(spec.seed, np.zeros_like(text.numbers[batch]), text.numbers[batch])

@@ -22,8 +22,8 @@ _PASSAGES_A_BATCH = 256
 class EvaluationText(NamedTuple):
     """Windows of a text, and how often each id occurs in it.
 
-    ``windows`` int32 [n, window_tokens]; ``numbers`` int64 [n]: their places in the text, in windows; ``counts`` int64
-    [vocabulary].
+    ``windows`` uint16 or, for a large vocabulary, int32 [n, window_tokens]; ``numbers`` int64 [n]: their places in the
+    text, in windows; ``counts`` int64 [vocabulary].
     """
 
     windows: np.ndarray
@@ -70,6 +70,7 @@ def read_windows(
 
     Reads no further than ``most_windows`` require. Raises InputError if there is no whole window.
     """
+    dtype = np.uint16 if vocabulary.size <= 1 << 16 else np.int32
     counts = np.zeros(vocabulary.size, dtype=np.int64)
     cut: list[np.ndarray] = []
     passages = windows = 0
@@ -79,7 +80,7 @@ def read_windows(
         while batch := list(islice(sequence, _PASSAGES_A_BATCH)):
             ids = np.concatenate(vocabulary.encode([passage.text for passage in batch]))
             counts += np.bincount(ids, minlength=len(counts))
-            tokens.append(ids)
+            tokens.append(ids.astype(dtype))
             held += len(ids)
             passages += len(batch)
             progress("passages tokenised", passages, None)
@@ -101,6 +102,7 @@ def read_windows(
 
 def drawn_as_in_validation(text: EvaluationText, most_windows: int | None) -> EvaluationText:
     """Return the windows of a whole split that validation in training uses if it takes ``most_windows``."""
-    count = len(text.windows) if most_windows is None else min(most_windows, len(text.windows))
-    numbers = drawn_held_out(count, len(text.windows))
+    if most_windows is None or most_windows >= len(text.windows):
+        return text
+    numbers = drawn_held_out(most_windows, len(text.windows))
     return text._replace(windows=text.windows[numbers], numbers=numbers)

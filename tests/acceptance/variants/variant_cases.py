@@ -91,6 +91,7 @@ CASES = (
     Case("large-1", "large", 1, "bf16", 50, (128, 64), 240, disk_gigabytes=18),
     Case("large-4", "large", 4, "bf16", 50, (256, 64), 240, disk_gigabytes=18),
     Case("t5_3b_on_gpu-1", "t5_3b", 1, "bf16", 20, (128, 16), 500, host_gigabytes=30, disk_gigabytes=63),
+    # Four GPUs divide masters and moments, which leaves room for 32 sequences.
     Case("t5_3b_on_gpu-4", "t5_3b", 4, "bf16", 20, (128, 32), 500, host_gigabytes=30, disk_gigabytes=63),
     Case(
         "t5_3b-1", "t5_3b_one_gpu", 1, "bf16", 20, (128, 128), 620, ("DeepSpeed ZeRO 3, CPU optimizer", 4.3e3),

@@ -39,7 +39,7 @@ def test_a_batch_depends_only_on_its_position_and_not_on_how_it_is_split(data_ch
         assert (np.concatenate([parts[index][field] for index in (1, 2, 3, 0)]) == whole[field]).all()
 
 
-def test_the_seed_decides_order_and_noise(data_chain: DataChain) -> None:
+def test_the_seed_decides_order_and_noise_of_training(data_chain: DataChain) -> None:
     samples = [train(data_chain, seed) for seed in (1, 2)]
     one, other = (each.batch(0, each.num_samples) for each in samples)
     assert (one.sample_ids != other.sample_ids).any()

@@ -56,9 +56,10 @@ def test_values_that_an_earlier_attempt_recorded_are_known_after_a_resume(tmp_pa
     with Metrics(path, tmp_path / "tensorboard", resume_step=0) as metrics:
         assert not metrics.recorded
         metrics.write(0, {"unigram_content_loss": 6.5})
+        metrics.write(2, {"unigram_content_loss": 6.25})
         metrics.write(3, {"validation_loss": 5.0})
     with Metrics(path, tmp_path / "tensorboard", resume_step=2) as metrics:
-        assert metrics.recorded == {"step", "unigram_content_loss"}
+        assert metrics.recorded == {"step": 2, "unigram_content_loss": 6.25}
 
 
 def test_the_losses_at_the_end_say_plainly_if_the_model_has_learned_nothing() -> None:
