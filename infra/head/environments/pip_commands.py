@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -134,7 +134,8 @@ class PipFailed:
 
 def pip(arguments: Sequence[str], progress: Progress) -> PipFailed | None:
     """Run pip, and report its steps. Raises InputError if this environment has no pip."""
-    if find_spec("pip") is None:
+    # importlib.util.find_spec would make setuptools believe that this is pip: importing it would then warn.
+    if PathFinder.find_spec("pip") is None:
         raise InputError(f"{sys.prefix} has no pip, which collects wheels. Install it with `python -m ensurepip`")
     lines, steps = [], 0
     command = [sys.executable, "-P", "-m", "pip", *arguments, "--no-color", "--progress-bar=off"]
@@ -171,7 +172,7 @@ def build(requirement: str, constraints: Path, folder: Path, progress: Progress,
     What builds this project is used from this environment if it is there (``own``).
     """
     arguments = ["wheel", "--no-deps", f"--wheel-dir={folder}", f"--constraint={constraints}"]
-    if own and find_spec("hatchling") is not None:
+    if own and PathFinder.find_spec("hatchling") is not None:
         arguments.append("--no-build-isolation")
     if failed := pip([*arguments, requirement], progress):
         return "pip finds neither a wheel nor source" if failed.suspects else f"building it failed: {failed.reason}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -136,3 +137,15 @@ def test_the_packages_of_a_conflict_are_suspected_once() -> None:
     assert PipFailed(CONFLICT).suspects == ["second==2"]
     assert PipFailed("ERROR: No matching distribution found for a[b]>1 (from c)\n").suspects == ["a[b]>1"]
     assert "first 1 depends on second==2" in PipFailed(CONFLICT).reason
+
+
+def test_setuptools_can_still_be_imported_after_pip_was_run(run_python: Callable[..., CompletedProcess[str]]) -> None:
+    done = run_python(
+        "import warnings\n"
+        "from infra.head.environments.pip_commands import pip\n"
+        "from t5train.progress import silent\n"
+        "assert pip(['download', '--help'], silent) is None\n"
+        "warnings.simplefilter('error')\n"
+        "import setuptools\n"
+    )
+    assert done.returncode == 0, done.stderr
