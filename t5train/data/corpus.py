@@ -82,7 +82,7 @@ def corpus_name(spec: CorpusSpec) -> str:
 def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFile]:
     if spec.source == PYDOCS:
         return pydocs_files()
-    return local_files(spec.source, spec.revision, (root / "cache").absolute(), progress)
+    return local_files(spec.source, spec.revision, root, progress)
 
 
 def _digests(sources: list[SourceFile], progress: Progress) -> dict[SourceFile, FileDigest]:

@@ -6,6 +6,7 @@ so that the corpus depends only on the version of Python.
 """
 
 import ast
+import fnmatch
 import glob
 import hashlib
 import inspect
@@ -13,7 +14,7 @@ import json
 import logging
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ from t5train.locations import Counted, explained, redacted
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, verify_file
 
+MADE_FOLDERS = ("cache", "corpus", "prefect", "published", "regression", "runs", "shards", "tokenizer")
+"""The folders of a root that hold what runs make. Their files are no text, even if the source includes the root."""
 _SHOWN_NAMES = 5
 _log = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ class Matches(NamedTuple):
     files: list[str]
     skipped: list[str]
     """Files below a source's folder that have other formats."""
+    made: int
+    """How many more files there are that runs made, in the folders of the root."""
 
 
 class SourceFacts(NamedTuple):
@@ -55,20 +60,24 @@ class SourceFacts(NamedTuple):
     """The files, if they are on this machine; empty otherwise."""
 
 
-def local_files(source: str, revision: str, cache: Path, progress: Progress) -> list[SourceFile]:
-    """Return the files of a source, sorted. Remote files are downloaded to ``cache``, unless a current copy is there.
+def local_files(source: str, revision: str, root: Path, progress: Progress) -> list[SourceFile]:
+    """Return the files of a source, sorted. Remote ones are downloaded to ``{root}/cache``, unless a copy is current.
 
-    Raises InputError if no file is found, a named or matched file has an unknown format, the protocol is unknown, its
-    package is not installed, or the remote store fails.
+    What runs made under the root is left out, unless the source itself lies in a folder of the root. Raises InputError
+    if no file is found, a named or matched file has an unknown format, the protocol is unknown, its package is not
+    installed, or the remote store fails.
     """
     with _explained(source):
-        filesystem, found, skipped = _matched(source)
+        filesystem, found, skipped, made = _matched(source, root)
         if skipped:
             _log.warning("%s", skipped_line(skipped))
+        if made:
+            _log.warning("skipping %d files that runs made in the folders of %s", made, root)
         names = _names(found)
         if _is_local(filesystem):
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
         key = hashlib.sha256(f"{redacted(source)}\n{revision}".encode()).hexdigest()[:16]
+        cache = root.absolute() / "cache"
         places = _places(cache / key, names, f"corpus.source {redacted(source)!r}")
         cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the root, which is private
         return [
@@ -77,13 +86,13 @@ def local_files(source: str, revision: str, cache: Path, progress: Progress) -> 
         ]
 
 
-def require_source(source: str) -> SourceFacts:
-    """Return what is known of a source without reading its files.
+def require_source(source: str, root: Path) -> SourceFacts:
+    """Return what is known of a source, as ``local_files`` finds it, without reading its files.
 
     Raises InputError if there are no files, or if all are empty.
     """
     with _explained(source):
-        filesystem, found, skipped = _matched(source)
+        filesystem, found, skipped, _ = _matched(source, root)
         sizes = [filesystem.size(each) for each in found]  # None if the remote store does not report it
         if not any(size is None or size > 0 for size in sizes):
             raise InputError(
@@ -116,30 +125,52 @@ def _formats() -> str:
     return ", ".join(FORMATS)
 
 
-def _matched(source: str) -> Matches:
+def _matched(source: str, root: Path) -> Matches:
     """Return the files of a source."""
     filesystem, path = fsspec.core.url_to_fs(source)
     shown = redacted(source)
     if filesystem.isfile(path):
         found = [path]
     elif filesystem.isdir(path):
-        return _in_folder(filesystem, path, shown)
+        return _in_folder(filesystem, path, shown, root)
     else:
         found = _in_pattern(filesystem, path, shown)
+    others = _without_made(filesystem, path, found, root)
+    if found and not others:
+        raise InputError(f"corpus.source {shown!r} matches only what runs made under {root}. Correct the pattern")
+    found, made = others, len(found) - len(others)
     for each in found:
         if format_of(each) is None:
             raise InputError(
                 f"corpus.source includes {each}, which has an unsupported format. Set corpus.source to {_formats()} "
                 "files only"
             )
-    return Matches(filesystem, sorted(found), [])
+    return Matches(filesystem, sorted(found), [], made)
 
 
-def _in_folder(filesystem: Any, path: str, shown: str) -> Matches:
+def _without_made(filesystem: Any, path: str, found: list[str], root: Path) -> list[str]:
+    """Return the files that no run made, if the source is a folder or pattern that includes the root; else all."""
+    base = path if filesystem.isdir(path) else _folder_of_pattern(path)
+    if not _is_local(filesystem) or not Path(os.path.realpath(root)).is_relative_to(os.path.realpath(base)):
+        return found
+    made = [os.path.realpath(root / name) for name in MADE_FOLDERS]
+    return [each for each in found if not any(Path(os.path.realpath(each)).is_relative_to(folder) for folder in made)]
+
+
+def _folder_of_pattern(path: str) -> str:
+    """Return the innermost folder that contains all that a pattern can match."""
+    parts = PurePosixPath(path).parts
+    fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    return str(PurePosixPath(*parts[:fixed]))
+
+
+def _in_folder(filesystem: Any, path: str, shown: str, root: Path) -> Matches:
     """Return all files of known formats in a folder, at any depth."""
-    # By default, fsspec skips folders that cannot be read. On local disks, make that an error.
-    entries = filesystem.find(path, detail=True, **({"on_error": "raise"} if _is_local(filesystem) else {}))
-    files = [each for each, entry in sorted(entries.items()) if not _is_device(entry)]
+    if _is_local(filesystem):
+        _require_readable(path, lambda _: True)
+    entries = filesystem.find(path, detail=True)
+    every = [each for each, entry in sorted(entries.items()) if not _is_device(entry)]
+    files = _without_made(filesystem, path, every, root)
     found = [each for each in files if format_of(each)]
     skipped = [str(PurePosixPath(each).relative_to(path)) for each in files if not format_of(each)]
     if not found:
@@ -148,11 +179,13 @@ def _in_folder(filesystem: Any, path: str, shown: str) -> Matches:
             f"corpus.source {shown!r} is a folder without {_formats()} files.{only} Set corpus.source to a folder, "
             "file or pattern with such files"
         )
-    return Matches(filesystem, found, skipped)
+    return Matches(filesystem, found, skipped, len(every) - len(files))
 
 
 def _in_pattern(filesystem: Any, path: str, shown: str) -> list[str]:
     """Return the files that a pattern matches. A path without wildcards matches nothing, because it does not exist."""
+    if _is_local(filesystem) and glob.has_magic(path):
+        _require_readable(_folder_of_pattern(path), lambda folder: _may_match_in(folder, path))
     found = [each for each in filesystem.glob(path) if filesystem.isfile(each)]
     if found:
         return found
@@ -161,6 +194,25 @@ def _in_pattern(filesystem: Any, path: str, shown: str) -> list[str]:
     if _is_local(filesystem) and _is_there(Path(path)):
         raise InputError(f"corpus.source {shown!r} is neither a file nor a folder. Set corpus.source to one of these")
     raise InputError(f"corpus.source {shown!r} does not exist. Correct the path or URL")
+
+
+def _require_readable(top: str, may_hold_text: Callable[[str], bool]) -> None:
+    """Raise the system's error if a folder below ``top`` cannot be listed: fsspec leaves such folders out silently."""
+    errors = list[OSError]()
+    for folder, names, _ in os.walk(top, onerror=errors.append):
+        names[:] = [name for name in names if may_hold_text(str(Path(folder, name)))]
+    for error in errors:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+
+def _may_match_in(folder: str, pattern: str) -> bool:
+    """Whether a pattern can match something in a folder, both absolute."""
+    wanted, parts = PurePosixPath(pattern).parts, PurePosixPath(folder).parts
+    fixed = wanted.index("**") if "**" in wanted else len(wanted)
+    if len(parts) >= len(wanted) and fixed == len(wanted):
+        return False
+    return all(fnmatch.fnmatchcase(part, each) for part, each in zip(parts, wanted[:fixed], strict=False))
 
 
 def _is_there(path: Path) -> bool:

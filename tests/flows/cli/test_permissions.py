@@ -51,7 +51,10 @@ CASES = [
     ("root/runs/mine/checkpoints", ("consolidate", "root/runs/mine/checkpoints", "out")),
     ("root", ("corpus", "smoke", "--root", "root")),
     ("root/corpus", ("corpus", "smoke", "--root", "root")),
-    ("text", ("corpus", "smoke", "--root", "root", "--source", "text")),
+    ("text", ("corpus", "smoke", "--root", "root", "--corpus", "text")),
+    ("text/deep", ("corpus", "smoke", "--root", "root", "--corpus", "text")),
+    ("text", ("corpus", "smoke", "--root", "root", "--corpus", "text/*.txt")),
+    ("text/deep", ("corpus", "smoke", "--root", "root", "--corpus", "text/**/*.txt")),
     ("root/shards", ("train", "smoke", "--root", "root")),
     ("root/shards/some", ("train", "smoke", "--root", "root")),
     ("root/shards/some", ("train", "smoke", "--root", "root", "--shards", "root/shards/some")),
@@ -97,7 +100,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
 
 def _folder(folder: Path, pieces: bytes) -> Path:
     files = ["root/runs/mine/metrics.jsonl", "root/runs/mine/run.json", "text/a.txt", "words/spiece.model", "hosts"]
-    for name in (*files, "model/config.json", "model/model.safetensors"):
+    for name in (*files, "text/deep/b.txt", "model/config.json", "model/model.safetensors"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}\n")
     for name in ("root/runs/mine/checkpoints/step-00000001", "root/corpus", "root/shards/some", "out"):

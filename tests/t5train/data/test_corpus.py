@@ -15,8 +15,9 @@ import pytest
 
 from t5train.data.corpus import build_corpus, corpus_name
 from t5train.data.segments import read_segments
-from t5train.data.sources import redacted, require_source
+from t5train.data.sources import _may_match_in, local_files, redacted, require_source
 from t5train.errors import InputError, StorageError
+from t5train.progress import silent
 from t5train.records.digests import digest_file
 from t5train.records.stage_records import Corpus
 from t5train.spec import CorpusSpec
@@ -122,9 +123,9 @@ def test_a_new_root_is_private_and_is_made_only_for_a_source_that_exists(tmp_pat
 def test_empty_files_are_refused_before_they_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     with pytest.raises(InputError, match="all files are empty"):
-        require_source(str(tmp_path))
+        require_source(str(tmp_path), tmp_path)
     (tmp_path / "b.txt").write_text("one\n")
-    found = require_source(str(tmp_path))
+    found = require_source(str(tmp_path), tmp_path)
     assert (found.size_bytes, found.num_files) == (4, 2)
     assert [file.name for file in found.local] == ["a.txt", "b.txt"]
 
@@ -150,10 +151,38 @@ def test_files_of_other_formats_in_a_folder_are_named(tmp_path: Path, caplog: py
     with pytest.raises(InputError, match=r"has only files of other formats: deep/0\.md, .*, deep/4\.md and 2 more\."):
         build(text, tmp_path)
     (text / "a.txt").write_text("one\n")
-    assert require_source(str(text)).skipped == [f"deep/{number}.md" for number in range(7)]
+    assert require_source(str(text), tmp_path).skipped == [f"deep/{number}.md" for number in range(7)]
     with caplog.at_level(logging.WARNING):
         build(text, tmp_path)
     assert "skipping files that are not .txt, .jsonl, .tsv, .parquet: deep/0.md, " in caplog.text
+
+
+@pytest.mark.parametrize("root", ["", "text/work"])
+@pytest.mark.parametrize("source", ["", "text", "**/*.txt", "*/*.txt"])
+def test_what_runs_made_under_the_root_is_no_text(tmp_path: Path, source: str, root: str) -> None:
+    for name in ("text/a.txt", f"{root}/runs/metrics.txt", f"{root}/corpus/some/text.txt", f"{root}/shards/log.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one\n")
+    found = local_files(str(tmp_path / source), "", tmp_path / root, silent)
+    assert [file.path for file in found] == [tmp_path / "text" / "a.txt"]
+    assert require_source(str(tmp_path / source), tmp_path / root).num_files == 1
+
+
+def test_text_in_a_folder_of_the_root_that_is_named_is_read(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("one\n")
+    for source in ("corpus", "corpus/a.txt", "corpus/*.txt"):
+        assert [file.name for file in local_files(str(tmp_path / source), "", tmp_path, silent)] == ["a.txt"]
+    with pytest.raises(InputError, match=r"\*/\*\.txt' matches only what runs made under .*\. Correct the pattern"):
+        local_files(str(tmp_path / "*" / "*.txt"), "", tmp_path, silent)
+
+
+def test_an_unreadable_folder_that_a_pattern_cannot_match_is_no_error() -> None:
+    assert _may_match_in("/data/wiki", "/data/wiki/*.txt")
+    assert _may_match_in("/data/a/b/c", "/data/**/*.txt")
+    assert _may_match_in("/data/wiki-1", "/data/wiki*/deep/*.txt")
+    assert not _may_match_in("/data/lost+found", "/data/wiki*/*.txt")
+    assert not _may_match_in("/data/wiki/deep", "/data/wiki/*.txt")
 
 
 def test_a_remote_file_is_downloaded_once(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:

@@ -52,7 +52,7 @@ def files_in(folder: Path) -> list[Path]:
 
 def test_files_of_an_index_are_stored_in_the_cache(index: str, tmp_path: Path) -> None:
     Handler.links = ["one.txt", "two.txt"]
-    found = local_files(f"{index}/*.txt", "", tmp_path / "cache", silent)
+    found = local_files(f"{index}/*.txt", "", tmp_path, silent)
     assert [file.name for file in found] == ["one.txt", "two.txt"]
     assert all(file.path.is_relative_to(tmp_path / "cache") for file in found)
 
@@ -64,7 +64,7 @@ def test_files_of_an_index_are_stored_in_the_cache(index: str, tmp_path: Path) -
 def test_an_index_cannot_name_files_outside_the_cache(index: str, tmp_path: Path, link: str, pattern: str) -> None:
     Handler.links = ["good.txt", link.format(index=index)]
     with pytest.raises(InputError, match=r"corpus\.source 'http://.*' names '.*escaped\.txt'"):
-        local_files(index + pattern, "", tmp_path / "deep" / "cache", silent)
+        local_files(index + pattern, "", tmp_path / "deep", silent)
     assert not files_in(tmp_path)
 
 
@@ -85,17 +85,17 @@ def test_keys_of_a_store_cannot_name_files_outside_the_cache(tmp_path: Path, key
     for key in keys:
         store.store[f"/bucket/{key}"] = MemoryFile(store, f"/bucket/{key}", b"text\n")
     with pytest.raises(InputError, match=r"corpus\.source 'memory://bucket/?' names"):
-        local_files("memory://bucket", "", tmp_path / "deep" / "cache", silent)
+        local_files("memory://bucket", "", tmp_path / "deep", silent)
     assert not files_in(tmp_path)
 
 
 def test_a_link_in_the_cache_does_not_lead_a_download_elsewhere(index: str, tmp_path: Path) -> None:
     Handler.links = ["one.txt", "two.txt"]
-    (first, _) = local_files(f"{index}/*.txt", "", tmp_path / "cache", silent)
+    (first, _) = local_files(f"{index}/*.txt", "", tmp_path, silent)
     elsewhere = tmp_path / "elsewhere"
     first.path.parent.rename(elsewhere)
     first.path.parent.symlink_to(elsewhere)
     (elsewhere / "one.txt").unlink()
     with pytest.raises(InputError, match="is a symbolic link"):
-        local_files(f"{index}/*.txt", "", tmp_path / "cache", silent)
+        local_files(f"{index}/*.txt", "", tmp_path, silent)
     assert not (elsewhere / "one.txt").exists()
