@@ -18,9 +18,11 @@ from t5train.spec import RUN_NAME_PATTERN, RunSpec
 from t5train.spec.overrides import json_schemas
 from t5train.spec.recipes import trial_settings
 
-_WITHOUT_SECRETS = r"^(?![\w+.-]+://[^/]*:[^/]*@)(?!(https?|s3a?|gc?s)://[^/]*@)(?!.*\?[\w-]+=)"
-"""Refuses URLs with a password or a query, so that the server does not even store them."""
+_WITHOUT_SECRETS = r"^(?!(.*::)?[\w+.-]+://[^/]*:[^/]*@)(?!(.*::)?(https?|s3a?|gc?s)://[^/]*@)(?!.*\?[\w-]+=)"
+"""Refuses URLs with a password or a query, also chained ones, so that the server does not even store them."""
 
+LOCATIONS = ("corpus.source", "storage.publish_to", "model.start_from", "tokenizer.path")
+"""Settings that name files, of which some can be URLs, and all could be given one."""
 
 _LOCATION = {"type": "string", "minLength": 1, "pattern": _WITHOUT_SECRETS}
 _LOCAL_PATH = {"type": "string", "pattern": "^/"}
@@ -32,7 +34,7 @@ def _settings() -> dict[str, Any]:
     It is below "then", because Prefect's form would show a field for each of the settings otherwise.
     """
     properties = json_schemas(RunSpec)
-    for name in ("corpus.source", "storage.publish_to"):
+    for name in LOCATIONS:
         properties[name] = {"allOf": [properties[name], {"pattern": _WITHOUT_SECRETS}]}
     return {"type": "object", "if": True, "then": {"properties": properties, "additionalProperties": False}}
 

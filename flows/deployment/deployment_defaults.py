@@ -7,10 +7,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from flows.deployment.definitions import Definitions
-from flows.run_parameters import RunParameters
+from flows.run_parameters import LOCATIONS, RunParameters
 from infra.head.preflight.run_checks import require_possible
 from t5train.data.sources import PYDOCS, require_source
-from t5train.errors import T5TrainError
+from t5train.errors import SpecError, T5TrainError
+from t5train.locations import without_secret
 
 FLOW = "t5-pretrain"
 
@@ -31,13 +32,22 @@ class DeploymentDefaults(BaseModel):
         """Return the parameters that are set, as JSON values."""
         return self.model_dump(mode="json", exclude_none=True)
 
+    def require_no_secrets(self) -> None:
+        """Raise SpecError if a URL has a password, a key or a query: the server would store and display it."""
+        of_settings = {name: (self.deployed_settings or {}).get(name) for name in LOCATIONS}
+        for name, url in {"--corpus": self.corpus, "--publish-to": self.publish_under, **of_settings}.items():
+            try:
+                without_secret(name, str(url or ""))
+            except ValueError as error:
+                raise SpecError(str(error)) from None
+
     def refused(self, definitions: Definitions) -> dict[str, str]:
         """Return why a run would be refused, by the names of deployments. Hosts and accelerators are not checked here.
 
         Raises InputError if there is no text, and otherwise an error if every deployment that trains would be refused.
         """
         if self.corpus is not None and self.corpus != PYDOCS:
-            require_source(self.corpus)
+            require_source(self.corpus, self.root)
         found: dict[str, T5TrainError] = {}
         of_flow = [each for each in definitions.deployments if each.flow == FLOW]
         for deployment in of_flow:
@@ -51,6 +61,13 @@ class DeploymentDefaults(BaseModel):
 
 
 def changed(earlier: Mapping[str, Any], given: Mapping[str, Any]) -> DeploymentDefaults:
-    """Return the earlier defaults with those given now. An empty value removes the earlier one; None keeps it."""
+    """Return the earlier defaults with those given now. An empty value removes the earlier one; None keeps it.
+
+    Raises SpecError if one of them holds a secret.
+    """
     merged = {**earlier, **{name: value for name, value in given.items() if value is not None}}
-    return DeploymentDefaults.model_validate({name: value for name, value in merged.items() if value not in ("", {})})
+    defaults = DeploymentDefaults.model_validate(
+        {name: value for name, value in merged.items() if value not in ("", {})}
+    )
+    defaults.require_no_secrets()
+    return defaults

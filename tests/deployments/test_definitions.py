@@ -152,6 +152,8 @@ def test_defaults_of_deployments_are_kept_until_they_are_changed(deployer: Deplo
         ({"corpus": "/no such folder/nothing.txt"}, "nothing.txt"),
         ({"hostfile": "/no such file"}, "/no such file"),
         ({"deployed_settings": {"optimizer.sead": 7}}, "did you mean 'optimizer.seed'"),
+        ({"corpus": "https://user:secret@127.0.0.1/text"}, "--corpus has a password"),
+        ({"deployed_settings": {"corpus.source": "s3://key@bucket/text"}}, "corpus.source has a password"),
     ],
 )
 def test_defaults_that_no_run_could_begin_with_are_refused_and_change_nothing(

@@ -37,8 +37,11 @@ def parameters(recipe: str = "base", **more: Any) -> RunParameters:
         ({"deployed_settings": {"cluster.port": 22}}, "'cluster.port' was unexpected"),
         ({"corpus": "https://user:secret@host/text.txt"}, "does not match"),
         ({"corpus": "https://host/text.txt?key=secret"}, "does not match"),
+        ({"corpus": "filecache::https://user:secret@host/text.txt"}, "does not match"),
         ({"publish_under": "s3://key@bucket/t5"}, "does not match"),
         ({"settings": {"corpus.source": "https://user:secret@host/text.txt"}}, "does not match"),
+        ({"settings": {"model.start_from": "s3://key:secret@bucket/t5"}}, "does not match"),
+        ({"settings": {"tokenizer.path": "https://host/spiece.model?key=secret"}}, "does not match"),
     ],
 )
 def test_the_server_refuses_a_wrong_parameter_when_a_run_is_created(wrong: dict[str, Any], said: str) -> None:
@@ -50,7 +53,14 @@ def test_the_server_accepts_every_kind_of_parameter() -> None:
     settings = {"optimizer.num_steps": 5, "cluster.hostfile": None, "corpus.split": [900, 50, 50], "name": "n"}
     create(settings=settings, corpus="/data/part-??.txt", publish_under="s3://bucket/t5", hostfile="/etc/hosts")
     create(corpus=None, steps=None, run_name=None, settings=None, publish_under=None, hostfile=None, scratch=None)
-    create(run_name="mine", steps=10, trial=True, scratch="/local", adopt=False, corpus="s3://bucket/part-?.jsonl.gz")
+    create(
+        run_name="mine",
+        steps=10,
+        trial=True,
+        scratch="/local",
+        adopt=False,
+        corpus="filecache::s3://bucket/part-?.jsonl.gz",
+    )
 
 
 def test_settings_of_a_run_take_precedence_over_those_of_the_deployment() -> None:
@@ -73,7 +83,7 @@ def test_every_run_is_published_in_a_folder_of_its_own() -> None:
 
 
 def test_a_recipe_for_gpus_needs_a_text_and_the_smoke_recipe_does_not() -> None:
-    with pytest.raises(SpecError, match=r"set corpus\.source .* t5-pretrain run base --trial"):
+    with pytest.raises(SpecError, match=r"with --corpus or in corpus\.source .* t5-pretrain run base --trial"):
         parameters().possible_spec()
     assert parameters(corpus="/data/text").possible_spec().corpus.source == "/data/text"
     assert parameters("smoke").possible_spec().corpus.source == "pydocs"
