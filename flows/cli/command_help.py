@@ -19,7 +19,7 @@ COMMANDS = {
         _TRAIN,
         (
             "t5-pretrain run smoke",
-            "t5-pretrain run base --set corpus.source='/data/*.txt' --name mine",
+            "t5-pretrain run base --corpus '/data/*.txt' --name mine",
             "t5-pretrain run --config run.yaml --dry-run",
             "t5-pretrain run moe --trial",
         ),
@@ -43,13 +43,14 @@ COMMANDS = {
         _TRAIN,
         (
             "t5-pretrain generate work/published/mine 'A model <extra_id_0> text.'",
-            "t5-pretrain generate work/published/mine - < texts.txt",
+            "t5-pretrain generate MODEL 'Two <extra_id_0>' --top-p 0.9 --seed 7",
+            "t5-pretrain generate work/published/mine - --json < texts.txt",
         ),
     ),
     "evaluate": CommandHelp(
         _TRAIN,
         (
-            "t5-pretrain evaluate work/published/mine --corpus '/data/*.txt'",
+            "t5-pretrain evaluate MODEL --corpus pydocs --max-sequences 1000",
             "t5-pretrain evaluate MODEL --corpus '/data/*.txt' --split test --json",
         ),
     ),
@@ -72,14 +73,14 @@ COMMANDS = {
     "data": CommandHelp(
         _TRAIN,
         (
-            "t5-pretrain data show base --source '/data/*.txt'",
+            "t5-pretrain data show base --corpus '/data/*.txt'",
             "t5-pretrain data stats --config run.yaml --plot lengths.png",
         ),
     ),
     "corpus": CommandHelp(
         _STAGES,
         (
-            "t5-pretrain corpus --source '/data/*.jsonl.gz' --root /data/t5",
+            "t5-pretrain corpus --corpus '/data/*.jsonl.gz' --root /data/t5",
             "t5-pretrain corpus --config run.yaml",
         ),
     ),

@@ -1,6 +1,7 @@
 """Commands that use a trained model: ``generate`` and ``evaluate``. They work with the folder of any T5."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -11,6 +12,7 @@ import typer
 
 from flows.cli.options import RootOption
 from flows.cli.terminal import complain, say, stage_display
+from t5train.errors import InputError
 
 if TYPE_CHECKING:
     from t5train.release.inference.evaluation import Evaluation
@@ -32,21 +34,12 @@ DeviceOption = Annotated[
     str | None, typer.Option(metavar="DEVICE", help="Such as cuda:1 or cpu", show_default="the accelerator, if any")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
-_GENERATE_EXAMPLES = """\b
-Examples:
-  t5-pretrain generate PATH "The <extra_id_0> of a list is <extra_id_1>."
-  t5-pretrain generate PATH "Two <extra_id_0>" --top-p 0.9 --seed 7
-  t5-pretrain generate PATH - --json < gaps.txt > filled.jsonl"""
-_EVALUATE_EXAMPLES = """\b
-Examples:
-  t5-pretrain evaluate PATH --corpus pydocs --split test
-  t5-pretrain evaluate PATH --corpus 'wiki/*.jsonl.gz' --max-sequences 1000"""
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
-    app.command(epilog=_GENERATE_EXAMPLES)(generate)
-    app.command(epilog=_EVALUATE_EXAMPLES)(evaluate)
+    app.command()(generate)
+    app.command()(evaluate)
 
 
 def generate(  # noqa: PLR0913, PLR0917 - one for each option
@@ -131,6 +124,12 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
     )
     with stage_display() as progress:
         result = evaluate_text(path, corpus, spec, device, root, progress)
+    if result.split_as_trained is False:
+        complain(
+            f"this is not the {result.split} split of training, which had another number of tokens. If files are "
+            "added, changed or renamed, passages fall into other splits, and training may have used some of these. "
+            "Name the text as it was named for training"
+        )
     if as_json:
         say(json.dumps(result._asdict()))
     else:
@@ -138,12 +137,24 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
 
 
 def _lines(texts: list[str]) -> Iterator[str]:
-    """Yield the texts; in place of ``-``, the lines of standard input that are not blank."""
+    """Yield the texts; in place of ``-``, the lines of standard input that are not blank.
+
+    Raises InputError for what is not UTF-8.
+    """
     for text in texts:
         if text == "-":
-            yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
+            for number, line in enumerate(sys.stdin.buffer, start=1):
+                if line.strip():
+                    yield _decoded(line, f"line {number} of standard input").rstrip("\r\n")
         else:
-            yield text
+            yield _decoded(os.fsencode(text), "TEXT")
+
+
+def _decoded(text: bytes, what: str) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} is not UTF-8 ({error.reason}). Convert it, for example with iconv") from None
 
 
 def _show_generated(result: "Generated", first: bool) -> None:

@@ -7,7 +7,7 @@ the versions that made it, so that certification can compare it.
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -164,14 +164,22 @@ def read_front_matter(card: str) -> Any:
         raise ValueError(f"the front matter is not YAML ({error})") from error
 
 
-def recorded_settings(card: str) -> dict[str, Any]:
-    """Return the settings of the run that a card of this project states; empty for any other card."""
+class RecordedRun(NamedTuple):
+    """What a card of this project states of the run: its settings, and the sizes of its splits. Else both are empty."""
+
+    settings: dict[str, Any]
+    data: dict[str, int]
+
+
+def recorded_run(card: str) -> RecordedRun:
+    """Return what a card states of the run that trained the model."""
     _, heading, rest = card.partition(_SETTINGS)
     try:
-        stated = json.loads(rest.partition("\n```")[0]) if heading and FACTS in read_front_matter(card) else {}
-    except (ValueError, TypeError):
-        return {}
-    return stated if isinstance(stated, dict) else {}
+        facts = read_front_matter(card)[FACTS] if heading else {}
+        settings, data = json.loads(rest.partition("\n```")[0]) if heading else {}, facts.get("data", {})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return RecordedRun({}, {})
+    return RecordedRun(settings if isinstance(settings, dict) else {}, data if isinstance(data, dict) else {})
 
 
 def _facts(witness: Witness, lineage: Mapping[str, str], files: Mapping[str, FileDigest]) -> dict[str, Any]:

@@ -73,7 +73,11 @@ def test_the_example_of_the_readme_publishes_a_model(tmp_path: Path) -> None:
     for split in ("validation", "test"):
         asked = EvaluationSpec(split=split, max_sequences=recorded[f"{split}_sequences"])
         found = t5train.evaluate(tmp_path / "published", str(tmp_path / "notes.txt"), asked)
+        assert found.split_as_trained
         assert found.loss == pytest.approx(recorded[f"{split}_content_loss"], rel=1e-5)
         assert found.all_targets_loss == pytest.approx(recorded[f"{split}_loss"], rel=1e-5)
+    (tmp_path / "notes.txt").rename(tmp_path / "other name.txt")
+    asked = EvaluationSpec(split="test", max_sequences=1)
+    assert not t5train.evaluate(tmp_path / "published", str(tmp_path / "other name.txt"), asked).split_as_trained
     (filled,) = t5train.generate(tmp_path / "published", ["The note <extra_id_0> is about 4 things."])
     assert filled.spans.keys() == {"<extra_id_0>"}

@@ -54,7 +54,9 @@ class Evaluation(NamedTuple):
 
     All of them leave out sentinels and the closing EOS, except ``all_targets_loss``. ``unigram_loss`` is the loss of a
     model that knows only how often each token occurs in the rest of the text. ``span_accuracy`` is the share of masked
-    spans of which every token is predicted rightly.
+    spans of which every token is predicted rightly. ``split_as_trained`` is whether the validation or test split has as
+    many tokens as it had in training: if not, its text is another, and training may have used some of its passages. It
+    is None for other text, and if the folder does not record that number.
     """
 
     loss: float
@@ -69,6 +71,7 @@ class Evaluation(NamedTuple):
     mean_span_tokens: float
     passages: int
     split: Split | None
+    split_as_trained: bool | None
     noise_density: float
     input_tokens: int
     seed: int
@@ -104,9 +107,11 @@ def evaluate(
 
     """
     folder = ModelFolder.open(path)
-    objective = _objective(folder.settings, spec)
+    objective = _objective(folder.run.settings, spec)
     shape, vocabulary = geometry(objective), folder.vocabulary()
-    text = _read(folder.settings, corpus, spec, shape, vocabulary, (root or StorageSpec().root).absolute(), progress)
+    text = _read(
+        folder.run.settings, corpus, spec, shape, vocabulary, (root or StorageSpec().root).absolute(), progress
+    )
     used = chosen_device(device)
     sums = _Sums(vocabulary, text)
     model = folder.load(used)
@@ -126,6 +131,7 @@ def evaluate(
         mean_span_tokens=sums.tokens / sums.spans,
         passages=text.passages,
         split=spec.split,
+        split_as_trained=_split_as_trained(folder.run.data, spec.split, text),
         noise_density=objective.noise_density,
         input_tokens=objective.input_tokens,
         seed=spec.seed,
@@ -166,9 +172,14 @@ def _read(
         )
 
 
+def _split_as_trained(data: dict[str, int], split: Split | None, text: EvaluationText) -> bool | None:
+    recorded = data.get(f"{split}_tokens")
+    return None if recorded is None or split == "train" else recorded == int(text.counts.sum())
+
+
 def _files(corpus: str, folder: Path, root: Path, progress: Progress) -> list[SourceFile]:
     if corpus != PYDOCS:
-        return local_files(corpus, "", root / "cache", progress)
+        return local_files(corpus, "", root, progress)
     write_pydocs(folder / "pydocs.jsonl", progress)
     return [SourceFile(folder / "pydocs.jsonl", "pydocs.jsonl")]
 

@@ -10,18 +10,18 @@ from t5train.errors import InputError
 from t5train.files.run_folder import EXPORT
 from t5train.model.starting_model import CONFIG, HuggingFaceFolder, require_family
 from t5train.release.inference.vocabulary import Vocabulary
-from t5train.release.model_card import README, recorded_settings
+from t5train.release.model_card import README, RecordedRun, recorded_run
 
 PATH = "PATH"
 _TRAINED_TOKENS = 512  # T5's own input length, where a folder does not say otherwise
 
 
 class ModelFolder(NamedTuple):
-    """A complete model. ``settings`` are those of the run that trained it; empty if this project did not train it."""
+    """A complete model. ``run`` is what its card states of its training; empty if this project did not train it."""
 
     path: Path
     config: dict[str, Any]
-    settings: dict[str, Any]
+    run: RecordedRun
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -44,7 +44,7 @@ class ModelFolder(NamedTuple):
     @property
     def trained_tokens(self) -> int:
         """The number of input tokens that the model was trained with, as far as the folder says."""
-        recorded = self.settings.get("objective", {}).get("input_tokens")
+        recorded = self.run.settings.get("objective", {}).get("input_tokens")
         return int(recorded or self.config.get("n_positions") or _TRAINED_TOKENS)
 
     def vocabulary(self) -> Vocabulary:
@@ -116,8 +116,8 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _recorded(card: Path) -> dict[str, Any]:
+def _recorded(card: Path) -> RecordedRun:
     try:
-        return recorded_settings(card.read_text("utf-8"))
+        return recorded_run(card.read_text("utf-8"))
     except (OSError, UnicodeDecodeError):
-        return {}
+        return RecordedRun({}, {})

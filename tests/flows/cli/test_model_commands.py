@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_generate_prints_each_span_and_the_text_with_the_spans_put_in(
 def test_generate_reads_lines_from_standard_input_and_prints_json_lines(
     t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{TEXT}\n\nno gap\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"{TEXT}\n\nno gap\r\n".encode())))
     assert t5_pretrain("generate", model, "-", "--json", "--max-new-tokens", "2", "--device", "cpu") == 0
     output = capsys.readouterr()
     found = [json.loads(line) for line in output.out.splitlines()]
@@ -45,6 +46,20 @@ def test_generate_reads_lines_from_standard_input_and_prints_json_lines(
     assert all(each["new_tokens"] <= 2 for each in found)
     assert output.err.count("\n") == 1
     assert output.err.startswith("text 2: the text has no <extra_id_0>")
+
+
+@pytest.mark.parametrize(("text", "what"), [("-", "line 2 of standard input"), (os.fsdecode(b"caf\xe9"), "TEXT")])
+def test_generate_refuses_text_that_is_not_utf8(
+    t5_pretrain: T5Pretrain,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    text: str,
+    what: str,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one <extra_id_0>\ncaf\xe9\n")))
+    assert t5_pretrain("generate", model, text, "--device", "cpu") == 4
+    assert f"error: {what} is not UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--temperature=2.5", "--top-p=0.9", "--sample"])

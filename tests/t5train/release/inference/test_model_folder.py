@@ -73,13 +73,13 @@ def test_an_export_says_how_it_was_trained_and_others_are_taken_for_t5(
     make_model: MakeModel, make_published: MakeModel
 ) -> None:
     theirs = make_published()
-    assert ModelFolder.open(theirs).settings == {}
+    assert ModelFolder.open(theirs).run.settings == {}
     assert ModelFolder.open(theirs).trained_tokens == 512
     ours = theirs.parent / "model"
-    assert ModelFolder.open(ours).settings["optimizer"]["seed"] == 5
+    assert ModelFolder.open(ours).run.settings["optimizer"]["seed"] == 5
     assert ModelFolder.open(ours).trained_tokens == 32
     (ours / "README.md").write_text("---\nlicense: mit\n---\n\n## Settings\n\n```json\n{}\n```\n")
-    assert ModelFolder.open(ours).settings == {}
+    assert ModelFolder.open(ours).run.settings == {}
 
 
 def test_a_vocabulary_with_more_ids_than_the_model_is_refused(make_model: MakeModel) -> None:
