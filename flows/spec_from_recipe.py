@@ -51,8 +51,8 @@ def require_own_text(recipe: str, changes: Mapping[str, Any]) -> None:
     """Raise SpecError if the recipe is not for trials on CPUs, and the changed settings name no text for it."""
     if not has_own_text(recipe, changes):
         raise SpecError(
-            f"recipe {recipe!r} needs text to train on: set corpus.source to a file, folder, pattern or URL (in "
-            "Prefect, set the parameter corpus, or for all deployments `t5-pretrain deploy --corpus`). "
+            f"recipe {recipe!r} needs text to train on: name a file, folder, pattern or URL with --corpus or in "
+            "corpus.source (in Prefect: the parameter corpus, or for all deployments `t5-pretrain deploy --corpus`). "
             f"For a small trial without a GPU: t5-pretrain run {recipe} --trial"
         )
 

@@ -1,28 +1,33 @@
 """``data show`` and ``data stats``: what a run trains on, as the model sees it. Both make missing token shards."""
 
-import json
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
-from flows.cli.options import ConfigOption, RecipeOrConfig, RootOption, SetOption, chosen, settings
+from flows.cli.options import (
+    ConfigOption,
+    CorpusOption,
+    RecipeOrConfig,
+    RootOption,
+    SetOption,
+    chosen,
+    settings,
+    text_settings,
+)
 from flows.cli.terminal import complain, say, show_table, stage_display
 from infra.head.preflight.text_checks import require_text
 from t5train.data.corpus import build_corpus
 from t5train.data.passages import Split
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
+from t5train.errors import InputError
 from t5train.files.atomic import replacing
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.report.data_report import data_lines, train_split_facts
 from t5train.report.data_samples import shown_samples
 from t5train.report.data_statistics import QUANTILE_NAMES, data_plot, data_statistics, length_rows, word_lines
 from t5train.spec import RunSpec
-
-SourceOption = Annotated[
-    str | None, typer.Option(help="Text to use instead of corpus.source: path, pattern or URL", metavar="FILES")
-]
 
 
 class _Data(NamedTuple):
@@ -42,7 +47,7 @@ def register(app: typer.Typer) -> None:
 def show(  # noqa: PLR0913, PLR0917 - one for each option
     recipe: RecipeOrConfig = None,
     config: ConfigOption = None,
-    source: SourceOption = None,
+    corpus: CorpusOption = None,
     changes: SetOption = None,
     root: RootOption = None,
     split: Annotated[Split, typer.Option(help="train, validation or test")] = "train",
@@ -51,7 +56,7 @@ def show(  # noqa: PLR0913, PLR0917 - one for each option
     ids: Annotated[bool, typer.Option("--ids", help="Show token ids, too")] = False,
 ) -> None:
     """Show samples with their masked spans: the inputs of the model, and the targets that it is to predict."""
-    spec = _spec(recipe, config, source, changes, root)
+    spec = _spec(recipe, config, corpus, changes, root)
     made = _made(spec)
     for sample in shown_samples(spec, made.tokenizer, made.shards, split, start, count):
         say(f"sample {sample.sample_id:,} of the {split} split")
@@ -66,7 +71,7 @@ def show(  # noqa: PLR0913, PLR0917 - one for each option
 def stats(
     recipe: RecipeOrConfig = None,
     config: ConfigOption = None,
-    source: SourceOption = None,
+    corpus: CorpusOption = None,
     changes: SetOption = None,
     root: RootOption = None,
     plot: Annotated[
@@ -75,7 +80,9 @@ def stats(
     ] = None,
 ) -> None:
     """Show the number and lengths of passages in each split, pieces per word, and what the vocabulary lacks."""
-    spec = _spec(recipe, config, source, changes, root)
+    spec = _spec(recipe, config, corpus, changes, root)
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise InputError(f"--plot is {plot}, but the folder {plot.absolute().parent} does not exist. Create it first")
     made = _made(spec)
     statistics = data_statistics(made.corpus, made.tokenizer, made.shards, spec.objective)
     show_table(["split", "passages", "tokens", *QUANTILE_NAMES], length_rows(statistics))
@@ -91,10 +98,9 @@ def stats(
 
 
 def _spec(
-    recipe: str | None, config: Path | None, source: str | None, changes: list[str] | None, root: Path | None
+    recipe: str | None, config: Path | None, corpus: str | None, changes: list[str] | None, root: Path | None
 ) -> RunSpec:
-    changed = settings(changes) | ({"corpus.source": json.dumps(source)} if source else {})
-    return chosen(recipe, config, changed, root=root).spec()
+    return chosen(recipe, config, settings(changes) | text_settings(corpus), root=root).spec()
 
 
 def _made(spec: RunSpec) -> _Data:

@@ -11,6 +11,7 @@ from flows.spec_from_recipe import resolve
 from t5train.errors import SpecError
 from t5train.files.presence import visible_in
 from t5train.files.run_folder import RUNS
+from t5train.locations import at_home
 from t5train.spec import RunSpec, StorageSpec, setting_names
 from t5train.spec.config_file import Configuration, read_config
 from t5train.spec.overrides import parsed
@@ -42,6 +43,11 @@ def runs_like(context: typer.Context, incomplete: str) -> list[str]:
     return [
         path.name for path in visible_in(root_of(context.params.get("root")) / RUNS) if path.name.startswith(incomplete)
     ]
+
+
+def _expanded(path: Path | None) -> Path | None:
+    """Expand ``~``, which shells leave in ``--root=~/t5``."""
+    return path and at_home(path)
 
 
 RecipeArgument = Annotated[
@@ -81,10 +87,25 @@ SetOption = Annotated[
         autocompletion=_settings_like,
     ),
 ]
+CorpusOption = Annotated[
+    str | None,
+    typer.Option(
+        "--corpus",
+        metavar="SOURCE",
+        help="Text to train on (corpus.source): path, pattern or URL",
+        show_default="that of --config",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs")]
 RootOption = Annotated[
     Path | None,
-    typer.Option("--root", help="Folder that holds everything a run makes", show_default="work", readable=False),
+    typer.Option(
+        "--root",
+        help="Folder that holds everything a run makes",
+        show_default="work",
+        readable=False,
+        callback=_expanded,
+    ),
 ]
 NameOption = Annotated[
     str | None, typer.Option("--name", help="Name of the run", show_default="made of recipe and settings")
@@ -92,7 +113,11 @@ NameOption = Annotated[
 HostfileOption = Annotated[
     Path | None,
     typer.Option(
-        "--hostfile", help="File with hosts to use: lines 'name slots=N'", show_default="this machine", readable=False
+        "--hostfile",
+        help="File with hosts to use: lines 'name slots=N'",
+        show_default="this machine",
+        readable=False,
+        callback=_expanded,
     ),
 ]
 IncludeOption = Annotated[
@@ -136,6 +161,11 @@ def settings(assignments: list[str] | None) -> dict[str, str]:
             raise typer.BadParameter(f"{assignment!r} is not of the form part.key=value", param_hint="--set")
         found[name] = value
     return found
+
+
+def text_settings(corpus: str | None) -> dict[str, str]:
+    """Return the setting that ``--corpus`` stands for. Quoted, so that a name such as "2024" stays text."""
+    return {} if corpus is None else {"corpus.source": json.dumps(corpus)}
 
 
 def host_settings(

@@ -13,6 +13,7 @@ from flows.cli.options import (
     AdoptOption,
     BeginAgainOption,
     ConfigOption,
+    CorpusOption,
     ExcludeOption,
     HostfileOption,
     IncludeOption,
@@ -29,6 +30,7 @@ from flows.cli.options import (
     host_settings,
     root_of,
     settings,
+    text_settings,
 )
 from flows.cli.terminal import BarProgress, complain, progress_display, say, show_json, show_rows
 from flows.run_parameters import RunParameters
@@ -61,6 +63,7 @@ def recipes(as_json: JsonOption = False) -> None:
 def run(  # noqa: PLR0913, PLR0917 - one for each option
     recipe: RecipeOrConfig = None,
     config: ConfigOption = None,
+    corpus: CorpusOption = None,
     changes: SetOption = None,
     root: RootOption = None,
     name: NameOption = None,
@@ -84,7 +87,8 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     as_json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON, for programs")] = False,
 ) -> None:
     """Run all stages, from text to a published, certified checkpoint. Finished stages are reused."""
-    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
+    changed = settings(changes) | text_settings(corpus)
+    changed |= host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
     changed |= {} if publish_to is None else {"storage.publish_to": json.dumps(publish_to)}
     if trial and config is not None:
         raise typer.BadParameter("it replaces most settings of a file: use `run RECIPE --trial`", param_hint="--trial")

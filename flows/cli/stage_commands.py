@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,7 +11,9 @@ from flows.cli.interruption import explaining_interruption
 from flows.cli.options import (
     AdoptOption,
     BeginAgainOption,
+    Chosen,
     ConfigOption,
+    CorpusOption,
     ExcludeOption,
     HostfileOption,
     IncludeOption,
@@ -28,18 +30,20 @@ from flows.cli.options import (
     chosen,
     host_settings,
     settings,
+    text_settings,
 )
 from flows.cli.terminal import complain, say, show_json, stage_display
+from infra.head.preflight.text_checks import NOT_READ
 from infra.head.training_run import hold_ready_run, train_again, train_run
 from t5train.checkpoint.resume import load_run_spec
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
 from t5train.data.corpus import build_corpus
-from t5train.data.shards import build_shards
+from t5train.data.shards import build_shards, settings_of
 from t5train.data.tokenizer import build_tokenizer, given_tokenizer
-from t5train.errors import InputError
+from t5train.errors import InputError, SpecError
 from t5train.files.presence import visible_in
 from t5train.files.run_folder import WITNESS_FOLDER
-from t5train.locations import redacted
+from t5train.locations import local_folder, redacted
 from t5train.records.metrics import loss_lines
 from t5train.records.stage_records import MANIFEST, Export, Record, TokenizerFiles, TokenShards, Weights
 from t5train.records.witness import Witness
@@ -48,7 +52,7 @@ from t5train.release.export import export as export_folder
 from t5train.release.publication import publish as publish_export
 from t5train.release.verification import verify as verify_record
 from t5train.report.data_report import data_lines, train_split_facts
-from t5train.spec import CorpusSpec, ShardsSpec
+from t5train.spec import CorpusSpec, RunSpec, ShardsSpec
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -62,13 +66,12 @@ def register(app: typer.Typer) -> None:
 def corpus(
     recipe: RecipeOrSmoke = None,
     config: ConfigOption = None,
-    source: Annotated[str | None, typer.Option(help="Text to use instead: path, pattern or URL")] = None,
+    text: CorpusOption = None,
     changes: SetOption = None,
     root: RootOption = None,
 ) -> None:
     """Find or make the text, and verify all its files."""
-    of_source = {} if source is None else {"corpus.source": json.dumps(source)}
-    spec = chosen(recipe, config, settings(changes) | of_source, root=root, default="smoke").spec()
+    spec = chosen(recipe, config, settings(changes) | text_settings(text), root=root, default="smoke").spec()
     with stage_display() as progress:
         made = build_corpus(spec.corpus, spec.storage.root, progress)
     _say(made)
@@ -130,11 +133,17 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
 ) -> None:
     """Train on existing token shards, starting from the newest complete checkpoint."""
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
-    spec = chosen(recipe, config, changed, root=root, name=name).spec()
+    choice = chosen(recipe, config, changed, root=root, name=name)
+    tokens = TokenShards.load(shards or _only_shards(choice.spec().storage.root))
+    spec = _spec_on(tokens, choice)
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)
-    tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
-    with hold_ready_run(spec) as run, explaining_interruption(spec.run_folder), stage_display() as progress:
+    with (
+        hold_ready_run(spec, text=NOT_READ) as run,
+        explaining_interruption(spec.run_folder),
+        stage_display() as progress,
+    ):
+        complain(f"text: {redacted(spec.corpus.source)}, as token shards in {tokens.path}")
         tokens.verify(progress)
         for line in data_lines(spec, tokens, train_split_facts(tokens, spec.objective)):
             complain(line)
@@ -213,6 +222,39 @@ def verify(
         show_json(facts | {"files": len(record.files), "bytes": total})
         return
     say(f"verified: {record.kind} {place}, {len(record.files)} files, {total:,} bytes")
+
+
+def _spec_on(shards: TokenShards, choice: Chosen) -> RunSpec:
+    """Return the spec of a run on token shards: their text is that of the run, whatever the recipe says.
+
+    Raises SpecError if another text was chosen, or if the shards do not record theirs and none was chosen.
+    """
+    spec, recorded = choice.spec(), settings_of(shards)
+    for name, value in recorded.items():
+        if name in choice.settings and not _is_same(asked := _value(spec, name), value):
+            raise SpecError(
+                f"{name} is {asked!r}, but the token shards in {shards.path} were made with {value!r}: leave {name} "
+                "out, name other shards with --shards, or use `run`, which makes them"
+            )
+    if not recorded and "corpus.source" not in choice.settings:
+        raise SpecError(
+            f"the token shards in {shards.path} were made by an earlier version, which did not record the text that "
+            "they were made of, but the model card names it: add --set corpus.source=TEXT"
+        )
+    made_with = {name: json.dumps(value) for name, value in recorded.items()}
+    return choice._replace(settings=made_with | choice.settings).spec()
+
+
+def _value(spec: RunSpec, name: str) -> Any:
+    part, key = name.split(".")
+    return spec.model_dump(mode="json")[part][key]
+
+
+def _is_same(asked: Any, recorded: Any) -> bool:
+    """Whether two values of a setting are equal, or name the same local files."""
+    if asked == recorded or not isinstance(asked, str):
+        return bool(asked == recorded)
+    return local_folder(asked) is not None and local_folder(asked) == local_folder(recorded)
 
 
 def _only_shards(root: Path) -> Path:

@@ -176,11 +176,13 @@ def rank_program(spec_path: Path) -> tuple[str, ...]:
     return "-m", "t5train.train", "--spec", str(spec_path)
 
 
-def require_startable(spec: RunSpec, run: HeldRun | None = None) -> tuple[T5Shape, TextFacts]:
+def require_startable(
+    spec: RunSpec, run: HeldRun | None = None, text: TextFacts | None = None
+) -> tuple[T5Shape, TextFacts]:
     """Raise the errors that the start of a run would raise, whatever else is running or is stored on the disk.
 
-    ``run`` is the run, if it is held: ranks that are running on hosts have what monitoring needs. Returns the model's
-    shape, and what is known of the text.
+    ``run`` is the run, if it is held: ranks that are running on hosts have what monitoring needs. ``text`` is given if
+    the text is not read any more. Returns the model's shape, and what is known of the text.
     """
     require_absolute(spec.storage.root)
     require_same_settings(spec)
@@ -189,15 +191,17 @@ def require_startable(spec: RunSpec, run: HeldRun | None = None) -> tuple[T5Shap
     of_model = require_model(spec)
     if spec.cluster.hostfile is None:
         require_capable(spec, of_model)
-    return of_model, require_text(spec)
+    return of_model, text or require_text(spec)
 
 
-def require_startable_now(spec: RunSpec, run: HeldRun | None = None) -> tuple[T5Shape, TextFacts]:
+def require_startable_now(
+    spec: RunSpec, run: HeldRun | None = None, text: TextFacts | None = None
+) -> tuple[T5Shape, TextFacts]:
     """Raise also the errors that busy or full resources of this machine would cause; ``run`` and ``--dry-run`` call it.
 
     Asks no other machine, and writes nothing. Returns what ``require_startable`` returns.
     """
-    of_model, text = require_startable(spec, run)
+    of_model, text = require_startable(spec, run, text)
     if spec.cluster.hostfile is None:
         require_free(spec)
     require_writable(spec.storage.root)
@@ -211,12 +215,12 @@ def require_destination(spec: RunSpec, of_model: T5Shape) -> None:
     check_destination(publish_url(spec), weight_bytes, spec.fingerprint())
 
 
-def require_ready(spec: RunSpec, run: HeldRun | None = None) -> set[str]:
+def require_ready(spec: RunSpec, run: HeldRun | None = None, text: TextFacts | None = None) -> set[str]:
     """Raise the errors that training would raise hours later, as far as they can be detected now.
 
-    ``run`` is the run, if it is held. Returns the hosts that do not answer, which spares are to replace.
+    For the arguments, see ``require_startable``. Returns the hosts that do not answer, which spares are to replace.
     """
-    of_model, text = require_startable_now(spec, run)
+    of_model, text = require_startable_now(spec, run, text)
     make_root(spec.storage.root)
     require_destination(spec, of_model)
     running_hosts, silent_hosts = (run.running_hosts, run.silent_hosts) if run else (None, set[str]())
@@ -226,7 +230,7 @@ def require_ready(spec: RunSpec, run: HeldRun | None = None) -> set[str]:
 
 
 @contextmanager
-def hold_ready_run(spec: RunSpec, held: HeldRun | None = None) -> Iterator[HeldRun]:
+def hold_ready_run(spec: RunSpec, held: HeldRun | None = None, text: TextFacts | None = None) -> Iterator[HeldRun]:
     """Hold a run (``hold_run``) that passes ``require_ready``. If the caller has ``held`` it already, only check it.
 
     Raises SpecError if ``held`` is another run.
@@ -242,7 +246,7 @@ def hold_ready_run(spec: RunSpec, held: HeldRun | None = None) -> Iterator[HeldR
     with ExitStack() as stack:
         if held is None and spec.run_folder.exists():
             held = stack.enter_context(hold_run(spec.run_folder))
-        silent_hosts = require_ready(spec, held)
+        silent_hosts = require_ready(spec, held, text)
         run = held or stack.enter_context(hold_run(spec.run_folder))
         run.silent_hosts |= silent_hosts
         yield run

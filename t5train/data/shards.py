@@ -8,14 +8,16 @@ Shard N is made of consecutive segments of the corpus. It has these files (all n
 - ``shard-NNNNN.json``, written last: a description of the other files.
 
 After an interruption, only shards that do not match their description are made again. ``held-out-passages.json`` holds
-some texts of the validation split with their ids, for the certificate.
+some texts of the validation split with their ids, for the certificate, and ``settings.json`` the settings of text and
+shards: whoever trains on the folder alone learns from it what the text is.
 """
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -29,9 +31,10 @@ from t5train.data.sentencepiece_model import EOS_ID, PAD_ID, Encoder
 from t5train.data.tokenizer import SPIECE, TOKENIZER_JSON
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import DigestMismatch
+from t5train.files.atomic import write_json
 from t5train.host_resources import num_cores, require_space
 from t5train.progress import Progress, silent
-from t5train.records.digests import FileDigest, digest_file, verify_file
+from t5train.records.digests import FileDigest, digest_file, digest_files, verify_file
 from t5train.records.identity import fingerprint
 from t5train.records.kept_files import keep_changed_files
 from t5train.records.stage_records import MANIFEST, Corpus, TokenizerFiles, TokenShards, reusable
@@ -40,6 +43,7 @@ from t5train.spec import NUM_SENTINELS, CorpusSpec, ShardsSpec
 _STAGE_VERSION = 3  # incremented when the same inputs would give other bytes
 UNIGRAM_DTYPE = "<i8"
 TEXT_BYTES_PER_TOKEN = 4  # about that of English in T5's vocabulary; decides where shards end
+SETTINGS = "settings.json"
 _SHARDS_WITH_PASSAGES, _PASSAGES_A_SHARD = 4, 250
 _log = logging.getLogger(__name__)
 
@@ -140,7 +144,21 @@ def build_shards(
         require_space(folder, tokens * _bytes_per_token(tokenizer), "the token shards")
         _make(jobs, spec.workers or num_cores(), progress)
         _record_held_out(folder, plan, corpus_spec, tokenizer)
+        write_json(folder / SETTINGS, {"corpus": corpus_spec.identity(), "shards": spec.identity()})
         return _committed(folder, identity, len(plan), corpus, tokenizer)
+
+
+def settings_of(shards: TokenShards) -> dict[str, Any]:
+    """Return the settings ``part.key`` of text and shards that they were made with.
+
+    Empty if they were made by an earlier version, which did not record them. Raises DigestMismatch if that record was
+    changed.
+    """
+    if SETTINGS not in shards.files:
+        return {}
+    verify_file(shards.path / SETTINGS, shards.files[SETTINGS])
+    parts = json.loads((shards.path / SETTINGS).read_bytes())
+    return {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
 
 
 def plan_shards(files: Sequence[FileSegments], shard_tokens: int) -> list[list[Stretch]]:
@@ -262,7 +280,7 @@ def _committed(folder: Path, identity: str, num_shards: int, corpus: Corpus, tok
     for number in range(num_shards):
         files |= read_description(folder, number).files
         files[shard_name(number)] = digest_file(folder / shard_name(number))
-    files[HELD_OUT] = digest_file(folder / HELD_OUT)
+    files |= digest_files(folder, [HELD_OUT, SETTINGS])
     return TokenShards(
         path=folder,
         fingerprint=identity,

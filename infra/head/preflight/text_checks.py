@@ -19,6 +19,8 @@ from t5train.locations import redacted
 from t5train.spec import CorpusSpec, RunSpec
 
 LOOK_BYTES = 16 << 20
+_FEW_PASSAGES, _FEW_FACTOR = 100, 8
+"""A text that shows fewer passages within the limit is read so many times as far: it may have too few of them."""
 
 
 class TextLook(NamedTuple):
@@ -66,6 +68,10 @@ class TextFacts(NamedTuple):
         return self.source.size_bytes * spec.split[0] // 1000 if is_plain else None
 
 
+NOT_READ = TextFacts(None, None)
+"""Of a text that is not read any more, because its token shards exist."""
+
+
 def require_text(spec: RunSpec) -> TextFacts:
     """Return what is known of the text.
 
@@ -73,7 +79,7 @@ def require_text(spec: RunSpec) -> TextFacts:
     """
     if spec.corpus.source == PYDOCS:
         return TextFacts(None, None)
-    source = require_source(spec.corpus.source)
+    source = require_source(spec.corpus.source, spec.storage.root)
     if not source.local:
         return TextFacts(source, None)
     try:
@@ -90,7 +96,8 @@ def look_at(files: Iterable[SourceFile], rule: SplitRule, limit_bytes: int = LOO
     """Read files up to a limit. Raises InputError if what is read is malformed."""
     passages, text_bytes = Counter[Split](), Counter[Split]()
     for passage in _passages(files):
-        if sum(text_bytes.values()) >= limit_bytes:
+        read_bytes, is_few = sum(text_bytes.values()), sum(passages.values()) < _FEW_PASSAGES
+        if read_bytes >= limit_bytes * (_FEW_FACTOR if is_few else 1):
             return TextLook(False, _of_splits(passages), _of_splits(text_bytes))
         split = split_of(rule, passage.id)
         passages[split] += 1

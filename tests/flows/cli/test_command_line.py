@@ -14,6 +14,8 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from flows.cli import __main__, run_command
+from flows.cli.options import chosen
+from flows.cli.stage_commands import _spec_on
 from infra.head.preflight import run_checks
 from infra.head.preflight.text_checks import LOOK_BYTES
 from t5train import host_resources
@@ -22,6 +24,7 @@ from t5train.data.loader import ORDER_VERSION
 from t5train.data.sentencepiece_model import train
 from t5train.errors import NotGathered
 from t5train.model.model_shape import huggingface_config, resolve
+from t5train.records.stage_records import TokenShards
 from t5train.spec import TokenizerSpec
 from t5train.spec.recipes import recipe
 from tests.support.generated_text import write_jsonl
@@ -205,7 +208,7 @@ def test_the_data_commands_show_samples_and_statistics_of_a_users_text(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     text = write_jsonl(tmp_path / "text.jsonl", 300)
-    options = ("smoke", "--source", str(text), "--root", str(tmp_path / "root"), "--set", "tokenizer.vocab_size=300")
+    options = ("smoke", "--corpus", str(text), "--root", str(tmp_path / "root"), "--set", "tokenizer.vocab_size=300")
     assert t5_pretrain("data", "show", *options, "--split", "validation", "--count", "2") == 0
     shown = capsys.readouterr().out.splitlines()
     of_a_sample = ["sample N of the validation split", "inputs (64 tokens)", "targets (14 tokens)", ""]
@@ -218,8 +221,28 @@ def test_the_data_commands_show_samples_and_statistics_of_a_users_text(
     assert sum(int(row.split("\t")[1]) for row in rows[1:4]) == 300
     assert rows[-1] == f"plot: {tmp_path / 'plot.png'}"
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert t5_pretrain("data", "show", "smoke", "--source", str(tmp_path / "no.txt")) == 4
+    assert t5_pretrain("data", "show", "smoke", "--corpus", str(tmp_path / "no.txt")) == 4
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_run_on_token_shards_is_one_on_the_text_that_they_were_made_of(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text, root = write_jsonl(tmp_path / "text.jsonl", 300), tmp_path / "root"
+    made = ("smoke", "--corpus", str(text), "--set", "tokenizer.vocab_size=300", "--set", "corpus.split_seed=3")
+    assert t5_pretrain("data", "show", *made, "--root", str(root)) == 0
+    (shards,) = (root / "shards").iterdir()
+    spec = _spec_on(TokenShards.load(shards), chosen("smoke", None, {}))
+    assert (spec.corpus.source, spec.corpus.split_seed) == (str(text), 3)
+    for setting in ("corpus.source=pydocs", f"corpus.source={tmp_path / 'other.txt'}", "corpus.split_seed=4"):
+        assert t5_pretrain("train", "smoke", "--root", str(root), "--set", setting) == 2
+        assert f"but the token shards in {shards} were made with" in capsys.readouterr().err
+    record = json.loads((shards / "manifest.json").read_bytes())
+    del record["files"]["settings.json"]  # as an earlier version wrote it
+    TokenShards.model_validate(record).commit()
+    assert t5_pretrain("train", "smoke", "--root", str(root)) == 2
+    assert "add --set corpus.source=TEXT" in capsys.readouterr().err
+    assert not (root / "runs").exists()
 
 
 def test_a_run_with_two_experts_per_token_is_refused_before_it_starts(
@@ -272,7 +295,7 @@ def test_a_run_that_does_not_fit_in_memory_is_refused_before_it_starts(
 def test_stage_commands_work_without_prefect(run_python: RunPython, tmp_path: Path) -> None:
     text = "\n".join(json.dumps({"id": str(number), "text": f"line {number} of a text"}) for number in range(200))
     (tmp_path / "text.jsonl").write_text(text + "\n")
-    arguments = ("corpus", "--source", str(tmp_path / "text.jsonl"), "--root", str(tmp_path / "root"))
+    arguments = ("corpus", "--corpus", str(tmp_path / "text.jsonl"), "--root", str(tmp_path / "root"))
     made = run_python(WITHOUT_PREFECT, *arguments)
     assert made.stdout.startswith("corpus: "), made.stderr
     folder = made.stdout.split()[1]
@@ -293,8 +316,9 @@ def test_a_second_start_of_a_running_run_is_refused(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        assert t5_pretrain("run", "smoke", "--name", "mine") == 6
-    assert "is in use by process" in capsys.readouterr().err
+        for dry in ([], ["--dry-run"]):
+            assert t5_pretrain("run", "smoke", "--name", "mine", *dry) == 6
+            assert "is in use by process" in capsys.readouterr().err
 
 
 def test_a_run_begun_with_other_settings_is_refused_before_anything_starts(
@@ -386,6 +410,9 @@ def test_a_start_after_an_unfinished_begin_again_is_refused_with_how_to_repeat_o
     folder = tmp_path / "work" / "runs" / "mine"
     folder.mkdir(parents=True)
     ask_to_begin_again(folder)
+    shards = tmp_path / "work" / "shards" / "some"
+    shards.mkdir(parents=True)
+    TokenShards(path=shards, fingerprint="0", files={}).commit()
     assert t5_pretrain(command, "smoke", "--name", "mine", "--set", "corpus.source=/nowhere") == 2
     output = capsys.readouterr().err
     assert "Repeat --begin-again" in output

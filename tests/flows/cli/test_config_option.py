@@ -177,7 +177,7 @@ def test_the_unchanged_file_of_a_recipe_for_gpus_is_refused_until_it_names_a_tex
     assert t5_pretrain("init", "base") == 0
     file = write(capsys.readouterr().out)
     assert t5_pretrain("run", "--config", file, "--set", "cluster.accelerator=cpu") == 2
-    assert "recipe 'base' needs text to train on: set corpus.source" in capsys.readouterr().err
+    assert "recipe 'base' needs text to train on: name a file" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
@@ -231,7 +231,7 @@ def test_a_stage_takes_text_and_root_from_a_file(
     assert t5_pretrain("corpus", "--config", file) == 0
     first = capsys.readouterr().out
     assert first.startswith(f"corpus: {tmp_path / 'made/corpus'}")
-    assert t5_pretrain("corpus", "--config", file, "--source", "b.txt", "--root", "other") == 0
+    assert t5_pretrain("corpus", "--config", file, "--corpus", "b.txt", "--root", "other") == 0
     assert capsys.readouterr().out.startswith(f"corpus: {tmp_path / 'other/corpus'}")
     assert t5_pretrain("train", "--config", file) == 4
     assert f"no token shards under {tmp_path / 'made/shards'}" in capsys.readouterr().err

@@ -160,7 +160,11 @@ TEXTS = [
 PLACES = [
     Wrong("run smok", 2, "unknown recipe 'smok' (did you mean 'smoke'?)"),
     Wrong("run base", 2, "To try the recipe on this machine's CPUs with a tiny model: t5-pretrain run base --trial"),
-    Wrong("run base --set cluster.accelerator=cpu", 2, "recipe 'base' needs text to train on: set corpus.source"),
+    Wrong(
+        "run base --set cluster.accelerator=cpu",
+        2,
+        "recipe 'base' needs text to train on: name a file",
+    ),
     Wrong("run smoke --root file", 5, "file cannot be written: Not a directory; choose another root"),
     Wrong("run smoke --root 'runs[1]'", 2, "choose a folder without these characters"),
     Wrong("run smoke --name a/b", 2, "name is 'a/b': it must be"),

@@ -50,6 +50,12 @@ def test_a_look_ends_at_its_limit(tmp_path: Path) -> None:
     assert look_at([SourceFile(text, "a.txt")], CorpusSpec(), limit_bytes=10_000) == look
 
 
+def test_a_text_of_few_passages_is_read_further_because_it_may_have_too_few(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 9_000 + "\n" + "y" * 9_000 + "\n")
+    look = look_at([SourceFile(tmp_path / "a.txt", "a.txt")], CorpusSpec(), limit_bytes=10_000)
+    assert (look.is_whole, look.total_passages) == (True, 2)
+
+
 @pytest.mark.parametrize("size", [2_000, 1_900_000])
 def test_one_passage_is_too_few_for_the_splits(tmp_path: Path, size: int) -> None:
     (tmp_path / "a.txt").write_text("x" * size + "\n")
