@@ -1,5 +1,6 @@
 """Locations of text and published folders: a local folder, or any URL that fsspec supports."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,12 +37,20 @@ _MEANINGS = {
 _QUERY = re.compile(r"[\w-]+=")
 
 
+def at_home(path: Path | str) -> Path:
+    """Return a path with a leading ``~`` replaced by the home folder. Shells leave it in ``--root=~/t5``.
+
+    A ``~`` that names no user's home is kept.
+    """
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises an error if there is no such user
+
+
 def local_folder(url: str) -> Path | None:
     """Return the absolute path of the folder that a path or ``file://`` URL names; None for any other URL."""
     protocol, rest = split_protocol(url)
     if protocol not in (None, "file", "local") or "::" in url:
         return None
-    return Path(rest).expanduser().absolute()
+    return at_home(rest).absolute()
 
 
 def shareable_source(source: str) -> str:

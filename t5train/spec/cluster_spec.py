@@ -3,13 +3,15 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from t5train.errors import SpecError
-from t5train.locations import without_secret
+from t5train.locations import at_home, without_secret
 from t5train.spec.overrides import SpecPart, change, explain
+
+HomePath = Annotated[Path, AfterValidator(at_home)]
 
 
 class StorageSpec(SpecPart):
@@ -30,7 +32,7 @@ class StorageSpec(SpecPart):
         }
     )
 
-    root: Path = Field(Path("work"), title="Root", description="Folder that holds everything a run makes")
+    root: HomePath = Field(Path("work"), title="Root", description="Folder that holds everything a run makes")
     scratch: Path | None = Field(
         None,
         title="Scratch",
@@ -166,7 +168,7 @@ class ClusterSpec(SpecPart):
     retries: int = Field(
         2, ge=0, le=100, title="Retries", description="How often training is retried after a transient failure"
     )
-    hostfile: Path | None = Field(
+    hostfile: HomePath | None = Field(
         None,
         title="Hostfile",
         description="File of the hosts to train on, with lines 'name slots=N', as for DeepSpeed. null: only this "
@@ -211,7 +213,7 @@ class ClusterSpec(SpecPart):
     ssh_port: int | None = Field(
         None, ge=1, le=65535, title="ssh port", description="Port of ssh on every host. null: from ssh's configuration"
     )
-    known_hosts: Path | None = Field(
+    known_hosts: HomePath | None = Field(
         None, title="Known hosts", description="File with the only host keys to accept. null: ssh's known hosts"
     )
     master_address: str | None = Field(

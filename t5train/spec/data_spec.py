@@ -4,7 +4,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from t5train.locations import without_secret
+from t5train.locations import at_home, without_secret
 from t5train.spec.overrides import SpecPart
 
 NUM_SENTINELS = 100
@@ -94,6 +94,11 @@ class TokenizerSpec(SpecPart):
         title="Character coverage",
         description="Share of the text's characters that get a piece of their own; the rest are unknown",
     )
+
+    @field_validator("path")
+    @classmethod
+    def _path_is_expanded(cls, path: str | None) -> str | None:
+        return None if path is None else str(at_home(path))
 
     def identity(self) -> dict[str, Any]:
         """Return the identity settings. A given vocabulary does not count here: the stage fingerprints its content."""

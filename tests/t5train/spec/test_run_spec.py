@@ -194,6 +194,14 @@ def test_a_url_with_a_secret_is_refused_without_repeating_the_secret(setting: st
     assert "s3cret" not in str(caught.value)
 
 
+def test_the_home_folder_is_expanded_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    spec = recipe("smoke").with_settings({"storage.root": "~/t5", "tokenizer.path": "~/spiece.model"})
+    assert (spec.storage.root, spec.tokenizer.path) == (tmp_path / "t5", str(tmp_path / "spiece.model"))
+    hosts = recipe("smoke").with_settings({"cluster.hostfile": "~/hosts", "cluster.known_hosts": "~nobody-such/k"})
+    assert (hosts.cluster.hostfile, hosts.cluster.known_hosts) == (tmp_path / "hosts", Path("~nobody-such/k"))
+
+
 @pytest.mark.parametrize("url", ["abfs://container@account/x", "sftp://user@host/x", "what?/x*.txt"])
 def test_a_url_without_a_secret_is_kept(url: str) -> None:
     assert recipe("smoke").with_settings({"corpus.source": url}).corpus.source == url
