@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -137,8 +138,9 @@ class ClusterLauncher:
     def start(self, this: Attempt, argv: Sequence[str], accelerator: str | None) -> None:
         """Start the launcher of ``this``, the attempt in the run's folder. Its own folder and the lease must exist."""
         replace(this, folder=self.folder).write()
-        _log.info("attempt %s: %s", this.folder.name, " ".join(argv))
-        with open(self.folder / f"{attempt.LAUNCHER}.log", "ab") as log:
+        _log.info("attempt %s starts; its logs are collected in %s", this.folder.name, this.folder)
+        with open(self.folder / f"{attempt.LAUNCHER}.log", "ab", buffering=0) as log:
+            log.write(f"{shlex.join(argv)}\n".encode())
             self._guard = subprocess.Popen(
                 [sys.executable, "-m", MODULE, LAUNCHER_OPTION, str(self.folder), *argv],
                 cwd="/",  # DeepSpeed changes to this folder on hosts, too

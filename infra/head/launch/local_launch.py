@@ -12,6 +12,7 @@ whether the ranks did their work: DeepSpeed's launcher exits with 0 when it is k
 
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -116,8 +117,9 @@ def _port(spec: LaunchSpec) -> int:
 
 def _start(this: Attempt, argv: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the launcher's guard in its own session, with its own stdin, output and environment."""
-    _log.info("attempt %s: %s", this.folder.name, " ".join(argv))
-    with open(this.log(attempt.LAUNCHER), "ab") as log:
+    _log.info("attempt %s starts; its logs are in %s", this.folder.name, this.folder)
+    with open(this.log(attempt.LAUNCHER), "ab", buffering=0) as log:
+        log.write(f"{shlex.join(argv)}\n".encode())
         return subprocess.Popen(
             [sys.executable, "-m", MODULE, LAUNCHER_OPTION, str(this.folder), *argv],
             stdin=subprocess.DEVNULL,
