@@ -15,7 +15,9 @@ from infra.head.preflight.run_checks import needed_bytes, require_possible
 from infra.head.preflight.text_checks import TextFacts
 from infra.head.training_run import launch_spec, rank_program, require_startable_now
 from infra.node.attempts import process_guard
+from infra.node.attempts.run_lock import require_unused
 from infra.node.node_folders import node_path
+from t5train.checkpoint.resume_point import require_no_pending_begin_again
 from t5train.data.shards import TEXT_BYTES_PER_TOKEN
 from t5train.data.sources import PYDOCS, skipped_line
 from t5train.data.span_corruption import geometry
@@ -39,7 +41,10 @@ def show_dry_run(parameters: RunParameters, as_json: bool) -> None:
     spec = parameters.spec()
     shape, text, refusal = require_possible(spec), None, None
     try:
-        _, text = require_startable_now(parameters.spec_for_this_machine())
+        possible = parameters.spec_for_this_machine()
+        require_no_pending_begin_again(spec.run_folder)
+        require_unused(spec.run_folder)
+        _, text = require_startable_now(possible)
     except T5TrainError as error:
         refusal = error
     if as_json:

@@ -18,6 +18,9 @@ from t5train.progress import Progress as ProgressCallback
 SECONDS_BETWEEN_LINES = 5.0
 _LOGGERS = ("t5train", "infra")
 
+_ESTIMATE_SECONDS = 300.0
+"""The time remaining is estimated from so much of the past: a step of a large model may take minutes."""
+
 
 class LineProgress:
     """Progress as plain lines, at most one every few seconds."""
@@ -108,7 +111,9 @@ def progress_display() -> Iterator[LineProgress | BarProgress]:
         "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
     )
     columns = text, BarColumn(20), _Amount(), TimeRemainingColumn()
-    with Progress(*columns, console=console, expand=True, transient=True) as bars:
+    with Progress(
+        *columns, console=console, expand=True, transient=True, speed_estimate_period=_ESTIMATE_SECONDS
+    ) as bars:
         yield BarProgress(bars)
 
 

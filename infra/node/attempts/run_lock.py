@@ -37,15 +37,23 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[RunLease]
     _make(run_folder)
     with _opened(run_folder / _LOCK) as descriptor:
         if not try_lock(descriptor, _MOMENT_SECONDS):
-            raise RunLocked(
-                f"run {run_folder} is in use by {_signature(run_folder)}. Wait for that process to end, or kill it"
-            )
+            raise _in_use(run_folder, _signature(run_folder))
         lease = RunLease(run_folder)
         try:
             _wait_for_ranks(run_folder, wait_seconds)
             yield lease
         finally:
             lease.release()
+
+
+def require_unused(run_folder: Path) -> None:
+    """Raise RunLocked if a process uses a run now. Takes no lock, and creates nothing."""
+    if (found := holder(run_folder)) is not None:
+        raise _in_use(run_folder, found)
+
+
+def _in_use(run_folder: Path, by: str) -> RunLocked:
+    return RunLocked(f"run {run_folder} is in use by {by}. Wait for that process to end, or kill it")
 
 
 def holder(run_folder: Path) -> str | None:
