@@ -2,13 +2,14 @@
 
 ``environment_of(fault, folder)`` returns a PYTHONPATH with a ``sitecustomize.py``, which every Python process imports
 when it starts. It calls ``plant``, which changes one real function as soon as its module is imported. The peer imports
-none of these modules, so that no fault changes it.
+none of these modules, so that no fault changes it. ``train_once`` is no fault: it makes a night shorter.
 """
 
 import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -123,6 +124,11 @@ def lose_moments(saving: Any) -> None:
     saving.resume = resume
 
 
+def train_once(regression_cases: Any) -> None:
+    """Each case of a night is trained and timed once, not two or three times."""
+    regression_cases.CASES = tuple(replace(case, repeats=1) for case in regression_cases.CASES)
+
+
 class Planted(NamedTuple):
     """A fault: where it is planted, the case that runs, and what the finding must be about."""
 
@@ -155,11 +161,11 @@ FAULTS = {
 class _AfterImport(MetaPathFinder):
     """Changes a module once, right after it has been imported."""
 
-    def __init__(self, fault: Planted) -> None:
-        self._fault = fault
+    def __init__(self, module: str, change: Callable[[Any], None]) -> None:
+        self._module, self._change = module, change
 
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
-        if fullname != self._fault.module:
+        if fullname != self._module:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
@@ -169,21 +175,24 @@ class _AfterImport(MetaPathFinder):
 
         def execute_and_change(module: ModuleType) -> None:
             execute(module)
-            self._fault.change(module)
+            self._change(module)
 
         vars(spec.loader)["exec_module"] = execute_and_change
         return spec
 
 
-def plant(name: str) -> None:
-    """Plant a fault in this process."""
-    sys.meta_path.insert(0, _AfterImport(FAULTS[name]))
+def plant(name: str | None, once: bool) -> None:
+    """Plant a fault in this process, if one is named. With ``once``, nights train each case once."""
+    if name is not None:
+        sys.meta_path.insert(0, _AfterImport(FAULTS[name].module, FAULTS[name].change))
+    if once:
+        sys.meta_path.insert(0, _AfterImport("t5train.regression.regression_cases", train_once))
 
 
-def environment_of(name: str, folder: Path) -> dict[str, str]:
+def environment_of(name: str | None, folder: Path, *, once: bool = False) -> dict[str, str]:
     """Return the environment of a command with a fault in all its processes; ``folder`` gets ``sitecustomize.py``."""
     folder.mkdir(parents=True, exist_ok=True)
-    code = f"from tests.acceptance.planted_faults import plant\n\nplant({name!r})\n"
+    code = f"from tests.acceptance.planted_faults import plant\n\nplant({name!r}, {once})\n"
     (folder / "sitecustomize.py").write_text(code, "utf-8")
     paths = [str(folder), str(_ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}

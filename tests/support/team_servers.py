@@ -137,9 +137,10 @@ class Team:
 
 
 @contextmanager
-def worker(team: Team) -> Iterator[subprocess.Popen[str]]:
-    """The worker of this machine, until it is killed or the block ends."""
-    process = subprocess.Popen(exec_start("worker"), env=team.client, cwd="/", stdout=subprocess.PIPE, text=True)
+def worker(team: Team, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """The worker of this machine, until it is killed or the block ends. Keywords are added to its environment."""
+    settings = team.client | more
+    process = subprocess.Popen(exec_start("worker"), env=settings, cwd="/", stdout=subprocess.PIPE, text=True)
     with process:
         try:
             yield process
