@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from t5train.errors import T5TrainError
 from t5train.files.run_folder import ATTEMPTS
-from t5train.report.markdown import code, code_block, page
+from t5train.report.markdown import code, code_block, escaped, page
 
 _FRAMES = 5
 _STAGE, _RUN_FOLDER = "failed stage: ", "folder of the run: "
@@ -71,7 +71,7 @@ def failure_report(failure: Failure) -> str:
     """Return the report as Markdown."""
     return page(
         f"# {failure.what}",
-        f"**Why:** {failure.cause}",
+        f"**Why:** {escaped(failure.cause)}",
         f"**What to do:** {_remedy(failure)}",
         _logs(failure.run_folder),
         "" if failure.is_expected else code_block(_end_of_traceback(failure.error)),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect.context import FlowRunContext
 
 from tasks import run_title
 from tasks.run_title import show_in_title
@@ -26,7 +27,7 @@ class Server:
     def begin_attempt(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let the process be one that has just read the flow run from the server."""
         context = SimpleNamespace(flow_run=SimpleNamespace(id="1", name=self.name))
-        monkeypatch.setattr(run_title.FlowRunContext, "get", lambda: context)
+        monkeypatch.setattr(FlowRunContext, "get", lambda: context)
 
 
 def test_a_second_attempt_does_not_show_why_the_first_one_ended(monkeypatch: pytest.MonkeyPatch) -> None:

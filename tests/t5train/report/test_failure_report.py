@@ -22,6 +22,11 @@ def test_an_error_of_this_project_is_its_own_remedy(tmp_path: Path) -> None:
     assert "Traceback" not in report
 
 
+def test_a_cause_is_shown_with_its_wildcards_and_angle_brackets() -> None:
+    report = failure_report(failure_of(SpecError("'/data/*/wiki*.jsonl' has no <extra_id_0>")))
+    assert "**Why:** '/data/\\*/wiki\\*.jsonl' has no \\<extra_id_0>\n" in report
+
+
 def test_an_unexpected_error_gets_its_type_and_the_end_of_its_traceback() -> None:
     try:
         {}["missing"]
