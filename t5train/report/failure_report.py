@@ -4,7 +4,7 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from t5train.errors import T5TrainError
+from t5train.errors import T5TrainError, encodable
 from t5train.files.run_folder import ATTEMPTS
 from t5train.report.markdown import code, code_block, escaped, page
 
@@ -46,7 +46,7 @@ class Failure(NamedTuple):
     @property
     def cause(self) -> str:
         """The cause in one line, with the type of the error if it is unexpected."""
-        said = " ".join(str(self.error).split())
+        said = encodable(" ".join(str(self.error).split()))
         return said if self.is_expected and said else f"{type(self.error).__name__}: {said}"
 
     @property

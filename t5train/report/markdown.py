@@ -1,7 +1,13 @@
-"""The parts of Markdown that the reports use."""
+r"""The parts of Markdown that the reports use.
+
+Everything is on one line, except the blocks of ``code_block``. Bytes that are not UTF-8, which names of files can have,
+are shown as escapes such as ``\udce9``.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
+
+from t5train.errors import encodable
 
 _SPECIAL = re.compile(
     r"""[\\`*<\[\]~&]             # code, emphasis, HTML, links, strikethrough, entities
@@ -28,7 +34,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def page(*parts: str) -> str:
     """Return the parts as paragraphs of one text; empty parts are left out."""
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return encodable("\n\n".join(filter(None, parts)) + "\n")
 
 
 def code(text: object) -> str:

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from t5train.report.markdown import code, escaped, table
+from t5train.report.markdown import code, escaped, page, table
 
 RENDERER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 SPECIAL = st.text(
@@ -43,3 +43,7 @@ def test_inline_code_is_shown_as_exactly_the_text(text: str) -> None:
 def test_a_text_without_special_characters_is_not_changed() -> None:
     for text in ("tokenizer.vocab_size is 30000 (at least 400): +15%, -3, v1.1", "/data/my_text-1.txt!", "2.5 GiB"):
         assert escaped(text) == text
+
+
+def test_bytes_that_are_not_utf8_are_visible_and_can_be_written() -> None:
+    assert page(escaped("caf\udce9.pdf")).encode() == b"caf\\udce9.pdf\n"
