@@ -98,7 +98,7 @@ pretrain = pretrain_flow()
 
 
 def _stages(spec: RunSpec, run: HeldRun, progress: Progress, adopt: bool) -> Publication:
-    table = StageTable()
+    table = StageTable(run.folder)
     with naming_run_folder(run.folder):
         corpus = table.add(stages.CORPUS, make_corpus(spec, progress))
         tokenizer = table.add(stages.TOKENIZER, make_tokenizer(spec, corpus, progress))
