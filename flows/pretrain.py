@@ -21,7 +21,7 @@ from t5train.progress import Progress, silent
 from t5train.records.stage_records import Publication
 from t5train.spec import RunSpec
 from tasks import stages
-from tasks.prefect_log import drop_needless_tracebacks, library_log
+from tasks.prefect_log import library_log, prepare_run_logs
 from tasks.shown_failures import naming_run_folder, showing_failures
 from tasks.stage_table import StageTable
 from tasks.stage_tasks import (
@@ -72,7 +72,7 @@ def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> F
         ``run_parameters`` describes the parameters.
         """
         record_process()
-        drop_needless_tracebacks()
+        prepare_run_logs()
         parameters = run_parameters.RunParameters(
             recipe=recipe,
             root=root,
@@ -98,7 +98,7 @@ pretrain = pretrain_flow()
 
 
 def _stages(spec: RunSpec, run: HeldRun, progress: Progress, adopt: bool) -> Publication:
-    table = StageTable()
+    table = StageTable(run.folder)
     with naming_run_folder(run.folder):
         corpus = table.add(stages.CORPUS, make_corpus(spec, progress))
         tokenizer = table.add(stages.TOKENIZER, make_tokenizer(spec, corpus, progress))

@@ -15,7 +15,7 @@ from t5train.regression.night_folders import MAX_NIGHTS
 from t5train.regression.night_report import headline
 from t5train.regression.night_results import NightResult
 from t5train.regression.regression_cases import CaseName
-from tasks.prefect_log import drop_needless_tracebacks, library_log
+from tasks.prefect_log import library_log, prepare_run_logs
 from tasks.regression_tasks import conclude_night, make_night_data, run_case, show_night
 from tasks.shown_failures import showing_failures
 
@@ -43,7 +43,7 @@ def regression(
 
     """
     record_process()
-    drop_needless_tracebacks()
+    prepare_run_logs()
     with library_log(), begin_night(root, cases, hostfile, keep_nights) as night:
         data = make_night_data(night)
         result = conclude_night(night, [run_case(night, case, data) for case in night.cases])

@@ -59,6 +59,14 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 
+def encodable(text: str) -> str:
+    r"""Return a text with bytes that are not UTF-8, as in names of files, shown as escapes such as ``\udce9``.
+
+    Otherwise Prefect, JSON and files in UTF-8 refuse the whole text.
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 class T5TrainError(Exception):
     """Base class of all deliberate errors; the message can be shown to a user unchanged."""
 
@@ -68,7 +76,7 @@ class T5TrainError(Exception):
 
     def __init__(self, message: str, hosts: Iterable[str] = ()) -> None:
         """``hosts`` are the hosts that the error is about, if they are known."""
-        super().__init__(message)
+        super().__init__(encodable(message))
         self.hosts = tuple(hosts)
 
 

@@ -19,6 +19,9 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.sorting import ArtifactSort
 from prefect.runtime import flow_run
 
+from t5train.report.markdown import escaped
+
+_Rows = Sequence[Mapping[str, Any]]
 _log = logging.getLogger(__name__)
 
 
@@ -34,6 +37,8 @@ def not_disturbing(what: str) -> Iterator[None]:
 class Shown:
     """An artifact of the current task or flow run. The first call of ``show`` creates it, later ones replace its data.
 
+    Its description is a text: what Markdown would change in it, as the UI shows it as Markdown, is escaped.
+
     Prefect's own update functions also emit an event with all data, which the server keeps for a week. An artifact that
     is updated every second would fill its database, so this class changes only the artifact's row.
     """
@@ -45,11 +50,12 @@ class Shown:
 
     def show(self, data: Any, description: str) -> None:
         """Create or update the artifact. If that fails, a warning is logged."""
+        shown = escaped(description)
         with not_disturbing(f"the artifact {self._key}"):
             if self._id is None:
-                self._id = self._create(data, self._key, description)
+                self._id = self._create(data, self._key, shown)
                 return
-            change = {"data": self._encode(data), "description": description}
+            change = {"data": self._encode(data), "description": shown}
             with get_client(sync_client=True) as client:
                 client.request("PATCH", "/artifacts/{id}", json=change, path_params={"id": self._id})
 
@@ -60,12 +66,17 @@ def shown_progress(key: str) -> Shown:
 
 
 def shown_table(key: str) -> Shown:
-    """Return an artifact whose data are the rows of a table."""
+    """Return an artifact whose data are the rows of a table. Its cells are texts and numbers, not Markdown."""
 
-    def create(rows: Sequence[Mapping[str, Any]], key: str, description: str) -> UUID:
-        return cast(UUID, create_table_artifact([dict(row) for row in rows], key, description))
+    def create(rows: _Rows, key: str, description: str) -> UUID:
+        return cast(UUID, create_table_artifact(_escaped_cells(rows), key, description))
 
-    return Shown(create, json.dumps, key)
+    return Shown(create, lambda rows: json.dumps(_escaped_cells(rows)), key)
+
+
+def _escaped_cells(rows: _Rows) -> list[dict[str, Any]]:
+    """Return rows of which the UI, which shows texts as Markdown, shows exactly the texts."""
+    return [{name: escaped(cell) if isinstance(cell, str) else cell for name, cell in row.items()} for row in rows]
 
 
 def shown_markdown(key: str) -> Shown:

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
-from t5train.errors import T5TrainError
+from t5train.errors import T5TrainError, encodable
 
 LIBRARY_LOGGERS = ("t5train", "infra", "tasks")
 LINES_A_SECOND = 1.0
 BURST_LINES = 20.0
 
+_TRACEBACKS = logging.Formatter()
 RunLogger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
@@ -83,7 +84,19 @@ def without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def drop_needless_tracebacks() -> None:
-    """Install ``without_traceback`` on the loggers of Prefect's engine. Repeated calls have no effect."""
+def as_encodable(record: logging.LogRecord) -> bool:
+    """A log filter that shows bytes which are not UTF-8 as escapes.
+
+    Otherwise Prefect sends neither the line nor the others that it sends with it.
+    """
+    record.msg, record.args = encodable(record.getMessage()), None
+    if record.exc_info:
+        record.exc_text = encodable(_TRACEBACKS.formatException(record.exc_info))  # which handlers do not format again
+    return True
+
+
+def prepare_run_logs() -> None:
+    """Install the filters on the loggers of Prefect's engine and of runs. Repeated calls have no effect."""
     for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(without_traceback)
+        for each in (without_traceback, as_encodable):
+            logging.getLogger(name).addFilter(each)

@@ -1,7 +1,6 @@
 """The parts of a regression night as Prefect tasks, and its artifacts and event."""
 
 from prefect import task
-from prefect.artifacts import create_image_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
 
@@ -12,7 +11,7 @@ from t5train.regression.history_plot import MAX_BYTES
 from t5train.regression.night_report import PLOT, headline, rows
 from t5train.regression.night_results import CaseResult, NightResult
 from t5train.regression.regression_cases import RegressionCase
-from tasks.artifacts import data_url
+from tasks.artifacts import data_url, not_disturbing, shown_png, shown_table
 from tasks.stage_progress import StageProgress
 from tasks.stages import Stage, stage_task
 
@@ -44,11 +43,20 @@ def conclude_night(night: Night, results: list[CaseResult]) -> NightResult:
 
 @stage_task(SHOW)
 def show_night(night: Night, result: NightResult) -> None:
-    """Create the table and the picture, and emit ``t5-pretrain.regression.passed`` or ``.failed``."""
-    create_table_artifact(rows(result), KEY, f"{headline(result)} ({night.folder})")
-    picture = data_url((night.folder / PLOT).read_bytes())
-    if len(picture) <= MAX_BYTES:
-        create_image_artifact(picture, f"{KEY}-history", "Step times over nights")
+    """Emit ``t5-pretrain.regression.passed`` or ``.failed``, and create the table and the picture.
+
+    The night has its verdict: what cannot be shown, because the server does not respond, is a warning.
+    """
+    with not_disturbing("the night's event"):
+        _emit(night, result)
+    shown_table(KEY).show(rows(result), f"{headline(result)} ({night.folder})")
+    with not_disturbing("the history of the nights"):
+        picture = (night.folder / PLOT).read_bytes()
+        if len(data_url(picture)) <= MAX_BYTES:
+            shown_png(f"{KEY}-history").show(picture, "Step times over nights")
+
+
+def _emit(night: Night, result: NightResult) -> None:
     emit_event(
         event=f"{EVENT}.{'passed' if result.passed else 'failed'}",
         resource={"prefect.resource.id": EVENT, "prefect.resource.name": "t5-regression"},

@@ -23,7 +23,7 @@ def show_in_title(text: str | None) -> None:
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         return
-    own = context.flow_run.name  # as the run was named: this process does not read the title back
+    own = name_in(context.flow_run.name)  # which has a title behind it if an earlier attempt failed or was killed
     with not_disturbing("the title of the run's page"), get_client(sync_client=True) as client:
         client.set_flow_run_name(context.flow_run.id, own if text is None else titled(own, text))
 

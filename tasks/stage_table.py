@@ -2,20 +2,24 @@
 
 import logging
 import time
+from pathlib import Path
 from typing import Any, TypeVar
 
 from t5train.records.stage_records import Record
-from tasks.artifacts import shown_table
+from t5train.report.report_folder import STAGES, write_table
+from tasks.artifacts import not_disturbing, shown_table
 from tasks.stages import Stage, numbered
 
 _log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Record)
+_TITLE = "Result of each stage"
 
 
 class StageTable:
-    """Collects the records of a flow run by the title of their stage, in the order of the stages."""
+    """Collects the records of a flow run by the title of their stage, in the order of the stages, and shows them."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_folder: Path) -> None:
+        self._run_folder = run_folder
         self.records: dict[str, Record] = {}
         self._rows: list[dict[str, Any]] = []
         self._added_at = time.monotonic()
@@ -28,7 +32,9 @@ class StageTable:
         self._rows.append(line := row(stage, record, now - self._added_at))
         _log.info("%s: %s %s", numbered(stage), line["result"], record.path)
         self._added_at = now
-        self._artifact.show(self._rows, "Result of each stage")
+        with not_disturbing("the stages in the run's folder"):
+            write_table(self._run_folder, STAGES, _TITLE, self._rows)
+        self._artifact.show(self._rows, _TITLE)
         return record
 
 

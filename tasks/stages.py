@@ -9,6 +9,7 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
 from infra.head.launch import start_record
+from t5train.errors import encodable
 from t5train.files.os_errors import as_storage_errors
 from t5train.report.failure_report import note_stage
 from t5train.spec import RunSpec
@@ -73,4 +74,6 @@ def _naming_stage(stage: Stage) -> Iterator[None]:
         yield
     except Exception as error:
         note_stage(error, stage.title)
+        # Prefect cannot send a state whose message has bytes that are not UTF-8, and shows the task as running.
+        error.args = tuple(encodable(each) if isinstance(each, str) else each for each in error.args)
         raise

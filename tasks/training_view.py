@@ -11,7 +11,7 @@ from infra.head.storage.staged_bytes import StagedBytes
 from t5train.files.run_folder import METRICS
 from t5train.progress import Progress, silent
 from t5train.records.series import MetricsSeries
-from t5train.report.report_folder import TRAINING, write_report
+from t5train.report.report_folder import STAGING, TRAINING, write_report, write_table
 from t5train.report.training_plot import training_plot
 from t5train.spec import RunSpec
 from tasks.artifacts import not_disturbing, shown_png, shown_table
@@ -21,6 +21,7 @@ from tasks.stages import TRAIN
 SECONDS_BETWEEN_PLOTS = 30.0
 SECONDS_UNTIL_METRICS = 2.0
 SECONDS_BETWEEN_TABLES = 1.0
+_STAGING_TITLE = "Bytes staged on each host's own disk"
 
 
 class TrainingView:
@@ -32,6 +33,7 @@ class TrainingView:
 
     def __init__(self, spec: RunSpec, watcher: Progress = silent) -> None:
         self.staged = StagedBytes()
+        self._run_folder = spec.run_folder
         self._staging = shown_table("staging")
         self._progress, self._plot = StageProgress(TRAIN, watcher), _Plot(spec)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plot")
@@ -74,7 +76,9 @@ class TrainingView:
         ]
         if rows != self._rows:
             self._rows = rows
-            self._staging.show(rows, "Bytes staged on each host's own disk")
+            with not_disturbing("the staged bytes in the run's folder"):
+                write_table(self._run_folder, STAGING, _STAGING_TITLE, rows)
+            self._staging.show(rows, _STAGING_TITLE)
 
 
 def _in_this_context(function: Callable[[], None]) -> Callable[[], None]:

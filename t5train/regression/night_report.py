@@ -1,10 +1,10 @@
 """The results of a night as text: rows of a table, and ``report.md``."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from t5train.host_resources import format_bytes
 from t5train.regression.night_results import CaseResult, Compared, Measured, NightResult
+from t5train.report.markdown import escaped, page, table
 
 REPORT, PLOT = "report.md", "plot.png"
 COLUMNS = ("case", "quantity", "tonight", "baseline", "change", "allowed", "verdict")
@@ -64,25 +64,18 @@ def headline(result: NightResult) -> str:
 
 def markdown(result: NightResult) -> str:
     """Return the whole report."""
-    findings = [f"- {finding.sentence}" for finding in result.findings] or ["Nothing got worse."]
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    lines += ["| " + " | ".join(_cell(row[name]) for name in COLUMNS) + " |" for row in rows(result)]
-    parts = [
+    findings = [f"- {escaped(finding.sentence)}" for finding in result.findings] or ["Nothing got worse."]
+    return page(
         f"# Regression, night {result.night}",
         f"Commit {result.git_commit or 'unknown'}, {result.seconds:.0f} s.",
         "\n".join(findings),
-        "\n".join(f"- {note}" for note in result.notes),
-        "\n".join(lines),
+        "\n".join(f"- {escaped(note)}" for note in result.notes),
+        table(COLUMNS, ([escaped(row[name]) for name in COLUMNS] for row in rows(result))),
         "\n".join(_machines(result)),
         f"![Step times over nights]({PLOT})",
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    )
 
 
 def _machines(result: NightResult) -> Iterator[str]:
     for each in result.results:
-        yield f"- {each.case}: " + ", ".join(f"{name} {value}" for name, value in each.machine.items())
-
-
-def _cell(value: Any) -> str:
-    return str(value).replace("|", "/").replace("\n", " ")
+        yield f"- {each.case}: " + ", ".join(f"{name} {escaped(value)}" for name, value in each.machine.items())

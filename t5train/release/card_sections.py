@@ -6,6 +6,7 @@ from typing import Any
 from t5train.data.span_corruption import geometry
 from t5train.records.metrics import UNIGRAM, VALIDATION, has_learned_nothing
 from t5train.records.witness import TrainedModel, Witness
+from t5train.report.markdown import code
 from t5train.spec import ObjectiveSpec
 
 MEANINGS = {
@@ -73,7 +74,7 @@ def licence(trained: TrainedModel) -> str:
     """Return what is known of the licence of the text."""
     if trained.license:
         return (
-            f"Whoever trained this model states that the\ntext has the licence `{trained.license}`. The licence of "
+            f"Whoever trained this model states that the\ntext has the licence {code(trained.license)}. The licence of "
             "this model follows from it."
         )
     return (
@@ -141,4 +142,4 @@ def measurements(recorded: Mapping[str, Any]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else f"`{value}`"
+    return f"{value:.4f}" if isinstance(value, float) else code(value)

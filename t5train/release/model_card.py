@@ -16,6 +16,7 @@ from t5train.records.identity import Provenance
 from t5train.records.witness import Witness
 from t5train.release.card_sections import data, licence, measurements, table, ties, training, warning
 from t5train.release.loss_curve import LOSS_CURVE
+from t5train.report.markdown import code
 
 README = "README.md"
 FACTS = "t5_pretrain"
@@ -132,8 +133,8 @@ def model_card(
         step=witness.step,
         warning=warning(witness),
         ties=ties(witness),
-        source=f"`{corpus['source']}`",
-        revision=f", revision `{corpus['revision']}`" if corpus.get("revision") else "",
+        source=code(corpus["source"]),
+        revision=f", revision {code(corpus['revision'])}" if corpus.get("revision") else "",
         languages=f" Languages: {', '.join(trained.languages)}." if trained.languages else "",
         licence=licence(trained),
         data=data(witness),
@@ -227,4 +228,4 @@ def _family(witness: Witness) -> str:
 def _origin(witness: Witness) -> str:
     """Return what training started from. The lineage has the fingerprint of the folder's content."""
     start = witness.trained.start_from
-    return f"starting from the weights of `{start}` (`start_from` under Lineage)" if start else "from scratch"
+    return f"starting from the weights of {code(start)} (`start_from` under Lineage)" if start else "from scratch"

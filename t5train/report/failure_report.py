@@ -4,9 +4,9 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from t5train.errors import T5TrainError
+from t5train.errors import T5TrainError, encodable
 from t5train.files.run_folder import ATTEMPTS
-from t5train.report.markdown import code, code_block, page
+from t5train.report.markdown import code, code_block, escaped, page
 
 _FRAMES = 5
 _STAGE, _RUN_FOLDER = "failed stage: ", "folder of the run: "
@@ -46,7 +46,7 @@ class Failure(NamedTuple):
     @property
     def cause(self) -> str:
         """The cause in one line, with the type of the error if it is unexpected."""
-        said = " ".join(str(self.error).split())
+        said = encodable(" ".join(str(self.error).split()))
         return said if self.is_expected and said else f"{type(self.error).__name__}: {said}"
 
     @property
@@ -71,7 +71,7 @@ def failure_report(failure: Failure) -> str:
     """Return the report as Markdown."""
     return page(
         f"# {failure.what}",
-        f"**Why:** {failure.cause}",
+        f"**Why:** {escaped(failure.cause)}",
         f"**What to do:** {_remedy(failure)}",
         _logs(failure.run_folder),
         "" if failure.is_expected else code_block(_end_of_traceback(failure.error)),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from t5train.records.stage_records import Export, Weights
 from t5train.release.certificate import CERTIFICATE, Certificate, ProbeComparison
-from t5train.report.markdown import code, page, table
+from t5train.report.markdown import code, escaped, page, table
 
 
 def proof_report(certificate: Certificate, weights: Weights, exported: Export) -> str:
@@ -21,8 +21,8 @@ def proof_report(certificate: Certificate, weights: Weights, exported: Export) -
         f"{weights.counts['step']:,}. The export was made from them, so the comparison of tensors covers them, too.",
         "## Digests",
         table(("", "sha256"), _digests(certificate, exported)),
-        f"Compared on {certificate.device}; the engine ran on {certificate.witness_device}. {_tolerance(certificate)} "
-        f"The whole certificate is {code(exported.path / CERTIFICATE)}.",
+        f"Compared on {escaped(certificate.device)}; the engine ran on {escaped(certificate.witness_device)}. "
+        f"{_tolerance(certificate)} The whole certificate is {code(exported.path / CERTIFICATE)}.",
     )
 
 
@@ -48,7 +48,8 @@ def _closeness(probe: ProbeComparison) -> str:
 def _tolerance(certificate: Certificate) -> str:
     if certificate.relative_tolerance == 0:
         return "Logits had to have equal bits."
-    return f"Logits may differ by {certificate.relative_tolerance:g} of the largest: {certificate.tolerance_reason}."
+    reason = escaped(certificate.tolerance_reason)
+    return f"Logits may differ by {certificate.relative_tolerance:g} of the largest: {reason}."
 
 
 def _digests(certificate: Certificate, exported: Export) -> Iterator[tuple[str, str]]:

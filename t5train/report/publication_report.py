@@ -4,7 +4,7 @@ import shlex
 
 from t5train.locations import local_folder
 from t5train.records.stage_records import Publication
-from t5train.report.markdown import code, code_block, page, table
+from t5train.report.markdown import code, code_block, escaped, page, table
 
 _LOADS = """\
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -29,7 +29,7 @@ def publication_report(publication: Publication, run_name: str) -> str:
     folder = str(local) if local else run_name
     return page(
         "# Published model",
-        f"published: {publication.url}",
+        f"published: {escaped(publication.url)}",
         code_block(str(local or publication.url)),
         "Verify every byte of it:",
         code_block(f"t5-pretrain verify {shlex.quote(publication.url)}", "sh"),

@@ -1,10 +1,14 @@
 """The folder ``report`` of a run, with one file for each report."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from t5train.files.atomic import replacing, write_text
 from t5train.files.run_folder import REPORT
+from t5train.report.markdown import escaped, page, table
 
+STAGES = "stages.md"
+STAGING = "staging.md"
 DATA = "data.md"
 TRAINING = "training.png"
 PROOF = "proof.md"
@@ -31,6 +35,12 @@ def write_report(run_folder: Path, name: str, content: str | bytes) -> Path:
         with replacing(path) as file:
             file.write(content)
     return path
+
+
+def write_table(run_folder: Path, name: str, title: str, rows: Sequence[Mapping[str, object]]) -> Path:
+    """Write a report that is a table of at least one row. All rows have the same columns."""
+    cells = ([escaped(cell) for cell in row.values()] for row in rows)
+    return write_report(run_folder, name, page(f"# {title}", table(list(rows[0]), cells)))
 
 
 def remove_failure(run_folder: Path) -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from t5train.errors import SpecError
-from tasks.prefect_log import BURST_LINES, RunLogHandler, without_traceback
+from tasks.prefect_log import BURST_LINES, RunLogHandler, as_encodable, without_traceback
 
 
 @pytest.fixture
@@ -40,3 +40,12 @@ def test_only_unexpected_errors_keep_their_traceback() -> None:
             line = logging.LogRecord("prefect.flow_runs", logging.ERROR, __file__, 1, "failed", (), sys.exc_info())
         assert without_traceback(line)
         assert bool(line.exc_info) == kept
+
+
+def test_lines_with_bytes_that_are_not_utf8_can_be_sent() -> None:
+    error = ValueError("caf\udce9.txt")
+    because = (ValueError, error, None)
+    line = logging.LogRecord("prefect.flow_runs", logging.ERROR, __file__, 1, "%s", ("a\udce9",), because)
+    assert as_encodable(line)
+    shown = logging.Formatter().format(line)
+    assert shown == "a\\udce9\nValueError: caf\\udce9.txt"

@@ -24,6 +24,16 @@ def fail(_spec: RunSpec) -> None:
     raise InputError("no text")
 
 
+@stage_task(TRAIN)
+def fail_unexpectedly() -> None:
+    raise ValueError("caf\udce9.txt")
+
+
+def test_the_message_of_any_error_can_be_sent_to_the_server() -> None:
+    with pytest.raises(ValueError, match=r"^caf\\udce9\.txt"):
+        fail_unexpectedly.fn()
+
+
 def test_the_record_of_the_start_names_the_stage_that_works(tmp_path: Path) -> None:
     spec = recipe("smoke", {"storage.root": json.dumps(str(tmp_path))})
     with hold_run(spec.run_folder):

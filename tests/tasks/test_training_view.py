@@ -63,3 +63,4 @@ def test_hosts_are_shown_when_their_bytes_change(spec: RunSpec, shown: list[tupl
         [{**expected, "bytes copied": "0", "already there": "0"}],
         [expected],
     ]
+    assert (spec.run_folder / "report/staging.md").read_text().endswith("| a | 3,000 | 1,000 | 2,000 |\n")

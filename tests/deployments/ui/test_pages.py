@@ -202,7 +202,7 @@ def test_a_failed_runs_cause_is_on_the_first_screen_and_in_an_artifact(watched: 
 
 def test_every_report_is_in_the_folder_of_the_run(watched: Watched) -> None:
     (folder,) = (watched.root / "runs").glob("moe-*/report")
-    names = ["data.md", "proof.md", "publication.md", "summary.md", "training.png"]
+    names = ["data.md", "proof.md", "publication.md", "stages.md", "summary.md", "training.png"]
     assert sorted(path.name for path in folder.iterdir()) == names
 
 

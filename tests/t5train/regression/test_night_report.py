@@ -11,7 +11,7 @@ from t5train.regression.regression_findings import STEP, compared
 from tests.support.night_cases import case_result, measured, night_result
 
 SLOW = Finding(case="moe", about="time", sentence="moe: slow")
-WRONG = Finding(case="moe", about="loss", sentence="moe: the loss of step 2 | changed")
+WRONG = Finding(case="moe", about="loss", sentence="moe: the loss of step 2 | of *.pt changed")
 
 
 def test_rows_show_what_is_worse_and_what_is_not() -> None:
@@ -19,7 +19,7 @@ def test_rows_show_what_is_worse_and_what_is_not() -> None:
     night = night_result(slow, findings=(WRONG, SLOW))
     night = night.model_copy(update={"compared": {"moe": compared(slow, case_result())}})
     assert [(row["quantity"], row["verdict"]) for row in rows(night)] == [
-        ("loss", "the loss of step 2 | changed"),
+        ("loss", "the loss of step 2 | of *.pt changed"),
         (STEP, "worse"),
     ]
     assert rows(night)[1] == {
@@ -32,8 +32,8 @@ def test_the_report_begins_with_the_findings() -> None:
     night = night_result(case_result(), findings=(WRONG, SLOW))
     assert headline(night) == WRONG.sentence
     text = markdown(night)
-    assert text.index("- moe: the loss of step 2 | changed\n- moe: slow") < text.index("| case | quantity |")
-    assert "the loss of step 2 / changed |" in text
+    assert text.index("- moe: the loss of step 2 | of \\*.pt changed\n- moe: slow") < text.index("| case | quantity |")
+    assert "the loss of step 2 \\| of \\*.pt changed |" in text
     assert "Nothing got worse." in markdown(night_result(case_result()))
 
 

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from t5train.errors import SpecError, StorageError
+import pytest
+
+from t5train.errors import InputError, SpecError, StorageError
 from t5train.report.failure_report import Failure, failure_report, note_run_folder, note_stage
 
 
@@ -20,6 +22,19 @@ def test_an_error_of_this_project_is_its_own_remedy(tmp_path: Path) -> None:
     assert report.startswith("# Train failed\n\n**Why:** layout.zero_stage is 4: use 0 to 3\n\n**What to do:**")
     assert f"`{tmp_path / 'attempts'}`" in report
     assert "Traceback" not in report
+
+
+def test_a_cause_is_shown_with_its_wildcards_and_angle_brackets() -> None:
+    report = failure_report(failure_of(SpecError("'/data/*/wiki*.jsonl' has no <extra_id_0>")))
+    assert "**Why:** '/data/\\*/wiki\\*.jsonl' has no \\<extra_id_0>\n" in report
+
+
+@pytest.mark.parametrize("kind", [InputError, OSError])
+def test_a_file_name_that_is_not_utf8_does_not_hide_the_cause(kind: type[Exception]) -> None:
+    failure = failure_of(kind("it has only files of other formats: caf\udce9.pdf"))
+    assert failure.cause.endswith("formats: caf\\udce9.pdf")
+    assert failure.cause.encode()
+    assert failure_report(failure).encode()
 
 
 def test_an_unexpected_error_gets_its_type_and_the_end_of_its_traceback() -> None:
