@@ -69,7 +69,7 @@ class RunMonitor:
         return [closed_line(each, "lost its worker") for each in closed]
 
     def check_waiting(self) -> list[str]:
-        """Refuse waiting runs that could not start, and skip late ones. Call it before the worker takes runs."""
+        """Refuse waiting runs with wrong settings, and skip late ones. Call it before the worker takes runs."""
         return self._waiting_runs.check()
 
     def news(self) -> list[str]:
