@@ -24,7 +24,7 @@ from tests.support import prefect_servers
 
 pytestmark = pytest.mark.slow
 
-Ask = Callable[[Path, str, dict[str, object]], Any]
+Ask = Callable[..., Any]
 Deployed = Callable[..., dict[str, dict[str, Any]]]
 
 NIGHTLY = """
@@ -133,6 +133,12 @@ def test_a_websocket_needs_the_key(server: tuple[Path, str], path: str) -> None:
             else:
                 with pytest.raises(ConnectionClosed, match="1008"):
                     socket.recv(30)
+
+
+def test_a_run_that_waits_for_others_is_not_late_within_seconds(server: tuple[Path, str], ask: Ask) -> None:
+    home, api_url = server
+    settings = ask(home, f"{api_url}/admin/settings", {}, method="GET")
+    assert settings["server"]["services"]["late_runs"]["after_seconds"] == "PT10M"
 
 
 def test_cors_requests_of_other_origins_are_refused(server: tuple[Path, str]) -> None:
