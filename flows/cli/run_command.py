@@ -143,13 +143,18 @@ def _close_abandoned_runs() -> None:
 
 
 def _run_flow(held: HeldRun, parameters: RunParameters, progress: Progress, adopt: bool) -> Publication:
-    from flows.pretrain import pretrain_flow  # imports Prefect, which reads its settings when it is imported
+    # These import Prefect, which reads its settings when it is imported.
+    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+    from flows.pretrain import pretrain_flow
 
     if isinstance(progress, BarProgress):
         _log_above(progress)
     # Without a terminal, progress appears in the run's log.
     pretrain = pretrain_flow(held, progress if isinstance(progress, BarProgress) else silent)
-    publication: Publication = pretrain(**parameters.model_dump(exclude_none=True), adopt=adopt)
+    # An automation marks runs as Lost whose heartbeats end. If this one is alive, no worker would give its state back.
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        publication: Publication = pretrain(**parameters.model_dump(exclude_none=True), adopt=adopt)
     return publication
 
 

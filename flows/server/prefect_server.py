@@ -30,6 +30,9 @@ START_SECONDS = 120.0
 STOP_SECONDS = 10.0
 LOG = "server.log"
 
+LATE_VARIABLE, LATE_SECONDS = "PREFECT_SERVER_SERVICES_LATE_RUNS_AFTER_SECONDS", "600"
+"""A run counts as late after ten minutes: runs wait for each other, and Prefect's 15 s would make most of them late."""
+
 HOME = "prefect"
 _LOCK = "server.lock"
 _FLUSH_SECONDS = 5.0
@@ -217,7 +220,7 @@ def server_environment(home: Path, port: int, key: str) -> dict[str, str]:
 
     The UI needs the API's URL, unless the port is 4200. The UI's files are copied into the home, because Prefect may be
     installed in a folder that is not writable. If a setting has several names, the one that Prefect looks up first is
-    used, so that the user's environment cannot override it.
+    used, so that the user's environment cannot override it. Only when a run is late is for the user to decide.
     """
     server = f"http://{HOST}:{port}"
     return _client_environment(home, f"{server}/api", key) | {
@@ -228,6 +231,7 @@ def server_environment(home: Path, port: int, key: str) -> dict[str, str]:
         "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true",
         "PREFECT_SERVER_UI_API_URL": f"{server}/api",
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
+        LATE_VARIABLE: os.environ.get(LATE_VARIABLE, LATE_SECONDS),
     }
 
 

@@ -20,8 +20,6 @@ from t5train.progress import Progress
 
 HOME = "server"
 DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
-LATE_VARIABLE, LATE_SECONDS = "PREFECT_SERVER_SERVICES_LATE_RUNS_AFTER_SECONDS", "600"
-"""A run counts as late after ten minutes: runs wait for each other, and Prefect's 15 s would make most of them late."""
 
 _CONNECT_SECONDS = 5.0
 _DRIVER = "postgresql+asyncpg"
@@ -99,17 +97,12 @@ def _environment(home: Path, address: Address) -> dict[str, str]:
 
     Its pages find the API by a relative URL, so they work through tunnels and proxies, under any name.
     """
-    late = {LATE_VARIABLE: os.environ.get(LATE_VARIABLE, LATE_SECONDS)}
-    return (
-        prefect_server.server_environment(home, address.port, api_key.keep(home))
-        | late
-        | {
-            "PREFECT_API_URL": f"{address.url}/api",
-            "PREFECT_SERVER_API_HOST": address.ip,
-            "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": address.url,
-            "PREFECT_SERVER_UI_API_URL": "/api",
-        }
-    )
+    return prefect_server.server_environment(home, address.port, api_key.keep(home)) | {
+        "PREFECT_API_URL": f"{address.url}/api",
+        "PREFECT_SERVER_API_HOST": address.ip,
+        "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": address.url,
+        "PREFECT_SERVER_UI_API_URL": "/api",
+    }
 
 
 def require_database(url: str) -> None:

@@ -123,7 +123,7 @@ async def _close_recorded(records: dict[UUID, RunRecord]) -> list[Closed]:
         for flow_run_id, record in records.items():
             run = await _read(client, flow_run_id)
             if run is not None and _is_left(run, record):
-                closed.append(await _close(client, run))
+                closed.append(await close_run(client, run))
             elif run is not None and run.state is not None and not run.state.is_final():
                 continue  # started again: its next process takes over the record
             run_records.forget(records_folder(), flow_run_id)
@@ -151,7 +151,7 @@ async def _close_of_worker(worker: str, living: set[UUID]) -> list[Closed]:
         active = await runs_of_the_pool(client, StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
         alive = living | flow_processes().keys()
         taken = [run for run in active if run.labels.get(WORKER_LABEL) == worker and run.id not in alive]
-        return [await _close(client, run) for run in taken]
+        return [await close_run(client, run) for run in taken]
 
 
 async def _close_lost_starts(worker: str) -> list[Closed]:
@@ -159,11 +159,11 @@ async def _close_lost_starts(worker: str) -> list[Closed]:
         awaiting = await client.read_flow_runs(flow_run_filter=_AWAITING, work_pool_filter=OF_THE_POOL)
         pending = await runs_of_the_pool(client, StateType.PENDING)
         of_offline = await of_offline_workers(client, worker, [*awaiting, *pending])
-        closed = [await _close(client, run, WHY_OFFLINE) for run in of_offline]
+        closed = [await close_run(client, run, WHY_OFFLINE) for run in of_offline]
         for run in pending:
             if _is_stuck(run, worker):
                 await client.update_flow_run_labels(run.id, {WORKER_LABEL: worker})  # so that it is resumed here
-                closed.append(await _close(client, run, _WHY_NEVER_STARTED))
+                closed.append(await close_run(client, run, _WHY_NEVER_STARTED))
         return closed
 
 
@@ -186,7 +186,8 @@ async def runs_of_the_pool(client: PrefectClient, *types: StateType) -> list[Flo
     return await client.read_flow_runs(flow_run_filter=FlowRunFilter(state=states), work_pool_filter=OF_THE_POOL)
 
 
-async def _close(client: PrefectClient, run: FlowRun, why: str = _WHY) -> Closed:
+async def close_run(client: PrefectClient, run: FlowRun, why: str = _WHY) -> Closed:
+    """Set a run without a living process to Crashed, or to Cancelled if it was being cancelled."""
     is_cancelled, name = run.state_type == StateType.CANCELLING, name_in(run.name)
     await client.set_flow_run_state(run.id, (Cancelled if is_cancelled else Crashed)(message=why), force=True)
     await client.set_flow_run_name(run.id, name if is_cancelled else titled(name, why))  # it showed progress

@@ -60,8 +60,8 @@ class RunMonitor:
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
-        self._waiting_runs, self._cancelled_runs, self._news = WaitingRuns(worker), CancelledRuns(), RunNews(worker)
-        self._silent_runs = SilentRuns(worker)
+        self._waiting_runs, self._cancelled_runs = WaitingRuns(worker), CancelledRuns(worker)
+        self._silent_runs, self._news = SilentRuns(worker), RunNews(worker)
 
     def begin(self) -> list[str]:
         """Close what the previous worker left. Call it before the worker starts."""
@@ -69,7 +69,7 @@ class RunMonitor:
         return [closed_line(each, "lost its worker") for each in closed]
 
     def check_waiting(self) -> list[str]:
-        """Refuse waiting runs that could not start, and skip late ones. Call it before the worker takes runs."""
+        """Refuse waiting runs with wrong settings, and skip late ones. Call it before the worker takes runs."""
         return self._waiting_runs.check()
 
     def news(self) -> list[str]:

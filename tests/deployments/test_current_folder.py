@@ -10,7 +10,7 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 
 from flows.cli.operate import worker_command
-from flows.workers import waiting_runs
+from flows.workers.machine_check import MachineCheck
 from infra.node.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -51,5 +51,7 @@ def test_modules_in_the_current_folder_do_not_shadow_those_of_the_check_of_a_run
 
     monkeypatch.setattr(subprocess, "run", from_the_users_folder)
     waiting = FlowRun(flow_id=uuid4(), parameters={"recipe": "smok", "root": str(shadows)})
-    assert "unknown recipe 'smok'" in waiting_runs._unable_machine(waiting)
+    check = MachineCheck(waiting)
+    check.run()
+    assert "unknown recipe 'smok'" in (check.reason or "")
     assert folders == ["/"]

@@ -237,6 +237,31 @@ def test_a_cancelled_run_that_prefect_did_not_end_is_told_to_save_and_then_kille
         team.set_state(each, "CANCELLED")
 
 
+def test_a_run_that_is_cancelled_while_it_waits_for_its_next_attempt_leaves_the_queue(team: Team) -> None:
+    labels = ({WORKER_LABEL: worker} for worker in ("t5@gpu1", "t5@gpu1", "t5@gpu2"))
+    mine, living, others = runs = [team.start("RUNNING", labels=each) for each in labels]
+    for run in runs:
+        team.ask(f"flow_runs/{run}", {"infrastructure_pid": "of the last attempt"}, method="PATCH")
+        team.set_state(run, "SCHEDULED", name=AWAITING)
+        team.ask(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})  # as the UI does
+    stubborn = ["sh", "-c", "trap '' TERM; while true; do sleep 0.1; done"]
+    with subprocess.Popen(stubborn, env={"PREFECT__FLOW_RUN_ID": living}) as process:
+        try:
+            with monitor(team, "t5@gpu1") as call:
+                assert call("check") == [], "Prefect's worker may be ending it"
+            assert {team.run(run)["state_type"] for run in runs} == {"CANCELLING"}
+            with monitor(team, "t5@gpu1", "impatient") as call:
+                told, closed = call("check")
+        finally:
+            process.kill()
+    assert "is told to save" in told
+    assert f"run {team.run(mine)['name']!r}, which was cancelled" in closed
+    states = [team.run(run)["state_type"] for run in (mine, living, others)]
+    assert states == ["CANCELLED", "CANCELLING", "CANCELLING"]
+    for run in (living, others):
+        team.set_state(run, "CANCELLED")
+
+
 def test_a_lost_run_is_resumed_only_when_its_process_has_ended(team: Team) -> None:
     run = team.start("RUNNING", labels={WORKER_LABEL: worker_name()})
     folder = folder_of(Path(team.client["PREFECT_HOME"]), team.api_url)

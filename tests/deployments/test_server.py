@@ -21,10 +21,11 @@ from websockets.typing import Subprotocol
 from flows.server.prefect_server import answers
 from infra.node.ports import free_port
 from tests.support import prefect_servers
+from tests.support.waiting import await_that
 
 pytestmark = pytest.mark.slow
 
-Ask = Callable[[Path, str, dict[str, object]], Any]
+Ask = Callable[..., Any]
 Deployed = Callable[..., dict[str, dict[str, Any]]]
 
 NIGHTLY = """
@@ -51,6 +52,28 @@ become_client(Path(sys.argv[1]), sys.argv[2])
 
 from flows.workers.abandoned import close_abandoned_runs
 print(len(close_abandoned_runs()))
+"""
+
+RUN = """
+import sys
+from pathlib import Path
+from flows.server import prefect_server
+prefect_server.become_client(Path(sys.argv[1]), sys.argv[2])
+
+from prefect import flow
+from prefect.runtime import flow_run
+from flows import pretrain
+from flows.cli import run_command
+from flows.run_parameters import RunParameters
+from t5train.progress import silent
+
+@flow(name="t5-pretrain")
+def at_once(**parameters):
+    print(flow_run.id)
+
+pretrain.pretrain_flow = lambda *_: at_once
+run_command._run_flow(None, RunParameters(recipe="smoke", root="/nowhere"), silent, False)
+prefect_server._flush()
 """
 
 STRANGER = """
@@ -135,6 +158,12 @@ def test_a_websocket_needs_the_key(server: tuple[Path, str], path: str) -> None:
                     socket.recv(30)
 
 
+def test_a_run_that_waits_for_others_is_not_late_within_seconds(server: tuple[Path, str], ask: Ask) -> None:
+    home, api_url = server
+    settings = ask(home, f"{api_url}/admin/settings", {}, method="GET")
+    assert settings["server"]["services"]["late_runs"]["after_seconds"] == "PT10M"
+
+
 def test_cors_requests_of_other_origins_are_refused(server: tuple[Path, str]) -> None:
     own = server[1].removesuffix("/api")
     preflight = {"method": "OPTIONS", "Access_Control_Request_Method": "POST"}
@@ -161,6 +190,19 @@ def test_a_run_whose_process_was_killed_is_closed_and_a_live_one_is_not(
     found = ask(home, f"{api_url}/flow_runs/filter", {"flow_runs": {"id": {"any_": [killed, living]}}})
     assert closing.stdout == b"1\n"
     assert {run["id"]: run["state_type"] for run in found} == {killed: "CRASHED", living: "RUNNING"}
+
+
+def test_a_run_of_the_terminal_sends_no_heartbeats_that_could_be_missed(server: tuple[Path, str], ask: Ask) -> None:
+    home, api_url = server
+    program = [sys.executable, "-c", RUN, str(home), api_url]
+    run = subprocess.run(program, cwd="/", stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    of_run = {"filter": {"resource": {"id": [f"prefect.flow-run.{run}"]}}}
+
+    def events() -> set[str]:
+        return {each["event"] for each in ask(home, f"{api_url}/events/filter", of_run)["events"]}
+
+    await_that(lambda: "prefect.flow-run.Completed" in events())
+    assert "prefect.flow-run.heartbeat" not in events()
 
 
 def test_a_cron_deployment_gets_a_scheduled_run(server: tuple[Path, str], ask: Ask) -> None:

@@ -4,7 +4,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,76 @@ import pytest
 
 from flows.workers.abandoned import AWAITING
 from t5train.spec.recipes import trial_settings
+from tests.support.waiting import await_that
 
 pytestmark = pytest.mark.slow
 
 Ask = Callable[..., Any]
 Deployed = Callable[..., dict[str, dict[str, Any]]]
 
-CHECK = """
+CHECKER = """
 import json, sys
 from datetime import timedelta
 from pathlib import Path
 from flows.server.prefect_server import become_client
 become_client(Path(sys.argv[1]), sys.argv[2])
 
-from flows.workers import waiting_runs
+from flows.workers import machine_check, waiting_runs
 waiting_runs.SKIP_AFTER = timedelta(seconds=float(sys.argv[3]))
-print(json.dumps(waiting_runs.WaitingRuns("somebody@here").check()))
+if sys.argv[4]:
+    machine_check._PROGRAM, machine_check._SECONDS = ["-c", sys.argv[4]], 4.0
+runs = waiting_runs.WaitingRuns("somebody@here")
+for _ in sys.stdin:
+    lines = runs.check()
+    print(json.dumps([lines, runs._machine_check is not None and runs._machine_check.is_alive()]), flush=True)
+"""
+HANG = """
+import sys, time
+with open({path!r}, "a") as log:
+    log.write(sys.stdin.read() + "\\n")
+time.sleep(600)
 """
 
 
-def check(server: tuple[Path, str], skip_after_seconds: float = 3600) -> list[str]:
+@contextmanager
+def checker(
+    server: tuple[Path, str], skip_after_seconds: float = 3600, program: str = ""
+) -> Iterator[Callable[[], tuple[list[str], bool]]]:
+    """Checks the waiting runs once per call. Returns the lines, and whether a check of the machine is going on.
+
+    ``program`` replaces what checks the machine.
+    """
     home, api_url = server
-    command = [sys.executable, "-c", CHECK, str(home), api_url, str(skip_after_seconds)]
-    lines: list[str] = json.loads(subprocess.run(command, cwd="/", stdout=subprocess.PIPE, check=True).stdout)
-    return lines
+    command = [sys.executable, "-c", CHECKER, str(home), api_url, str(skip_after_seconds), program]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd="/", **pipes) as process:
+
+        def check() -> tuple[list[str], bool]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            lines, is_checking = json.loads(process.stdout.readline())
+            return lines, is_checking
+
+        yield check
+
+
+def check_to_the_end(check: Callable[[], tuple[list[str], bool]]) -> list[str]:
+    """Check until this machine was checked for all waiting runs. Returns all lines."""
+    all_lines = list[str]()
+
+    def is_done() -> bool:
+        lines, is_checking = check()
+        all_lines.extend(lines)
+        return not is_checking
+
+    await_that(is_done)
+    return all_lines
+
+
+def set_state(server: tuple[Path, str], ask: Ask, run: str, **state: object) -> None:
+    ask(server[0], f"{server[1]}/flow_runs/{run}/set_state", {"state": state, "force": True})
 
 
 def test_waiting_runs_that_could_not_start_fail_with_the_reason_and_others_wait_on(
@@ -48,13 +95,27 @@ def test_waiting_runs_that_could_not_start_fail_with_the_reason_and_others_wait_
         "a contradiction": {"trial": True, "steps": 5},
         "no text": {},
         "no GPU": {"corpus": "pydocs"},
+        "no file": {"corpus": "pydocs", "settings": trial_settings() | {"tokenizer.path": "/nowhere.model"}},
         "possible": {"corpus": "pydocs", "settings": trial_settings()},
     }
     runs = {}
     for name, parameters in asked.items():
         create = f"{api_url}/deployments/{moe}/create_flow_run"
         runs[ask(home, create, {"parameters": parameters, "name": name})["id"]] = name
-    assert len(check(server)) == 3
+    other, workers = "somebody@there", f"{api_url}/work_pools/t5-pretrain/workers"
+    with checker(server) as check:
+        ask(home, f"{workers}/heartbeat", {"name": other})
+        assert len(check_to_the_end(check)) == 2, "the other machine may have GPU and file"
+        ask(home, f"{workers}/{other}", {}, method="DELETE")
+        assert len(check_to_the_end(check)) == 2
+        refused = [run for run, name in runs.items() if name in ("no text", "no GPU")]
+        for run in refused:
+            set_state(server, ask, run, type="SCHEDULED", name="AwaitingRetry")
+        assert len(check_to_the_end(check)) == 2, "who retries them learns it, too"
+        (possible,) = [run for run, name in runs.items() if name == "possible"]
+        due = ask(home, f"{api_url}/flow_runs/{possible}", {}, method="GET")["next_scheduled_start_time"]
+        set_state(server, ask, possible, type="SCHEDULED", name="Late", state_details={"scheduled_time": due})
+        assert check() == ([], False), "runs that were checked are not checked again"
     found = ask(home, f"{api_url}/flow_runs/filter", {"flow_runs": {"id": {"any_": list(runs)}}})
     states = {runs[each["id"]]: (each["state_type"], each["state"]["message"]) for each in found}
     titles = {runs[each["id"]]: each["name"] for each in found}
@@ -63,9 +124,35 @@ def test_waiting_runs_that_could_not_start_fail_with_the_reason_and_others_wait_
     assert "optimizer.warmup_steps is 10" in states["a contradiction"][1]
     assert "t5-pretrain run moe --trial" in states["no text"][1]
     assert "has no GPU" in states["no GPU"][1]
+    assert "tokenizer.path is /nowhere.model" in states["no file"][1]
     assert titles["no GPU"].startswith("moe: The run could not start: this machine has no GPU")
     reports = ask(home, f"{api_url}/artifacts/filter", {"artifacts": {"key": {"any_": ["failure"]}}})
     assert {runs[each["flow_run_id"]] for each in reports} == states.keys()
+    set_state(server, ask, possible, type="CANCELLED")
+
+
+def test_a_check_of_the_machine_that_hangs_delays_nothing_and_is_given_up_after_three_tries(
+    server: tuple[Path, str], deployed: Deployed, ask: Ask, tmp_path: Path
+) -> None:
+    home, api_url = server
+    create = f"{api_url}/deployments/{deployed()['moe']['id']}/create_flow_run"
+    names, log = ("first", "second"), tmp_path / "log"
+    asked = [{"corpus": "pydocs", "settings": trial_settings(), "run_name": name} for name in names]
+    runs = [ask(home, create, {"parameters": parameters})["id"] for parameters in asked]
+    with checker(server, program=HANG.format(path=str(log))) as check:
+        assert check() == ([], True)
+        ask(home, create, {"parameters": {"trial": True, "steps": 5}})
+        (line,), is_checking = check()
+        assert is_checking
+        assert "optimizer.warmup_steps is 10" in line
+        assert check_to_the_end(check) == []
+    checked = [json.loads(line)["run_name"] for line in log.read_text().splitlines()]
+    ours = [name for name in checked if name in names]  # others may be left by other tests
+    assert ours == ours[:2] * 3
+    assert set(ours) == set(names)
+    for run in runs:
+        assert ask(home, f"{api_url}/flow_runs/{run}", {}, method="GET")["state_type"] == "SCHEDULED"
+        set_state(server, ask, run, type="CANCELLED")
 
 
 def test_a_late_run_of_a_schedule_is_skipped_unless_it_has_started_before(
@@ -78,21 +165,25 @@ def test_a_late_run_of_a_schedule_is_skipped_unless_it_has_started_before(
     ask(home, schedule, {"active": True, "schedule": {"interval": 5}}, method="PATCH")
     crashed = None
     try:
-        assert check(server) == [], "none is an hour late"
+        with checker(server) as check:
+            assert check()[0] == [], "none is an hour late"
         skipped = list[str]()
         deadline = time.monotonic() + 300  # ample: Prefect's scheduler looks once a minute
         while not skipped:
             assert time.monotonic() < deadline, "no run was scheduled"
             if crashed is None and (scheduled := ask(home, f"{api_url}/flow_runs/filter", of_schedule)):
                 crashed = min(scheduled, key=lambda run: run["expected_start_time"])["id"]
-                for state in ({"type": "RUNNING"}, {"type": "SCHEDULED", "name": AWAITING}):
-                    ask(home, f"{api_url}/flow_runs/{crashed}/set_state", {"state": state, "force": True})
-            skipped = check(server, 0) if crashed else []
+                set_state(server, ask, crashed, type="RUNNING")
+                set_state(server, ask, crashed, type="SCHEDULED", name=AWAITING)
+            if crashed:
+                with checker(server, 0) as check:
+                    skipped, _ = check()
     finally:
         ask(home, schedule, {"active": False}, method="PATCH")
     assert "of a schedule was due at" in skipped[0]
     assert ask(home, f"{api_url}/flow_runs/{crashed}", {}, method="GET")["state_name"] == AWAITING
-    (state,) = {each["state_name"] for each in runs_in(ask(home, f"{api_url}/flow_runs/filter", {}), "CANCELLED")}
+    of_nightly = ask(home, f"{api_url}/flow_runs/filter", of_schedule)
+    (state,) = {each["state_name"] for each in runs_in(of_nightly, "CANCELLED")}
     assert state == "Skipped"
 
 

@@ -18,7 +18,8 @@ from urllib.parse import quote
 
 import pytest
 
-from flows.server.team_server import DATABASE_VARIABLE, LATE_VARIABLE
+from flows.server.prefect_server import LATE_VARIABLE
+from flows.server.team_server import DATABASE_VARIABLE
 from infra.node.ports import free_port
 from tests.support import prefect_servers
 from tests.support.waiting import await_that
