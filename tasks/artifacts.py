@@ -19,6 +19,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.sorting import ArtifactSort
 from prefect.runtime import flow_run
 
+from t5train.files.os_errors import in_one_line
 from t5train.report.markdown import escaped
 
 _Rows = Sequence[Mapping[str, Any]]
@@ -31,7 +32,7 @@ def not_disturbing(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Prefect's client raises errors of many types if the server is gone
-        _log.warning("could not show %s: %s: %s", what, type(error).__name__, error)
+        _log.warning("could not show %s: %s", what, in_one_line(error))
 
 
 class Shown:

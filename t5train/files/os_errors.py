@@ -1,4 +1,4 @@
-"""Explain an error of the operating system in one line: the path, what is wrong with it, and what to do.
+"""Explain an error in one line; one of the operating system with the path, what is wrong with it, and what to do.
 
 Standard library only, as guards and nodes import it.
 """
@@ -52,6 +52,17 @@ def explain(error: OSError) -> str:
     return (f"{path}: {said}" if path else said) + (f"; {remedy}" if remedy else "")
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return what an error says in one line. Its class is named only if the rest says nothing, as a KeyError's does."""
+    if isinstance(error, OSError):
+        return explain(error)
+    said = " ".join(str(error).split())
+    is_sentence = " " in said and not isinstance(error, KeyError)
+    if is_sentence or (said and isinstance(error, T5TrainError)):
+        return said
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
 def path_of(error: OSError) -> str | None:
     """The path that an error is about; None if it cannot be determined.
 
@@ -101,9 +112,8 @@ def library_errors(library: str, folder: PurePath) -> Iterator[None]:
     except T5TrainError:
         raise
     except Exception as error:
-        said = explain(error) if isinstance(error, OSError) else " ".join(str(error).split())
         raise StorageError(
-            f"{folder}: {library} failed on its files ({type(error).__name__}: {said}); check that they can be read "
+            f"{folder}: {library} failed on its files ({in_one_line(error)}); check that they can be read "
             "and written, then try again"
         ) from error
 

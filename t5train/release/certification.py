@@ -17,7 +17,7 @@ from typing import Any
 from t5train.data.tokenizer import SPIECE
 from t5train.errors import CertificationError, InputError, T5TrainError
 from t5train.files.atomic import write_text
-from t5train.files.os_errors import explain
+from t5train.files.os_errors import explain, in_one_line
 from t5train.files.presence import ABSENT, reading
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files
@@ -270,9 +270,8 @@ def main(arguments: list[str]) -> int:
         return 1
     except Exception as error:  # libraries' errors often do not name the file
         traceback.print_exc()
-        said = explain(error) if isinstance(error, OSError) else " ".join(str(error).split())
         report(
-            error=f"{export_folder} could not be compared with {witness} ({type(error).__name__}: {said}). "
+            error=f"{export_folder} could not be compared with {witness} ({in_one_line(error)}). "
             f"For details, see {export_folder.absolute().parent / LOG}"
         )
         return 1

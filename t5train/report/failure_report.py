@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from t5train.errors import T5TrainError, encodable
+from t5train.files.os_errors import in_one_line
 from t5train.files.run_folder import ATTEMPTS
 from t5train.report.markdown import code, code_block, escaped, page
 
@@ -45,9 +46,8 @@ class Failure(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The cause in one line, with the type of the error if it is unexpected."""
-        said = encodable(" ".join(str(self.error).split()))
-        return said if self.is_expected and said else f"{type(self.error).__name__}: {said}"
+        """The cause in one line."""
+        return encodable(in_one_line(self.error))
 
     @property
     def what(self) -> str:

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict
 
 from t5train.errors import Preempted
 from t5train.files.atomic import write_json
+from t5train.files.os_errors import in_one_line
 from t5train.files.run_folder import WANDB, WANDB_SENT
 from t5train.records.metrics import Values, parse_line
 from t5train.spec.rank_job import TrainJob
@@ -123,9 +124,8 @@ def main() -> int:
         _send(job)
     except Exception as error:
         _log.warning(
-            "W&B gets no more metrics of this attempt, training continues: %s: %s. %s",
-            type(error).__name__,
-            _redacted(" ".join(str(error).split())[:300]),
+            "W&B gets no more metrics of this attempt, training continues: %s. %s",
+            _redacted(in_one_line(error))[:300],
             _SYNC_LATER,
         )
         return _REPORTED

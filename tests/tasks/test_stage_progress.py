@@ -25,7 +25,7 @@ def test_a_stage_continues_if_the_server_does_not_respond(
     monkeypatch.setattr(artifacts, "create_progress_artifact", gone)
     with caplog.at_level(logging.WARNING):
         StageProgress(TRAIN)("steps", 3, 10)
-    assert "could not show the artifact progress-train: ConnectionError: connection refused" in caplog.text
+    assert "could not show the artifact progress-train: connection refused" in caplog.text
 
 
 @pytest.mark.usefixtures("immediately")

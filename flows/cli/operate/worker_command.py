@@ -18,6 +18,7 @@ from flows.workers import run_records
 from flows.workers.worker import DRAIN, STOP_SECONDS
 from infra.node import processes
 from t5train.errors import LaunchError, SpecError
+from t5train.files.os_errors import in_one_line
 
 if TYPE_CHECKING:
     from flows.workers.run_monitor import RunMonitor  # imports Prefect, which reads its settings when it is imported
@@ -114,7 +115,7 @@ def _check(check: Callable[[], Iterable[str]]) -> None:
     try:
         _report(check())
     except Exception as error:  # any error of Prefect's client, such as for a busy server, must not end all runs
-        complain(f"could not look after the runs in Prefect, will retry: {type(error).__name__}: {error}")
+        complain(f"could not look after the runs in Prefect, will retry: {in_one_line(error)}")
 
 
 def _report(lines: Iterable[str]) -> None:

@@ -36,6 +36,7 @@ from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Devices, Question
 from t5train.data.span_corruption import geometry
 from t5train.errors import HostError, T5TrainError
+from t5train.files.os_errors import in_one_line
 from t5train.host_resources import num_cores
 from t5train.model.model_shape import huggingface_config, resolve
 from t5train.progress import Progress
@@ -146,8 +147,7 @@ class CaseRun:
             raise
         except Exception as error:  # also bugs: whatever ends a case is a regression, and other cases go on
             _log.info("%s: %s failed", self._case.name, name, exc_info=not isinstance(error, T5TrainError))
-            kind = "" if isinstance(error, T5TrainError) else f"{type(error).__name__}: "
-            raise _CaseFailed(f"{name} failed: {kind}{' '.join(str(error).split())}") from error
+            raise _CaseFailed(f"{name} failed: {in_one_line(error)}") from error
 
     def _add(self, stages: dict[str, float], before: StepTimes, after: StepTimes) -> None:
         trained, values = self._series.trained[-1], self._series.values

@@ -22,7 +22,7 @@ from infra.node.storage.file_channel import Refused
 from infra.node.storage.stored_checkpoints import HEAD, inventory_of
 from t5train.errors import DigestMismatch, IncompleteCheckpoint, StorageError, Unreadable
 from t5train.files.atomic import discard, remove_discarded
-from t5train.files.os_errors import explain
+from t5train.files.os_errors import in_one_line
 from t5train.files.run_folder import METRICS, METRICS_CSV, MONITORED, TENSORBOARD, is_tag, is_tag_or_removed
 from t5train.progress import Interrupted, Interruptible, Progress
 
@@ -69,8 +69,7 @@ class CheckpointSync:
         except Interrupted:
             return False
         except Exception as error:
-            said = explain(error) if isinstance(error, OSError) else error
-            _log.warning("%s, will retry: %s: %s", what, type(error).__name__, said)
+            _log.warning("%s, will retry: %s", what, in_one_line(error))
             return False
         return True
 

@@ -10,7 +10,7 @@ import pytest
 
 from t5train.errors import DigestMismatch, StorageError
 from t5train.files.atomic import remove_folder, write_text
-from t5train.files.os_errors import as_storage_errors, cause_of, explain, library_errors, naming
+from t5train.files.os_errors import as_storage_errors, cause_of, explain, in_one_line, library_errors, naming
 from t5train.records.digests import digest_file, digest_safetensors
 
 
@@ -104,6 +104,22 @@ def test_a_library_error_without_errno_is_reported_unchanged() -> None:
     assert explain(OSError('Not found: "x":\n No such thing')) == 'Not found: "x": No such thing'
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("All connection attempts\nfailed"), "All connection attempts failed"),
+        (ConnectionRefusedError(111, "Connection refused"), "Connection refused"),
+        (StorageError("full"), "full"),
+        (KeyError("a b"), "KeyError: 'a b'"),
+        (ValueError("loss"), "ValueError: loss"),
+        (AssertionError(), "AssertionError"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_the_class_of_an_error_is_named_only_if_its_message_says_nothing(error: Exception, said: str) -> None:
+    assert in_one_line(error) == said
+
+
 def test_a_failed_read_names_the_file() -> None:
     memory = Path("/proc/self/mem")
     for digest in (digest_file, digest_safetensors):
@@ -120,7 +136,7 @@ def test_an_error_about_another_file_keeps_that_files_name(tmp_path: Path) -> No
 
 def test_an_error_of_a_library_about_its_files_names_their_folder(tmp_path: Path) -> None:
     with (
-        pytest.raises(StorageError, match=rf"{tmp_path}: tokenizers failed.*\(Exception: Stale file handle"),
+        pytest.raises(StorageError, match=rf"{tmp_path}: tokenizers failed.*\(Stale file handle"),
         library_errors("tokenizers", tmp_path),
     ):
         raise Exception("Stale file handle (os error 116)")  # noqa: TRY002 - as tokenizers does

@@ -101,7 +101,7 @@ def test_a_wandb_that_fails_is_reported_once_and_training_continues(
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     attempt(job, 0, {1: {"loss": 1.0}, 2: {"loss": 2.0}})
     logged = capfd.readouterr().err
-    assert logged.count("W&B gets no more metrics of this attempt, training continues: ImportError: no core for") == 1
+    assert logged.count("W&B gets no more metrics of this attempt, training continues: no core for") == 1
     assert SECRET not in logged
     assert "[secret]" in logged
 

@@ -87,7 +87,7 @@ def cancelled() -> Stopped:
     ("error", "how", "text"),
     [
         (LaunchError("rank 1 was killed. Its output ends:\n  out of memory"), Ending.FAILED, "rank 1 was killed. Its "),
-        (ZeroDivisionError("by zero"), Ending.FAILED, "ZeroDivisionError: by zero"),
+        (ZeroDivisionError("division by zero"), Ending.FAILED, "division by zero"),
         (Preempted("the ranks saved step 8"), Ending.INTERRUPTED, "the ranks saved step 8"),
         (KeyboardInterrupt(), Ending.INTERRUPTED, None),
         (BaseExceptionGroup("", [KeyboardInterrupt()]), Ending.INTERRUPTED, None),

@@ -131,6 +131,7 @@ def test_a_failed_sync_is_retried_and_the_sync_ends_promptly(
     site.save(8)
     sync = CheckpointSync(replace(run, nodes=replace(run.nodes, transport=cut)), lambda: 2)
     await_that(lambda: "cannot collect metrics" in caplog.text)
+    assert "cannot collect metrics, will retry: a: the connection was lost" in caplog.text
     cut.is_cut = False
     await_that(lambda: sidecar.complete_tags(run.checkpoints) == [tag_of(8)])
     started = time.monotonic()
