@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ from flows.server import prefect_server
 from flows.workers import run_records
 from flows.workers.worker import DRAIN, STOP_SECONDS
 from infra.node import processes
+from infra.node.attempts.process_guard import stopping_attempts
 from t5train.errors import LaunchError, SpecError
 from t5train.files.os_errors import in_one_line
 
@@ -28,6 +30,8 @@ LOOK_SECONDS = 10.0
 
 RUN_SECONDS = 60.0
 """Time for a run to save and shut down gracefully, as after SIGTERM to `t5-pretrain run`."""
+
+SAVE_LOOK_SECONDS = 1.0
 
 HEARTBEATS = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
 """Seconds between the events with which a run shows that it is alive.
@@ -77,7 +81,11 @@ def run_worker(log: Path | None, announce: Callable[[], None]) -> NoReturn:
 
 @contextmanager
 def worker_process(name: str, log: Path | None) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a worker of the pool within the block. Its runs are stopped first, because the worker would kill them."""
+    """Run a worker of the pool within the block. Its runs are stopped first, because the worker would kill them.
+
+    Ranks that are saving a checkpoint may outlive their run. The block ends after them, because a service manager kills
+    what is left when this process has ended.
+    """
     from flows.deployment.deploy import POOL
 
     with open(log, "ab") if log else nullcontext() as output:
@@ -98,6 +106,7 @@ def worker_process(name: str, log: Path | None) -> Iterator[subprocess.Popen[byt
             _end_runs(processes.child_of(process.pid))
         finally:  # also after a second Ctrl-C: the worker kills the remaining runs
             prefect_server.stop(process, STOP_SECONDS)
+        _await_saves()
 
 
 def _await_end(process: subprocess.Popen[bytes], monitor: "RunMonitor") -> int:
@@ -127,6 +136,14 @@ def _end_runs(of_worker: processes.Belongs) -> None:
     if processes.find(of_worker):
         say(f"waiting up to {RUN_SECONDS:.0f} s for runs to save and stop; press Ctrl-C to stop them at once")
         processes.end(of_worker, RUN_SECONDS)
+
+
+def _await_saves() -> None:
+    """Wait for ranks that are completing a save. Their guards end one that takes too long."""
+    if saving := stopping_attempts():
+        say(f"waiting for ranks to save ({', '.join(map(str, sorted(saving)))}); press Ctrl-C to leave them alone")
+    while stopping_attempts():
+        time.sleep(SAVE_LOOK_SECONDS)
 
 
 def _require_pool(api_url: str) -> None:

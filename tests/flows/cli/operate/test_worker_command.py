@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli.operate import worker_command
 from flows.cli.operate.worker_command import _check, worker_process
 from infra.node import processes
+from infra.node.attempts.attempt import STOP
+from infra.node.attempts.process_guard import MODULE, stopping_attempts
+from tests.support.waiting import await_that
 
 
 def test_a_second_ctrl_c_while_runs_save_ends_the_worker_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,6 +26,22 @@ def test_a_second_ctrl_c_while_runs_save_ends_the_worker_too(tmp_path: Path, mon
     with pytest.raises(KeyboardInterrupt), worker_process("me", tmp_path / "log") as worker:
         raise KeyboardInterrupt
     assert worker.poll() is not None
+
+
+def test_a_worker_ends_after_the_ranks_that_are_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / STOP).touch()
+    guard = [sys.executable, "-c", "import time; time.sleep(2)", MODULE, str(tmp_path)]
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start([sys.executable, "-c", ""], **options))
+    monkeypatch.setattr(worker_command, "SAVE_LOOK_SECONDS", 0.1)
+    with start(guard) as saving:
+        await_that(stopping_attempts)
+        with worker_process("me", tmp_path / "log"):
+            pass
+        assert saving.poll() == 0
+    assert f"waiting for ranks to save ({tmp_path})" in capsys.readouterr().out
 
 
 def test_a_server_that_does_not_answer_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
