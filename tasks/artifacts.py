@@ -20,7 +20,7 @@ from prefect.client.schemas.sorting import ArtifactSort
 from prefect.runtime import flow_run
 
 from t5train.files.os_errors import in_one_line
-from t5train.report.markdown import escaped
+from t5train.release.markdown import escaped
 
 _Rows = Sequence[Mapping[str, Any]]
 _log = logging.getLogger(__name__)

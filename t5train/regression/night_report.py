@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from t5train.host_resources import format_bytes
 from t5train.regression.night_results import CaseResult, Compared, Measured, NightResult
-from t5train.report.markdown import escaped, page, table
+from t5train.release.markdown import escaped, page, table
 
 REPORT, PLOT = "report.md", "plot.png"
 COLUMNS = ("case", "quantity", "tonight", "baseline", "change", "allowed", "verdict")

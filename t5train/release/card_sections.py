@@ -6,7 +6,7 @@ from typing import Any
 from t5train.data.span_corruption import geometry
 from t5train.records.metrics import UNIGRAM, VALIDATION, has_learned_nothing
 from t5train.records.witness import TrainedModel, Witness
-from t5train.report.markdown import code
+from t5train.release.markdown import code
 from t5train.spec import ObjectiveSpec
 
 MEANINGS = {

@@ -1,4 +1,4 @@
-r"""The parts of Markdown that the reports use.
+r"""The parts of Markdown that the model card and the reports use.
 
 Everything is on one line, except the blocks of ``code_block``. Bytes that are not UTF-8, which names of files can have,
 are shown as escapes such as ``\udce9``.

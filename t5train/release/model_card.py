@@ -16,7 +16,7 @@ from t5train.records.identity import Provenance
 from t5train.records.witness import Witness
 from t5train.release.card_sections import data, licence, measurements, table, ties, training, warning
 from t5train.release.loss_curve import LOSS_CURVE
-from t5train.report.markdown import code
+from t5train.release.markdown import code
 
 README = "README.md"
 FACTS = "t5_pretrain"

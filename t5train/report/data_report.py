@@ -9,7 +9,7 @@ from t5train.data.shards import UNIGRAM_DTYPE, unigram_name
 from t5train.data.span_corruption import geometry
 from t5train.locations import redacted
 from t5train.records.stage_records import Corpus, Record, TokenizerFiles, TokenShards
-from t5train.report.markdown import code, page, table
+from t5train.release.markdown import code, page, table
 from t5train.spec import ObjectiveSpec, RunSpec
 
 MOST_EPOCHS = 64

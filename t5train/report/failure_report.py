@@ -7,7 +7,7 @@ from typing import NamedTuple
 from t5train.errors import T5TrainError, encodable
 from t5train.files.os_errors import in_one_line
 from t5train.files.run_folder import ATTEMPTS
-from t5train.report.markdown import code, code_block, escaped, page
+from t5train.release.markdown import code, code_block, escaped, page
 
 _FRAMES = 5
 _STAGE, _RUN_FOLDER = "failed stage: ", "folder of the run: "

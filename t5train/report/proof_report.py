@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from t5train.records.stage_records import Export, Weights
 from t5train.release.certificate import CERTIFICATE, Certificate, ProbeComparison
-from t5train.report.markdown import code, escaped, page, table
+from t5train.release.markdown import code, escaped, page, table
 
 
 def proof_report(certificate: Certificate, weights: Weights, exported: Export) -> str:

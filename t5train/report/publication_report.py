@@ -4,7 +4,7 @@ import shlex
 
 from t5train.locations import local_folder
 from t5train.records.stage_records import Publication
-from t5train.report.markdown import code, code_block, escaped, page, table
+from t5train.release.markdown import code, code_block, escaped, page, table
 
 _LOADS = """\
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from t5train.files.atomic import replacing, write_text
 from t5train.files.run_folder import REPORT
-from t5train.report.markdown import escaped, page, table
+from t5train.release.markdown import escaped, page, table
 
 STAGES = "stages.md"
 STAGING = "staging.md"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from t5train.records.metrics import Values
 from t5train.records.stage_records import Publication, Record
-from t5train.report.markdown import code, page, table
+from t5train.release.markdown import code, page, table
 from t5train.spec import RunSpec
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from t5train.records.stage_records import Corpus
-from t5train.report.markdown import escaped
+from t5train.release.markdown import escaped
 from tasks import artifacts
 from tasks.stage_table import StageTable
 from tasks.stages import CORPUS, TOKENIZER

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from t5train.report.markdown import code, escaped, page, table
+from t5train.release.markdown import code, escaped, page, table
 
 RENDERER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 SPECIAL = st.text(
