@@ -73,8 +73,8 @@ def is_stop(error: BaseException) -> bool:
 def stopping_line(grace_seconds: float) -> str:
     """Return what to tell the user while ranks save."""
     return (
-        f"stopping: ranks have {grace_seconds:.0f} s to finish the step, and then save and end. Ctrl-C ends them at "
-        "once, without a checkpoint"
+        f"stopping: ranks have {grace_seconds:.0f} s to finish the step, and then save and end. Another Ctrl-C ends "
+        "them at once, without a checkpoint"
     )
 
 

@@ -63,7 +63,7 @@ def newest_verified_tag(run_folder: Path, progress: Progress = silent) -> str | 
             if written_as == tag:
                 return tag
             reasons.append(f"{checkpoints / tag} was renamed: it was written as {written_as}")
-        _log.warning("skipping %s: %s", tag, reasons[-1])
+        _log.warning("skipping %s: %s", tag, reasons[-1].removesuffix(". Choose another tag"))
     last = last_complete(run_folder)
     if last is None and all(is_unfinished(checkpoints / tag) for tag in found):
         return None

@@ -9,9 +9,9 @@ from typing import TextIO
 
 from t5train.errors import StorageError
 from t5train.files.locks import flock, try_lock
+from t5train.files.made_files import CLAIM
 from t5train.files.os_errors import explain
 
-_CLAIM = ".claim"
 _log = logging.getLogger(__name__)
 
 
@@ -49,7 +49,7 @@ def _open_claim(folder: Path) -> TextIO:
     try:
         _refuse_foreign(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        return open(folder / _CLAIM, "a+", encoding="ascii", errors="replace")
+        return open(folder / CLAIM, "a+", encoding="ascii", errors="replace")
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {explain(error)}") from error
 
@@ -59,7 +59,7 @@ def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:
     claim.seek(0)
     if claim.read() == fingerprint:
         return
-    if any(each.name != _CLAIM for each in folder.iterdir()):
+    if any(each.name != CLAIM for each in folder.iterdir()):
         raise StorageError(
             f"{folder} holds a result of other inputs or settings, which is not overwritten. Choose another folder, or "
             "remove this one"
@@ -70,5 +70,5 @@ def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    if folder.exists() and not (folder / _CLAIM).exists() and any(folder.iterdir()):
+    if folder.exists() and not (folder / CLAIM).exists() and any(folder.iterdir()):
         raise StorageError(f"{folder} is not empty and was not made by this stage. Choose another folder")

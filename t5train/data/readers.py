@@ -77,7 +77,9 @@ def _json_passage(source: SourceFile, row: int, line: str) -> Passage:
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise InputError(f"{source.path} line {row + 1} is not JSON ({error}). Correct this line") from None
+        raise InputError(
+            f"{source.path} line {row + 1} is not JSON ({error.msg}, at column {error.colno}). Correct this line"
+        ) from None
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise InputError(f'{source.path} line {row + 1} is not an object with "text": "...". Correct this line')
     name = value.get("id")

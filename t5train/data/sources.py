@@ -27,12 +27,11 @@ from t5train.data.readers import FORMATS, format_of
 from t5train.errors import DigestMismatch, InputError
 from t5train.files.atomic import replacing, write_json
 from t5train.files.confined import confined, require_distinct
+from t5train.files.made_files import without_made
 from t5train.locations import Counted, explained, redacted
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, verify_file
 
-MADE_FOLDERS = ("cache", "corpus", "prefect", "published", "regression", "runs", "shards", "tokenizer")
-"""The folders of a root that hold what runs make. Their files are no text, even if the source includes the root."""
 _SHOWN_NAMES = 5
 _log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class Matches(NamedTuple):
     skipped: list[str]
     """Files below a source's folder that have other formats."""
     made: int
-    """How many more files there are that runs made, in the folders of the root."""
+    """How many more files there are that runs made, in the folders of a root."""
 
 
 class SourceFacts(NamedTuple):
@@ -72,7 +71,7 @@ def local_files(source: str, revision: str, root: Path, progress: Progress) -> l
         if skipped:
             _log.warning("%s", skipped_line(skipped))
         if made:
-            _log.warning("skipping %d files that runs made in the folders of %s", made, root)
+            _log.info("leaving out %d files that runs made below the text's folder", made)
         names = _names(found)
         if _is_local(filesystem):
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
@@ -128,6 +127,7 @@ def _formats() -> str:
 def _matched(source: str, root: Path) -> Matches:
     """Return the files of a source."""
     filesystem, path = fsspec.core.url_to_fs(source)
+    path = _without_parents(path) if _is_local(filesystem) else path
     shown = redacted(source)
     if filesystem.isfile(path):
         found = [path]
@@ -137,7 +137,7 @@ def _matched(source: str, root: Path) -> Matches:
         found = _in_pattern(filesystem, path, shown)
     others = _without_made(filesystem, path, found, root)
     if found and not others:
-        raise InputError(f"corpus.source {shown!r} matches only what runs made under {root}. Correct the pattern")
+        raise InputError(f"corpus.source {shown!r} matches only what runs made. Correct the pattern")
     found, made = others, len(found) - len(others)
     for each in found:
         if format_of(each) is None:
@@ -148,13 +148,19 @@ def _matched(source: str, root: Path) -> Matches:
     return Matches(filesystem, sorted(found), [], made)
 
 
+def _without_parents(path: str) -> str:
+    """Return a local path without ``..``, which a record of the files may not contain. Links before it are followed."""
+    parts = PurePosixPath(path).parts
+    if ".." not in parts:
+        return path
+    last = len(parts) - parts[::-1].index("..")
+    return str(PurePosixPath(os.path.realpath(PurePosixPath(*parts[:last])), *parts[last:]))
+
+
 def _without_made(filesystem: Any, path: str, found: list[str], root: Path) -> list[str]:
-    """Return the files that no run made, if the source is a folder or pattern that includes the root; else all."""
-    base = path if filesystem.isdir(path) else _folder_of_pattern(path)
-    if not _is_local(filesystem) or not Path(os.path.realpath(root)).is_relative_to(os.path.realpath(base)):
+    if not _is_local(filesystem):
         return found
-    made = [os.path.realpath(root / name) for name in MADE_FOLDERS]
-    return [each for each in found if not any(Path(os.path.realpath(each)).is_relative_to(folder) for folder in made)]
+    return without_made(found, Path(path if filesystem.isdir(path) else _folder_of_pattern(path)), root)
 
 
 def _folder_of_pattern(path: str) -> str:

@@ -20,7 +20,8 @@ def saving_line(lines: Iterable[Values]) -> str:
             saved.append(seconds)
     stood = sum(saved)
     share = stood / (stood + trained) if saved else 0.0
-    return f"{len(saved)} checkpoints, which paused training for {stood:.1f} s: {share:.2%} of its time"
+    count = "1 checkpoint" if len(saved) == 1 else f"{len(saved)} checkpoints"
+    return f"{count}, which paused training for {stood:.1f} s: {share:.2%} of its time"
 
 
 def data_wait_line(lines: Iterable[Values]) -> str:

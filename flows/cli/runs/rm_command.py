@@ -62,6 +62,8 @@ def rm(
             _ask(plan)
         remove_run(plan, nodes)
     say(f"deleted: {named}")
+    if plan.published is not None:
+        say(f"deleted: {plan.published}")
 
 
 def _show(plan: RemovalPlan) -> None:

@@ -1,5 +1,6 @@
 """The folder of a T5 on this machine: checked without torch, then loaded with plain ``transformers``."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,10 +10,12 @@ from t5train.data.tokenizer import SPIECE, TOKENIZER_JSON
 from t5train.errors import InputError
 from t5train.files.run_folder import EXPORT
 from t5train.model.starting_model import CONFIG, HuggingFaceFolder, require_family
+from t5train.release.certificate import CERTIFICATE
 from t5train.release.inference.vocabulary import Vocabulary
 from t5train.release.model_card import README, RecordedRun, recorded_run
 
 PATH = "PATH"
+_log = logging.getLogger(__name__)
 _TRAINED_TOKENS = 512  # T5's own input length, where a folder does not say otherwise
 
 
@@ -39,7 +42,15 @@ class ModelFolder(NamedTuple):
                 f"{path} has neither {SPIECE} nor {TOKENIZER_JSON}. Copy the vocabulary that the model was published "
                 "with into that folder"
             )
-        return cls(path, folder.config, _recorded(path / README))
+        run = _recorded(path / README)
+        if not run.settings and (path / CERTIFICATE).is_file():
+            _log.warning(
+                "%s does not record how this model was trained, as its model card did: spans are masked as T5's are, "
+                "with %d input tokens, unless you say otherwise",
+                path / README,
+                _TRAINED_TOKENS,
+            )
+        return cls(path, folder.config, run)
 
     @property
     def trained_tokens(self) -> int:

@@ -168,12 +168,32 @@ def test_what_runs_made_under_the_root_is_no_text(tmp_path: Path, source: str, r
     assert require_source(str(tmp_path / source), tmp_path / root).num_files == 1
 
 
+@pytest.mark.parametrize("made", ["runs/first/run.json", "corpus/some/.claim"])
+def test_what_runs_made_under_another_root_is_no_text_either(tmp_path: Path, made: str) -> None:
+    for name in ("a.txt", "runs/b.txt", f"work/{made}", "work/runs/first/metrics.jsonl", "work/corpus/some/c.txt"):
+        (tmp_path / "text" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "text" / name).write_text("one\n")
+    found = local_files(str(tmp_path / "text"), "", tmp_path / "root", silent)
+    assert [file.name for file in found] == ["a.txt", "runs/b.txt"]
+
+
+def test_a_source_with_parents_is_read_and_recorded_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("one\n")
+    monkeypatch.chdir(tmp_path / "here")
+    for source in ("../text", "../text/a.txt", "../text/*.txt", f"{tmp_path}/here/../text"):
+        assert build(Path(source), tmp_path / "root").counts["passages"] == 1
+
+
 def test_text_in_a_folder_of_the_root_that_is_named_is_read(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("one\n")
     for source in ("corpus", "corpus/a.txt", "corpus/*.txt"):
         assert [file.name for file in local_files(str(tmp_path / source), "", tmp_path, silent)] == ["a.txt"]
-    with pytest.raises(InputError, match=r"\*/\*\.txt' matches only what runs made under .*\. Correct the pattern"):
+    with pytest.raises(InputError, match=r"\*/\*\.txt' matches only what runs made\. Correct the pattern"):
         local_files(str(tmp_path / "*" / "*.txt"), "", tmp_path, silent)
 
 

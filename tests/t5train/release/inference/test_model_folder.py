@@ -70,7 +70,7 @@ def test_missing_tensors_are_an_error_and_not_initialised_at_random(make_model: 
 
 
 def test_an_export_says_how_it_was_trained_and_others_are_taken_for_t5(
-    make_model: MakeModel, make_published: MakeModel
+    make_model: MakeModel, make_published: MakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = make_published()
     assert ModelFolder.open(theirs).run.settings == {}
@@ -80,6 +80,10 @@ def test_an_export_says_how_it_was_trained_and_others_are_taken_for_t5(
     assert ModelFolder.open(ours).trained_tokens == 32
     (ours / "README.md").write_text("---\nlicense: mit\n---\n\n## Settings\n\n```json\n{}\n```\n")
     assert ModelFolder.open(ours).run.settings == {}
+    assert "does not record" not in caplog.text
+    (ours / "certificate.json").write_text("{}")
+    ModelFolder.open(ours)
+    assert f"{ours / 'README.md'} does not record how this model was trained" in caplog.text
 
 
 def test_a_vocabulary_with_more_ids_than_the_model_is_refused(make_model: MakeModel) -> None:
