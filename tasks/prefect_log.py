@@ -89,7 +89,10 @@ def as_encodable(record: logging.LogRecord) -> bool:
 
     Otherwise Prefect sends neither the line nor the others that it sends with it.
     """
-    record.msg, record.args = encodable(record.getMessage()), None
+    try:
+        record.msg, record.args = encodable(record.getMessage()), None
+    except (TypeError, ValueError):  # the line's arguments do not fit it: handlers report that, and filters must not
+        return True
     if record.exc_info:
         record.exc_text = encodable(_TRACEBACKS.formatException(record.exc_info))  # which handlers do not format again
     return True

@@ -32,7 +32,7 @@ from t5train.records.identity import fingerprint
 from t5train.spec import RunSpec
 
 
-def show_dry_run(parameters: RunParameters, as_json: bool) -> None:
+def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool) -> None:
     """Print what a run would do. Raises the error that the run itself would raise now.
 
     The run is described even if this machine cannot execute it, unless its settings are invalid everywhere. Hosts are
@@ -42,7 +42,8 @@ def show_dry_run(parameters: RunParameters, as_json: bool) -> None:
     shape, text, refusal = require_possible(spec), None, None
     try:
         possible = parameters.spec_for_this_machine()
-        require_no_pending_begin_again(spec.run_folder)
+        if not begin_again:
+            require_no_pending_begin_again(spec.run_folder)
         require_unused(spec.run_folder)
         _, text = require_startable_now(possible)
     except T5TrainError as error:

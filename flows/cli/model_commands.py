@@ -126,7 +126,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
         result = evaluate_text(path, corpus, spec, device, root, progress)
     if result.split_as_trained is False:
         complain(
-            f"this is not the {result.split} split of training, which had another number of tokens. If files are "
+            f"this is not the {result.split} split of training, which had a different number of tokens. If files are "
             "added, changed or renamed, passages fall into other splits, and training may have used some of these. "
             "Name the text as it was named for training"
         )

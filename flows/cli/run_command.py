@@ -103,7 +103,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     if as_json and not dry_run:
         raise typer.BadParameter("it needs --dry-run", param_hint="--json")
     if dry_run:
-        show_dry_run(parameters, as_json)
+        show_dry_run(parameters, as_json, begin_again)
         return
     spec = parameters.spec_for_this_machine()
     if not begin_again:

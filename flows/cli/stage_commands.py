@@ -43,7 +43,7 @@ from t5train.data.tokenizer import build_tokenizer, given_tokenizer
 from t5train.errors import InputError, SpecError
 from t5train.files.presence import visible_in
 from t5train.files.run_folder import WITNESS_FOLDER
-from t5train.locations import local_folder, redacted
+from t5train.locations import redacted, shareable_source
 from t5train.records.metrics import loss_lines
 from t5train.records.stage_records import MANIFEST, Export, Record, TokenizerFiles, TokenShards, Weights
 from t5train.records.witness import Witness
@@ -231,7 +231,7 @@ def _spec_on(shards: TokenShards, choice: Chosen) -> RunSpec:
     """
     spec, recorded = choice.spec(), settings_of(shards)
     for name, value in recorded.items():
-        if name in choice.settings and not _is_same(asked := _value(spec, name), value):
+        if name in choice.settings and not _is_same(name, asked := _value(spec, name), value):
             raise SpecError(
                 f"{name} is {asked!r}, but the token shards in {shards.path} were made with {value!r}: leave {name} "
                 "out, name other shards with --shards, or use `run`, which makes them"
@@ -250,11 +250,11 @@ def _value(spec: RunSpec, name: str) -> Any:
     return spec.model_dump(mode="json")[part][key]
 
 
-def _is_same(asked: Any, recorded: Any) -> bool:
-    """Whether two values of a setting are equal, or name the same local files."""
-    if asked == recorded or not isinstance(asked, str):
-        return bool(asked == recorded)
-    return local_folder(asked) is not None and local_folder(asked) == local_folder(recorded)
+def _is_same(name: str, asked: Any, recorded: Any) -> bool:
+    """Whether a chosen setting agrees with the shards'. Text may have been moved, and its revision is only a name."""
+    if name == "corpus.source":
+        return shareable_source(asked) == shareable_source(recorded)
+    return name == "corpus.revision" or bool(asked == recorded)
 
 
 def _only_shards(root: Path) -> Path:

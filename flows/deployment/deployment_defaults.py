@@ -47,7 +47,7 @@ class DeploymentDefaults(BaseModel):
         Raises InputError if there is no text, and otherwise an error if every deployment that trains would be refused.
         """
         if self.corpus is not None and self.corpus != PYDOCS:
-            require_source(self.corpus, self.root)
+            require_source(self.corpus)
         found: dict[str, T5TrainError] = {}
         of_flow = [each for each in definitions.deployments if each.flow == FLOW]
         for deployment in of_flow:

@@ -27,7 +27,7 @@ from t5train.data.readers import FORMATS, format_of
 from t5train.errors import DigestMismatch, InputError
 from t5train.files.atomic import replacing, write_json
 from t5train.files.confined import confined, require_distinct
-from t5train.files.made_files import without_made
+from t5train.files.made_files import DOWNLOADED, MadeFiles
 from t5train.locations import Counted, explained, redacted
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, verify_file
@@ -44,7 +44,7 @@ class Matches(NamedTuple):
     skipped: list[str]
     """Files below a source's folder that have other formats."""
     made: int
-    """How many more files there are that runs made, in the folders of a root."""
+    """How many more files there are that runs made."""
 
 
 class SourceFacts(NamedTuple):
@@ -62,16 +62,16 @@ class SourceFacts(NamedTuple):
 def local_files(source: str, revision: str, root: Path, progress: Progress) -> list[SourceFile]:
     """Return the files of a source, sorted. Remote ones are downloaded to ``{root}/cache``, unless a copy is current.
 
-    What runs made under the root is left out, unless the source itself lies in a folder of the root. Raises InputError
+    What runs made below the source's folder is left out. Raises InputError
     if no file is found, a named or matched file has an unknown format, the protocol is unknown, its package is not
     installed, or the remote store fails.
     """
     with _explained(source):
-        filesystem, found, skipped, made = _matched(source, root)
+        filesystem, found, skipped, made = _matched(source)
         if skipped:
             _log.warning("%s", skipped_line(skipped))
         if made:
-            _log.info("leaving out %d files that runs made below the text's folder", made)
+            _log.info("files below the text's folder that runs made are not read: %d", made)
         names = _names(found)
         if _is_local(filesystem):
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
@@ -85,13 +85,13 @@ def local_files(source: str, revision: str, root: Path, progress: Progress) -> l
         ]
 
 
-def require_source(source: str, root: Path) -> SourceFacts:
+def require_source(source: str) -> SourceFacts:
     """Return what is known of a source, as ``local_files`` finds it, without reading its files.
 
     Raises InputError if there are no files, or if all are empty.
     """
     with _explained(source):
-        filesystem, found, skipped, _ = _matched(source, root)
+        filesystem, found, skipped, _ = _matched(source)
         sizes = [filesystem.size(each) for each in found]  # None if the remote store does not report it
         if not any(size is None or size > 0 for size in sizes):
             raise InputError(
@@ -124,21 +124,22 @@ def _formats() -> str:
     return ", ".join(FORMATS)
 
 
-def _matched(source: str, root: Path) -> Matches:
+def _matched(source: str) -> Matches:
     """Return the files of a source."""
     filesystem, path = fsspec.core.url_to_fs(source)
     path = _without_parents(path) if _is_local(filesystem) else path
     shown = redacted(source)
+    made = 0
     if filesystem.isfile(path):
         found = [path]
     elif filesystem.isdir(path):
-        return _in_folder(filesystem, path, shown, root)
+        return _in_folder(filesystem, path, shown)
     else:
-        found = _in_pattern(filesystem, path, shown)
-    others = _without_made(filesystem, path, found, root)
-    if found and not others:
-        raise InputError(f"corpus.source {shown!r} matches only what runs made. Correct the pattern")
-    found, made = others, len(found) - len(others)
+        matched = _in_pattern(filesystem, path, shown)
+        found = MadeFiles(Path(_folder_of_pattern(path))).without(matched) if _is_local(filesystem) else matched
+        made = len(matched) - len(found)
+        if not found:
+            raise InputError(f"corpus.source {shown!r} matches only what runs made. Correct the pattern")
     for each in found:
         if format_of(each) is None:
             raise InputError(
@@ -157,12 +158,6 @@ def _without_parents(path: str) -> str:
     return str(PurePosixPath(os.path.realpath(PurePosixPath(*parts[:last])), *parts[last:]))
 
 
-def _without_made(filesystem: Any, path: str, found: list[str], root: Path) -> list[str]:
-    if not _is_local(filesystem):
-        return found
-    return without_made(found, Path(path if filesystem.isdir(path) else _folder_of_pattern(path)), root)
-
-
 def _folder_of_pattern(path: str) -> str:
     """Return the innermost folder that contains all that a pattern can match."""
     parts = PurePosixPath(path).parts
@@ -170,17 +165,19 @@ def _folder_of_pattern(path: str) -> str:
     return str(PurePosixPath(*parts[:fixed]))
 
 
-def _in_folder(filesystem: Any, path: str, shown: str, root: Path) -> Matches:
+def _in_folder(filesystem: Any, path: str, shown: str) -> Matches:
     """Return all files of known formats in a folder, at any depth."""
+    made = MadeFiles(Path(path))
     if _is_local(filesystem):
-        _require_readable(path, lambda _: True)
+        _require_readable(path, lambda folder: not made.includes_folder(PurePosixPath(folder).relative_to(path)))
     entries = filesystem.find(path, detail=True)
     every = [each for each, entry in sorted(entries.items()) if not _is_device(entry)]
-    files = _without_made(filesystem, path, every, root)
+    files = made.without(every) if _is_local(filesystem) else every
     found = [each for each in files if format_of(each)]
     skipped = [str(PurePosixPath(each).relative_to(path)) for each in files if not format_of(each)]
     if not found:
-        only = f" It has only files of other formats: {few(skipped)}." if skipped else " It is empty."
+        empty = " It has only what runs made." if every else " It is empty."
+        only = f" It has only files of other formats: {few(skipped)}." if skipped else empty
         raise InputError(
             f"corpus.source {shown!r} is a folder without {_formats()} files.{only} Set corpus.source to a folder, "
             "file or pattern with such files"
@@ -203,10 +200,13 @@ def _in_pattern(filesystem: Any, path: str, shown: str) -> list[str]:
 
 
 def _require_readable(top: str, may_hold_text: Callable[[str], bool]) -> None:
-    """Raise the system's error if a folder below ``top`` cannot be listed: fsspec leaves such folders out silently."""
+    """Raise the system's error if a folder below ``top`` cannot be listed: fsspec leaves such folders out silently.
+
+    Only root can list lost+found, which every ext4 file system has, and which holds no text.
+    """
     errors = list[OSError]()
     for folder, names, _ in os.walk(top, onerror=errors.append):
-        names[:] = [name for name in names if may_hold_text(str(Path(folder, name)))]
+        names[:] = [each for each in names if each != "lost+found" and may_hold_text(str(Path(folder, each)))]
     for error in errors:
         if not isinstance(error, FileNotFoundError):
             raise error
@@ -265,7 +265,7 @@ def _downloaded(filesystem: Any, remote: str, local: Path, progress: Progress) -
 
 def _fetched(filesystem: Any, remote: str, local: Path, progress: Progress) -> Path:
     size, state = filesystem.size(remote), _state(filesystem, remote)
-    note = local.with_name(f"{local.name}.download.json")
+    note = local.with_name(f"{local.name}{DOWNLOADED}")
     if _unchanged(local, note, size, state):
         return local
     with replacing(local) as target:

@@ -190,7 +190,7 @@ def _training_stretches(corpus: Corpus) -> list[tuple[str, str, Segment]]:
     stride = -(-total // _SAMPLE_BYTES)
     files = read_segments(corpus.path)
     found = [(str(file.source.path), file.source.name, each) for file in files for each in file.segments][::stride]
-    share = "all of the text" if stride == 1 else f"one {stride}th of the text"
+    share = "all of the text" if stride == 1 else f"1/{stride} of the text"
     _log.info("training a vocabulary on %s, in %d pieces", share, len(found))
     return found
 

@@ -1,6 +1,5 @@
-"""Which files below a folder were made by runs: those in the folders that runs make in their root."""
+"""Which files below a folder were made by runs: recognised by what runs leave beside them, not by their names."""
 
-import os
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
@@ -8,23 +7,41 @@ from t5train.files.run_folder import RUN, RUNS
 
 CLAIM = ".claim"
 """The file in the folder of a data stage that says for which result it is."""
-_STAGES = ("corpus", "shards", "tokenizer")
-_FOLDERS = frozenset({"cache", "prefect", "published", "regression", RUNS, *_STAGES})
+DOWNLOADED = ".download.json"
+"""The end of the name of a downloaded file's note, which lies beside the file."""
 
 
-def without_made(files: Iterable[str], top: Path, root: Path) -> list[str]:
-    """Return the files below ``top`` that no run made, under ``root`` or under another root below ``top``."""
-    roots = {os.path.realpath(root): True}
+class MadeFiles:
+    """The files below a folder that runs made under it, whatever their root."""
 
-    def is_made(file: str) -> bool:
-        folders = PurePosixPath(file).relative_to(top).parts[:-1]
-        above = (os.path.realpath(top.joinpath(*folders[:i])) for i, name in enumerate(folders) if name in _FOLDERS)
-        return any(roots[each] if each in roots else roots.setdefault(each, _is_root(Path(each))) for each in above)
+    def __init__(self, top: Path) -> None:
+        self._top = top
+        self._folders = {PurePosixPath(): False}
+        """Whether runs made what is in a folder, by its path relative to ``top``, which itself counts as the user's."""
 
-    return [file for file in files if not is_made(file)]
+    def includes(self, file: str) -> bool:
+        """Whether runs made a file below ``top``."""
+        place = PurePosixPath(file).relative_to(self._top)
+        return self.includes_folder(place.parent) or Path(f"{file}{DOWNLOADED}").exists()
+
+    def includes_folder(self, place: PurePosixPath) -> bool:
+        """The same for all that is in a folder, given relative to ``top``."""
+        if place not in self._folders:
+            self._folders[place] = self.includes_folder(place.parent) or _is_made(self._top / place)
+        return self._folders[place]
+
+    def without(self, files: Iterable[str]) -> list[str]:
+        """Return the files that no run made."""
+        return [file for file in files if not self.includes(file)]
 
 
-def _is_root(folder: Path) -> bool:
-    """Whether runs have made something in a folder: it has a run, or the folder of a data stage."""
-    marks = (f"{RUNS}/*/{RUN}", *(f"{stage}/*/{CLAIM}" for stage in _STAGES))
-    return any(next(folder.glob(mark), None) for mark in marks)
+def _is_made(folder: Path) -> bool:
+    """Whether a folder is a run, the result of a data stage, a home of Prefect's server, or that of the regression."""
+    marks = [CLAIM]
+    if folder.parent.name == RUNS:
+        marks += [RUN, "lock"]
+    if folder.name.startswith(("prefect", "server")):
+        marks += ["api-key"]
+    if folder.name == "regression":
+        marks += ["nights"]
+    return any((folder / mark).exists() for mark in marks)

@@ -18,12 +18,22 @@ _SPECIAL = re.compile(
     """,
     re.VERBOSE,
 )
+_URL = re.compile(r"""((?:https?|ftp)://[^\s<]*[\\`*\[\]~&_][^\s<]*)""")
 _ITEM_NUMBER = re.compile(r"^([0-9]{1,9})([.)])(?= |$)")
 
 
 def escaped(text: object) -> str:
-    """Return Markdown that is shown as exactly this text, in one line. What is not special is not changed."""
-    return _ITEM_NUMBER.sub(r"\1\\\2", _SPECIAL.sub(r"\\\g<0>", " ".join(str(text).split())))
+    """Return Markdown that is shown as exactly this text, in one line. What is not special is not changed.
+
+    URLs with special characters are code: some renderers make links of them, in which they show every backslash.
+    """
+    parts = _URL.split(" ".join(str(text).split()))
+    return "".join(code(part) if number % 2 else _escaped(part, number == 0) for number, part in enumerate(parts))
+
+
+def _escaped(text: str, begins_line: bool) -> str:
+    special = _SPECIAL.sub(r"\\\g<0>", text)
+    return _ITEM_NUMBER.sub(r"\1\\\2", special) if begins_line else special
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -73,7 +73,7 @@ def large() -> RunSpec:
 
 
 def moe() -> RunSpec:
-    """Switch Transformer of base shape with 8 experts on one GPU: bf16, ZeRO-2. Several GPUs divide the experts."""
+    """Switch Transformer of base shape with 8 experts on one GPU: bf16, ZeRO-2. Each GPU holds all experts."""
     return RunSpec(
         recipe="moe",
         model=ModelSpec(preset="base", version="v1.0", compile=True, moe=ExpertsSpec(num_experts=8)),

@@ -79,7 +79,7 @@ def require_text(spec: RunSpec) -> TextFacts:
     """
     if spec.corpus.source == PYDOCS:
         return TextFacts(None, None)
-    source = require_source(spec.corpus.source, spec.storage.root)
+    source = require_source(spec.corpus.source)
     if not source.local:
         return TextFacts(source, None)
     try:

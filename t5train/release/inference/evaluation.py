@@ -55,8 +55,8 @@ class Evaluation(NamedTuple):
     All of them leave out sentinels and the closing EOS, except ``all_targets_loss``. ``unigram_loss`` is the loss of a
     model that knows only how often each token occurs in the rest of the text. ``span_accuracy`` is the share of masked
     spans of which every token is predicted rightly. ``split_as_trained`` is whether the validation or test split has as
-    many tokens as it had in training: if not, its text is another, and training may have used some of its passages. It
-    is None for other text, and if the folder does not record that number.
+    many tokens as it had in training: if not, its text is different, and training may have used some of its passages.
+    It is None for other text, and if the folder does not record that number.
     """
 
     loss: float

@@ -123,9 +123,9 @@ def test_a_new_root_is_private_and_is_made_only_for_a_source_that_exists(tmp_pat
 def test_empty_files_are_refused_before_they_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     with pytest.raises(InputError, match="all files are empty"):
-        require_source(str(tmp_path), tmp_path)
+        require_source(str(tmp_path))
     (tmp_path / "b.txt").write_text("one\n")
-    found = require_source(str(tmp_path), tmp_path)
+    found = require_source(str(tmp_path))
     assert (found.size_bytes, found.num_files) == (4, 2)
     assert [file.name for file in found.local] == ["a.txt", "b.txt"]
 
@@ -151,30 +151,30 @@ def test_files_of_other_formats_in_a_folder_are_named(tmp_path: Path, caplog: py
     with pytest.raises(InputError, match=r"has only files of other formats: deep/0\.md, .*, deep/4\.md and 2 more\."):
         build(text, tmp_path)
     (text / "a.txt").write_text("one\n")
-    assert require_source(str(text), tmp_path).skipped == [f"deep/{number}.md" for number in range(7)]
+    assert require_source(str(text)).skipped == [f"deep/{number}.md" for number in range(7)]
     with caplog.at_level(logging.WARNING):
         build(text, tmp_path)
     assert "skipping files that are not .txt, .jsonl, .tsv, .parquet: deep/0.md, " in caplog.text
 
 
-@pytest.mark.parametrize("root", ["", "text/work"])
-@pytest.mark.parametrize("source", ["", "text", "**/*.txt", "*/*.txt"])
-def test_what_runs_made_under_the_root_is_no_text(tmp_path: Path, source: str, root: str) -> None:
-    for name in ("text/a.txt", f"{root}/runs/metrics.txt", f"{root}/corpus/some/text.txt", f"{root}/shards/log.txt"):
+@pytest.mark.parametrize("root", ["", "text/work/"])
+@pytest.mark.parametrize("source", ["", "text", "**/*.txt", "text/**/*.txt"])
+def test_what_runs_made_is_no_text(tmp_path: Path, source: str, root: str) -> None:
+    of_user = ["text/a.txt", "text/corpus/b.txt", "text/nights/d.txt", "text/runs/mine/c.txt"]
+    marks = [
+        "runs/first/lock",
+        "corpus/some/.claim",
+        "prefect-2/api-key",
+        "regression/nights/1",
+        "cache/0/e.txt.download.json",
+    ]
+    made = ["runs/first/m.txt", "corpus/some/t.txt", "prefect-2/ui/robots.txt", "regression/h.txt", "cache/0/e.txt"]
+    for name in (*of_user, *(f"{root}{each}" for each in (*marks, *made))):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one\n")
-    found = local_files(str(tmp_path / source), "", tmp_path / root, silent)
-    assert [file.path for file in found] == [tmp_path / "text" / "a.txt"]
-    assert require_source(str(tmp_path / source), tmp_path / root).num_files == 1
-
-
-@pytest.mark.parametrize("made", ["runs/first/run.json", "corpus/some/.claim"])
-def test_what_runs_made_under_another_root_is_no_text_either(tmp_path: Path, made: str) -> None:
-    for name in ("a.txt", "runs/b.txt", f"work/{made}", "work/runs/first/metrics.jsonl", "work/corpus/some/c.txt"):
-        (tmp_path / "text" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "text" / name).write_text("one\n")
-    found = local_files(str(tmp_path / "text"), "", tmp_path / "root", silent)
-    assert [file.name for file in found] == ["a.txt", "runs/b.txt"]
+    found = local_files(str(tmp_path / source), "", tmp_path / "elsewhere", silent)
+    assert [file.path for file in found] == [tmp_path / name for name in of_user]
+    assert require_source(str(tmp_path / source)).num_files == len(of_user)
 
 
 def test_a_source_with_parents_is_read_and_recorded_without_them(
@@ -188,13 +188,16 @@ def test_a_source_with_parents_is_read_and_recorded_without_them(
         assert build(Path(source), tmp_path / "root").counts["passages"] == 1
 
 
-def test_text_in_a_folder_of_the_root_that_is_named_is_read(tmp_path: Path) -> None:
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "a.txt").write_text("one\n")
-    for source in ("corpus", "corpus/a.txt", "corpus/*.txt"):
+def test_what_a_run_made_is_read_if_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "corpus" / "some").mkdir(parents=True)
+    for name in ("a.txt", ".claim"):
+        (tmp_path / "corpus" / "some" / name).write_text("one\n")
+    for source in ("corpus/some", "corpus/some/a.txt", "corpus/some/*.txt"):
         assert [file.name for file in local_files(str(tmp_path / source), "", tmp_path, silent)] == ["a.txt"]
-    with pytest.raises(InputError, match=r"\*/\*\.txt' matches only what runs made\. Correct the pattern"):
-        local_files(str(tmp_path / "*" / "*.txt"), "", tmp_path, silent)
+    with pytest.raises(InputError, match=r"\*/\*/\*\.txt' matches only what runs made\. Correct the pattern"):
+        require_source(str(tmp_path / "*" / "*" / "*.txt"))
+    with pytest.raises(InputError, match=r"It has only what runs made\. Set corpus\.source"):
+        require_source(str(tmp_path))
 
 
 def test_an_unreadable_folder_that_a_pattern_cannot_match_is_no_error() -> None:

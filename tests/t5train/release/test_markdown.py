@@ -2,6 +2,7 @@
 
 from html import escape
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -43,6 +44,12 @@ def test_inline_code_is_shown_as_exactly_the_text(text: str) -> None:
 def test_a_text_without_special_characters_is_not_changed() -> None:
     for text in ("tokenizer.vocab_size is 30000 (at least 400): +15%, -3, v1.1", "/data/my_text-1.txt!", "2.5 GiB"):
         assert escaped(text) == text
+
+
+@pytest.mark.parametrize("url", ["https://host/~me/a_b/x*.txt?a=1&b=2", "http://host/_x_"])
+def test_a_url_is_shown_without_backslashes_also_where_urls_become_links(url: str) -> None:
+    assert rendered(escaped(f"see {url} now")) == f"<p>see <code>{html(url)}</code> now</p>\n"
+    assert escaped("see https://host/x.txt") == "see https://host/x.txt"
 
 
 def test_bytes_that_are_not_utf8_are_visible_and_can_be_written() -> None:

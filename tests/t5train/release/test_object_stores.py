@@ -187,19 +187,14 @@ def test_of_two_publishers_to_an_empty_destination_the_second_is_refused(
     ],
 )
 def test_wrong_credentials_are_reported_without_their_values(
-    destination: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    setting: str,
-    value: str | None,
-    named_setting: str,
+    destination: str, monkeypatch: pytest.MonkeyPatch, setting: str, value: str | None, named_setting: str
 ) -> None:
     monkeypatch.delenv(setting) if value is None else monkeypatch.setenv(setting, value)
     S3FileSystem.clear_instance_cache()
     attempts: list[Callable[[], object]] = [
         lambda: check_destination(destination),
         lambda: verify(destination),
-        lambda: require_source(f"{destination}/*.txt", tmp_path),
+        lambda: require_source(f"{destination}/*.txt"),
     ]
     for attempt in attempts:
         with pytest.raises(T5TrainError, match=named_setting) as caught:
@@ -208,14 +203,14 @@ def test_wrong_credentials_are_reported_without_their_values(
         assert str(value) not in str(caught.value)
 
 
-def test_a_missing_bucket_is_named(s3: Any, make_export: MakeExport, tmp_path: Path) -> None:
+def test_a_missing_bucket_is_named(s3: Any, make_export: MakeExport) -> None:
     for attempt in (check_destination, lambda url: publish(make_export(), url)):
         with pytest.raises(PublicationError, match=r"s3://nowhere/t5 .*bucket does not exist"):
             attempt("s3://nowhere/t5")
     with pytest.raises(RecordError, match=r"s3://nowhere/t5/manifest\.json does not exist"):
         verify("s3://nowhere/t5")
     with pytest.raises(InputError, match=r"s3://nowhere/\*\.txt"):
-        require_source("s3://nowhere/*.txt", tmp_path)
+        require_source("s3://nowhere/*.txt")
 
 
 def test_no_secret_is_logged_or_stored(
