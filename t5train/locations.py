@@ -1,6 +1,5 @@
 """Locations of text and published folders: a local folder, or any URL that fsspec supports."""
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +41,10 @@ def at_home(path: Path | str) -> Path:
 
     A ``~`` that names no user's home is kept.
     """
-    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises an error if there is no such user
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # there is no such user
+        return Path(path)
 
 
 def local_folder(url: str) -> Path | None:

@@ -40,7 +40,7 @@ _OF_THE_FLOW = FlowFilter(name=FlowFilterName(any_=[FLOW]))
 
 
 class _Wait(NamedTuple):
-    """A run that waits since ``due``. Retry makes it due anew; being marked as late does not."""
+    """A waiting run, and the time at which it became due. A retry sets a new time; marking the run as late does not."""
 
     flow_run_id: UUID
     due: datetime | None

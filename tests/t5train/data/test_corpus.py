@@ -157,7 +157,7 @@ def test_files_of_other_formats_in_a_folder_are_named(tmp_path: Path, caplog: py
     assert "skipping files that are not .txt, .jsonl, .tsv, .parquet: deep/0.md, " in caplog.text
 
 
-@pytest.mark.parametrize("root", ["", "text/work/"])
+@pytest.mark.parametrize("root", ["", "text/deep/"])
 @pytest.mark.parametrize("source", ["", "text", "**/*.txt", "text/**/*.txt"])
 def test_what_runs_made_is_no_text(tmp_path: Path, source: str, root: str) -> None:
     of_user = ["text/a.txt", "text/corpus/b.txt", "text/nights/d.txt", "text/runs/mine/c.txt"]

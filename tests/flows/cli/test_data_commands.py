@@ -1,0 +1,56 @@
+"""``data`` shows a text as the model sees it, and ``train`` uses the token shards that it makes."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flows.cli.options import chosen
+from flows.cli.stage_commands import _spec_on
+from t5train.records.stage_records import TokenShards
+from tests.support.generated_text import write_jsonl
+
+
+def test_the_data_commands_show_samples_and_statistics_of_a_users_text(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = write_jsonl(tmp_path / "text.jsonl", 300)
+    options = ("smoke", "--corpus", str(text), "--root", str(tmp_path / "root"), "--set", "tokenizer.vocab_size=300")
+    assert t5_pretrain("data", "show", *options, "--split", "validation", "--count", "2") == 0
+    shown = capsys.readouterr().out.splitlines()
+    of_a_sample = ["sample N of the validation split", "inputs (64 tokens)", "targets (14 tokens)", ""]
+    assert [re.sub(r"^sample \d+", "sample N", line.split(":")[0]) for line in shown] == of_a_sample * 2
+    assert " <extra_id_0> " in shown[1]
+    assert t5_pretrain("data", "stats", *options, "--plot", str(tmp_path / "plot.png")) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split("\t")[:3] == ["split", "passages", "tokens"]
+    assert [row.split("\t")[0] for row in rows[1:4]] == ["train", "validation", "test"]
+    assert sum(int(row.split("\t")[1]) for row in rows[1:4]) == 300
+    assert rows[-1] == f"plot: {tmp_path / 'plot.png'}"
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert t5_pretrain("data", "show", "smoke", "--corpus", str(tmp_path / "no.txt")) == 4
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_run_on_token_shards_is_one_on_the_text_that_they_were_made_of(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text, root = write_jsonl(tmp_path / "text.jsonl", 300), tmp_path / "root"
+    made = ("smoke", "--corpus", str(text), "--set", "tokenizer.vocab_size=300", "--set", "corpus.split_seed=3")
+    assert t5_pretrain("data", "show", *made, "--root", str(root)) == 0
+    (shards,) = (root / "shards").iterdir()
+    spec = _spec_on(TokenShards.load(shards), chosen("smoke", None, {}))
+    assert (spec.corpus.source, spec.corpus.split_seed) == (str(text), 3)
+    for setting in ("corpus.source=pydocs", f"corpus.source={tmp_path / 'other.txt'}", "corpus.split_seed=4"):
+        assert t5_pretrain("train", "smoke", "--root", str(root), "--set", setting) == 2
+        assert f"but the token shards in {shards} were made with" in capsys.readouterr().err
+    moved = chosen("smoke", None, {"corpus.source": str(tmp_path / "moved" / "text.jsonl"), "corpus.revision": "2"})
+    assert _spec_on(TokenShards.load(shards), moved).corpus.source == str(tmp_path / "moved" / "text.jsonl")
+    record = json.loads((shards / "manifest.json").read_bytes())
+    del record["files"]["settings.json"]  # as an earlier version wrote it
+    TokenShards.model_validate(record).commit()
+    assert t5_pretrain("train", "smoke", "--root", str(root)) == 2
+    assert "add --set corpus.source=TEXT" in capsys.readouterr().err
+    assert not (root / "runs").exists()
