@@ -139,7 +139,17 @@ def test_fp16_that_cannot_train_ends_with_a_clear_error(
         _train(spec, data[1])
 
 
-@pytest.mark.parametrize("layout", ["bf16-zero2", "bf16-zero3-offload-all", "bf16-experts-spread", "bf16-pipeline"])
+KILLED = [
+    "bf16-zero2-compiled",
+    "bf16-experts-compiled",
+    "bf16-zero2",
+    "bf16-zero3-offload-all",
+    "bf16-experts-spread",
+    "bf16-pipeline",
+]
+
+
+@pytest.mark.parametrize("layout", KILLED)
 def test_a_killed_rank_ends_the_others_and_the_run_resumes_from_its_last_checkpoint(
     tmp_path: Path, data: tuple[TokenizerFiles, TokenShards], layout: str
 ) -> None:

@@ -139,17 +139,19 @@ def _compile(engine: Any, spec: RunSpec) -> None:
     if spec.layout.pipeline_stages > 1 or any(layer.dispatch == "deepspeed" for _, layer in model.sparse_layers()):
         compile_sublayers(model)
     elif spec.model.moe.num_experts:
-        compile_blocks(model, **_graphs(engine))
+        compile_blocks(model, **_graphs(engine, spec))
     else:
-        engine.compile(compile_kwargs=_graphs(engine))
+        engine.compile(compile_kwargs=_graphs(engine, spec))
 
 
-def _graphs(engine: Any) -> dict[str, str]:
-    """Return torch.compile's settings for CUDA graphs on one rank with the fused update, otherwise none.
+def _graphs(engine: Any, spec: RunSpec) -> dict[str, str]:
+    """Return torch.compile's settings for CUDA graphs with the fused update, otherwise none.
 
-    The next pass overwrites the gradients of the last one. The fused update has read them or their sums before.
+    The next pass overwrites the gradients of the last one. They have been read before: by the fused update or their
+    sums, or on several ranks by the copy into DeepSpeed's buckets. Ranks that divide experts communicate in a pass.
     """
-    return {"mode": "reduce-overhead"} if engine.world_size == 1 and _can_fuse_update(engine) else {}
+    is_recordable = _can_fuse_update(engine) and spec.layout.expert_parallel_size == 1
+    return {"mode": "reduce-overhead"} if is_recordable else {}
 
 
 def _can_fuse_update(engine: Any) -> bool:
