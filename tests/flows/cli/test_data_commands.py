@@ -34,6 +34,19 @@ def test_the_data_commands_show_samples_and_statistics_of_a_users_text(
     assert "does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["lengths.xyz", "lengths.pdf", "lengths"])
+def test_a_plot_that_would_not_be_named_as_the_png_it_is_is_refused_before_any_work(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    text = write_jsonl(tmp_path / "text.jsonl", 300)
+    assert t5_pretrain("data", "stats", "smoke", "--corpus", str(text), "--root", "root", "--plot", name) == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: --plot is {name}, but a plot is always a PNG. Give a name that ends in .png\n"
+    )
+    assert not (tmp_path / "root").exists()
+
+
 def test_a_run_on_token_shards_is_one_on_the_text_that_they_were_made_of(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
