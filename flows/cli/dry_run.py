@@ -25,7 +25,7 @@ from t5train.engine.deepspeed_config import deepspeed_config
 from t5train.engine.memory_estimate import Held, held_by_a_rank
 from t5train.errors import T5TrainError
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS
-from t5train.host_resources import format_bytes, free_space_bytes
+from t5train.host_resources import format_bytes, free_space_bytes, quantity
 from t5train.locations import redacted
 from t5train.model.model_shape import T5Shape, count_parameters
 from t5train.records.identity import fingerprint
@@ -77,12 +77,12 @@ def describe(spec: RunSpec, shape: T5Shape, text: TextFacts | None, refusal: T5T
 
 def _plan(spec: RunSpec, shape: T5Shape, text: TextFacts | None) -> dict[str, str]:
     sample, per_step, epochs = geometry(spec.objective), _tokens_per_step(spec), _estimated_epochs(spec, text)
-    sequences = f"{spec.optimizer.global_batch_sequences} sequences of {sample.input_tokens} + {sample.target_tokens}"
+    batch = quantity(spec.optimizer.global_batch_sequences, "sequence")
     return {
         "text": _text(spec, text),
         "model": f"{count_parameters(shape):,} parameters",
-        "a step": f"{per_step:,} tokens: {sequences}",
-        "the run": f"{spec.optimizer.num_steps:,} steps, {spec.optimizer.num_steps * per_step:,} tokens",
+        "a step": f"{per_step:,} tokens: {batch} of {sample.input_tokens} + {sample.target_tokens}",
+        "the run": f"{quantity(spec.optimizer.num_steps, 'step')}, {spec.optimizer.num_steps * per_step:,} tokens",
         "epochs": "known when the text has been tokenised"
         if epochs is None
         else f"about {epochs:,.2f} over the train split, if a token is {TEXT_BYTES_PER_TOKEN} bytes of text",
@@ -113,14 +113,10 @@ def _text(spec: RunSpec, text: TextFacts | None) -> str:
     source = redacted(spec.corpus.source)
     if text is None or text.source is None:
         return "Python's documentation" if source == PYDOCS else source
-    amount = f"{source}: {_files(text.source.num_files)}, {format_bytes(text.source.size_bytes)}"
+    amount = f"{source}: {quantity(text.source.num_files, 'file')}, {format_bytes(text.source.size_bytes)}"
     if text.look is not None and text.look.is_whole:
-        amount += f", {text.look.total_passages:,} passages"
+        amount += f", {quantity(text.look.total_passages, 'passage')}"
     return "; ".join([amount, *([skipped_line(text.source.skipped)] if text.source.skipped else [])])
-
-
-def _files(count: int) -> str:
-    return "1 file" if count == 1 else f"{count:,} files"
 
 
 def _aligned(rows: Mapping[str, str]) -> str:

@@ -46,6 +46,7 @@ from t5train.data.tokenizer import build_tokenizer, given_tokenizer
 from t5train.errors import InputError, RecordError, SpecError
 from t5train.files.presence import is_there, visible_in
 from t5train.files.run_folder import WITNESS_FOLDER
+from t5train.host_resources import quantity
 from t5train.locations import local_folder, redacted, shareable_source
 from t5train.records.metrics import loss_lines
 from t5train.records.stage_records import MANIFEST, Export, Record, TokenizerFiles, TokenShards, Weights
@@ -225,7 +226,7 @@ def verify(
         facts = {"kind": record.kind, "location": redacted(place), "fingerprint": record.fingerprint}
         show_json(facts | {"files": len(record.files), "bytes": total})
         return
-    say(f"verified: {record.kind} {place}, {len(record.files)} files, {total:,} bytes")
+    say(f"verified: {record.kind} {place}, {quantity(len(record.files), 'file')}, {quantity(total, 'byte')}")
 
 
 def _require_finished(place: str) -> None:

@@ -28,6 +28,7 @@ from t5train.errors import DigestMismatch, InputError
 from t5train.files.atomic import replacing, write_json
 from t5train.files.confined import confined, require_distinct
 from t5train.files.made_files import DOWNLOADED, MadeFiles
+from t5train.host_resources import quantity
 from t5train.locations import Counted, explained, redacted
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, verify_file
@@ -69,9 +70,9 @@ def local_files(source: str, revision: str, root: Path, progress: Progress) -> l
     with _explained(source):
         filesystem, found, skipped, made = _matched(source)
         if skipped:
-            _log.warning("%s", skipped_line(skipped))
+            _log.info("%s", skipped_line(skipped))
         if made:
-            _log.info("files below the text's folder that runs made are not read: %d", made)
+            _log.info("leaving out %s that runs made", quantity(made, "file"))
         names = _names(found)
         if _is_local(filesystem):
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
@@ -105,7 +106,7 @@ def require_source(source: str) -> SourceFacts:
 
 def skipped_line(skipped: Sequence[str]) -> str:
     """Return a sentence that names the files of a source's folder that are not read."""
-    return f"skipping files that are not {_formats()}: {few(skipped)}"
+    return f"leaving out {quantity(len(skipped), 'file')} in other formats than {_formats()}: {few(skipped)}"
 
 
 def _names(found: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from t5train.data.readers import PLAIN_FORMATS, rows
 from t5train.data.sources import PYDOCS, SourceFacts, few, require_source
 from t5train.data.span_corruption import geometry
 from t5train.errors import InputError
-from t5train.host_resources import format_bytes
+from t5train.host_resources import format_bytes, quantity
 from t5train.locations import redacted
 from t5train.spec import CorpusSpec, RunSpec
 
@@ -152,13 +152,13 @@ def _require_windows(spec: RunSpec, look: TextLook) -> None:
     most_tokens = look.text_bytes["train"] + 2 * look.passages["train"]  # a space before a passage, and its end
     if most_tokens // window < batch:
         raise InputError(
-            f"corpus.source {redacted(spec.corpus.source)!r} is {_amount(look)}, but a step takes {batch} sequences "
-            f"(optimizer.global_batch_sequences) of {window} tokens each. Add text, or lower "
-            "optimizer.global_batch_sequences or objective.input_tokens"
+            f"corpus.source {redacted(spec.corpus.source)!r} is {_amount(look)}, but a step takes "
+            f"{quantity(batch, 'sequence')} (optimizer.global_batch_sequences) of {window} tokens each. Add text, or "
+            "lower optimizer.global_batch_sequences or objective.input_tokens"
         )
 
 
 def _amount(look: TextLook) -> str:
     size = look.total_bytes
-    shown = format_bytes(size) if size >= 100_000 else f"{size:,} bytes"
-    return f"{look.total_passages:,} passage{'s' * (look.total_passages != 1)} of {shown}"
+    shown = format_bytes(size) if size >= 100_000 else quantity(size, "byte")
+    return f"{quantity(look.total_passages, 'passage')} of {shown}"
