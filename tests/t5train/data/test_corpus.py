@@ -126,7 +126,7 @@ def test_empty_files_are_refused_before_they_are_read(tmp_path: Path) -> None:
         require_source(str(tmp_path))
     (tmp_path / "b.txt").write_text("one\n")
     found = require_source(str(tmp_path))
-    assert (found.size_bytes, found.num_files) == (4, 2)
+    assert (found.size_bytes, len(found.sizes)) == (4, 2)
     assert [file.name for file in found.local] == ["a.txt", "b.txt"]
 
 
@@ -179,7 +179,7 @@ def test_what_runs_made_is_no_text(tmp_path: Path, source: str, root: str) -> No
         (tmp_path / name).write_text("one\n")
     found = local_files(str(tmp_path / source), "", tmp_path / "elsewhere", silent)
     assert [file.path for file in found] == [tmp_path / name for name in of_user]
-    assert require_source(str(tmp_path / source)).num_files == len(of_user)
+    assert len(require_source(str(tmp_path / source)).sizes) == len(of_user)
 
 
 def test_a_source_with_parents_is_read_and_recorded_without_them(
