@@ -8,6 +8,7 @@ from typing import Any
 from infra.head.hosts.hostfile import chosen_hosts
 from infra.head.launch.deepspeed_launcher import require_launchable
 from t5train.errors import SpecError
+from t5train.host_resources import quantity
 from t5train.locations import local_folder
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe as recipe_spec
@@ -69,7 +70,7 @@ def _ranks(recipe: str, changes: Mapping[str, Any]) -> dict[str, int]:
     slots = hosts.num_ranks
     if asked is not None and str(asked) != str(slots):
         raise SpecError(
-            f"cluster.ranks is {asked}, but the hosts chosen from {cluster.hostfile} have {slots} slots: leave "
-            "cluster.ranks out, because the hostfile determines it, or choose other hosts"
+            f"cluster.ranks is {asked}, but the hosts chosen from {cluster.hostfile} have {quantity(slots, 'slot')}: "
+            "leave cluster.ranks out, because the hostfile determines it, or choose other hosts"
         )
     return {"cluster.ranks": slots}

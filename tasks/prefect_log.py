@@ -9,6 +9,7 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from t5train.errors import T5TrainError, encodable
+from t5train.host_resources import quantity
 
 LIBRARY_LOGGERS = ("t5train", "infra", "tasks")
 LINES_A_SECOND = 1.0
@@ -38,7 +39,7 @@ class RunLogHandler(logging.Handler):
         if record.levelno < logging.WARNING and not self._allowed():
             self._left_out += 1
             return
-        left_out = f" ({self._left_out} lines before this one are left out)" if self._left_out else ""
+        left_out = f" ({quantity(self._left_out, 'line')} left out before this one)" if self._left_out else ""
         self._left_out = 0
         self._run_logger().log(record.levelno, "%s%s", record.getMessage(), left_out)
 

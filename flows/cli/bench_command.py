@@ -13,6 +13,7 @@ from infra.head.benchmark_run import benchmark, benchmark_trainer
 from t5train.data.tokenizer import expected_vocab_size
 from t5train.engine.memory_estimate import WITNESS, held_by_a_rank
 from t5train.errors import LaunchError
+from t5train.host_resources import quantity
 from t5train.model.model_shape import resolve as resolve_shape
 from t5train.spec import RunSpec
 from t5train.train.step_benchmark import IDLE, PROFILED_STEPS, Measured, tokens_a_step
@@ -57,7 +58,7 @@ def bench(
 def _show_speed(spec: RunSpec, measured: Measured) -> None:
     seconds, ranks = measured.step_seconds, spec.cluster.ranks
     median = statistics.median(seconds)
-    say(f"{spec.recipe}: {ranks} rank{'s' if ranks > 1 else ''} on {measured.device}, {spec.optimizer.precision}")
+    say(f"{spec.recipe}: {quantity(ranks, 'rank')} on {measured.device}, {spec.optimizer.precision}")
     spread = f"{min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f} ms over {len(seconds)} steps"
     say(f"Median step: {median * 1e3:.1f} ms ({spread})")
     say(f"{measured.tokens_a_step / median:,.0f} tokens/s over all ranks (encoder and decoder)")

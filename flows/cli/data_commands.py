@@ -21,7 +21,7 @@ from t5train.data.corpus import build_corpus
 from t5train.data.passages import Split
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
-from t5train.errors import InputError
+from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.report.data_report import data_lines, train_split_facts
@@ -81,8 +81,8 @@ def stats(
 ) -> None:
     """Show the number and lengths of passages in each split, pieces per word, and what the vocabulary lacks."""
     spec = _spec(recipe, config, corpus, changes, root)
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise InputError(f"--plot is {plot}, but the folder {plot.absolute().parent} does not exist. Create it first")
+    if plot is not None:
+        _require_png(plot)
     made = _made(spec)
     statistics = data_statistics(made.corpus, made.tokenizer, made.shards, spec.objective)
     show_table(["split", "passages", "tokens", *QUANTILE_NAMES], length_rows(statistics))
@@ -95,6 +95,14 @@ def stats(
         with replacing(plot) as file:
             file.write(data_plot(statistics, spec.objective))
         say(f"plot: {plot}")
+
+
+def _require_png(plot: Path) -> None:
+    """Raise SpecError if a plot's name does not end in .png, and InputError if its folder does not exist."""
+    if plot.suffix.lower() != ".png":
+        raise SpecError(f"--plot is {plot}, but a plot is always a PNG. Give a name that ends in .png")
+    if not plot.absolute().parent.is_dir():
+        raise InputError(f"--plot is {plot}, but the folder {plot.absolute().parent} does not exist. Create it first")
 
 
 def _spec(

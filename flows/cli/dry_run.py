@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from flows.cli.terminal import say, show_json
 from flows.run_parameters import RunParameters
@@ -16,20 +16,33 @@ from infra.head.preflight.text_checks import TextFacts
 from infra.head.training_run import launch_spec, rank_program, require_startable_now
 from infra.node.attempts import process_guard
 from infra.node.attempts.run_lock import require_unused
-from infra.node.node_folders import node_path
+from infra.node.node_folders import SHARDS, node_path
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
-from t5train.data.shards import TEXT_BYTES_PER_TOKEN
+from t5train.data.loader import num_windows
+from t5train.data.shards import TEXT_BYTES_PER_TOKEN, settings_of
 from t5train.data.sources import PYDOCS, skipped_line
 from t5train.data.span_corruption import geometry
+from t5train.data.tokenizer import expected_vocab_size
 from t5train.engine.deepspeed_config import deepspeed_config
 from t5train.engine.memory_estimate import Held, held_by_a_rank
-from t5train.errors import T5TrainError
+from t5train.errors import DigestMismatch, RecordError, T5TrainError, UnknownVersion
+from t5train.files.presence import visible_in
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS
-from t5train.host_resources import format_bytes, free_space_bytes
+from t5train.host_resources import format_bytes, free_space_bytes, quantity
 from t5train.locations import redacted
 from t5train.model.model_shape import T5Shape, count_parameters
 from t5train.records.identity import fingerprint
+from t5train.records.stage_records import MANIFEST, TokenShards
 from t5train.spec import RunSpec
+
+
+class Epochs(NamedTuple):
+    """How often a run uses each passage of the train split."""
+
+    number: float | None
+    """None if it is unknown."""
+    said: str
+    """The number and what it holds for, or why it is unknown."""
 
 
 def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool) -> None:
@@ -40,30 +53,34 @@ def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool) ->
     """
     spec = parameters.spec()
     shape, text, refusal = require_possible(spec), None, None
+    epochs = Epochs(None, "not known: the text of a run that would be refused is not looked at")
     try:
         possible = parameters.spec_for_this_machine()
         if not begin_again:
             require_no_pending_begin_again(spec.run_folder)
         require_unused(spec.run_folder)
         _, text = require_startable_now(possible)
+        epochs = _epochs(spec, text)
     except T5TrainError as error:
         refusal = error
     if as_json:
-        show_json(as_values(spec, shape, text, refusal))
+        show_json(as_values(spec, shape, text, epochs, refusal))
     else:
-        say(describe(spec, shape, text, refusal))
+        say(describe(spec, shape, text, epochs, refusal))
     if refusal is not None:
         raise refusal
 
 
-def describe(spec: RunSpec, shape: T5Shape, text: TextFacts | None, refusal: T5TrainError | None) -> str:
+def describe(
+    spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs, refusal: T5TrainError | None
+) -> str:
     """Return the plan, spec, fingerprints, DeepSpeed configuration, memory, hosts and launch command of a run, as text.
 
     If the run is refused, the text begins with ``refusal``; ``text`` is None then.
     """
     sections = {
         **({"would be refused": str(refusal)} if refusal else {}),
-        "plan": _aligned(_plan(spec, shape, text)),
+        "plan": _aligned(_plan(spec, shape, text, epochs)),
         "spec": _json(spec.model_dump(mode="json")),
         "fingerprints": _json(_fingerprints(spec)),
         "deepspeed config": _json(deepspeed_config(spec, shape)),
@@ -75,17 +92,15 @@ def describe(spec: RunSpec, shape: T5Shape, text: TextFacts | None, refusal: T5T
     return "\n\n".join(f"# {title}\n{content}" for title, content in sections.items())
 
 
-def _plan(spec: RunSpec, shape: T5Shape, text: TextFacts | None) -> dict[str, str]:
-    sample, per_step, epochs = geometry(spec.objective), _tokens_per_step(spec), _estimated_epochs(spec, text)
-    sequences = f"{spec.optimizer.global_batch_sequences} sequences of {sample.input_tokens} + {sample.target_tokens}"
+def _plan(spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs) -> dict[str, str]:
+    sample, per_step = geometry(spec.objective), _tokens_per_step(spec)
+    batch = quantity(spec.optimizer.global_batch_sequences, "sequence")
     return {
         "text": _text(spec, text),
         "model": f"{count_parameters(shape):,} parameters",
-        "a step": f"{per_step:,} tokens: {sequences}",
-        "the run": f"{spec.optimizer.num_steps:,} steps, {spec.optimizer.num_steps * per_step:,} tokens",
-        "epochs": "known when the text has been tokenised"
-        if epochs is None
-        else f"about {epochs:,.2f} over the train split, if a token is {TEXT_BYTES_PER_TOKEN} bytes of text",
+        "a step": f"{per_step:,} tokens: {batch} of {sample.input_tokens} + {sample.target_tokens}",
+        "the run": f"{quantity(spec.optimizer.num_steps, 'step')}, {spec.optimizer.num_steps * per_step:,} tokens",
+        "epochs": epochs.said,
         "disk": f"up to {format_bytes(_disk_bytes(spec, shape, text))} under {spec.storage.root}, where "
         f"{format_bytes(free_space_bytes(spec.storage.root))} are free",
     }
@@ -100,27 +115,45 @@ def _disk_bytes(spec: RunSpec, shape: T5Shape, text: TextFacts | None) -> int:
     return needed_bytes(spec, shape, text.size_bytes if text else 0)
 
 
-def _estimated_epochs(spec: RunSpec, text: TextFacts | None) -> float | None:
-    """Return about how often the run uses each passage; the vocabulary decides the exact number. None if unknown."""
-    train_bytes = text.train_bytes(spec.corpus) if text else None
+def _epochs(spec: RunSpec, text: TextFacts) -> Epochs:
+    """Return how often the run uses each passage: exact from token shards, otherwise from the size of the text."""
+    samples = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences
+    window_tokens = geometry(spec.objective).window_tokens
+    if (shards := _made_shards(spec)) is not None:
+        number = samples / max(1, num_windows(shards, "train", window_tokens))
+        return Epochs(number, f"{number:,.2f} over the train split, if the text has not changed since {shards.path}")
+    train_bytes = text.train_bytes(spec.corpus)
     if train_bytes is None:
-        return None
-    tokens = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences * geometry(spec.objective).window_tokens
-    return tokens * TEXT_BYTES_PER_TOKEN / train_bytes
+        return Epochs(None, f"not known yet: {text.why_unknown()}. `t5-pretrain data stats` shows the number")
+    number = samples * window_tokens * TEXT_BYTES_PER_TOKEN / max(1, train_bytes)
+    return Epochs(
+        number, f"about {number:,.2f} over the train split, if a token is {TEXT_BYTES_PER_TOKEN} bytes of text"
+    )
+
+
+def _made_shards(spec: RunSpec) -> TokenShards | None:
+    """Return the newest token shards under the root of the same settings and size of vocabulary. Hashes no text."""
+    parts = {"corpus": spec.corpus.identity(), "shards": spec.shards.identity()}
+    wanted = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+    found: dict[float, TokenShards] = {}
+    for folder in visible_in(spec.storage.root / SHARDS):
+        try:
+            shards = TokenShards.load(folder)
+            if settings_of(shards) == wanted and shards.counts["vocab_size"] == expected_vocab_size(spec.tokenizer):
+                found[(folder / MANIFEST).stat().st_mtime] = shards
+        except (RecordError, UnknownVersion, DigestMismatch):
+            continue  # unfinished or damaged: the run makes them again
+    return found[max(found)] if found else None
 
 
 def _text(spec: RunSpec, text: TextFacts | None) -> str:
     source = redacted(spec.corpus.source)
     if text is None or text.source is None:
         return "Python's documentation" if source == PYDOCS else source
-    amount = f"{source}: {_files(text.source.num_files)}, {format_bytes(text.source.size_bytes)}"
+    amount = f"{source}: {quantity(len(text.source.sizes), 'file')}, {format_bytes(text.source.size_bytes)}"
     if text.look is not None and text.look.is_whole:
-        amount += f", {text.look.total_passages:,} passages"
+        amount += f", {quantity(text.look.total_passages, 'passage')}"
     return "; ".join([amount, *([skipped_line(text.source.skipped)] if text.source.skipped else [])])
-
-
-def _files(count: int) -> str:
-    return "1 file" if count == 1 else f"{count:,} files"
 
 
 def _aligned(rows: Mapping[str, str]) -> str:
@@ -128,7 +161,9 @@ def _aligned(rows: Mapping[str, str]) -> str:
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
 
 
-def as_values(spec: RunSpec, shape: T5Shape, text: TextFacts | None, refusal: T5TrainError | None) -> dict[str, Any]:
+def as_values(
+    spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs, refusal: T5TrainError | None
+) -> dict[str, Any]:
     """Return the same as ``describe`` as JSON values; docs/json.md describes them."""
     hosts = () if spec.cluster.hostfile is None else read_hosts(spec.cluster).all
     return {
@@ -139,7 +174,7 @@ def as_values(spec: RunSpec, shape: T5Shape, text: TextFacts | None, refusal: T5
         "parameters": count_parameters(shape),
         "tokens_per_step": _tokens_per_step(spec),
         "tokens": _tokens_per_step(spec) * spec.optimizer.num_steps,
-        "estimated_epochs": _estimated_epochs(spec, text),
+        "estimated_epochs": epochs.number,
         "disk_needed_bytes": _disk_bytes(spec, shape, text),
         "disk_free_bytes": free_space_bytes(spec.storage.root),
         "spec": spec.model_dump(mode="json"),

@@ -8,8 +8,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from flows.spec_from_recipe import resolve
-from t5train.errors import SpecError
-from t5train.files.presence import visible_in
+from t5train.errors import InputError, SpecError
+from t5train.files.presence import is_folder, visible_in
 from t5train.files.run_folder import RUNS
 from t5train.locations import at_home
 from t5train.spec import RunSpec, StorageSpec, setting_names
@@ -147,6 +147,19 @@ LauncherOption = Annotated[str | None, typer.Option("--launcher", help="pdsh, sl
 def root_of(root: Path | None) -> Path:
     """Return the absolute path of the given root, or of the default one."""
     return (root or StorageSpec().root).absolute()
+
+
+def existing_root(root: Path | None) -> Path:
+    """Return the absolute path of the given root, or of the default one, which need not exist before the first run.
+
+    Raises InputError if the given root is not a folder.
+    """
+    folder = root_of(root)
+    if root is not None and not is_folder(folder):
+        raise InputError(
+            f"--root is {root}, but there is no folder {folder}. Give the --root that the runs were started with"
+        )
+    return folder
 
 
 def settings(assignments: list[str] | None) -> dict[str, str]:

@@ -115,7 +115,7 @@ def _install(transport: Transport, hosts: list[str], folder: Path, into: Path) -
             rows.append([host, "installed" if outcome.is_new else "already there", str(into)])
     show_table(_OUTCOMES, rows)
     if failed:
-        complain(f"{len(failed)} of {len(hosts)} hosts have no environment in {into}; the checks were not started")
+        complain(f"hosts without an environment in {into}: {len(failed)} of {len(hosts)}; the checks were not started")
         raise typer.Exit(HostError.exit_code)
     if into != Path(sys.prefix):
         say(

@@ -32,18 +32,22 @@ from flows.cli.options import (
     settings,
     text_settings,
 )
+from flows.cli.runs.run_table import steps_text
 from flows.cli.terminal import complain, say, show_json, stage_display
 from infra.head.preflight.text_checks import NOT_READ
+from infra.head.runs.run_lookup import root_of_run, run_of_result
+from infra.head.runs.run_state import State, run_state
 from infra.head.training_run import hold_ready_run, train_again, train_run
 from t5train.checkpoint.resume import load_run_spec
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards, settings_of
 from t5train.data.tokenizer import build_tokenizer, given_tokenizer
-from t5train.errors import InputError, SpecError
-from t5train.files.presence import visible_in
+from t5train.errors import InputError, RecordError, SpecError
+from t5train.files.presence import is_there, visible_in
 from t5train.files.run_folder import WITNESS_FOLDER
-from t5train.locations import redacted, shareable_source
+from t5train.host_resources import quantity
+from t5train.locations import local_folder, redacted, shareable_source
 from t5train.records.metrics import loss_lines
 from t5train.records.stage_records import MANIFEST, Export, Record, TokenizerFiles, TokenShards, Weights
 from t5train.records.witness import Witness
@@ -214,6 +218,7 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Compare every byte of a finished folder or publication with its manifest."""
+    _require_finished(place)
     with stage_display() as progress:
         record = verify_record(place, progress)
     total = sum(digest.size for digest in record.files.values())
@@ -221,7 +226,23 @@ def verify(
         facts = {"kind": record.kind, "location": redacted(place), "fingerprint": record.fingerprint}
         show_json(facts | {"files": len(record.files), "bytes": total})
         return
-    say(f"verified: {record.kind} {place}, {len(record.files)} files, {total:,} bytes")
+    say(f"verified: {record.kind} {place}, {quantity(len(record.files), 'file')}, {quantity(total, 'byte')}")
+
+
+def _require_finished(place: str) -> None:
+    """Raise RecordError if there is no result at a place because the run that makes it has not finished."""
+    folder = local_folder(place)
+    if folder is None or is_there(folder / MANIFEST) or (run := run_of_result(folder)) is None:
+        return
+    found = run_state(run)
+    if found.state == State.PUBLISHED:
+        return
+    at = "" if found.num_steps is None else f", at step {steps_text(found)}"
+    remedy = "Wait until it is published" if found.state == State.RUNNING else "Continue it first"
+    raise RecordError(
+        f"{folder} has no {MANIFEST} yet, because run {run.name} has not finished: its state is '{found.state}'{at}. "
+        f"{remedy}; `t5-pretrain status {run.name} --root {root_of_run(run)}` shows more"
+    )
 
 
 def _spec_on(shards: TokenShards, choice: Chosen) -> RunSpec:

@@ -43,7 +43,7 @@ class ProgressReport:
         elif self._metrics.last_step == total and phase in _AFTER_STEPS:
             # wall-clock time, as that of the file is
             seconds = max(0, int(time.time() - self._path.stat().st_mtime))
-            self._progress(f"seconds since the last step, {_AFTER_STEPS[phase]}", seconds, None)
+            self._progress(f"s since the last step, {_AFTER_STEPS[phase]}", seconds, None)
         else:
             doing = _BETWEEN_STEPS.get(phase or "")
             facts = [*self._figures(), *([doing] if doing else [])]

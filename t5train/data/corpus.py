@@ -134,6 +134,6 @@ def _counts(spec: CorpusSpec, files: list[FileSegments]) -> dict[str, int]:
             "files with text"
         )
     if empty:
-        _log.warning("%d of %d passages are empty and are skipped", empty, passages + empty)
+        _log.warning("empty passages, which are skipped: %d of %d", empty, passages + empty)
     text_bytes = sum(segment.text_bytes for file in files for segment in file.segments)
     return {"passages": passages, "empty_passages": empty, "text_bytes": text_bytes}

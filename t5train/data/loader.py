@@ -21,6 +21,7 @@ from t5train.data.passages import SPLITS
 from t5train.data.shards import read_description, tokens_name
 from t5train.data.span_corruption import corrupt, geometry
 from t5train.errors import DigestMismatch, InputError
+from t5train.host_resources import quantity
 from t5train.records.stage_records import TokenShards
 from t5train.spec import ObjectiveSpec, RunSpec
 
@@ -59,10 +60,10 @@ class Windows:
             counts, passages = shards.counts, sum(shards.counts[f"{each}_documents"] for each in SPLITS)
             raise InputError(
                 f"the {split} split is too small: a sample needs {window_tokens} consecutive tokens of one shard, but "
-                f"the split has {counts[f'{split}_tokens']:,} tokens in {counts['num_shards']:,} shards, from "
-                f"{counts[f'{split}_documents']:,} of the text's {passages:,} passages. Add text, divide it into more "
-                "passages, give the split a larger share (corpus.split), raise shards.shard_tokens, or lower "
-                "objective.input_tokens"
+                f"the split has {quantity(int(counts[f'{split}_tokens']), 'token')} in "
+                f"{quantity(int(counts['num_shards']), 'shard')}, from {counts[f'{split}_documents']:,} of the text's "
+                f"{quantity(passages, 'passage')}. Add text, divide it into more passages, give the split a larger "
+                "share (corpus.split), raise shards.shard_tokens, or lower objective.input_tokens"
             )
         self._window_tokens = window_tokens
 
@@ -145,8 +146,8 @@ def require_batch(spec: RunSpec, num_samples: int) -> None:
     batch = spec.optimizer.global_batch_sequences
     if num_samples < batch:
         raise InputError(
-            f"the train split holds {num_samples:,} samples of {geometry(spec.objective).window_tokens} tokens, but a "
-            f"step takes optimizer.global_batch_sequences ({batch}). Add text, or lower "
+            f"the train split holds {quantity(num_samples, 'sample')} of {geometry(spec.objective).window_tokens} "
+            f"tokens, but a step takes optimizer.global_batch_sequences ({batch}). Add text, or lower "
             "optimizer.global_batch_sequences or objective.input_tokens"
         )
 

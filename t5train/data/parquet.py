@@ -21,6 +21,17 @@ def parquet_rows(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
         raise InputError(f"{source.path} cannot be read as parquet ({error}). Fetch or write the file again") from error
 
 
+def stored_text_bytes(source: SourceFile) -> int:
+    """Return about the size of the text: that of the column before compression, from the file's footer."""
+    try:
+        metadata = pyarrow.parquet.read_metadata(source.path)
+    except pyarrow.ArrowException as error:
+        raise InputError(f"{source.path} cannot be read as parquet ({error}). Fetch or write the file again") from error
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    return sum(each.total_uncompressed_size for each in columns if each.path_in_schema == "text")
+
+
 def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) -> Iterator[Row]:
     columns = _columns(source, file.schema_arrow)
     group, row = 0, 0

@@ -18,7 +18,7 @@ from isal.isal_zlib import IsalError
 
 from t5train.data.passages import Passage, Row, SourceFile
 from t5train.errors import InputError
-from t5train.host_resources import format_bytes
+from t5train.host_resources import format_bytes, quantity
 
 PLAIN_FORMATS = (".txt", ".jsonl", ".tsv")
 FORMATS = (*PLAIN_FORMATS, ".parquet")
@@ -106,8 +106,8 @@ def _tsv_passage(source: SourceFile, row: int, line: str) -> Passage:
     fields = line.split("\t")
     if len(fields) != 3:
         raise InputError(
-            f"{source.path} line {row + 1} has {len(fields)} fields separated by tabs, but must have three: id, text, "
-            "title. Correct this line"
+            f"{source.path} line {row + 1} has {quantity(len(fields), 'field')} separated by tabs, but must have "
+            "three: id, text, title. Correct this line"
         )
     name, text, title = map(_unquoted, fields)
     return Passage(name, title, text)

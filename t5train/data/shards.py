@@ -139,7 +139,7 @@ def build_shards(
             for number, stretches in enumerate(plan)
             if not _is_whole(folder, number, identity)
         ]
-        _log.info("%d of %d shards to make", len(jobs), len(plan))
+        _log.info("shards to make: %d of %d", len(jobs), len(plan))
         tokens = sum(_text_bytes(job) for job in jobs) // TEXT_BYTES_PER_TOKEN
         require_space(folder, tokens * _bytes_per_token(tokenizer), "the token shards")
         _make(jobs, spec.workers or num_cores(), progress)

@@ -28,6 +28,7 @@ from t5train.errors import DigestMismatch, InputError
 from t5train.files.atomic import replacing, write_json
 from t5train.files.confined import confined, require_distinct
 from t5train.files.made_files import DOWNLOADED, MadeFiles
+from t5train.host_resources import quantity
 from t5train.locations import Counted, explained, redacted
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, verify_file
@@ -50,13 +51,17 @@ class Matches(NamedTuple):
 class SourceFacts(NamedTuple):
     """What is known of a source before its files are read."""
 
-    size_bytes: int
-    """The total size of the files, as stored. Files whose size the store does not report count as 0."""
-    num_files: int
+    sizes: dict[str, int | None]
+    """The size of each file as stored, by its name; None if the store does not report it."""
     skipped: list[str]
     """Files of other formats, relative to the source's folder."""
     local: list[SourceFile]
     """The files, if they are on this machine; empty otherwise."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The total size of the files, as stored. Those of unknown size count as 0."""
+        return sum(size or 0 for size in self.sizes.values())
 
 
 def local_files(source: str, revision: str, root: Path, progress: Progress) -> list[SourceFile]:
@@ -69,9 +74,9 @@ def local_files(source: str, revision: str, root: Path, progress: Progress) -> l
     with _explained(source):
         filesystem, found, skipped, made = _matched(source)
         if skipped:
-            _log.warning("%s", skipped_line(skipped))
+            _log.info("%s", skipped_line(skipped))
         if made:
-            _log.info("files below the text's folder that runs made are not read: %d", made)
+            _log.info("leaving out %s that runs made", quantity(made, "file"))
         names = _names(found)
         if _is_local(filesystem):
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
@@ -92,20 +97,21 @@ def require_source(source: str) -> SourceFacts:
     """
     with _explained(source):
         filesystem, found, skipped, _ = _matched(source)
-        sizes = [filesystem.size(each) for each in found]  # None if the remote store does not report it
-        if not any(size is None or size > 0 for size in sizes):
+        names = _names(found)
+        sizes = {name: filesystem.size(each) for name, each in zip(names, found, strict=True)}
+        if not any(size is None or size > 0 for size in sizes.values()):
             raise InputError(
                 f"corpus.source {redacted(source)!r} holds no text: all files are empty. Set corpus.source to files "
                 "with text"
             )
         is_local = _is_local(filesystem)
-        local = [SourceFile(Path(each), name) for each, name in zip(found, _names(found), strict=True) if is_local]
-        return SourceFacts(sum(size or 0 for size in sizes), len(found), skipped, local)
+        local = [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True) if is_local]
+        return SourceFacts(sizes, skipped, local)
 
 
 def skipped_line(skipped: Sequence[str]) -> str:
     """Return a sentence that names the files of a source's folder that are not read."""
-    return f"skipping files that are not {_formats()}: {few(skipped)}"
+    return f"leaving out {quantity(len(skipped), 'file')} in other formats than {_formats()}: {few(skipped)}"
 
 
 def _names(found: list[str]) -> list[str]:

@@ -19,6 +19,7 @@ from t5train.data.worker_processes import Advance, Json, in_processes
 from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing, write_json
 from t5train.files.os_errors import library_errors
+from t5train.host_resources import quantity
 from t5train.progress import Progress, silent
 from t5train.records.digests import digest_files
 from t5train.records.identity import fingerprint
@@ -191,7 +192,7 @@ def _training_stretches(corpus: Corpus) -> list[tuple[str, str, Segment]]:
     files = read_segments(corpus.path)
     found = [(str(file.source.path), file.source.name, each) for file in files for each in file.segments][::stride]
     share = "all of the text" if stride == 1 else f"1/{stride} of the text"
-    _log.info("training a vocabulary on %s, in %d pieces", share, len(found))
+    _log.info("training a vocabulary on %s, in %s", share, quantity(len(found), "piece"))
     return found
 
 

@@ -11,6 +11,8 @@ from t5train.errors import UnlistedFile
 
 RUNS = "runs"
 """Folder under the root with a folder for each run."""
+PUBLICATIONS = "published"
+"""Folder under the root with a folder for each run that is published there."""
 RUN = "run.json"
 """The spec and identity that the run was begun with."""
 CONFIG = "config.yaml"

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from t5train.errors import DigestMismatch
 from t5train.files.os_errors import naming
 from t5train.files.presence import ABSENT, reading
-from t5train.host_resources import num_cores
+from t5train.host_resources import num_cores, quantity
 
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 << 20  # the limit of safetensors itself
@@ -127,16 +127,17 @@ def verify_file(path: Path, expected: FileDigest | SafetensorsDigest) -> None:
             found = path.stat()
             if not stat.S_ISREG(found.st_mode):
                 raise DigestMismatch(
-                    f"{path} is not a file, but a file of {expected.size} bytes was recorded: restore it"
+                    f"{path} is not a file, but a file of {quantity(expected.size, 'byte')} was recorded: restore it"
                 )
             if found.st_size != expected.size:
                 raise DigestMismatch(
-                    f"{path} has {found.st_size} bytes, but {expected.size} were recorded: restore it or make it again"
+                    f"{path} has {quantity(found.st_size, 'byte')}, but {expected.size} were recorded: restore it or "
+                    "make it again"
                 )
             digest = digest_file(path) if isinstance(expected, FileDigest) else digest_safetensors(path)
     except ABSENT:
         raise DigestMismatch(
-            f"{path} is missing; {expected.size} bytes were recorded: restore it or make it again"
+            f"{path} is missing; {quantity(expected.size, 'byte')} should be there: restore it or make it again"
         ) from None
     if digest != expected:
         raise DigestMismatch(f"{path} has {digest}, but {expected} was recorded: restore it or make it again")

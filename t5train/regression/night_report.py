@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from t5train.host_resources import format_bytes
+from t5train.host_resources import format_bytes, quantity
 from t5train.regression.night_results import CaseResult, Compared, Measured, NightResult
 from t5train.release.markdown import escaped, page, table
 
@@ -59,7 +59,7 @@ def headline(result: NightResult) -> str:
         return result.findings[0].sentence
     new = [case for case, every in result.compared.items() if all(each.baseline is None for each in every.values())]
     except_for = f"; compared with nothing, because there was no baseline: {', '.join(new)}" if new else ""
-    return f"{len(result.results)} cases, nothing got worse{except_for}"
+    return f"{quantity(len(result.results), 'case')}, nothing got worse{except_for}"
 
 
 def markdown(result: NightResult) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from t5train.data.span_corruption import geometry
+from t5train.host_resources import quantity
 from t5train.records.metrics import UNIGRAM, VALIDATION, has_learned_nothing
 from t5train.records.witness import TrainedModel, Witness
 from t5train.release.markdown import code
@@ -38,7 +39,8 @@ _TRAINING = {
     "steps": "{num_steps:,}",
     "precision": "{precision}, with fp32 masters",
     "layout at the last step": "ranks: {ranks}, ZeRO stage: {zero_stage}, offload: {offload}, pipeline stages: "
-    "{pipeline_stages}, expert parallelism: {expert_parallel_size}, micro-batch: {micro_batch_sequences} sequences",
+    "{pipeline_stages}, expert parallelism: {expert_parallel_size}, sequences in a micro-batch: "
+    "{micro_batch_sequences}",
     "seed": "{seed}",
 }
 
@@ -99,8 +101,8 @@ def data(witness: Witness) -> str:
             "|---|---|---|",
             *lines,
             "",
-            f"Training took {sequences:,} sequences: {sequences / samples:,.2f} epochs over the {samples:,} sequences "
-            "of the training split.",
+            f"Training took {quantity(sequences, 'sequence')}: {sequences / samples:,.2f} epochs over the "
+            f"{quantity(samples, 'sequence')} of the training split.",
             "",
         ]
     )

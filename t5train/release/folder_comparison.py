@@ -15,6 +15,7 @@ from typing import Any
 
 from t5train.data.tokenizer import HUGGING_FACE_FILES, SPIECE
 from t5train.files.atomic import copy_durably
+from t5train.host_resources import quantity
 from t5train.records.digests import FileDigest
 from t5train.records.kept_files import unlisted_files
 from t5train.records.stage_records import Export
@@ -109,7 +110,7 @@ def _differing_weights(folder: Path, files: Mapping[str, FileDigest], witness: W
             if expected is None or (shape, dtype) != (list(expected.shape), "F32"):
                 yield f"{name}: {tensor} {dtype} {shape} is not an fp32 tensor that training recorded"
     if missing := sorted(witness.tensors.keys() - places.keys()):
-        yield f"{len(missing)} recorded tensors are not in the weight files: {_first(missing)}"
+        yield f"{quantity(len(missing), 'recorded tensor')} missing from the weight files: {_first(missing)}"
     if INDEX in files:
         index = {"metadata": {"total_size": 4 * witness.num_parameters}, "weight_map": places}
         yield from _in(INDEX, index, _read(folder / INDEX))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from t5train.host_resources import quantity
 from t5train.records.digests import FileDigest
 from t5train.records.identity import Provenance
 from t5train.records.witness import Witness
@@ -35,7 +36,7 @@ _CARD = """\
 # {name}
 
 A {family} of {num_parameters:,} parameters in fp32, pre-trained {origin} by span corruption
-(Raffel et al. 2020) for {step:,} optimizer steps. It fills in spans of text marked by `<extra_id_0>`,
+(Raffel et al. 2020) for {steps}. It fills in spans of text marked by `<extra_id_0>`,
 `<extra_id_1>`, ...; it has not been fine-tuned for anything else.
 {warning}
 ## Use
@@ -130,7 +131,7 @@ def model_card(
         family=_family(witness),
         num_parameters=witness.num_parameters,
         origin=_origin(witness),
-        step=witness.step,
+        steps=quantity(witness.step, "optimizer step"),
         warning=warning(witness),
         ties=ties(witness),
         source=code(corpus["source"]),

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from t5train.host_resources import quantity
 from t5train.progress import Progress
 from t5train.records.witness import GENERATED_PROBE, WITNESS_TENSORS, Witness, digest_tensor
 from t5train.release.certificate import GenerationComparison, ProbeComparison
@@ -33,9 +34,9 @@ def differing_tensors(model: "torch.nn.Module", witness: Witness, progress: Prog
     parameters = dict(model.named_parameters())
     found = []
     if missing := sorted(witness.tensors.keys() - parameters.keys()):
-        found.append(f"{len(missing)} recorded tensors are not in the export: {_first(missing)}")
+        found.append(f"{quantity(len(missing), 'recorded tensor')} missing from the export: {_first(missing)}")
     if extra := sorted(parameters.keys() - witness.tensors.keys()):
-        found.append(f"{len(extra)} tensors of the export were not recorded: {_first(extra)}")
+        found.append(f"{quantity(len(extra), 'tensor')} of the export without a record: {_first(extra)}")
     common = sorted(witness.tensors.keys() & parameters.keys())
     changed = []
     for done, name in enumerate(common, start=1):
@@ -44,7 +45,7 @@ def differing_tensors(model: "torch.nn.Module", witness: Witness, progress: Prog
             changed.append(f"{name} {list(parameters[name].shape)}")
         progress("tensors compared", done, len(common))
     if changed:
-        found.append(f"{len(changed)} tensors are not the recorded fp32 masters: {_first(changed)}")
+        found.append(f"{quantity(len(changed), 'tensor')} unlike the recorded fp32 masters: {_first(changed)}")
     if (elements := sum(parameter.numel() for parameter in parameters.values())) != witness.num_parameters:
         found.append(f"the export has {elements} parameters, but {witness.num_parameters} were recorded")
     return found
@@ -162,7 +163,9 @@ def compare_generation(
     wrong = [place for _, place in rows if place is not None]
     comparison = GenerationComparison(sequences=len(rows), tokens_compared=sum(tokens for tokens, _ in rows))
     return comparison, (
-        [f"{len(wrong)} of {len(rows)} sequences are generated differently, first at token {wrong[0]}"] if wrong else []
+        [f"generated differently: {len(wrong)} of {quantity(len(rows), 'sequence')}, first at token {wrong[0]}"]
+        if wrong
+        else []
     )
 
 

@@ -7,6 +7,7 @@ from t5train.data.passages import SPLITS
 from t5train.data.sentencepiece_model import UNK_ID
 from t5train.data.shards import UNIGRAM_DTYPE, unigram_name
 from t5train.data.span_corruption import geometry
+from t5train.host_resources import quantity
 from t5train.locations import redacted
 from t5train.records.stage_records import Corpus, Record, TokenizerFiles, TokenShards
 from t5train.release.markdown import code, page, table
@@ -78,7 +79,7 @@ def _split_rows(shards: TokenShards) -> list[tuple[str, str, str, str]]:
 
 def _unknown_line(shards: TokenShards, facts: SplitFacts) -> str:
     share = facts.unknown_pieces / max(1, int(shards.counts["train_tokens"]))
-    return f"{facts.unknown_pieces:,} tokens of the train split ({share:.4%}) are the unknown piece."
+    return f"Of the train split, {quantity(facts.unknown_pieces, 'token')} ({share:.4%}) became the unknown piece."
 
 
 def data_lines(spec: RunSpec, shards: TokenShards, facts: SplitFacts) -> list[str]:
@@ -87,7 +88,7 @@ def data_lines(spec: RunSpec, shards: TokenShards, facts: SplitFacts) -> list[st
         split: (int(shards.counts[f"{split}_documents"]), int(shards.counts[f"{split}_tokens"])) for split in SPLITS
     }
     of_splits = ", ".join(
-        f"{tokens:,} in {passages:,} passages ({split})" for split, (passages, tokens) in counts.items()
+        f"{tokens:,} in {quantity(passages, 'passage')} ({split})" for split, (passages, tokens) in counts.items()
     )
     lines = [f"tokens: {of_splits}", _epochs_line(spec, facts)]
     if _epochs(spec, facts) > MOST_EPOCHS:
@@ -104,8 +105,9 @@ def _epochs(spec: RunSpec, facts: SplitFacts) -> float:
 
 def _epochs_line(spec: RunSpec, facts: SplitFacts) -> str:
     return (
-        f"The run makes {_epochs(spec, facts):,.2f} epochs over the train split: {spec.optimizer.num_steps:,} steps of "
-        f"{spec.optimizer.global_batch_sequences:,} sequences, and {facts.samples:,} samples of "
+        f"The run makes {_epochs(spec, facts):,.2f} epochs over the train split: "
+        f"{quantity(spec.optimizer.num_steps, 'step')} of "
+        f"{quantity(spec.optimizer.global_batch_sequences, 'sequence')}, and {quantity(facts.samples, 'sample')} of "
         f"{geometry(spec.objective).window_tokens} tokens in an epoch."
     )
 

@@ -16,6 +16,7 @@ from t5train.data.sentencepiece_model import UNK_ID, Encoder
 from t5train.data.shards import lengths_name
 from t5train.data.span_corruption import geometry
 from t5train.data.tokenizer import SPIECE
+from t5train.host_resources import quantity
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.report.data_report import train_split_facts
 from t5train.spec import ObjectiveSpec
@@ -118,13 +119,13 @@ def word_lines(statistics: DataStatistics) -> list[str]:
     share = statistics.unknown_pieces / max(1, statistics.train_tokens)
     per_word, per_piece = sampled.pieces / max(1, sampled.words), sampled.bytes / max(1, sampled.pieces)
     lines = [
-        f"{per_word:.2f} pieces per word and {per_piece:.2f} bytes per piece, in a sample of {sampled.passages:,} "
-        f"passages with {sampled.words:,} words",
-        f"{statistics.unknown_pieces:,} of the train split's tokens are unknown pieces ({share:.4%})",
+        f"{per_word:.2f} pieces per word and {per_piece:.2f} bytes per piece, in a sample of "
+        f"{quantity(sampled.passages, 'passage')} with {quantity(sampled.words, 'word')}",
+        f"unknown pieces: {quantity(statistics.unknown_pieces, 'token')} of the train split ({share:.4%})",
     ]
     if sampled.unknown:
         most = ", ".join(
-            f"{character!r} (U+{ord(character):04X}) {count:,} times"
+            f"{character!r} (U+{ord(character):04X}) {quantity(count, 'time')}"
             for character, count in sampled.unknown.most_common(_MOST_UNKNOWN)
         )
         lines.append(f"characters of the sample without a piece: {most}")

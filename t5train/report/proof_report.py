@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from t5train.host_resources import quantity
 from t5train.records.stage_records import Export, Weights
 from t5train.release.certificate import CERTIFICATE, Certificate, ProbeComparison
 from t5train.release.markdown import code, escaped, page, table
@@ -33,9 +34,13 @@ def _comparisons(certificate: Certificate) -> Iterator[tuple[str, str, str]]:
         shape = " x ".join(map(str, probe.shape))
         yield f"logits on probe {name} ({shape})", "logits of the engine's masters", _closeness(probe)
     if (generated := certificate.generation) is not None:
-        amount = f"{generated.tokens_compared:,} tokens of {generated.sequences:,} sequences"
+        amount = f"{quantity(generated.tokens_compared, 'token')} of {quantity(generated.sequences, 'sequence')}"
         yield f"greedy generation, {amount}", "what the engine's masters generate", "equal"
-    yield f"token ids of {certificate.passages_compared:,} held-out passages", "ids that training used", "equal"
+    yield (
+        f"token ids of {quantity(certificate.passages_compared, 'held-out passage')}",
+        "ids that training used",
+        "equal",
+    )
     yield ", ".join(certificate.documents), "every value that training recorded", "equal"
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from t5train.host_resources import quantity
 from t5train.records.metrics import Values
 from t5train.records.stage_records import Publication, Record
 from t5train.release.markdown import code, page, table
@@ -20,8 +21,7 @@ def saving_line(lines: Iterable[Values]) -> str:
             saved.append(seconds)
     stood = sum(saved)
     share = stood / (stood + trained) if saved else 0.0
-    count = "1 checkpoint" if len(saved) == 1 else f"{len(saved)} checkpoints"
-    return f"{count}, which paused training for {stood:.1f} s: {share:.2%} of its time"
+    return f"{quantity(len(saved), 'checkpoint')}, which paused training for {stood:.1f} s: {share:.2%} of its time"
 
 
 def data_wait_line(lines: Iterable[Values]) -> str:
@@ -46,7 +46,7 @@ def summary_report(
     """
     return page(
         f"# {spec.run_name}",
-        f"Recipe {code(spec.recipe)}, {spec.optimizer.num_steps:,} steps.",
+        f"Recipe {code(spec.recipe)}, {quantity(spec.optimizer.num_steps, 'step')}.",
         f"Published with its certificate: {code(publication.url)}",
         " · ".join(f"[{title}]({url})" for title, url in pages.items()),
         "\n".join(f"- {each}" for each in results),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from t5train.errors import DuplicateBatch, NonFiniteLoss, RanksDisagree, TooManySkippedSteps, WeightsDidNotMove
+from t5train.host_resources import quantity
 
 # 32 halvings reduce the largest allowed initial loss scale to 1, so this many skipped steps can be legitimate.
 SKIPS_WHILE_SCALING = 32
@@ -101,9 +102,10 @@ class Movement:
             of_group = zip(*moved[first : first + self._data_parallel_size], strict=True)
             if not all(map(any, of_group)):
                 raise WeightsDidNotMove(
-                    f"{applied} optimizer steps up to step {step} did not change the fp32 weights of a parameter group "
-                    f"on ranks {first} to {first + self._data_parallel_size - 1}. Raise optimizer.peak_learning_rate "
-                    "if it is very small; otherwise, gradients do not reach the optimizer: please report this bug"
+                    f"{quantity(applied, 'optimizer step')} up to step {step} did not change the fp32 weights of a "
+                    f"parameter group on ranks {first} to {first + self._data_parallel_size - 1}. Raise "
+                    "optimizer.peak_learning_rate if it is very small; otherwise, gradients do not reach the "
+                    "optimizer: please report this bug"
                 )
 
     def _sample(self) -> list[str]:

@@ -10,7 +10,14 @@ import pytest
 
 from t5train import host_resources
 from t5train.errors import SpecError, StorageError
-from t5train.host_resources import format_bytes, host_memory_bytes, require_host_memory, require_space, require_writable
+from t5train.host_resources import (
+    format_bytes,
+    host_memory_bytes,
+    quantity,
+    require_host_memory,
+    require_space,
+    require_writable,
+)
 
 
 def test_a_run_that_fits_in_host_memory_passes() -> None:
@@ -81,3 +88,7 @@ def test_a_read_only_root_is_refused(tmp_path: Path) -> None:
 )
 def test_sizes_are_shown_in_decimal_units(size: int, text: str) -> None:
     assert format_bytes(size) == text
+
+
+def test_a_count_of_one_has_its_noun_in_the_singular() -> None:
+    assert [quantity(number, "file") for number in (0, 1, 1200)] == ["0 files", "1 file", "1,200 files"]

@@ -29,7 +29,7 @@ def test_log_lines_beyond_the_rate_limit_are_dropped_and_counted(
     passed = len(caplog.records)
     handler.emit(record(logging.WARNING, "mind"))
     assert caplog.records[-1].getMessage().startswith("mind")
-    assert f"({10_000 - passed} lines before this one are left out)" in caplog.records[-1].getMessage()
+    assert f"({10_000 - passed:,} lines left out before this one)" in caplog.records[-1].getMessage()
 
 
 def test_only_unexpected_errors_keep_their_traceback() -> None:

@@ -13,8 +13,8 @@ from flows.cli.options import (
     RootOption,
     SetOption,
     ShipCodeOption,
+    existing_root,
     host_settings,
-    root_of,
     settings,
 )
 from flows.cli.terminal import complain, say, show_json, show_table, stage_display
@@ -60,14 +60,15 @@ def gc(
 ) -> None:
     """Show files that no run needs, under the root and on the hosts of a hostfile, and remove them with --free."""
     changed = settings(changes) | host_settings(hostfile, include, None, None, None, ship_code=ship_code)
-    machines, folder = MachinesSpec.of(changed), root_of(root)
+    machines, folder = MachinesSpec.of(changed), existing_root(root)
     finished, attempts = finished_runs(folder), known_attempts(folder)
     own, of_heads = list(garbage_under(folder)), list(garbage_of_heads(attempts))
     with reached_nodes(machines, _hosts(machines)) as (nodes, lacking):
         answers = lacking | garbage_on(nodes, finished, attempts)
         found = {_HEAD: [*own, *of_heads]} | _answered(answers)
-        if not as_json:
-            show_table(_COLUMNS, [row for host, each in found.items() for row in _rows(host, each)])
+        rows = [row for host, each in found.items() for row in _rows(host, each)]
+        if rows and not as_json:
+            show_table(_COLUMNS, rows)
         freed = None
         if free:
             checked = _verified(finished, found)

@@ -9,7 +9,7 @@ import typer
 from flows.cli.terminal import say, stage_display
 from infra.head.environments.pip_commands import Target
 from infra.head.environments.wheel_collection import collect_project
-from t5train.host_resources import format_bytes
+from t5train.host_resources import format_bytes, quantity
 
 
 def register(app: typer.Typer) -> None:
@@ -46,6 +46,6 @@ def wheelhouse(
         collected = collect_project(folder.absolute(), Target.of(python, platforms), extras or [], progress)
     made, seconds = collected.wheelhouse, time.monotonic() - began
     say(
-        f"{folder}: {len(made.wheels)} wheels, {format_bytes(made.size_bytes)}, for Python {made.python} on "
-        f"{', '.join(made.platforms)}; {collected.reused} were there; {seconds:.0f} s"
+        f"{folder}: {quantity(len(made.wheels), 'wheel')}, {format_bytes(made.size_bytes)}, for Python {made.python} "
+        f"on {', '.join(made.platforms)}; {collected.reused} were there; {seconds:.0f} s"
     )

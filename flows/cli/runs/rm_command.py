@@ -13,7 +13,7 @@ from infra.head.runs.run_lookup import root_of_run
 from infra.head.runs.run_removal import remove_run
 from infra.head.runs.run_state import read_json
 from infra.node.storage.garbage import size_of
-from t5train.errors import InputError
+from t5train.errors import SpecError
 from t5train.files.run_folder import PUBLISHED, discarded
 from t5train.host_resources import format_bytes
 
@@ -85,14 +85,14 @@ def _why(why: str, is_kept: bool) -> str:
 
 
 def _ask(plan: RemovalPlan) -> None:
-    """Ask whether to delete. Raises InputError if there is nobody to ask."""
+    """Ask whether to delete. Raises SpecError if there is nobody to ask."""
     freed = [plan.size_bytes, *(each.size for each in plan.of_head)]
     freed += [each.size for found in plan.on_hosts.values() for each in found if not each.is_kept]
     freed += [size_of(plan.published)] if plan.published is not None else []
     if not sys.stdin.isatty():
-        raise InputError(
-            f"run {plan.run.name} was not deleted: without a terminal to ask in, confirm with --yes that "
-            f"{sum(freed):,} bytes are to be deleted"
+        raise SpecError(
+            f"run {plan.run.name} was not deleted, because there is no terminal to ask in. Add --yes to delete its "
+            f"{sum(freed):,} bytes without being asked"
         )
     if not typer.confirm(f"Delete {format_bytes(sum(freed))} ({sum(freed):,} bytes)?", err=True):
         complain("nothing was deleted")

@@ -6,14 +6,13 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.options import RootOption, root_of, runs_like
+from flows.cli.options import RootOption, existing_root, runs_like
 from flows.cli.runs.run_table import show_runs
 from flows.cli.runs.story_text import story_lines
 from flows.cli.terminal import say
 from infra.head.runs.run_lookup import find_run
 from infra.head.runs.run_state import run_states
 from infra.head.runs.run_story import RunStory, run_story
-from t5train.files.run_folder import RUNS
 
 RunArgument = Annotated[
     str | None,
@@ -38,7 +37,7 @@ def status(
 
     Examples: `t5-pretrain status`, `t5-pretrain status smoke-1a2b3c4d`, `t5-pretrain status --json`.
     """
-    folder = root_of(root)
+    folder = existing_root(root)
     if run is not None:
         story = run_story(find_run(folder, run))
         if as_json:
@@ -53,7 +52,7 @@ def status(
     elif states:
         show_runs(states)
     else:
-        say(f"there are no runs in {folder / RUNS}")
+        say(f"no runs yet under {folder}")
 
 
 def _story_values(story: RunStory) -> dict[str, object]:

@@ -14,6 +14,7 @@ from typing import Self
 
 from t5train.errors import SpecError
 from t5train.files.os_errors import explain
+from t5train.host_resources import quantity
 from t5train.spec import ClusterSpec
 
 MAX_SLOTS = 1024
@@ -64,7 +65,8 @@ def read_hosts(cluster: ClusterSpec) -> Hosts:
     if hosts.num_ranks != cluster.ranks:
         raise SpecError(
             f"cluster.ranks is {cluster.ranks}, but the hosts now chosen from {cluster.hostfile} have "
-            f"{hosts.num_ranks} slots: the hostfile has changed. Start the run again to continue it on these hosts"
+            f"{quantity(hosts.num_ranks, 'slot')}: the hostfile has changed. Start the run again to continue it on "
+            "these hosts"
         )
     return hosts
 
@@ -74,7 +76,8 @@ def chosen_hosts(cluster: ClusterSpec) -> Hosts:
     found = _listed(cluster)
     if cluster.spares >= len(found.all):
         raise SpecError(
-            f"cluster.spares is {cluster.spares}, but {len(found.all)} hosts are chosen. Leave at least one to train"
+            f"cluster.spares is {cluster.spares}, of {quantity(len(found.all), 'host')} chosen. Leave at least one to "
+            "train"
         )
     return Hosts(found.all[: len(found.all) - cluster.spares])
 
@@ -136,7 +139,8 @@ def select(
         kept = list(hosts.all[: num_nodes or len(hosts.all)])
         if num_nodes is not None and num_nodes > len(hosts.all):
             raise SpecError(
-                f"cluster.num_nodes is {num_nodes}, but the hostfile has {len(hosts.all)} hosts. Request fewer nodes"
+                f"cluster.num_nodes is {num_nodes}, but the hostfile has {quantity(len(hosts.all), 'host')}. Request "
+                "fewer nodes"
             )
     selected = tuple(host for host in kept if host.slots)
     if not selected:

@@ -23,6 +23,7 @@ from infra.node.attempts.session_messages import RankLine
 from infra.node.node_folders import attempt_folder
 from t5train.errors import HostError
 from t5train.files.atomic import write_text
+from t5train.host_resources import quantity
 
 _LOGS_SECONDS, _REMOVE_SECONDS = 120.0, 20.0
 _OF_A_RANK = re.compile(r"rank-([0-9]{5})\.(?:log|pid|beat|exit\.json|error\.json)")
@@ -104,7 +105,7 @@ class RankLines:
             if not self._limit.take(1):
                 self._left_out += 1
                 continue
-            omitted = f" ({self._left_out} lines before this one are left out)" if self._left_out else ""
+            omitted = f" ({quantity(self._left_out, 'line')} left out before this one)" if self._left_out else ""
             self._left_out = 0
             level = logging.WARNING if warns(line) else logging.INFO
             _log.log(level, "%s %s: %s%s", host, printable(name), printable(redact(line)), omitted)

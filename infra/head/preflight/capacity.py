@@ -8,7 +8,7 @@ from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.node.attempts.shared_memory import FreeSpace, shortage
 from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Facts
-from t5train.host_resources import format_bytes
+from t5train.host_resources import format_bytes, quantity
 
 _IN_USE_BYTES = 2 * 10**9  # drivers, displays and our own inspection use less
 _FILES, _FILES_A_RANK = 512, 8
@@ -23,8 +23,8 @@ def accelerators(replies: HostReplies, requirements: LaunchRequirements) -> Iter
             return None if STATIC_TLS in found.error else f"{found.error}. Repair the installation there"
         if requirements.accelerator != CPU and max(slots) >= found.count:
             return (
-                f"torch can use {found.count} accelerators, but slot {max(slots)} is requested. Repair the driver "
-                "there, request fewer slots, or set cluster.accelerator=cpu"
+                f"torch can use {quantity(found.count, 'accelerator')}, but slot {max(slots)} is requested. Repair the "
+                "driver there, request fewer slots, or set cluster.accelerator=cpu"
             )
         return None
 
@@ -85,8 +85,9 @@ def open_files(replies: HostReplies, requirements: LaunchRequirements) -> Iterat
         if found >= needed or found < 0:  # RLIM_INFINITY is -1
             return None
         return (
-            f"{found} open files are allowed, but {requirements.num_ranks} ranks need {needed}. Raise nofile in "
-            "/etc/security/limits.conf there, or LimitNOFILE of sshd"
+            f"{found} open files are allowed, but the run needs {needed} for "
+            f"{quantity(requirements.num_ranks, 'rank')}. Raise nofile in /etc/security/limits.conf there, or "
+            "LimitNOFILE of sshd"
         )
 
     yield from of_each(replies, complaint)

@@ -10,6 +10,7 @@ from infra.head.preflight.rendezvous import Rendezvous, choose_rendezvous, hostn
 from infra.head.preflight.storage_checks import Storage
 from infra.node.inspection.facts import Software
 from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, PreflightError, ProtocolMismatch, RemoteFailed
+from t5train.host_resources import quantity
 
 REACHABLE, HOST_KEY, PROGRAM, LAUNCHER, ALL_REDUCE = "reachable", "host key", "program", "launcher", "all-reduce"
 HOSTNAME, ADDRESS, PORT, IN_USE = "hostname", "address", "port", "in use"
@@ -86,7 +87,7 @@ def judge(
 
 
 def _seen(replies: HostReplies, rendezvous: Rendezvous | None, port: int | None) -> dict[str, str]:
-    seen = {REACHABLE: f"{len(replies)} hosts"}
+    seen = {REACHABLE: quantity(len(replies), "host")}
     if rendezvous is not None:
         seen |= {
             ADDRESS: f"{rendezvous.address}, over {', '.join(sorted(set(rendezvous.interfaces.values())))}",

@@ -12,7 +12,7 @@ from t5train.data.span_corruption import geometry
 from t5train.data.tokenizer import expected_vocab_size, spiece_in
 from t5train.engine import memory_estimate
 from t5train.errors import SpecError
-from t5train.files.run_folder import CHECKPOINTS
+from t5train.files.run_folder import CHECKPOINTS, PUBLICATIONS
 from t5train.host_resources import require_host_memory
 from t5train.model import model_shape, starting_model
 from t5train.model.model_shape import T5Shape
@@ -36,7 +36,7 @@ def require_possible(spec: RunSpec) -> T5Shape:
 
 def publish_url(spec: RunSpec) -> str:
     """Return where the run is published: the requested location, or else a folder under the root."""
-    return spec.storage.publish_to or str(spec.storage.root / "published" / spec.run_name)
+    return spec.storage.publish_to or str(spec.storage.root / PUBLICATIONS / spec.run_name)
 
 
 def require_model(spec: RunSpec) -> T5Shape:

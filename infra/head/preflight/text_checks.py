@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from t5train.data.passages import SPLITS, Passage, SourceFile, Split, SplitRule, split_of
-from t5train.data.readers import PLAIN_FORMATS, rows
+from t5train.data.readers import PLAIN_FORMATS, format_of, rows
 from t5train.data.sources import PYDOCS, SourceFacts, few, require_source
 from t5train.data.span_corruption import geometry
 from t5train.errors import InputError
-from t5train.host_resources import format_bytes
+from t5train.host_resources import format_bytes, quantity
 from t5train.locations import redacted
 from t5train.spec import CorpusSpec, RunSpec
 
@@ -58,14 +58,31 @@ class TextFacts(NamedTuple):
     def train_bytes(self, spec: CorpusSpec) -> int | None:
         """Return the size of the train split's text: exact if the whole text was read, otherwise from the files' sizes.
 
-        None if it is unknown, because files are compressed or in .parquet, or because there are none yet.
+        None if it is unknown: ``why_unknown`` says why. Raises InputError for a damaged .parquet file.
         """
         if self.look is not None and self.look.is_whole:
             return self.look.text_bytes["train"]
-        if self.source is None or not self.source.local:
+        if self.source is None or self.why_unknown():
             return None
-        is_plain = all(file.path.suffix in PLAIN_FORMATS for file in self.source.local)
-        return self.source.size_bytes * spec.split[0] // 1000 if is_plain else None
+        from t5train.data.parquet import stored_text_bytes  # pyarrow is slow to import
+
+        local = {file.name: file for file in self.source.local}
+        sizes = [
+            stored_text_bytes(local[name]) if name.endswith(".parquet") else size or 0
+            for name, size in self.source.sizes.items()
+        ]
+        return sum(sizes) * spec.split[0] // 1000
+
+    def why_unknown(self) -> str:
+        """Return why the size of a text that was not read to its end is unknown; empty if it is known."""
+        if self.source is None:
+            return "Python's documentation becomes text when the run starts"
+        of_formats = [format_of(name) for name in self.source.sizes if not name.endswith(PLAIN_FORMATS)]
+        if not self.source.local and (".parquet" in of_formats or None in self.source.sizes.values()):
+            return "the text is read after it has been downloaded"
+        if any(each != ".parquet" for each in of_formats):
+            return "the size of compressed text shows only when it has been read"
+        return ""
 
 
 NOT_READ = TextFacts(None, None)
@@ -152,13 +169,13 @@ def _require_windows(spec: RunSpec, look: TextLook) -> None:
     most_tokens = look.text_bytes["train"] + 2 * look.passages["train"]  # a space before a passage, and its end
     if most_tokens // window < batch:
         raise InputError(
-            f"corpus.source {redacted(spec.corpus.source)!r} is {_amount(look)}, but a step takes {batch} sequences "
-            f"(optimizer.global_batch_sequences) of {window} tokens each. Add text, or lower "
-            "optimizer.global_batch_sequences or objective.input_tokens"
+            f"corpus.source {redacted(spec.corpus.source)!r} is {_amount(look)}, but a step takes "
+            f"{quantity(batch, 'sequence')} (optimizer.global_batch_sequences) of {window} tokens each. Add text, or "
+            "lower optimizer.global_batch_sequences or objective.input_tokens"
         )
 
 
 def _amount(look: TextLook) -> str:
     size = look.total_bytes
-    shown = format_bytes(size) if size >= 100_000 else f"{size:,} bytes"
-    return f"{look.total_passages:,} passage{'s' * (look.total_passages != 1)} of {shown}"
+    shown = format_bytes(size) if size >= 100_000 else quantity(size, "byte")
+    return f"{quantity(look.total_passages, 'passage')} of {shown}"

@@ -18,6 +18,7 @@ from infra.head.storage.checkpoint_record import former_hosts, not_begun_again
 from infra.head.storage.garbage_collection import FinishedRun, garbage_of_heads, garbage_on
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import living_processes, now
+from infra.node.attempts.run_lease import in_use
 from infra.node.attempts.run_lock import holder
 from infra.node.attempts.run_ownership import ClaimRun, Mode, Owner
 from infra.node.node_folders import ATTEMPTS, name_on_nodes, run_path
@@ -145,7 +146,7 @@ def require_answers(what: str, answers: Mapping[str, T | HostError]) -> dict[str
 
 def _require_idle(folder: Path) -> None:
     if (held_by := holder(folder)) is not None:
-        raise RunLocked(f"run {folder.name} is in use by {held_by}. Wait for that process to end, or stop it")
+        raise in_use(folder, held_by)
     if pids := living_processes(folder):
         raise RunLocked(
             f"ranks of run {folder.name} are still running (processes {' '.join(map(str, pids))}). They end within a "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from t5train.errors import InputError
 from t5train.files.presence import is_folder, is_there, visible_in
-from t5train.files.run_folder import ATTEMPTS, CHECKPOINTS, LAST_START, METRICS, RUN, RUNS
+from t5train.files.run_folder import ATTEMPTS, CHECKPOINTS, EXPORT, LAST_START, METRICS, PUBLICATIONS, RUN, RUNS
 from t5train.spec import RUN_NAME_PATTERN, nearest
 
 _SIGNS = ("lock", RUN, LAST_START, METRICS, CHECKPOINTS, ATTEMPTS)
@@ -25,7 +25,7 @@ def find_run(root: Path, named: str) -> Path:
             f"there is no run {folder.name!r} in {folder.parent}{nearest(folder.name, names)}. `t5-pretrain status "
             f"--root {root_of_run(folder)}` lists the runs"
         )
-    if not any(is_there(folder / sign) for sign in _SIGNS):
+    if not _is_run(folder):
         raise InputError(f"{folder} is not the folder of a run: it has no {RUN}. `t5-pretrain status` lists the runs")
     return folder
 
@@ -42,6 +42,21 @@ def folder_of_run(root: Path, named: str) -> Path:
             "`t5-pretrain status` lists the names"
         )
     return folder
+
+
+def run_of_result(path: Path) -> Path | None:
+    """Return the folder of the run that puts a result at an absolute path; None if there is no such run.
+
+    The path is that of the run's folder, of its export, or of where it is published under the root.
+    """
+    folder = path.parent if path.name == EXPORT else path
+    if folder.parent.name == PUBLICATIONS:
+        folder = folder.parent.with_name(RUNS) / folder.name
+    return folder if folder.parent.name == RUNS and _is_run(folder) else None
+
+
+def _is_run(folder: Path) -> bool:
+    return any(is_there(folder / sign) for sign in _SIGNS)
 
 
 def root_of_run(folder: Path) -> Path:

@@ -79,5 +79,5 @@ def _missing(seen: LastComplete, survey: Survey) -> list[str]:
         f"{file} (last seen {seen.at} on {', '.join(place or 'the head' for place in missing[file])})"
         for file in sorted(missing)[:_MOST_FILES]
     ]
-    more = f" and {len(missing) - len(named)} more files" if len(missing) > len(named) else ""
+    more = f" and {len(missing) - len(named)} more" if len(missing) > len(named) else ""
     return [f"{seen.tag} lacks {', '.join(named)}{more}"] if named else []

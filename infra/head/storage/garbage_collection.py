@@ -21,6 +21,7 @@ from t5train.errors import HostError, RecordError, RunLocked, T5TrainError, Unkn
 from t5train.files.atomic import discard, remove_folder
 from t5train.files.presence import is_folder, visible_in
 from t5train.files.run_folder import ATTEMPTS, CHECKPOINTS, RUNS, SET_ASIDE, discarded, removing
+from t5train.host_resources import quantity
 from t5train.progress import Progress
 from t5train.records.stage_records import Checkpoint
 
@@ -99,7 +100,7 @@ def _fault(record: Checkpoint) -> str:
         except OSError as error:
             return f"{path}: {error.strerror}"
         if size != digest.size:
-            return f"{path} has {size} bytes, but {digest.size} were recorded"
+            return f"{path} has {quantity(size, 'byte')}, but {digest.size} were recorded"
     return ""
 
 

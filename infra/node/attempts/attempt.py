@@ -43,6 +43,11 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
+def shown_time(at: str) -> str:
+    """Return what ``now`` returned for people, to the second: ``2026-01-31 12:00:00 UTC``."""
+    return f"{at[:19].replace('T', ' ')} UTC"
+
+
 @dataclass(frozen=True)
 class Attempt:
     """An attempt as one machine sees it: its folder there, the run id of its processes, and the responsible head."""

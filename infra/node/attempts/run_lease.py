@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from infra.node.attempts.attempt import now
+from infra.node.attempts.attempt import now, shown_time
 from infra.node.processes import boot_id
 from t5train.errors import RunLocked, StorageError
 from t5train.files.locks import is_network_file_system
@@ -44,7 +44,7 @@ class Holder:
     is_released: bool = False
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} since {self.since}"
+        return f"process {self.pid} on {self.host} since {shown_time(self.since)}"
 
     @property
     def may_be_running_elsewhere(self) -> bool:
@@ -66,6 +66,14 @@ def read(run_folder: Path) -> Holder | None:
             f"{path} cannot be read ({error.strerror}), so it is unknown whether another machine is using the run. "
             "Repair the disk, or the permissions of the file"
         ) from error
+
+
+def in_use(run_folder: Path, by: object) -> RunLocked:
+    """The error to raise because a process, which ``by`` describes, uses a run."""
+    return RunLocked(
+        f"run {run_folder} is in use by {by}. Wait until that process ends, or stop it with Ctrl-C or a plain `kill` "
+        "on its machine; a run that is training saves a checkpoint first"
+    )
 
 
 def holder_elsewhere(run_folder: Path) -> Holder | None:
@@ -132,8 +140,8 @@ class RunLease:
         )
         if (alive := _moved(self._folder, found, LEASE_SECONDS)) is not None:
             raise RunLocked(
-                f"run {self._folder} is in use by {alive}. Wait for that process to end, or kill it there. (Its lock "
-                "is not visible on this machine, because the file system keeps locks local to each client.)"
+                f"{in_use(self._folder, alive)}. (Its lock is not visible on this machine, because the file system "
+                "keeps locks local to each client.)"
             )
         _log.warning("%s is taken over: %s has shown no sign of life", self._folder, found)
 

@@ -37,7 +37,7 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[RunLease]
     _make(run_folder)
     with _opened(run_folder / _LOCK) as descriptor:
         if not try_lock(descriptor, _MOMENT_SECONDS):
-            raise _in_use(run_folder, _signature(run_folder))
+            raise run_lease.in_use(run_folder, _signature(run_folder))
         lease = RunLease(run_folder)
         try:
             _wait_for_ranks(run_folder, wait_seconds)
@@ -49,11 +49,7 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[RunLease]
 def require_unused(run_folder: Path) -> None:
     """Raise RunLocked if a process uses a run now. Takes no lock, and creates nothing."""
     if (found := holder(run_folder)) is not None:
-        raise _in_use(run_folder, found)
-
-
-def _in_use(run_folder: Path, by: str) -> RunLocked:
-    return RunLocked(f"run {run_folder} is in use by {by}. Wait for that process to end, or kill it")
+        raise run_lease.in_use(run_folder, found)
 
 
 def holder(run_folder: Path) -> str | None:

@@ -50,7 +50,7 @@ class Owner:
     lease_seconds: float
 
     def __str__(self) -> str:
-        return f"head {self.head}, root {self.root}, since {self.since}"
+        return f"head {self.head}, root {self.root}, since {attempt.shown_time(self.since)}"
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def staging_lock(scratch: Path, relative_path: str) -> Iterator[None]:
                 f"{scratch / relative_path} is being staged by {holder}. Wait for that process to end, then start again"
             )
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} since {attempt.now()}".encode(), 0)
+        os.pwrite(descriptor, f"process {os.getpid()} since {attempt.shown_time(attempt.now())}".encode(), 0)
         yield
         os.utime(descriptor)
 

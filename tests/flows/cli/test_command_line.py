@@ -15,6 +15,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from flows.cli import __main__, run_command
 from infra.head.preflight import run_checks
 from infra.head.preflight.text_checks import LOOK_BYTES
+from infra.node.attempts.run_lock import run_lock
 from t5train import host_resources
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.data.loader import ORDER_VERSION
@@ -262,6 +263,24 @@ def test_stage_commands_work_without_prefect(run_python: RunPython, tmp_path: Pa
     assert helped.returncode == 0, helped.stderr
     assert all(f"Usage: t5-pretrain {command} " in helped.stdout for command in commands)
     assert run_python(WITHOUT_PREFECT, "status").returncode == 0
+
+
+@pytest.mark.parametrize("place", ["work/published/mine", "work/runs/mine", "work/runs/mine/export"])
+def test_verify_says_that_a_run_has_not_finished_and_what_to_do(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str
+) -> None:
+    run = tmp_path / "work" / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text('{"spec": {"optimizer": {"num_steps": 60}}}')
+    (run / "metrics.jsonl").write_text('{"step": 8, "loss": 4.125}\n')
+    shows = f"`t5-pretrain status mine --root {tmp_path / 'work'}` shows more"
+    assert t5_pretrain("verify", place) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {tmp_path / place} has no manifest.json yet, because run mine has not finished: ")
+    assert line.endswith(f"its state is 'stopped', at step 8 of 60. Continue it first; {shows}")
+    with run_lock(run):
+        assert t5_pretrain("verify", place) == 4
+    assert f"'running', at step 8 of 60. Wait until it is published; {shows}" in capsys.readouterr().err
 
 
 def test_a_second_start_of_a_running_run_is_refused(

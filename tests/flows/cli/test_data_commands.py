@@ -34,6 +34,40 @@ def test_the_data_commands_show_samples_and_statistics_of_a_users_text(
     assert "does not exist" in capsys.readouterr().err
 
 
+def test_a_dry_run_knows_the_epochs_exactly_from_token_shards_of_its_settings(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text, root = write_jsonl(tmp_path / "text.jsonl", 300), tmp_path / "root"
+    made = ("smoke", "--corpus", str(text), "--set", "tokenizer.vocab_size=300", "--root", str(root))
+    assert t5_pretrain("run", *made, "--dry-run") == 0
+    assert re.search(r"\nepochs +about [\d.]+ over the train split, if a token is 4 bytes", capsys.readouterr().out)
+    assert t5_pretrain("data", "stats", *made) == 0
+    (exact,) = re.findall(r"The run makes ([\d.]+) epochs", capsys.readouterr().out)
+    (shards,) = (root / "shards").iterdir()
+    said = f"{exact} over the train split, if the text has not changed since {shards}\n"
+    assert t5_pretrain("run", *made, "--dry-run") == 0
+    assert said in capsys.readouterr().out
+    for changed in ("corpus.split_seed=3", "shards.shard_tokens=123456", "tokenizer.vocab_size=310"):
+        assert t5_pretrain("run", *made, "--dry-run", "--set", changed) == 0
+        assert "\nepochs   about" in capsys.readouterr().out, changed
+    (shards / "manifest.json").write_text("{}")
+    assert t5_pretrain("run", *made, "--dry-run") == 0
+    assert "\nepochs   about" in capsys.readouterr().out, "damaged shards are made again"
+
+
+@pytest.mark.parametrize("name", ["lengths.xyz", "lengths.pdf", "lengths"])
+def test_a_plot_that_would_not_be_named_as_the_png_it_is_is_refused_before_any_work(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    text = write_jsonl(tmp_path / "text.jsonl", 300)
+    assert t5_pretrain("data", "stats", "smoke", "--corpus", str(text), "--root", "root", "--plot", name) == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: --plot is {name}, but a plot is always a PNG. Give a name that ends in .png\n"
+    )
+    assert not (tmp_path / "root").exists()
+
+
 def test_a_run_on_token_shards_is_one_on_the_text_that_they_were_made_of(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

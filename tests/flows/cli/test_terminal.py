@@ -49,8 +49,8 @@ def test_a_bar_shows_the_amount_of_work_if_it_is_known_and_disappears_at_the_end
         progress._bars.refresh()
         assert "steps, loss 2.500" in screen.getvalue()
         assert "1,250/65,536" in screen.getvalue()
-        progress("seconds since the last step, saving", 12, None)
+        progress("s since the last step, saving", 12, None)
         progress._bars.refresh()
-        assert "12 seconds since the last step, saving" in screen.getvalue()
+        assert "12 s since the last step, saving" in screen.getvalue()
         assert "12/?" not in screen.getvalue()
     assert screen.getvalue().endswith("\x1b[1A\x1b[2K"), "the line of the bar is erased"

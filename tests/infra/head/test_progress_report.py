@@ -131,9 +131,9 @@ def test_after_the_last_step_progress_says_what_is_left_to_do(spec: RunSpec) -> 
     assert run.now()[1:] == (100, 100)
     run.beat("validate")
     what, seconds, total = run.now()
-    assert what == "seconds since the last step, validating the result"
+    assert what == "s since the last step, validating the result"
     assert (0 <= seconds < 60, total) == (True, None)
     run.beat("save")
-    assert run.now()[0] == "seconds since the last step, saving the last checkpoint and the witness"
+    assert run.now()[0] == "s since the last step, saving the last checkpoint and the witness"
     run.beat("save", age=60)
     assert run.now() == ("steps, loss 2.500, 1,000 tokens/s", 100, 100), "the ranks have ended"

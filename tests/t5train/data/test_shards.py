@@ -98,7 +98,7 @@ def test_only_the_missing_or_damaged_shard_is_made_again(
     with caplog.at_level(logging.INFO):
         again = build(data_chain, tmp_path)
     assert not again.reused
-    assert f"1 of {first.counts['num_shards']} shards to make" in caplog.text
+    assert f"shards to make: 1 of {first.counts['num_shards']}" in caplog.text
     assert (again.fingerprint, again.files) == (first.fingerprint, first.files)
     remade = {path.name for path in tmp_path.glob("*-*") if path.stat().st_mtime_ns != before.get(path.name)}
     assert {each.partition("-")[2][:5] for each in remade - {HELD_OUT}} == {"00002"}

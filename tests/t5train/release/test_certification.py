@@ -164,7 +164,7 @@ def test_one_flipped_bit_of_a_weight_is_refused_with_the_name_of_its_tensor(make
 
     change_tensors(exported.path, flip_lowest_bit)
     update_card_digest(exported)
-    with pytest.raises(CertificationError, match=f"1 tensors are not the recorded fp32 masters: {name}"):
+    with pytest.raises(CertificationError, match=f"1 tensor unlike the recorded fp32 masters: {name}"):
         certify_in_fresh_process(Export.load(exported.path), exported.path.parent / "witness")
     assert not (exported.path / "certificate.json").exists()
     failed = json.loads((exported.path.parent / "certificate.failed.json").read_text())
@@ -185,7 +185,7 @@ def test_a_missing_tensor_is_refused_by_name(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     name = "encoder.final_layer_norm.weight"
     change_tensors(exported.path, lambda tensors: tensors.pop(name))
-    with pytest.raises(CertificationError, match=f"recorded tensors are not in the weight files: {name}"):
+    with pytest.raises(CertificationError, match=f"1 recorded tensor missing from the weight files: {name}"):
         certify(exported.path, exported.path.parent / "witness")
 
 

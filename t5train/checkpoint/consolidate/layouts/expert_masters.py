@@ -26,6 +26,7 @@ from t5train.checkpoint.consolidate.opened_checkpoint import (
 )
 from t5train.checkpoint.consolidate.torch_file import StoredTensor
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
+from t5train.host_resources import quantity
 from t5train.model.parameters import ParameterSlot
 
 _Groups = Sequence[Sequence[StoredTensor]]
@@ -140,7 +141,8 @@ def _in_module_order(checkpoint: OpenedCheckpoint, module: ModuleStates, held: M
             cut = _cut(shapes, [sum(master.num_elements for master in groups[index]) for index in indices])
             if cut is None:
                 raise _undeterminable(
-                    checkpoint, f"{len(shapes)} parameters whose sizes do not match the parameter groups {indices}"
+                    checkpoint,
+                    f"{quantity(len(shapes), 'parameter')} of sizes that do not match the parameter groups {indices}",
                 )
             layouts |= {(file, index): slots for index, slots in zip(indices, cut, strict=True)}
     return layouts

@@ -50,15 +50,15 @@ def test_a_run_is_deleted_after_a_yes_and_what_stays_is_named(
     assert list(run.parent.iterdir()) == []
 
 
-def test_without_a_terminal_it_needs_yes(
+def test_without_a_terminal_a_missing_yes_is_a_wrong_usage(
     t5_pretrain: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     run: Path,
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    assert t5_pretrain("rm", "mine") == 4
-    assert "confirm with --yes that 1,000,027 bytes" in capsys.readouterr().err
+    assert t5_pretrain("rm", "mine") == 2
+    assert "Add --yes to delete its 1,000,027 bytes" in capsys.readouterr().err
     assert run.exists()
     assert t5_pretrain("rm", "mine", "--yes") == 0
     assert not run.exists()

@@ -118,11 +118,23 @@ def test_json_has_the_documented_keys_and_plain_values(
     assert story["settings"] == {"optimizer.num_steps": 60}
 
 
-def test_json_of_no_runs_is_an_empty_list(t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_before_the_first_run_there_are_no_runs_under_the_default_root(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert t5_pretrain("status", "--json") == 0
     assert json.loads(capsys.readouterr().out)["runs"] == []
     assert t5_pretrain("status") == 0
-    assert capsys.readouterr().out.startswith("there are no runs in ")
+    assert capsys.readouterr().out == f"no runs yet under {tmp_path / 'work'}\n"
+
+
+@pytest.mark.parametrize("command", [("status",), ("status", "--json"), ("status", "mine"), ("gc",), ("gc", "--json")])
+def test_a_root_that_was_named_and_does_not_exist_is_an_error(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    assert t5_pretrain(*command, "--root", "wrok") == 4
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"error: --root is wrok, but there is no folder {tmp_path / 'wrok'}. Give the --root")
 
 
 def test_the_story_of_a_run_has_the_whole_error_and_the_command_that_continues(

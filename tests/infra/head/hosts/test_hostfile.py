@@ -183,5 +183,5 @@ def test_the_last_chosen_hosts_are_the_spares(tmp_path: Path) -> None:
     cluster = ClusterSpec(hostfile=tmp_path / "hosts", exclude="a:1", spares=1, ranks=3)
     assert read_hosts(cluster) == Hosts((Host("a", (0,)), Host("b", (0, 1))))
     assert spare_hosts(cluster) == Hosts((Host("c", (0, 1)),))
-    with pytest.raises(SpecError, match=r"cluster\.spares is 3, but 3 hosts are chosen\. Leave at least one"):
+    with pytest.raises(SpecError, match=r"cluster\.spares is 3, of 3 hosts chosen\. Leave at least one"):
         chosen_hosts(ClusterSpec(hostfile=tmp_path / "hosts", spares=3))

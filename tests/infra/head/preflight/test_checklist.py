@@ -85,7 +85,7 @@ FAULTS: list[tuple[str, str, Change, str]] = [
         "accelerators",
         "node2",
         with_("devices", count=1),
-        "node2: torch can use 1 accelerators, but slot 1 is requested",
+        "node2: torch can use 1 accelerator, but slot 1 is requested",
     ),
     (
         "in use",
@@ -178,7 +178,7 @@ FAULTS: list[tuple[str, str, Change, str]] = [
         "open files",
         "node0",
         with_("resources", open_files=256),
-        "node0: 256 open files are allowed, but 8 ranks need 576. Raise",
+        "node0: 256 open files are allowed, but the run needs 576 for 8 ranks. Raise",
     ),
     (
         "clock",

@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import fsspec
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from infra.head.preflight.text_checks import look_at, require_text
@@ -107,5 +110,28 @@ def test_the_size_of_the_train_split_is_unknown_for_a_compressed_text_beyond_the
     partial = found._replace(look=found.look._replace(is_whole=False))
     assert partial.train_bytes(CorpusSpec()) == found.size_bytes * 950 // 1000
     assert found.source is not None
-    packed = found.source._replace(local=[SourceFile(tmp_path / "a.txt.gz", "a.txt.gz")])
+    packed = found.source._replace(sizes={"a.txt.gz": 1000}, local=[SourceFile(tmp_path / "a.txt.gz", "a.txt.gz")])
     assert partial._replace(source=packed).train_bytes(CorpusSpec()) is None
+    assert (
+        partial._replace(source=packed).why_unknown() == "the size of compressed text shows only when it has been read"
+    )
+
+
+def test_the_size_of_parquet_beyond_the_limit_is_that_of_its_text_column(tmp_path: Path) -> None:
+    texts = [f"{SENTENCE} {number}" for number in range(1000)]
+    table = pyarrow.table({"text": texts, "other": ["unused " * 100] * 1000})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False, row_group_size=300)
+    found = require_text(run_of(tmp_path / "a.parquet"))
+    assert found.look is not None
+    partial = found._replace(look=found.look._replace(is_whole=False))
+    size = sum(map(len, texts)) * 950 // 1000
+    assert size < (partial.train_bytes(CorpusSpec()) or 0) < 1.1 * size
+
+
+def test_the_size_of_plain_text_in_a_store_is_known_before_it_is_downloaded() -> None:
+    fsspec.filesystem("memory").pipe({"/a/a.txt": b"one\n" * 1000, "/b/a.parquet": b"PAR1", "/c/a.txt.gz": b"\x1f"})
+    assert require_text(run_of("memory://a/*.txt")).train_bytes(CorpusSpec()) == 4000 * 950 // 1000
+    for packed, why in (("b/a.parquet", "after it has been downloaded"), ("c/a.txt.gz", "when it has been read")):
+        found = require_text(run_of(f"memory://{packed}"))
+        assert found.train_bytes(CorpusSpec()) is None
+        assert found.why_unknown().endswith(why)

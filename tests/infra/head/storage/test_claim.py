@@ -93,7 +93,7 @@ def owners(site: Site, run: NodeRun) -> list[str]:
 
 def test_a_second_head_is_refused_with_the_owner_and_what_to_do(site: Site, first: Head, second: Head) -> None:
     assert first.claimed() == []
-    message = r"smoke on a, b are owned by head this-head, root /this/root, since 2026-01-01\S*\. The "
+    message = r"smoke on a, b are owned by head this-head, root /this/root, since 2026-01-01 00:00:00 UTC\. The "
     with pytest.raises(
         RunOwned,
         match=message + r"lease of that head on [ab] is valid for another \d+ s: .* wait .*--adopt.*another --name",
@@ -151,7 +151,8 @@ def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_is_r
     with pytest.raises(StopIteration, match=tag_of(8)):
         storage.make_ready(tmp_path)
     message = (
-        "adopted from head this-head, root /this/root, since 2026-01-01T00:00:00: step-00000008 complete, resuming from"
+        "adopted from head this-head, root /this/root, since 2026-01-01 00:00:00 UTC: step-00000008 complete, "
+        "resuming from"
     )
     assert message in caplog.text
     assert owners(site, second.run) == [second.run.owner.unique_id] * 2

@@ -20,10 +20,13 @@ HOLD = "import sys, time; from pathlib import Path; from infra.node.attempts.run
 HOLD += "with {0}(Path(sys.argv[1])):\n (Path(sys.argv[1]) / 'held').touch(); time.sleep(600)"
 
 
-def test_a_second_start_is_refused_with_the_holders_name(tmp_path: Path, start: Start, until: Until) -> None:
+def test_a_second_start_is_refused_with_the_holder_since_when_to_the_second_and_how_to_stop_it(
+    tmp_path: Path, start: Start, until: Until
+) -> None:
     holding = start("-c", HOLD.format("run_lock"), str(tmp_path / "run"))
     until((tmp_path / "run" / "held").exists)
-    with pytest.raises(RunLocked, match=rf"process {holding.pid} on {re.escape(os.uname().nodename)} since 20.*kill"):
+    by = rf"process {holding.pid} on {re.escape(os.uname().nodename)} since [0-9-]{{10}} [0-9:]{{8}} UTC\. "
+    with pytest.raises(RunLocked, match=f"{by}Wait until that process ends, or stop it with Ctrl-C or a plain `kill`"):
         run_lock(tmp_path / "run").__enter__()
 
 
