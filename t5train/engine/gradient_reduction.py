@@ -93,7 +93,8 @@ class GradientReduction:
 
     def finish(self) -> None:
         """End a pass: reduce what is left, with zeros for parameters that nothing depended on, and add it up."""
-        for bucket in self._waiting:
+        while self._waiting:
+            bucket = self._waiting.popleft()
             for parameter in bucket.missing:
                 bucket.place_of(parameter).zero_()
             self._reduce(bucket)

@@ -10,7 +10,8 @@ from t5train.engine import engine
 @contextmanager
 def fused() -> Iterator[None]:
     """Make engines that are built within the block update their weights with our kernels."""
-    from t5train.engine.fused_update import FusedUpdate  # needs Triton, which other tests do without
+    from t5train.engine import fused_update  # needs Triton, which other tests do without
+    from t5train.engine.fused_update import FusedUpdate
 
     gather = FusedUpdate._gather_weights
 
@@ -24,5 +25,6 @@ def fused() -> Iterator[None]:
         mock.patch.object(engine, "_can_fuse_update", lambda built: built.zero_optimization_stage() < 3),
         mock.patch.object(engine, "_can_fuse_parts", lambda built: built.zero_optimization_stage() == 3),
         mock.patch.object(FusedUpdate, "_gather_weights", round_and_gather),
+        mock.patch.object(fused_update, "BUCKET_ELEMENTS", 10_000),  # several for each of these small models
     ):
         yield
