@@ -8,8 +8,11 @@ from t5train.engine import engine
 
 
 @contextmanager
-def fused() -> Iterator[None]:
-    """Make engines that are built within the block update their weights with our kernels."""
+def fused(bucket_elements: int = 10_000) -> Iterator[None]:
+    """Make engines that are built within the block update their weights with our kernels.
+
+    Buckets are small by default, so that the small models of tests have several.
+    """
     from t5train.engine import fused_update  # needs Triton, which other tests do without
     from t5train.engine.fused_update import FusedUpdate
 
@@ -25,6 +28,6 @@ def fused() -> Iterator[None]:
         mock.patch.object(engine, "_can_fuse_update", lambda built: built.zero_optimization_stage() < 3),
         mock.patch.object(engine, "_can_fuse_parts", lambda built: built.zero_optimization_stage() == 3),
         mock.patch.object(FusedUpdate, "_gather_weights", round_and_gather),
-        mock.patch.object(fused_update, "BUCKET_ELEMENTS", 10_000),  # several for each of these small models
+        mock.patch.object(fused_update, "BUCKET_ELEMENTS", bucket_elements),
     ):
         yield

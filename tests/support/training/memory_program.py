@@ -21,7 +21,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
 from t5train.data.loader import Prefetched
+from t5train.engine.deepspeed_config import BUCKET_ELEMENTS
 from t5train.engine.gradient_accumulation import Fp32Sums
+from t5train.engine.gradient_reduction import GradientReduction
 from t5train.engine.optimizer import AdamWRms
 from t5train.spec import build
 from t5train.spec.rank_job import TrainJob
@@ -36,7 +38,7 @@ def main(jobs: Path) -> None:
     for entry in json.loads(jobs.read_text()):
         groups._EXPERT_PARALLEL_GROUP.clear()
         groups._EXPERT_DATA_PARALLEL_GROUP.clear()
-        with fused() if entry["is_fused"] else nullcontext():
+        with fused(BUCKET_ELEMENTS) if entry["is_fused"] else nullcontext():
             found = _peak_bytes(entry)
         if comm.get_rank() == 0:
             jobs.with_name(f"{entry['name']}.bytes").write_text(str(found))
@@ -47,8 +49,8 @@ def main(jobs: Path) -> None:
 def _peak_bytes(entry: dict[str, Any]) -> int:
     """The peak of bytes in live tensors, beyond those that were live before the trainer was made.
 
-    It is sampled in one step: after gradients are summed, before they are reduced, when the optimizer starts, and while
-    the fused update runs.
+    It is sampled in two steps, because the first one makes the moments: after gradients are summed, before they are
+    reduced and, with the fused update, afterwards; when the optimizer starts, and while the fused update runs.
     """
     folder, before, seen = Path(entry["run_folder"]), _live_bytes(), [0]
     job = TrainJob(
@@ -66,11 +68,12 @@ def _peak_bytes(entry: dict[str, Any]) -> int:
     if entry["is_fused"]:
         from t5train.engine.fused_update import FusedUpdate  # needs Triton
 
-        watched.append((FusedUpdate, "_settings"))
+        watched += [(FusedUpdate, "_settings"), (GradientReduction, "_add")]
     with ExitStack() as stack:
         for owner, name in watched:
             stack.enter_context(_watched(owner, name, seen, earlier))
         batches = stack.enter_context(Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, 0), 1))
+        trainer._take_step(batches)
         trainer._take_step(batches)
     gc.unfreeze()
     return max(seen) - before
