@@ -1,4 +1,4 @@
-"""Evaluation of a T5 on text: its loss and accuracy at span corruption, next to those of token frequencies."""
+"""Evaluation of a T5 on text: its loss and accuracy at span corruption, next to the unigram baseline."""
 
 import math
 from collections.abc import Iterator
@@ -52,11 +52,12 @@ _USUAL = EvaluationSpec()
 class Evaluation(NamedTuple):
     """Losses in nats per token and shares of what the model predicts rightly, given all earlier target tokens.
 
-    All of them leave out sentinels and the closing EOS, except ``all_targets_loss``. ``unigram_loss`` is the loss of a
-    model that knows only how often each token occurs in the rest of the text. ``span_accuracy`` is the share of masked
-    spans of which every token is predicted rightly. ``split_as_trained`` is whether the validation or test split has as
-    many tokens as it had in training: if not, its text is different, and training may have used some of its passages.
-    It is None for other text, and if the folder does not record that number.
+    All are of masked tokens, so without sentinels and the closing EOS, except ``all_targets_loss``. ``unigram_loss`` is
+    the unigram baseline: the loss of a model that knows only how often each token occurs in the rest of the text.
+    ``span_accuracy`` is the share of masked spans of which every token is predicted rightly. ``split_as_trained`` is
+    whether the validation or test split has as many tokens as it had in training: if not, its text is different, and
+    training may have used some of its passages. It is None for other text, and if the folder does not record that
+    number.
     """
 
     loss: float

@@ -224,7 +224,7 @@ def test_a_table_shows_the_result_of_each_stage(watched: Watched, page: Any) -> 
 
 def test_the_summary_shows_the_losses_and_the_curve(watched: Watched, page: Any) -> None:
     page.open(watched.artifact("summary"))
-    page.text("validation, non-sentinel targets", "unigram frequencies", "inputs shuffled", watched.published)
+    page.text("validation, masked tokens", "unigram baseline", "inputs shuffled", watched.published)
     page.text("checkpoints, which paused training for")
     page.wait_until("document.querySelector('img[alt=\"Training and validation loss\"]')?.naturalWidth > 0")
 
