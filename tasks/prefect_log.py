@@ -1,9 +1,10 @@
-"""Forwards the library's log lines to Prefect's log of the run."""
+"""Forwards the library's log lines to Prefect's log of the run, and shortens what a terminal shows of that log."""
 
 import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
@@ -96,6 +97,41 @@ def as_encodable(record: logging.LogRecord) -> bool:
     if record.exc_info:
         record.exc_text = encodable(_TRACEBACKS.formatException(record.exc_info))  # which handlers do not format again
     return True
+
+
+REPEATED_AT_THE_END = {"is_repeated_at_the_end": True}
+"""Marks a log line whose text the program prints again at its end."""
+
+
+def show_failures_briefly(handler: logging.Handler) -> None:
+    """Make a handler show only that a stage failed, for a program that prints the error itself at its end.
+
+    Otherwise the same error appears in four lines of Prefect's log. Other handlers still get them.
+    """
+    handler.addFilter(_is_news)
+    handler.setFormatter(_BriefFailures(handler.formatter or logging.Formatter()))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not (
+        hasattr(record, "is_repeated_at_the_end") or record.getMessage().startswith("Finished in state Failed(")
+    )
+
+
+class _BriefFailures(logging.Formatter):
+    """Replaces the error with which a task ended. One that is retried is shown in full, since the run goes on."""
+
+    def __init__(self, others: logging.Formatter) -> None:
+        super().__init__()
+        self._others = others
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line as the other formatter writes it."""
+        if record.levelno == logging.ERROR and record.getMessage().startswith("Task run failed with "):
+            record = copy(record)  # other handlers get the same one
+            record.msg, record.args = "Failed: the error is at the end", None
+            record.exc_info = record.exc_text = None
+        return self._others.format(record)
 
 
 def prepare_run_logs() -> None:
