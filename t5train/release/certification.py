@@ -262,7 +262,8 @@ def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> No
 def main(arguments: list[str]) -> int:
     """Certify in this new process, and report on the original standard output. Returns the exit code."""
     try:
-        return _certify_and_report(*map(Path, arguments), _reporter())
+        export_folder, witness = map(Path, arguments)
+        return _certify_and_report(export_folder, witness, _reporter())
     except BrokenPipeError:  # the parent, which alone reads the reports, has ended: there is nobody to tell
         return 1
 
