@@ -15,6 +15,7 @@ LIBRARY_LOGGERS = ("t5train", "infra", "tasks")
 LINES_A_SECOND = 1.0
 BURST_LINES = 20.0
 
+_TASK_RUNS = "prefect.task_runs"
 _TRACEBACKS = logging.Formatter()
 RunLogger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
@@ -113,13 +114,18 @@ def show_failures_briefly(handler: logging.Handler) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return not (
-        hasattr(record, "is_repeated_at_the_end") or record.getMessage().startswith("Finished in state Failed(")
-    )
+    """Whether a line does not repeat the error. That on the final state of a task stays: it says which one failed."""
+    if hasattr(record, "is_repeated_at_the_end") or (_is_end(record) and record.name != _TASK_RUNS):
+        return False
+    return not (record.levelno == logging.ERROR and record.getMessage().startswith("Task run failed with "))
+
+
+def _is_end(record: logging.LogRecord) -> bool:
+    return record.getMessage().startswith("Finished in state Failed(")
 
 
 class _BriefFailures(logging.Formatter):
-    """Replaces the error with which a task ended. One that is retried is shown in full, since the run goes on."""
+    """Replaces the error in the final state of a task. One after which it is retried is shown in full."""
 
     def __init__(self, others: logging.Formatter) -> None:
         super().__init__()
@@ -127,15 +133,14 @@ class _BriefFailures(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line as the other formatter writes it."""
-        if record.levelno == logging.ERROR and record.getMessage().startswith("Task run failed with "):
+        if _is_end(record):
             record = copy(record)  # other handlers get the same one
             record.msg, record.args = "Failed: the error is at the end", None
-            record.exc_info = record.exc_text = None
         return self._others.format(record)
 
 
 def prepare_run_logs() -> None:
     """Install the filters on the loggers of Prefect's engine and of runs. Repeated calls have no effect."""
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
+    for name in ("prefect.flow_runs", _TASK_RUNS):
         for each in (without_traceback, as_encodable):
             logging.getLogger(name).addFilter(each)
