@@ -119,7 +119,7 @@ def evaluate(
     model = folder.load(used)
     for inputs, targets in _batches(text, shape, vocabulary, spec):
         sums.add(targets, *_predicted(model, inputs, targets))
-        progress(f"sequences evaluated, loss {sums.loss:.4f}", sums.sequences, len(text.windows))
+        progress(f"sequences evaluated, loss (masked tokens) {sums.loss:.4f}", sums.sequences, len(text.windows))
     return Evaluation(
         loss=sums.loss,
         perplexity=math.exp(min(sums.loss, 700.0)),

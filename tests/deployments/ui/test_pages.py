@@ -37,7 +37,8 @@ SETTINGS |= {
 }
 STAGES = ("Get the text", "Train the tokenizer", "Tokenise", "Train", "Consolidate to fp32", "Export to Hugging Face")
 STAGES += ("Certify", "Publish")
-TITLE = rf"moe: Train: [\d,]+ of {NUM_STEPS:,} steps, loss \d+\.\d+, [\d,]+ tokens/s, .* left"
+LOSS = r"training loss \(all target tokens\) \d+\.\d+ nats/token"
+TITLE = rf"moe: Train: [\d,]+ of {NUM_STEPS:,} steps, {LOSS}, [\d,]+ tokens/s, .* left"
 
 
 class Watched(NamedTuple):
@@ -87,7 +88,7 @@ def watched(
         page.open(f"{server}/runs/flow-run/{run['id']}")
         title = page.on_first_screen(TITLE)
         page.click("Artifacts")
-        seen = page.text("progress-train", "steps, loss")
+        seen = page.text("progress-train", "steps, training loss")
         _wait(lambda: _artifact(filtered, "training", run["id"]) is not None, filtered)
         page.open(f"{server}/artifacts/artifact/{_artifact(filtered, 'training', run['id'])['id']}")
         plot = _picture(page)
@@ -155,7 +156,10 @@ def _of_processes(file: str, wanted: str = "") -> str:
 
 
 def test_steps_and_loss_are_shown_while_a_run_trains(watched: Watched) -> None:
-    assert re.search(rf"\d+ of {NUM_STEPS:,} steps, loss \d+\.\d+, [\d,]+ tokens/s", watched.artifacts_while_training)
+    assert re.search(
+        rf"\d+ of {NUM_STEPS:,} steps, {LOSS}, [\d,]+ tokens/s",
+        watched.artifacts_while_training,
+    )
 
 
 def test_the_first_screen_of_a_run_shows_step_loss_and_time_left_while_it_trains(watched: Watched, page: Any) -> None:
