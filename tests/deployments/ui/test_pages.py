@@ -103,7 +103,9 @@ def watched(
 
 def _failed_run(user: Path, root: Path, ask: Callable[[str, dict[str, object]], Any], other: str) -> str:
     """Start a run that fails in its second stage, and return its id once it has failed."""
-    (root / "notes.txt").write_text("".join(f"The note {n} is about {n * n} things.\n" for n in range(300)))
+    # Too large for the checks before a run to try the vocabulary, which the repeated lines give too few pieces for.
+    lines = "".join(f"The note {n} is about {n * n} things.\n" for n in range(300))
+    (root / "notes.txt").write_text(lines * ((5 << 20) // len(lines)))
     settings = json.dumps({"corpus.source": str(root / "notes.txt"), "tokenizer.vocab_size": 30_000})
     parameters = ["--param", f"settings={settings}", "--param", "run_name=doomed"]
     _deployment_run(user, *parameters, "--job-variable", f"command=touch {root / 'pwned'}")
