@@ -1,9 +1,10 @@
-"""Forwards the library's log lines to Prefect's log of the run."""
+"""Forwards the library's log lines to Prefect's log of the run, and shortens what a terminal shows of that log."""
 
 import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
@@ -15,6 +16,7 @@ LIBRARY_LOGGERS = ("t5train", "infra", "tasks")
 LINES_A_SECOND = 1.0
 BURST_LINES = 20.0
 
+_TASK_RUNS = "prefect.task_runs"
 _TRACEBACKS = logging.Formatter()
 RunLogger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
@@ -99,8 +101,47 @@ def as_encodable(record: logging.LogRecord) -> bool:
     return True
 
 
+REPEATED_AT_THE_END = {"is_repeated_at_the_end": True}
+"""Marks a log line whose text the program prints again at its end."""
+
+
+def show_failures_briefly(handler: logging.Handler) -> None:
+    """Make a handler show only that a stage failed, for a program that prints the error itself at its end.
+
+    Otherwise the same error appears in four lines of Prefect's log. Other handlers still get them.
+    """
+    handler.addFilter(_is_news)
+    handler.setFormatter(_BriefFailures(handler.formatter or logging.Formatter()))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line does not repeat the error. That on the final state of a task stays: it says which one failed."""
+    if hasattr(record, "is_repeated_at_the_end") or (_is_end(record) and record.name != _TASK_RUNS):
+        return False
+    return not (record.levelno == logging.ERROR and record.getMessage().startswith("Task run failed with "))
+
+
+def _is_end(record: logging.LogRecord) -> bool:
+    return record.getMessage().startswith("Finished in state Failed(")
+
+
+class _BriefFailures(logging.Formatter):
+    """Replaces the error in the final state of a task. One after which it is retried is shown in full."""
+
+    def __init__(self, others: logging.Formatter) -> None:
+        super().__init__()
+        self._others = others
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line as the other formatter writes it."""
+        if _is_end(record):
+            record = copy(record)  # other handlers get the same one
+            record.msg, record.args = "Failed: the error is at the end", None
+        return self._others.format(record)
+
+
 def prepare_run_logs() -> None:
     """Install the filters on the loggers of Prefect's engine and of runs. Repeated calls have no effect."""
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
+    for name in ("prefect.flow_runs", _TASK_RUNS):
         for each in (without_traceback, as_encodable):
             logging.getLogger(name).addFilter(each)

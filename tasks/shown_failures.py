@@ -12,6 +12,7 @@ from prefect.states import Failed
 from t5train.report.failure_report import Failure, failure_report, note_run_folder
 from t5train.report.report_folder import FAILURE, write_report
 from tasks.artifacts import not_disturbing, shown_markdown
+from tasks.prefect_log import REPEATED_AT_THE_END
 from tasks.run_title import show_in_title
 
 P = ParamSpec("P")
@@ -55,11 +56,13 @@ def naming_run_folder(folder: Path) -> Iterator[None]:
 def _show(failure: Failure) -> str:
     """Show the failure everywhere, and return it in one line."""
     line = f"{failure.what}: {failure.cause}"
-    get_run_logger().error(line, exc_info=None if failure.is_expected else failure.error)
+    get_run_logger().error(line, exc_info=None if failure.is_expected else failure.error, extra=REPEATED_AT_THE_END)
     text = failure_report(failure)
     if failure.run_folder is not None:
         with not_disturbing("the failure in the run's folder"):
-            write_report(failure.run_folder, FAILURE, text)
+            path = write_report(failure.run_folder, FAILURE, text)
+            if not failure.is_expected:
+                failure.error.add_note(f"this traceback is also in {path}")
     shown_markdown("failure").show(text, line)
     show_in_title(line)
     return line

@@ -109,7 +109,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
     root: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure loss and accuracy of a model on text, next to token frequencies."""
+    """Measure loss and accuracy of a model on text, next to the unigram baseline."""
     from t5train.release.inference.evaluation import EvaluationSpec
     from t5train.release.inference.evaluation import evaluate as evaluate_text
 
@@ -173,7 +173,7 @@ def _show_evaluation(result: "Evaluation") -> None:
     )
     say(f"loss: {result.loss:.4f} nats per masked token (perplexity {result.perplexity:,.1f})")
     say(f"      {result.all_targets_loss:.4f} nats per target token, with sentinels and the end of the text")
-    say(f"      {result.unigram_loss:.4f} nats per masked token for token frequencies of the rest of the text")
+    say(f"      {result.unigram_loss:.4f} nats per masked token for the unigram baseline, from the rest of the text")
     say(f"accuracy: {result.token_accuracy:.2%} of masked tokens, {result.span_accuracy:.2%} of whole spans")
     if result.loss >= result.unigram_loss:
-        say("On this text, the model predicts no better than token frequencies.")
+        say("On this text, the model predicts no better than the unigram baseline.")

@@ -211,6 +211,8 @@ class Chosen(NamedTuple):
     settings: dict[str, Any]
     root: Path | None
     name: str | None
+    named: frozenset[str]
+    """All settings that the user named. Those in a file whose values are the recipe's are not among ``settings``."""
 
     def spec(self) -> RunSpec:
         """Return the RunSpec. Raises SpecError if it is not valid."""
@@ -236,7 +238,7 @@ def chosen(
     if config is None:
         if recipe is None and default is None:
             raise typer.BadParameter("name a recipe (see `recipes`), or a file with --config", param_hint="RECIPE")
-        return Chosen(recipe or str(default), dict(changed), root, name)
+        return Chosen(recipe or str(default), dict(changed), root, name, frozenset(changed))
     file = read_config(config)
     base = _recipe_of(file, recipe)
     of_file = file.changes(base)
@@ -245,7 +247,8 @@ def chosen(
     of_file = {setting: value for setting, value in of_file.items() if setting not in changed}
     root = root or _changed_root(of_file)
     of_name = of_file.pop("name", None)
-    made = Chosen(base.recipe, of_file | dict(changed), root, name or (of_name and json.loads(of_name)))
+    named = frozenset({*file.settings, *changed})
+    made = Chosen(base.recipe, of_file | dict(changed), root, name or (of_name and json.loads(of_name)), named)
     with file.locating(changed):
         made.spec()
     return made

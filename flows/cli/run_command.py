@@ -148,8 +148,7 @@ def _run_flow(held: HeldRun, parameters: RunParameters, progress: Progress, adop
 
     from flows.pretrain import pretrain_flow
 
-    if isinstance(progress, BarProgress):
-        _log_above(progress)
+    _arrange_log(progress)
     # Without a terminal, progress appears in the run's log.
     pretrain = pretrain_flow(held, progress if isinstance(progress, BarProgress) else silent)
     # An automation marks runs as Lost whose heartbeats end. If this one is alive, no worker would give its state back.
@@ -158,10 +157,14 @@ def _run_flow(held: HeldRun, parameters: RunParameters, progress: Progress, adop
     return publication
 
 
-def _log_above(progress: BarProgress) -> None:
-    """Print Prefect's log lines above the bar; its handlers would otherwise write across it."""
+def _arrange_log(progress: Progress) -> None:
+    """Make Prefect's log lines on this terminal brief about failures, and print them above the bar if there is one."""
     from prefect.logging.handlers import PrefectConsoleHandler
+
+    from tasks.prefect_log import show_failures_briefly
 
     for handler in logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler):
-            handler.console = progress.console
+            show_failures_briefly(handler)
+            if isinstance(progress, BarProgress):
+                handler.console = progress.console  # it would otherwise write across the bar

@@ -252,12 +252,12 @@ def _spec_on(shards: TokenShards, choice: Chosen) -> RunSpec:
     """
     spec, recorded = choice.spec(), settings_of(shards)
     for name, value in recorded.items():
-        if name in choice.settings and not _is_same(name, asked := _value(spec, name), value):
+        if name in choice.named and not _is_same(name, asked := _value(spec, name), value):
             raise SpecError(
                 f"{name} is {asked!r}, but the token shards in {shards.path} were made with {value!r}: leave {name} "
                 "out, name other shards with --shards, or use `run`, which makes them"
             )
-    if not recorded and "corpus.source" not in choice.settings:
+    if not recorded and "corpus.source" not in choice.named:
         raise SpecError(
             f"the token shards in {shards.path} were made by an earlier version, which did not record the text that "
             "they were made of, but the model card names it: add --set corpus.source=TEXT"

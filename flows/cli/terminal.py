@@ -14,6 +14,7 @@ from rich.text import Text
 
 from infra.node.attempts.log_tail import printable
 from t5train.progress import Progress as ProgressCallback
+from t5train.report.time_left import TimeLeft, duration
 
 SECONDS_BETWEEN_LINES = 5.0
 _LOGGERS = ("t5train", "infra")
@@ -23,20 +24,25 @@ _ESTIMATE_SECONDS = 300.0
 
 
 class LineProgress:
-    """Progress as plain lines, at most one every few seconds."""
+    """Progress as plain lines with the time left, at most one every few seconds."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._written_at = time.monotonic()
+        self._work, self._time_left = "", TimeLeft()
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
-        """Write a line if enough time has passed since the last one."""
+        """Write a line if enough time has passed since the last one. The text before a comma identifies the work."""
         now = time.monotonic()
+        if (work := what.partition(",")[0]) != self._work:
+            self._work, self._time_left = work, TimeLeft()
+        seconds = self._time_left.seconds(now, done, total) if total else None
         if now - self._written_at < SECONDS_BETWEEN_LINES:
             return
         self._written_at = now
         share = f" of {total:,} ({100 * done / total:.0f} %)" if total else ""
-        self.console.print(f"{done:,}{share} {what}")
+        left = f", {duration(seconds)} left" if seconds else ""
+        self.console.print(f"{done:,}{share} {what}{left}")
 
 
 class _Amount(ProgressColumn):

@@ -9,6 +9,7 @@ from infra.head.launch.local_launch import LaunchSpec, launch
 from infra.head.peer_ranks import measure_peer
 from infra.head.preflight.launch_requirements import operators_of
 from infra.head.preflight.run_checks import require_capable, require_free, require_model
+from infra.head.progress_report import before_first_step
 from infra.node.attempts.run_lock import run_lock
 from t5train.data.tokenizer import expected_vocab_size
 from t5train.errors import OutOfMemory
@@ -69,7 +70,7 @@ def benchmark(spec: RunSpec, steps: int, progress: Progress, shards: Path | None
 
     def tell() -> None:
         taken = _steps_taken(path.with_name(STEPS_FILE))
-        progress("steps" if taken else "steps, compiling before the first", taken, job.all_steps)
+        progress("steps" if taken else f"steps, {before_first_step(spec)}", taken, job.all_steps)
 
     with run_lock(run_folder):
         launch(

@@ -11,15 +11,20 @@ from infra.node.attempts.attempt import rank_name
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, METRICS, step_of
 from t5train.progress import Progress
 from t5train.rank import heartbeat
-from t5train.records.metrics import UNIGRAM, VALIDATION
+from t5train.records.metrics import TRAINING_LOSS, UNIGRAM, VALIDATION
 from t5train.records.series import MetricsSeries
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 
 _BEAT_SECONDS = 10.0
-_STARTING = {None: "ranks are starting", "start": "ranks are starting", "compile": "compiling"}
+_STARTING = "ranks are starting"
 _BETWEEN_STEPS = {"save": "saving a checkpoint", "validate": "validating"}
 _AFTER_STEPS = {"save": "saving the last checkpoint and the witness", "validate": "validating the result"}
+
+
+def before_first_step(spec: RunSpec) -> str:
+    """Return what ranks do between their start and the end of their first step."""
+    return "compiling the model and taking the first step" if spec.model.compile else "taking the first step"
 
 
 class ProgressReport:
@@ -39,7 +44,7 @@ class ProgressReport:
         total, phase = self._spec.optimizer.num_steps, self._phase()
         if not self._has_trained(phase):
             since = f", resuming after step {self._resumed_from:,}" if self._resumed_from else ""
-            self._progress(f"steps, {_STARTING.get(phase, _STARTING[None])}{since}", self._resumed_from, total)
+            self._progress(f"steps, {self._starting(phase)}{since}", self._resumed_from, total)
         elif self._metrics.last_step == total and phase in _AFTER_STEPS:
             # wall-clock time, as that of the file is
             seconds = max(0, int(time.time() - self._path.stat().st_mtime))
@@ -66,6 +71,9 @@ class ProgressReport:
         beat = heartbeat.read(heartbeat.beat_file(self._attempt / rank_name(0)))
         return beat.phase if beat is not None and time.monotonic() - beat.beat < _BEAT_SECONDS else None
 
+    def _starting(self, phase: str | None) -> str:
+        return before_first_step(self._spec) if phase == "compile" else _STARTING
+
     def _has_trained(self, phase: str | None) -> bool:
         """Return whether the metrics have a step of this attempt."""
         if "loss" not in self._metrics.newest or phase in {"start", "compile"}:
@@ -78,9 +86,9 @@ class ProgressReport:
 
     def _figures(self) -> list[str]:
         newest = self._metrics.newest
-        figures = [f"loss {newest['loss']:.3f}", f"{newest['tokens_per_second']:,.0f} tokens/s"]
+        figures = [f"{TRAINING_LOSS} {newest['loss']:.3f} nats/token", f"{newest['tokens_per_second']:,.0f} tokens/s"]
         if VALIDATION in newest:
             baseline = newest.get(UNIGRAM)
-            beside = f" (word frequencies alone: {baseline:.3f})" if baseline is not None else ""
-            figures.append(f"validation, masked tokens only {newest[VALIDATION]:.3f}{beside}")
+            beside = f", unigram baseline {baseline:.3f}" if baseline is not None else ""
+            figures.append(f"validation loss (masked tokens) {newest[VALIDATION]:.3f}{beside}")
         return figures

@@ -70,7 +70,7 @@ def corrupt(
 
 
 def is_content(targets: np.ndarray, first_sentinel_id: int, num_sentinels: int = NUM_SENTINELS) -> np.ndarray:
-    """Return which targets are neither a sentinel nor the EOS that ends a sequence; same shape [n, t], bool."""
+    """Return which targets are masked tokens: neither a sentinel nor the EOS at the end; same shape [n, t], bool."""
     content: np.ndarray = (targets <= first_sentinel_id - num_sentinels) | (targets > first_sentinel_id)
     content[:, -1] = False
     return content

@@ -113,32 +113,34 @@ def _last_lines(path: Path) -> list[bytes]:
 
 
 STARVING = "starving_experts"
+TRAINING_LOSS = "training loss (all target tokens)"
+"""How the loss of a step is labelled: it includes sentinels, so it compares with neither of the next two."""
 UNIGRAM = "unigram_content_loss"
 VALIDATION = "validation_content_loss"
 TEST = "test_content_loss"
 LOSSES = {
-    VALIDATION: "validation, non-sentinel targets",
-    UNIGRAM: "the same targets under the training text's unigram frequencies",
-    "shuffled_content_loss": "the same targets, encoder inputs shuffled across the batch",
+    VALIDATION: "validation, masked tokens",
+    UNIGRAM: "unigram baseline, the same tokens",
+    "shuffled_content_loss": "validation, the same tokens, encoder inputs shuffled across the batch",
 }
 """The three losses (nats per token) that show whether the model learned from its inputs."""
 
 
 def loss_lines(losses: Mapping[str, Any]) -> list[str]:
     """Return the losses as text, one line each, and a last line if the model has learned nothing."""
-    shown = LOSSES | {TEST: "test split, non-sentinel targets"}
+    shown = LOSSES | {TEST: "test split, masked tokens"}
     lines = [
         f"{losses[name]:.4f} nats/token: {meaning}" for name, meaning in shown.items() if losses.get(name) is not None
     ]
     if has_learned_nothing(losses):
         lines.append(
-            "The model predicts no better than word frequencies. Train for more steps or on more text, or lower "
+            "The model predicts no better than the unigram baseline. Train for more steps or on more text, or lower "
             "optimizer.peak_learning_rate"
         )
     return lines
 
 
 def has_learned_nothing(losses: Mapping[str, Any]) -> bool:
-    """Return whether both losses are known, and that on held-out text is not below that of token frequencies."""
+    """Return whether both losses are known, and that on held-out text is not below the unigram baseline."""
     loss, baseline = losses.get(VALIDATION), losses.get(UNIGRAM)
     return loss is not None and baseline is not None and loss >= baseline

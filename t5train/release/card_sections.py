@@ -13,8 +13,8 @@ from t5train.spec import ObjectiveSpec
 MEANINGS = {
     "validation_content_loss": "Loss of masked tokens of the validation split. Its exponential is the perplexity.",
     "test_content_loss": "Loss of masked tokens of the test split, which is used for nothing else.",
-    UNIGRAM: "Loss of the same tokens of the validation split for a model that knows only how often each token occurs "
-    "in the training split. A model that has learned anything is below it.",
+    UNIGRAM: "The unigram baseline: loss of the same tokens of the validation split for a model that knows only how "
+    "often each token occurs in the training split. A model that has learned anything is below it.",
     "shuffled_content_loss": "Loss of the same tokens if each target is paired with the input of another sequence. It "
     "is above the validation loss if the model uses its input.",
     "validation_loss": "Loss of all target tokens of the validation split.",
@@ -52,13 +52,13 @@ def table(headings: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
 
 
 def warning(witness: Witness) -> str:
-    """Return a sentence that the model has learned nothing, if its loss is not below that of token frequencies."""
+    """Return a sentence that the model has learned nothing, if its loss is not below the unigram baseline."""
     if not has_learned_nothing(witness.validation):
         return ""
     loss, baseline = witness.validation[VALIDATION], witness.validation[UNIGRAM]
     return (
-        f"\n**This model predicts no better than word frequencies.** Its loss on held-out text is {loss:.4f} nats per "
-        f"masked token;\nthat of a model that knows only how often each token occurs is {baseline:.4f}.\n"
+        f"\n**This model predicts no better than the unigram baseline.** Its loss on held-out text is {loss:.4f} nats "
+        f"per masked token;\nthat of a model that knows only how often each token occurs is {baseline:.4f}.\n"
     )
 
 

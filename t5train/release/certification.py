@@ -261,13 +261,21 @@ def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> No
 
 def main(arguments: list[str]) -> int:
     """Certify in this new process, and report on the original standard output. Returns the exit code."""
-    export_folder, witness = map(Path, arguments)
-    report = _reporter()
+    try:
+        export_folder, witness = map(Path, arguments)
+        return _certify_and_report(export_folder, witness, _reporter())
+    except BrokenPipeError:  # the parent, which alone reads the reports, has ended: there is nobody to tell
+        return 1
+
+
+def _certify_and_report(export_folder: Path, witness: Path, report: Callable[..., None]) -> int:
     try:
         certify(export_folder, witness, lambda what, done, total: report(what=what, done=done, total=total))
     except T5TrainError as error:
         report(error=str(error))
         return 1
+    except BrokenPipeError:
+        raise
     except Exception as error:  # libraries' errors often do not name the file
         traceback.print_exc()
         report(
@@ -280,12 +288,11 @@ def main(arguments: list[str]) -> int:
 
 def _reporter() -> Callable[..., None]:
     """Return a function that writes JSON lines to standard output. All other output goes to standard error."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    channel = open(os.dup(1), "wb", buffering=0)  # noqa: SIM115 - unbuffered, so nothing is left to flush at the exit
     os.dup2(2, 1)
 
     def report(**fact: Any) -> None:
-        channel.write(json.dumps(fact) + "\n")
-        channel.flush()
+        channel.write(json.dumps(fact).encode() + b"\n")
 
     return report
 

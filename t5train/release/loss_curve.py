@@ -9,11 +9,11 @@ from t5train.records.witness import Witness
 
 LOSS_CURVE = "loss_curve.png"
 _LABELS = {
-    "loss": "training, all targets",
-    "validation_loss": "validation, all targets",
+    "loss": "training, all target tokens",
+    "validation_loss": "validation, all target tokens",
     "validation_content_loss": "validation, masked tokens",
 }
-_BASELINE_LABEL = "token frequencies, masked tokens"
+_BASELINE_LABEL = "unigram baseline, masked tokens"
 _WIDTH_INCHES, _HEIGHT_INCHES, _DOTS_PER_INCH = 8.0, 4.0, 100
 _FEW_POINTS = 60
 

@@ -9,7 +9,6 @@ from t5train.files.os_errors import in_one_line
 from t5train.files.run_folder import ATTEMPTS
 from t5train.release.markdown import code, code_block, escaped, page
 
-_FRAMES = 5
 _STAGE, _RUN_FOLDER = "failed stage: ", "folder of the run: "
 
 
@@ -74,7 +73,7 @@ def failure_report(failure: Failure) -> str:
         f"**Why:** {escaped(failure.cause)}",
         f"**What to do:** {_remedy(failure)}",
         _logs(failure.run_folder),
-        "" if failure.is_expected else code_block(_end_of_traceback(failure.error)),
+        "" if failure.is_expected else code_block("".join(traceback.format_exception(failure.error))),
     )
 
 
@@ -85,8 +84,8 @@ def _remedy(failure: Failure) -> str:
             "training resumes from its newest complete checkpoint."
         )
     return (
-        "This error is not one that t5-pretrain expects. The end of its traceback is below; all of it is in the run's "
-        "log. If the cause has gone, start the same run again: finished stages are verified and reused."
+        "This error is not one that t5-pretrain expects. Its traceback is below. If the cause has gone, start the same "
+        "run again: finished stages are verified and reused."
     )
 
 
@@ -94,7 +93,3 @@ def _logs(run_folder: Path | None) -> str:
     if run_folder is None:
         return ""
     return f"The logs of the ranks are in {code(run_folder / ATTEMPTS)}, one folder for each attempt."
-
-
-def _end_of_traceback(error: Exception) -> str:
-    return "".join(traceback.format_exception(error, limit=-_FRAMES))

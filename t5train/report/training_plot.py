@@ -30,12 +30,12 @@ class _Panel(NamedTuple):
 _LOSSES = _Panel(
     "Loss (nats per token)",
     (
-        _Line("loss", "training, all targets"),
-        _Line("validation_loss", "validation, all targets"),
-        _Line("validation_content_loss", "validation, non-sentinel"),
+        _Line("loss", "training, all target tokens"),
+        _Line("validation_loss", "validation, all target tokens"),
+        _Line("validation_content_loss", "validation, masked tokens"),
     ),
 )
-_BASELINE_LABEL = "unigram baseline, non-sentinel"
+_BASELINE_LABEL = "unigram baseline, masked tokens"
 _RATE = "Tokens per second"
 _SMALL = (
     _Panel("Learning rate", (_Line("learning_rate", ""),)),

@@ -1,7 +1,8 @@
 """Loss on held-out text, and two baselines that show whether it is meaningful.
 
-One baseline is the simplest language model, which a trained model must beat: token frequencies of the train split,
-which the shards stage counts while it writes tokens. The other is the model's own loss with shuffled encoder inputs.
+One is the unigram baseline, the simplest language model, which a trained model must beat: it knows only how often each
+token occurs in the train split, which the shards stage counts while it writes tokens. The other is the model's own loss
+with shuffled encoder inputs.
 """
 
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def validate(passes: Passes, samples: Samples, shards: TokenShards, spec: RunSpe
 
 
 def unigram_loss(samples: Samples, shards: TokenShards, spec: RunSpec) -> float:
-    """Return the loss in nats per token of the same content tokens under the frequencies of the training tokens."""
+    """Return the unigram baseline: the loss of the same masked tokens under the frequencies of the training tokens."""
     targets = samples.batch(0, validation_sequences(samples, spec)).targets
     return cross_entropy(train_unigram(shards), targets[is_content(targets, shards)])
 

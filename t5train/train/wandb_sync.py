@@ -4,14 +4,16 @@
 
     rank 0 ── writes metrics.jsonl ──> this process ── wandb ──> the W&B server, or the run's folder wandb
 
-The process reads ``metrics.jsonl`` as it grows, so training never waits for it: not for the package to be imported, nor
-for a server that does not answer. It ends when its standard input does, which also happens when rank 0 is killed. What
-it fails to do is logged once, and training continues.
+The process reads ``metrics.jsonl`` as it grows, so training never waits for it: not for the package to be imported,
+nor for a server that does not answer. Such a server is tried again while training runs, and if it never answers, the
+metrics are written to the run's folder. The process ends when its standard input does, which also happens when rank 0
+is killed. What it fails to do is logged once, and training continues.
 """
 
 import logging
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,6 +36,8 @@ from t5train.spec.rank_job import TrainJob
 SECONDS_TO_END, SECONDS_AFTER_ERROR = 30.0, 5.0
 """How long rank 0 waits at its end until W&B has everything."""
 _LOOK_SECONDS = 1.0
+_ANSWER_SECONDS, _RETRY_SECONDS = 20.0, 300.0
+"""How long the server may take to answer, less than rank 0 waits at its end, and how long until it is tried again."""
 _REPORTED = 3
 """Exit code of the process after it has logged what failed."""
 _NICENESS = 10
@@ -138,9 +142,45 @@ def _redacted(text: str) -> str:
 
 
 def _send(job: SyncJob) -> None:
+    sent = _Sent.read(job)
+    online = _online(job, sent) if job.mode == "online" else None
+    with online or _begin(job, sent, "offline") as run:
+        _follow(job, run, sent, is_noted=online is not None or job.mode == "offline")
+    if online is None and job.mode == "online":
+        folder = Path(run.dir).parent
+        _log.warning(
+            "the W&B server never answered: the metrics are in %s. The next attempt sends them if it reaches the "
+            "server. To send them yourself: wandb sync %s",
+            folder,
+            shlex.quote(str(folder)),
+        )
+
+
+def _online(job: SyncJob, sent: "_Sent") -> Any:
+    """Return the W&B run on the server, as soon as it answers; None if training ends before."""
     import wandb
 
-    sent = _Sent.read(job)
+    is_reported = False
+    while True:
+        try:
+            return _begin(job, sent, "online")
+        except wandb.Error as error:
+            wandb.teardown()  # otherwise the id of the run counts as in use
+            if not is_reported:
+                _log.warning(
+                    "the W&B server cannot be used (%s). Training continues, and it is tried again every %.0f s",
+                    _redacted(in_one_line(error))[:300],
+                    _RETRY_SECONDS,
+                )
+            is_reported = True
+        if _has_ended(_RETRY_SECONDS):
+            return None
+
+
+def _begin(job: SyncJob, sent: "_Sent", mode: Literal["online", "offline"]) -> Any:
+    """Return the W&B run. Raises wandb.Error if the server does not answer, or refuses it."""
+    import wandb
+
     # Only what this project logs: no console, code, git state, host, packages or measurements of the machine.
     own = wandb.Settings(
         console="off",
@@ -155,30 +195,40 @@ def _send(job: SyncJob) -> None:
         x_disable_stats=True,
         x_disable_machine_info=True,
         x_save_requirements=False,
+        init_timeout=_ANSWER_SECONDS,
     )
-    with wandb.init(
+    return wandb.init(
         project=job.project,
         id=sent.run_id,
         name=job.name,
         dir=str(job.run_folder),
-        mode=job.mode,
+        mode=mode,
         resume="allow",
         config=job.config,
         settings=own,
-    ) as run:
-        first_step = max(sent.step + 1, run.step)  # ``run.step`` is what the server expects next
-        lines, ended = _GrowingLines(job.metrics), False
-        while not ended:
-            ended = bool(select.select([sys.stdin], [], [], _LOOK_SECONDS)[0])  # readable at its end
-            step = sent.step
-            for line in lines.new():
-                step = int(line["step"] or 0)
-                if step >= first_step:
-                    values = {name: value for name, value in line.items() if name != "step" and value is not None}
-                    run.log(values, step=step)
-            if step > sent.step:
-                sent = sent.at(step)
-                sent.write(job)
+    )
+
+
+def _follow(job: SyncJob, run: Any, sent: "_Sent", is_noted: bool) -> None:
+    """Log the metrics until training ends, and note the last step for the next attempt if ``is_noted``."""
+    first_step = max(sent.step + 1, run.step)  # ``run.step`` is what the server expects next
+    lines, ended = _GrowingLines(job.metrics), False
+    while not ended:
+        ended = _has_ended(_LOOK_SECONDS)
+        step = sent.step
+        for line in lines.new():
+            step = int(line["step"] or 0)
+            if step >= first_step:
+                values = {name: value for name, value in line.items() if name != "step" and value is not None}
+                run.log(values, step=step)
+        if step > sent.step and is_noted:
+            sent = sent.at(step)
+            sent.write(job)
+
+
+def _has_ended(seconds: float) -> bool:
+    """Return whether training ends within this time: standard input is readable at its end."""
+    return bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
 class _Sent(BaseModel):

@@ -1,12 +1,20 @@
 """The library's lines in the run's log are limited in rate and have no needless tracebacks."""
 
+import io
 import logging
 import sys
 
 import pytest
 
 from t5train.errors import SpecError
-from tasks.prefect_log import BURST_LINES, RunLogHandler, as_encodable, without_traceback
+from tasks.prefect_log import (
+    BURST_LINES,
+    REPEATED_AT_THE_END,
+    RunLogHandler,
+    as_encodable,
+    show_failures_briefly,
+    without_traceback,
+)
 
 
 @pytest.fixture
@@ -49,3 +57,24 @@ def test_lines_with_bytes_that_are_not_utf8_can_be_sent() -> None:
     assert as_encodable(line)
     shown = logging.Formatter().format(line)
     assert shown == "a\\udce9\nValueError: caf\\udce9.txt"
+
+
+def test_a_terminal_says_where_a_run_failed_and_leaves_the_error_to_the_end_and_others_get_all_lines() -> None:
+    terminal, others = (logging.StreamHandler(io.StringIO()) for _ in range(2))
+    log, of_flow = logging.Logger("prefect.task_runs"), logging.Logger("prefect.flow_runs")
+    for each in (log, of_flow):
+        each.addHandler(terminal)
+        each.addHandler(others)
+    show_failures_briefly(terminal)
+    log.info("Task run failed with exception: %r - Retry 1/3 will start immediately", OSError("first"))
+    log.error("Task run failed with exception: OSError('second') - Retries are exhausted", exc_info=OSError("second"))
+    log.error("Finished in state Failed('Task run encountered an exception OSError: second')")
+    of_flow.error("Train failed: second", extra=REPEATED_AT_THE_END)
+    of_flow.info("Finished in state Failed('Train failed: second')")
+    log.error("another error")
+    assert terminal.stream.getvalue().splitlines() == [
+        "Task run failed with exception: OSError('first') - Retry 1/3 will start immediately",
+        "Failed: the error is at the end",
+        "another error",
+    ]
+    assert others.stream.getvalue().count("second") == 5  # one of them in the traceback

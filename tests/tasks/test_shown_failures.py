@@ -52,6 +52,15 @@ def test_only_unexpected_errors_are_logged_with_their_traceback(
     assert [bool(record.exc_info) for record in caplog.records] == [False, True]
 
 
+@pytest.mark.usefixtures("titles")
+def test_only_an_unexpected_error_names_the_file_with_its_traceback(tmp_path: Path) -> None:
+    for error, expected in ((SpecError("wrong"), False), (KeyError("defect"), True)):
+        failing(error, tmp_path)()
+        named = f"this traceback is also in {tmp_path / 'report/failure.md'}" in error.__notes__
+        assert named == expected
+        assert ("in flow\n    raise error" in (tmp_path / "report/failure.md").read_text()) == expected
+
+
 def test_a_cancellation_goes_on_and_only_restores_the_title(titles: list[str | None], tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         failing(KeyboardInterrupt(), tmp_path)()

@@ -11,7 +11,7 @@ from infra.head.runs.run_state import RunState, State
 from infra.node.attempts.log_tail import printable
 from t5train.report.time_left import duration
 
-_COLUMNS = ("name", "state", "step", "resumes at", "loss", "tokens/s", "left", "active", "note")
+_COLUMNS = ("name", "state", "step", "resumes at", "training loss", "tokens/s", "left", "active", "note")
 _LEFT_ALIGNED = {"name", "state"}
 _BETWEEN = "  "
 _INDENT = "    "

@@ -114,13 +114,13 @@ def _checkpoint_lines(checkpoints: Sequence[StoredCheckpoint]) -> list[str]:
 
 def _loss_lines(losses: Losses) -> list[str]:
     at = f", at step {losses.best_validation_step:,}" if losses.best_validation_step is not None else ""
-    # Comparable with validation only: the losses of steps are over all targets, which are easier on average.
+    # Comparable with validation only: training losses include sentinels, which are easier on average.
     baseline = losses.unigram_baseline if losses.best_validation is not None else None
     found = {
-        "of the first step, all targets": (losses.first, ""),
-        "of the last step, all targets": (losses.last, ""),
-        "best validation, non-sentinel targets": (losses.best_validation, at),
-        "the same targets under the training text's unigram frequencies": (baseline, ""),
+        "training, all target tokens, first step": (losses.first, ""),
+        "training, all target tokens, last step": (losses.last, ""),
+        "best validation, masked tokens": (losses.best_validation, at),
+        "unigram baseline, masked tokens": (baseline, ""),
     }
     return [f"{loss:.4f} {what}{more}" for what, (loss, more) in found.items() if loss is not None]
 

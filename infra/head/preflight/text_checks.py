@@ -2,7 +2,8 @@
 
 Files on this machine are read up to a limit, which takes about a second. A text that ends before the limit is refused
 if it cannot be enough, whatever the vocabulary. The token shards show exactly whether it is
-(``t5train.data.loader.require_enough_samples``).
+(``t5train.data.loader.require_enough_samples``). Whether a small text has enough pieces for the vocabulary is found by
+training one, which takes up to three seconds.
 """
 
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from t5train.data.passages import SPLITS, Passage, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import PLAIN_FORMATS, format_of, rows
+from t5train.data.sentencepiece_model import train
 from t5train.data.sources import PYDOCS, SourceFacts, few, require_source
 from t5train.data.span_corruption import geometry
 from t5train.errors import InputError
@@ -21,6 +23,10 @@ from t5train.spec import CorpusSpec, RunSpec
 LOOK_BYTES = 16 << 20
 _FEW_PASSAGES, _FEW_FACTOR = 100, 8
 """A text that shows fewer passages within the limit is read so many times as far: it may have too few of them."""
+
+_TRIED_BYTES, _TRIED_BYTES_PER_PIECE = 4 << 20, 200
+"""A vocabulary is tried on a text up to this size and up to so many bytes per piece. Of Python's library, 100 kB give a
+piece per 45 bytes, and 1.6 MB one per 150, so a larger text has enough pieces unless it repeats itself."""
 
 
 class TextLook(NamedTuple):
@@ -92,7 +98,8 @@ NOT_READ = TextFacts(None, None)
 def require_text(spec: RunSpec) -> TextFacts:
     """Return what is known of the text.
 
-    Raises InputError if there is none, if what is read of it is malformed, or if it cannot be enough for the run.
+    Raises InputError if there is none, if what is read of it is malformed, or if it cannot be enough for the run, and
+    SpecError if a small one does not give as many pieces as the vocabulary shall have.
     """
     if spec.corpus.source == PYDOCS:
         return TextFacts(None, None)
@@ -106,6 +113,7 @@ def require_text(spec: RunSpec) -> TextFacts:
     if look.is_whole:
         _require_passages(spec, look)
         _require_windows(spec, look)
+        _require_pieces(spec, source.local, look.text_bytes["train"])
     return TextFacts(source, look)
 
 
@@ -173,6 +181,13 @@ def _require_windows(spec: RunSpec, look: TextLook) -> None:
             f"{quantity(batch, 'sequence')} (optimizer.global_batch_sequences) of {window} tokens each. Add text, or "
             "lower optimizer.global_batch_sequences or objective.input_tokens"
         )
+
+
+def _require_pieces(spec: RunSpec, files: Iterable[SourceFile], train_bytes: int) -> None:
+    """Raise SpecError if the vocabulary cannot be trained on the train split of a small text."""
+    vocabulary = spec.tokenizer
+    if vocabulary.path is None and train_bytes <= min(_TRIED_BYTES, _TRIED_BYTES_PER_PIECE * vocabulary.vocab_size):
+        train(vocabulary, (each.text for each in _passages(files) if split_of(spec.corpus, each.id) == "train"))
 
 
 def _amount(look: TextLook) -> str:

@@ -23,9 +23,9 @@ from t5train.spec import RunSpec
 _IMPORTED = "t5train.checkpoint.consolidate.consolidation", "t5train.release.export"
 _VALIDATION = {
     "validation_loss": "validation loss",
-    "validation_content_loss": "validation loss of content",
+    "validation_content_loss": "validation loss of masked tokens",
     "shuffled_content_loss": "validation loss with shuffled inputs",
-    "unigram_content_loss": "loss under unigram frequencies",
+    "unigram_content_loss": "unigram baseline",
 }
 
 

@@ -47,7 +47,7 @@ _STEPS = 50
 _BEAT_SECONDS = 10.0
 _PHASES = {
     "start": "starting",
-    "compile": "compiling",
+    "compile": "preparing the first step",
     "step": "training",
     "save": "saving",
     "validate": "validating",

@@ -50,7 +50,7 @@ class Losses:
     first: float | None = None
     last: float | None = None
     best_validation: float | None = None
-    """Of non-sentinel targets, which is what the baseline can be compared with."""
+    """Of masked tokens, which is what the unigram baseline can be compared with."""
     best_validation_step: int | None = None
     unigram_baseline: float | None = None
 

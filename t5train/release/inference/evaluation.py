@@ -1,4 +1,4 @@
-"""Evaluation of a T5 on text: its loss and accuracy at span corruption, next to those of token frequencies."""
+"""Evaluation of a T5 on text: its loss and accuracy at span corruption, next to the unigram baseline."""
 
 import math
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ from t5train.release.inference.evaluation_text import (
     drawn_as_in_validation,
     read_windows,
     split_text,
+    start_of_text,
     whole_text,
 )
 from t5train.release.inference.model_folder import ModelFolder, chosen_device
@@ -32,9 +33,9 @@ class EvaluationSpec(NamedTuple):
     """What to evaluate on. What is left out is as in training if the folder records it, else as for T5.
 
     Without ``split``, the whole text is used; with it, only the passages that training would put into that split.
-    ``max_sequences`` takes the first sequences. Of the validation and the test split, which are read whole and held in
-    memory, it takes those that a run with that ``storage.validate_sequences`` measures, drawn from all of the split.
-    ``seed`` changes their masks, but not which they are.
+    ``max_sequences`` takes the first sequences. Of the validation and the test split, which are read whole, it takes
+    those that a run with that ``storage.validate_sequences`` measures, drawn from all of the split. ``seed`` changes
+    their masks, but not which they are.
     """
 
     noise_density: float | None = None
@@ -52,11 +53,12 @@ _USUAL = EvaluationSpec()
 class Evaluation(NamedTuple):
     """Losses in nats per token and shares of what the model predicts rightly, given all earlier target tokens.
 
-    All of them leave out sentinels and the closing EOS, except ``all_targets_loss``. ``unigram_loss`` is the loss of a
-    model that knows only how often each token occurs in the rest of the text. ``span_accuracy`` is the share of masked
-    spans of which every token is predicted rightly. ``split_as_trained`` is whether the validation or test split has as
-    many tokens as it had in training: if not, its text is different, and training may have used some of its passages.
-    It is None for other text, and if the folder does not record that number.
+    All are of masked tokens, so without sentinels and the closing EOS, except ``all_targets_loss``. ``unigram_loss`` is
+    the unigram baseline: the loss of a model that knows only how often each token occurs in the rest of the text.
+    ``span_accuracy`` is the share of masked spans of which every token is predicted rightly. ``split_as_trained`` is
+    whether the validation or test split has as many tokens as it had in training: if not, its text is different, and
+    training may have used some of its passages. It is None for other text, and if the folder does not record that
+    number.
     """
 
     loss: float
@@ -96,7 +98,7 @@ def evaluate(
         spec: How text is masked, and how much of it is used.
         device: Device to use, such as ``cuda:1`` or ``cpu``; this machine's accelerator, if it has one, if left out.
         root: Root folder, in whose ``cache`` remote text is kept; the default one if left out.
-        progress: Called with the number of passages tokenised, then with the number of sequences evaluated.
+        progress: Called with the number of passages or sequences tokenised, then of sequences evaluated.
 
     Returns:
         The measurements.
@@ -117,7 +119,7 @@ def evaluate(
     model = folder.load(used)
     for inputs, targets in _batches(text, shape, vocabulary, spec):
         sums.add(targets, *_predicted(model, inputs, targets))
-        progress(f"sequences evaluated, loss {sums.loss:.4f}", sums.sequences, len(text.windows))
+        progress(f"sequences evaluated, loss (masked tokens) {sums.loss:.4f}", sums.sequences, len(text.windows))
     return Evaluation(
         loss=sums.loss,
         perplexity=math.exp(min(sums.loss, 700.0)),
@@ -159,17 +161,19 @@ def _read(
 ) -> EvaluationText:
     with TemporaryDirectory() as temporary:
         files = _files(corpus, Path(temporary), root, progress)
+        window, most = shape.window_tokens, spec.max_sequences
+        if spec.split is None and most is not None:
+            return read_windows(start_of_text(files), vocabulary, window, most, progress)
         if spec.split is None:
-            return read_windows(whole_text(files), vocabulary, shape.window_tokens, spec.max_sequences, progress)
+            return read_windows(whole_text(files, progress), vocabulary, window)
         recorded = settings.get("corpus", {})
         rule = CorpusSpec.model_validate({key: recorded[key] for key in ("split", "split_seed") if key in recorded})
         shard_tokens = settings.get("shards", {}).get("shard_tokens", ShardsSpec().shard_tokens)
-        sequences = split_text(files, rule, spec.split, shard_tokens, progress)
-        if spec.split == "train":
-            return read_windows(sequences, vocabulary, shape.window_tokens, spec.max_sequences, progress)
-        return drawn_as_in_validation(
-            read_windows(sequences, vocabulary, shape.window_tokens, None, progress), spec.max_sequences
-        )
+        if spec.split == "train" and most is not None:
+            start = split_text(files, rule, spec.split, shard_tokens, progress)
+            return read_windows(start, vocabulary, window, most, progress)
+        sequences = split_text(files, rule, spec.split, shard_tokens, progress, reading=progress)
+        return drawn_as_in_validation(read_windows(sequences, vocabulary, window), most)
 
 
 def _split_as_trained(data: dict[str, int], split: Split | None, text: EvaluationText) -> bool | None:

@@ -139,7 +139,7 @@ def test_a_run_that_is_cancelled_on_its_page_ends_everywhere_and_leaves_a_checkp
     checkpoints = folder / "checkpoints"
     wait(lambda: checkpoints.is_dir() and any(checkpoints.glob("step-*")))
     assert len(processes_of(folder)) > 2, "the ranks and their guard"
-    operated.see(run, "Cancel", "steps, loss")
+    operated.see(run, "Cancel", "steps, training loss")
     screenshot("running-run")
     operated.page.click("Cancel")
     operated.page.click("Confirm")

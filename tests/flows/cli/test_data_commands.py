@@ -80,6 +80,10 @@ def test_a_run_on_token_shards_is_one_on_the_text_that_they_were_made_of(
     for setting in ("corpus.source=pydocs", f"corpus.source={tmp_path / 'other.txt'}", "corpus.split_seed=4"):
         assert t5_pretrain("train", "smoke", "--root", str(root), "--set", setting) == 2
         assert f"but the token shards in {shards} were made with" in capsys.readouterr().err
+    config = tmp_path / "run.yaml"
+    config.write_text("recipe: smoke\ncorpus:\n  split_seed: 0\n")  # the recipe's own value
+    assert t5_pretrain("train", "--config", str(config), "--root", str(root)) == 2
+    assert "corpus.split_seed is 0, but the token shards in" in capsys.readouterr().err
     moved = chosen("smoke", None, {"corpus.source": str(tmp_path / "moved" / "text.jsonl"), "corpus.revision": "2"})
     assert _spec_on(TokenShards.load(shards), moved).corpus.source == str(tmp_path / "moved" / "text.jsonl")
     record = json.loads((shards / "manifest.json").read_bytes())

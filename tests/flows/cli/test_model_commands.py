@@ -81,9 +81,9 @@ def test_evaluate_prints_loss_baseline_and_accuracy(
     assert t5_pretrain(*arguments) == 0
     said = capsys.readouterr().out
     assert "nats per masked token (perplexity " in said
-    assert "for token frequencies of the rest of the text" in said
+    assert "for the unigram baseline, from the rest of the text" in said
     assert "of masked tokens, " in said
-    assert "predicts no better than token frequencies" in said
+    assert "predicts no better than the unigram baseline" in said
     assert t5_pretrain(*arguments, "--json", "--split", "train", "--seed", "3", "--max-sequences", "2") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["split"], found["seed"], found["sequences"], found["device"]) == ("train", 3, 2, "cpu")

@@ -37,6 +37,18 @@ def test_escape_sequences_from_stores_and_hosts_are_removed_from_output(capsys: 
     assert captured.out == fit + "what\n" + fit
 
 
+def test_lines_of_progress_say_how_long_the_rest_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    with terminal.progress_display() as progress:
+        for done, loss in enumerate(("2.5", "2.4", "2.3")):
+            progress(f"sequences evaluated, loss {loss}", done, 10)
+            now[0] += 60
+    assert capsys.readouterr().err.splitlines()[-1] == "2 of 10 (20 %) sequences evaluated, loss 2.3, 8 min left"
+
+
 def test_a_bar_shows_the_amount_of_work_if_it_is_known_and_disappears_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

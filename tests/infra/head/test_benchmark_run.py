@@ -16,7 +16,7 @@ def test_steps_of_real_ranks_are_measured() -> None:
     told: list[tuple[str, int, int | None]] = []
     measured = benchmark(spec, 3, lambda *report: told.append(report))
     assert len(measured.step_seconds) == 3
-    assert told[0] == ("steps, compiling before the first", 0, 5 + 3 + 2)
+    assert told[0] == ("steps, taking the first step", 0, 5 + 3 + 2)
     assert 0 < told[-1][1] <= 10
     sample = geometry(spec.objective)
     assert measured.tokens_a_step == 64 * (sample.input_tokens + sample.target_tokens)

@@ -71,25 +71,47 @@ def test_progress_says_what_ranks_do_while_no_step_is_trained(spec: RunSpec) -> 
     run.beat("start")
     assert run.now() == ("steps, ranks are starting", 0, 100)
     run.beat("compile")
-    assert run.now() == ("steps, compiling", 0, 100)
+    assert run.now() == ("steps, taking the first step", 0, 100)
     run.write({"step": 0, "unigram_content_loss": 6.125})
-    assert run.now() == ("steps, compiling", 0, 100)
+    assert run.now() == ("steps, taking the first step", 0, 100)
     run.write({"step": 0, "unigram_content_loss": 6.125}, step(7))
     run.beat("step")
-    assert run.now() == ("steps, loss 2.500, 1,000 tokens/s", 7, 100)
+    assert run.now() == ("steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s", 7, 100)
     run.beat("save")
-    assert run.now() == ("steps, loss 2.500, 1,000 tokens/s, saving a checkpoint", 7, 100)
+    assert run.now() == (
+        "steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s, saving a checkpoint",
+        7,
+        100,
+    )
     run.beat("save", age=60)
-    assert run.now() == ("steps, loss 2.500, 1,000 tokens/s", 7, 100), "the rank has ended"
+    assert run.now() == ("steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s", 7, 100), (
+        "the rank has ended"
+    )
 
 
-def test_a_validation_is_shown_beside_what_word_frequencies_alone_reach(spec: RunSpec) -> None:
+def test_ranks_are_said_to_compile_only_if_torch_compile_is_used(spec: RunSpec) -> None:
+    for uses_it, expected in (
+        (False, "taking the first step"),
+        (True, "compiling the model and taking the first step"),
+    ):
+        run = Run(spec.with_settings({"model.compile": uses_it, "name": f"compile-{uses_it}"}))
+        run.begin(1, None)
+        run.beat("compile")
+        assert run.now() == (f"steps, {expected}", 0, 100)
+
+
+def test_the_training_loss_and_the_validation_loss_say_which_tokens_they_are_of_and_the_unigram_baseline(
+    spec: RunSpec,
+) -> None:
     run = Run(spec)
     run.begin(1, None)
     run.beat("step")
     validated = {"step": 10, "validation_loss": 5.0, "validation_content_loss": 5.5}
     run.write({"step": 0, "unigram_content_loss": 6.125}, step(10), validated)
-    expected = "steps, loss 2.500, 1,000 tokens/s, validation, masked tokens only 5.500 (word frequencies alone: 6.125)"
+    expected = (
+        "steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s, "
+        "validation loss (masked tokens) 5.500, unigram baseline 6.125"
+    )
     assert run.now() == (expected, 10, 100)
 
 
@@ -105,11 +127,11 @@ def test_figures_of_an_earlier_attempt_are_not_shown(spec: RunSpec) -> None:
     assert run.now() == waiting
     run.beat("compile")
     run.write(step(50))  # ranks have removed the later lines
-    assert run.now() == ("steps, compiling, resuming after step 50", 50, 100)
+    assert run.now() == ("steps, taking the first step, resuming after step 50", 50, 100)
     run.beat("step")
     assert run.now() == waiting
     run.write(step(50), step(51, loss=2.25))
-    assert run.now() == ("steps, loss 2.250, 1,000 tokens/s", 51, 100)
+    assert run.now() == ("steps, training loss (all target tokens) 2.250 nats/token, 1,000 tokens/s", 51, 100)
 
 
 def test_ranks_on_hosts_report_no_phase_but_no_old_figures_either(spec: RunSpec, tmp_path: Path) -> None:
@@ -120,7 +142,7 @@ def test_ranks_on_hosts_report_no_phase_but_no_old_figures_either(spec: RunSpec,
     os.utime(run.folder / "metrics.jsonl", (time.time() - 60,) * 2)
     assert run.now() == ("steps, ranks are starting, resuming after step 50", 50, 100)
     run.write(step(50), step(51))
-    assert run.now() == ("steps, loss 2.500, 1,000 tokens/s", 51, 100)
+    assert run.now() == ("steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s", 51, 100)
 
 
 def test_after_the_last_step_progress_says_what_is_left_to_do(spec: RunSpec) -> None:
@@ -136,4 +158,6 @@ def test_after_the_last_step_progress_says_what_is_left_to_do(spec: RunSpec) -> 
     run.beat("save")
     assert run.now()[0] == "s since the last step, saving the last checkpoint and the witness"
     run.beat("save", age=60)
-    assert run.now() == ("steps, loss 2.500, 1,000 tokens/s", 100, 100), "the ranks have ended"
+    assert run.now() == ("steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s", 100, 100), (
+        "the ranks have ended"
+    )

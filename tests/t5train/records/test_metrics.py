@@ -66,10 +66,8 @@ def test_the_losses_at_the_end_say_plainly_if_the_model_has_learned_nothing() ->
     losses = {"validation_content_loss": 5.5, "unigram_content_loss": 6.0, "shuffled_content_loss": 5.75}
     lines = loss_lines(losses | {"test_content_loss": None})
     assert [line.partition(" ")[0] for line in lines] == ["5.5000", "6.0000", "5.7500"]
-    assert (
-        loss_lines(losses | {"test_content_loss": 5.625})[-1] == "5.6250 nats/token: test split, non-sentinel targets"
-    )
+    assert loss_lines(losses | {"test_content_loss": 5.625})[-1] == "5.6250 nats/token: test split, masked tokens"
     for poor in (6.0, 6.5):
         last = loss_lines(losses | {"validation_content_loss": poor})[-1]
-        assert last.startswith("The model predicts no better than word frequencies.")
+        assert last.startswith("The model predicts no better than the unigram baseline.")
     assert len(loss_lines({"validation_content_loss": 5.5})) == 1, "earlier versions recorded no baseline"

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -321,6 +323,19 @@ def test_a_fresh_process_that_ends_without_a_message_is_reported_with_its_exit_c
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(CertificationError, match=r"\(exit status 1\)\. .*certify\.log can show why"):
         certify_in_fresh_process(exported, exported.path.parent / "witness")
+
+
+def test_a_process_whose_parent_has_ended_ends_quietly(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    command = [sys.executable, "-m", "t5train.release.certification", exported.path, exported.path.parent / "witness"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert "Traceback" not in said
+    assert "BrokenPipeError" not in said
+    assert process.returncode == 1
 
 
 def test_another_loss_curve_is_refused(make_export: MakeExport) -> None:

@@ -107,7 +107,7 @@ def test_the_card_says_if_the_model_is_no_better_than_word_frequencies(
     trained = make_trained()
     trained.change_witness(validation={"validation_content_loss": loss, "unigram_content_loss": 6.5})
     card = _card(export(*trained, tmp_path / "out"))
-    assert ("This model predicts no better than word frequencies." in card) is is_worse
+    assert ("This model predicts no better than the unigram baseline." in card) is is_worse
 
 
 @pytest.mark.parametrize(("version", "noted"), [("v1.1", True), ("v1.0", False), ("switch", False)])

@@ -1,4 +1,4 @@
-"""The loss of unigram frequencies, which the model must beat."""
+"""The unigram baseline, which the model must beat."""
 
 import shutil
 from collections.abc import Callable

@@ -2,8 +2,11 @@
 
 import logging
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,6 +107,48 @@ def test_a_wandb_that_fails_is_reported_once_and_training_continues(
     assert logged.count("W&B gets no more metrics of this attempt, training continues: no core for") == 1
     assert SECRET not in logged
     assert "[secret]" in logged
+
+
+def test_metrics_are_recorded_offline_if_the_server_never_answers(
+    job: TrainJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    with Metrics(job.metrics_path, job.tensorboard_folder, 0) as metrics:
+        for step in range(3):
+            metrics.write(step, {"loss": float(step)})
+    program = "import sys; from t5train.train import wandb_sync as w; w._ANSWER_SECONDS = 2; sys.exit(w.main())"
+    online = SyncJob.of(job, 0).model_copy(update={"mode": "online"})
+    command, job_line = [sys.executable, "-c", program], online.model_dump_json()
+    done = subprocess.run(command, input=job_line, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = wandb_files.segments(job.run_folder)
+    assert losses(path) == {0: 0.0, 1: 1.0, 2: 2.0}
+    assert done.stderr.count("the W&B server cannot be used (") == 1
+    assert f"To send them yourself: wandb sync {path.parent}\n" in done.stderr
+    assert SECRET not in done.stderr
+    assert wandb_sync._Sent.read(online).step == -1, "the next attempt sends all steps"
+
+
+def test_a_server_that_does_not_answer_is_tried_again_while_training_runs(
+    job: TrainJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[Exception | str] = [OSError("no route"), OSError("no route"), "the run"]
+    package = SimpleNamespace(Error=OSError, teardown=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.setattr(wandb_sync, "_has_ended", lambda _seconds: False)
+
+    def begin(*_: object) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(wandb_sync, "_begin", begin)
+    online = SyncJob.of(job, 0)
+    assert wandb_sync._online(online, wandb_sync._Sent.read(online)) == "the run"
+    assert caplog.text.count("it is tried again every 300 s") == 1
 
 
 @pytest.mark.parametrize("error", [None, TrainingError("the loss is nan")])

@@ -59,7 +59,7 @@ def test_a_pipe_gets_a_header_and_one_line_for_each_run_with_tabs(
 ) -> None:
     assert t5_pretrain("status") == 0
     header, row = (line.split("\t") for line in capsys.readouterr().out.splitlines())
-    assert header == ["name", "state", "step", "resumes at", "loss", "tokens/s", "left", "active", "note"]
+    assert header == ["name", "state", "step", "resumes at", "training loss", "tokens/s", "left", "active", "note"]
     assert row[:7] == ["mine", "failed", "8 of 60", "-", "4.1250", "-", "-"]
     assert row[7].endswith(" s ago")
     assert row[8] == " ".join(ERROR.split()), "the whole error, in one line"
@@ -73,7 +73,7 @@ def test_the_table_fits_100_columns_aligned_and_with_numbers_to_the_right(
     show_runs([RUNNING, FAILED, PUBLISHED, NEW])
     header, running, doing, failed, error, published, where, new = capsys.readouterr().out.splitlines()
     assert all(cell_len(line) <= 100 for line in (header, running, failed, error, published, new))
-    for column in ("step", "resumes at", "loss", "tokens/s", "left"):
+    for column in ("step", "resumes at", "training loss", "tokens/s", "left"):
         end = header.index(column) + len(column)
         assert running[end - 1] != " ", column
         assert running[end : end + 1] in {"", " "}, column

@@ -11,15 +11,17 @@ import pytest
 from infra.head.preflight.text_checks import look_at, require_text
 from t5train.data.passages import SourceFile
 from t5train.data.span_corruption import geometry
-from t5train.errors import InputError
+from t5train.errors import InputError, SpecError
 from t5train.spec import CorpusSpec, ObjectiveSpec, RunSpec
 from t5train.spec.recipes import recipe
+from tests.support.generated_text import write_jsonl
 
 SENTENCE = "the model reads this text, which is one passage of several words"
 
 
 def run_of(source: Path | str, **settings: object) -> RunSpec:
-    return recipe("smoke", {"corpus.source": json.dumps(str(source)), **settings})
+    given = {"tokenizer.path": "given"}  # the sentences of these texts are too alike to train a vocabulary on
+    return recipe("smoke", {"corpus.source": json.dumps(str(source)), **given, **settings})
 
 
 def lines(path: Path, count: int) -> Path:
@@ -79,6 +81,19 @@ def test_a_text_with_fewer_windows_than_a_batch_is_refused(tmp_path: Path) -> No
     assert "lower optimizer.global_batch_sequences" in str(caught.value)
     smaller = {"optimizer.global_batch_sequences": 32, "layout.micro_batch_sequences": 16}
     assert require_text(run_of(text, **settings, **smaller)).look is not None
+
+
+@pytest.mark.parametrize(("pieces", "fits"), [(300, True), (8000, False)])
+def test_a_vocabulary_that_a_small_text_is_too_small_for_is_refused(tmp_path: Path, pieces: int, fits: bool) -> None:
+    settings = {"tokenizer.path": None, "tokenizer.vocab_size": pieces}
+    run = run_of(write_jsonl(tmp_path / "text.jsonl", 300), **settings)
+    if fits:
+        assert require_text(run).look is not None
+        return
+    with pytest.raises(
+        SpecError, match=r"tokenizer\.vocab_size is 8000: this corpus gives at most \d+ pieces\. Lower "
+    ):
+        require_text(run)
 
 
 @pytest.mark.parametrize(

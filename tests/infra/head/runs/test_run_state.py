@@ -198,7 +198,11 @@ def test_a_run_that_resumes_shows_no_figures_of_the_attempt_before(run: Path) ->
         assert run_state(run).stage == "Get the text"
         begin_attempt(run, "compile")
         found = run_state(run)
-        assert (found.stage, found.tokens_per_second, found.seconds_left) == ("Get the text: compiling", None, None)
+        assert (found.stage, found.tokens_per_second, found.seconds_left) == (
+            "Get the text: preparing the first step",
+            None,
+            None,
+        )
 
 
 def test_the_phase_of_ranks_on_hosts_or_of_an_old_heartbeat_is_not_shown(run: Path) -> None:

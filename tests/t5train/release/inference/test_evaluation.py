@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from transformers import AutoModelForSeq2SeqLM
 
 from t5train.data.corpus import build_corpus
 from t5train.data.loader import Samples
+from t5train.data.passages import Passage, Split
 from t5train.data.shards import build_shards
 from t5train.data.span_corruption import is_content
 from t5train.data.tokenizer import given_tokenizer
 from t5train.errors import InputError, SpecError
 from t5train.release.inference.evaluation import EvaluationSpec, evaluate
+from t5train.release.inference.evaluation_text import read_windows
 from t5train.release.inference.vocabulary import Vocabulary
 from t5train.spec import CorpusSpec, ObjectiveSpec, ShardsSpec
 from tests.support.generated_text import write_jsonl
@@ -149,6 +152,35 @@ def test_only_the_first_sequences_are_evaluated_if_asked(make_model: MakeModel, 
     assert (found.sequences, found.passages) == (3, 256)
     assert reported[-1][1:] == (3, 3)
     assert reported[-1][0].startswith("sequences evaluated, loss ")
+
+
+@pytest.mark.parametrize("split", [None, "validation"])
+def test_progress_says_how_much_remains_while_a_text_is_read_and_evaluated(
+    make_model: MakeModel, tmp_path: Path, split: Split | None
+) -> None:
+    folder, text = make_model(), str(write_jsonl(tmp_path / "text.jsonl", 300))
+    reported: list[tuple[str, int, int | None]] = []
+    found = evaluate(folder, text, EvaluationSpec(split=split), progress=lambda *step: reported.append(step))
+    assert all(total is not None for _, _, total in reported)
+    last = {what.partition(",")[0]: (done, total) for what, done, total in reported}
+    assert last["passages tokenised"] == (300, 300)
+    assert last["sequences evaluated"] == (found.sequences, found.sequences)
+
+
+def test_a_text_larger_than_memory_can_be_evaluated() -> None:
+    def encode(texts: list[str]) -> list[np.ndarray]:
+        return [np.full(1_000, len(text), np.int32) for text in texts]
+
+    passages = (Passage(str(number), "", "x" * (number % 50)) for number in range(20_000))
+    tracemalloc.start()
+    try:
+        found = read_windows([passages], Vocabulary(400, 399, 1, encode), window_tokens=128)
+        assert tracemalloc.get_traced_memory()[1] < found.windows.nbytes / 4
+    finally:
+        tracemalloc.stop()
+    assert found.windows.shape == (20_000 * 1_000 // 128, 128)
+    assert (found.windows.ravel()[::1_000][:50] == np.arange(50)).all()
+    assert found.counts[:50].tolist() == [20_000 * 1_000 // 50] * 50
 
 
 @pytest.mark.parametrize("vocabulary", ["spiece.model", "tokenizer.json"])
