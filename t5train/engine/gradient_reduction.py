@@ -11,7 +11,7 @@ collectives meet others.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from deepspeed import comm
@@ -85,7 +85,7 @@ class GradientReduction:
     def take(self, parameter: Tensor) -> None:
         """Copy and drop the gradient of ``parameter``, which is complete, and reduce the buckets that are full."""
         bucket = self._bucket_of[parameter]
-        bucket.place_of(parameter).copy_(parameter.grad)
+        bucket.place_of(parameter).copy_(cast(Tensor, parameter.grad))
         bucket.missing.remove(parameter)
         parameter.grad = None
         while self._waiting and not self._waiting[0].missing:
