@@ -80,7 +80,7 @@ class GradientReduction:
         self._buckets = sorted(cut, key=lambda bucket: position[bucket.parameters[0]], reverse=True)
         self._bucket_of = {parameter: bucket for bucket in cut for parameter in bucket.parameters}
         self._waiting = deque(self._buckets)
-        self._reducing: deque[tuple[_Bucket, Any]] = deque()
+        self._reducing: tuple[_Bucket, Any] | None = None
 
     def take(self, parameter: Tensor) -> None:
         """Copy and drop the gradient of ``parameter``, which is complete, and reduce the buckets that are full."""
@@ -98,8 +98,7 @@ class GradientReduction:
             for parameter in bucket.missing:
                 bucket.place_of(parameter).zero_()
             self._reduce(bucket)
-        while self._reducing:
-            self._add(*self._reducing.popleft())
+        self._add_reduced()
         self._waiting.extend(self._buckets)
 
     def sum_of(self, group: int) -> Tensor:
@@ -115,15 +114,17 @@ class GradientReduction:
 
     def _reduce(self, bucket: _Bucket) -> None:
         """Start to reduce a bucket. Only one is being reduced at a time, so that few need memory."""
-        while self._reducing:
-            self._add(*self._reducing.popleft())
+        self._add_reduced()
         sharers = self._groups[bucket.group].sharers
         is_shared = comm.get_world_size(group=sharers) > 1
         work = comm.all_reduce(bucket.gradients, group=sharers, async_op=True) if is_shared else None
-        self._reducing.append((bucket, work))
+        self._reducing = bucket, work
 
-    def _add(self, bucket: _Bucket, work: Any) -> None:
-        """Wait until a bucket is reduced, on the accelerator if it has streams, and add what this rank owns."""
+    def _add_reduced(self) -> None:
+        """Wait for the bucket that is being reduced, on the accelerator if it has streams, and add what is ours."""
+        if self._reducing is None:
+            return
+        (bucket, work), self._reducing = self._reducing, None
         if work is not None:
             work.wait()
         owned = self._groups[bucket.group].owned

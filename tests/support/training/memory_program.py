@@ -68,7 +68,7 @@ def _peak_bytes(entry: dict[str, Any]) -> int:
     if entry["is_fused"]:
         from t5train.engine.fused_update import FusedUpdate  # needs Triton
 
-        watched += [(FusedUpdate, "_settings"), (GradientReduction, "_add")]
+        watched += [(FusedUpdate, "_settings"), (GradientReduction, "_add_reduced")]
     with ExitStack() as stack:
         for owner, name in watched:
             stack.enter_context(_watched(owner, name, seen, earlier))
