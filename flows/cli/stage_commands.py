@@ -235,7 +235,7 @@ def _require_finished(place: str) -> None:
     if folder is None or is_there(folder / MANIFEST) or (run := run_of_result(folder)) is None:
         return
     found = run_state(run)
-    if found.state == State.PUBLISHED:
+    if found.state in {State.PUBLISHED, State.UNREADABLE}:
         return
     at = "" if found.num_steps is None else f", at step {steps_text(found)}"
     remedy = "Wait until it is published" if found.state == State.RUNNING else "Continue it first"

@@ -1,7 +1,7 @@
 """Builds the DeepSpeed engine of a run.
 
-A dense model is compiled as a whole. On one NVIDIA GPU its passes then run as CUDA graphs, because launching the
-kernels one by one takes the host about as long as the GPU needs to run them.
+A dense model is compiled as a whole. On NVIDIA GPUs its passes then run as CUDA graphs, because launching the kernels
+one by one takes the host about as long as the GPU needs to run them.
 
 A pipeline cannot be compiled as a whole, because its stages communicate outside any graph, nor can DeepSpeed's layer
 with experts, because an expert's number of tokens is known only at run time. Blocks, or attention and feed-forward of
@@ -148,7 +148,7 @@ def _graphs(engine: Any, spec: RunSpec) -> dict[str, str]:
     """Return torch.compile's settings for CUDA graphs with the fused update, otherwise none.
 
     The next pass overwrites the gradients of the last one. They have been read before: by the fused update or their
-    sums, or on several ranks by the copy into DeepSpeed's buckets. Ranks that divide experts communicate in a pass.
+    sums, or on several ranks by the copy into buckets. Ranks that divide experts communicate in a pass.
     """
     is_recordable = _can_fuse_update(engine) and spec.layout.expert_parallel_size == 1
     return {"mode": "reduce-overhead"} if is_recordable else {}

@@ -43,7 +43,8 @@ class FusedUpdate:
         self._chunks = [Chunks.of(partition, flat.device) for flat, partition in partitions.items()]
         self._counted = [_counted(self._zero.params_in_partition[i], each) for i, each in enumerate(self._partitions)]
         is_alone = all(comm.get_world_size(group=group) == 1 for group in self._zero.real_dp_process_group)
-        self._reduction = None if is_alone else _reduction(engine)
+        self._parameters = list(reversed(list(engine.module.parameters())))  # roughly in the order of their gradients
+        self._reduction = None if is_alone else _reduction(self._zero, self._parameters)
 
     def install(self) -> None:
         """Replace DeepSpeed's step, and what it does with gradients before, on this optimizer object."""
@@ -65,10 +66,9 @@ class FusedUpdate:
     def _reduce_gradients(self, **_settings: Any) -> None:
         """Reduce all gradients, at ZeRO 1. DeepSpeed calls this after the last pass of a step."""
         reduction = cast(GradientReduction, self._reduction)
-        for group in self._zero.bit16_groups:
-            for parameter in reversed(group):
-                if parameter.grad is not None:
-                    reduction.take(parameter)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                reduction.take(parameter)
         reduction.finish()
 
     def _keep_gradient(self, parameter: Any, _group: int) -> None:
@@ -151,12 +151,11 @@ class FusedUpdate:
             )
 
 
-def _reduction(engine: Any) -> GradientReduction:
-    zero = engine.optimizer
+def _reduction(zero: Any, parameters: list[Tensor]) -> GradientReduction:
     groups = zip(zero.bit16_groups_flat, zero.bit16_groups, zero.real_dp_process_group, strict=True)
     return GradientReduction(
         [FlatGroup(*each) for each in groups],
-        list(engine.module.parameters()),
+        parameters,
         comm.get_world_size(group=zero.dp_process_group),
         zero.gradient_accumulation_dtype,
         BUCKET_ELEMENTS,
@@ -182,4 +181,4 @@ def _counted(parameters: list[Any], partition: Partition) -> Tensor:
 
 
 def _nothing(*_arguments: Any, **_settings: Any) -> None:
-    """Stand in for what DeepSpeed does with a gradient, or with all, where nothing is to be done yet or at all."""
+    """Replace a method of DeepSpeed that has nothing to do here."""

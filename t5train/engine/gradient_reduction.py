@@ -5,8 +5,8 @@ pass. Here, a hook makes one copy, and what is reduced overlaps with the rest of
 
 A group's flat buffer is cut into buckets of whole parameters. A bucket is reduced when it has the gradients of all its
 parameters. Ranks always reduce buckets in the same order, from the end of the model, whatever the order in which
-gradients are complete. Equal gradients therefore give equal bits, and parameters that only some ranks use cannot make
-collectives meet others.
+gradients are complete. So all-reduces match, also if only some ranks use a parameter, and equal gradients give equal
+bits.
 """
 
 from collections import deque
@@ -53,13 +53,13 @@ class _Bucket:
             self._gradients = self.parameters[0].new_empty(self.stop - self.start)
         return self._gradients
 
-    def place_of(self, parameter: Tensor) -> Tensor:
-        """Return the part of ``gradients`` that belongs to ``parameter``, in its shape."""
+    def part_of(self, parameter: Tensor) -> Tensor:
+        """Return the gradient of ``parameter``, a view of ``gradients`` in its shape."""
         first = parameter.storage_offset() - self.start
         return self.gradients[first : first + parameter.numel()].view_as(parameter)
 
     def clear(self) -> None:
-        """Be ready for the next pass."""
+        """Prepare for the next pass."""
         self.missing, self._gradients = set(self.parameters), None
 
 
@@ -71,13 +71,13 @@ class GradientReduction:
     ) -> None:
         """Prepare to average over ``ranks`` ranks, and to sum the passes of a step in ``dtype``.
 
-        ``order``: all parameters, those whose gradients are complete first at the end.
+        ``order``: all parameters, roughly in the order in which their gradients are complete.
         """
         self._groups, self._ranks, self._dtype = groups, ranks, dtype
         self._sums: dict[int, Tensor] = {}
         position = {parameter: number for number, parameter in enumerate(order)}
         cut = [_Bucket(i, part) for i, group in enumerate(groups) for part in _parts(group.parameters, bucket_elements)]
-        self._buckets = sorted(cut, key=lambda bucket: position[bucket.parameters[0]], reverse=True)
+        self._buckets = sorted(cut, key=lambda bucket: position[bucket.parameters[0]])
         self._bucket_of = {parameter: bucket for bucket in cut for parameter in bucket.parameters}
         self._waiting = deque(self._buckets)
         self._reducing: tuple[_Bucket, Any] | None = None
@@ -85,7 +85,7 @@ class GradientReduction:
     def take(self, parameter: Tensor) -> None:
         """Copy and drop the gradient of ``parameter``, which is complete, and reduce the buckets that are full."""
         bucket = self._bucket_of[parameter]
-        bucket.place_of(parameter).copy_(cast(Tensor, parameter.grad))
+        bucket.part_of(parameter).copy_(cast(Tensor, parameter.grad))
         bucket.missing.remove(parameter)
         parameter.grad = None
         while self._waiting and not self._waiting[0].missing:
@@ -96,7 +96,7 @@ class GradientReduction:
         while self._waiting:
             bucket = self._waiting.popleft()
             for parameter in bucket.missing:
-                bucket.place_of(parameter).zero_()
+                bucket.part_of(parameter).zero_()
             self._reduce(bucket)
         self._add_reduced()
         self._waiting.extend(self._buckets)
@@ -121,7 +121,7 @@ class GradientReduction:
         self._reducing = bucket, work
 
     def _add_reduced(self) -> None:
-        """Wait for the bucket that is being reduced, on the accelerator if it has streams, and add what is ours."""
+        """Wait for the bucket that is being reduced, on the accelerator if it has streams, and add this rank's part."""
         if self._reducing is None:
             return
         (bucket, work), self._reducing = self._reducing, None

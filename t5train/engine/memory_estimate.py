@@ -164,8 +164,8 @@ def _fused(sizes: _Sizes, stage: int, is_alone: bool) -> list[Held]:
         Held("gradients", gradients, 0),
         Held("masters", _MASTER * part, 0),
         Held("moments", _MOMENTS * part, 0),
-        # One bucket is reduced while another one is filled.
-        Held("reduced at a time", weight * min(whole, 2 * BUCKET_ELEMENTS) * (not is_alone), 0),
+        # One bucket is reduced while others are filled: of the dense parameters, and of the experts.
+        Held("reduced at a time", weight * min(whole, 3 * BUCKET_ELEMENTS) * (not is_alone), 0),
     ]
 
 

@@ -131,7 +131,7 @@ def verify_file(path: Path, expected: FileDigest | SafetensorsDigest) -> None:
                 )
             if found.st_size != expected.size:
                 raise DigestMismatch(
-                    f"{path} has {quantity(found.st_size, 'byte')}, but {expected.size} were recorded: restore it or "
+                    f"{path} has {quantity(found.st_size, 'byte')}, but {expected.size:,} were recorded: restore it or "
                     "make it again"
                 )
             digest = digest_file(path) if isinstance(expected, FileDigest) else digest_safetensors(path)

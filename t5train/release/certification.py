@@ -264,7 +264,7 @@ def main(arguments: list[str]) -> int:
     try:
         export_folder, witness = map(Path, arguments)
         return _certify_and_report(export_folder, witness, _reporter())
-    except BrokenPipeError:  # the parent, which alone reads the reports, has ended: there is nobody to tell
+    except BrokenPipeError:  # the parent, which alone reads the reports, has ended
         return 1
 
 
@@ -292,7 +292,9 @@ def _reporter() -> Callable[..., None]:
     os.dup2(2, 1)
 
     def report(**fact: Any) -> None:
-        channel.write(json.dumps(fact).encode() + b"\n")
+        rest = memoryview(json.dumps(fact).encode() + b"\n")
+        while rest:  # a signal can cut a write short
+            rest = rest[channel.write(rest) :]
 
     return report
 

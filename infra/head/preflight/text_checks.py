@@ -99,7 +99,7 @@ def require_text(spec: RunSpec) -> TextFacts:
     """Return what is known of the text.
 
     Raises InputError if there is none, if what is read of it is malformed, or if it cannot be enough for the run, and
-    SpecError if a small one does not give as many pieces as the vocabulary shall have.
+    SpecError if a small one does not give as many pieces as ``tokenizer.vocab_size`` requests.
     """
     if spec.corpus.source == PYDOCS:
         return TextFacts(None, None)

@@ -100,7 +100,7 @@ def _fault(record: Checkpoint) -> str:
         except OSError as error:
             return f"{path}: {error.strerror}"
         if size != digest.size:
-            return f"{path} has {quantity(size, 'byte')}, but {digest.size} were recorded"
+            return f"{path} has {quantity(size, 'byte')}, but {digest.size:,} were recorded"
     return ""
 
 

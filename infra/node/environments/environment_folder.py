@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from infra.node.environments.installation_messages import Refusal, Working, locked, reply
-from t5train.host_resources import quantity
 
 MARKER = ".t5-pretrain.json"
 _SHOWN_LINES = 4
@@ -106,7 +105,7 @@ def fill(wheelhouse: str, wheels: Sequence[tuple[Path, str]], listed: Path, into
     _run([sys.executable, "-I", "-m", "venv", str(into)], "the environment cannot be created")
     python = into / "bin" / "python"
     listed.write_text("".join(f"{path.as_uri()} --hash=sha256:{digest}\n" for path, digest in wheels))
-    reply(Working(f"installing {quantity(len(wheels), 'wheel')}"))
+    reply(Working(f"wheels to install: {len(wheels)}"))
     offline = ["--no-index", "--no-cache-dir", "--only-binary=:all:", "--require-hashes", "--no-input"]
     words = ["install", *offline, "--disable-pip-version-check", "--quiet", f"--requirement={listed}"]
     _run([str(python), "-I", "-m", "pip", *words], "the wheels cannot be installed")
