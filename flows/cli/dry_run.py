@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.cli.terminal import say, show_json
@@ -22,10 +23,10 @@ from t5train.data.loader import num_windows
 from t5train.data.shards import TEXT_BYTES_PER_TOKEN, settings_of
 from t5train.data.sources import PYDOCS, skipped_line
 from t5train.data.span_corruption import geometry
-from t5train.data.tokenizer import expected_vocab_size
+from t5train.data.tokenizer import is_vocabulary_of
 from t5train.engine.deepspeed_config import deepspeed_config
 from t5train.engine.memory_estimate import Held, held_by_a_rank
-from t5train.errors import DigestMismatch, RecordError, T5TrainError, UnknownVersion
+from t5train.errors import DigestMismatch, RecordError, T5TrainError, UnknownVersion, Unreadable
 from t5train.files.presence import visible_in
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS
 from t5train.host_resources import format_bytes, free_space_bytes, quantity
@@ -43,6 +44,15 @@ class Epochs(NamedTuple):
     """None if it is unknown."""
     said: str
     """The number and what it holds for, or why it is unknown."""
+
+
+class _MadeShards(NamedTuple):
+    """Finished token shards; the newest are the greatest."""
+
+    made_at: float
+    folder: Path
+    windows: int
+    """Windows of the train split."""
 
 
 def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool) -> None:
@@ -119,9 +129,10 @@ def _epochs(spec: RunSpec, text: TextFacts) -> Epochs:
     """Return how often the run uses each passage: exact from token shards, otherwise from the size of the text."""
     samples = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences
     window_tokens = geometry(spec.objective).window_tokens
-    if (shards := _made_shards(spec)) is not None:
-        number = samples / max(1, num_windows(shards, "train", window_tokens))
-        return Epochs(number, f"{number:,.2f} over the train split, if the text has not changed since {shards.path}")
+    if (made := _newest_shards(spec, window_tokens)) is not None:
+        number = samples / max(1, made.windows)
+        since = f"if the text has not changed since the token shards in {made.folder} were made"
+        return Epochs(number, f"{number:,.2f} over the train split, {since}")
     train_bytes = text.train_bytes(spec.corpus)
     if train_bytes is None:
         return Epochs(None, f"not known yet: {text.why_unknown()}. `t5-pretrain data stats` shows the number")
@@ -131,19 +142,20 @@ def _epochs(spec: RunSpec, text: TextFacts) -> Epochs:
     )
 
 
-def _made_shards(spec: RunSpec) -> TokenShards | None:
-    """Return the newest token shards under the root of the same settings and size of vocabulary. Hashes no text."""
+def _newest_shards(spec: RunSpec, window_tokens: int) -> _MadeShards | None:
+    """Return the newest token shards under the root of the same settings and vocabulary. Hashes no text."""
     parts = {"corpus": spec.corpus.identity(), "shards": spec.shards.identity()}
     wanted = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
-    found: dict[float, TokenShards] = {}
+    found: list[_MadeShards] = []
     for folder in visible_in(spec.storage.root / SHARDS):
         try:
             shards = TokenShards.load(folder)
-            if settings_of(shards) == wanted and shards.counts["vocab_size"] == expected_vocab_size(spec.tokenizer):
-                found[(folder / MANIFEST).stat().st_mtime] = shards
-        except (RecordError, UnknownVersion, DigestMismatch):
-            continue  # unfinished or damaged: the run makes them again
-    return found[max(found)] if found else None
+            if settings_of(shards) == wanted and is_vocabulary_of(shards, spec.tokenizer, spec.corpus):
+                made_at = (folder / MANIFEST).stat().st_mtime
+                found.append(_MadeShards(made_at, folder, num_windows(shards, "train", window_tokens)))
+        except (RecordError, UnknownVersion, DigestMismatch, Unreadable, OSError, ValueError, KeyError):
+            continue  # unfinished or damaged, so that the run makes them again, or not readable now
+    return max(found, default=None)
 
 
 def _text(spec: RunSpec, text: TextFacts | None) -> str:

@@ -21,10 +21,10 @@ from t5train.files.atomic import replacing, write_json
 from t5train.files.os_errors import library_errors
 from t5train.host_resources import quantity
 from t5train.progress import Progress, silent
-from t5train.records.digests import digest_files
+from t5train.records.digests import digest_file, digest_files
 from t5train.records.identity import fingerprint
 from t5train.records.kept_files import keep_changed_files
-from t5train.records.stage_records import Corpus, TokenizerFiles, reusable
+from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards, reusable
 from t5train.spec import NUM_SENTINELS, CorpusSpec, TokenizerSpec
 
 SPIECE = "spiece.model"
@@ -91,14 +91,28 @@ def build_tokenizer(
     if spec.path is not None:
         return given_tokenizer(Path(spec.path), root, progress, out=out)
     inputs = {"corpus": corpus.fingerprint}
-    settings = spec.identity() | corpus_spec.split_identity()
-    identity = fingerprint({"kind": "tokenizer", "stage": _STAGE_VERSION, "settings": settings, "inputs": inputs})
+    identity = _trained_identity(spec, corpus_spec, inputs)
     folder = out or stage_folder(root, "tokenizer", f"unigram{spec.vocab_size}", identity)
     with making(folder, identity):
         if found := reusable(TokenizerFiles, folder, identity, progress):
             return found
         proto = _trained(spec, corpus_spec, corpus, progress)
         return _finished(folder, proto, identity, inputs)
+
+
+def _trained_identity(spec: TokenizerSpec, corpus_spec: CorpusSpec, inputs: dict[str, str]) -> str:
+    settings = spec.identity() | corpus_spec.split_identity()
+    return fingerprint({"kind": "tokenizer", "stage": _STAGE_VERSION, "settings": settings, "inputs": inputs})
+
+
+def is_vocabulary_of(shards: TokenShards, spec: TokenizerSpec, corpus_spec: CorpusSpec) -> bool:
+    """Return whether a spec gives the vocabulary of ``shards``, if the text is still the one that they were made of.
+
+    Raises the errors of ``build_tokenizer`` for a vocabulary at ``spec.path``.
+    """
+    if spec.path is not None:
+        return shards.inputs["vocabulary"] == digest_file(spiece_in(Path(spec.path))).sha256
+    return shards.inputs["tokenizer"] == _trained_identity(spec, corpus_spec, {"corpus": shards.inputs["corpus"]})
 
 
 def expected_vocab_size(spec: TokenizerSpec) -> int:

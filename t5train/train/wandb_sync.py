@@ -5,15 +5,18 @@
     rank 0 ── writes metrics.jsonl ──> this process ── wandb ──> the W&B server, or the run's folder wandb
 
 The process reads ``metrics.jsonl`` as it grows, so training never waits for it: not for the package to be imported,
-nor for a server that does not answer. Such a server is tried again while training runs, and if it never answers, the
-metrics are written to the run's folder. The process ends when its standard input does, which also happens when rank 0
-is killed. What it fails to do is logged once, and training continues.
+nor for a server that does not answer. Such a server is tried again while training runs. After a few failed tries, or
+at once if the server refuses the run, the metrics are written to the run's folder instead. The process ends when its
+standard input does, which also happens when rank 0 is killed. What it fails to do is logged once, and training
+continues.
 """
 
 import logging
 import os
+import re
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +41,10 @@ SECONDS_TO_END, SECONDS_AFTER_ERROR = 30.0, 5.0
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS, _RETRY_SECONDS = 20.0, 300.0
 """How long the server may take to answer, less than rank 0 waits at its end, and how long until it is tried again."""
+_TRIES = 3
+"""After so many failed tries, the attempt is recorded offline, so that its metrics are on disk while it trains."""
+_REFUSED = re.compile(r"returned error 4(?!08|29)\d\d")
+"""How wandb words that the server answered, but not with a run: 401 for a wrong key, 404 for an unknown entity."""
 _REPORTED = 3
 """Exit code of the process after it has logged what failed."""
 _NICENESS = 10
@@ -145,36 +152,66 @@ def _send(job: SyncJob) -> None:
     sent = _Sent.read(job)
     online = _online(job, sent) if job.mode == "online" else None
     with online or _begin(job, sent, "offline") as run:
-        _follow(job, run, sent, is_noted=online is not None or job.mode == "offline")
-    if online is None and job.mode == "online":
-        folder = Path(run.dir).parent
-        _log.warning(
-            "the W&B server never answered: the metrics are in %s. The next attempt sends them if it reaches the "
-            "server. To send them yourself: wandb sync %s",
-            folder,
-            shlex.quote(str(folder)),
-        )
+        is_instead = online is None and job.mode == "online"
+        if is_instead:
+            _log_recording(Path(run.dir).parent)
+        _follow(job, run, sent, is_noted=not is_instead)
+
+
+def _log_recording(folder: Path) -> None:
+    _log.warning(
+        "the metrics of this attempt are recorded in %s. To send them after training: wandb sync %s. If the run is "
+        "resumed and the server can be used then, they are sent without that command",
+        folder,
+        shlex.quote(str(folder)),
+    )
 
 
 def _online(job: SyncJob, sent: "_Sent") -> Any:
-    """Return the W&B run on the server, as soon as it answers; None if training ends before."""
+    """Return the W&B run on the server, or None if the metrics are to be recorded offline.
+
+    That is if the server refuses the run or fails to answer ``_TRIES`` times, or if training ends before it answers.
+    """
     import wandb
 
-    is_reported = False
-    while True:
+    for number in range(1, _TRIES + 1):
+        before = _online_folders(job)
         try:
             return _begin(job, sent, "online")
         except wandb.Error as error:
-            wandb.teardown()  # otherwise the id of the run counts as in use
-            if not is_reported:
-                _log.warning(
-                    "the W&B server cannot be used (%s). Training continues, and it is tried again every %.0f s",
-                    _redacted(in_one_line(error))[:300],
-                    _RETRY_SECONDS,
-                )
-            is_reported = True
-        if _has_ended(_RETRY_SECONDS):
+            _clean_up(job, before)
+            failure, is_refusal = _redacted(in_one_line(error))[:300], _is_refusal(error)
+        if is_refusal:
+            _log.warning("the W&B server cannot be used (%s). Trying again would not help. Training continues", failure)
             return None
+        if number == 1:
+            _log.warning(
+                "the W&B server cannot be used (%s). Training continues, and it is tried %d times, every %.0f s",
+                *(failure, _TRIES, _RETRY_SECONDS),
+            )
+        if number < _TRIES and _has_ended(_RETRY_SECONDS):
+            return None
+    return None
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether another try would fail in the same way: the key, the project or a setting is wrong."""
+    from wandb.errors import AuthenticationError, UsageError
+
+    return isinstance(error, (AuthenticationError, UsageError)) or _REFUSED.search(str(error)) is not None
+
+
+def _online_folders(job: SyncJob) -> set[Path]:
+    return set((job.run_folder / WANDB).glob("run-*"))
+
+
+def _clean_up(job: SyncJob, before: set[Path]) -> None:
+    """End wandb after a failed try, and remove the folder that the try made: it has no metrics."""
+    import wandb
+
+    wandb.teardown()  # otherwise the id of the run counts as in use
+    for folder in _online_folders(job) - before:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _begin(job: SyncJob, sent: "_Sent", mode: Literal["online", "offline"]) -> Any:

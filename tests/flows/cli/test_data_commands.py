@@ -12,6 +12,8 @@ from flows.cli.stage_commands import _spec_on
 from t5train.records.stage_records import TokenShards
 from tests.support.generated_text import write_jsonl
 
+NO_SPLITS = '{"fingerprint": "", "source": [], "splits": {}, "files": {}}'
+
 
 def test_the_data_commands_show_samples_and_statistics_of_a_users_text(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -44,15 +46,66 @@ def test_a_dry_run_knows_the_epochs_exactly_from_token_shards_of_its_settings(
     assert t5_pretrain("data", "stats", *made) == 0
     (exact,) = re.findall(r"The run makes ([\d.]+) epochs", capsys.readouterr().out)
     (shards,) = (root / "shards").iterdir()
-    said = f"{exact} over the train split, if the text has not changed since {shards}\n"
+    said = f"{exact} over the train split, if the text has not changed since the token shards in {shards} were made\n"
     assert t5_pretrain("run", *made, "--dry-run") == 0
     assert said in capsys.readouterr().out
-    for changed in ("corpus.split_seed=3", "shards.shard_tokens=123456", "tokenizer.vocab_size=310"):
+    for changed in (
+        "corpus.split_seed=3",
+        "shards.shard_tokens=123456",
+        "tokenizer.vocab_size=310",
+        "tokenizer.character_coverage=0.99",
+    ):
         assert t5_pretrain("run", *made, "--dry-run", "--set", changed) == 0
         assert "\nepochs   about" in capsys.readouterr().out, changed
     (shards / "manifest.json").write_text("{}")
     assert t5_pretrain("run", *made, "--dry-run") == 0
     assert "\nepochs   about" in capsys.readouterr().out, "damaged shards are made again"
+
+
+@pytest.mark.parametrize("content", [None, "{}", NO_SPLITS, "folder"])
+def test_a_dry_run_ignores_token_shards_with_a_missing_or_damaged_description(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | None
+) -> None:
+    text, root = write_jsonl(tmp_path / "text.jsonl", 300), tmp_path / "root"
+    made = ("smoke", "--corpus", str(text), "--set", "tokenizer.vocab_size=300", "--root", str(root))
+    assert t5_pretrain("data", "stats", *made) == 0
+    (description,) = root.glob("shards/*/shard-00000.json")
+    description.unlink()
+    if content == "folder":
+        description.mkdir()
+    elif content is not None:
+        description.write_text(content)
+    capsys.readouterr()
+    assert t5_pretrain("run", *made, "--dry-run") == 0
+    assert "\nepochs   about" in capsys.readouterr().out
+
+
+def test_a_dry_run_ignores_a_folder_of_token_shards_that_cannot_be_read(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text, folder = write_jsonl(tmp_path / "text.jsonl", 300), tmp_path / "root/shards/other"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").symlink_to("manifest.json")
+    options = ("--corpus", str(text), "--root", str(tmp_path / "root"), "--set", "tokenizer.vocab_size=300")
+    assert t5_pretrain("run", "smoke", *options, "--dry-run") == 0
+    assert "\nepochs   about" in capsys.readouterr().out
+
+
+def test_a_dry_run_ignores_token_shards_of_another_vocabulary_of_the_same_size(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text, root = write_jsonl(tmp_path / "text.jsonl", 300), tmp_path / "root"
+    other = write_jsonl(tmp_path / "other.jsonl", 200)
+    small = ("--set", "tokenizer.vocab_size=300")
+    assert t5_pretrain("data", "stats", "smoke", "--corpus", str(text), *small, "--root", str(root)) == 0
+    assert t5_pretrain("data", "stats", "smoke", "--corpus", str(other), *small, "--root", str(tmp_path / "other")) == 0
+    capsys.readouterr()
+    for folder, said in ((root, "since the token shards in"), (tmp_path / "other", "about")):
+        (given,) = folder.glob("tokenizer/*/spiece.model")
+        options = ("--corpus", str(text), "--root", str(root), "--set", f"tokenizer.path={given}")
+        assert t5_pretrain("run", "smoke", *options, "--dry-run") == 0
+        (epochs,) = re.findall(r"\nepochs (.*)", capsys.readouterr().out)
+        assert said in epochs
 
 
 @pytest.mark.parametrize("name", ["lengths.xyz", "lengths.pdf", "lengths"])

@@ -2,11 +2,15 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
+from threading import Thread, Timer
 
 import pytest
 
@@ -109,34 +113,143 @@ def test_a_wandb_that_fails_is_reported_once_and_training_continues(
     assert "[secret]" in logged
 
 
-def test_metrics_are_recorded_offline_if_the_server_never_answers(
+@contextmanager
+def sync_process(job: TrainJob, **constants: float) -> Iterator[subprocess.Popen[str]]:
+    """Start the process that sends metrics online, with other constants; the job has three lines of metrics."""
+    with Metrics(job.metrics_path, job.tensorboard_folder, 0) as metrics:
+        for step in range(3):
+            metrics.write(step, {"loss": float(step)})
+    assigned = "".join(f"w.{name} = {value}; " for name, value in constants.items())
+    program = f"import sys; from t5train.train import wandb_sync as w; {assigned}sys.exit(w.main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(online(job).model_dump_json() + "\n")
+        process.stdin.flush()
+        limit = Timer(60, process.kill)
+        limit.start()
+        try:
+            yield process
+        finally:
+            limit.cancel()
+            process.kill()
+
+
+def online(job: TrainJob) -> SyncJob:
+    return SyncJob.of(job, 0).model_copy(update={"mode": "online"})
+
+
+def read_until(process: subprocess.Popen[str], ending: str) -> str:
+    """Return what the process logs up to the line that contains ``ending``."""
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if ending in line:
+            break
+    return "".join(lines)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Make wandb use a server that answers every POST with one status."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(status: int) -> None:
+        class Answers(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                self.send_response(status)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Answers))
+        Thread(target=servers[0].serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_API_KEY", SECRET)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{servers[0].server_port}")
+
+    yield start
+    for each in servers:
+        each.shutdown()
+        each.server_close()
+
+
+def test_metrics_are_recorded_offline_if_training_ends_before_the_server_answers(
     job: TrainJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    with Metrics(job.metrics_path, job.tensorboard_folder, 0) as metrics:
-        for step in range(3):
-            metrics.write(step, {"loss": float(step)})
-    program = "import sys; from t5train.train import wandb_sync as w; w._ANSWER_SECONDS = 2; sys.exit(w.main())"
-    online = SyncJob.of(job, 0).model_copy(update={"mode": "online"})
-    command, job_line = [sys.executable, "-c", program], online.model_dump_json()
-    done = subprocess.run(command, input=job_line, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    with sync_process(job, _ANSWER_SECONDS=2) as process:
+        _, logged = process.communicate(timeout=60)
+    assert process.returncode == 0, logged
     (path,) = wandb_files.segments(job.run_folder)
     assert losses(path) == {0: 0.0, 1: 1.0, 2: 2.0}
-    assert done.stderr.count("the W&B server cannot be used (") == 1
-    assert f"To send them yourself: wandb sync {path.parent}\n" in done.stderr
-    assert SECRET not in done.stderr
-    assert wandb_sync._Sent.read(online).step == -1, "the next attempt sends all steps"
+    assert logged.count("the W&B server cannot be used (") == 1
+    assert f"To send them after training: wandb sync {path.parent}. If the run is resumed" in logged
+    assert SECRET not in logged
+    assert wandb_sync._Sent.read(online(job)).step == -1, "the next attempt sends all steps"
+
+
+def test_metrics_are_recorded_offline_while_training_runs_after_three_failed_tries(
+    job: TrainJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    of_the_user = job.run_folder / "wandb/run-20200101_000000-mine/files"
+    of_the_user.mkdir(parents=True)
+    with sync_process(job, _ANSWER_SECONDS=1, _RETRY_SECONDS=0.1) as process:
+        logged = read_until(process, "wandb sync")
+        assert "it is tried 3 times, every 0 s" in logged
+        assert "cannot be used" not in logged.partition("it is tried 3 times")[2]
+        deadline = time.monotonic() + 20
+        while not (found := wandb_files.segments(job.run_folder)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert process.poll() is None, "training still runs"
+        _, rest = process.communicate(timeout=60)
+    assert process.returncode == 0, rest
+    assert losses(found[0]) == {0: 0.0, 1: 1.0, 2: 2.0}
+    assert f"wandb sync {found[0].parent}." in logged
+    assert list(job.run_folder.glob("wandb/run-*/*")) == [of_the_user], "only what the failed tries made is removed"
+    assert wandb_sync._Sent.read(online(job)).step == -1, "the next attempt sends all steps"
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_wrong_key_or_project_is_reported_at_once_and_the_metrics_are_recorded_offline(
+    job: TrainJob, server: Callable[[int], None], status: int
+) -> None:
+    pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
+    server(status)
+    with sync_process(job) as process:
+        logged = read_until(process, "wandb sync")
+        _, rest = process.communicate(timeout=60)
+    assert process.returncode == 0, rest
+    assert re.search(
+        rf"cannot be used \(.*error {status}.*\)\. Trying again would not help\. Training continues", logged
+    )
+    assert "every 300 s" not in logged + rest
+    (path,) = wandb_files.segments(job.run_folder)
+    assert losses(path) == {0: 0.0, 1: 1.0, 2: 2.0}
+
+
+def test_what_wandb_itself_refuses_is_not_tried_again() -> None:
+    errors = pytest.importorskip("wandb.errors", reason="the package wandb is not installed (make setup installs it)")
+    refusals = [errors.AuthenticationError("invalid API key"), errors.UsageError("invalid project name")]
+    assert all(map(wandb_sync._is_refusal, refusals))
+    transient = ["returned error 408: timeout", "returned error 429: slow down", "returned error 503", "no route"]
+    assert not any(wandb_sync._is_refusal(errors.CommError(text)) for text in transient)
 
 
 def test_a_server_that_does_not_answer_is_tried_again_while_training_runs(
     job: TrainJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answers: list[Exception | str] = [OSError("no route"), OSError("no route"), "the run"]
-    package = SimpleNamespace(Error=OSError, teardown=lambda: None)
-    monkeypatch.setitem(sys.modules, "wandb", package)
+    wandb = pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
+    answers: list[Exception | str] = [wandb.Error("no route"), wandb.Error("no route"), "the run"]
     monkeypatch.setattr(wandb_sync, "_has_ended", lambda _seconds: False)
 
     def begin(*_: object) -> str:
@@ -146,9 +259,8 @@ def test_a_server_that_does_not_answer_is_tried_again_while_training_runs(
         return answer
 
     monkeypatch.setattr(wandb_sync, "_begin", begin)
-    online = SyncJob.of(job, 0)
-    assert wandb_sync._online(online, wandb_sync._Sent.read(online)) == "the run"
-    assert caplog.text.count("it is tried again every 300 s") == 1
+    assert wandb_sync._online(online(job), wandb_sync._Sent.read(online(job))) == "the run"
+    assert caplog.text.count("it is tried 3 times, every 300 s") == 1
 
 
 @pytest.mark.parametrize("error", [None, TrainingError("the loss is nan")])
