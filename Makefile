@@ -139,3 +139,4 @@ clean: ## Remove .venv and what tools have cached; what runs have made stays
 .venv/.ops-built: .venv/.installed
 	@$(BIN)/python -m infra.node.compiled_operators
 	touch $@
+	@echo "setup: done; $(BIN)/t5-pretrain --help lists the commands" >&2

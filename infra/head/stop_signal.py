@@ -3,10 +3,14 @@
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+SAME_STOP_SECONDS = 1.0
+"""A Ctrl-C this soon after another one is the same: `timeout`, `uv run` and other wrappers pass it on although the
+terminal, or they themselves, have sent it to all their processes."""
 _log = logging.getLogger(__name__)
 
 
@@ -18,10 +22,31 @@ class Stopped(BaseException):
 def stoppable() -> Iterator[None]:
     """Make SIGTERM raise ``Stopped`` within the block. After the block, the signal takes its usual effect.
 
-    A handler that is already installed is kept. It is assumed to raise its own exception, as Prefect's does. Has no
-    effect outside the main thread.
+    A handler that is already installed is kept. It is assumed to raise its own exception, as Prefect's does. Within the
+    block, a Ctrl-C that arrives twice within SAME_STOP_SECONDS counts once. Has no effect outside the main thread.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _interrupted_once(), _raising_at_sigterm():
+        yield
+
+
+@contextmanager
+def _interrupted_once() -> Iterator[None]:
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _interrupter())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def _raising_at_sigterm() -> Iterator[None]:
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
     signal.signal(signal.SIGTERM, _raise)
@@ -76,6 +101,19 @@ def stopping_line(grace_seconds: float) -> str:
         f"stopping: ranks have {grace_seconds:.0f} s to finish the step, and then save and end. Another Ctrl-C ends "
         "them at once, without a checkpoint"
     )
+
+
+def _interrupter() -> Callable[[int, object], None]:
+    last = -SAME_STOP_SECONDS
+
+    def interrupt(_number: int, _frame: object) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= SAME_STOP_SECONDS:
+            last = now
+            raise KeyboardInterrupt
+
+    return interrupt
 
 
 def _raise(_number: int, _frame: object) -> NoReturn:

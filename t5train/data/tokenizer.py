@@ -19,7 +19,6 @@ from t5train.data.worker_processes import Advance, Json, in_processes
 from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing, write_json
 from t5train.files.os_errors import library_errors
-from t5train.host_resources import quantity
 from t5train.progress import Progress, silent
 from t5train.records.digests import digest_file, digest_files
 from t5train.records.identity import fingerprint
@@ -205,8 +204,8 @@ def _training_stretches(corpus: Corpus) -> list[tuple[str, str, Segment]]:
     stride = -(-total // _SAMPLE_BYTES)
     files = read_segments(corpus.path)
     found = [(str(file.source.path), file.source.name, each) for file in files for each in file.segments][::stride]
-    share = "all of the text" if stride == 1 else f"1/{stride} of the text"
-    _log.info("training a vocabulary on %s, in %s", share, quantity(len(found), "piece"))
+    share = "all" if stride == 1 else f"1/{stride}"
+    _log.info("training a vocabulary on %s of the train split", share)
     return found
 
 

@@ -9,6 +9,8 @@ from t5train.spec.overrides import SpecPart
 
 NUM_SENTINELS = 100
 
+_LANGUAGE, _LANGUAGES = "^[a-z]{2,3}(-[A-Za-z0-9]{2,8})*$", "language codes such as en or en-US"
+
 
 class CorpusSpec(SpecPart):
     """The text, and how it is split."""
@@ -41,7 +43,7 @@ class CorpusSpec(SpecPart):
         title="Licence",
         description="Licence of the text, stated on the model card, such as cc-by-sa-4.0. null: none is stated",
     )
-    languages: tuple[Annotated[str, Field(pattern="^[a-z]{2,3}(-[A-Za-z0-9]{2,8})*$")], ...] = Field(
+    languages: tuple[Annotated[str, Field(pattern=_LANGUAGE, description=_LANGUAGES)], ...] = Field(
         (), title="Languages", description="Codes of the text's languages, stated on the model card, such as en,de"
     )
     workers: int | None = Field(

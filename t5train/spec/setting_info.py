@@ -114,7 +114,7 @@ def _bounds(schema: Mapping[str, Any]) -> str:
 def _list(schema: Mapping[str, Any]) -> str:
     if items := schema.get("prefixItems"):
         return f"a list of {len(items)} {_NUMBERS[items[0]['type']]}s"
-    return "a list of text"
+    return f"a list of {schema.get('items', {}).get('description', 'text')}"
 
 
 def _text(schema: Mapping[str, Any]) -> str:

@@ -99,8 +99,8 @@ def require_accelerators(spec: RunSpec) -> None:
     if cluster.accelerator is None and kind is None:
         raise SpecError(
             "this machine has no GPU or other accelerator that torch can use, and cluster.accelerator is left out. To "
-            f"try the recipe on this machine's CPUs with a tiny model: t5-pretrain run {spec.recipe} --trial. To train "
-            "on CPUs anyway, set cluster.accelerator=cpu"
+            "try the recipe on this machine's CPUs with a tiny model, add --trial to the same command. To train on "
+            "CPUs, use the recipe smoke, or set cluster.accelerator=cpu"
         )
     usable = found if cluster.accelerator in (None, kind) else 0
     if usable < cluster.ranks:

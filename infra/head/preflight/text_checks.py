@@ -167,7 +167,8 @@ def _require_passages(spec: RunSpec, look: TextLook) -> None:
         if not look.passages[split]:
             raise InputError(
                 f"{text}, none of which falls into the {split} split (corpus.split gives it {share} of 1,000 passages, "
-                "and a passage is never divided). Split the text into more passages: in a .txt file, each line is one"
+                f"and a passage is never divided). Split the text into more passages, at least some {3000 // share:,}: "
+                "in a .txt file, each line is one"
             )
 
 

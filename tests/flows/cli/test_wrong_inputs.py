@@ -159,7 +159,8 @@ TEXTS = [
 ]
 PLACES = [
     Wrong("run smok", 2, "unknown recipe 'smok' (did you mean 'smoke'?)"),
-    Wrong("run base", 2, "To try the recipe on this machine's CPUs with a tiny model: t5-pretrain run base --trial"),
+    Wrong("run smoke --set corpus.languages=English", 2, "it must be a list of language codes such as en or en-US"),
+    Wrong("run base", 2, "To try the recipe on this machine's CPUs with a tiny model, add --trial"),
     Wrong(
         "run base --set cluster.accelerator=cpu",
         2,

@@ -38,13 +38,16 @@ def test_a_signal_takes_effect_when_the_block_is_done(number: signal.Signals, la
 
 HANDLING = """
 import signal, time
-from infra.head.stop_signal import is_stop, stoppable
+from infra.head.stop_signal import SAME_STOP_SECONDS, is_stop, stoppable
 try:
     with stoppable():
         try:
             signal.raise_signal(signal.{first})
         except BaseException as error:
             print(is_stop(error))
+            if {first!r} == "SIGINT":
+                signal.raise_signal(signal.SIGINT)  # still the first one
+            time.sleep(SAME_STOP_SECONDS)
             signal.raise_signal(signal.SIGINT)
 except KeyboardInterrupt as error:
     print(is_stop(error))
