@@ -90,7 +90,7 @@ def test_a_vocabulary_that_the_model_was_not_trained_with_is_refused(make_traine
     right = FileDigest(size=1, sha256="a" * 64)
     tokenizer = trained.tokenizer.model_copy(update={"files": {"spiece.model": right}})
     with pytest.raises(
-        InputError, match=r"spiece\.model has \d+ bytes, but 1 were recorded"
+        InputError, match=r"spiece\.model has [\d,]+ bytes, but 1 were recorded"
     ):  # the right vocabulary is recorded, but its file differs
         export(*trained._replace(tokenizer=tokenizer), tmp_path / "out")
 

@@ -74,7 +74,7 @@ def test_a_truncated_or_missing_file_is_named(published: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-1])
     for location in locations_of(published):
-        with pytest.raises(DigestMismatch, match=rf"model\.safetensors has {len(content) - 1} bytes"):
+        with pytest.raises(DigestMismatch, match=rf"model\.safetensors has {len(content) - 1:,} bytes"):
             verify(location)
     path.unlink()
     for location in locations_of(published):
