@@ -129,7 +129,7 @@ def verify_object(
         ) from None
     if found != expected:
         raise DigestMismatch(
-            f"{shown} has {found.size} bytes and {found}, but {expected.size} bytes and {expected} were recorded: "
+            f"{shown} has {found.size:,} bytes and {found}, but {expected.size:,} bytes and {expected} were recorded: "
             "restore the file or publish again"
         )
 
