@@ -321,7 +321,7 @@ def test_more_ranks_than_gpus_are_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("given", [(), ("--set", "corpus.source=pydocs")], ids=["without a text", "without a GPU"])
-def test_a_run_that_this_machine_cannot_make_is_refused_with_the_command_for_a_trial(
+def test_a_run_that_this_machine_cannot_make_is_refused_with_how_to_try_the_recipe(
     t5_pretrain: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -330,7 +330,7 @@ def test_a_run_that_this_machine_cannot_make_is_refused_with_the_command_for_a_t
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert t5_pretrain("run", "moe", *given) == 2
-    assert "t5-pretrain run moe --trial" in capsys.readouterr().err
+    assert "with a tiny model, add --trial to the same command" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
 
 
