@@ -78,7 +78,7 @@ def generate(  # noqa: PLR0913, PLR0917 - one for each option
     )
     for number, result in enumerate(generate_texts(path, _lines(texts), spec, device)):
         for remark in result.remarks:
-            complain(f"text {number + 1}: {remark}")
+            complain(f"warning: text {number + 1}: {remark}")
         if as_json:
             say(json.dumps(result._asdict(), ensure_ascii=False))
         else:
@@ -126,9 +126,9 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
         result = evaluate_text(path, corpus, spec, device, root, progress)
     if result.split_as_trained is False:
         complain(
-            f"this is not the {result.split} split of training, which had a different number of tokens. If files are "
-            "added, changed or renamed, passages fall into other splits, and training may have used some of these. "
-            "Name the text as it was named for training"
+            f"warning: this is not the {result.split} split of training, which had a different number of tokens. If "
+            "files are added, changed or renamed, passages fall into other splits, and training may have used some of "
+            "these. Name the text as it was named for training"
         )
     if as_json:
         say(json.dumps(result._asdict()))

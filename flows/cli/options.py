@@ -237,7 +237,9 @@ def chosen(
     root = root or _changed_root(changed)
     if config is None:
         if recipe is None and default is None:
-            raise typer.BadParameter("name a recipe (see `recipes`), or a file with --config", param_hint="RECIPE")
+            raise typer.BadParameter(
+                "name a recipe (see `t5-pretrain recipes`), or a file with --config", param_hint="RECIPE"
+            )
         return Chosen(recipe or str(default), dict(changed), root, name, frozenset(changed))
     file = read_config(config)
     base = _recipe_of(file, recipe)

@@ -226,12 +226,21 @@ def verify(
         facts = {"kind": record.kind, "location": redacted(place), "fingerprint": record.fingerprint}
         show_json(facts | {"files": len(record.files), "bytes": total})
         return
-    say(f"verified: {record.kind} {place}, {quantity(len(record.files), 'file')}, {quantity(total, 'byte')}")
+    what = "last checkpoint of" if record.kind == "checkpoint" else record.kind
+    say(f"verified: {what} {place}, {quantity(len(record.files), 'file')}, {quantity(total, 'byte')}")
 
 
 def _require_finished(place: str) -> None:
-    """Raise RecordError if there is no result at a place because the run that makes it has not finished."""
+    """Raise RecordError if there is no result at a place because the run that makes it has not finished.
+
+    Raises InputError if the place looks like the name of a run.
+    """
     folder = local_folder(place)
+    if folder is not None and "/" not in place and not is_there(folder):
+        raise InputError(
+            f"there is no folder {folder}: give the folder or URL of a result. If {place} is the name of a run, "
+            f"`t5-pretrain status {place}` shows its folders"
+        )
     if folder is None or is_there(folder / MANIFEST) or (run := run_of_result(folder)) is None:
         return
     found = run_state(run)

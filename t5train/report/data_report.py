@@ -108,7 +108,7 @@ def _epochs_line(spec: RunSpec, facts: SplitFacts) -> str:
         f"The run makes {_epochs(spec, facts):,.2f} epochs over the train split: "
         f"{quantity(spec.optimizer.num_steps, 'step')} of "
         f"{quantity(spec.optimizer.global_batch_sequences, 'sequence')}, and {quantity(facts.samples, 'sample')} of "
-        f"{geometry(spec.objective).window_tokens} tokens in an epoch."
+        f"{geometry(spec.objective).window_tokens} tokens of text in an epoch."
     )
 
 

@@ -128,7 +128,10 @@ def word_lines(statistics: DataStatistics) -> list[str]:
             f"{character!r} (U+{ord(character):04X}) {quantity(count, 'time')}"
             for character, count in sampled.unknown.most_common(_MOST_UNKNOWN)
         )
-        lines.append(f"characters of the sample without a piece: {most}")
+        lines.append(
+            f"characters of the sample without a piece: {most}. A vocabulary that is trained with a higher "
+            "tokenizer.character_coverage has more characters"
+        )
     return lines
 
 

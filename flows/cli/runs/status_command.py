@@ -52,7 +52,7 @@ def status(
     elif states:
         show_runs(states)
     else:
-        say(f"no runs yet under {folder}")
+        say(f"no runs yet under {folder}; --root names another folder")
 
 
 def _story_values(story: RunStory) -> dict[str, object]:

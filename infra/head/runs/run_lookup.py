@@ -23,7 +23,7 @@ def find_run(root: Path, named: str) -> Path:
         names = [path.name for path in visible_in(folder.parent) if is_folder(path)]
         raise InputError(
             f"there is no run {folder.name!r} in {folder.parent}{nearest(folder.name, names)}. `t5-pretrain status "
-            f"--root {root_of_run(folder)}` lists the runs"
+            f"--root {root_of_run(folder)}` lists the runs; --root names another folder"
         )
     if not _is_run(folder):
         raise InputError(f"{folder} is not the folder of a run: it has no {RUN}. `t5-pretrain status` lists the runs")

@@ -135,7 +135,7 @@ def _remarks(folder: ModelFolder, sentinels: list[str], input_tokens: int) -> It
     elif not is_as_trained(sentinels):
         yield (
             f"the text has the sentinels {', '.join(sentinels)}, but the model was trained with <extra_id_0>, "
-            "<extra_id_1>, ... in this order. Number them so"
+            "<extra_id_1>, ... in this order. Number them in this way"
         )
     if input_tokens > folder.trained_tokens:
         yield (

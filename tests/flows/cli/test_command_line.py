@@ -92,7 +92,7 @@ STAGES = ("--set", "layout.pipeline_stages=8", "--set", "cluster.ranks=8")
         (["run", "smoke", "--dry-run", "--set", "model.moe.top_k=2", *SWITCH], "model.moe.top_k is 2"),
         (["run", "smoke", "--dry-run", *STAGES], "layout.pipeline_stages is 8: the model can be split into at most"),
         (["train", "smoke"], "no token shards"),
-        (["verify", "nowhere"], "manifest.json cannot be read"),
+        (["verify", "no/where"], "manifest.json cannot be read"),
     ],
 )
 def test_an_error_prints_one_line(

@@ -109,7 +109,7 @@ def test_a_command_with_neither_recipe_nor_file_is_wrong_usage(
     t5_pretrain: Run, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert t5_pretrain(command) == 2
-    assert "name a recipe (see `recipes`), or a file with --config" in unboxed(capsys.readouterr().err)
+    assert "name a recipe (see `t5-pretrain recipes`), or a file with --config" in unboxed(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_generate_reads_lines_from_standard_input_and_prints_json_lines(
     assert [list(each["spans"]) for each in found] == [["<extra_id_0>"], []]
     assert all(each["new_tokens"] <= 2 for each in found)
     assert output.err.count("\n") == 1
-    assert output.err.startswith("text 2: the text has no <extra_id_0>")
+    assert output.err.startswith("warning: text 2: the text has no <extra_id_0>")
 
 
 @pytest.mark.parametrize(("text", "what"), [("-", "line 2 of standard input"), (os.fsdecode(b"caf\xe9"), "TEXT")])

@@ -75,7 +75,7 @@ class Wrong(NamedTuple):
 
 
 OPTIONS = [
-    Wrong("run", 2, "name a recipe (see `recipes`), or a file with --config"),
+    Wrong("run", 2, "name a recipe (see `t5-pretrain recipes`), or a file with --config"),
     Wrong("nonsense", 2, "No such command 'nonsense'"),
     Wrong("run smoke --nonsense", 2, "No such option: --nonsense"),
     Wrong("run smoke --set x", 2, "'x' is not of the form part.key=value"),
@@ -194,7 +194,8 @@ PLACES = [
     Wrong("consolidate folder out", 4, "folder holds no checkpoint"),
     Wrong("export nowhere out --run nowhere --tokenizer nowhere", 2, "nowhere is not a run folder"),
     Wrong("publish folder out", 4, "folder is not a finished export folder"),
-    Wrong("verify nowhere", 4, "is not the folder of a finished stage. Check the path"),
+    Wrong("verify nowhere", 4, "If nowhere is the name of a run, `t5-pretrain status nowhere` shows its folders"),
+    Wrong("verify no/where", 4, "is not the folder of a finished stage. Check the path"),
     Wrong("verify damaged", 4, "manifest.json is damaged, or not a manifest"),
     Wrong("status nowhere", 4, "nowhere"),
     Wrong("rm nowhere --yes", 4, "nowhere"),

@@ -124,7 +124,7 @@ def test_before_the_first_run_there_are_no_runs_under_the_default_root(
     assert t5_pretrain("status", "--json") == 0
     assert json.loads(capsys.readouterr().out)["runs"] == []
     assert t5_pretrain("status") == 0
-    assert capsys.readouterr().out == f"no runs yet under {tmp_path / 'work'}\n"
+    assert capsys.readouterr().out == f"no runs yet under {tmp_path / 'work'}; --root names another folder\n"
 
 
 @pytest.mark.parametrize("command", [("status",), ("status", "--json"), ("status", "mine"), ("gc",), ("gc", "--json")])
