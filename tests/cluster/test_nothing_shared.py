@@ -150,7 +150,7 @@ def test_another_head_is_refused_the_checkpoints_of_a_run_until_it_adopts_them(
     assert not trained.cluster.disk("head", f"{other}/runs/{RUN}/attempts").exists(), "an attempt was started"
     adopting = trained.runner.start("train", RUN, [*HOSTS, "--adopt"], root=Path(other)).wait(SECONDS)
     assert adopting.exit_code == 0, adopting.output[-4000:]
-    assert re.search(rf"was adopted from head \S+, root {ROOT}, since \S+: {LAST}", adopting.output)
+    assert re.search(rf"was adopted from head \S+, root {ROOT}, since [0-9: -]+ UTC: {LAST}", adopting.output)
     folder = trained.cluster.disk("head", f"{other}/runs/{RUN}")
     assert TrainJob.read(folder / "attempts/0001/spec.json").resume_tag == LAST
     assert weights(folder) == one_host_weights
