@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 SAME_STOP_SECONDS = 1.0
-"""A Ctrl-C this soon after another one is the same: `timeout`, `uv run` and other wrappers pass it on although the
-terminal, or they themselves, have sent it to all their processes."""
+"""A Ctrl-C this soon after another one is the same: `timeout -s INT`, for instance, sends it to the command and then to
+the command's process group."""
 _log = logging.getLogger(__name__)
 
 
