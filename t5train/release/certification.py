@@ -288,13 +288,13 @@ def _certify_and_report(export_folder: Path, witness: Path, report: Callable[...
 
 def _reporter() -> Callable[..., None]:
     """Return a function that writes JSON lines to standard output. All other output goes to standard error."""
-    channel = open(os.dup(1), "wb", buffering=0)  # noqa: SIM115 - unbuffered, so nothing is left to flush at the exit
+    channel = os.dup(1)  # written without a buffer, so that nothing is left to flush at the exit
     os.dup2(2, 1)
 
     def report(**fact: Any) -> None:
         rest = memoryview(json.dumps(fact).encode() + b"\n")
         while rest:  # a signal can cut a write short
-            rest = rest[channel.write(rest) :]
+            rest = rest[os.write(channel, rest) :]
 
     return report
 
