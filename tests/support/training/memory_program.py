@@ -50,7 +50,8 @@ def _peak_bytes(entry: dict[str, Any]) -> int:
     """The peak of bytes in live tensors, beyond those that were live before the trainer was made.
 
     It is sampled in two steps, because the first one makes the moments: after gradients are summed, before they are
-    reduced and, with the fused update, afterwards; when the optimizer starts, and while the fused update runs.
+    reduced and, with the fused update, at the end of that; when the optimizer starts, and while the fused update runs.
+    Never during a backward pass, in which activations are alive.
     """
     folder, before, seen = Path(entry["run_folder"]), _live_bytes(), [0]
     job = TrainJob(
@@ -68,7 +69,7 @@ def _peak_bytes(entry: dict[str, Any]) -> int:
     if entry["is_fused"]:
         from t5train.engine.fused_update import FusedUpdate  # needs Triton
 
-        watched += [(FusedUpdate, "_settings"), (GradientReduction, "_add_reduced")]
+        watched += [(FusedUpdate, "_settings"), (GradientReduction, "finish")]
     with ExitStack() as stack:
         for owner, name in watched:
             stack.enter_context(_watched(owner, name, seen, earlier))
