@@ -38,7 +38,7 @@ from infra.head.training_run import hold_ready_run, train_run
 from t5train.checkpoint.consolidate import consolidate
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
-from t5train.data.tokenizer import build_tokenizer
+from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.files import run_folder
 from t5train.progress import silent
 from t5train.release.certification import certify_in_fresh_process

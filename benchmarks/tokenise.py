@@ -24,7 +24,7 @@ from pathlib import Path
 
 from t5train.data import sources
 from t5train.data.corpus import build_corpus
-from t5train.data.tokenizer import build_tokenizer, given_tokenizer
+from t5train.data.vocabulary.tokenizer import build_tokenizer, given_tokenizer
 from t5train.spec import CorpusSpec, TokenizerSpec
 from tests.support.hardware import hardware
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from t5train.checkpoint.resume import load_run_spec
     from t5train.data.corpus import build_corpus
     from t5train.data.shards import build_shards
-    from t5train.data.tokenizer import build_tokenizer
+    from t5train.data.vocabulary.tokenizer import build_tokenizer
     from t5train.errors import T5TrainError
     from t5train.release.certification import certify_in_fresh_process as certify
     from t5train.release.export import export
@@ -36,7 +36,7 @@ _SOURCES = {
     "T5TrainError": "t5train.errors:T5TrainError",
     "build_corpus": "t5train.data.corpus:build_corpus",
     "build_shards": "t5train.data.shards:build_shards",
-    "build_tokenizer": "t5train.data.tokenizer:build_tokenizer",
+    "build_tokenizer": "t5train.data.vocabulary.tokenizer:build_tokenizer",
     "certify": "t5train.release.certification:certify_in_fresh_process",
     "consolidate": "t5train.checkpoint.consolidate.consolidation:consolidate",
     "evaluate": "t5train.release.inference.evaluation:evaluate",

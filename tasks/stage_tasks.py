@@ -15,7 +15,7 @@ from infra.head.launch.held_run import HeldRun
 from infra.head.training_run import train_run
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
-from t5train.data.tokenizer import build_tokenizer
+from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.errors import T5TrainError
 from t5train.files import run_folder
 from t5train.files.atomic import write_json

@@ -10,7 +10,7 @@ import typer
 from flows.cli.options import ConfigOption, RecipeOrConfig, SetOption, chosen, settings
 from flows.cli.terminal import say, show_table, stage_display
 from infra.head.benchmark_run import benchmark, benchmark_trainer
-from t5train.data.tokenizer import expected_vocab_size
+from t5train.data.vocabulary.tokenizer import expected_vocab_size
 from t5train.engine.memory_estimate import WITNESS, held_by_a_rank
 from t5train.errors import LaunchError
 from t5train.host_resources import quantity

@@ -23,7 +23,7 @@ from t5train.data.loader import num_windows
 from t5train.data.shards import TEXT_BYTES_PER_TOKEN, settings_of
 from t5train.data.sources import PYDOCS, skipped_line
 from t5train.data.span_corruption import geometry
-from t5train.data.tokenizer import is_vocabulary_of
+from t5train.data.vocabulary.tokenizer import is_vocabulary_of
 from t5train.engine.deepspeed_config import deepspeed_config
 from t5train.engine.memory_estimate import Held, held_by_a_rank
 from t5train.errors import DigestMismatch, RecordError, T5TrainError, UnknownVersion, Unreadable

@@ -42,7 +42,7 @@ from t5train.checkpoint.resume import load_run_spec
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards, settings_of
-from t5train.data.tokenizer import build_tokenizer, given_tokenizer
+from t5train.data.vocabulary.tokenizer import build_tokenizer, given_tokenizer
 from t5train.errors import InputError, RecordError, SpecError
 from t5train.files.presence import is_there, visible_in
 from t5train.files.run_folder import WITNESS_FOLDER

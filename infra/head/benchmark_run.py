@@ -11,7 +11,7 @@ from infra.head.preflight.launch_requirements import operators_of
 from infra.head.preflight.run_checks import require_capable, require_free, require_model
 from infra.head.progress_report import before_first_step
 from infra.node.attempts.run_lock import run_lock
-from t5train.data.tokenizer import expected_vocab_size
+from t5train.data.vocabulary.tokenizer import expected_vocab_size
 from t5train.errors import OutOfMemory
 from t5train.progress import Progress
 from t5train.records.stage_records import TokenShards

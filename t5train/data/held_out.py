@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.data.passages import Passage
-from t5train.data.sentencepiece_model import SPECIAL_PIECES, UNK_ID, Encoder
+from t5train.data.vocabulary.sentencepiece_model import SPECIAL_PIECES, UNK_ID, Encoder
 from t5train.errors import InputError
 from t5train.files.atomic import write_text
 from t5train.records.witness import EncodedPassage

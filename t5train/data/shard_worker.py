@@ -15,7 +15,7 @@ import numpy as np
 
 from t5train.data.passages import SPLITS, Passage, SourceFile, Split, split_of
 from t5train.data.segments import Segment, passages_of
-from t5train.data.sentencepiece_model import Encoder
+from t5train.data.vocabulary.sentencepiece_model import Encoder
 from t5train.data.worker_processes import Advance, Json
 from t5train.files.atomic import replacing, write_json
 

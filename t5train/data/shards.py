@@ -27,8 +27,8 @@ from t5train.data.held_out import HELD_OUT, comparable, write_held_out
 from t5train.data.output_folder import making, stage_folder
 from t5train.data.passages import SPLITS, Passage, SourceFile, SplitRule, split_of
 from t5train.data.segments import FileSegments, Segment, passages_of, read_segments
-from t5train.data.sentencepiece_model import EOS_ID, PAD_ID, Encoder
-from t5train.data.tokenizer import SPIECE, TOKENIZER_JSON
+from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, Encoder
+from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import DigestMismatch
 from t5train.files.atomic import write_json

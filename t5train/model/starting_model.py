@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from t5train.data.tokenizer import SPIECE
+from t5train.data.vocabulary.tokenizer import SPIECE
 from t5train.errors import DigestMismatch, InputError, RecordError, SpecError
 from t5train.files.confined import child
 from t5train.locations import local_folder

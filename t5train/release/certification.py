@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from t5train.data.tokenizer import SPIECE
+from t5train.data.vocabulary.tokenizer import SPIECE
 from t5train.errors import CertificationError, InputError, T5TrainError
 from t5train.files.atomic import write_text
 from t5train.files.os_errors import explain, in_one_line

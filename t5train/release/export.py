@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from t5train.data.tokenizer import HUGGING_FACE_FILES, SPIECE, write_hugging_face_files
+from t5train.data.vocabulary.tokenizer import HUGGING_FACE_FILES, SPIECE, write_hugging_face_files
 from t5train.errors import InputError, RecordError, SpecError, StorageError
 from t5train.files.atomic import copy_durably, discard, filling, rename_aside, write_json, write_text
 from t5train.progress import Progress, silent

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from t5train.data.tokenizer import HUGGING_FACE_FILES, SPIECE
+from t5train.data.vocabulary.tokenizer import HUGGING_FACE_FILES, SPIECE
 from t5train.files.atomic import copy_durably
 from t5train.host_resources import quantity
 from t5train.records.digests import FileDigest

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from t5train.data.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID
+from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID
 from t5train.records.witness import EncodedPassage, Witness
 from t5train.spec import NUM_SENTINELS
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from t5train.data.passages import SPLITS, Passage, Split
 from t5train.data.segments import passages_of, read_segments
-from t5train.data.sentencepiece_model import UNK_ID, Encoder
 from t5train.data.shards import lengths_name
 from t5train.data.span_corruption import geometry
-from t5train.data.tokenizer import SPIECE
+from t5train.data.vocabulary.sentencepiece_model import UNK_ID, Encoder
+from t5train.data.vocabulary.tokenizer import SPIECE
 from t5train.host_resources import quantity
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.report.data_report import train_split_facts

@@ -27,7 +27,7 @@ from infra.head.launch.local_launch import LaunchSpec, launch
 from t5train.checkpoint.consolidate import consolidate
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
-from t5train.data.tokenizer import build_tokenizer
+from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.records import metrics
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec

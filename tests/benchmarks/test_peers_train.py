@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.loss_curves import Curve
 from infra.head.peer_ranks import measure_peer
-from t5train.data.tokenizer import expected_vocab_size
+from t5train.data.vocabulary.tokenizer import expected_vocab_size
 from t5train.spec.recipes import recipe
 from t5train.train.peer_job import Peer, PeerJob
 

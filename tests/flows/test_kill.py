@@ -27,7 +27,7 @@ from infra.node.attempts.shared_memory import SEGMENTS
 from infra.node.processes import find, in_run
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
-from t5train.data.tokenizer import build_tokenizer
+from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.records import metrics
 from t5train.spec.recipes import recipe
 

@@ -12,7 +12,7 @@ from infra.testcluster import Cluster
 from infra.testcluster.host import Process
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
-from t5train.data.tokenizer import build_tokenizer
+from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.files.run_folder import METRICS, WITNESS_FOLDER
 from t5train.records import metrics
 from t5train.spec.recipes import recipe

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from t5train.checkpoint.consolidate.safetensors_files import index_name
 from t5train.data.held_out import choose
-from t5train.data.sentencepiece_model import Encoder, train
-from t5train.data.tokenizer import SPIECE, Tokenizer, write_hugging_face_files
+from t5train.data.vocabulary.sentencepiece_model import Encoder, train
+from t5train.data.vocabulary.tokenizer import SPIECE, Tokenizer, write_hugging_face_files
 from t5train.model.model_shape import generation_config, huggingface_config, resolve
 from t5train.records.digests import digest_file, digest_files
 from t5train.records.stage_records import TokenizerFiles, Weights

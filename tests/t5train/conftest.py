@@ -9,7 +9,7 @@ import torch
 
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
-from t5train.data.tokenizer import build_tokenizer
+from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.records.digests import digest_files
 from t5train.records.stage_records import Export, TokenizerFiles, TokenShards
 from t5train.release.certification import certify

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from t5train.data.passages import SPLITS, Passage, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import PLAIN_FORMATS, format_of, rows
-from t5train.data.sentencepiece_model import train
 from t5train.data.sources import PYDOCS, SourceFacts, few, require_source
 from t5train.data.span_corruption import geometry
+from t5train.data.vocabulary.sentencepiece_model import train
 from t5train.errors import InputError
 from t5train.host_resources import format_bytes, quantity
 from t5train.locations import redacted

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from infra.head.training_run import hold_ready_run, train_run
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
-from t5train.data.tokenizer import build_tokenizer
+from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.files.run_folder import CHECKPOINTS, EXPORT, METRICS, WEIGHTS, WITNESS_FOLDER, tag_of
 from t5train.progress import Progress
 from t5train.records import metrics

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from t5train.data.tokenizer import SPIECE, TOKENIZER_JSON
+from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
 from t5train.errors import InputError
 from t5train.files.run_folder import EXPORT
 from t5train.model.starting_model import CONFIG, HuggingFaceFolder, require_family

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from t5train.data.tokenizer import SPIECE, TOKENIZER_JSON, Tokenizer, open_given
+from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, Tokenizer, open_given
 from t5train.errors import InputError, SpecError
 from t5train.spec import NUM_SENTINELS
 

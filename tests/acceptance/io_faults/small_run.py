@@ -97,7 +97,7 @@ class SmallRun:
         from t5train.checkpoint.resume import conclude, open_run
         from t5train.data.corpus import build_corpus
         from t5train.data.shards import build_shards
-        from t5train.data.tokenizer import build_tokenizer
+        from t5train.data.vocabulary.tokenizer import build_tokenizer
         from t5train.train.loop import Trainer
 
         self.root.mkdir(parents=True)

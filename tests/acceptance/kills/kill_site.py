@@ -134,7 +134,7 @@ def make_site(folder: Path, num_steps: int) -> tuple[Site, TokenizerFiles]:
     """A run that has not begun, with token shards of Python's documentation, and its vocabulary."""
     from t5train.data.corpus import build_corpus
     from t5train.data.shards import build_shards
-    from t5train.data.tokenizer import build_tokenizer
+    from t5train.data.vocabulary.tokenizer import build_tokenizer
 
     root = folder / "root"
     spec = recipe("smoke").with_settings({**SETTINGS, "storage.root": str(root), "optimizer.num_steps": num_steps})

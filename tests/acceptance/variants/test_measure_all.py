@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from t5train.data.corpus import build_corpus
-from t5train.data.tokenizer import build_tokenizer
+from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.spec.recipes import RECIPES, recipe
 from tests.acceptance.variants.measure_all import Results
 from tests.acceptance.variants.variant_cases import CASES, Case

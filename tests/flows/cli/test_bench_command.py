@@ -10,7 +10,7 @@ from flows.cli import bench_command
 from infra.head.benchmark_run import TrainerMeasured
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
-from t5train.data.tokenizer import build_tokenizer
+from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.errors import LaunchError
 from t5train.records.stage_records import TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec, TokenizerSpec

@@ -19,7 +19,7 @@ from infra.node.attempts.run_lock import run_lock
 from t5train import host_resources
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.data.loader import ORDER_VERSION
-from t5train.data.sentencepiece_model import train
+from t5train.data.vocabulary.sentencepiece_model import train
 from t5train.errors import NotGathered
 from t5train.model.model_shape import huggingface_config, resolve
 from t5train.records.stage_records import TokenShards

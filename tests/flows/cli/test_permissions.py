@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from t5train.data import sentencepiece_model
+from t5train.data.vocabulary import sentencepiece_model
 from t5train.spec import TokenizerSpec
 
 CAPABILITIES = "-dac_override,-dac_read_search"

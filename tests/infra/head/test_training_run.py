@@ -10,7 +10,7 @@ import pytest
 from infra.head import training_run
 from infra.head.launch.held_run import hold_run
 from infra.head.training_run import hold_ready_run, require_ready
-from t5train.data.tokenizer import expected_vocab_size
+from t5train.data.vocabulary.tokenizer import expected_vocab_size
 from t5train.errors import SpecError, StorageError
 from t5train.model.model_shape import count_parameters, resolve
 from t5train.spec import RunSpec

@@ -10,7 +10,7 @@ import pytest
 from t5train.data.held_out import HELD_OUT, choose, comparable, read_held_out, write_held_out
 from t5train.data.passages import Passage, split_of
 from t5train.data.segments import passages_of, read_segments
-from t5train.data.tokenizer import Tokenizer
+from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.errors import InputError
 from t5train.records.witness import EncodedPassage
 from tests.support.generated_text import DataChain

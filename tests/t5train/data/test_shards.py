@@ -12,7 +12,7 @@ from t5train.data.held_out import HELD_OUT
 from t5train.data.passages import SPLITS, split_of
 from t5train.data.segments import passages_of, read_segments
 from t5train.data.shards import build_shards, read_description, shard_name, tokens_name, unigram_name
-from t5train.data.tokenizer import Tokenizer
+from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.errors import StorageError
 from t5train.records.stage_records import MANIFEST, TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec

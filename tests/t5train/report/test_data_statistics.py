@@ -9,7 +9,7 @@ import pytest
 from t5train.data.corpus import build_corpus
 from t5train.data.passages import split_of
 from t5train.data.segments import passages_of, read_segments
-from t5train.data.tokenizer import Tokenizer
+from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.report import data_statistics as module
 from t5train.report.data_statistics import data_plot, data_statistics, length_rows, sample_text, word_lines
 from t5train.spec import CorpusSpec, ObjectiveSpec

@@ -17,7 +17,7 @@ from t5train.data.loader import Samples
 from t5train.data.passages import Passage, Split
 from t5train.data.shards import build_shards
 from t5train.data.span_corruption import is_content
-from t5train.data.tokenizer import given_tokenizer
+from t5train.data.vocabulary.tokenizer import given_tokenizer
 from t5train.errors import InputError, SpecError
 from t5train.release.inference.evaluation import EvaluationSpec, evaluate
 from t5train.release.inference.evaluation_text import read_windows

@@ -14,7 +14,15 @@ from typing import Any, Self
 from t5train.data.output_folder import making, stage_folder
 from t5train.data.passages import SourceFile, split_of
 from t5train.data.segments import Segment, passages_of, read_segments
-from t5train.data.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID, Encoder, require_t5_form, train
+from t5train.data.vocabulary.sentencepiece_model import (
+    EOS_ID,
+    PAD_ID,
+    SPECIAL_PIECES,
+    UNK_ID,
+    Encoder,
+    require_t5_form,
+    train,
+)
 from t5train.data.worker_processes import Advance, Json, in_processes
 from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing, write_json
@@ -192,7 +200,7 @@ def _trained(spec: TokenizerSpec, corpus_spec: CorpusSpec, corpus: Corpus, progr
         else:
             progress("seconds of vocabulary training", int(time.monotonic() - started), None)
 
-    (result,) = in_processes("t5train.data.tokenizer:train_vocabulary", [job], 1, advance)
+    (result,) = in_processes("t5train.data.vocabulary.tokenizer:train_vocabulary", [job], 1, advance)
     seconds = int(time.monotonic() - started)
     progress("seconds of vocabulary training", seconds, seconds)
     return b64decode(result["proto"])

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
-from t5train.data.sentencepiece_model import Encoder
-from t5train.data.tokenizer import Tokenizer, given_tokenizer
+from t5train.data.vocabulary.sentencepiece_model import Encoder
+from t5train.data.vocabulary.tokenizer import Tokenizer, given_tokenizer
 from tests.support.generated_text import WORDS, DataChain
 
 PARAGRAPH = " ".join(WORDS[:300])

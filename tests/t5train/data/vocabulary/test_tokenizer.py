@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
-from t5train.data.sentencepiece_model import train
-from t5train.data.tokenizer import Tokenizer, build_tokenizer, given_tokenizer
+from t5train.data.vocabulary.sentencepiece_model import train
+from t5train.data.vocabulary.tokenizer import Tokenizer, build_tokenizer, given_tokenizer
 from t5train.errors import InputError, SpecError
 from t5train.spec import TokenizerSpec
 from tests.support.generated_text import WORDS, DataChain
@@ -26,7 +26,7 @@ TRAIN = """
 import sys
 from pathlib import Path
 from t5train.data.corpus import build_corpus
-from t5train.data.tokenizer import build_tokenizer
+from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.spec import CorpusSpec, TokenizerSpec
 
 root = Path(sys.argv[1])
