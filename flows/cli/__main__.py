@@ -32,6 +32,7 @@ from flows.cli.runs import rm_command, status_command
 from flows.cli.terminal import complain, say
 from t5train.errors import SpecError, StorageError, T5TrainError
 from t5train.files.os_errors import explain
+from t5train.spec import nearest, setting_names
 
 app = typer.Typer(
     name="t5-pretrain",
@@ -129,7 +130,17 @@ def _usage(error: Any) -> str:
     for pydantic, plain in (("Value error, ", ""), ("Input should be", "it must be")):
         said = said.replace(pydantic, plain)
     command = error.ctx.command_path if error.ctx else app.info.name
-    return f"error: {said}. See `{command} --help`" if said else ""
+    return f"error: {said}.{_setting_meant(error)} See `{command} --help`" if said else ""
+
+
+def _setting_meant(error: Any) -> str:
+    """Return which setting is probably meant by an option that does not exist; empty if the command takes none."""
+    option = getattr(error, "option_name", None)
+    takes_settings = error.ctx and any(each.name == "changes" for each in error.ctx.command.params)
+    if option is None or not takes_settings:
+        return ""
+    meant = nearest(option.lstrip("-").replace("-", "_"), setting_names())
+    return f" Settings are changed with `--set part.key=value`{meant}." if meant else ""
 
 
 if __name__ == "__main__":

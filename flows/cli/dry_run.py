@@ -1,6 +1,5 @@
 """Describes a run without running anything, and checks whether it could start on this machine."""
 
-import json
 import shlex
 import sys
 from collections.abc import Mapping
@@ -84,20 +83,18 @@ def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool) ->
 def describe(
     spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs, refusal: T5TrainError | None
 ) -> str:
-    """Return the plan, spec, fingerprints, DeepSpeed configuration, memory, hosts and launch command of a run, as text.
+    """Return the plan, memory, hosts and launch command of a run, as text. ``as_values`` has the settings too.
 
     If the run is refused, the text begins with ``refusal``; ``text`` is None then.
     """
     sections = {
         **({"would be refused": str(refusal)} if refusal else {}),
         "plan": _aligned(_plan(spec, shape, text, epochs)),
-        "spec": _json(spec.model_dump(mode="json")),
-        "fingerprints": _json(_fingerprints(spec)),
-        "deepspeed config": _json(deepspeed_config(spec, shape)),
         "memory of a rank without activations, in GB": _table(held_by_a_rank(spec, shape)),
         **_hosts(spec),
         "launch command": shlex.join(_launch_command(spec)),
         "run folder": str(spec.run_folder),
+        "more": "with --json: every setting, the fingerprints, and DeepSpeed's configuration",
     }
     return "\n\n".join(f"# {title}\n{content}" for title, content in sections.items())
 
@@ -108,7 +105,8 @@ def _plan(spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs)
     return {
         "text": _text(spec, text),
         "model": f"{count_parameters(shape):,} parameters",
-        "a step": f"{per_step:,} tokens: {batch} of {sample.input_tokens} + {sample.target_tokens}",
+        "a step": f"{per_step:,} tokens: {batch} of {sample.input_tokens} input and {sample.target_tokens} target "
+        f"tokens, made from {sample.window_tokens} tokens of text",
         "the run": f"{quantity(spec.optimizer.num_steps, 'step')}, {spec.optimizer.num_steps * per_step:,} tokens",
         "epochs": epochs.said,
         "disk": f"up to {format_bytes(_disk_bytes(spec, shape, text))} under {spec.storage.root}, where "
@@ -245,7 +243,3 @@ def _table(held: list[Held]) -> str:
 
 def _gigabytes(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.2f}" if size_bytes else "."
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, indent=1, ensure_ascii=False)

@@ -335,7 +335,7 @@ def _start(home: Path, bound: socket.socket, environment: Mapping[str, str]) -> 
 
 def _await_health(server: subprocess.Popen[bytes], api_url: str, log: Path, progress: Progress) -> None:
     started = time.monotonic()
-    what = "seconds, starting Prefect's server (the first start creates its database)"
+    what = "s since Prefect's server was started (the first start takes longest: it creates the database)"
     while not answers(api_url):
         waited = time.monotonic() - started
         if server.poll() is not None or waited > START_SECONDS:

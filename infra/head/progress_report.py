@@ -11,7 +11,7 @@ from infra.node.attempts.attempt import rank_name
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, METRICS, step_of
 from t5train.progress import Progress
 from t5train.rank import heartbeat
-from t5train.records.metrics import TRAINING_LOSS, UNIGRAM, VALIDATION
+from t5train.records.metrics import TRAINING_LOSS, UNIGRAM, VALIDATION, VALIDATION_OF_TARGETS
 from t5train.records.series import MetricsSeries
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
@@ -88,7 +88,15 @@ class ProgressReport:
         newest = self._metrics.newest
         figures = [f"{TRAINING_LOSS} {newest['loss']:.3f} nats/token", f"{newest['tokens_per_second']:,.0f} tokens/s"]
         if VALIDATION in newest:
-            baseline = newest.get(UNIGRAM)
-            beside = f", unigram baseline {baseline:.3f}" if baseline is not None else ""
-            figures.append(f"validation loss (masked tokens) {newest[VALIDATION]:.3f}{beside}")
+            figures.append(self._validation())
         return figures
+
+    def _validation(self) -> str:
+        newest = self._metrics.newest
+        of_targets, baseline = newest.get(VALIDATION_OF_TARGETS), newest.get(UNIGRAM)
+        same_tokens = "" if of_targets is None else f"{of_targets:.3f} (all target tokens), "
+        beside = "" if baseline is None else f"; unigram baseline {baseline:.3f}"
+        return (
+            f"validation loss after step {self._metrics.validated_step:,}: {same_tokens}"
+            f"{newest[VALIDATION]:.3f} (masked tokens{beside})"
+        )

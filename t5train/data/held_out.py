@@ -17,6 +17,7 @@ from t5train.data.passages import Passage
 from t5train.data.vocabulary.sentencepiece_model import SPECIAL_PIECES, UNK_ID, Encoder
 from t5train.errors import InputError
 from t5train.files.atomic import write_text
+from t5train.host_resources import quantity
 from t5train.records.witness import EncodedPassage
 
 HELD_OUT = "held-out-passages.json"
@@ -77,7 +78,10 @@ def write_held_out(folder: Path, found: Iterable[EncodedPassage], tokenizer_json
             "the tokenizer is then made again"
         )
     chosen = HeldOutPassages(passages=choose(agreed))
-    _log.info("%d of %d held-out passages are recorded for the certificate", len(chosen.passages), len(candidates))
+    _log.info(
+        "recorded %s of held-out text, with which certification compares tokenizers",
+        quantity(len(chosen.passages), "passage"),
+    )
     write_text(folder / HELD_OUT, chosen.model_dump_json(indent=1) + "\n")
 
 

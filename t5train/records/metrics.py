@@ -117,6 +117,7 @@ TRAINING_LOSS = "training loss (all target tokens)"
 """How the loss of a step is labelled: it includes sentinels, so it compares with neither of the next two."""
 UNIGRAM = "unigram_content_loss"
 VALIDATION = "validation_content_loss"
+VALIDATION_OF_TARGETS = "validation_loss"
 TEST = "test_content_loss"
 LOSSES = {
     VALIDATION: "validation, masked tokens",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from t5train.records.metrics import STARVING, UNIGRAM, Values, parse_line
+from t5train.records.metrics import STARVING, UNIGRAM, VALIDATION, Values, parse_line
 
 CAPACITY = 256
 _EXPERT = "/expert_"
@@ -75,7 +75,8 @@ class Series:
 class MetricsSeries:
     """The series of one run, and the loss of its unigram baseline once that is known.
 
-    ``newest`` has the newest value of each series and of the baseline.
+    ``newest`` has the newest value of each series and of the baseline. ``validated_step`` is the step after which the
+    newest validation took place.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +88,7 @@ class MetricsSeries:
         self.series: dict[str, Series] = {}
         self.newest: dict[str, float] = {}
         self.baseline: float | None = None
-        self.last_step = 0
+        self.last_step = self.validated_step = 0
         self._offset, self._remembered = 0, b""
 
     def refresh(self) -> None:
@@ -112,6 +113,8 @@ class MetricsSeries:
         step = int(values["step"] or 0)
         self.last_step = max(self.last_step, step)
         self.baseline = values.get(UNIGRAM) or self.baseline
+        if values.get(VALIDATION) is not None:
+            self.validated_step = step
         self.newest |= {name: value for name in (*PLOTTED, UNIGRAM) if (value := values.get(name)) is not None}
         plotted = [(name, value) for name in PLOTTED if (value := values.get(name)) is not None]
         shares = _expert_shares(values) if STARVING in values else ()

@@ -1,5 +1,6 @@
 """Sections of the model card that depend on what a run recorded. Each is Markdown, or empty."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,12 +20,24 @@ MEANINGS = {
     "is above the validation loss if the model uses its input.",
     "validation_loss": "Loss of all target tokens of the validation split.",
     "test_loss": "Loss of all target tokens of the test split.",
-    "validation_sequences": "Number of sequences of the validation split that were measured.",
+    "validation_sequences": "Number of sequences of the validation split that were measured. `t5-pretrain evaluate` "
+    "measures all of the split, or as many as `--max-sequences` allows.",
     "validation_content_tokens": "Number of masked tokens in these sequences.",
     "test_sequences": "Number of sequences of the test split that were measured.",
     "validation_overflow": "Share of tokens in the validation beyond the capacity that an expert is expected to need. "
     "None of them was dropped.",
 }
+_CREATIVE_COMMONS = {
+    *(f"cc-by-{version}" for version in ("2.0", "2.5", "3.0", "4.0")),
+    *(f"cc-by-{kind}-{version}" for kind in ("sa", "nc", "nc-nd", "nc-sa") for version in ("3.0", "4.0")),
+}
+_HUB_LICENCES = {
+    *("apache-2.0", "mit", "bsd", "bsd-2-clause", "bsd-3-clause", "mpl-2.0", "unlicense", "unknown"),
+    *("gfdl", "gpl", "gpl-2.0", "gpl-3.0", "agpl-3.0", "lgpl", "lgpl-2.1", "lgpl-3.0", "eupl-1.1", "eupl-1.2"),
+    *("cc", "cc0-1.0", "cc-by-nd-4.0", *_CREATIVE_COMMONS),
+    *("cdla-sharing-1.0", "cdla-permissive-1.0", "cdla-permissive-2.0", "odc-by", "odbl", "pddl", "etalab-2.0"),
+}
+"""Licences of text that the Hub knows by name (huggingface.co/docs/hub/repositories-licenses)."""
 _SPLITS = ("train", "validation", "test")
 _TRAINING = {
     "shape": "{num_layers} encoder and {num_decoder_layers} decoder layers, width {d_model}, feed-forward width "
@@ -70,6 +83,14 @@ def ties(witness: Witness) -> str:
         "\ntransformers 5 remarks that `shared.weight` and `lm_head.weight` are not tied, as it does for Google's T5 "
         "v1.1. That is\ncorrect for T5 v1.1, and no value in `config.json` changes it: ignore the remark.\n"
     )
+
+
+def hub_licence(stated: str | None) -> dict[str, str]:
+    """Return the front matter of a licence. The Hub refuses a name that it does not know in place of ``other``."""
+    if stated is None:
+        return {"license": "unknown"}
+    name = re.sub("[^a-z0-9.]+", "-", stated.lower()).strip("-")
+    return {"license": name} if name in _HUB_LICENCES else {"license": "other", "license_name": name}
 
 
 def licence(trained: TrainedModel) -> str:

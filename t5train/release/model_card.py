@@ -15,7 +15,7 @@ from t5train.host_resources import quantity
 from t5train.records.digests import FileDigest
 from t5train.records.identity import Provenance
 from t5train.records.witness import Witness
-from t5train.release.card_sections import data, licence, measurements, table, ties, training, warning
+from t5train.release.card_sections import data, hub_licence, licence, measurements, table, ties, training, warning
 from t5train.release.loss_curve import LOSS_CURVE
 from t5train.release.markdown import code
 
@@ -25,7 +25,6 @@ _SETTINGS = "\n## Settings\n\n```json\n"
 _HUB = {
     "library_name": "transformers",
     "pipeline_tag": "text2text-generation",
-    "license": "unknown",
     "tags": ["t5", "span-corruption"],
 }
 _CARD = """\
@@ -151,8 +150,11 @@ def model_card(
 
 def _hub(witness: Witness) -> dict[str, Any]:
     """Return the fields that the Hugging Face Hub reads."""
-    stated = {"license": witness.trained.license} if witness.trained.license else {}
-    return {**_HUB, **stated, **({"language": list(witness.trained.languages)} if witness.trained.languages else {})}
+    return {
+        **_HUB,
+        **hub_licence(witness.trained.license),
+        **({"language": list(witness.trained.languages)} if witness.trained.languages else {}),
+    }
 
 
 def read_front_matter(card: str) -> Any:

@@ -66,7 +66,7 @@ def _cells(state: RunState) -> list[str]:
         state.name,
         state.state.value,
         steps_text(state),
-        _number(state.resumable_step),
+        _number(None if state.state == State.PUBLISHED else state.resumable_step),
         _UNKNOWN if state.loss is None else f"{state.loss:.4f}",
         _number(state.tokens_per_second),
         _UNKNOWN if state.seconds_left is None else duration(state.seconds_left),

@@ -146,6 +146,9 @@ def test_a_dry_run_shows_the_whole_plan_and_creates_nothing(
     assert t5_pretrain("run", recipe, "--dry-run", "--root", str(root), *asked) == 0
     output = capsys.readouterr().out.replace(str(root), "{root}").replace(sys.executable, "{python}")
     golden(f"{recipe}.dry-run", output)
+    assert t5_pretrain("run", recipe, "--dry-run", "--json", "--root", str(root), *asked) == 0
+    as_json = json.loads(capsys.readouterr().out)
+    golden(f"{recipe}.deepspeed-config", json.dumps(as_json["deepspeed_config"], indent=1) + "\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,7 +167,7 @@ def test_a_dry_run_says_first_that_the_machine_has_no_accelerator_and_describes_
     assert t5_pretrain("run", "base", "--dry-run", "--root", str(tmp_path / "root")) == 2
     output = capsys.readouterr()
     assert output.out.startswith("# would be refused\nthis machine has no GPU")
-    assert "\n# deepspeed config\n" in output.out
+    assert "\n# memory of a rank" in output.out
     assert output.err.startswith("error: this machine has no GPU")
     assert t5_pretrain("run", "base", "--root", str(tmp_path / "root")) == 2
     assert capsys.readouterr().err == output.err, "a run is refused for the same reason"

@@ -78,6 +78,7 @@ OPTIONS = [
     Wrong("run", 2, "name a recipe (see `t5-pretrain recipes`), or a file with --config"),
     Wrong("nonsense", 2, "No such command 'nonsense'"),
     Wrong("run smoke --nonsense", 2, "No such option: --nonsense"),
+    Wrong("run smoke --steps 9", 2, "with `--set part.key=value` (did you mean 'optimizer.num_steps'?)"),
     Wrong("run smoke --set x", 2, "'x' is not of the form part.key=value"),
     Wrong("run smoke --json", 2, "it needs --dry-run"),
     Wrong("run --trial --config value.yaml", 2, "use `run RECIPE --trial`"),

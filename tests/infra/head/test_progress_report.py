@@ -110,7 +110,7 @@ def test_the_training_loss_and_the_validation_loss_say_which_tokens_they_are_of_
     run.write({"step": 0, "unigram_content_loss": 6.125}, step(10), validated)
     expected = (
         "steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s, "
-        "validation loss (masked tokens) 5.500, unigram baseline 6.125"
+        "validation loss after step 10: 5.000 (all target tokens), 5.500 (masked tokens; unigram baseline 6.125)"
     )
     assert run.now() == (expected, 10, 100)
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from t5train.locations import shareable_source
 from t5train.records.stage_records import Export
 from t5train.records.witness import Witness
-from t5train.release.card_sections import MEANINGS
+from t5train.release.card_sections import MEANINGS, hub_licence
 from t5train.release.export import export
 from t5train.release.loss_curve import loss_curve
 from t5train.release.model_card import read_front_matter
@@ -89,6 +89,20 @@ def test_the_card_states_data_training_licence_and_languages(make_trained: MakeT
         assert line in card, line
     front_matter = read_front_matter(card)
     assert (front_matter["license"], front_matter["language"]) == ("cc-by-4.0", ["en", "el"])
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        (None, {"license": "unknown"}),
+        ("CC BY-SA 4.0", {"license": "cc-by-sa-4.0"}),
+        ("Our own, 2026", {"license": "other", "license_name": "our-own-2026"}),
+    ],
+)
+def test_a_licence_that_the_hub_does_not_know_is_stated_as_another_one(
+    stated: str | None, expected: dict[str, str]
+) -> None:
+    assert hub_licence(stated) == expected
 
 
 def test_every_measurement_of_the_card_is_explained(make_trained: MakeTrained, tmp_path: Path) -> None:
