@@ -125,6 +125,8 @@ def without_secret(setting: str, url: str) -> str:
 
 def _said(error: Exception, url: str) -> str:
     """Return what an error says, in one line. Those of stores often only name the object, so their kind is added."""
+    if isinstance(status := getattr(error, "status", None), int):
+        return f"the server answered with status {status}"  # aiohttp also shows the URL, which may be signed
     kind = next((meaning for known, meaning in _MEANINGS.items() if isinstance(error, known)), "")
     text = _without_secrets(" ".join(str(error).split()), url)
     return ": ".join(each for each in (kind, text) if each) or type(error).__name__

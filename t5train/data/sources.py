@@ -21,19 +21,20 @@ from typing import Any, NamedTuple
 
 import fsspec
 
-from t5train.data.output_folder import lock_or_wait
+from t5train.data.download.downloads import Wanted, download, downloaded_before
+from t5train.data.download.remote_reading import Patience, is_busy, is_web, storage_options, told
 from t5train.data.passages import Passage, SourceFile
 from t5train.data.readers import FORMATS, format_of
-from t5train.errors import DigestMismatch, InputError
-from t5train.files.atomic import replacing, write_json
+from t5train.errors import InputError
+from t5train.files.atomic import replacing
 from t5train.files.confined import confined, require_distinct
-from t5train.files.made_files import DOWNLOADED, MadeFiles
+from t5train.files.made_files import MadeFiles
 from t5train.host_resources import quantity
-from t5train.locations import Counted, explained, redacted
+from t5train.locations import explained, local_folder, redacted
 from t5train.progress import Progress, silent
-from t5train.records.digests import FileDigest, digest_file, verify_file
 
 _SHOWN_NAMES = 5
+_OFFLINE, _TRUE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), {"1", "ON", "YES", "TRUE"}
 _log = logging.getLogger(__name__)
 
 
@@ -67,11 +68,14 @@ class SourceFacts(NamedTuple):
 def local_files(source: str, revision: str, root: Path, progress: Progress) -> list[SourceFile]:
     """Return the files of a source, sorted. Remote ones are downloaded to ``{root}/cache``, unless a copy is current.
 
-    What runs made below the source's folder is left out. Raises InputError
-    if no file is found, a named or matched file has an unknown format, the protocol is unknown, its package is not
-    installed, or the remote store fails.
+    What runs made below the source's folder is left out. If HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, remote files
+    are those that were downloaded before. Raises InputError if no file is found, a named or matched file has an unknown
+    format, the protocol is unknown, its package is not installed, or the remote store fails.
     """
     with _explained(source):
+        cache = _cache(source, revision, root)
+        if (kept := _kept(source, cache)) is not None:
+            return kept
         filesystem, found, skipped, made = _matched(source)
         if skipped:
             _log.info("%s", skipped_line(skipped))
@@ -80,22 +84,41 @@ def local_files(source: str, revision: str, root: Path, progress: Progress) -> l
         names = _names(found)
         if _is_local(filesystem):
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
-        key = hashlib.sha256(f"{redacted(source)}\n{revision}".encode()).hexdigest()[:16]
-        cache = root.absolute() / "cache"
-        places = _places(cache / key, names, f"corpus.source {redacted(source)!r}")
+        places = _places(cache, names, f"corpus.source {redacted(source)!r}")
         cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the root, which is private
-        return [
-            SourceFile(_downloaded(filesystem, each, place, progress), name)
-            for each, name, place in zip(found, names, places, strict=True)
-        ]
+        download(filesystem, cache, list(map(Wanted, found, places)), progress)
+        return list(map(SourceFile, places, names))
 
 
-def require_source(source: str) -> SourceFacts:
+def _cache(source: str, revision: str, root: Path) -> Path:
+    """Return the folder for the downloads of a source."""
+    key = hashlib.sha256(f"{redacted(source)}\n{revision}".encode()).hexdigest()[:16]
+    return root.absolute() / "cache" / key
+
+
+def _kept(source: str, cache: Path) -> list[SourceFile] | None:
+    """Return the earlier downloads of a remote source if the network is not to be used; None if it is."""
+    switch = next((each for each in _OFFLINE if os.environ.get(each, "").upper() in _TRUE), None)
+    if switch is None or local_folder(source) is not None:
+        return None
+    names = downloaded_before(cache)
+    if names is None:
+        raise InputError(
+            f"corpus.source {redacted(source)!r} is not on this machine, and {switch} forbids to download it. Unset "
+            f"{switch}, or run `t5-pretrain corpus` with the same source, revision and root where there is a network"
+        )
+    return [SourceFile(cache / name, name) for name in names]
+
+
+def require_source(source: str, revision: str = "", root: Path | None = None) -> SourceFacts:
     """Return what is known of a source, as ``local_files`` finds it, without reading its files.
 
-    Raises InputError if there are no files, or if all are empty.
+    Without a network (HF_HUB_OFFLINE), the files are those that were downloaded to ``root`` before. Raises InputError
+    if there are no files, or if all are empty.
     """
     with _explained(source):
+        if root is not None and (kept := _kept(source, _cache(source, revision, root))) is not None:
+            return SourceFacts({each.name: each.path.stat().st_size for each in kept}, [], kept)
         filesystem, found, skipped, _ = _matched(source)
         names = _names(found)
         sizes = {name: filesystem.size(each) for name, each in zip(names, found, strict=True)}
@@ -132,11 +155,11 @@ def _formats() -> str:
 
 def _matched(source: str) -> Matches:
     """Return the files of a source."""
-    filesystem, path = fsspec.core.url_to_fs(source)
+    filesystem, path = fsspec.core.url_to_fs(source, **storage_options(source))
     path = _without_parents(path) if _is_local(filesystem) else path
     shown = redacted(source)
     made = 0
-    if filesystem.isfile(path):
+    if _is_file(filesystem, path, shown):
         found = [path]
     elif filesystem.isdir(path):
         return _in_folder(filesystem, path, shown)
@@ -153,6 +176,21 @@ def _matched(source: str) -> Matches:
                 "files only"
             )
     return Matches(filesystem, sorted(found), [], made)
+
+
+def _is_file(filesystem: Any, path: str, shown: str) -> bool:
+    """Return whether a path is a file. A busy web server is asked again, because fsspec says that it has no such file.
+
+    Raises InputError if it stays busy.
+    """
+    if not is_web(filesystem) or glob.has_magic(path):
+        return bool(filesystem.isfile(path))
+    try:
+        return bool(Patience().tried(lambda: filesystem.info(path), shown, is_busy))
+    except FileNotFoundError as error:
+        if is_busy(error):
+            raise InputError(f"corpus.source {shown!r} cannot be read: {told(error)}. Try again later") from None
+        return False
 
 
 def _without_parents(path: str) -> str:
@@ -254,59 +292,6 @@ def _places(folder: Path, names: list[str], shown: str) -> list[Path]:
                 f"{parent} is a symbolic link, so {shown} would be downloaded to the link's target. Remove the link"
             )
     return places
-
-
-def _downloaded(filesystem: Any, remote: str, local: Path, progress: Progress) -> Path:
-    """Download ``remote`` to ``local``, unless that is current. Only one process at a time downloads to a folder."""
-    local.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(local.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        lock_or_wait(folder, local)
-        for leftover in local.parent.glob(f".{glob.escape(local.name)}.*.tmp"):  # of a killed download
-            leftover.unlink()
-        return _fetched(filesystem, remote, local, progress)
-    finally:
-        os.close(folder)
-
-
-def _fetched(filesystem: Any, remote: str, local: Path, progress: Progress) -> Path:
-    size, state = filesystem.size(remote), _state(filesystem, remote)
-    note = local.with_name(f"{local.name}{DOWNLOADED}")
-    if _unchanged(local, note, size, state):
-        return local
-    with replacing(local) as target:
-        filesystem.get_file(remote, target.name, callback=Counted(f"bytes of {local.name} downloaded", progress))
-        fetched = Path(target.name).stat().st_size
-        if size is not None and fetched != size:
-            raise InputError(f"{redacted(remote)} ended after {fetched} of {size} bytes: try again")
-        if _state(filesystem, remote) != state:
-            raise InputError(f"{redacted(remote)} was changed while it was downloaded: try again")
-    write_json(note, {"state": state, **digest_file(local).model_dump()})
-    return local
-
-
-def _state(filesystem: Any, remote: str) -> str:
-    """Return a string that changes when the remote file changes, if the store reports such changes.
-
-    For web servers, fsspec's own key is only the URL. Therefore ETag and Last-Modified are added.
-    """
-    filesystem.invalidate_cache()
-    info = filesystem.info(remote)
-    return ":".join([filesystem.ukey(remote), *(str(info[key]) for key in ("ETag", "Last-Modified") if key in info)])
-
-
-def _unchanged(local: Path, note: Path, size: int | None, state: str) -> bool:
-    try:
-        recorded = json.loads(note.read_bytes())
-        if recorded["state"] != state or size not in (None, recorded["size"]):
-            return False
-        verify_file(local, FileDigest(size=recorded["size"], sha256=recorded["sha256"]))
-    except FileNotFoundError:
-        return False
-    except (DigestMismatch, ValueError, KeyError, TypeError) as error:  # the file or its note is damaged
-        _log.warning("downloading %s again, because the earlier download is damaged: %s", local, error)
-        return False
-    return True
 
 
 def _is_local(filesystem: Any) -> bool:

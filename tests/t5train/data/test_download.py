@@ -1,139 +1,198 @@
 """Downloads of text from a web server, with the failures that web servers have."""
 
+import logging
+import random
+import shutil
+import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from t5train.data.corpus import build_corpus
-from t5train.errors import InputError
+from t5train.data.download import downloads, partial_file, remote_reading
+from t5train.data.sources import require_source
+from t5train.errors import InputError, StorageError
 from t5train.records.stage_records import Corpus
 from t5train.spec import CorpusSpec
+from tests.support.web_server import GOOD, SIGNATURE, Answer, Request, Web, serving
 
-LINES = b"".join(b"line %d of a text that takes more than one read\n" % number for number in range(200_000))
-BUILD = """
+LINES = b"".join(b"line %d of a text that takes many requests\n" % number for number in range(40_000))
+BLOCK, DURABLE = 64 << 10, 256 << 10
+NUM_BLOCKS = -(-len(LINES) // BLOCK)
+BUILD = f"""
 import sys
 from pathlib import Path
 from t5train.data.corpus import build_corpus
+from t5train.data.download import downloads, partial_file
 from t5train.spec import CorpusSpec
 
+downloads.BLOCK_BYTES, partial_file.DURABLE_BYTES = {BLOCK}, {DURABLE}
 build_corpus(CorpusSpec(source=sys.argv[1], workers=1), Path(sys.argv[2]))
 """
 
 
-@dataclass
-class Web:
-    """One file under a URL, and what goes wrong with it."""
-
-    url: str = ""
-    content: bytes = LINES
-    changed_at: int = 0
-    sends_size: bool = True
-    cuts_off: bool = False
-    changes_meanwhile: bool = False
-    overstates_size: bool = False
-    stalls: bool = False
-
-
-class Handler(BaseHTTPRequestHandler):
-    """A server without range requests, as many are."""
-
-    web: Web
-
-    def do_HEAD(self) -> None:
-        self.send_response(200 if self.path == "/text.txt" else 404)
-        self.send_header("Last-Modified", formatdate(self.web.changed_at, usegmt=True))
-        if self.web.sends_size:
-            more = self.web.overstates_size and self.command == "HEAD"
-            self.send_header("Content-Length", str(len(self.web.content) + more))
-        self.end_headers()
-
-    def do_GET(self) -> None:
-        self.do_HEAD()
-        if self.path != "/text.txt":
-            return
-        half = len(self.web.content) // 2
-        with suppress(ConnectionError):  # a client that only checks whether the file exists hangs up
-            self._send(half)
-
-    def _send(self, half: int) -> None:
-        self.wfile.write(self.web.content[:half])
-        if self.web.stalls:
-            self.rfile.read(1)  # until the other side hangs up
-        if self.web.cuts_off or self.web.stalls:
-            return
-        self.wfile.write(self.web.content[half:])
-        self.web.changed_at += self.web.changes_meanwhile
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
-
-
 @pytest.fixture
-def web() -> Iterator[Web]:
-    Handler.web = web = Web()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        web.url = f"http://127.0.0.1:{server.server_address[1]}/text.txt"
+def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    """A server of one text, for a client with small blocks and little patience."""
+    monkeypatch.setattr(downloads, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(partial_file, "DURABLE_BYTES", DURABLE)
+    monkeypatch.setattr(remote_reading, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(remote_reading, "LONGEST_WAIT_SECONDS", 0.02)
+    with serving(Web({"/text.txt": LINES})) as web:
         yield web
-        server.shutdown()
 
 
-def build(web: Web, root: Path, seen: dict[str, object] | None = None) -> Corpus:
+def build(
+    web: Web, root: Path, seen: dict[str, object] | None = None, pattern: str = "text.txt", revision: str = ""
+) -> Corpus:
     def progress(what: str, done: int, total: int | None) -> None:
         if seen is not None:
             seen[what] = (done, total)
 
-    return build_corpus(CorpusSpec(source=web.url, workers=1), root, progress)
+    spec = CorpusSpec(source=f"{web.url}/{pattern}", workers=1, revision=revision)
+    return build_corpus(spec, root, progress)
 
 
-def test_a_file_is_downloaded_with_progress_and_once(web: Web, tmp_path: Path) -> None:
+def downloaded(root: Path, name: str = "text.txt") -> Path:
+    (found,) = (root / "cache").rglob(name)
+    return found
+
+
+def content_requests(web: Web) -> list[Request]:
+    """The requests for blocks, without the one that tries whether parts can be asked for."""
+    return [each for each in web.requests if (each.start, each.end) != (len(LINES) - 1, len(LINES))]
+
+
+def test_a_file_is_downloaded_in_parallel_with_progress_and_once(web: Web, tmp_path: Path) -> None:
     seen: dict[str, object] = {}
-    assert build(web, tmp_path, seen).counts["passages"] == 200_000
-    assert seen["bytes of text.txt downloaded"] == (len(LINES), len(LINES))
-    (download,) = (tmp_path / "cache").rglob("text.txt")
-    written_at = download.stat().st_mtime_ns
+    web.seconds_per_answer = 0.02
+    assert build(web, tmp_path, seen).counts["passages"] == 40_000
+    assert downloaded(tmp_path).read_bytes() == LINES
+    assert seen["bytes downloaded"] == (len(LINES), len(LINES))
+    assert 2 < web.most_at_once <= downloads.CONNECTIONS
+    assert sorted(each.start for each in content_requests(web)) == [BLOCK * number for number in range(NUM_BLOCKS)]
+    web.requests.clear()
     assert build(web, tmp_path).reused
-    assert download.stat().st_mtime_ns == written_at
+    assert web.requests == []
+
+
+def test_a_store_that_sends_no_parts_and_no_size_is_read_from_the_beginning(web: Web, tmp_path: Path) -> None:
+    web.has_ranges = web.sends_size = False
+    seen: dict[str, object] = {}
+    assert build(web, tmp_path, seen).counts["text_bytes"] == len(LINES) - 40_000
+    assert "bytes of text.txt downloaded" in seen
+
+
+def test_a_redirected_file_is_downloaded(web: Web, tmp_path: Path) -> None:
+    web.redirects = True
+    assert build(web, tmp_path).counts["passages"] == 40_000
 
 
 def test_an_incomplete_download_record_is_restored_by_another_download(web: Web, tmp_path: Path) -> None:
     build(web, tmp_path)
-    (note,) = (tmp_path / "cache").rglob("text.txt.download.json")
+    note = downloaded(tmp_path, "text.txt.download.json")
     original = note.read_text()
     note.write_text('{"size": 1}')
     assert build(web, tmp_path).reused
     assert note.read_text() == original
 
 
-def test_a_file_of_unknown_size_is_downloaded(web: Web, tmp_path: Path) -> None:
-    web.sends_size = False
-    assert build(web, tmp_path).counts["text_bytes"] == len(LINES) - 200_000
-
-
 def test_a_file_that_changed_without_changing_size_is_downloaded_again(web: Web, tmp_path: Path) -> None:
     first = build(web, tmp_path)
-    web.content = LINES.replace(b"text", b"test")
-    web.changed_at += 60
+    web.files["/text.txt"] = LINES.replace(b"text", b"test")
     assert build(web, tmp_path).fingerprint != first.fingerprint
 
 
-def test_an_interrupted_transfer_is_refused_and_the_next_one_is_complete(web: Web, tmp_path: Path) -> None:
-    web.cuts_off = True
-    with pytest.raises(InputError, match=r"http://127\.0\.0\.1:\d+/text\.txt"):
+def busy_sometimes() -> Callable[[Request], Answer]:
+    number = count()
+    return lambda _: Answer(503) if next(number) % 3 else GOOD
+
+
+def cut_sometimes() -> Callable[[Request], Answer]:
+    number = count()
+    return lambda request: Answer(cut_after=1000) if request.end and next(number) % 2 else GOOD
+
+
+@pytest.mark.parametrize("failing", [busy_sometimes, cut_sometimes])
+def test_a_busy_server_and_lost_connections_are_tried_again(
+    web: Web, tmp_path: Path, failing: Callable[[], Callable[[Request], Answer]]
+) -> None:
+    web.answer = failing()
+    build(web, tmp_path)
+    assert downloaded(tmp_path).read_bytes() == LINES
+
+
+def test_a_server_that_asks_to_wait_is_left_alone_for_so_long(web: Web, tmp_path: Path) -> None:
+    refused_at: list[float] = []
+    later: list[float] = []
+
+    def answer(_: Request) -> Answer:
+        if not refused_at:
+            refused_at.append(time.monotonic())
+            return Answer(429, (("Retry-After", "2"),))
+        later.append(time.monotonic() - refused_at[0])
+        return GOOD
+
+    web.seconds_per_answer = 0.2  # so that all first requests are under way when the first is refused
+    web.answer = answer
+    build(web, tmp_path)
+    assert all(seconds < 1 or seconds >= 2 for seconds in later)
+    assert any(seconds >= 2 for seconds in later)
+
+
+def test_a_server_that_is_busy_at_first_is_waited_for(web: Web, tmp_path: Path) -> None:
+    statuses = iter([503, 503])
+    web.head = lambda: next(statuses, 200)
+    web.answer = lambda request: Answer(503) if request.end is None else GOOD
+    assert build(web, tmp_path).counts["passages"] == 40_000
+
+
+def test_a_server_that_stays_busy_is_no_missing_file(web: Web, tmp_path: Path) -> None:
+    web.head = lambda: 503
+    web.answer = lambda _: Answer(503)
+    with pytest.raises(InputError, match=r"text\.txt' cannot be read: the server answered with status 503"):
         build(web, tmp_path)
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    web.cuts_off = False
-    assert build(web, tmp_path).counts["passages"] == 200_000
+
+
+def test_a_transfer_that_fails_too_often_continues_where_it_ended(web: Web, tmp_path: Path) -> None:
+    middle = NUM_BLOCKS // 2 * BLOCK
+    web.answer = lambda request: Answer(503) if request.start >= middle and request.end != len(LINES) else GOOD
+    with pytest.raises(InputError, match=r"status 503, at each of 8 tries\. Start again later: what has arrived is ke"):
+        build(web, tmp_path)
+    web.answer = lambda _: GOOD
+    web.requests.clear()
+    build(web, tmp_path)
+    assert min(each.start for each in content_requests(web)) == middle
+    assert downloaded(tmp_path).read_bytes() == LINES
+
+
+def test_a_file_that_changes_before_a_download_continues_is_downloaded_from_the_beginning(
+    web: Web, tmp_path: Path
+) -> None:
+    web.answer = lambda request: Answer(500) if request.start > len(LINES) // 2 and request.end != len(LINES) else GOOD
+    with pytest.raises(InputError):
+        build(web, tmp_path)
+    web.answer = lambda _: GOOD
+    web.files["/text.txt"] = changed = LINES.replace(b"text", b"test")
+    build(web, tmp_path)
+    assert downloaded(tmp_path).read_bytes() == changed
+
+
+def test_a_refusal_is_not_tried_again_and_shows_no_signature(web: Web, tmp_path: Path) -> None:
+    web.redirects = True
+    web.answer = lambda request: Answer(403) if request.end else GOOD
+    with pytest.raises(
+        InputError, match=r"text\.txt cannot be downloaded: the server answered with status 403"
+    ) as found:
+        build(web, tmp_path)
+    assert SIGNATURE not in str(found.value)
+    assert len([each for each in web.requests if each.end]) <= downloads.CONNECTIONS + 1
 
 
 def test_a_file_that_changes_during_its_download_is_refused(web: Web, tmp_path: Path) -> None:
@@ -143,28 +202,81 @@ def test_a_file_that_changes_during_its_download_is_refused(web: Web, tmp_path: 
 
 
 def test_a_file_shorter_than_announced_is_refused(web: Web, tmp_path: Path) -> None:
-    web.overstates_size = True
+    web.overstates_size, web.has_ranges = True, False
     with pytest.raises(InputError, match=rf"/text\.txt ended after {len(LINES)} of {len(LINES) + 1} bytes: try again"):
         build(web, tmp_path)
 
 
 def test_a_missing_file_is_named(web: Web, tmp_path: Path) -> None:
-    web.url = web.url.replace("text.txt", "test.txt")
     with pytest.raises(InputError, match=r"/test\.txt"):
+        build(web, tmp_path, pattern="test.txt")
+
+
+def test_wrong_bytes_are_set_aside_and_the_file_is_fetched_once_more(
+    web: Web, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(web, tmp_path)
+    copy = downloaded(tmp_path)
+    copy.unlink()
+    wrong = iter([Answer(flips_a_bit=True)])
+    web.answer = lambda request: next(wrong, GOOD) if request.start == BLOCK else GOOD
+    with caplog.at_level(logging.WARNING):
+        assert build(web, tmp_path).reused
+    assert copy.read_bytes() == LINES
+    assert copy.with_name("text.txt.bad").read_bytes() != LINES
+    assert "is known for it; it is kept as" in caplog.text
+
+
+def test_a_file_that_is_wrong_twice_is_refused(web: Web, tmp_path: Path) -> None:
+    build(web, tmp_path)
+    downloaded(tmp_path).unlink()
+    web.answer = lambda request: Answer(flips_a_bit=request.start == BLOCK)
+    with pytest.raises(InputError, match=r"was downloaded twice, and neither time had the sha256 that is known for it"):
+        build(web, tmp_path)
+    assert build(web, tmp_path, revision="new").counts["passages"] == 40_000
+
+
+def test_without_a_network_the_earlier_download_is_used(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build(web, tmp_path)
+    for switch in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        web.requests.clear()
+        with monkeypatch.context() as patch:
+            patch.setenv(switch, "1")
+            patch.setattr(web, "head", lambda: 500)
+            assert build(web, tmp_path).fingerprint == first.fingerprint
+            assert require_source(f"{web.url}/text.txt", "", tmp_path).size_bytes == len(LINES)
+            with pytest.raises(InputError, match=f"not on this machine, and {switch} forbids to download it"):
+                build(web, tmp_path / "other")
+        assert web.requests == []
+    downloaded(tmp_path).write_bytes(LINES[1:])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match=r"text\.txt is missing or damaged, and there is no network"):
         build(web, tmp_path)
 
 
-@pytest.mark.slow
-def test_a_partial_download_of_a_killed_process_is_never_used(web: Web, tmp_path: Path) -> None:
-    web.stalls = True
-    with subprocess.Popen([sys.executable, "-c", BUILD, web.url, str(tmp_path)]) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while not any(path.is_file() and path.stat().st_size for path in (tmp_path / "cache").rglob("*")):
-                assert process.poll() is None
-                assert time.monotonic() < deadline
+def test_too_little_disk_space_is_noticed_before_anything_is_transferred(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=len(LINES) - 1))
+    with pytest.raises(StorageError, match="too little disk space for the download of 1 file"):
+        build(web, tmp_path)
+    assert content_requests(web) in ([], [Request("/text.txt", 0, None)])  # the one that looks whether it exists
+
+
+def test_a_download_that_is_killed_again_and_again_is_complete_in_the_end(web: Web, tmp_path: Path) -> None:
+    web.seconds_per_answer = 0.15
+    rng = random.Random(0)
+    for _ in range(3):
+        with subprocess.Popen([sys.executable, "-c", BUILD, f"{web.url}/text.txt", str(tmp_path)]) as process:
+            web.requests.clear()
+            wanted = rng.randrange(8, 14)
+            while len(content_requests(web)) < wanted and process.poll() is None:
                 time.sleep(0.01)
-        finally:
-            process.kill()
-    web.stalls = False
-    assert build(web, tmp_path).counts["passages"] == 200_000
+            process.send_signal(signal.SIGKILL)
+    web.seconds_per_answer = 0.0
+    web.requests.clear()
+    build(web, tmp_path)
+    assert downloaded(tmp_path).read_bytes() == LINES
+    assert min(each.start for each in content_requests(web)) >= DURABLE, "what was on disk is not fetched again"

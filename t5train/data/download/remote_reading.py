@@ -1,0 +1,210 @@
+"""Reads remote files through fsspec, with patience: what may succeed at another try is tried again."""
+
+import errno
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+TRIES = 8
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0
+LONGEST_ASKED_SECONDS = 600.0
+"""A store that asks for a longer pause than this is asked again after it."""
+CONNECT_SECONDS, SILENT_SECONDS = 30.0, 60.0
+_BUSY_STATUS = {408, 425, 429, 500, 502, 503, 504}
+_LOST_CONNECTION = {errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT}
+Result = TypeVar("Result")
+_log = logging.getLogger(__name__)
+
+
+class RemoteFile(NamedTuple):
+    """What a store says of a file."""
+
+    path: str
+    size: int | None
+    """In bytes; None if the store does not report it."""
+    state: str
+    """Changes when the file changes, if the store reports such changes."""
+    sha256: str | None
+    """The digest of its content, which only some stores know."""
+
+
+def storage_options(source: str) -> dict[str, Any]:
+    """Return how fsspec is to reach a source.
+
+    Web servers get limits for silence in place of aiohttp's five minutes for a whole transfer, which a large file
+    exceeds, and are reached through a proxy if the environment names one.
+    """
+    if urlsplit(source).scheme not in {"http", "https"} or "::" in source:
+        return {}
+    from aiohttp import ClientTimeout  # slow to import, and only needed here
+
+    timeout = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS)
+    return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
+
+
+class Patience:
+    """Tries again what may succeed later. If a store is busy, all threads that share this object pause.
+
+    The pause doubles with each try, from one second to a minute, or is as long as the store asks for.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._paused_until = 0.0
+        self._failures = 0
+        """Since a thread last succeeded."""
+        self._given_up = threading.Event()
+
+    def give_up(self) -> None:
+        """Let threads fail at their next error instead of waiting."""
+        self._given_up.set()
+
+    def tried(self, act: Callable[[], Result], what: str, may_pass: Callable[[Exception], bool]) -> Result:
+        """Return the result of ``act``. Its error is raised if it cannot pass.
+
+        It is also raised at the eighth try, unless another thread has succeeded since eight tries ago: a store that is
+        busy sends some answers.
+        """
+        for attempt in count(1):
+            self._given_up.wait(max(0.0, self._paused_until - time.monotonic()))
+            try:
+                result = act()
+            except Exception as error:
+                self._failures += 1
+                is_hopeless = attempt >= TRIES and self._failures >= TRIES
+                if is_hopeless or self._given_up.is_set() or not may_pass(error):
+                    raise
+                self._pause(what, error, attempt)
+            else:
+                self._failures = 0
+                return result
+        raise AssertionError  # the loop has no end
+
+    def _pause(self, what: str, error: Exception, attempt: int) -> None:
+        doubled = min(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS)
+        asked = _asked_seconds(error)
+        seconds = doubled * random.uniform(0.5, 1.0) if asked is None else min(asked, LONGEST_ASKED_SECONDS)
+        with self._lock:
+            now = time.monotonic()
+            is_new, self._paused_until = now >= self._paused_until, max(self._paused_until, now + seconds)
+        if is_new:  # said by one of the threads
+            _log.warning("%s: %s; trying again in %.0f s", what, told(error), seconds)
+
+
+def is_busy(error: BaseException | None) -> bool:
+    """Whether a server said that another try may succeed. fsspec hides this behind its own error."""
+    return error is not None and (status_of(error) in _BUSY_STATUS or is_busy(error.__cause__))
+
+
+def is_interrupted(error: BaseException) -> bool:
+    """Whether a transfer failed in a way that another try may not: the server is busy, or the connection was lost."""
+    from aiohttp import ClientConnectionError, ClientPayloadError
+
+    lost = (ConnectionError, TimeoutError, ClientConnectionError, ClientPayloadError)
+    return is_busy(error) or isinstance(error, lost) or getattr(error, "errno", None) in _LOST_CONNECTION
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status that an error of aiohttp or of the Hub's client is about; None for any other error."""
+    response = getattr(error, "response", None)
+    status = getattr(error, "status", None) or getattr(response, "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def told(error: BaseException) -> str:
+    """Return what an error of a transfer says, without the URL, which may be signed after a redirection."""
+    if (status := status_of(error)) is not None:
+        return f"the server answered with status {status}"
+    if error.__cause__ is not None and status_of(error.__cause__) is not None:
+        return told(error.__cause__)
+    said = " ".join(str(error).split())
+    return said if said and "://" not in said else f"the transfer failed ({type(error).__name__})"
+
+
+def look_at(filesystem: Any, path: str) -> RemoteFile:
+    """Return what the store says of a file now. For web servers, ETag and Last-Modified show whether it changed."""
+    filesystem.invalidate_cache()
+    info = filesystem.info(path)
+    changes = (str(info[key]) for key in ("ETag", "Last-Modified") if key in info)
+    return RemoteFile(
+        path, info.get("size"), ":".join([filesystem.ukey(path), *changes]), getattr(info.get("lfs"), "sha256", None)
+    )
+
+
+def takes_ranges(filesystem: Any, file: RemoteFile) -> bool:
+    """Whether the store can send a part of a file. Asks web servers, some of which ignore that a part is requested."""
+    if not file.size:
+        return False
+    if not is_web(filesystem):
+        return True
+    try:
+        return len(read_range(filesystem, file, file.size - 1, file.size)) == 1
+    except ValueError:  # of fsspec
+        return False
+
+
+def read_range(filesystem: Any, file: RemoteFile, start: int, end: int) -> bytes:
+    """Read the bytes from ``start`` to before ``end``. Raises ConnectionError if the store sends fewer."""
+    if is_web(filesystem):  # whose cat_file would read any answer to its end, before looking at its status
+        with filesystem.open(file.path, "rb", block_size=end - start, cache_type="none", size=file.size) as opened:
+            opened.seek(start)
+            content = bytes(opened.read(end - start))
+    else:
+        content = bytes(filesystem.cat_file(file.path, start=start, end=end))
+    if len(content) != end - start:
+        raise ConnectionError(f"{len(content):,} of {end - start:,} bytes arrived")
+    return content
+
+
+def is_web(filesystem: Any) -> bool:
+    """Whether a filesystem reads from web servers."""
+    return "http" in filesystem.protocol
+
+
+def _asked_seconds(error: BaseException | None) -> float | None:
+    """Return for how long a server asked to wait (Retry-After, in seconds; its other form, a date, is not read)."""
+    while error is not None:
+        headers = getattr(error, "headers", None) or getattr(getattr(error, "response", None), "headers", None) or {}
+        asked = str(headers.get("Retry-After", "")) if hasattr(headers, "get") else ""
+        if asked.isdigit():
+            return float(asked)
+        error = error.__cause__
+    return None
+
+
+class Readers:
+    """Threads that read. Those of ThreadPoolExecutor would keep an interrupted process from ending before them."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._jobs: queue.SimpleQueue[tuple[Future[bytes], Callable[[], bytes]] | None] = queue.SimpleQueue()
+        for _ in range(number):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def submit(self, read: Callable[[], bytes]) -> Future[bytes]:
+        """Let the next free thread call ``read``."""
+        future: Future[bytes] = Future()
+        self._jobs.put((future, read))
+        return future
+
+    def close(self) -> None:
+        """Let the threads end after what they are reading. What has not begun is not read."""
+        while not self._jobs.empty():
+            self._jobs.get()
+        for _ in range(self._number):
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, read = job
+            try:
+                future.set_result(read())
+            except BaseException as error:
+                future.set_exception(error)  # for the main thread
