@@ -34,6 +34,7 @@ from t5train.model.model_shape import T5Shape, count_parameters
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import MANIFEST, TokenShards
 from t5train.spec import RunSpec
+from t5train.spec.known_texts import known_texts
 
 
 class Epochs(NamedTuple):
@@ -158,6 +159,8 @@ def _newest_shards(spec: RunSpec, window_tokens: int) -> _MadeShards | None:
 
 def _text(spec: RunSpec, text: TextFacts | None) -> str:
     source = redacted(spec.corpus.source)
+    if (known := known_texts().get(source)) is not None:
+        source = f"{source} ({known.title}; licence {spec.corpus.license})"
     if text is None or text.source is None:
         return "Python's documentation" if source == PYDOCS else source
     amount = f"{source}: {quantity(len(text.source.sizes), 'file')}, {format_bytes(text.source.size_bytes)}"

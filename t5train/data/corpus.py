@@ -22,6 +22,7 @@ from t5train.records.identity import fingerprint
 from t5train.records.kept_files import keep_changed_files
 from t5train.records.stage_records import Corpus, reusable
 from t5train.spec import CorpusSpec
+from t5train.spec.known_texts import known_texts
 
 _STAGE_VERSION = 1  # incremented when the same files would give another corpus
 _PYDOCS_FILE = "pydocs.jsonl"
@@ -50,6 +51,8 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
 
     """
     require_writable(out or root)  # before hashing, which takes long for a large corpus
+    if (known := known_texts().get(spec.source)) is not None:
+        _log.info("%s. Its licence: %s", known.title, known.license)
     sources = _sources(spec, root, progress)
     digests = _digests(sources, progress)
     identity = fingerprint({"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)})
@@ -135,5 +138,11 @@ def _counts(spec: CorpusSpec, files: list[FileSegments]) -> dict[str, int]:
         )
     if empty:
         _log.warning("empty passages, which are skipped: %d of %d", empty, passages + empty)
+    known = known_texts().get(spec.source)
+    if known is not None and passages + empty != known.rows:
+        raise InputError(
+            f"corpus.source {spec.source!r} has {passages + empty:,} rows, but {known.rows:,} are known for it. Its "
+            "files are not those that the name stands for: remove them from the cache, or name the text by its URL"
+        )
     text_bytes = sum(segment.text_bytes for file in files for segment in file.segments)
     return {"passages": passages, "empty_passages": empty, "text_bytes": text_bytes}

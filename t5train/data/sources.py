@@ -32,6 +32,8 @@ from t5train.files.made_files import MadeFiles
 from t5train.host_resources import quantity
 from t5train.locations import explained, local_folder, redacted
 from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest
+from t5train.spec.known_texts import BUILT_IN, known_texts, location_of
 
 _SHOWN_NAMES = 5
 _OFFLINE, _TRUE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), {"1", "ON", "YES", "TRUE"}
@@ -72,6 +74,8 @@ def local_files(source: str, revision: str, root: Path, progress: Progress) -> l
     are those that were downloaded before. Raises InputError if no file is found, a named or matched file has an unknown
     format, the protocol is unknown, its package is not installed, or the remote store fails.
     """
+    digests = _known_digests(source)
+    source = location_of(source)
     with _explained(source):
         cache = _cache(source, revision, root)
         if (kept := _kept(source, cache)) is not None:
@@ -86,8 +90,16 @@ def local_files(source: str, revision: str, root: Path, progress: Progress) -> l
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
         places = _places(cache, names, f"corpus.source {redacted(source)!r}")
         cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the root, which is private
-        download(filesystem, cache, list(map(Wanted, found, places)), progress)
+        wanted = list(map(Wanted, found, places, map(digests.get, names)))
+        download(filesystem, cache, wanted, progress)
         return list(map(SourceFile, places, names))
+
+
+def _known_digests(source: str) -> dict[str, FileDigest]:
+    """Return the digests of the files of a text that has a name, by the names of the files."""
+    known = known_texts().get(source)
+    digests = {} if known is None else known.files
+    return {name: FileDigest(size=each.size, sha256=each.sha256) for name, each in digests.items()}
 
 
 def _cache(source: str, revision: str, root: Path) -> Path:
@@ -116,6 +128,7 @@ def require_source(source: str, revision: str = "", root: Path | None = None) ->
     Without a network (HF_HUB_OFFLINE), the files are those that were downloaded to ``root`` before. Raises InputError
     if there are no files, or if all are empty.
     """
+    source = location_of(source)
     with _explained(source):
         if root is not None and (kept := _kept(source, _cache(source, revision, root))) is not None:
             return SourceFacts({each.name: each.path.stat().st_size for each in kept}, [], kept)
@@ -303,7 +316,7 @@ def _explained(source: str) -> AbstractContextManager[None]:
     return explained(source, "cannot be read (corpus.source)", InputError)
 
 
-PYDOCS = "pydocs"
+PYDOCS = BUILT_IN
 _PASSAGE_WORDS = 100
 _TOPICS = "pydoc_data/topics.py"
 # Some distributions package these separately, or leave them out.

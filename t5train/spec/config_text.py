@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from t5train.locations import local_folder
-from t5train.spec import CorpusSpec, RunSpec
+from t5train.spec import RunSpec
+from t5train.spec.known_texts import is_named_text
 from t5train.spec.setting_info import Part, Setting, parts_of
 
 _WIDTH = 100
@@ -51,7 +52,7 @@ def run_text(spec: RunSpec, path: Path) -> str:
 
 
 def _is_relative(location: str | None) -> bool:
-    if location is None or location == CorpusSpec().source or local_folder(location) is None:
+    if location is None or is_named_text(location) or local_folder(location) is None:
         return False
     return not location.startswith(("/", "~", "file:", "local:"))
 

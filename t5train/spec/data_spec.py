@@ -5,6 +5,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from t5train.locations import at_home, without_secret
+from t5train.spec.known_texts import BUILT_IN, known_texts
 from t5train.spec.overrides import SpecPart
 
 NUM_SENTINELS = 100
@@ -19,11 +20,11 @@ class CorpusSpec(SpecPart):
     execution = frozenset({"workers", "license", "languages"})
 
     source: str = Field(
-        "pydocs",
+        BUILT_IN,
         title="Source",
         description="Text to train on: a file, folder, glob pattern or fsspec URL of .txt, .jsonl, .tsv or "
-        ".parquet files, which may be compressed (.gz, .bz2, .xz, .zst); or pydocs, Python's own "
-        "documentation, which is the demo's text",
+        ".parquet files, which may be compressed (.gz, .bz2, .xz, .zst); psgs_w100, the passages of Wikipedia "
+        "that DPR reads; or pydocs, Python's own documentation, which is the demo's text",
     )
     revision: str = Field(
         "",
@@ -54,6 +55,15 @@ class CorpusSpec(SpecPart):
     @classmethod
     def _languages_may_be_one_text(cls, languages: Any) -> Any:
         return [each.strip() for each in languages.split(",")] if isinstance(languages, str) else languages
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_texts_have_a_licence_and_languages(cls, values: Any) -> Any:
+        known = known_texts().get(str(values.get("source"))) if isinstance(values, dict) else None
+        if known is None:
+            return values
+        stated = {name: value for name, value in values.items() if value not in (None, "", [], ())}
+        return {**values, "license": known.license, "languages": known.languages, **stated}
 
     @field_validator("source")
     @classmethod

@@ -13,10 +13,10 @@ from flows.cli.operate.worker_command import run_worker
 from flows.cli.options import RootOption, root_of, settings
 from flows.cli.terminal import complain, progress_display, say
 from flows.server import api_key, prefect_profile, prefect_server
-from t5train.data.sources import PYDOCS
 from t5train.errors import InputError, SpecError, StorageError
 from t5train.locations import local_folder
 from t5train.spec import RunSpec
+from t5train.spec.known_texts import is_named_text
 from t5train.spec.overrides import parsed
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _given(
     given = [each for each in changes or [] if each]
     return {
         "root": root and str(root.absolute()),
-        "corpus": corpus if corpus == PYDOCS else _absolute(corpus),
+        "corpus": corpus if corpus is not None and is_named_text(corpus) else _absolute(corpus),
         "hostfile": _absolute(hostfile),
         "scratch": scratch,
         "publish_under": _absolute(publish_to),

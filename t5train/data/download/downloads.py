@@ -35,6 +35,7 @@ from t5train.files.confined import confined
 from t5train.host_resources import num_cores, quantity, require_free_space
 from t5train.locations import Counted, redacted
 from t5train.progress import Progress
+from t5train.records.digests import FileDigest
 
 CONNECTIONS = 8
 BLOCK_BYTES = 16 << 20
@@ -51,6 +52,8 @@ class Wanted(NamedTuple):
 
     remote: str
     local: Path
+    known: FileDigest | None = None
+    """What its content is known to be, whatever the store says."""
 
 
 def download(filesystem: Any, folder: Path, wanted: Sequence[Wanted], progress: Progress) -> None:
@@ -70,7 +73,7 @@ def download(filesystem: Any, folder: Path, wanted: Sequence[Wanted], progress: 
                 leftover.unlink()
         files = _looked_at(filesystem, [each.remote for each in wanted], patience)
         with ThreadPoolExecutor(num_cores()) as pool:  # hashing releases the GIL
-            judged = pool.map(lambda file, each: _missing(filesystem, patience, file, each.local), files, wanted)
+            judged = pool.map(lambda file, each: _missing(filesystem, patience, file, each), files, wanted)
             missing = [each for each in judged if each is not None]
         needed = sum((each.file.size or 0) - each.part_bytes for each in missing)
         require_free_space(folder, needed, f"the download of {quantity(len(missing), 'file')}")
@@ -123,14 +126,20 @@ def _looked_at(filesystem: Any, paths: Sequence[str], patience: Patience) -> lis
         return list(pool.map(look, paths))
 
 
-def _missing(filesystem: Any, patience: Patience, file: RemoteFile, local: Path) -> Missing | None:
+def _missing(filesystem: Any, patience: Patience, file: RemoteFile, wanted: Wanted) -> Missing | None:
     """Return what is to be fetched of a file; None if a copy of its present state is here and undamaged."""
-    note = read_note(local)
-    if note is not None and note.state != file.state:
+    local, known, note = wanted.local, wanted.known, read_note(wanted.local)
+    if known is not None and file.size not in {None, known.size}:
+        raise InputError(
+            f"{redacted(file.path)} has {quantity(file.size or 0, 'byte')}, but {known.size:,} are known for it. The "
+            "store has another file under this name: use it by its URL if it is the one that you want"
+        )
+    if note is not None and (note.state != file.state if known is None else note.content != known):
         note = None
     if note is not None and is_whole(local, note):
         return None
-    expected = file.sha256 or (note.content.sha256 if note is not None else None)
+    noted = note.content.sha256 if note is not None else None
+    expected = known.sha256 if known is not None else file.sha256 or noted
     with _told(file):
         has_ranges = patience.tried(lambda: takes_ranges(filesystem, file), redacted(file.path), is_interrupted)
     return Missing(file, local, expected, has_ranges, part_bytes(local, file) if has_ranges else 0)

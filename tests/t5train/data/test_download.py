@@ -1,5 +1,6 @@
 """Downloads of text from a web server, with the failures that web servers have."""
 
+import hashlib
 import logging
 import random
 import shutil
@@ -14,12 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from t5train.data import corpus, sources
 from t5train.data.corpus import build_corpus
 from t5train.data.download import downloads, partial_file, remote_reading
 from t5train.data.sources import require_source
 from t5train.errors import InputError, StorageError
 from t5train.records.stage_records import Corpus
-from t5train.spec import CorpusSpec
+from t5train.spec import CorpusSpec, data_spec, known_texts
+from t5train.spec.known_texts import KnownFile, KnownText
 from tests.support.web_server import GOOD, SIGNATURE, Answer, Request, Web, serving
 
 LINES = b"".join(b"line %d of a text that takes many requests\n" % number for number in range(40_000))
@@ -234,6 +237,65 @@ def test_a_file_that_is_wrong_twice_is_refused(web: Web, tmp_path: Path) -> None
     with pytest.raises(InputError, match=r"was downloaded twice, and neither time had the sha256 that is known for it"):
         build(web, tmp_path)
     assert build(web, tmp_path, revision="new").counts["passages"] == 40_000
+
+
+def named(monkeypatch: pytest.MonkeyPatch, web: Web, **changes: object) -> None:
+    """Let the name ``the_text`` stand for the server's text."""
+    known = KnownFile(size=len(LINES), sha256=hashlib.sha256(LINES).hexdigest())
+    facts = {"title": "A text", "files": {"text.txt": known}, "rows": 40_000, "license": "cc-by-nc-4.0"}
+    facts |= {"location": f"{web.url}/text.txt", "languages": ("en",)}
+    texts = {"the_text": KnownText.model_validate(facts | changes)}
+    for module in (data_spec, sources, corpus, known_texts):
+        monkeypatch.setattr(module, "known_texts", lambda: texts)
+
+
+def build_named(root: Path) -> Corpus:
+    return build_corpus(CorpusSpec(source="the_text", workers=1), root)
+
+
+def test_a_text_that_has_a_name_is_downloaded_compared_with_what_is_known_and_has_its_licence(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    named(monkeypatch, web)
+    web.answer = lambda request: Answer(flips_a_bit=request.start == BLOCK)
+    with pytest.raises(InputError, match="was downloaded twice, and neither time had the sha256 that is known for it"):
+        build_named(tmp_path)
+    web.answer = lambda _: GOOD
+    with caplog.at_level(logging.INFO):
+        assert build_named(tmp_path).counts["passages"] == 40_000
+    assert "A text. Its licence: cc-by-nc-4.0" in caplog.text
+    spec = CorpusSpec(source="the_text")
+    assert (spec.license, spec.languages) == ("cc-by-nc-4.0", ("en",))
+    assert CorpusSpec(source="the_text", license="mit").license == "mit"
+    web.changed_at += 60
+    web.requests.clear()
+    assert build_named(tmp_path).reused
+    assert web.requests == [], "the known digest counts, not what the server says of changes"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"rows": 39_999}, r"has 40,000 rows, but 39,999 are known for it"),
+        ({"files": {"text.txt": {"size": 1, "sha256": "0" * 64}}}, r"bytes, but 1 are known for it"),
+    ],
+)
+def test_a_named_text_with_other_rows_or_another_size_is_refused(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], error: str
+) -> None:
+    named(monkeypatch, web, **changes)
+    with pytest.raises(InputError, match=error):
+        build_named(tmp_path)
+
+
+def test_the_names_of_texts_are_no_paths_and_each_has_digests_and_a_licence() -> None:
+    texts = known_texts.known_texts()
+    assert texts
+    for name, text in texts.items():
+        assert known_texts.is_named_text(name)
+        assert known_texts.location_of(name) == text.location != name
+        assert text.files
+        assert CorpusSpec(source=name).license == text.license
 
 
 def test_without_a_network_the_earlier_download_is_used(
