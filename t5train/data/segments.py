@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from t5train.data.passages import Passage, Row, SourceFile
-from t5train.data.readers import rows
+from t5train.data.readers import OpenFile, PassageFrames, rows
 from t5train.data.worker_processes import Advance, Json
 from t5train.files.atomic import replacing
 
 SEGMENTS = "segments.json"
 _SEGMENT_BYTES = 64 << 10
+_STEP_BYTES = 4 << 20
+
+
+def _ignore(read_bytes: int) -> None:
+    """Report nothing."""
 
 
 class Segment(NamedTuple):
@@ -36,29 +41,62 @@ class FileSegments(NamedTuple):
     segments: list[Segment]
 
 
-def scan(source: SourceFile) -> FileSegments:
-    """Read a whole file and divide it into segments. Raises InputError if the file cannot be read as text."""
+def scan(source: SourceFile, frames: PassageFrames | None = None, advance: Advance = _ignore) -> FileSegments:
+    """Read a whole file and divide it into segments.
+
+    Args:
+        source: The file.
+        frames: Gets all passages, a frame for each segment. The segments' offsets are then those of their frames.
+        advance: Called with the bytes that were read since the last call, as stored.
+
+    Raises:
+        InputError: The file cannot be read as text.
+
+    """
     segments: list[Segment] = []
-    passages = empty = text_bytes = 0
+    passages = empty = text_bytes = read_bytes = 0
     first: Row | None = None
-    for row in rows(source):
-        first = first or row
-        size = _text_bytes(row)
-        passages += size > 0
-        empty += size == 0
-        text_bytes += size
-        if text_bytes >= _SEGMENT_BYTES:
-            segments.append(Segment(first.number, row.number + 1 - first.number, first.offset, text_bytes))
-            first, text_bytes = None, 0
+    with OpenFile() as opened:
+        for row in rows(source, opened=opened):
+            first = first or row
+            size = _text_bytes(row)
+            passages += size > 0
+            empty += size == 0
+            text_bytes += size
+            if frames is not None:
+                frames.add(row.passage)
+            if text_bytes >= _SEGMENT_BYTES:
+                segments.append(_segment(first, row, text_bytes, frames))
+                first, text_bytes = None, 0
+                advance(opened.stored_bytes_read - read_bytes)
+                read_bytes = opened.stored_bytes_read
     if first is not None and text_bytes:
-        segments.append(Segment(first.number, row.number + 1 - first.number, first.offset, text_bytes))
+        segments.append(_segment(first, row, text_bytes, frames))
+    advance(source.path.stat().st_size - read_bytes)
     return FileSegments(source, passages, empty, segments)
 
 
+def _segment(first: Row, last: Row, text_bytes: int, frames: PassageFrames | None) -> Segment:
+    offset = first.offset
+    if frames is not None:
+        offset = frames.offset
+        frames.end_frame()
+    return Segment(first.number, last.number + 1 - first.number, offset, text_bytes)
+
+
 def scan_file(job: Json, advance: Advance) -> Json:
-    """Scan the file of a job. The worker processes of the corpus stage call this."""
-    scanned = scan(SourceFile(Path(job["path"]), job["name"]))
-    advance(Path(job["path"]).stat().st_size)
+    """Scan the file of a job. The worker processes of the corpus stage call this.
+
+    If the job names a file for its passages, they are stored there once more, and the segments are those of that file.
+    """
+    source = SourceFile(Path(job["path"]), job["name"])
+    watched = _InSteps(advance)
+    if job["frames"] is None:
+        scanned = scan(source, advance=watched)
+    else:
+        with replacing(Path(job["frames"])) as file:
+            scanned = scan(source, PassageFrames(file), watched)
+    watched.flush()
     return {
         "name": job["name"],
         "passages": scanned.passages,
@@ -67,11 +105,39 @@ def scan_file(job: Json, advance: Advance) -> Json:
     }
 
 
-def passages_of(source: SourceFile, segment: Segment) -> Iterator[Passage]:
-    """Yield the passages of a segment that have text."""
-    for row in islice(rows(source, segment.first_row, segment.offset), segment.rows):
+class _InSteps:
+    """Passes progress on in steps, because each is a message to another process."""
+
+    def __init__(self, advance: Advance) -> None:
+        self._advance, self._bytes = advance, 0
+
+    def __call__(self, read_bytes: int) -> None:
+        self._bytes += read_bytes
+        if self._bytes >= _STEP_BYTES:
+            self._advance(self._bytes)
+            self._bytes = 0
+
+    def flush(self) -> None:
+        """Pass on what is left."""
+        self._advance(self._bytes)
+        self._bytes = 0
+
+
+def passages_of(source: SourceFile, segment: Segment, opened: OpenFile | None = None) -> Iterator[Passage]:
+    """Yield the passages of a segment that have text.
+
+    With the same ``opened``, a compressed file is decompressed once for all segments that follow each other in it.
+    """
+    for row in islice(rows(source, segment.first_row, segment.offset, opened), segment.rows):
         if row.passage.text.strip():
             yield row.passage
+
+
+def passages_in(segments: Iterable[tuple[SourceFile, Segment]]) -> Iterator[Passage]:
+    """Yield the passages of segments that have text, in order."""
+    with OpenFile() as opened:
+        for source, segment in segments:
+            yield from passages_of(source, segment, opened)
 
 
 def write_segments(folder: Path, files: Iterable[FileSegments]) -> None:

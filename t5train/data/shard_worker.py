@@ -14,7 +14,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from t5train.data.passages import SPLITS, Passage, SourceFile, Split, split_of
-from t5train.data.segments import Segment, passages_of
+from t5train.data.segments import Segment, passages_in
 from t5train.data.vocabulary.sentencepiece_model import Encoder
 from t5train.data.worker_processes import Advance, Json
 from t5train.files.atomic import replacing, write_json
@@ -91,7 +91,7 @@ def write_shard(job: Json, advance: Advance) -> Json:
     with ExitStack() as stack:
         writers = {split: _SplitWriter(folder, names[split], job["bytes_per_token"], stack) for split in SPLITS}
         unigram = _UnigramWriter(folder / job["unigram"], job["vocab_size"], job["unigram_dtype"], stack)
-        for batch in _batches(passage for stretch in stretches for passage in passages_of(*stretch)):
+        for batch in _batches(passages_in(stretches)):
             documents = _encoded(batch, _encoder(Path(job["spiece"])), rule)
             for split, writer in writers.items():
                 writer.write(documents[split])

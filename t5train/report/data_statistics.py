@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from t5train.data.passages import SPLITS, Passage, Split
-from t5train.data.segments import passages_of, read_segments
+from t5train.data.segments import passages_in, read_segments
 from t5train.data.shards import lengths_name
 from t5train.data.span_corruption import geometry
 from t5train.data.vocabulary.sentencepiece_model import UNK_ID, Encoder
@@ -96,7 +96,7 @@ def _spread_passages(corpus: Corpus) -> Iterator[Passage]:
     """Yield passages of evenly spaced segments of the corpus, about ``SAMPLE_BYTES`` of text."""
     stride = -(-int(corpus.counts["text_bytes"]) // SAMPLE_BYTES)
     segments = [(file.source, each) for file in read_segments(corpus.path) for each in file.segments]
-    return (passage for source, segment in segments[::stride] for passage in passages_of(source, segment))
+    return passages_in(segments[::stride])
 
 
 def length_rows(statistics: DataStatistics) -> list[list[str]]:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from t5train.data.output_folder import making, stage_folder
 from t5train.data.passages import SourceFile, split_of
+from t5train.data.readers import OpenFile
 from t5train.data.segments import Segment, passages_of, read_segments
 from t5train.data.vocabulary.sentencepiece_model import (
     EOS_ID,
@@ -261,11 +262,12 @@ class _Texts(Iterator[str]):
         return read - before
 
     def _all(self) -> Iterator[str]:
-        for stretch in self._stretches:
-            for passage in passages_of(*stretch):
-                if split_of(self._rule, passage.id) == "train":
-                    yield passage.text
-            self._read += 1
+        with OpenFile() as opened:
+            for stretch in self._stretches:
+                for passage in passages_of(*stretch, opened):
+                    if split_of(self._rule, passage.id) == "train":
+                        yield passage.text
+                self._read += 1
 
 
 def _finished(folder: Path, proto: bytes, identity: str, inputs: dict[str, str]) -> TokenizerFiles:

@@ -11,7 +11,7 @@ import numpy as np
 from t5train.data.loader import drawn_held_out
 from t5train.data.passages import Passage, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import rows
-from t5train.data.segments import FileSegments, passages_of, scan
+from t5train.data.segments import FileSegments, passages_in, scan
 from t5train.data.shards import Stretch, plan_shards
 from t5train.errors import InputError
 from t5train.progress import Progress, silent
@@ -90,8 +90,7 @@ def _scanned(files: Sequence[SourceFile], progress: Progress) -> list[FileSegmen
 
 
 def _passages(stretches: list[Stretch]) -> Iterator[Passage]:
-    for stretch in stretches:
-        yield from passages_of(SourceFile(Path(stretch.path), stretch.name), stretch.segment)
+    return passages_in((SourceFile(Path(each.path), each.name), each.segment) for each in stretches)
 
 
 def read_windows(

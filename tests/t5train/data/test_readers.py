@@ -7,6 +7,7 @@ import lzma
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 
 from t5train.data import readers
 from t5train.data.passages import Passage, SourceFile
-from t5train.data.readers import format_of, rows
-from t5train.data.segments import passages_of, scan
+from t5train.data.readers import FRAMES, PassageFrames, format_of, rows
+from t5train.data.segments import passages_in, passages_of, scan
 from t5train.errors import InputError
 
 LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\t"), max_size=40)
@@ -103,6 +104,50 @@ def test_segments_cut_a_file_without_losing_or_repeating_a_row(tmp_path: Path, n
     assert scanned.empty_passages == sum(not text for text in texts)
     found = [passage.text for segment in scanned.segments for passage in passages_of(source(path), segment)]
     assert found == [text for text in texts if text]
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.bz2", "a.txt.xz", "a.txt.zst"])
+def test_segments_in_their_order_decompress_a_file_once(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{number} {'word ' * (number % 50)}".strip() for number in range(20_000)]
+    path = tmp_path / name
+    with fsspec.open(str(path), "wb", compression="infer") as file:
+        file.write("\n".join(texts).encode())
+    of_file = [(source(path), segment) for segment in scan(source(path)).segments]
+    times = []
+    decompressed = readers._decompressed
+    monkeypatch.setattr(readers, "_decompressed", lambda *file: times.append(1) or decompressed(*file))
+    assert [passage.text for passage in passages_in(of_file)] == texts
+    assert len(list(passages_in(of_file[::3]))) < len(texts) / 2
+    assert len(times) == 2
+    backwards = of_file[::-1]
+    assert sorted(passage.text for passage in passages_in(backwards)) == sorted(texts)
+
+
+def test_frames_hold_the_same_passages_and_each_segment_is_read_alone(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"{number} " * (number % 60)}) for number in range(20_000)]
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    with open(tmp_path / f"a{FRAMES}", "wb") as file:
+        framed = scan(source(path), PassageFrames(file))
+    of_file = scan(source(path))
+    assert [each._replace(offset=0) for each in framed.segments] == [
+        each._replace(offset=0) for each in of_file.segments
+    ]
+    place = SourceFile(tmp_path / f"a{FRAMES}", "a.jsonl.gz")
+    for segment, framed_segment in zip(of_file.segments[::-1], framed.segments[::-1], strict=True):
+        assert list(passages_of(place, framed_segment)) == list(passages_of(source(path), segment))
+
+
+def test_a_scan_reports_how_far_it_has_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(b"".join(b"%x\n" % hash(str(number)) for number in range(300_000))))
+    reported: list[int] = []
+    scan(source(path), advance=reported.append)
+    assert len(reported) > 10
+    assert sum(reported) == path.stat().st_size
+    assert max(reported) < path.stat().st_size / 2
 
 
 def test_formats_are_recognised_by_file_name() -> None:

@@ -1,5 +1,6 @@
 """The shards stage: the content of its files, and the same bytes for any number of workers."""
 
+import gzip
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from t5train.data import corpus
+from t5train.data.corpus import build_corpus
 from t5train.data.held_out import HELD_OUT
 from t5train.data.passages import SPLITS, split_of
+from t5train.data.readers import FRAMES
 from t5train.data.segments import passages_of, read_segments
 from t5train.data.shards import build_shards, read_description, shard_name, tokens_name, unigram_name
 from t5train.data.vocabulary.tokenizer import Tokenizer
@@ -62,6 +66,29 @@ def test_the_manifest_has_the_counts_that_training_needs(data_chain: DataChain) 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(data_chain: DataChain, tmp_path: Path, workers: int) -> None:
     build(data_chain, tmp_path / "out", workers)
     assert contents(tmp_path / "out") == contents(data_chain.shards.path)
+
+
+def test_large_compressed_text_is_stored_once_more_and_gives_the_same_bytes(
+    data_chain: DataChain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file,) = read_segments(data_chain.corpus.path)
+    compressed = tmp_path / f"{file.source.path.name}.gz"
+    compressed.write_bytes(gzip.compress(file.source.path.read_bytes()))
+    plain = tmp_path / "plain" / compressed.name
+    plain.parent.mkdir()
+    plain.hardlink_to(compressed)
+    made = {}
+    for least, path in ((1, compressed), (1 << 40, plain)):
+        monkeypatch.setattr(corpus, "FRAMED_FROM_BYTES", least)
+        spec = data_chain.corpus_spec.model_copy(update={"source": str(path)})
+        text = build_corpus(spec, tmp_path, out=tmp_path / f"text-{least}")
+        assert any(name.endswith(FRAMES) for name in text.files) is (least == 1)
+        assert text.reused is False
+        assert build_corpus(spec, tmp_path, out=tmp_path / f"text-{least}").reused
+        chain = data_chain._replace(corpus=text, corpus_spec=spec)
+        made[least] = contents(build(chain, tmp_path / f"shards-{least}").path)
+    tokens = [{name: each for name, each in of.items() if not name.endswith(".json")} for of in made.values()]
+    assert tokens[0] == tokens[1]
 
 
 def test_a_large_vocabulary_takes_four_bytes_per_token(data_chain: DataChain, tmp_path: Path) -> None:
