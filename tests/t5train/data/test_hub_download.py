@@ -1,0 +1,55 @@
+"""Text of a dataset of the Hugging Face Hub, read from a server that behaves like the Hub."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from tests.support.hub_server import REPOSITORY, Hub, serving_hub
+
+BUILD = """
+import sys
+from pathlib import Path
+from t5train.data.corpus import build_corpus
+from t5train.errors import InputError
+from t5train.spec import CorpusSpec
+
+try:
+    print(build_corpus(CorpusSpec(source=sys.argv[1], workers=1), Path(sys.argv[2])).counts["passages"])
+except InputError as error:
+    print(error)
+"""
+
+
+def parquet(text: str) -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"{text} {number}" for number in range(400)]}), file)
+    return file.getvalue()
+
+
+def build(hub: Hub, root: Path, **more: str) -> str:
+    """What the corpus stage says in a process of its own, because the Hub's client reads its settings on import."""
+    command = [sys.executable, "-c", BUILD, f"hf://datasets/{REPOSITORY}@main/data/train-*.parquet", str(root)]
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, **more}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_files_of_a_dataset_are_downloaded_compared_with_the_hubs_digests_and_used_offline(tmp_path: Path) -> None:
+    files = {f"data/train-{number:05d}.parquet": parquet(f"text {number}") for number in range(3)}
+    first = next(iter(files))
+    with serving_hub(Hub(files)) as hub:
+        hub.sent[first] = bytes([*files[first][:-200], files[first][-200] ^ 1, *files[first][-199:]])
+        said = build(hub, tmp_path)
+        assert f"{first} was downloaded twice, and neither time had the sha256 that is known for it" in said
+        hub.sent.clear()
+        hub.downloads.clear()
+        assert build(hub, tmp_path) == "1200\n"
+        assert sorted(hub.downloads) == sorted(files)
+        assert build(hub, tmp_path) == "1200\n"
+        assert len(hub.downloads) == len(files), "nothing is downloaded twice"
+    assert build(hub, tmp_path, HF_HUB_OFFLINE="1") == "1200\n"
+    assert "forbids to download it" in build(hub, tmp_path / "other", HF_HUB_OFFLINE="1")
