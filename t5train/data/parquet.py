@@ -5,11 +5,10 @@ from collections.abc import Iterator
 import pyarrow
 import pyarrow.parquet
 
-from t5train.data.passages import Passage, Row, SourceFile
+from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile
 from t5train.errors import InputError
 
 _BATCH_ROWS = 4096
-_COLUMNS = ("id", "text", "title")
 
 
 def parquet_rows(source: SourceFile, number: int, offset: int) -> Iterator[Row]:  # noqa: ARG001  rows have no offset here
@@ -48,7 +47,7 @@ def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) ->
 
 
 def _columns(source: SourceFile, schema: pyarrow.Schema) -> list[str]:
-    found = {name: str(schema.field(name).type) for name in _COLUMNS if schema.names.count(name) == 1}
+    found = {name: str(schema.field(name).type) for name in READ_COLUMNS if schema.names.count(name) == 1}
     if found.get("text") not in ("string", "large_string"):
         raise InputError(
             f"{source.path} needs one string column named 'text', but has the columns {_types(schema)}. Write the file "

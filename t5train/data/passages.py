@@ -4,6 +4,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
+READ_COLUMNS = ("id", "text", "title")
+"""The columns of .tsv and .parquet files that are read."""
+
 
 class SourceFile(NamedTuple):
     """A file of passages; ``name`` identifies it in ids and fingerprints, independently of its path."""

@@ -19,7 +19,7 @@ import orjson
 from backports import zstd
 from isal.isal_zlib import IsalError
 
-from t5train.data.passages import Passage, Row, SourceFile
+from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile
 from t5train.errors import InputError
 from t5train.host_resources import format_bytes, quantity
 
@@ -34,7 +34,7 @@ FRAMES = ".passages.zst"
 _FRAME_LEVEL = 1
 MAX_LINE_BYTES = 64 << 20
 """Longer lines are refused: a passage is read, encoded and held in memory as a whole, once per worker process."""
-_TSV_HEADER = "id\ttext\ttitle"
+_TSV_HEADER = "\t".join(READ_COLUMNS)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 

@@ -23,7 +23,7 @@ import fsspec
 
 from t5train.data.download.downloads import Wanted, download, downloaded_before
 from t5train.data.download.remote_reading import Patience, is_busy, is_web, storage_options, told
-from t5train.data.passages import Passage, SourceFile
+from t5train.data.passages import READ_COLUMNS, Passage, SourceFile
 from t5train.data.readers import FORMATS, format_of
 from t5train.errors import InputError
 from t5train.files.atomic import replacing
@@ -90,7 +90,10 @@ def local_files(source: str, revision: str, root: Path, progress: Progress) -> l
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
         places = _places(cache, names, f"corpus.source {redacted(source)!r}")
         cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the root, which is private
-        wanted = list(map(Wanted, found, places, map(digests.get, names)))
+        wanted = [
+            Wanted(each, place, digests.get(name), READ_COLUMNS if name.endswith(".parquet") else ())
+            for each, place, name in zip(found, places, names, strict=True)
+        ]
         download(filesystem, cache, wanted, progress)
         return list(map(SourceFile, places, names))
 

@@ -19,6 +19,7 @@ class Hub:
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files, self.sent = files, dict[str, bytes]()
         self.downloads: list[str] = []
+        self.bytes_sent = 0
         self.url = ""
 
 
@@ -59,6 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
         content = self.hub.sent.get(path, self.hub.files[path])
         start, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
         end = min(int(last) + 1, len(content))
+        self.hub.bytes_sent += end - int(start)
         self.send_response(206)
         self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
         self._send(content[int(start) : end], "application/octet-stream")

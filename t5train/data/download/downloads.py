@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from t5train.data.download.parquet_columns import Columns, ReadRange, fetch_columns, needed_columns
 from t5train.data.download.partial_file import Missing, PartialFile, is_whole, part_bytes, read_note
 from t5train.data.download.remote_reading import (
     TRIES,
@@ -54,6 +56,8 @@ class Wanted(NamedTuple):
     local: Path
     known: FileDigest | None = None
     """What its content is known to be, whatever the store says."""
+    columns: Sequence[str] = ()
+    """Of a .parquet file: the columns that are read. Others are not fetched if they are most of the file."""
 
 
 def download(filesystem: Any, folder: Path, wanted: Sequence[Wanted], progress: Progress) -> None:
@@ -75,7 +79,7 @@ def download(filesystem: Any, folder: Path, wanted: Sequence[Wanted], progress: 
         with ThreadPoolExecutor(num_cores()) as pool:  # hashing releases the GIL
             judged = pool.map(lambda file, each: _missing(filesystem, patience, file, each), files, wanted)
             missing = [each for each in judged if each is not None]
-        needed = sum((each.file.size or 0) - each.part_bytes for each in missing)
+        needed = sum((each.size_bytes or 0) - each.part_bytes for each in missing)
         require_free_space(folder, needed, f"the download of {quantity(len(missing), 'file')}")
         if missing:
             _Transfer(filesystem, patience, progress, missing).run()
@@ -142,7 +146,18 @@ def _missing(filesystem: Any, patience: Patience, file: RemoteFile, wanted: Want
     expected = known.sha256 if known is not None else file.sha256 or noted
     with _told(file):
         has_ranges = patience.tried(lambda: takes_ranges(filesystem, file), redacted(file.path), is_interrupted)
-    return Missing(file, local, expected, has_ranges, part_bytes(local, file) if has_ranges else 0)
+        columns = None
+        if wanted.columns and known is None and has_ranges:
+            columns = needed_columns(_ranges_of(filesystem, patience, file), file.size or 0, wanted.columns)
+    if columns is not None:
+        return Missing(file, local, None, has_ranges, 0, columns)
+    return Missing(file, local, expected, has_ranges, part_bytes(local, file) if has_ranges else 0, None)
+
+
+def _ranges_of(filesystem: Any, patience: Patience, file: RemoteFile) -> ReadRange:
+    """Return a function that reads a range of a file with patience."""
+    shown = redacted(file.path)
+    return lambda start, end: patience.tried(lambda: read_range(filesystem, file, start, end), shown, is_interrupted)
 
 
 class _Transfer:
@@ -151,7 +166,7 @@ class _Transfer:
     def __init__(self, filesystem: Any, patience: Patience, progress: Progress, missing: Sequence[Missing]) -> None:
         self._filesystem, self._patience, self._progress = filesystem, patience, progress
         self._missing = missing
-        sizes = [each.file.size for each in missing]
+        sizes = [each.size_bytes for each in missing]
         self._total = None if None in sizes else sum(size or 0 for size in sizes)
         self._done = sum(each.part_bytes for each in missing)
         self._finished = 0
@@ -177,7 +192,11 @@ class _Transfer:
         each.local.parent.mkdir(parents=True, exist_ok=True)
         part = PartialFile(each)
         with part:
-            if each.has_ranges:
+            if each.columns is not None:
+                next(blocks)  # when a thread has written them
+                part.replace_by(_columns_file(each))
+                self._report(each.columns.size_bytes)
+            elif each.has_ranges:
                 for _ in _ranges(each):
                     content = next(blocks)
                     part.write(content)
@@ -185,7 +204,7 @@ class _Transfer:
             else:
                 self._stream(each, part)
             size, sha256 = part.finish()
-        if each.file.size not in {None, size}:
+        if each.columns is None and each.file.size not in {None, size}:
             part.remove()
             raise InputError(f"{redacted(each.file.path)} ended after {size} of {each.file.size} bytes: try again")
         if sha256 != each.expected and each.expected is not None:
@@ -218,23 +237,31 @@ class _Transfer:
         """Yield the blocks of all files in order. So many as there are connections are read ahead."""
         ahead: deque[Future[bytes]] = deque()
         for each in missing:
-            for start, end in _ranges(each) if each.has_ranges else ():
-                ahead.append(readers.submit(self._reading(each, start, end)))
+            for read in self._reads(each):
+                ahead.append(readers.submit(read))
                 if len(ahead) > CONNECTIONS:
                     yield self._awaited(ahead.popleft())
         while ahead:
             yield self._awaited(ahead.popleft())
 
-    def _reading(self, each: Missing, start: int, end: int) -> Callable[[], bytes]:
-        def read() -> bytes:
-            with _told(each.file):
-                return self._patience.tried(
-                    lambda: read_range(self._filesystem, each.file, start, end),
-                    redacted(each.file.path),
-                    is_interrupted,
-                )
+    def _reads(self, each: Missing) -> Iterator[Callable[[], bytes]]:
+        """Yield what threads do for a file: read its blocks, or fetch its columns."""
+        read_range = _ranges_of(self._filesystem, self._patience, each.file)
 
-        return read
+        def block(start: int, end: int) -> bytes:
+            with _told(each.file):
+                return read_range(start, end)
+
+        def columns() -> bytes:
+            with _told(each.file):
+                each.local.parent.mkdir(parents=True, exist_ok=True)
+                fetch_columns(read_range, each.file.size or 0, cast(Columns, each.columns), _columns_file(each))
+            return b""
+
+        if each.columns is not None:
+            yield columns
+        elif each.has_ranges:
+            yield from (partial(block, start, end) for start, end in _ranges(each))
 
     def _awaited(self, block: Future[bytes]) -> bytes:
         while wait([block], timeout=_REPORT_SECONDS).not_done:
@@ -266,6 +293,11 @@ def _told(file: RemoteFile) -> Iterator[None]:
 def _ranges(each: Missing) -> Iterator[tuple[int, int]]:
     size = each.file.size or 0
     return ((start, min(start + BLOCK_BYTES, size)) for start in range(each.part_bytes, size, BLOCK_BYTES))
+
+
+def _columns_file(each: Missing) -> Path:
+    """Return where the columns of a file are written before they get its name."""
+    return each.local.with_name(f".{each.local.name}.columns.tmp")
 
 
 def _mismatch(each: Missing, sha256: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NamedTuple, Self
 
+from t5train.data.download.parquet_columns import Columns
 from t5train.data.download.remote_reading import RemoteFile
 from t5train.errors import DigestMismatch, StorageError
 from t5train.files.atomic import sync_folder, write_json
@@ -35,6 +36,13 @@ class Missing(NamedTuple):
     has_ranges: bool
     part_bytes: int
     """Bytes of it that are on disk."""
+    columns: Columns | None
+    """Of a .parquet file: the columns to fetch in place of the whole file."""
+
+    @property
+    def size_bytes(self) -> int | None:
+        """How much is to be fetched in all; None if the store does not report it."""
+        return self.file.size if self.columns is None else self.columns.size_bytes
 
 
 class Note(NamedTuple):
@@ -97,7 +105,8 @@ class PartialFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is not None and not isinstance(error, StorageError) and self._each.has_ranges:
+            is_of_blocks = self._each.has_ranges and self._each.columns is None
+            if error is not None and not isinstance(error, StorageError) and is_of_blocks:
                 self._make_durable()  # so that another start continues here
         finally:
             self._file.close()
@@ -110,6 +119,11 @@ class PartialFile:
         self._size += len(content)
         if self._size - self._durable >= DURABLE_BYTES:
             self._make_durable()
+
+    def replace_by(self, other: Path) -> None:
+        """Take the content of another file, which is renamed."""
+        other.replace(self.path)
+        self.hash_from_disk()
 
     def hash_from_disk(self) -> None:
         """Compute the digest of what another function wrote to ``path``."""

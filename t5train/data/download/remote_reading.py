@@ -152,12 +152,13 @@ def takes_ranges(filesystem: Any, file: RemoteFile) -> bool:
 
 def read_range(filesystem: Any, file: RemoteFile, start: int, end: int) -> bytes:
     """Read the bytes from ``start`` to before ``end``. Raises ConnectionError if the store sends fewer."""
-    if is_web(filesystem):  # whose cat_file would read any answer to its end, before looking at its status
-        with filesystem.open(file.path, "rb", block_size=end - start, cache_type="none", size=file.size) as opened:
+    if filesystem.async_impl and not is_web(filesystem):
+        content = bytes(filesystem.cat_file(file.path, start=start, end=end))
+    else:  # the cat_file of others would read ahead, and that of web servers any answer to its end
+        options = {"block_size": end - start, "size": file.size} if is_web(filesystem) else {}
+        with filesystem.open(file.path, "rb", cache_type="none", **options) as opened:
             opened.seek(start)
             content = bytes(opened.read(end - start))
-    else:
-        content = bytes(filesystem.cat_file(file.path, start=start, end=end))
     if len(content) != end - start:
         raise ConnectionError(f"{len(content):,} of {end - start:,} bytes arrived")
     return content
