@@ -126,7 +126,7 @@ def main() -> NoReturn:
 
 def _usage(error: Any) -> str:
     """Return what is wrong with the words of a command, in one line, and where to read on."""
-    said = " ".join(error.format_message().split()).rstrip(".")
+    said = " ".join(error.format_message().split()).rstrip(".?")
     for pydantic, plain in (("Value error, ", ""), ("Input should be", "it must be")):
         said = said.replace(pydantic, plain)
     command = error.ctx.command_path if error.ctx else app.info.name

@@ -149,12 +149,19 @@ def _newest_shards(spec: RunSpec, window_tokens: int) -> _MadeShards | None:
     for folder in visible_in(spec.storage.root / SHARDS):
         try:
             shards = TokenShards.load(folder)
-            if settings_of(shards) == wanted and is_vocabulary_of(shards, spec.tokenizer, spec.corpus):
+            if _comparable(settings_of(shards)) == _comparable(wanted) and is_vocabulary_of(
+                shards, spec.tokenizer, spec.corpus
+            ):
                 made_at = (folder / MANIFEST).stat().st_mtime
                 found.append(_MadeShards(made_at, folder, num_windows(shards, "train", window_tokens)))
         except (RecordError, UnknownVersion, DigestMismatch, Unreadable, OSError, ValueError, KeyError):
             continue  # unfinished or damaged, so that the run makes them again, or not readable now
     return max(found, default=None)
+
+
+def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of text and shards in which a source ends without a slash."""
+    return {name: value.rstrip("/") if name == "corpus.source" else value for name, value in settings.items()}
 
 
 def _text(spec: RunSpec, text: TextFacts | None) -> str:

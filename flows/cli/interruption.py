@@ -3,12 +3,14 @@
 import logging
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from flows.cli.terminal import complain
+from infra.head.launch.start_record import PROGRAM
 from infra.head.runs.run_state import resumable_step
 from t5train.files.run_folder import CHECKPOINTS, tag_of
 
@@ -19,14 +21,14 @@ _CRASH = re.compile(
 
 
 @contextmanager
-def explaining_interruption(run_folder: Path) -> Iterator[None]:
+def explaining_interruption(run_folder: Path, num_steps: int) -> Iterator[None]:
     """If Ctrl-C or SIGTERM ends the block, say what was saved and how to continue."""
     try:
         with _without_prefects_words():
             yield
     except BaseException as error:
         if not isinstance(error, Exception):  # a signal, not a failure
-            complain(_saved(run_folder))
+            complain(_saved(run_folder, num_steps))
             complain(f"to continue: {_command(sys.argv[1:])}")
         raise
 
@@ -48,13 +50,16 @@ def _is_no_crash(record: logging.LogRecord) -> bool:
     return not _CRASH.match(record.getMessage())
 
 
-def _saved(run_folder: Path) -> str:
+def _saved(run_folder: Path, num_steps: int) -> str:
     step = resumable_step(run_folder)
     if step is None:
         return "no checkpoint was saved: finished stages are kept, and training begins at step 0"
+    if step == num_steps:
+        return f"training is done, up to step {step:,}; the next start gathers its result"
     return f"training resumes after step {step:,}, from {run_folder / CHECKPOINTS / tag_of(step)}"
 
 
 def _command(arguments: list[str]) -> str:
-    """Return this command without the option that would give up the checkpoint."""
-    return shlex.join(["t5-pretrain", *(each for each in arguments if each != _BEGIN_AGAIN)])
+    """Return this command as it was typed, without the option that would give up the checkpoint."""
+    program = sys.argv[0] if Path(sys.argv[0]).name == PROGRAM and shutil.which(PROGRAM) is None else PROGRAM
+    return shlex.join([program, *(each for each in arguments if each != _BEGIN_AGAIN)])

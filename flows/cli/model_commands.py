@@ -173,7 +173,7 @@ def _show_evaluation(result: "Evaluation") -> None:
     )
     say(f"loss: {result.loss:.4f} nats per masked token (perplexity {result.perplexity:,.1f})")
     say(f"      {result.all_targets_loss:.4f} nats per target token, with sentinels and the end of the text")
-    say(f"      {result.unigram_loss:.4f} nats per masked token for the unigram baseline, from the rest of the text")
+    say(f"      {result.unigram_loss:.4f} nats per masked token if only the frequency of tokens in the text is known")
     say(f"accuracy: {result.token_accuracy:.2%} of masked tokens, {result.span_accuracy:.2%} of whole spans")
     if result.loss >= result.unigram_loss:
-        say("On this text, the model predicts no better than the unigram baseline.")
+        say("On this text, the model predicts no better than the frequencies of tokens do.")

@@ -110,7 +110,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         require_no_pending_begin_again(spec.run_folder)
     with (
         hold_ready_run(spec) as held,  # before the server starts, so that a second start is refused at once
-        explaining_interruption(spec.run_folder),
+        explaining_interruption(spec.run_folder, spec.optimizer.num_steps),
         progress_display() as progress,
         prefect_server.any_server(spec.storage.root, progress) as api_url,
     ):

@@ -144,7 +144,7 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
         require_no_pending_begin_again(spec.run_folder)
     with (
         hold_ready_run(spec, text=NOT_READ) as run,
-        explaining_interruption(spec.run_folder),
+        explaining_interruption(spec.run_folder, spec.optimizer.num_steps),
         stage_display() as progress,
     ):
         complain(f"text: {redacted(spec.corpus.source)}, as token shards in {tokens.path}")

@@ -178,9 +178,11 @@ def _settings(spec: RunSpec) -> dict[str, Any]:
 
 def _refuse_changes(name: str, changed: list[str]) -> None:
     if changed:
+        is_longer = any(each.startswith("optimizer.num_steps:") for each in changed)
         raise RunChanged(
             f"run {name!r} was begun with other settings ({'; '.join(changed)}). Set these back, or choose another "
             "--name"
+            + (". To train a finished model for longer, set model.start_from to its folder" if is_longer else "")
         )
 
 

@@ -208,13 +208,18 @@ def _lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -> It
                 f"{source.path} line {number + 1} has more than {format_bytes(MAX_LINE_BYTES)}, but a line is one "
                 "passage and is processed as a whole. Split it into lines, for example at paragraphs"
             )
+        if b"\0" in line:
+            raise InputError(
+                f"{source.path} line {number + 1} has a NUL byte, so the file is not text in UTF-8. Convert it from "
+                "another encoding, such as UTF-16, or leave it out if it is not text"
+            )
         content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
         try:
             yield number, offset, content.rstrip(b"\r\n").decode("utf-8")
         except UnicodeDecodeError as error:
             raise InputError(
                 f"{source.path} line {number + 1} is not UTF-8: byte {offset + error.start} of the text is "
-                f"0x{line[error.start]:02x}. Convert the file to UTF-8"
+                f"0x{line[error.start]:02x}. Convert the file to UTF-8, or leave it out if it is not text"
             ) from None
         number += 1
         offset += len(line)

@@ -171,6 +171,8 @@ def _formats() -> str:
 
 def _matched(source: str) -> Matches:
     """Return the files of a source."""
+    if not source.strip():
+        raise InputError("the text is named by nothing: name a file, folder, pattern or URL")
     filesystem, path = fsspec.core.url_to_fs(source, **storage_options(source))
     path = _without_parents(path) if _is_local(filesystem) else path
     shown = redacted(source)

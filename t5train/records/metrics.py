@@ -135,8 +135,8 @@ def loss_lines(losses: Mapping[str, Any]) -> list[str]:
     ]
     if has_learned_nothing(losses):
         lines.append(
-            "The model predicts no better than the unigram baseline. Train for more steps or on more text, or lower "
-            "optimizer.peak_learning_rate"
+            "The model predicts no better than the unigram baseline. If the validation loss was lower before, train "
+            "for fewer steps or on more text; otherwise train for more steps, or lower optimizer.peak_learning_rate"
         )
     return lines
 

@@ -44,8 +44,8 @@ _TRAINING = {
     "{d_ff}, {num_heads} heads of width {d_kv}, {vocab_size:,} ids",
     "experts": "{num_experts} in each of {num_sparse_encoder_layers} encoder and {num_sparse_decoder_layers} decoder "
     "layers",
-    "objective": "{noise_density:.0%} of the tokens masked, in spans of {mean_span_tokens:g} tokens on average; "
-    "{input_tokens} input and {target_tokens} target tokens in a sequence",
+    "objective": "{noise_tokens} of {window_tokens} tokens of text masked in each sequence, in {spans} spans; "
+    "{input_tokens} input and {target_tokens} target tokens with sentinels",
     "optimizer": "{kind}, betas {betas}, epsilon {epsilon:g}, weight decay {weight_decay:g}, {clipping}",
     "learning rate": "{peak_learning_rate:g} after {warmup_steps:,} steps of warm-up, then {decay}",
     "batch": "{global_batch_sequences:,} sequences a step",
@@ -97,8 +97,8 @@ def licence(trained: TrainedModel) -> str:
     """Return what is known of the licence of the text."""
     if trained.license:
         return (
-            f"Whoever trained this model states that the\ntext has the licence {code(trained.license)}. The licence of "
-            "this model follows from it."
+            f"Whoever trained this model states that the\ntext has the licence {code(trained.license)}, which the "
+            "header of this card repeats."
         )
     return (
         "The licence of this model follows from the licence of that text, which this tool\ndoes not know. State it "
@@ -139,7 +139,8 @@ def _training_rows(witness: Witness) -> Iterator[str]:
     objective, optimizer = trained.settings.get("objective", {}), trained.settings.get("optimizer", {})
     values = {**config, **objective, **optimizer, **trained.layout, **_described(optimizer)}
     if objective:
-        values["target_tokens"] = geometry(ObjectiveSpec.model_validate(objective)).target_tokens
+        sample = geometry(ObjectiveSpec.model_validate(objective))
+        values |= sample._asdict() | {"target_tokens": sample.target_tokens}
     for title, template in _TRAINING.items():
         try:
             yield f"| {title} | {template.format(**values)} |"

@@ -104,7 +104,7 @@ def check_destination(url: str, needed_bytes: int = 0, spec_fingerprint: str | N
     if published is None:
         _try_writing(url, needed_bytes)
     elif spec_fingerprint is not None and published.inputs.get("spec") != spec_fingerprint:
-        raise PublicationError(f"{redacted(url)} holds {described(published)}: publish to another destination")
+        raise _occupied(url, published)
 
 
 def publication_at(url: str) -> Publication | None:
@@ -123,8 +123,15 @@ def publication_at(url: str) -> Publication | None:
             f"{redacted(url)} holds no intact publication: {error}. Publish to another destination"
         ) from error
     if not isinstance(record, Publication):
-        raise PublicationError(f"{redacted(url)} holds {described(record)}: publish to another destination")
+        raise _occupied(url, record)
     return record
+
+
+def _occupied(url: str, record: Record) -> PublicationError:
+    return PublicationError(
+        f"{redacted(url)} holds {described(record)}: publish to another destination (of `run`: --publish-to, or another "
+        "--name), or remove that one yourself"
+    )
 
 
 def described(record: Record) -> str:
@@ -272,9 +279,7 @@ def _existing(url: str, identity: str, progress: Progress) -> Publication | None
     if found is None:
         return None
     if found.fingerprint != identity:
-        raise PublicationError(
-            f"{redacted(url)} holds {described(found)}: publish to another destination, or remove that one yourself"
-        )
+        raise _occupied(url, found)
     try:
         verified = verify(url, progress)
     except (DigestMismatch, PublicationError) as error:

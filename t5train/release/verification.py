@@ -16,6 +16,8 @@ from t5train.release.certificate import CERTIFICATE, Certificate
 
 _CHUNK_BYTES = 8 << 20
 _SHOWN_FAULTS = 50
+_OF_TRANSPORT = {".git", ".gitattributes", ".cache"}
+"""What Git and the Hugging Face Hub's client add to a folder that they fetch."""
 
 
 def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
@@ -48,8 +50,8 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
             content = (folder / MANIFEST).read_bytes()
     except ABSENT as error:
         raise RecordError(
-            f"{folder / MANIFEST} cannot be read ({error.strerror}): {folder} is not the folder of a finished stage. "
-            "Check the path"
+            f"{folder / MANIFEST} cannot be read ({error.strerror}): {folder} "
+            f"{'is not the folder of a finished stage' if folder.is_dir() else 'does not exist'}. Check the path"
         ) from None
     record = parse_manifest(content, str(folder / MANIFEST)).model_copy(update={"path": folder})
     faults: list[T5TrainError] = list(record.faults(progress))
@@ -158,10 +160,11 @@ def _require_whole(record: Publication, present: Iterable[str], where: str) -> N
             f"{where} is not certified: {MANIFEST} lists no {CERTIFICATE}. Certify the export and publish to another "
             "destination, or remove this publication first"
         )
-    if extra := sorted(set(present) - {*record.files, MANIFEST}):
+    unknown = sorted(set(present) - {*record.files, MANIFEST})
+    if extra := [name for name in unknown if name.split("/")[0] not in _OF_TRANSPORT]:
+        more = f" and {len(extra) - 5:,} more" if extra[5:] else ""
         raise PublicationError(
-            f"{where} holds {', '.join(extra[:5])}, which was not published{' (and more)' if extra[5:] else ''}. "
-            "Remove files that do not belong there"
+            f"{where} also holds files that were not published: {', '.join(extra[:5])}{more}. Move them elsewhere"
         )
 
 

@@ -31,10 +31,12 @@ class TimeLeft:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two largest units, such as ``2 h 10 min``."""
+    """Return a duration in its two largest units, such as ``2 h 10 min``. From 10 min on, seconds are left out."""
     whole = round(seconds)
     if whole < _MINUTE:
         return f"{whole} s"
+    if whole < 10 * _MINUTE:
+        return f"{whole // _MINUTE} min {whole % _MINUTE} s"
     if whole < _HOUR:
         return f"{whole // _MINUTE} min"
     if whole < _DAY:

@@ -68,6 +68,8 @@ class CorpusSpec(SpecPart):
     @field_validator("source")
     @classmethod
     def _source_holds_no_secret(cls, source: str) -> str:
+        if not source.strip():
+            raise ValueError("corpus.source is empty: name a file, folder, pattern or URL")
         return without_secret("corpus.source", source)
 
     def split_identity(self) -> dict[str, Any]:

@@ -62,7 +62,8 @@ _BY_CAUSE = {
         "cluster.lease_seconds. Repair the network, or raise cluster.lease_seconds",
     ),
     Cause.REQUESTED: Diagnosis(
-        Preempted, "the rank saved no checkpoint. Start the same command again to resume from the last checkpoint"
+        Preempted,
+        "the rank saved no checkpoint. The same command continues from the last one, or begins at step 0 without one",
     ),
     Cause.PARENT: Diagnosis(
         LaunchError,

@@ -20,7 +20,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from infra.head.stop_signal import is_stop
 from infra.node.attempts.attempt import now
 from infra.node.attempts.rank_environment import redact
 from infra.node.processes import boot_id
@@ -154,7 +153,8 @@ def _working_folder() -> str:
 def _ending(error: BaseException) -> Ending:
     if _CANCELLED in getattr(error, "__notes__", ()):
         return Ending.CANCELLED
-    if isinstance(error, KeyboardInterrupt | Preempted) or is_stop(error):
+    is_signal = not isinstance(error, Exception | SystemExit)  # also one raised while another is handled, as Prefect's
+    if isinstance(error, Preempted) or is_signal:
         return Ending.INTERRUPTED
     return Ending.FAILED
 

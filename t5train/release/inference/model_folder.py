@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
-from t5train.errors import InputError
+from t5train.errors import InputError, SpecError
 from t5train.files.run_folder import EXPORT
 from t5train.model.starting_model import CONFIG, HuggingFaceFolder, require_family
 from t5train.release.certificate import CERTIFICATE
@@ -103,7 +103,8 @@ def chosen_device(device: str | None) -> str:
     kind, _, number = device.partition(":")
     count = torch.accelerator.device_count() if kind != "cpu" and kind in available else 1
     if kind not in available or (number and (not number.isdecimal() or int(number) >= count)):
-        raise InputError(f"device is {device!r}, but this machine has {' and '.join(available)}. Choose one of them")
+        has = f"one of {', '.join(available)}" if len(available) > 1 else "cpu: this machine has no accelerator"
+        raise SpecError(f"device is {device!r}, but it must be {has}")
     return device
 
 

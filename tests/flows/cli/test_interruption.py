@@ -14,7 +14,8 @@ from infra.head.stop_signal import Stopped
 @pytest.fixture(autouse=True)
 def typed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the user typed. To begin again would give up the checkpoint."""
-    monkeypatch.setattr(sys, "argv", ["/bin/t5-pretrain", "run", "smoke", "--begin-again", "--name", "my run"])
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "argv", [".venv/bin/t5-pretrain", "run", "smoke", "--begin-again", "--name", "my run"])
 
 
 @pytest.mark.parametrize("signal", [KeyboardInterrupt(), Stopped(), BaseExceptionGroup("", [KeyboardInterrupt()])])
@@ -27,22 +28,40 @@ def test_an_interrupted_run_names_its_checkpoint_and_how_to_continue(
     tag = tmp_path / "checkpoints/step-00000003"
     tag.mkdir(parents=True)
     record_only_rank(tag, [], [])
-    with pytest.raises(type(signal)), explaining_interruption(tmp_path):
+    with pytest.raises(type(signal)), explaining_interruption(tmp_path, 400):
         raise signal
     assert capsys.readouterr().err == (
-        f"training resumes after step 3, from {tag}\nto continue: t5-pretrain run smoke --name 'my run'\n"
+        f"training resumes after step 3, from {tag}\nto continue: .venv/bin/t5-pretrain run smoke --name 'my run'\n"
+    )
+    with pytest.raises(type(signal)), explaining_interruption(tmp_path, 3):
+        raise signal
+    assert "training is done, up to step 3; the next start gathers its result" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_on_path", [False, True])
+def test_the_command_can_be_pasted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_on_path: bool
+) -> None:
+    program = tmp_path / "t5-pretrain"
+    program.touch(mode=0o700)
+    monkeypatch.setenv("PATH", str(tmp_path) if is_on_path else "")
+    with pytest.raises(KeyboardInterrupt), explaining_interruption(tmp_path, 400):
+        raise KeyboardInterrupt
+    _, command = capsys.readouterr().err.splitlines()
+    assert command.startswith(
+        "to continue: t5-pretrain run" if is_on_path else "to continue: .venv/bin/t5-pretrain run"
     )
 
 
 def test_without_a_checkpoint_training_begins_at_step_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), explaining_interruption(tmp_path):
+    with pytest.raises(KeyboardInterrupt), explaining_interruption(tmp_path, 400):
         raise KeyboardInterrupt
     first, _ = capsys.readouterr().err.splitlines()
     assert first == "no checkpoint was saved: finished stages are kept, and training begins at step 0"
 
 
 def test_a_failure_says_itself_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="failed"), explaining_interruption(tmp_path):
+    with pytest.raises(ValueError, match="failed"), explaining_interruption(tmp_path, 400):
         raise ValueError("failed")
     assert capsys.readouterr().err == ""
 
@@ -59,6 +78,6 @@ def test_prefect_does_not_call_an_interruption_a_crash(tmp_path: Path) -> None:
         records = [log.makeRecord(log.name, logging.ERROR, "", 0, text, (), None) for text in said]
         return [record.getMessage() for record in records if log.filter(record)]
 
-    with explaining_interruption(tmp_path):
+    with explaining_interruption(tmp_path, 400):
         assert shown() == said[2:]
     assert shown() == said

@@ -31,7 +31,7 @@ def test_after_a_resume_only_steps_since_then_count() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0 s"), (59, "59 s"), (3599, "59 min"), (7_800, "2 h 10 min"), (266_400, "3 d 2 h")],
+    [(0.4, "0 s"), (59, "59 s"), (179.6, "3 min 0 s"), (3599, "59 min"), (7_800, "2 h 10 min"), (266_400, "3 d 2 h")],
 )
 def test_a_duration_has_at_most_two_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -83,6 +83,13 @@ def cancelled() -> Stopped:
     return signalled
 
 
+def raised_again() -> Stopped:
+    """As after SIGTERM during a flow: Prefect sends it once more while it handles its own exception for it."""
+    signalled = Stopped()
+    signalled.__context__ = KeyboardInterrupt()  # any signal's exception
+    return signalled
+
+
 @pytest.mark.parametrize(
     ("error", "how", "text"),
     [
@@ -92,6 +99,7 @@ def cancelled() -> Stopped:
         (KeyboardInterrupt(), Ending.INTERRUPTED, None),
         (BaseExceptionGroup("", [KeyboardInterrupt()]), Ending.INTERRUPTED, None),
         (Stopped(), Ending.INTERRUPTED, None),
+        (raised_again(), Ending.INTERRUPTED, None),
         (cancelled(), Ending.CANCELLED, None),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from t5train.errors import InputError, T5TrainError
+from t5train.errors import InputError, SpecError, T5TrainError
 from t5train.release.inference.model_folder import ModelFolder, chosen_device
 
 MakeModel = Callable[..., Path]
@@ -95,7 +95,7 @@ def test_a_vocabulary_with_more_ids_than_the_model_is_refused(make_model: MakeMo
 
 @pytest.mark.parametrize("device", ["tpu", "cpu:1", "cpu:x"])
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
-    with pytest.raises(InputError, match=rf"device is '{device}', but this machine has .*cpu. Choose one of them"):
+    with pytest.raises(SpecError, match=rf"device is '{device}', but it must be .*cpu"):
         chosen_device(device)
 
 
