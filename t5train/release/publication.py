@@ -129,7 +129,7 @@ def publication_at(url: str) -> Publication | None:
 
 def _occupied(url: str, record: Record) -> PublicationError:
     return PublicationError(
-        f"{redacted(url)} holds {described(record)}: publish to another destination (of `run`: --publish-to, or another "
+        f"{redacted(url)} holds {described(record)}: publish to another destination (`run` has --publish-to and "
         "--name), or remove that one yourself"
     )
 
