@@ -54,7 +54,11 @@ def require_t5_form(proto: bytes, where: str) -> None:
     ``<pad>``, ``</s>`` and ``<unk>``, and all others plain text, so that no text is encoded as a control id. Raises
     InputError if ``proto`` is not a SentencePiece model at all.
     """
-    model = _parsed(proto, where)
+    require_t5_form_of(_parsed(proto, where), where)
+
+
+def require_t5_form_of(model: sentencepiece_model_pb2.ModelProto, where: str) -> None:
+    """Raise SpecError unless a parsed model is one that ``require_t5_form`` accepts."""
     if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM or model.trainer_spec.byte_fallback:
         raise SpecError(
             f"tokenizer.path: {where} must be a SentencePiece unigram model without byte fallback, like T5's "
@@ -158,9 +162,9 @@ def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:
     return model
 
 
-_SCORE_STEPS = 1 << 11  # per nat; float32 has 24 bits, so sums are exact below 2**24 / 2**11
+SCORE_STEPS = 1 << 11  # per nat; float32 has 24 bits, so sums are exact below 2**24 / 2**11
 _STRETCH_CHARACTERS = 1200  # text has 2 to 3 nats per character, and a sum of 8192 allows 6.8
-_SPACE = "\u2581"  # SentencePiece's symbol for a space
+SPACE = "\u2581"  # SentencePiece's symbol for a space
 _NEXT_LINE = "\u0085"
 _COMBINING = {"Mn", "Mc", "Me", "Cf", "Cn"}  # unassigned ones may combine in a later version of Unicode
 # Characters of the basic plane that combine although their category does not say so: prefixes, vowels of Thai and Lao
@@ -175,30 +179,33 @@ class Encoder:
     def __init__(self, spiece: Path) -> None:
         model = sentencepiece_model_pb2.ModelProto.FromString(spiece.read_bytes())
         for piece in model.pieces:
-            piece.score = round(piece.score * _SCORE_STEPS) / _SCORE_STEPS
-        self._falls_apart_at_spaces = _falls_apart_at_spaces(model)
+            piece.score = round(piece.score * SCORE_STEPS) / SCORE_STEPS
+        self.model = model
+        self.falls_apart_at_spaces = _falls_apart_at_spaces(model)
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
         self._normaliser = _normaliser(model)
-        model.normalizer_spec.ClearField("precompiled_charsmap")
-        self._of_normalised = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        self._of_normalised = sentencepiece.SentencePieceProcessor(model_proto=_without_table(model))
         self.num_pieces = len(model.pieces)
 
     def encode(self, texts: list[str], *, add_eos: bool = False) -> list[np.ndarray]:
         """Return the int32 ids of each text, followed by EOS if ``add_eos``."""
         ids: list[np.ndarray] = []
         for combines, some in groupby(texts, _combines):
-            if combines:
-                ids += self._encoded(self._of_normalised, [self._normalised(text) for text in some], add_eos)
-            else:
-                ids += self._encoded(self._processor, list(some), add_eos)
+            ids += self.encode_alike(list(some), combines, add_eos=add_eos)
         return ids
+
+    def encode_alike(self, texts: list[str], combines: bool, *, add_eos: bool = False) -> list[np.ndarray]:
+        """Encode texts that all have characters that may combine, or all have none, or parts of such texts."""
+        if combines:
+            return self._encoded(self._of_normalised, [self.normalised(text) for text in texts], add_eos)
+        return self._encoded(self._processor, texts, add_eos)
 
     def piece(self, token_id: int) -> str:
         """Return the text of an id of the vocabulary, not a sentinel, with a space in place of SentencePiece's mark."""
         piece: str = self._processor.id_to_piece(token_id)
-        return f" {piece}" if token_id < len(SPECIAL_PIECES) else piece.replace(_SPACE, " ")
+        return f" {piece}" if token_id < len(SPECIAL_PIECES) else piece.replace(SPACE, " ")
 
-    def _normalised(self, text: str) -> str:
+    def normalised(self, text: str) -> str:
         """Normalise as the reference does, and replace U+0085 by a space, because the reference splits words there."""
         if self._normaliser:
             text = self._normaliser.normalize_str(text)
@@ -207,7 +214,7 @@ class Encoder:
     def _encoded(
         self, processor: sentencepiece.SentencePieceProcessor, texts: list[str], add_eos: bool
     ) -> list[np.ndarray]:
-        if not self._falls_apart_at_spaces or all(len(text) <= _STRETCH_CHARACTERS for text in texts):
+        if not self.falls_apart_at_spaces or all(len(text) <= _STRETCH_CHARACTERS for text in texts):
             return _segmented(processor, texts, add_eos)
         stretches = [_stretches(text) for text in texts]
         encoded = iter(_segmented(processor, [each for some in stretches for each in some], add_eos))
@@ -226,13 +233,21 @@ def _normaliser(model: sentencepiece_model_pb2.ModelProto) -> Precompiled | None
     return Precompiled(table) if table else None
 
 
+def _without_table(model: sentencepiece_model_pb2.ModelProto) -> bytes:
+    """Return the model without its normalisation table."""
+    plain = sentencepiece_model_pb2.ModelProto()
+    plain.CopyFrom(model)
+    plain.normalizer_spec.ClearField("precompiled_charsmap")
+    return plain.SerializeToString()
+
+
 def _combines(text: str) -> bool:
     """Return whether a text may contain U+0085, or a grapheme of several characters."""
-    return not text.isascii() and _combining().search(text) is not None
+    return not text.isascii() and combining().search(text) is not None
 
 
 @cache
-def _combining() -> re.Pattern[str]:
+def combining() -> re.Pattern[str]:
     """Return a pattern for U+0085 and characters that may combine.
 
     It also matches every character beyond the basic plane: they are rare, and a single range is fast.
@@ -257,8 +272,8 @@ def _falls_apart_at_spaces(model: sentencepiece_model_pb2.ModelProto) -> bool:
     return (
         model.normalizer_spec.name in _LOCAL_RULES
         and not model.trainer_spec.treat_whitespace_as_suffix
-        and _SPACE in pieces
-        and not any(_SPACE in piece[1:] for piece in pieces)
+        and SPACE in pieces
+        and not any(SPACE in piece[1:] for piece in pieces)
     )
 
 

@@ -1,0 +1,151 @@
+"""Encodes documents in batches, with the compiled segmenter where it gives the same ids as ``Encoder``.
+
+The segmenter splits texts at spaces, segments words of printable ASCII itself and remembers the ids of words. That
+gives the ids of ``Encoder`` for these reasons:
+
+- Neither a piece nor an unknown run nor a rule of normalisation spans two words, so the ids of a text are those of its
+  words. The segmenter is used only if that holds (``_can_segment``). A word then includes spaces next to a character
+  that may combine with them. A text with U+2581, which is a space only after normalisation, is left to Encoder.
+- Encoder's sums are exact up to 8192 nats, so the ids of a word do not depend on the words before it. A text in which
+  a sum of Encoder would exceed that is left to Encoder.
+- Other words than those of printable ASCII, which are normalised, and very long ones are left to Encoder, too, and then
+  remembered. Encoder normalises a text in one of two ways, which depends on the whole text. These words are encoded
+  in the way of their text.
+"""
+
+import logging
+import re
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from t5train.data.vocabulary import segmenter_build
+from t5train.data.vocabulary.sentencepiece_model import (
+    SCORE_STEPS,
+    SPACE,
+    UNK_ID,
+    Encoder,
+    combining,
+    require_t5_form_of,
+)
+from t5train.errors import SpecError
+
+_UNKNOWN_NATS = 10  # SentencePiece's kUnkPenalty: an unknown character costs this more than the rarest piece
+_CACHE_BYTES = 64 << 20
+_PLAIN_PIECE = re.compile(f"{SPACE}[!-~]*|[!-~]+")
+_log = logging.getLogger(__name__)
+
+
+class Documents(NamedTuple):
+    """The ids of several documents one after the other, each with EOS, and the number of ids of each; both uint32."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+
+
+class DocumentEncoder:
+    """Encodes documents to the ids of ``Encoder``. An object may be used by one thread at a time.
+
+    Each object remembers words in up to ``cache_bytes`` of memory (64 MiB).
+    """
+
+    def __init__(self, spiece: Path, cache_bytes: int = _CACHE_BYTES) -> None:
+        self._encoder = Encoder(spiece)
+        self._words = _Words(self._encoder)
+        self.segmenter = _segmenter(self._encoder, self._words, cache_bytes)
+
+    def encode(self, texts: list[str]) -> Documents:
+        """Return the ids of each text, each followed by EOS."""
+        if self.segmenter is None:
+            return self._slowly(texts)
+        return Documents(*self.segmenter.encode(texts, self._words.encode, self._slowly))
+
+    def _slowly(self, texts: list[str]) -> Documents:
+        return Documents(*_flat(self._encoder.encode(texts, add_eos=True)))
+
+
+def warn_if_slow() -> None:
+    """Log a warning if the segmenter is not compiled, which makes a difference where much text is encoded."""
+    if segmenter_build.load(segmenter_build.built()) is None:
+        _log.warning(
+            "text is tokenised at a third of the usual speed or less, because the segmenter is not compiled. To "
+            "compile it, run %s (in a checkout: make setup)",
+            segmenter_build.COMMAND,
+        )
+
+
+class _Segmenter(Protocol):
+    """The C++ class (``native/segmenter.cpp``)."""
+
+    num_words: int
+    num_bytes: int
+
+    def encode(self, texts: list[str], encode_words: object, encode_texts: object) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class _Words:
+    """Encodes the words that the segmenter does not, and bounds the sums that Encoder forms for them."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        pieces = encoder.model.pieces
+        # Rounded again, as scores are float32.
+        self.costs = np.array([-round(piece.score * SCORE_STEPS) for piece in pieces], np.int64)
+        normal = [cost for cost, piece in zip(self.costs, pieces, strict=True) if piece.type == piece.NORMAL]
+        self.unknown_cost = int(max(normal, default=0)) + _UNKNOWN_NATS * SCORE_STEPS
+        self._lengths = np.array([len(piece.piece) for piece in pieces], np.int64)
+
+    def encode(self, words: list[str], combines: bool) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Return ids, the number of ids of each word, and an upper bound of each word's cost in steps of the scores."""
+        encoded = self._encoder.encode_alike(words, combines)
+        return *_flat(encoded), [self._bound(word, ids) for word, ids in zip(words, encoded, strict=True)]
+
+    def _bound(self, word: str, ids: np.ndarray) -> int:
+        known = ids[ids != UNK_ID]
+        cost = int(self.costs[known].sum())
+        if len(known) < len(ids):
+            # One id stands for several unknown characters. With the space before the word, they are at most:
+            characters = 1 + max(len(word), len(self._encoder.normalised(word)))
+            cost += self.unknown_cost * (characters - int(self._lengths[known].sum()))
+        return cost
+
+
+def _flat(encoded: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.array([len(ids) for ids in encoded], np.uint32)
+    return np.concatenate([np.empty(0, np.int32), *encoded]).astype(np.uint32), lengths
+
+
+def _segmenter(encoder: Encoder, words: _Words, cache_bytes: int) -> _Segmenter | None:
+    """Return a segmenter for the vocabulary, None if it would give other ids or is not compiled."""
+    native = segmenter_build.load(segmenter_build.built())
+    table = encoder.model.normalizer_spec.precompiled_charsmap
+    if native is None or not _can_segment(encoder, words) or not native.rules_keep_words_apart(table):
+        return None
+    plain = [
+        (piece.piece.replace(SPACE, " ").encode("ascii"), number)
+        for number, piece in enumerate(encoder.model.pieces)
+        if piece.type == piece.NORMAL and _PLAIN_PIECE.fullmatch(piece.piece)
+    ]
+    segmenter: _Segmenter = native.Segmenter(plain, words.costs, words.unknown_cost, _combining_bits(), cache_bytes)
+    return segmenter
+
+
+def _can_segment(encoder: Encoder, words: _Words) -> bool:
+    """Return whether the vocabulary is in T5's form and words are independent.
+
+    No cost is negative, so a sum only grows: if the whole is in the exact range, so are its parts.
+    """
+    try:
+        require_t5_form_of(encoder.model, "the vocabulary")
+    except SpecError:
+        return False
+    return encoder.falls_apart_at_spaces and bool((words.costs[UNK_ID + 1 :] >= 0).all())
+
+
+def _combining_bits() -> bytes:
+    """Return a bit for each character of the basic plane: whether it may combine with others."""
+    plane = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x10000)]))
+    bits = np.zeros(0x10000, bool)
+    bits[[ord(match.group()) for match in combining().finditer(plane)]] = True
+    return np.packbits(bits, bitorder="little").tobytes()

@@ -1,0 +1,301 @@
+// Segments texts into the pieces of a T5 vocabulary, word by word, and remembers the ids of words.
+//
+// document_encoder.py explains why this gives the ids of Encoder, and for which vocabularies.
+// segmenter_build.py compiles this file. Only words of printable ASCII are segmented here. Python is asked for the ids
+// of other words, and of whole texts where the sums of Encoder may have rounding errors. An object is for one thread:
+// calls hold Python's global lock and change the cache.
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <iterator>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "pieces.h"
+#include "rules.h"
+#include "word_cache.h"
+
+namespace py = pybind11;
+
+namespace {
+
+constexpr uint32_t kExactQuarterNats = 8192 * 4 - 4;  // Encoder's float32 sums are exact up to 8192 nats
+constexpr int64_t kStretchCharacters = 1200;          // Encoder cuts a text at the next space, and begins a new sum
+constexpr uint32_t kWordMark = 0x2581;                // SentencePiece's symbol for a space
+constexpr char kCombines = '\xfe';                    // no byte of UTF-8
+
+bool is_space(Byte byte) { return byte == ' ' || (byte >= '\t' && byte <= '\r' && byte != '\v'); }
+bool is_plain(Byte byte) { return byte > ' ' && byte < 0x7f; }
+bool begins_character(Byte byte) { return (byte & 0xc0) != 0x80; }
+
+// The first byte in [at, end) that is not printable ASCII. Eight bytes are tested at a time: a byte below 0x21 borrows
+// into its highest bit, one above 0x7e carries into it. Only bits above the lowest one can be wrong.
+const Byte* plain_end(const Byte* at, const Byte* end) {
+  constexpr uint64_t ones = 0x0101010101010101, high = 0x8080808080808080;
+  for (; end - at >= 8; at += 8) {
+    const uint64_t bytes = load(at, 8, end);
+    const uint64_t other = (((bytes - 0x21 * ones) & ~bytes) | bytes | (bytes + ones)) & high;
+    if (other) return at + __builtin_ctzll(other) / 8;
+  }
+  while (at < end && is_plain(*at)) at++;
+  return at;
+}
+
+// The character that begins here, of valid UTF-8.
+uint32_t character(const Byte* at) {
+  if (at[0] < 0x80) return at[0];
+  if (at[0] < 0xe0) return (at[0] & 0x1fu) << 6 | (at[1] & 0x3fu);
+  if (at[0] < 0xf0) return (at[0] & 0xfu) << 12 | (at[1] & 0x3fu) << 6 | (at[2] & 0x3fu);
+  return (at[0] & 7u) << 18 | (at[1] & 0x3fu) << 12 | (at[2] & 0x3fu) << 6 | (at[3] & 0x3fu);
+}
+
+struct Text {
+  const Byte *begin, *end;
+  bool is_ascii;
+
+  explicit Text(const py::handle& text) {
+    Py_ssize_t size = 0;
+    const char* bytes = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
+    if (!bytes) throw py::error_already_set();
+    begin = reinterpret_cast<const Byte*>(bytes);
+    end = begin + size;
+    is_ascii = PyUnicode_IS_ASCII(text.ptr());
+  }
+};
+
+// Arrays from Python: the ids of several texts or words one after the other, and the number of ids of each.
+class Encoded {
+ public:
+  Encoded(const py::object& ids, const py::object& counts, size_t size)
+      : ids_(Array::ensure(ids)), counts_(Array::ensure(counts)) {
+    if (!ids_ || !counts_ || size_t(counts_.size()) != size) throw std::invalid_argument("not the ids of these texts");
+  }
+
+  // Calls `take` with the ids of each, in order.
+  template <typename Take>
+  void each(Take take) const {
+    const int64_t* ids = ids_.data();
+    for (py::ssize_t at = 0; at < counts_.size(); ids += counts_.data()[at++]) {
+      if (ids + counts_.data()[at] > ids_.data() + ids_.size()) throw std::invalid_argument("there are too few ids");
+      take(size_t(at), Ids(ids, ids + counts_.data()[at]));
+    }
+  }
+
+ private:
+  using Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
+  Array ids_, counts_;
+};
+
+// One call's texts: the ids of texts in the order in which they were finished, and what Python has to encode.
+struct Batch {
+  struct Slice {
+    size_t start = 0, count = 0;
+  };
+  struct Learned {
+    Ids ids;
+    uint16_t quarter_nats = 0;  // 0 while they are not known
+  };
+  Ids ids;
+  std::vector<Slice> slices;
+  std::vector<size_t> waiting, rounded;  // texts
+  std::unordered_map<std::string, Learned> learned;
+  std::array<std::vector<std::string>, 2> unknown;  // names of words, by whether their text has combining characters
+
+  void end_text(size_t number, size_t start) {
+    ids.push_back(kEos);
+    slices[number] = {start, ids.size() - start};
+  }
+};
+
+// The sum that Encoder forms for the present stretch of a text, and whether the text can be finished.
+struct Sum {
+  uint32_t quarter_nats = 0;
+  bool waits = false, is_rounded = false;
+
+  void add(uint32_t word) {
+    quarter_nats += word;
+    is_rounded |= quarter_nats > kExactQuarterNats;
+  }
+};
+
+class Segmenter {
+ public:
+  Segmenter(Pieces::Numbered pieces, std::vector<int32_t> costs, int32_t unknown_cost, std::string combining,
+            size_t cache_bytes)
+      : pieces_(std::move(pieces), std::move(costs), unknown_cost),
+        combining_(std::move(combining)),
+        cache_(cache_bytes) {
+    if (combining_.size() != 0x10000 / 8) throw std::invalid_argument("the basic plane has one bit for each character");
+  }
+
+  // Returns the ids of all texts, each followed by EOS, and the number of ids of each text.
+  // `encode_words(words, combines)` returns their ids, the numbers of ids and upper bounds of their costs.
+  // `encode_texts(texts)` returns their ids and the numbers of ids, both with EOS.
+  py::tuple encode(const py::list& texts, const py::function& encode_words, const py::function& encode_texts) {
+    Batch batch;
+    batch.slices.resize(texts.size());
+    for (size_t number = 0; number < texts.size(); number++) segment(Text(texts[number]), number, batch);
+    while (!batch.waiting.empty()) {  // more than once if the cache has forgotten a word meanwhile
+      learn(batch, encode_words);
+      for (const size_t number : std::exchange(batch.waiting, {})) segment(Text(texts[number]), number, batch);
+    }
+    take_rounded(texts, batch, encode_texts);
+    return assembled(batch);
+  }
+
+  size_t num_words() const { return cache_.num_words(); }
+  size_t num_bytes() const { return cache_.num_bytes(); }
+
+ private:
+  bool is_combining(uint32_t one) const { return one >= 0x10000 || (combining_[one / 8] >> one % 8 & 1); }
+
+  // Appends the ids of a text, or lists it as one that waits for words or that Encoder has to encode.
+  void segment(const Text& text, size_t number, Batch& batch) {
+    const size_t start = batch.ids.size();
+    bool combines = false, has_mark = false;
+    for (const Byte* at = text.begin; !text.is_ascii && at < text.end; at++) {
+      if (*at < 0x80 || !begins_character(*at)) continue;
+      has_mark |= character(at) == kWordMark;  // it is not separated from spaces beside it
+      combines |= is_combining(character(at));
+    }
+    Sum sum;
+    if (!has_mark) add_words(text, combines, batch, sum);
+    if (!has_mark && !sum.is_rounded && !sum.waits) return batch.end_text(number, start);
+    batch.ids.resize(start);
+    (has_mark || sum.is_rounded ? batch.rounded : batch.waiting).push_back(number);
+  }
+
+  void add_words(const Text& text, bool combines, Batch& batch, Sum& sum) {
+    int64_t characters = 0, stretch = 0;
+    for (const Byte* at = text.begin;;) {
+      for (; at < text.end && is_space(*at); at++, characters++) {
+        // Where characters combine, Encoder cuts the normalised text, and at other spaces: then the sum goes on.
+        if (*at != ' ' || combines || characters - stretch < kStretchCharacters) continue;
+        sum.quarter_nats = 0;
+        stretch = characters + 1;
+      }
+      if (at == text.end) return;
+      const Byte* begin = at;
+      at = plain_end(at, text.end);
+      bool plain = at == text.end || is_space(*at);
+      while (at < text.end && !is_space(*at)) at++;
+      if (combines) plain &= !join(text, begin, at);
+      characters += text.is_ascii ? at - begin : std::count_if(begin, at, begins_character);
+      const std::string_view word(reinterpret_cast<const char*>(begin), size_t(at - begin));
+      if (plain && word.size() <= kLongestWord) add_plain(word, text.end, batch, sum);
+      else add_other(word, combines, batch, sum);
+    }
+  }
+
+  // Extends a word over spaces next to a combining character, which may be normalised together with it.
+  bool join(const Text& text, const Byte*& begin, const Byte*& end) const {
+    const Byte *first = begin, *last = end;
+    if (is_combining(character(begin)))
+      while (begin > text.begin && is_space(begin[-1])) begin--;
+    while (end < text.end) {
+      const Byte* before = end - 1;
+      while (!begins_character(*before)) before--;
+      const Byte* next = std::find_if_not(end, text.end, is_space);
+      if (!is_combining(character(before)) && (next == text.end || !is_combining(character(next)))) break;
+      end = std::find_if(next, text.end, is_space);
+    }
+    return begin != first || end != last;
+  }
+
+  void add_plain(std::string_view word, const Byte* readable, Batch& batch, Sum& sum) {
+    const auto take = [&](const Segmented& found) {
+      batch.ids.insert(batch.ids.end(), found.ids, found.ids + found.count);
+      sum.add(found.quarter_nats);
+    };
+    const Key key(word, readable, false);
+    if (cache_.find(key, take)) return;
+    std::array<uint32_t, kLongestWord + 1> ids;
+    const Segmented found = pieces_.cheapest(word, ids.data());
+    take(found);
+    cache_.insert(key, found);
+  }
+
+  // Where characters combine, the whole text is normalised in another way, which may change the ids of this word, too:
+  // it is remembered under another name.
+  void add_other(std::string_view word, bool combines, Batch& batch, Sum& sum) {
+    const auto take = [&](const Segmented& found) {
+      batch.ids.insert(batch.ids.end(), found.ids, found.ids + found.count);
+      sum.add(found.quarter_nats);
+    };
+    std::string name(combines, kCombines);
+    name += word;
+    const bool is_short = name.size() <= kLongestWord, has_zeros = name.find('\0') != name.npos;
+    const Key key(name, reinterpret_cast<const Byte*>(name.data() + name.size()), has_zeros);
+    if (is_short && cache_.find(key, take)) return;
+    const auto [entry, is_new] = batch.learned.try_emplace(name);
+    const auto& [ids, quarter_nats] = entry->second;
+    if (is_new) batch.unknown[combines].push_back(name);
+    if (!quarter_nats) {
+      sum.waits = true;
+      return;
+    }
+    batch.ids.insert(batch.ids.end(), ids.begin(), ids.end());
+    sum.add(quarter_nats);
+    if (is_short) cache_.insert(key, {ids.data(), uint16_t(ids.size()), quarter_nats});
+  }
+
+  static void learn(Batch& batch, const py::function& encode_words) {
+    for (const bool combines : {false, true}) {
+      const auto names = std::exchange(batch.unknown[combines], {});
+      if (names.empty()) continue;
+      py::list words;
+      for (const auto& name : names) words.append(py::str(name.substr(combines)));
+      const py::tuple answer = encode_words(words, combines);
+      const auto costs = answer[2].cast<std::vector<int64_t>>();
+      if (costs.size() != names.size()) throw std::invalid_argument("not the costs of these words");
+      Encoded(answer[0], answer[1], names.size()).each([&](size_t at, Ids found) {
+        batch.learned[names[at]] = {std::move(found), std::max<uint16_t>(quarter_nats(costs[at]), 1)};
+      });
+    }
+  }
+
+  static void take_rounded(const py::list& texts, Batch& batch, const py::function& encode_texts) {
+    if (batch.rounded.empty()) return;
+    py::list asked;
+    for (const size_t number : batch.rounded) asked.append(texts[number]);
+    const py::tuple answer = encode_texts(asked);
+    Encoded(answer[0], answer[1], asked.size()).each([&](size_t at, const Ids& found) {
+      batch.slices[batch.rounded[at]] = {batch.ids.size(), found.size()};
+      batch.ids.insert(batch.ids.end(), found.begin(), found.end());
+    });
+  }
+
+  static py::tuple assembled(const Batch& batch) {
+    py::array_t<uint32_t> ids(py::ssize_t(batch.ids.size())), counts(py::ssize_t(batch.slices.size()));
+    uint32_t *to = ids.mutable_data(), *count = counts.mutable_data();
+    for (const auto& slice : batch.slices) {
+      to = std::copy_n(batch.ids.data() + slice.start, slice.count, to);
+      *count++ = uint32_t(slice.count);
+    }
+    return py::make_tuple(ids, counts);
+  }
+
+  Pieces pieces_;
+  std::string combining_;
+  WordCache cache_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(segmenter, module) {
+  module.def("rules_keep_words_apart", [](const py::bytes& table) { return Rules(table).keep_words_apart(); });
+  py::class_<Segmenter>(module, "Segmenter")
+      .def(py::init([](const std::vector<std::pair<py::bytes, uint32_t>>& pieces, std::vector<int32_t> costs,
+                       int32_t unknown_cost, const py::bytes& combining, size_t cache_bytes) {
+        Pieces::Numbered numbered(pieces.begin(), pieces.end());
+        return Segmenter(std::move(numbered), std::move(costs), unknown_cost, combining, cache_bytes);
+      }))
+      .def("encode", &Segmenter::encode)
+      .def_property_readonly("num_words", &Segmenter::num_words)
+      .def_property_readonly("num_bytes", &Segmenter::num_bytes);
+}

@@ -1,0 +1,117 @@
+"""Compiles the segmenter, the C++ code in the folder ``native``, and loads it.
+
+::
+
+    python -m t5train.data.vocabulary.segmenter_build      compile it, which takes half a minute and a C++ compiler
+
+``make setup`` does this. Without it, encoding gives the same ids more slowly. It is not compiled when it is needed:
+many worker processes need it at the same moment, and they may run where there is no compiler or where this package
+cannot be written. The result lies beside the sources. Its name contains a digest of them and the Python and machine
+that it is for, so another one is never loaded.
+"""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from functools import cache
+from hashlib import sha256
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from t5train.errors import InputError
+from t5train.files.atomic import replacing
+
+COMMAND = "python -m t5train.data.vocabulary.segmenter_build"
+_SOURCES = Path(__file__).parent / "native"
+_COMPILERS = ("g++", "c++", "clang++")
+# Not -march=native: hosts with other CPUs may share this folder.
+_OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden")
+_log = logging.getLogger(__name__)
+
+
+def build(folder: Path = _SOURCES) -> Path:
+    """Compile the segmenter into a folder unless it is there, and return its path.
+
+    Raises InputError if there is no C++ compiler or it fails, and StorageError if the folder cannot be written.
+    """
+    path = built(folder)
+    if path.exists():
+        return path
+    compiled = _compile()
+    with replacing(path) as file:
+        file.write(compiled)
+    for other in folder.glob(f"segmenter-*{_suffix()}"):
+        if other != path:
+            other.unlink(missing_ok=True)
+    return path
+
+
+def built(folder: Path = _SOURCES) -> Path:
+    """Return where ``build`` puts the segmenter of the present sources for this Python."""
+    return folder / f"segmenter-{_digest()}{_suffix()}"
+
+
+@cache
+def load(path: Path) -> ModuleType | None:
+    """Import the segmenter at a path that ``built`` returned; None if it is not there or does not work here."""
+    if not path.exists():
+        return None
+    loader = ExtensionFileLoader("segmenter", str(path))
+    spec = spec_from_file_location("segmenter", path, loader=loader)
+    assert spec is not None  # noqa: S101  a loader is given
+    try:
+        module = module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        _log.warning("%s does not work on this machine: %s. Remove it, and run %s", path, error, COMMAND)
+        return None
+    return module
+
+
+def _suffix() -> str:
+    suffix: str = sysconfig.get_config_var("EXT_SUFFIX")
+    return suffix
+
+
+@cache
+def _digest() -> str:
+    digest = sha256(" ".join(_OPTIONS).encode())
+    for source in sorted(path for path in _SOURCES.iterdir() if path.suffix in {".h", ".cpp"}):
+        digest.update(f"\n{source.name} {source.stat().st_size}\n".encode() + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile() -> bytes:
+    import pybind11  # only needed here
+
+    headers = [pybind11.get_include(), sysconfig.get_path("include")]
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "segmenter.so"
+        command = [_compiler(), *_OPTIONS, *(f"-I{path}" for path in headers), str(_SOURCES / "segmenter.cpp")]
+        done = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise InputError(
+                f"the segmenter could not be compiled. The command was {' '.join(command)}, and the compiler reports: "
+                f"{done.stderr[-2000:]}"
+            )
+        return target.read_bytes()
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX", ""), *_COMPILERS):
+        if found := shutil.which(name):
+            return found
+    raise InputError(f"there is no C++ compiler ({', '.join(_COMPILERS)}). Install one, or set CXX to the path of one")
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write(f"{build()}\n")
+    except InputError as error:
+        sys.exit(f"segmenter: {error}")
