@@ -24,7 +24,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-setup: .venv/.installed .venv/.ops-built ## Make .venv and install everything; quick when nothing has changed
+setup: .venv/.installed .venv/.segmenter .venv/.ops-built ## Make .venv and install everything; quick when nothing has changed
 
 demo: setup ## The whole chain on two CPU ranks, from Python's documentation to a published checkpoint
 	@$(BIN)/t5-pretrain run smoke --root $(ROOT)
@@ -133,6 +133,11 @@ clean: ## Remove .venv and what tools have cached; what runs have made stays
 	@$(BIN)/python -c 'import triton' 2>/dev/null \
 		|| $(BIN)/python -m pip install --constraint constraints.txt --constraint constraints-kernels.txt --editable '.[kernels]' \
 		|| { echo "setup: Triton could not be installed; the tests of kernels will be skipped" >&2; [ -z "$${CI:-}" ]; }
+	touch $@
+
+# Tokenising is three times as fast with it.
+.venv/.segmenter: .venv/.installed $(wildcard t5train/data/vocabulary/native/*.h t5train/data/vocabulary/native/*.cpp)
+	@$(BIN)/python -m t5train.data.vocabulary.segmenter_build
 	touch $@
 
 # DeepSpeed compiles its CPU communication and its Adam at first use; here they are compiled before anything waits.

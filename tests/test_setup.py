@@ -103,7 +103,7 @@ def test_setup_as_root_installs_missing_system_packages(checkout: Path) -> None:
 
 def test_setup_repeats_nothing_until_a_version_changes(checkout: Path) -> None:
     (checkout / ".venv").mkdir()
-    for stamp in (".installed", ".ops-built"):
+    for stamp in (".installed", ".segmenter", ".ops-built"):
         (checkout / ".venv" / stamp).touch()
     start = time.monotonic()
     assert "Nothing to be done" in make(checkout, "setup").stdout
@@ -114,6 +114,7 @@ def test_setup_repeats_nothing_until_a_version_changes(checkout: Path) -> None:
     planned = make(checkout, "-n", "setup").stdout
     assert "pip install" in planned
     assert "infra.node.compiled_operators" in planned
+    assert "t5train.data.vocabulary.segmenter_build" in planned
 
 
 def test_every_make_target_is_documented() -> None:

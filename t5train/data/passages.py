@@ -31,6 +31,11 @@ class Row(NamedTuple):
     passage: Passage
 
 
+def text_bytes(text: str) -> int:
+    """Return the size of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Self, cast
+from typing import IO, Any, Self, cast
 
 import orjson
 from backports import zstd
@@ -133,19 +133,29 @@ def _txt(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iter
 
 
 def _jsonl(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
-    for row, start, line in _lines(source, number, offset, opened):
-        yield Row(row, start, _json_passage(source, row, line))
+    for row, start, line in _raw_lines(source, number, offset, opened):
+        try:
+            value = orjson.loads(line)
+        except orjson.JSONDecodeError:  # or UTF-8, or blank
+            content = _decoded(source, row, start, line)
+            yield Row(row, start, _json_passage(source, row, _json_value(source, row, content)))
+        else:
+            yield Row(row, start, _json_passage(source, row, value))
 
 
-def _json_passage(source: SourceFile, row: int, line: str) -> Passage:
+def _json_value(source: SourceFile, row: int, line: str) -> Any:
+    """Parse a line; a blank one is an empty passage."""
     if not line.strip():
-        return Passage(f"{source.name}:{row}", "", "")
+        return {"text": ""}
     try:
-        value = orjson.loads(line)
+        return orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise InputError(
             f"{source.path} line {row + 1} is not JSON ({error.msg}, at column {error.colno}). Correct this line"
         ) from None
+
+
+def _json_passage(source: SourceFile, row: int, value: Any) -> Passage:
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise InputError(f'{source.path} line {row + 1} is not an object with "text": "...". Correct this line')
     name = value.get("id")
@@ -201,6 +211,29 @@ def _frames(source: SourceFile, number: int, offset: int, _: OpenFile) -> Iterat
 
 def _lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[tuple[int, int, str]]:
     """Yield the row number, byte offset and text (without line end) of each line."""
+    for row, start, line in _raw_lines(source, number, offset, opened):
+        yield row, start, _decoded(source, row, start, line)
+
+
+def _decoded(source: SourceFile, row: int, offset: int, line: bytes) -> str:
+    """Return the text of a line without its end, and without the byte order mark of the file."""
+    if b"\0" in line:
+        raise InputError(
+            f"{source.path} line {row + 1} has a NUL byte, so the file is not text in UTF-8. Convert it from another "
+            "encoding, such as UTF-16, or leave it out if it is not text"
+        )
+    content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
+    try:
+        return content.rstrip(b"\r\n").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{source.path} line {row + 1} is not UTF-8: byte {offset + error.start} of the text is "
+            f"0x{line[error.start]:02x}. Convert the file to UTF-8, or leave it out if it is not text"
+        ) from None
+
+
+def _raw_lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the row number, byte offset and bytes (with line end) of each line."""
     file = opened.at(source.path, offset)
     while line := file.readline(MAX_LINE_BYTES + 1):
         if len(line) > MAX_LINE_BYTES:
@@ -208,19 +241,7 @@ def _lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -> It
                 f"{source.path} line {number + 1} has more than {format_bytes(MAX_LINE_BYTES)}, but a line is one "
                 "passage and is processed as a whole. Split it into lines, for example at paragraphs"
             )
-        if b"\0" in line:
-            raise InputError(
-                f"{source.path} line {number + 1} has a NUL byte, so the file is not text in UTF-8. Convert it from "
-                "another encoding, such as UTF-16, or leave it out if it is not text"
-            )
-        content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
-        try:
-            yield number, offset, content.rstrip(b"\r\n").decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{source.path} line {number + 1} is not UTF-8: byte {offset + error.start} of the text is "
-                f"0x{line[error.start]:02x}. Convert the file to UTF-8, or leave it out if it is not text"
-            ) from None
+        yield number, offset, line
         number += 1
         offset += len(line)
 

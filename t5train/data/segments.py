@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from t5train.data.passages import Passage, Row, SourceFile
+from t5train.data.passages import Passage, Row, SourceFile, text_bytes
 from t5train.data.readers import OpenFile, PassageFrames, rows
 from t5train.data.worker_processes import Advance, Json
 from t5train.files.atomic import replacing
@@ -54,7 +54,7 @@ def scan(source: SourceFile, frames: PassageFrames | None = None, advance: Advan
 
     """
     segments: list[Segment] = []
-    passages = empty = text_bytes = read_bytes = 0
+    passages = empty = total = read_bytes = 0
     first: Row | None = None
     with OpenFile() as opened:
         for row in rows(source, opened=opened):
@@ -62,16 +62,16 @@ def scan(source: SourceFile, frames: PassageFrames | None = None, advance: Advan
             size = _text_bytes(row)
             passages += size > 0
             empty += size == 0
-            text_bytes += size
+            total += size
             if frames is not None:
                 frames.add(row.passage)
-            if text_bytes >= _SEGMENT_BYTES:
-                segments.append(_segment(first, row, text_bytes, frames))
-                first, text_bytes = None, 0
+            if total >= _SEGMENT_BYTES:
+                segments.append(_segment(first, row, total, frames))
+                first, total = None, 0
                 advance(opened.stored_bytes_read - read_bytes)
                 read_bytes = opened.stored_bytes_read
-    if first is not None and text_bytes:
-        segments.append(_segment(first, row, text_bytes, frames))
+    if first is not None and total:
+        segments.append(_segment(first, row, total, frames))
     advance(source.path.stat().st_size - read_bytes)
     return FileSegments(source, passages, empty, segments)
 
@@ -172,4 +172,4 @@ def _relative(path: Path, folder: Path) -> Path:
 
 def _text_bytes(row: Row) -> int:
     """Return the UTF-8 size of a row's text, 0 if it is only whitespace."""
-    return len(row.passage.text.encode("utf-8")) if row.passage.text.strip() else 0
+    return text_bytes(row.passage.text) if row.passage.text.strip() else 0

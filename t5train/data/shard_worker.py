@@ -13,9 +13,9 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from t5train.data.passages import SPLITS, Passage, SourceFile, Split, split_of
+from t5train.data.passages import SPLITS, Passage, SourceFile, Split, split_of, text_bytes
 from t5train.data.segments import Segment, passages_in
-from t5train.data.vocabulary.sentencepiece_model import Encoder
+from t5train.data.vocabulary.document_encoder import DocumentEncoder, Documents
 from t5train.data.worker_processes import Advance, Json
 from t5train.files.atomic import replacing, write_json
 
@@ -46,13 +46,11 @@ class _SplitWriter:
         self._dtype = np.dtype(f"<u{bytes_per_token}")
         self._documents = self._num_tokens = 0
 
-    def write(self, documents: list[np.ndarray]) -> None:
-        if documents:
-            lengths = np.array([len(document) for document in documents], dtype="<u4")
-            self._tokens.write(np.concatenate(documents).astype(self._dtype))
-            self._lengths.write(lengths)
-            self._documents += len(documents)
-            self._num_tokens += int(lengths.sum())
+    def write(self, documents: Documents) -> None:
+        self._tokens.write(documents.ids.astype(self._dtype))
+        self._lengths.write(documents.lengths.astype("<u4"))
+        self._documents += len(documents.lengths)
+        self._num_tokens += len(documents.ids)
 
     def counts(self) -> dict[str, int]:
         return {"documents": self._documents, "tokens": self._num_tokens}
@@ -68,9 +66,8 @@ class _UnigramWriter:
         self._file = _HashedFile(stack.enter_context(replacing(path)))
         self._counts = np.zeros(vocab_size, dtype=dtype)
 
-    def count(self, documents: list[np.ndarray]) -> None:
-        if documents:
-            self._counts += np.bincount(np.concatenate(documents), minlength=len(self._counts))
+    def count(self, documents: Documents) -> None:
+        self._counts += np.bincount(documents.ids, minlength=len(self._counts))
 
     def finish(self) -> Json:
         """Write the counts, and return the digest of the file."""
@@ -96,7 +93,7 @@ def write_shard(job: Json, advance: Advance) -> Json:
             for split, writer in writers.items():
                 writer.write(documents[split])
             unigram.count(documents["train"])
-            advance(sum(len(passage.text.encode()) for passage in batch))
+            advance(sum(text_bytes(passage.text) for passage in batch))
         counted = unigram.finish()
     description = {
         "fingerprint": job["fingerprint"],
@@ -114,18 +111,20 @@ def write_shard(job: Json, advance: Advance) -> Json:
 
 
 @cache
-def _encoder(spiece: Path) -> Encoder:
+def _encoder(spiece: Path) -> DocumentEncoder:
     """Load the encoder once per process, for all its shards."""
-    return Encoder(spiece)
+    return DocumentEncoder(spiece)
 
 
-def _encoded(batch: list[Passage], encoder: Encoder, rule: _SplitRule) -> dict[Split, list[np.ndarray]]:
-    """Return the ids of each passage, by split."""
-    documents: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
-    encoded = encoder.encode([passage.text for passage in batch], add_eos=True)
-    for passage, ids in zip(batch, encoded, strict=True):
-        documents[split_of(rule, passage.id)].append(ids)
-    return documents
+def _encoded(batch: list[Passage], encoder: DocumentEncoder, rule: _SplitRule) -> dict[Split, Documents]:
+    """Return the ids of the passages of each split."""
+    documents = encoder.encode([passage.text for passage in batch])
+    splits = np.array([SPLITS.index(split_of(rule, passage.id)) for passage in batch])
+    splits_of_ids = np.repeat(splits, documents.lengths)
+    return {
+        split: Documents(documents.ids[splits_of_ids == number], documents.lengths[splits == number])
+        for number, split in enumerate(SPLITS)
+    }
 
 
 def _batches(passages: Iterator[Passage]) -> Iterator[list[Passage]]:

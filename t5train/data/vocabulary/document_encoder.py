@@ -89,12 +89,10 @@ class _Words:
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
-        pieces = encoder.model.pieces
-        # Rounded again, as scores are float32.
-        self.costs = np.array([-round(piece.score * SCORE_STEPS) for piece in pieces], np.int64)
-        normal = [cost for cost, piece in zip(self.costs, pieces, strict=True) if piece.type == piece.NORMAL]
-        self.unknown_cost = int(max(normal, default=0)) + _UNKNOWN_NATS * SCORE_STEPS
-        self._lengths = np.array([len(piece.piece) for piece in pieces], np.int64)
+        self.pieces = [piece.piece for piece in encoder.model.pieces]
+        self.costs = np.array([-round(piece.score * SCORE_STEPS) for piece in encoder.model.pieces], np.int64)
+        self.unknown_cost = int(self.costs[UNK_ID + 1 :].max(initial=0)) + _UNKNOWN_NATS * SCORE_STEPS
+        self._lengths = np.array([len(piece) for piece in self.pieces], np.int64)
 
     def encode(self, words: list[str], combines: bool) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Return ids, the number of ids of each word, and an upper bound of each word's cost in steps of the scores."""
@@ -123,24 +121,26 @@ def _segmenter(encoder: Encoder, words: _Words, cache_bytes: int) -> _Segmenter 
     if native is None or not _can_segment(encoder, words) or not native.rules_keep_words_apart(table):
         return None
     plain = [
-        (piece.piece.replace(SPACE, " ").encode("ascii"), number)
-        for number, piece in enumerate(encoder.model.pieces)
-        if piece.type == piece.NORMAL and _PLAIN_PIECE.fullmatch(piece.piece)
+        (piece.replace(SPACE, " ").encode("ascii"), number)
+        for number, piece in enumerate(words.pieces)
+        if number > UNK_ID and _PLAIN_PIECE.fullmatch(piece)
     ]
     segmenter: _Segmenter = native.Segmenter(plain, words.costs, words.unknown_cost, _combining_bits(), cache_bytes)
     return segmenter
 
 
 def _can_segment(encoder: Encoder, words: _Words) -> bool:
-    """Return whether the vocabulary is in T5's form and words are independent.
+    """Return whether the vocabulary is in T5's form, words are independent, and sums are exact.
 
-    No cost is negative, so a sum only grows: if the whole is in the exact range, so are its parts.
+    No cost may be negative: if the sum of the whole is in the exact range, so are its parts. The C++ code adds up the
+    costs of up to 256 characters in 32 bits.
     """
     try:
         require_t5_form_of(encoder.model, "the vocabulary")
     except SpecError:
         return False
-    return encoder.falls_apart_at_spaces and bool((words.costs[UNK_ID + 1 :] >= 0).all())
+    costs = words.costs[UNK_ID + 1 :]
+    return encoder.falls_apart_at_spaces and costs.min(initial=0) >= 0 and words.unknown_cost < 1 << 22
 
 
 def _combining_bits() -> bytes:

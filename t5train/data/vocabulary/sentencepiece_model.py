@@ -24,7 +24,7 @@ import io
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -184,8 +184,11 @@ class Encoder:
         self.falls_apart_at_spaces = _falls_apart_at_spaces(model)
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
         self._normaliser = _normaliser(model)
-        self._of_normalised = sentencepiece.SentencePieceProcessor(model_proto=_without_table(model))
         self.num_pieces = len(model.pieces)
+
+    @cached_property
+    def _of_normalised(self) -> sentencepiece.SentencePieceProcessor:
+        return sentencepiece.SentencePieceProcessor(model_proto=_without_table(self.model))
 
     def encode(self, texts: list[str], *, add_eos: bool = False) -> list[np.ndarray]:
         """Return the int32 ids of each text, followed by EOS if ``add_eos``."""
@@ -238,7 +241,8 @@ def _without_table(model: sentencepiece_model_pb2.ModelProto) -> bytes:
     plain = sentencepiece_model_pb2.ModelProto()
     plain.CopyFrom(model)
     plain.normalizer_spec.ClearField("precompiled_charsmap")
-    return plain.SerializeToString()
+    proto: bytes = plain.SerializeToString()
+    return proto
 
 
 def _combines(text: str) -> bool:

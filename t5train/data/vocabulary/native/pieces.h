@@ -55,7 +55,7 @@ class Pieces {
   using Children = std::vector<std::pair<Byte, size_t>>;  // a label, and the first piece below it
 
   static constexpr uint32_t kRootLabel = 0xff, kBlock = 128;  // labels are lower than kBlock, so siblings share a block
-  static constexpr size_t kSearchedBlocks = 16;
+  static constexpr size_t kSearchedBlocks = 2;  // with 16, T5's vocabulary takes 1% less memory, but 0.2 s to build
 
   // Offers every piece that begins at `start` as the last one of the segmentation up to its end.
   void extend(std::string_view word, uint32_t start, Best* best) const {
