@@ -1,0 +1,213 @@
+"""Documents: the compiled segmenter gives the ids of Encoder, whatever the text, and its memory is bounded."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
+
+from t5train.data.vocabulary import segmenter_build
+from t5train.data.vocabulary.document_encoder import DocumentEncoder, warn_if_slow
+from t5train.data.vocabulary.sentencepiece_model import Encoder, train
+from t5train.spec import TokenizerSpec
+from tests.support.generated_text import WORDS, DataChain
+
+Model = sentencepiece_model_pb2.ModelProto
+SMALL_CACHE = 1 << 14  # room for about a hundred words, so that most are forgotten
+SPACES = "\u0085\u00a0\u1680\u2003\u2028\u2029\u3000\t\n\x0b\x0c\r\x1c\x1f\u2581 "
+MARKS = "\u0300\u0301\u0340\u0345\u05b0\u0652\u093c\u094d\u0e33\u3099\uff9e\u20dd\ufe0f\u0600\u06dd\u0d4e"
+JOINED = "\u200b\u200c\u200d\u00ad\ufeff\u2060\U0001f468\U0001f469\U0001f3fb\U0001f1e6\U0001f1e7\u2764"
+LETTERS = "aeyAu1.\u00e9\uff21\ufb04\u2460\u210c\u1100\u1161\u11a8\uac00\uff76\u30ab\u0915\u0e01\u3131\u314f\ufdfa"
+LITERALS = ["</s>", "<pad>", "<unk>", "<extra_id_0>", "\x00", "---", "{}", "\u65e5\u672c\u8a9e"]
+CHARACTERS = st.sampled_from(SPACES + MARKS + JOINED + LETTERS) | st.characters(exclude_categories=["Cs"])
+PARTS = st.sampled_from([*WORDS[:60], *LITERALS, " ", "  ", "\n"]) | st.text(CHARACTERS, max_size=4)
+TEXTS = st.lists(st.lists(PARTS, max_size=12).map("".join), max_size=6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native() -> ModuleType:
+    """The segmenter, which `make setup` has compiled."""
+    module = segmenter_build.load(segmenter_build.build())
+    assert module is not None
+    return module
+
+
+@pytest.fixture(scope="module")
+def spiece(data_chain: DataChain) -> Path:
+    """A vocabulary of ASCII."""
+    return data_chain.tokenizer.path / "spiece.model"
+
+
+@pytest.fixture(scope="module")
+def foreign_spiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary with pieces of other scripts, with marks and with rows of dashes."""
+    foreign = ["caf\u00e9", "\u65e5\u672c\u8a9e", "\u0939\u093f\u0928\u094d\u0926\u0940", "\u0e19\u0e49\u0e33"]
+    parts = [*foreign, "--", "---", "(x)", "1987"] * 20 + WORDS
+    texts = [" ".join(parts[first::7]) for first in range(7)] * 5
+    path = tmp_path_factory.mktemp("foreign") / "spiece.model"
+    path.write_bytes(train(TokenizerSpec(vocab_size=300), texts))
+    return path
+
+
+def changed(spiece: Path, folder: Path, change: Callable[[Model], object]) -> Path:
+    """Write a changed copy of a vocabulary."""
+    model = Model.FromString(spiece.read_bytes())
+    change(model)
+    (folder / "spiece.model").write_bytes(model.SerializeToString())
+    return folder / "spiece.model"
+
+
+def assert_same(fast: DocumentEncoder, slow: Encoder, texts: list[str]) -> None:
+    found = fast.encode(texts)
+    expected = slow.encode(texts, add_eos=True)
+    assert found.lengths.tolist() == [len(ids) for ids in expected]
+    assert found.ids.tolist() == [number for ids in expected for number in ids.tolist()]
+
+
+@pytest.fixture(scope="module", params=["spiece", "foreign_spiece"])
+def slow(request: pytest.FixtureRequest) -> tuple[Encoder, Path]:
+    path: Path = request.getfixturevalue(request.param)
+    return Encoder(path), path
+
+
+@pytest.fixture(scope="module", params=[64 << 20, SMALL_CACHE], ids=["large cache", "small cache"])
+def both(slow: tuple[Encoder, Path], request: pytest.FixtureRequest) -> tuple[DocumentEncoder, Encoder]:
+    encoder, path = slow
+    return DocumentEncoder(path, request.param), encoder
+
+
+@given(TEXTS)
+@example([])
+@example(["", " ", "\n \n"])
+@example(["\u0340\u0301x", " \u0340\u0301x", "el \u0340\u0301x il", "el\u0600 \u0600 il "])
+@example(["\u3131\u314f el", "\u3131\u314f e\u0301l", "\u3131\u314f el"])
+@example(["el\u2581 il", "\u2581 el", "el \u2581il \u2581"])
+@example(["el\u00a0 \u05a4il", "\x00 el\x00 \x00il"])
+def test_any_texts_have_the_ids_of_the_slow_encoder(both: tuple[DocumentEncoder, Encoder], texts: list[str]) -> None:
+    assert both[0].segmenter is not None
+    assert_same(*both, texts)
+
+
+@given(st.lists(st.text("-=ab", min_size=1, max_size=40), max_size=60).map(" ".join))
+def test_the_first_of_equal_segmentations_wins(both: tuple[DocumentEncoder, Encoder], text: str) -> None:
+    assert_same(*both, [text])
+
+
+LONG = {
+    "a word at the bound of the cache": "a" * 255,
+    "a word above it": "el" * 128,
+    "a word of other characters above it": "\u00e9" * 200,
+    "a word whose sum is rounded": "q\u017c" * 3000,
+    "a stretch whose sum is rounded": "\u65e5\u672c \u8a9e" * 300,
+    "unknown characters between words": "\u65e5 el il " * 500,
+    "long text": " ".join(WORDS * 5),
+    "long text with a mark": " ".join(WORDS * 5) + " e\u0301 " + " ".join(WORDS),
+    "spaces at a cut": " ".join(WORDS[:200]) + " " * 2000 + " ".join(WORDS[200:]),
+}
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG)
+def test_long_words_and_texts_have_the_ids_of_the_slow_encoder(
+    both: tuple[DocumentEncoder, Encoder], text: str
+) -> None:
+    assert_same(*both, [text, "el", f"el {text} il", text])
+
+
+def test_a_sum_beyond_the_exact_range_is_left_to_the_slow_encoder(
+    spiece: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, asked = DocumentEncoder(spiece), list[str]()
+    slowly = encoder._slowly
+    monkeypatch.setattr(encoder, "_slowly", lambda texts: (asked.extend(texts), slowly(texts))[1])
+    rounded, exact = "\u65e5 " * 600, " ".join(WORDS * 10)
+    encoder.encode([exact, rounded, "el"])
+    assert asked == [rounded]
+
+
+def test_the_cache_is_bounded_and_keeps_frequent_words(spiece: Path) -> None:
+    encoder = DocumentEncoder(spiece, 1 << 20)
+    assert encoder.segmenter is not None
+    frequent = "caf\u00e9"  # a word that has to be asked for
+    asked: list[str] = []
+    encode_words = encoder._words.encode
+    encoder._words.encode = lambda words, combines: (asked.extend(words), encode_words(words, combines))[1]  # type: ignore[method-assign]
+    for number in range(300):
+        encoder.encode([f"{frequent} " + " ".join(f"{frequent}{number}x{each}" for each in range(200))])
+    assert encoder.segmenter.num_bytes <= 1 << 20
+    assert 1000 < encoder.segmenter.num_words < 40_000
+    assert asked.count(frequent) == 1
+    assert asked.count(f"{frequent}0x0") == 1
+    encoder.encode([f"{frequent}0x0"])
+    assert asked.count(f"{frequent}0x0") == 2, "the rare word should have been forgotten"
+
+
+def piece_of_two_words(model: Model) -> None:
+    model.pieces[10].piece = "a\u2581b"
+
+
+def positive_score(model: Model) -> None:
+    model.pieces[10].score = 0.5
+
+
+def no_rules(model: Model) -> None:
+    model.normalizer_spec.precompiled_charsmap = b""
+
+
+def other_rules(model: Model) -> None:
+    model.normalizer_spec.name = "nmt_nfkc_cf"
+
+
+def user_defined(model: Model) -> None:
+    model.pieces[10].type = model.pieces[10].USER_DEFINED
+
+
+@pytest.mark.parametrize("change", [piece_of_two_words, positive_score, no_rules, other_rules, user_defined])
+def test_a_vocabulary_whose_words_may_depend_on_each_other_is_encoded_slowly(
+    spiece: Path, tmp_path: Path, change: Callable[[Model], None]
+) -> None:
+    path = changed(spiece, tmp_path, change)
+    encoder = DocumentEncoder(path)
+    assert encoder.segmenter is None
+    assert_same(encoder, Encoder(path), ["a b el il", "", "caf\u00e9 el"])
+
+
+def test_rules_that_reach_over_a_space_are_found(native: ModuleType, spiece: Path) -> None:
+    table = Model.FromString(spiece.read_bytes()).normalizer_spec.precompiled_charsmap
+    assert native.rules_keep_words_apart(table)
+    assert not native.rules_keep_words_apart(b"")
+    assert not native.rules_keep_words_apart(table[:100])
+    assert not native.rules_keep_words_apart(table.replace(b"\x00 \x00", b"\x00_\x00"))
+    assert not native.rules_keep_words_apart(table + b"  \x00")
+    assert not native.rules_keep_words_apart(table + b"\xe2\x96\x81\x00")
+
+
+def test_without_the_compiled_segmenter_ids_are_the_same_and_a_warning_names_the_remedy(
+    spiece: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(segmenter_build, "built", lambda: tmp_path / "segmenter.so")
+    encoder = DocumentEncoder(spiece)
+    assert encoder.segmenter is None
+    assert_same(encoder, Encoder(spiece), ["el il", "", "caf\u00e9"])
+    with caplog.at_level(logging.WARNING):
+        warn_if_slow()
+    assert "python -m t5train.data.vocabulary.segmenter_build" in caplog.text
+
+
+def test_with_the_compiled_segmenter_there_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    warn_if_slow()
+    assert not caplog.records
+
+
+def test_a_lone_surrogate_is_refused(spiece: Path) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        DocumentEncoder(spiece).encode(["el \ud800"])
+
+
+def test_ids_and_lengths_are_uint32(spiece: Path) -> None:
+    for array in DocumentEncoder(spiece).encode(["el"]):
+        assert array.dtype == np.uint32

@@ -1,0 +1,88 @@
+"""The segmenter's build: repeated only if the sources changed, and never loaded if it is of other sources."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from t5train.data.vocabulary import segmenter_build
+from t5train.errors import InputError
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the sources, used instead of them."""
+    folder = tmp_path / "native"
+    shutil.copytree(segmenter_build._SOURCES, folder, ignore=shutil.ignore_patterns("*.so"))
+    monkeypatch.setattr(segmenter_build, "_SOURCES", folder)
+    segmenter_build._digest.cache_clear()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _forget_digest() -> Iterator[None]:
+    yield
+    segmenter_build._digest.cache_clear()
+
+
+def fake_compiler(folder: Path, script: str) -> Path:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+WRITES = 'echo run >> {log}\nwhile [ "$1" != -o ]; do shift; done\necho compiled > "$2"'
+
+
+def test_it_is_compiled_once_and_again_when_a_source_changes(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, WRITES.format(log=log))))
+    first = segmenter_build.build(sources)
+    assert segmenter_build.build(sources) == first
+    assert log.read_text().splitlines() == ["run"]
+    (sources / "word.h").write_text("// other\n")
+    segmenter_build._digest.cache_clear()
+    second = segmenter_build.build(sources)
+    assert second != first
+    assert [path.name for path in sources.glob("*.so")] == [second.name], "the stale one should be removed"
+
+
+def test_one_of_other_sources_is_not_loaded(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, WRITES.format(log=tmp_path / "log"))))
+    segmenter_build.build(sources)
+    (sources / "pieces.h").write_text("// other\n")
+    segmenter_build._digest.cache_clear()
+    assert segmenter_build.load(segmenter_build.built(sources)) is None
+
+
+def test_one_that_does_not_work_on_this_machine_is_not_used_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = tmp_path / "segmenter-damaged.so"
+    damaged.write_bytes(b"no ELF")
+    assert segmenter_build.load(damaged) is None
+    assert str(damaged) in caplog.text
+    assert segmenter_build.COMMAND in caplog.text
+
+
+def test_without_a_compiler_the_error_names_the_remedy(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(InputError, match=r"no C\+\+ compiler.*Install one"):
+        segmenter_build.build(sources)
+    assert not list(sources.glob("*.so*"))
+
+
+def test_a_failed_compile_leaves_nothing_and_shows_what_the_compiler_reports(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, "echo no such option >&2; exit 3")))
+    with pytest.raises(InputError, match="no such option"):
+        segmenter_build.build(sources)
+    assert not list(sources.glob("*.so*"))
