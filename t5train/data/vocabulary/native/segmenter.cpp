@@ -27,6 +27,7 @@ namespace {
 constexpr uint32_t kExactQuarterNats = 8192 * 4 - 4;  // Encoder's float32 sums are exact up to 8192 nats
 constexpr int64_t kStretchCharacters = 1200;          // Encoder cuts a text at the next space, and begins a new sum
 constexpr uint32_t kWordMark = 0x2581;                // SentencePiece's symbol for a space
+constexpr size_t kLookedUpTogether = 16;              // words; their places in the cache are loaded at the same time
 constexpr char kCombines = '\xfe';                    // no byte of UTF-8
 
 bool is_space(Byte byte) { return byte == ' ' || (byte >= '\t' && byte <= '\r' && byte != '\v'); }
@@ -106,6 +107,12 @@ struct Batch {
   std::unordered_map<std::string, Learned> learned;
   std::array<std::vector<std::string>, 2> unknown;  // names of words, by whether their text has combining characters
 
+  void append(const uint32_t* added, size_t count) {
+    const size_t before = ids.size();
+    ids.resize(before + count);
+    std::copy_n(added, count, &ids[before]);
+  }
+
   void end_text(size_t number, size_t start) {
     ids.push_back(kEos);
     slices[number] = {start, ids.size() - start};
@@ -123,6 +130,12 @@ struct Sum {
   }
 };
 
+// Consecutive words of printable ASCII that have not been looked up yet.
+struct Pending {
+  std::array<Key, kLookedUpTogether> keys;
+  size_t count = 0;
+};
+
 class Segmenter {
  public:
   Segmenter(Pieces::Numbered pieces, std::vector<int32_t> costs, int32_t unknown_cost, std::string combining,
@@ -138,6 +151,8 @@ class Segmenter {
   // `encode_texts(texts)` returns their ids and the numbers of ids, both with EOS.
   py::tuple encode(const py::list& texts, const py::function& encode_words, const py::function& encode_texts) {
     Batch batch;
+    batch.ids = std::move(buffer_);  // keeps its memory from call to call
+    batch.ids.clear();
     batch.slices.resize(texts.size());
     for (size_t number = 0; number < texts.size(); number++) segment(Text(texts[number]), number, batch);
     while (!batch.waiting.empty()) {  // more than once if the cache has forgotten a word meanwhile
@@ -145,7 +160,8 @@ class Segmenter {
       for (const size_t number : std::exchange(batch.waiting, {})) segment(Text(texts[number]), number, batch);
     }
     take_rounded(texts, batch, encode_texts);
-    return assembled(batch);
+    buffer_ = std::move(batch.ids);
+    return assembled(buffer_, batch.slices);
   }
 
   size_t num_words() const { return cache_.num_words(); }
@@ -172,14 +188,16 @@ class Segmenter {
 
   void add_words(const Text& text, bool combines, Batch& batch, Sum& sum) {
     int64_t characters = 0, stretch = 0;
+    Pending pending;
     for (const Byte* at = text.begin;;) {
       for (; at < text.end && is_space(*at); at++, characters++) {
         // Where characters combine, Encoder cuts the normalised text, and at other spaces: then the sum goes on.
         if (*at != ' ' || combines || characters - stretch < kStretchCharacters) continue;
+        look_up(pending, batch, sum);
         sum.quarter_nats = 0;
         stretch = characters + 1;
       }
-      if (at == text.end) return;
+      if (at == text.end) break;
       const Byte* begin = at;
       at = plain_end(at, text.end);
       bool plain = at == text.end || is_space(*at);
@@ -187,9 +205,15 @@ class Segmenter {
       if (combines) plain &= !join(text, begin, at);
       characters += text.is_ascii ? at - begin : std::count_if(begin, at, begins_character);
       const std::string_view word(reinterpret_cast<const char*>(begin), size_t(at - begin));
-      if (plain && word.size() <= kLongestWord) add_plain(word, text.end, batch, sum);
-      else add_other(word, combines, batch, sum);
+      if (plain && word.size() <= kLongestWord) {
+        if (pending.count == pending.keys.size()) look_up(pending, batch, sum);
+        cache_.prefetch(pending.keys[pending.count++] = Key(word, text.end, false));
+      } else {
+        look_up(pending, batch, sum);
+        add_other(word, combines, batch, sum);
+      }
     }
+    look_up(pending, batch, sum);
   }
 
   // Extends a word over spaces next to a combining character, which may be normalised together with it.
@@ -207,24 +231,27 @@ class Segmenter {
     return begin != first || end != last;
   }
 
-  void add_plain(std::string_view word, const Byte* readable, Batch& batch, Sum& sum) {
+  void look_up(Pending& pending, Batch& batch, Sum& sum) {
     const auto take = [&](const Segmented& found) {
-      batch.ids.insert(batch.ids.end(), found.ids, found.ids + found.count);
+      batch.append(found.ids, found.count);
       sum.add(found.quarter_nats);
     };
-    const Key key(word, readable, false);
-    if (cache_.find(key, take)) return;
-    std::array<uint32_t, kLongestWord + 1> ids;
-    const Segmented found = pieces_.cheapest(word, ids.data());
-    take(found);
-    cache_.insert(key, found);
+    for (size_t at = 0; at < pending.count; at++) {
+      const Key& key = pending.keys[at];
+      if (cache_.find(key, take)) continue;
+      std::array<uint32_t, kLongestWord + 1> ids;
+      const Segmented found = pieces_.cheapest(key.word, ids.data());
+      take(found);
+      cache_.insert(key, found);
+    }
+    pending.count = 0;
   }
 
   // Where characters combine, the whole text is normalised in another way, which may change the ids of this word, too:
   // it is remembered under another name.
   void add_other(std::string_view word, bool combines, Batch& batch, Sum& sum) {
     const auto take = [&](const Segmented& found) {
-      batch.ids.insert(batch.ids.end(), found.ids, found.ids + found.count);
+      batch.append(found.ids, found.count);
       sum.add(found.quarter_nats);
     };
     std::string name(combines, kCombines);
@@ -239,7 +266,7 @@ class Segmenter {
       sum.waits = true;
       return;
     }
-    batch.ids.insert(batch.ids.end(), ids.begin(), ids.end());
+    batch.append(ids.data(), ids.size());
     sum.add(quarter_nats);
     if (is_short) cache_.insert(key, {ids.data(), uint16_t(ids.size()), quarter_nats});
   }
@@ -266,15 +293,17 @@ class Segmenter {
     const py::tuple answer = encode_texts(asked);
     Encoded(answer[0], answer[1], asked.size()).each([&](size_t at, const Ids& found) {
       batch.slices[batch.rounded[at]] = {batch.ids.size(), found.size()};
-      batch.ids.insert(batch.ids.end(), found.begin(), found.end());
+      batch.append(found.data(), found.size());
     });
   }
 
-  static py::tuple assembled(const Batch& batch) {
-    py::array_t<uint32_t> ids(py::ssize_t(batch.ids.size())), counts(py::ssize_t(batch.slices.size()));
+  static py::tuple assembled(const Ids& all, const std::vector<Batch::Slice>& slices) {
+    size_t total = 0;
+    for (const auto& slice : slices) total += slice.count;
+    py::array_t<uint32_t> ids(static_cast<py::ssize_t>(total)), counts(static_cast<py::ssize_t>(slices.size()));
     uint32_t *to = ids.mutable_data(), *count = counts.mutable_data();
-    for (const auto& slice : batch.slices) {
-      to = std::copy_n(batch.ids.data() + slice.start, slice.count, to);
+    for (const auto& slice : slices) {
+      to = std::copy_n(all.data() + slice.start, slice.count, to);
       *count++ = uint32_t(slice.count);
     }
     return py::make_tuple(ids, counts);
@@ -283,6 +312,7 @@ class Segmenter {
   Pieces pieces_;
   std::string combining_;
   WordCache cache_;
+  Ids buffer_;
 };
 
 }  // namespace
