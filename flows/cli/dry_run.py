@@ -34,7 +34,7 @@ from t5train.model.model_shape import T5Shape, count_parameters
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import MANIFEST, TokenShards
 from t5train.spec import RunSpec
-from t5train.spec.known_texts import known_texts
+from t5train.spec.known_texts import known_texts, licence_of
 
 
 class Epochs(NamedTuple):
@@ -167,7 +167,7 @@ def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _text(spec: RunSpec, text: TextFacts | None) -> str:
     source = redacted(spec.corpus.source)
     if (known := known_texts().get(source)) is not None:
-        source = f"{source} ({known.title}; licence {spec.corpus.license})"
+        source = f"{source} ({known.title}; licence {licence_of(source, spec.corpus.license)})"
     if text is None or text.source is None:
         return "Python's documentation" if source == PYDOCS else source
     amount = f"{source}: {quantity(len(text.source.sizes), 'file')}, {format_bytes(text.source.size_bytes)}"

@@ -76,12 +76,12 @@ def scan(source: SourceFile, frames: PassageFrames | None = None, advance: Advan
     return FileSegments(source, passages, empty, segments)
 
 
-def _segment(first: Row, last: Row, text_bytes: int, frames: PassageFrames | None) -> Segment:
+def _segment(first: Row, last: Row, size_bytes: int, frames: PassageFrames | None) -> Segment:
     offset = first.offset
     if frames is not None:
         offset = frames.offset
         frames.end_frame()
-    return Segment(first.number, last.number + 1 - first.number, offset, text_bytes)
+    return Segment(first.number, last.number + 1 - first.number, offset, size_bytes)
 
 
 def scan_file(job: Json, advance: Advance) -> Json:

@@ -8,7 +8,6 @@ so that the corpus depends only on the version of Python.
 import ast
 import fnmatch
 import glob
-import hashlib
 import inspect
 import json
 import logging
@@ -21,8 +20,9 @@ from typing import Any, NamedTuple
 
 import fsspec
 
-from t5train.data.download.downloads import Wanted, download, downloaded_before
-from t5train.data.download.remote_reading import Patience, is_busy, is_web, storage_options, told
+from t5train.data.download.downloads import Wanted, download
+from t5train.data.download.kept_downloads import cache_folder, kept_files, known_digests
+from t5train.data.download.remote_reading import Backoff, is_busy, is_web, message_of, storage_options
 from t5train.data.passages import READ_COLUMNS, Passage, SourceFile
 from t5train.data.readers import FORMATS, format_of
 from t5train.errors import InputError
@@ -30,13 +30,11 @@ from t5train.files.atomic import replacing
 from t5train.files.confined import confined, require_distinct
 from t5train.files.made_files import MadeFiles
 from t5train.host_resources import quantity
-from t5train.locations import explained, local_folder, redacted
+from t5train.locations import explained, redacted
 from t5train.progress import Progress, silent
-from t5train.records.digests import FileDigest
-from t5train.spec.known_texts import BUILT_IN, known_texts, location_of
+from t5train.spec.known_texts import BUILT_IN, location_of
 
 _SHOWN_NAMES = 5
-_OFFLINE, _TRUE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), {"1", "ON", "YES", "TRUE"}
 _log = logging.getLogger(__name__)
 
 
@@ -70,15 +68,15 @@ class SourceFacts(NamedTuple):
 def local_files(source: str, revision: str, root: Path, progress: Progress) -> list[SourceFile]:
     """Return the files of a source, sorted. Remote ones are downloaded to ``{root}/cache``, unless a copy is current.
 
-    What runs made below the source's folder is left out. If HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, remote files
-    are those that were downloaded before. Raises InputError if no file is found, a named or matched file has an unknown
-    format, the protocol is unknown, its package is not installed, or the remote store fails.
+    What runs made below the source's folder is left out. If HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, files of the
+    Hub are those that were downloaded before. Raises InputError if no file is found, a named or matched file has an
+    unknown format, the protocol is unknown, its package is not installed, or the remote store fails.
     """
-    digests = _known_digests(source)
+    digests = known_digests(source)
     source = location_of(source)
     with _explained(source):
-        cache = _cache(source, revision, root)
-        if (kept := _kept(source, cache)) is not None:
+        cache = cache_folder(source, revision, root)
+        if (kept := kept_files(source, cache, digests)) is not None:
             return kept
         filesystem, found, skipped, made = _matched(source)
         if skipped:
@@ -89,7 +87,7 @@ def local_files(source: str, revision: str, root: Path, progress: Progress) -> l
         if _is_local(filesystem):
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
         places = _places(cache, names, f"corpus.source {redacted(source)!r}")
-        cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the root, which is private
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
         wanted = [
             Wanted(each, place, digests.get(name), READ_COLUMNS if name.endswith(".parquet") else ())
             for each, place, name in zip(found, places, names, strict=True)
@@ -98,46 +96,20 @@ def local_files(source: str, revision: str, root: Path, progress: Progress) -> l
         return list(map(SourceFile, places, names))
 
 
-def _known_digests(source: str) -> dict[str, FileDigest]:
-    """Return the digests of the files of a text that has a name, by the names of the files."""
-    known = known_texts().get(source)
-    digests = {} if known is None else known.files
-    return {name: FileDigest(size=each.size, sha256=each.sha256) for name, each in digests.items()}
-
-
-def _cache(source: str, revision: str, root: Path) -> Path:
-    """Return the folder for the downloads of a source."""
-    key = hashlib.sha256(f"{redacted(source)}\n{revision}".encode()).hexdigest()[:16]
-    return root.absolute() / "cache" / key
-
-
-def _kept(source: str, cache: Path) -> list[SourceFile] | None:
-    """Return the earlier downloads of a remote source if the network is not to be used; None if it is."""
-    switch = next((each for each in _OFFLINE if os.environ.get(each, "").upper() in _TRUE), None)
-    if switch is None or local_folder(source) is not None:
-        return None
-    names = downloaded_before(cache)
-    if names is None:
-        raise InputError(
-            f"corpus.source {redacted(source)!r} is not on this machine, and {switch} forbids to download it. Unset "
-            f"{switch}, or run `t5-pretrain corpus` with the same source, revision and root where there is a network"
-        )
-    return [SourceFile(cache / name, name) for name in names]
-
-
 def require_source(source: str, revision: str = "", root: Path | None = None) -> SourceFacts:
     """Return what is known of a source, as ``local_files`` finds it, without reading its files.
 
-    Without a network (HF_HUB_OFFLINE), the files are those that were downloaded to ``root`` before. Raises InputError
-    if there are no files, or if all are empty.
+    With HF_HUB_OFFLINE, files of the Hub are those that were downloaded to ``root`` before. Raises InputError if there
+    are no files, or if all are empty.
     """
+    digests = known_digests(source)
     source = location_of(source)
     with _explained(source):
-        if root is not None and (kept := _kept(source, _cache(source, revision, root))) is not None:
+        if root is not None and (kept := kept_files(source, cache_folder(source, revision, root), digests)) is not None:
             return SourceFacts({each.name: each.path.stat().st_size for each in kept}, [], kept)
         filesystem, found, skipped, _ = _matched(source)
         names = _names(found)
-        sizes = {name: filesystem.size(each) for name, each in zip(names, found, strict=True)}
+        sizes = {name: _size(filesystem, each) for name, each in zip(names, found, strict=True)}
         if not any(size is None or size > 0 for size in sizes.values()):
             raise InputError(
                 f"corpus.source {redacted(source)!r} holds no text: all files are empty. Set corpus.source to files "
@@ -146,6 +118,11 @@ def require_source(source: str, revision: str = "", root: Path | None = None) ->
         is_local = _is_local(filesystem)
         local = [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True) if is_local]
         return SourceFacts(sizes, skipped, local)
+
+
+def _size(filesystem: Any, path: str) -> int | None:
+    size: int | None = Backoff().retried(lambda: filesystem.size(path), redacted(path), is_busy)
+    return size
 
 
 def skipped_line(skipped: Sequence[str]) -> str:
@@ -177,7 +154,7 @@ def _matched(source: str) -> Matches:
     path = _without_parents(path) if _is_local(filesystem) else path
     shown = redacted(source)
     made = 0
-    if _is_file(filesystem, path, shown):
+    if not (is_web(filesystem) and glob.has_magic(path)) and _is_file(filesystem, path, shown):
         found = [path]
     elif filesystem.isdir(path):
         return _in_folder(filesystem, path, shown)
@@ -201,13 +178,13 @@ def _is_file(filesystem: Any, path: str, shown: str) -> bool:
 
     Raises InputError if it stays busy.
     """
-    if not is_web(filesystem) or glob.has_magic(path):
+    if not is_web(filesystem):
         return bool(filesystem.isfile(path))
     try:
-        return bool(Patience().tried(lambda: filesystem.info(path), shown, is_busy))
+        return bool(Backoff().retried(lambda: filesystem.info(path), shown, is_busy))
     except FileNotFoundError as error:
         if is_busy(error):
-            raise InputError(f"corpus.source {shown!r} cannot be read: {told(error)}. Try again later") from None
+            raise InputError(f"corpus.source {shown!r} cannot be read: {message_of(error)}. Try again later") from None
         return False
 
 
@@ -251,7 +228,7 @@ def _in_pattern(filesystem: Any, path: str, shown: str) -> list[str]:
     """Return the files that a pattern matches. A path without wildcards matches nothing, because it does not exist."""
     if _is_local(filesystem) and glob.has_magic(path):
         _require_readable(_folder_of_pattern(path), lambda folder: _may_match_in(folder, path))
-    found = [each for each in filesystem.glob(path) if filesystem.isfile(each)]
+    found = [each for each in filesystem.glob(path) if _is_file(filesystem, each, shown)]
     if found:
         return found
     if glob.has_magic(path):

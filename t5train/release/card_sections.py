@@ -89,16 +89,18 @@ def hub_licence(stated: str | None) -> dict[str, str]:
     """Return the front matter of a licence. The Hub refuses a name that it does not know in place of ``other``."""
     if stated is None:
         return {"license": "unknown"}
-    name = re.sub("[^a-z0-9.]+", "-", stated.lower()).strip("-")
-    return {"license": name} if name in _HUB_LICENCES else {"license": "other", "license_name": name}
+    name = re.sub("[^a-z0-9.+]+", "-", stated.lower()).strip("-")
+    return (
+        {"license": name} if name in _HUB_LICENCES else {"license": "other", "license_name": name.replace("+", "-plus")}
+    )
 
 
 def licence(trained: TrainedModel) -> str:
     """Return what is known of the licence of the text."""
     if trained.license:
         return (
-            f"Whoever trained this model states that the\ntext has the licence {code(trained.license)}, which the "
-            "header of this card repeats."
+            f"The text has the licence {code(trained.license)}, as\nstated when this model was trained; the header of "
+            "this card repeats it."
         )
     return (
         "The licence of this model follows from the licence of that text, which this tool\ndoes not know. State it "

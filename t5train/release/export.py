@@ -144,7 +144,7 @@ def _require_its_vocabulary(tokenizer: TokenizerFiles, witness: Witness) -> None
 
 def _warn_of_other_statements(spec: RunSpec, witness: Witness) -> None:
     """Log what the settings state about the text, if the run recorded something else at its last step."""
-    stated, recorded = spec.corpus, witness.trained
+    stated, recorded = spec.corpus, witness.trained  # which may state what is known of a text with a name
     if (stated.license, stated.languages) not in {(None, ()), (recorded.license, recorded.languages)}:
         _log.warning(
             "corpus.license is %r and corpus.languages %r, but the run recorded %r and %r at its last step, and the "

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from t5train.locations import at_home, without_secret
-from t5train.spec.known_texts import BUILT_IN, known_texts
+from t5train.spec.known_texts import BUILT_IN
 from t5train.spec.overrides import SpecPart
 
 NUM_SENTINELS = 100
@@ -55,15 +55,6 @@ class CorpusSpec(SpecPart):
     @classmethod
     def _languages_may_be_one_text(cls, languages: Any) -> Any:
         return [each.strip() for each in languages.split(",")] if isinstance(languages, str) else languages
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_texts_have_a_licence_and_languages(cls, values: Any) -> Any:
-        known = known_texts().get(str(values.get("source"))) if isinstance(values, dict) else None
-        if known is None:
-            return values
-        stated = {name: value for name, value in values.items() if value not in (None, "", [], ())}
-        return {**values, "license": known.license, "languages": known.languages, **stated}
 
     @field_validator("source")
     @classmethod

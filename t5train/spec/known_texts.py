@@ -51,3 +51,15 @@ def location_of(source: str) -> str:
     """Return the path or URL of a source."""
     known = known_texts().get(source)
     return source if known is None else known.location
+
+
+def licence_of(source: str, stated: str | None) -> str | None:
+    """Return the licence of a text: what its user states, otherwise what is known."""
+    known = known_texts().get(source)
+    return stated or (known.license if known is not None else None)
+
+
+def languages_of(source: str, stated: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the codes of a text's languages, likewise."""
+    known = known_texts().get(source)
+    return stated or (known.languages if known is not None else ())

@@ -22,7 +22,7 @@ NAMES_ELSEWHERE = {
     "tokenizer_name_or_dir": "tokenizer.path",
     "dataset_dir": "corpus.source",
     "num_iterations": "optimizer.num_steps",
-    **dict.fromkeys(("steps", "max_steps", "epochs", "num_train_epochs"), "optimizer.num_steps"),
+    **dict.fromkeys(("steps", "max_steps"), "optimizer.num_steps"),
     **dict.fromkeys(("lr", "learning_rate"), "optimizer.peak_learning_rate"),
     **dict.fromkeys(("data", "text", "dataset", "train_file"), "corpus.source"),
     **dict.fromkeys(("gpus", "num_gpus", "nproc"), "cluster.ranks"),

@@ -38,6 +38,7 @@ from t5train.records.witness import (
     Witness,
     digest_tensor,
 )
+from t5train.spec.known_texts import languages_of, licence_of
 from t5train.spec.rank_job import TrainJob
 
 
@@ -169,8 +170,8 @@ def _trained(job: TrainJob) -> TrainedModel:
         start_from=job.start_name,
         layout={"ranks": job.spec.cluster.ranks, **job.spec.layout.model_dump(mode="json")},
         data=_data(job),
-        license=job.spec.corpus.license,
-        languages=job.spec.corpus.languages,
+        license=licence_of(job.spec.corpus.source, job.spec.corpus.license),
+        languages=languages_of(job.spec.corpus.source, job.spec.corpus.languages),
     )
 
 

@@ -43,6 +43,10 @@ class Web:
     has_ranges: bool = True
     redirects: bool = False
     sends_size: bool = True
+    reports_changes: bool = True
+    """Whether answers have ETag and Last-Modified."""
+    index: bool = False
+    """Whether there is a page with links to the files."""
     overstates_size: bool = False
     changed_at: int = 0
     changes_meanwhile: bool = False
@@ -81,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_headers(self.web.head(), len(self._content()) + self.web.overstates_size)
 
     def do_GET(self) -> None:
-        if self._was_redirected():
+        if self._was_redirected() or self._was_index():
             return
         start, end = self._range()
         request = Request(self.path.partition("?")[0].removeprefix("/store"), start, end)
@@ -95,6 +99,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Location", f"/store{self.path}?{SIGNATURE}")
         self.send_header("Content-Length", "0")
         self.end_headers()
+        return True
+
+    def _was_index(self) -> bool:
+        if not self.web.index or self.path != "/":
+            return False
+        page = "".join(f'<a href="{name}">x</a>' for name in self.web.files).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
         return True
 
     def _content(self) -> bytes:
@@ -123,9 +138,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_headers(self, status: int, size: int, more: dict[str, str] | None = None) -> None:
         is_there = self.path.partition("?")[0].removeprefix("/store") in self.web.files
         self.send_response(status if is_there else 404)
-        self.send_header("Last-Modified", formatdate(self.web.changed_at, usegmt=True))
+        if self.web.reports_changes:
+            self.send_header("Last-Modified", formatdate(self.web.changed_at, usegmt=True))
         if self.web.has_ranges:
             self.send_header("Accept-Ranges", "bytes")
+        if self.web.has_ranges and self.web.reports_changes:
             self.send_header("ETag", f'"{sha256(self._content()).hexdigest()}-{self.web.changed_at}"')
         if self.web.sends_size:
             self.send_header("Content-Length", str(size if status < 300 and is_there else 0))

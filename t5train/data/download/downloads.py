@@ -13,22 +13,23 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from t5train.data.download.parquet_columns import Columns, ReadRange, fetch_columns, needed_columns
-from t5train.data.download.partial_file import Missing, PartialFile, is_whole, part_bytes, read_note
+from t5train.data.download.partial_file import Missing, PartialFile, is_whole, part_bytes, read_note, whole_copies
 from t5train.data.download.remote_reading import (
     TRIES,
-    Patience,
+    Backoff,
     Readers,
     RemoteFile,
-    is_busy,
+    is_for_threads,
+    is_hub,
     is_interrupted,
     look_at,
+    message_of,
     read_range,
     status_of,
     takes_ranges,
-    told,
 )
 from t5train.data.output_folder import lock_or_wait
 from t5train.errors import InputError
@@ -42,10 +43,9 @@ from t5train.records.digests import FileDigest
 CONNECTIONS = 8
 BLOCK_BYTES = 16 << 20
 """Read with one request. There are at most two for each connection in memory."""
-DURABLE_BYTES = 64 << 20
-"""After so many bytes, a part of a file is written to disk and noted, so that another start continues there."""
 _REPORT_SECONDS = 0.5
 _LISTING = ".downloaded-files.json"
+_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
@@ -66,23 +66,20 @@ def download(filesystem: Any, folder: Path, wanted: Sequence[Wanted], progress: 
     Only one process at a time downloads to ``folder``, which contains all of them; others wait. Copies are verified
     against the digests in their notes, and a damaged one is fetched again.
 
-    Raises InputError if a file cannot be transferred, differs from the digest that is known for it twice in a row, or
-    changes meanwhile, and StorageError if the disk is too small.
+    Raises InputError if a file cannot be transferred, differs twice in a row from its known digest, or changes
+    meanwhile, and StorageError if the disk is too small.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    patience = Patience()
-    with _locked(folder):
+    with _locked(folder), _session(filesystem, progress) as session:
         for parent in {each.local.parent for each in wanted}:
             for leftover in parent.glob(".*.tmp"):  # of a process that was killed
                 leftover.unlink()
-        files = _looked_at(filesystem, [each.remote for each in wanted], patience)
-        with ThreadPoolExecutor(num_cores()) as pool:  # hashing releases the GIL
-            judged = pool.map(lambda file, each: _missing(filesystem, patience, file, each), files, wanted)
-            missing = [each for each in judged if each is not None]
+        missing = session.missing(wanted)
         needed = sum((each.size_bytes or 0) - each.part_bytes for each in missing)
         require_free_space(folder, needed, f"the download of {quantity(len(missing), 'file')}")
         if missing:
-            _Transfer(filesystem, patience, progress, missing).run()
+            (folder / _LISTING).unlink(missing_ok=True)  # until all files are of one state again
+            session.fetch(missing)
         write_json(folder / _LISTING, {"files": [each.local.relative_to(folder).as_posix() for each in wanted]})
 
 
@@ -99,17 +96,10 @@ def downloaded_before(folder: Path) -> list[str] | None:
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder / _LISTING} is damaged ({error}). Remove it, and download the text again") from None
     places = [confined(folder, name, str(folder / _LISTING), InputError) for name in names]
-    with ThreadPoolExecutor(num_cores()) as pool:
-        whole = list(pool.map(_is_noted_whole, places))
-    if not all(whole):
-        damaged = places[whole.index(False)]
-        raise InputError(f"{damaged} is missing or damaged, and there is no network to download it again (offline)")
+    for place, is_intact in zip(places, whole_copies(places), strict=True):
+        if not is_intact:
+            raise InputError(f"{place} is missing or damaged, and without a network it cannot be downloaded again")
     return names
-
-
-def _is_noted_whole(local: Path) -> bool:
-    note = read_note(local)
-    return note is not None and is_whole(local, note)
 
 
 @contextmanager
@@ -122,76 +112,82 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _looked_at(filesystem: Any, paths: Sequence[str], patience: Patience) -> list[RemoteFile]:
-    def look(path: str) -> RemoteFile:
-        return patience.tried(lambda: look_at(filesystem, path), redacted(path), is_busy)
-
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
-        return list(pool.map(look, paths))
-
-
-def _missing(filesystem: Any, patience: Patience, file: RemoteFile, wanted: Wanted) -> Missing | None:
-    """Return what is to be fetched of a file; None if a copy of its present state is here and undamaged."""
-    local, known, note = wanted.local, wanted.known, read_note(wanted.local)
-    if known is not None and file.size not in {None, known.size}:
-        raise InputError(
-            f"{redacted(file.path)} has {quantity(file.size or 0, 'byte')}, but {known.size:,} are known for it. The "
-            "store has another file under this name: use it by its URL if it is the one that you want"
-        )
-    if note is not None and (note.state != file.state if known is None else note.content != known):
-        note = None
-    if note is not None and is_whole(local, note):
-        return None
-    noted = note.content.sha256 if note is not None else None
-    expected = known.sha256 if known is not None else file.sha256 or noted
-    with _told(file):
-        has_ranges = patience.tried(lambda: takes_ranges(filesystem, file), redacted(file.path), is_interrupted)
-        columns = None
-        if wanted.columns and known is None and has_ranges:
-            columns = needed_columns(_ranges_of(filesystem, patience, file), file.size or 0, wanted.columns)
-    if columns is not None:
-        return Missing(file, local, None, has_ranges, 0, columns)
-    return Missing(file, local, expected, has_ranges, part_bytes(local, file) if has_ranges else 0, None)
+@contextmanager
+def _session(filesystem: Any, progress: Progress) -> Iterator["_Session"]:
+    session = _Session(filesystem, progress)
+    try:
+        yield session
+    finally:
+        session.close()
 
 
-def _ranges_of(filesystem: Any, patience: Patience, file: RemoteFile) -> ReadRange:
-    """Return a function that reads a range of a file with patience."""
-    shown = redacted(file.path)
-    return lambda start, end: patience.tried(lambda: read_range(filesystem, file, start, end), shown, is_interrupted)
+class _Session:
+    """Looks at remote files and fetches them. Threads read ahead; everything else happens in the caller's thread."""
 
+    def __init__(self, filesystem: Any, progress: Progress) -> None:
+        self._filesystem, self._progress = filesystem, progress
+        self._backoff = Backoff()
+        # Other filesystems must be used by one thread at a time.
+        self._readers = Readers(CONNECTIONS if is_for_threads(filesystem) else 1)
+        self._missing: Sequence[Missing] = ()
+        self._done = self._finished = 0
+        self._total: int | None = None
 
-class _Transfer:
-    """Fetches missing files, in order, while threads read ahead."""
+    def close(self) -> None:
+        """End the threads."""
+        self._backoff.give_up()
+        self._readers.close()
 
-    def __init__(self, filesystem: Any, patience: Patience, progress: Progress, missing: Sequence[Missing]) -> None:
-        self._filesystem, self._patience, self._progress = filesystem, patience, progress
+    def missing(self, wanted: Sequence[Wanted]) -> list[Missing]:
+        """Return the files to fetch: those of which no undamaged copy of the present state is here."""
+        self._filesystem.invalidate_cache()
+        self._total = len(wanted)
+        files = self._all(partial(self._look, each.remote) for each in wanted)
+        with ThreadPoolExecutor(num_cores()) as pool:  # hashing releases the GIL
+            copies = list(pool.map(_is_current, files, wanted))
+        absent = [pair for pair, is_there in zip(zip(files, wanted, strict=True), copies, strict=True) if not is_there]
+        return self._all(partial(self._absent, *pair) for pair in absent)
+
+    def _look(self, path: str) -> RemoteFile:
+        with _converted(path):
+            return self._backoff.retried(lambda: look_at(self._filesystem, path), redacted(path), is_interrupted)
+
+    def _absent(self, file: RemoteFile, wanted: Wanted) -> Missing:
+        """Return what is to be fetched of a file."""
+        local, known, note = wanted.local, wanted.known, read_note(wanted.local)
+        noted = note.content.sha256 if note is not None and note.is_of(file) and note.whole is None else None
+        expected = known.sha256 if known is not None else file.sha256 or noted
+        with _converted(file.path):
+            has_ranges = self._backoff.retried(
+                lambda: takes_ranges(self._filesystem, file), redacted(file.path), is_interrupted
+            )
+            # Only if the content of the whole file has a known digest, which then identifies the columns, too.
+            if wanted.columns and file.sha256 and has_ranges:
+                columns = needed_columns(self._ranges_of(file), file.size or 0, wanted.columns)
+                if columns is not None:
+                    return Missing(file, local, None, has_ranges, 0, columns)
+        can_resume = has_ranges and (file.reports_changes or expected is not None)
+        return Missing(file, local, expected, has_ranges, part_bytes(local, file) if can_resume else 0, None)
+
+    def fetch(self, missing: Sequence[Missing]) -> None:
+        """Fetch all. A file whose content is not the expected one is set aside, and fetched once more."""
         self._missing = missing
         sizes = [each.size_bytes for each in missing]
         self._total = None if None in sizes else sum(size or 0 for size in sizes)
         self._done = sum(each.part_bytes for each in missing)
-        self._finished = 0
+        blocks = self._blocks(missing)
+        for each in missing:
+            if not self._fetched(each, blocks):
+                again = each._replace(part_bytes=0)
+                self._done -= each.file.size or 0
+                if not self._fetched(again, self._blocks([again])):
+                    raise InputError(_differs(again))
+            self._finished += 1
 
-    def run(self) -> None:
-        """Fetch all. A file whose content is not the expected one is set aside, and fetched once more."""
-        readers = Readers(CONNECTIONS)
-        try:
-            blocks = self._blocks(readers, self._missing)
-            for each in self._missing:
-                if not self._fetch(each, blocks):
-                    again = each._replace(part_bytes=0)
-                    self._done -= each.file.size or 0
-                    if not self._fetch(again, self._blocks(readers, [again])):
-                        raise InputError(_differs(again))
-                self._finished += 1
-        finally:
-            self._patience.give_up()
-            readers.close()
-
-    def _fetch(self, each: Missing, blocks: Iterator[bytes]) -> bool:
+    def _fetched(self, each: Missing, blocks: Iterator[bytes]) -> bool:
         """Fetch one file. Returns False if its content is not the expected one, and sets it aside then."""
         each.local.parent.mkdir(parents=True, exist_ok=True)
-        part = PartialFile(each)
-        with part:
+        with PartialFile(each) as part:
             if each.columns is not None:
                 next(blocks)  # when a thread has written them
                 part.replace_by(_columns_file(each))
@@ -207,19 +203,23 @@ class _Transfer:
         if each.columns is None and each.file.size not in {None, size}:
             part.remove()
             raise InputError(f"{redacted(each.file.path)} ended after {size} of {each.file.size} bytes: try again")
-        if sha256 != each.expected and each.expected is not None:
+        if each.expected is not None and sha256 != each.expected:
             bad = part.set_aside()
-            _log.warning("%s: %s; it is kept as %s", redacted(each.file.path), _mismatch(each, sha256), bad)
+            _log.warning("%s has sha256 %s, not %s; the copy is kept as %s", redacted(each.file.path), sha256,
+                         each.expected, bad)  # fmt: skip
             return False
-        if sha256 != each.expected and self._now(each).state != each.file.state:
+        if each.expected is None and each.columns is None and self._has_changed(each):
             part.remove()
             raise InputError(f"{redacted(each.file.path)} was changed while it was downloaded: try again")
         part.keep(size, sha256)
         return True
 
-    def _now(self, each: Missing) -> RemoteFile:
-        (file,) = _looked_at(self._filesystem, [each.file.path], self._patience)
-        return file
+    def _has_changed(self, each: Missing) -> bool:
+        """Whether the store has another state of a file now. Files of the Hub are those of one listing."""
+        if is_hub(self._filesystem):
+            return False
+        self._filesystem.invalidate_cache()
+        return self._look(each.file.path).state != each.file.state
 
     def _stream(self, each: Missing, part: PartialFile) -> None:
         """Fetch a file whose store does not send parts of it: from the beginning at each try."""
@@ -228,17 +228,29 @@ class _Transfer:
             counted = Counted(f"bytes of {each.local.name} downloaded", self._progress)
             self._filesystem.get_file(each.file.path, str(part.path), callback=counted)
 
-        with _told(each.file):
-            self._patience.tried(fetch, redacted(each.file.path), is_interrupted)
+        with _converted(each.file.path):
+            self._backoff.retried(fetch, redacted(each.file.path), is_interrupted)
         part.hash_from_disk()
         self._report(each.file.size or 0)
 
-    def _blocks(self, readers: Readers, missing: Iterable[Missing]) -> Iterator[bytes]:
+    def _ranges_of(self, file: RemoteFile) -> ReadRange:
+        """Return a function that reads a range of a file, with retries."""
+        shown = redacted(file.path)
+        return lambda start, end: self._backoff.retried(
+            lambda: read_range(self._filesystem, file, start, end), shown, is_interrupted
+        )
+
+    def _all(self, acts: Iterable[Callable[[], _Result]]) -> list[_Result]:
+        """Return the results of functions that threads call, in order."""
+        futures = [self._readers.submit(act) for act in acts]
+        return [self._awaited(each) for each in futures]
+
+    def _blocks(self, missing: Iterable[Missing]) -> Iterator[bytes]:
         """Yield the blocks of all files in order. So many as there are connections are read ahead."""
         ahead: deque[Future[bytes]] = deque()
         for each in missing:
             for read in self._reads(each):
-                ahead.append(readers.submit(read))
+                ahead.append(self._readers.submit(read))
                 if len(ahead) > CONNECTIONS:
                     yield self._awaited(ahead.popleft())
         while ahead:
@@ -246,16 +258,16 @@ class _Transfer:
 
     def _reads(self, each: Missing) -> Iterator[Callable[[], bytes]]:
         """Yield what threads do for a file: read its blocks, or fetch its columns."""
-        read_range = _ranges_of(self._filesystem, self._patience, each.file)
+        read = self._ranges_of(each.file)
 
         def block(start: int, end: int) -> bytes:
-            with _told(each.file):
-                return read_range(start, end)
+            with _converted(each.file.path):
+                return read(start, end)
 
         def columns() -> bytes:
-            with _told(each.file):
+            with _converted(each.file.path):
                 each.local.parent.mkdir(parents=True, exist_ok=True)
-                fetch_columns(read_range, each.file.size or 0, cast(Columns, each.columns), _columns_file(each))
+                fetch_columns(read, each.file.size or 0, cast(Columns, each.columns), _columns_file(each))
             return b""
 
         if each.columns is not None:
@@ -263,25 +275,41 @@ class _Transfer:
         elif each.has_ranges:
             yield from (partial(block, start, end) for start, end in _ranges(each))
 
-    def _awaited(self, block: Future[bytes]) -> bytes:
-        while wait([block], timeout=_REPORT_SECONDS).not_done:
+    def _awaited(self, future: Future[_Result]) -> _Result:
+        while wait([future], timeout=_REPORT_SECONDS).not_done:
             self._report(0)
-        return block.result()
+        return future.result()
 
     def _report(self, newly_done: int) -> None:
+        if not self._missing:
+            self._progress("remote files looked at", 0, self._total)
+            return
         self._done += newly_done
         number = len(self._missing)
         files = f", {self._finished:,} of {number:,} files complete" if number > 1 else ""
         self._progress(f"bytes downloaded{files}", self._done, self._total)
 
 
+def _is_current(file: RemoteFile, wanted: Wanted) -> bool:
+    """Whether an undamaged copy of a file's present state is here. Raises InputError for a file of another size."""
+    note, known = read_note(wanted.local), wanted.known
+    if known is not None and file.size not in {None, known.size}:
+        raise InputError(
+            f"{redacted(file.path)} has {quantity(file.size or 0, 'byte')}, but should have {known.size:,}. The store "
+            "has another file under this name: to use that one, name it by its URL"
+        )
+    if note is None or (not note.is_of(file) if known is None else note.content != known):
+        return False
+    return is_whole(wanted.local, note)
+
+
 @contextmanager
-def _told(file: RemoteFile) -> Iterator[None]:
+def _converted(path: str) -> Iterator[None]:
     """Convert the error of a server, which may show a signed URL, or of a transfer that was interrupted too often."""
     try:
         yield
     except Exception as error:
-        failed = f"{redacted(file.path)} cannot be downloaded: {told(error)}"
+        failed = f"{redacted(path)} cannot be downloaded: {message_of(error)}"
         if is_interrupted(error):
             failed += f", at each of {TRIES} tries. Start again later: what has arrived is kept"
             raise InputError(failed) from None
@@ -300,13 +328,9 @@ def _columns_file(each: Missing) -> Path:
     return each.local.with_name(f".{each.local.name}.columns.tmp")
 
 
-def _mismatch(each: Missing, sha256: str) -> str:
-    return f"its content has sha256 {sha256}, but {each.expected} is known for it"
-
-
 def _differs(each: Missing) -> str:
     return (
-        f"{redacted(each.file.path)} was downloaded twice, and neither time had the sha256 that is known for it, "
-        f"{each.expected}. The last copy is kept as {each.local}.bad. If the store's file was replaced on purpose, set "
+        f"{redacted(each.file.path)} was downloaded twice, and both times its sha256 was not {each.expected}, as "
+        f"expected. The last copy is kept as {each.local}.bad. If the store's file was replaced on purpose, set "
         "corpus.revision to a new name"
     )

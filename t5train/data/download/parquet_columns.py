@@ -15,6 +15,8 @@ _LEAST_SAVED = 0.5
 _MOST_WASTE = 1.5
 """Columns of a row group are fetched with one request if the range from the first to the last is at most so many times
 their size."""
+_MOST_GROUP_BYTES = 64 << 20
+"""Of text in a row group: one is in memory as a whole, for each connection."""
 _FOOTER_BYTES = 64 << 10
 """Read first, because the description of the file is at its end; a longer one takes another request."""
 ReadRange = Callable[[int, int], bytes]
@@ -78,16 +80,19 @@ def needed_columns(read_range: ReadRange, size_bytes: int, wanted: Sequence[str]
 
     try:
         with ParquetFile(_RemoteBytes(read_range, size_bytes)) as file:
-            names = tuple(each for each in wanted if each in file.schema_arrow.names)
+            schema = file.schema_arrow
+            names = tuple(each for each in wanted if schema.names.count(each) == 1 and _is_flat(schema.field(each)))
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
     except pyarrow.ArrowException:
         return None
+    if "text" not in names or max(map(_text_bytes, groups), default=0) > _MOST_GROUP_BYTES:
+        return None
     size = sum(end - start for group in groups for start, end in _chunks(group, names))
-    return Columns(names, size) if names and size < (1 - _LEAST_SAVED) * size_bytes else None
+    return Columns(names, size) if size < (1 - _LEAST_SAVED) * size_bytes else None
 
 
 def fetch_columns(read_range: ReadRange, size_bytes: int, columns: Columns, out: Path) -> None:
-    """Write a .parquet file with these columns to ``out``. Raises InputError if the remote file is malformed."""
+    """Write a .parquet file with these columns to ``out``. Raises InputError if the remote one is malformed."""
     import pyarrow
     from pyarrow.parquet import ParquetFile, ParquetWriter
 
@@ -100,7 +105,18 @@ def fetch_columns(read_range: ReadRange, size_bytes: int, columns: Columns, out:
                     _keep_columns(remote, file.metadata.row_group(number), columns.names)
                     writer.write_table(file.read_row_group(number, columns=list(columns.names)))
     except pyarrow.ArrowException as error:
-        raise InputError(f"it cannot be read as parquet ({error})") from error
+        raise InputError(f"{out.name} cannot be read as parquet where it is stored ({error})") from error
+
+
+def _is_flat(field: Any) -> bool:
+    """Whether a column is one sequence of values in the file."""
+    return int(field.type.num_fields) == 0
+
+
+def _text_bytes(group: Any) -> int:
+    """Return the size of a row group's text before compression."""
+    columns = [group.column(number) for number in range(group.num_columns)]
+    return sum(each.total_uncompressed_size for each in columns if each.path_in_schema == "text")
 
 
 def _keep_columns(remote: _RemoteBytes, group: Any, names: Sequence[str]) -> None:

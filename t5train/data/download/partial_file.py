@@ -8,7 +8,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,8 @@ from t5train.data.download.remote_reading import RemoteFile
 from t5train.errors import DigestMismatch, StorageError
 from t5train.files.atomic import sync_folder, write_json
 from t5train.files.made_files import DOWNLOADED
+from t5train.files.os_errors import explain
+from t5train.host_resources import num_cores
 from t5train.records.digests import FileDigest, verify_file
 
 DURABLE_BYTES = 64 << 20
@@ -51,18 +54,34 @@ class Note(NamedTuple):
     state: str
     """The store's state of the file that it is a copy of."""
     content: FileDigest
+    whole: FileDigest | None
+    """If only columns were fetched: the digest of the whole file, as the store states it."""
+
+    def is_of(self, file: RemoteFile) -> bool:
+        """Whether this is a copy of the present state of a file."""
+        whole = self.whole or self.content
+        if file.sha256 is not None:
+            return whole.sha256 == file.sha256
+        return self.state == file.state and file.size in {None, whole.size}
 
 
 def read_note(local: Path) -> Note | None:
     """Return the note of a download; None if there is none, or if it is damaged."""
     try:
         noted = json.loads(_note(local).read_bytes())
-        return Note(str(noted["state"]), FileDigest(size=noted["size"], sha256=noted["sha256"]))
+        content = FileDigest(size=noted["size"], sha256=noted["sha256"])
+        return Note(str(noted["state"]), content, FileDigest(**noted["whole"]) if noted.get("whole") else None)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
         _log.warning("the record of the download of %s is damaged: %s", local, error)
         return None
+
+
+def whole_digest(local: Path) -> FileDigest | None:
+    """Return the digest of the file that a download has columns of; None for a copy, and for any other file."""
+    note = read_note(local)
+    return None if note is None else note.whole
 
 
 def is_whole(local: Path, note: Note) -> bool:
@@ -75,12 +94,24 @@ def is_whole(local: Path, note: Note) -> bool:
     return True
 
 
+def whole_copies(places: Sequence[Path]) -> list[bool]:
+    """Return for each place whether a download is there that has the content that was noted."""
+
+    def is_intact(place: Path) -> bool:
+        note = read_note(place)
+        return note is not None and is_whole(place, note)
+
+    with ThreadPoolExecutor(num_cores()) as pool:  # hashing releases the GIL
+        return list(pool.map(is_intact, places))
+
+
 def part_bytes(local: Path, file: RemoteFile) -> int:
     """Return how many bytes of the present state of a file are on disk."""
     try:
         noted = json.loads(_part_note(local).read_bytes())
         is_there = 0 < noted["bytes"] <= min(file.size or 0, _part(local).stat().st_size)
-        return int(noted["bytes"]) if is_there and noted["state"] == file.state else 0
+        is_same = (noted["state"], noted["size"]) == (file.state, file.size)
+        return int(noted["bytes"]) if is_there and is_same else 0
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return 0  # not begun, or killed before the first note
 
@@ -144,7 +175,9 @@ class PartialFile:
         local = self._each.local
         self.path.replace(local)
         sync_folder(local.parent)
-        write_json(_note(local), {"state": self._each.file.state, "size": size, "sha256": sha256})
+        file, noted = self._each.file, {"state": self._each.file.state, "size": size, "sha256": sha256}
+        whole = {} if self._each.columns is None else {"whole": {"size": file.size, "sha256": file.sha256}}
+        write_json(_note(local), noted | whole)
         _part_note(local).unlink(missing_ok=True)
 
     def set_aside(self) -> Path:
@@ -168,7 +201,8 @@ class PartialFile:
     def _make_durable(self) -> None:
         self.finish()
         self._durable = self._size
-        write_json(_part_note(self._each.local), {"state": self._each.file.state, "bytes": self._size})
+        file = self._each.file
+        write_json(_part_note(self._each.local), {"state": file.state, "size": file.size, "bytes": self._size})
 
 
 @contextmanager
@@ -177,8 +211,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        said = f"{path} cannot be written: {error.strerror}. Free some space, or choose another root"
-        raise StorageError(said) from error
+        raise StorageError(explain(OSError(error.errno, error.strerror, str(path)))) from error
 
 
 def _note(local: Path) -> Path:

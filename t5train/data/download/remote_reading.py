@@ -1,4 +1,4 @@
-"""Reads remote files through fsspec, with patience: what may succeed at another try is tried again."""
+"""Reads remote files through fsspec, and retries what fails for a reason that may pass."""
 
 import errno
 import logging
@@ -19,6 +19,8 @@ LONGEST_ASKED_SECONDS = 600.0
 CONNECT_SECONDS, SILENT_SECONDS = 30.0, 60.0
 _BUSY_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _LOST_CONNECTION = {errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT}
+_LOST_CLASSES = {"ClientConnectionError", "ClientPayloadError", "TransportError", "HTTPClientError"}
+"""Base classes of such errors in aiohttp (the first two), httpx and botocore."""
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
@@ -33,26 +35,28 @@ class RemoteFile(NamedTuple):
     """Changes when the file changes, if the store reports such changes."""
     sha256: str | None
     """The digest of its content, which only some stores know."""
+    reports_changes: bool
+    """Whether the store reports them."""
 
 
 def storage_options(source: str) -> dict[str, Any]:
     """Return how fsspec is to reach a source.
 
     Web servers get limits for silence in place of aiohttp's five minutes for a whole transfer, which a large file
-    exceeds, and are reached through a proxy if the environment names one.
+    exceeds.
     """
     if urlsplit(source).scheme not in {"http", "https"} or "::" in source:
         return {}
     from aiohttp import ClientTimeout  # slow to import, and only needed here
 
     timeout = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS)
-    return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
+    return {"client_kwargs": {"timeout": timeout}}
 
 
-class Patience:
-    """Tries again what may succeed later. If a store is busy, all threads that share this object pause.
+class Backoff:
+    """Retries what may succeed later. If a store is busy, all threads that share this object pause.
 
-    The pause doubles with each try, from one second to a minute, or is as long as the store asks for.
+    The pause doubles with each try, from one second to a minute, and is at least as long as the store asks for.
     """
 
     def __init__(self) -> None:
@@ -66,8 +70,8 @@ class Patience:
         """Let threads fail at their next error instead of waiting."""
         self._given_up.set()
 
-    def tried(self, act: Callable[[], Result], what: str, may_pass: Callable[[Exception], bool]) -> Result:
-        """Return the result of ``act``. Its error is raised if it cannot pass.
+    def retried(self, act: Callable[[], Result], what: str, is_transient: Callable[[Exception], bool]) -> Result:
+        """Return the result of ``act``. Its error is raised if it is not transient.
 
         It is also raised at the eighth try, unless another thread has succeeded since eight tries ago: a store that is
         busy sends some answers.
@@ -79,7 +83,7 @@ class Patience:
             except Exception as error:
                 self._failures += 1
                 is_hopeless = attempt >= TRIES and self._failures >= TRIES
-                if is_hopeless or self._given_up.is_set() or not may_pass(error):
+                if is_hopeless or self._given_up.is_set() or not is_transient(error):
                     raise
                 self._pause(what, error, attempt)
             else:
@@ -88,14 +92,13 @@ class Patience:
         raise AssertionError  # the loop has no end
 
     def _pause(self, what: str, error: Exception, attempt: int) -> None:
-        doubled = min(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS)
-        asked = _asked_seconds(error)
-        seconds = doubled * random.uniform(0.5, 1.0) if asked is None else min(asked, LONGEST_ASKED_SECONDS)
+        doubled = min(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS) * random.uniform(0.5, 1.0)
+        seconds = max(doubled, min(_asked_seconds(error), LONGEST_ASKED_SECONDS))
         with self._lock:
             now = time.monotonic()
             is_new, self._paused_until = now >= self._paused_until, max(self._paused_until, now + seconds)
         if is_new:  # said by one of the threads
-            _log.warning("%s: %s; trying again in %.0f s", what, told(error), seconds)
+            _log.warning("%s: %s; trying again in %.0f s", what, message_of(error), seconds)
 
 
 def is_busy(error: BaseException | None) -> bool:
@@ -103,12 +106,14 @@ def is_busy(error: BaseException | None) -> bool:
     return error is not None and (status_of(error) in _BUSY_STATUS or is_busy(error.__cause__))
 
 
-def is_interrupted(error: BaseException) -> bool:
-    """Whether a transfer failed in a way that another try may not: the server is busy, or the connection was lost."""
-    from aiohttp import ClientConnectionError, ClientPayloadError
-
-    lost = (ConnectionError, TimeoutError, ClientConnectionError, ClientPayloadError)
-    return is_busy(error) or isinstance(error, lost) or getattr(error, "errno", None) in _LOST_CONNECTION
+def is_interrupted(error: BaseException | None) -> bool:
+    """Whether a request failed in a way that another one may not: the server is busy, or the connection was lost."""
+    if error is None:
+        return False
+    names = {each.__name__ for each in type(error).__mro__}
+    is_lost = isinstance(error, ConnectionError | TimeoutError) or not names.isdisjoint(_LOST_CLASSES)
+    is_lost = is_lost or getattr(error, "errno", None) in _LOST_CONNECTION
+    return is_lost or is_busy(error) or is_interrupted(error.__cause__)
 
 
 def status_of(error: BaseException) -> int | None:
@@ -118,29 +123,43 @@ def status_of(error: BaseException) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Return what an error of a transfer says, without the URL, which may be signed after a redirection."""
     if (status := status_of(error)) is not None:
         return f"the server answered with status {status}"
-    if error.__cause__ is not None and status_of(error.__cause__) is not None:
-        return told(error.__cause__)
+    if error.__cause__ is not None:
+        return message_of(error.__cause__)
     said = " ".join(str(error).split())
     return said if said and "://" not in said else f"the transfer failed ({type(error).__name__})"
 
 
 def look_at(filesystem: Any, path: str) -> RemoteFile:
-    """Return what the store says of a file now. For web servers, ETag and Last-Modified show whether it changed."""
-    filesystem.invalidate_cache()
+    """Return what the store says of a file. For web servers, ETag and Last-Modified show whether it changed.
+
+    Stores that list whole folders answer from the listing that they have: invalidate their cache first.
+    """
     info = filesystem.info(path)
-    changes = (str(info[key]) for key in ("ETag", "Last-Modified") if key in info)
+    changes = [str(info[key]) for key in ("ETag", "Last-Modified") if key in info]
     return RemoteFile(
-        path, info.get("size"), ":".join([filesystem.ukey(path), *changes]), getattr(info.get("lfs"), "sha256", None)
+        path,
+        size=info.get("size"),
+        state=":".join([filesystem.ukey(path), *changes]),
+        sha256=getattr(info.get("lfs"), "sha256", None),
+        reports_changes=bool(changes) or not is_web(filesystem),
     )
+
+
+def is_for_threads(filesystem: Any) -> bool:
+    """Whether several threads may read from a filesystem, each from any place in a file, without reading all before it.
+
+    Those of archives, FTP and some others must not be used so: they share one connection or one position.
+    """
+    return bool(filesystem.async_impl) or is_hub(filesystem)
 
 
 def takes_ranges(filesystem: Any, file: RemoteFile) -> bool:
     """Whether the store can send a part of a file. Asks web servers, some of which ignore that a part is requested."""
-    if not file.size:
+    if not file.size or not is_for_threads(filesystem):
         return False
     if not is_web(filesystem):
         return True
@@ -152,13 +171,14 @@ def takes_ranges(filesystem: Any, file: RemoteFile) -> bool:
 
 def read_range(filesystem: Any, file: RemoteFile, start: int, end: int) -> bytes:
     """Read the bytes from ``start`` to before ``end``. Raises ConnectionError if the store sends fewer."""
-    if filesystem.async_impl and not is_web(filesystem):
-        content = bytes(filesystem.cat_file(file.path, start=start, end=end))
-    else:  # the cat_file of others would read ahead, and that of web servers any answer to its end
+    if is_web(filesystem) or is_hub(filesystem):
+        # Their cat_file would read any answer to its end before looking at its status, or read ahead.
         options = {"block_size": end - start, "size": file.size} if is_web(filesystem) else {}
         with filesystem.open(file.path, "rb", cache_type="none", **options) as opened:
             opened.seek(start)
             content = bytes(opened.read(end - start))
+    else:
+        content = bytes(filesystem.cat_file(file.path, start=start, end=end))
     if len(content) != end - start:
         raise ConnectionError(f"{len(content):,} of {end - start:,} bytes arrived")
     return content
@@ -169,15 +189,14 @@ def is_web(filesystem: Any) -> bool:
     return "http" in filesystem.protocol
 
 
-def _asked_seconds(error: BaseException | None) -> float | None:
-    """Return for how long a server asked to wait (Retry-After, in seconds; its other form, a date, is not read)."""
-    while error is not None:
-        headers = getattr(error, "headers", None) or getattr(getattr(error, "response", None), "headers", None) or {}
-        asked = str(headers.get("Retry-After", "")) if hasattr(headers, "get") else ""
-        if asked.isdigit():
-            return float(asked)
-        error = error.__cause__
-    return None
+def is_hub(filesystem: Any) -> bool:
+    """Whether a filesystem reads from the Hugging Face Hub."""
+    return "hf" in _protocols(filesystem)
+
+
+def _protocols(filesystem: Any) -> tuple[str, ...]:
+    protocol = filesystem.protocol
+    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
 
 class Readers:
@@ -185,20 +204,23 @@ class Readers:
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._jobs: queue.SimpleQueue[tuple[Future[bytes], Callable[[], bytes]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         for _ in range(number):
             threading.Thread(target=self._work, daemon=True).start()
 
-    def submit(self, read: Callable[[], bytes]) -> Future[bytes]:
+    def submit(self, read: Callable[[], Result]) -> Future[Result]:
         """Let the next free thread call ``read``."""
-        future: Future[bytes] = Future()
+        future: Future[Result] = Future()
         self._jobs.put((future, read))
         return future
 
     def close(self) -> None:
         """Let the threads end after what they are reading. What has not begun is not read."""
-        while not self._jobs.empty():
-            self._jobs.get()
+        try:
+            while True:
+                self._jobs.get_nowait()
+        except queue.Empty:
+            pass
         for _ in range(self._number):
             self._jobs.put(None)
 
@@ -209,3 +231,14 @@ class Readers:
                 future.set_result(read())
             except BaseException as error:
                 future.set_exception(error)  # for the main thread
+
+
+def _asked_seconds(error: BaseException | None) -> float:
+    """Return for how long a server asked to wait (Retry-After, in seconds; its other form, a date, is not read)."""
+    while error is not None:
+        headers = getattr(error, "headers", None) or getattr(getattr(error, "response", None), "headers", None) or {}
+        asked = str(headers.get("Retry-After", "")) if hasattr(headers, "get") else ""
+        if asked.isdigit():
+            return float(asked)
+        error = error.__cause__
+    return 0.0

@@ -21,7 +21,7 @@ from t5train.data.readers import FRAMES, PassageFrames, format_of, rows
 from t5train.data.segments import passages_in, passages_of, scan
 from t5train.errors import InputError
 
-LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\t"), max_size=40)
+LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\t\0"), max_size=40)
 PASSAGES = st.lists(st.tuples(LINE, LINE, LINE), max_size=20)
 
 

@@ -96,6 +96,7 @@ def test_the_card_states_data_training_licence_and_languages(make_trained: MakeT
     [
         (None, {"license": "unknown"}),
         ("CC BY-SA 4.0", {"license": "cc-by-sa-4.0"}),
+        ("GPL-3.0+", {"license": "other", "license_name": "gpl-3.0-or-later"}),
         ("Our own, 2026", {"license": "other", "license_name": "our-own-2026"}),
     ],
 )
