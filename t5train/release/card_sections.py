@@ -90,9 +90,9 @@ def hub_licence(stated: str | None) -> dict[str, str]:
     if stated is None:
         return {"license": "unknown"}
     name = re.sub("[^a-z0-9.+]+", "-", stated.lower()).strip("-")
-    return (
-        {"license": name} if name in _HUB_LICENCES else {"license": "other", "license_name": name.replace("+", "-plus")}
-    )
+    if name in _HUB_LICENCES:
+        return {"license": name}
+    return {"license": "other", "license_name": name.replace("+", "-or-later")}
 
 
 def licence(trained: TrainedModel) -> str:

@@ -40,6 +40,7 @@ FILES: dict[str, bytes] = {
     "empty.txt": b"",
     "blank.txt": b"\n \n",
     "latin.txt": b"caf\xe9\n",
+    "nul.txt": b"one\0two\n",
     "bad.jsonl": b'{"text": "good"}\nnot json\n',
     "number.jsonl": b'{"text": 7}\n',
     "plain.tsv": b"a\tb\n1\t2\n",
@@ -148,6 +149,7 @@ TEXTS = [
         "latin.txt": "latin.txt line 1 is not UTF-8: byte 3 of the text is 0xe9. Convert the file to UTF-8",
         "bad.jsonl": "bad.jsonl line 2 is not JSON",
         "number.jsonl": 'number.jsonl line 1 is not an object with "text": "...". Correct this line',
+        "nul.txt": "nul.txt line 1 has a NUL byte, so the file is not text in UTF-8",
         "plain.tsv": "plain.tsv begins with 'a\\tb', but must begin with the header",
         "short.tsv": "short.tsv line 2 has 2 fields separated by tabs, but must have three",
         "cut.txt.gz": "cut.txt.gz cannot be read to its end",
@@ -159,6 +161,7 @@ TEXTS = [
     }.items()
 ]
 PLACES = [
+    Wrong("run smoke --set corpus.source=", 2, "corpus.source is empty: name a file, folder, pattern or URL"),
     Wrong("run smok", 2, "unknown recipe 'smok' (did you mean 'smoke'?)"),
     Wrong("run smoke --set corpus.languages=English", 2, "it must be a list of language codes such as en or en-US"),
     Wrong("run base", 2, "To try the recipe on this machine's CPUs with a tiny model, add --trial"),
@@ -196,7 +199,7 @@ PLACES = [
     Wrong("export nowhere out --run nowhere --tokenizer nowhere", 2, "nowhere is not a run folder"),
     Wrong("publish folder out", 4, "folder is not a finished export folder"),
     Wrong("verify nowhere", 4, "If nowhere is the name of a run, `t5-pretrain status nowhere` shows its folders"),
-    Wrong("verify no/where", 4, "is not the folder of a finished stage. Check the path"),
+    Wrong("verify no/where", 4, "does not exist. Check the path"),
     Wrong("verify damaged", 4, "manifest.json is damaged, or not a manifest"),
     Wrong("status nowhere", 4, "nowhere"),
     Wrong("rm nowhere --yes", 4, "nowhere"),

@@ -103,7 +103,7 @@ def test_any_change_of_an_object_is_detected_and_the_object_named(
         store.pipe_file(path, content)
     verify(destination)
     store.pipe_file(f"{destination}/pytorch_model.bin", b"run me")
-    with pytest.raises(PublicationError, match=r"pytorch_model\.bin, which was not published"):
+    with pytest.raises(PublicationError, match=r"files that were not published: pytorch_model\.bin"):
         verify(destination)
 
 

@@ -65,7 +65,11 @@ def test_all_faults_are_named(published: Path) -> None:
             verify(location)
         said = str(caught.value)
         assert said.startswith(f"{location} has 3 faults: ")
-        for name in ("config.json is missing", "README.md has 12 bytes", "holds notes.txt, which was not published"):
+        for name in (
+            "config.json is missing",
+            "README.md has 12 bytes",
+            "also holds files that were not published: notes.txt",
+        ):
             assert name in said
 
 
@@ -85,15 +89,22 @@ def test_a_truncated_or_missing_file_is_named(published: Path) -> None:
 def test_a_file_that_was_not_published_is_an_error(published: Path) -> None:
     (published / "pytorch_model.bin").write_bytes(b"run me")
     for location in locations_of(published):
-        with pytest.raises(PublicationError, match=r"pytorch_model\.bin, which was not published"):
+        with pytest.raises(PublicationError, match=r"files that were not published: pytorch_model\.bin"):
             verify(location)
+
+
+def test_what_git_and_the_hub_add_to_a_folder_is_not_looked_at(published: Path) -> None:
+    for name in (".git/HEAD", ".gitattributes", ".cache/huggingface/download/config.json.metadata"):
+        (published / name).parent.mkdir(parents=True, exist_ok=True)
+        (published / name).write_text("x")
+    verify(str(published))
 
 
 def test_a_link_to_a_folder_is_refused(published: Path, tmp_path: Path) -> None:
     """transformers would read templates from such a folder."""
     (tmp_path / "templates").mkdir()
     (published / "additional_chat_templates").symlink_to(tmp_path / "templates")
-    with pytest.raises(PublicationError, match="additional_chat_templates, which was not published"):
+    with pytest.raises(PublicationError, match="files that were not published: additional_chat_templates"):
         verify(str(published))
 
 

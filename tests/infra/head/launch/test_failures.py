@@ -102,7 +102,7 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
         {"cause": Cause.REQUESTED, "reason": "SIGTERM; it was still running after 30 s"},
         "",
         Preempted,
-        "last checkpoint",
+        "continues from the last one",
     ),
 ]
 
