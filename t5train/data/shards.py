@@ -27,6 +27,7 @@ from t5train.data.held_out import HELD_OUT, comparable, write_held_out
 from t5train.data.output_folder import making, stage_folder
 from t5train.data.passages import SPLITS, Passage, SourceFile, SplitRule, split_of
 from t5train.data.segments import FileSegments, Segment, passages_of, read_segments
+from t5train.data.vocabulary.document_encoder import warn_if_slow
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
 from t5train.data.worker_processes import Json, in_processes
@@ -236,6 +237,8 @@ def _is_whole(folder: Path, number: int, identity: str) -> bool:
 def _make(jobs: list[Json], workers: int, progress: Progress) -> None:
     total = sum(_text_bytes(job) for job in jobs)
     done = 0
+    if jobs:
+        warn_if_slow()
 
     def advance(text_bytes: int) -> None:
         nonlocal done
