@@ -16,6 +16,7 @@ from t5train.data.passages import SPLITS, split_of
 from t5train.data.readers import FRAMES
 from t5train.data.segments import passages_of, read_segments
 from t5train.data.shards import build_shards, read_description, shard_name, tokens_name, unigram_name
+from t5train.data.vocabulary import segmenter_build
 from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.errors import StorageError
 from t5train.records.stage_records import MANIFEST, TokenShards
@@ -60,6 +61,16 @@ def test_the_manifest_has_the_counts_that_training_needs(data_chain: DataChain) 
         "tokenizer": data_chain.tokenizer.fingerprint,
         "vocabulary": data_chain.tokenizer.files["spiece.model"].sha256,
     }
+
+
+def test_without_the_compiled_segmenter_one_warning_names_the_remedy(
+    data_chain: DataChain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(segmenter_build, "built", lambda: tmp_path / "segmenter.so")
+    with caplog.at_level(logging.WARNING):
+        build(data_chain, tmp_path / "out")
+        build(data_chain, tmp_path / "out")  # reused
+    assert [segmenter_build.COMMAND in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
