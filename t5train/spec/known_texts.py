@@ -1,12 +1,8 @@
-"""Well-known texts that ``corpus.source`` names by one word: where they are, what they hold, and their licence.
+"""Well-known texts that ``corpus.source`` names by one word: where they are, what they hold, and their licence."""
 
-They are data, in ``known_texts.json`` beside this module.
-"""
+from collections.abc import Mapping
 
-from functools import cache
-from importlib.resources import files
-
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 
 BUILT_IN = "pydocs"
 """Python's documentation, which is made on this machine."""
@@ -35,11 +31,25 @@ class KnownText(BaseModel):
     languages: tuple[str, ...]
 
 
-@cache
-def known_texts() -> dict[str, KnownText]:
+_KNOWN = {
+    "psgs_w100": KnownText(
+        title="English Wikipedia of December 2018 in passages of 100 words (DPR's psgs_w100)",
+        location="https://dl.fbaipublicfiles.com/dpr/wikipedia_split/psgs_w100.tsv.gz",
+        files={
+            "psgs_w100.tsv.gz": KnownFile(
+                size=4_694_541_059, sha256="c39b020c855a2b5c25ffef3abe4a3b6f9b829ad7dbc14ec3d163d34d7c53ea8d"
+            )
+        },
+        rows=21_015_324,
+        license="cc-by-nc-4.0",
+        languages=("en",),
+    )
+}
+
+
+def known_texts() -> Mapping[str, KnownText]:
     """Return all texts by name."""
-    content = files(__package__).joinpath("known_texts.json").read_bytes()
-    return TypeAdapter(dict[str, KnownText]).validate_json(content)
+    return _KNOWN
 
 
 def is_named_text(source: str) -> bool:

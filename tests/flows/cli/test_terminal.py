@@ -46,7 +46,7 @@ def test_lines_of_progress_say_how_long_the_rest_takes(
         for done, loss in enumerate(("2.5", "2.4", "2.3")):
             progress(f"sequences evaluated, loss {loss}", done, 10)
             now[0] += 60
-    assert capsys.readouterr().err.splitlines()[-1] == "2 of 10 (20 %) sequences evaluated, loss 2.3, 8 min left"
+    assert capsys.readouterr().err.splitlines()[-1] == "2 of 10 (20 %) sequences evaluated, loss 2.3, 8 min 0 s left"
 
 
 def test_a_bar_shows_the_amount_of_work_if_it_is_known_and_disappears_at_the_end(
