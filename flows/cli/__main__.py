@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import signal
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -88,6 +89,13 @@ for commands in (
 ):
     commands.register(app)
 add_help(app)
+_PLAIN = {
+    "Value error, ": "",
+    "Input should be": "it must be",
+    "a valid number, unable to parse string as a number": "a number",
+    "a valid integer, unable to parse string as an integer": "a whole number",
+}
+"""What pydantic says, and what it means."""
 _INTERRUPTED = 128 + signal.SIGINT
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 """What typer raises for words that it cannot parse; typer itself exports only this one subclass."""
@@ -126,11 +134,24 @@ def main() -> NoReturn:
 
 def _usage(error: Any) -> str:
     """Return what is wrong with the words of a command, in one line, and where to read on."""
-    said = " ".join(error.format_message().split()).rstrip(".?")
-    for pydantic, plain in (("Value error, ", ""), ("Input should be", "it must be")):
+    said = " ".join(error.format_message().split()).rstrip(".")
+    said = re.sub(r"\. Did you mean (.+)\?$", r" (did you mean \1?)", said)
+    for pydantic, plain in _PLAIN.items():
         said = said.replace(pydantic, plain)
+    said = re.sub(r"^Invalid value for '(--[\w-]+)': it must be", _with_value, said)
     command = error.ctx.command_path if error.ctx else app.info.name
     return f"error: {said}.{_setting_meant(error)} See `{command} --help`" if said else ""
+
+
+def _with_value(match: re.Match[str]) -> str:
+    """Return the beginning of a message about an option's value, with the value as it was typed."""
+    option = match[1]
+    for number, word in enumerate(sys.argv):
+        if word == option and number + 1 < len(sys.argv):
+            return f"{option} is {sys.argv[number + 1]!r}: it must be"
+        if word.startswith(f"{option}="):
+            return f"{option} is {word.removeprefix(f'{option}=')!r}: it must be"
+    return match[0]
 
 
 def _setting_meant(error: Any) -> str:

@@ -92,6 +92,8 @@ OPTIONS = [
     Wrong("data show smoke --split testing", 2, "'testing' is not one of 'train', 'validation', 'test'"),
     Wrong("data show smoke --count 0", 2, "--count"),
     Wrong("generate", 2, "Missing argument"),
+    Wrong("generate t5 text --temperature -1", 2, "--temperature is '-1': it must be greater than or equal to 0.01"),
+    Wrong("generate t5 text --temperature=hot", 2, "--temperature is 'hot': it must be a number. See"),
     Wrong("evaluate t5", 2, "Missing option '--corpus'"),
 ]
 SETTINGS = [
