@@ -57,11 +57,13 @@ def built(folder: Path = _SOURCES) -> Path:
     return folder / f"segmenter-{_digest()}{_suffix()}"
 
 
-@cache
 def load(path: Path) -> ModuleType | None:
     """Import the segmenter at a path that ``built`` returned; None if it is not there or does not work here."""
-    if not path.exists():
-        return None
+    return _imported(path) if path.exists() else None
+
+
+@cache
+def _imported(path: Path) -> ModuleType | None:
     loader = ExtensionFileLoader("segmenter", str(path))
     spec = spec_from_file_location("segmenter", path, loader=loader)
     assert spec is not None  # noqa: S101  a loader is given
