@@ -67,13 +67,16 @@ def write_held_out(folder: Path, found: Iterable[EncodedPassage], tokenizer_json
     """Choose passages from the first 1000 candidates and write them to ``folder``.
 
     Only passages that Hugging Face's tokenizer encodes as training does are recorded. The two differ on rare
-    combinations of characters. Raises InputError if they agree on fewer than 90% of the candidates.
+    combinations of characters, and may order the pieces of a row of dashes differently: both orders are equally good.
+    Raises InputError if they agree on fewer than 90% of the candidates, up to such orders.
     """
     candidates = list(islice(found, _CANDIDATES))
-    agreed = _agreeing(candidates, tokenizer_json)
-    if len(agreed) < _LEAST_AGREEMENT * len(candidates):
+    ids = _ids_of_reference(candidates, tokenizer_json)
+    agreed = [each for each, others in zip(candidates, ids, strict=True) if each.ids == others]
+    alike = [each for each, others in zip(candidates, ids, strict=True) if sorted(each.ids) == sorted(others)]
+    if len(alike) < _LEAST_AGREEMENT * len(candidates):
         raise InputError(
-            f"{tokenizer_json} encodes {len(candidates) - len(agreed)} of {len(candidates)} held-out passages "
+            f"{tokenizer_json} encodes {len(candidates) - len(alike)} of {len(candidates)} held-out passages "
             f"differently from the spiece.model in the same folder. Remove {tokenizer_json.parent} and start again: "
             "the tokenizer is then made again"
         )
@@ -114,7 +117,7 @@ def choose(candidates: Sequence[EncodedPassage], most: int = _MOST_PASSAGES) -> 
     return chosen
 
 
-def _agreeing(candidates: Sequence[EncodedPassage], tokenizer_json: Path) -> list[EncodedPassage]:
+def _ids_of_reference(candidates: Sequence[EncodedPassage], tokenizer_json: Path) -> list[list[int]]:
     from tokenizers import Tokenizer  # only needed here
 
     try:
@@ -124,4 +127,4 @@ def _agreeing(candidates: Sequence[EncodedPassage], tokenizer_json: Path) -> lis
             f"{tokenizer_json} cannot be read ({error}). Remove {tokenizer_json.parent} and start again: the tokenizer "
             "is then made again"
         ) from error
-    return [each for each in candidates if reference.encode(each.text).ids == each.ids]
+    return [reference.encode(each.text).ids for each in candidates]

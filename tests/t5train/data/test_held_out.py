@@ -63,6 +63,19 @@ def test_a_tokenizer_json_of_another_vocabulary_is_refused_before_training(
     assert not (tmp_path / HELD_OUT).exists()
 
 
+def test_rows_of_dashes_whose_pieces_are_ordered_differently_are_no_other_vocabulary(
+    data_chain: DataChain, tmp_path: Path
+) -> None:
+    reference = data_chain.tokenizer.path / "tokenizer.json"
+    passages = read_held_out(data_chain.shards.path)
+    ordered = [each.model_copy(update={"ids": [*each.ids[1::-1], *each.ids[2:]]}) for each in passages]
+    write_held_out(tmp_path, [*passages[:3], *ordered[3:]], reference)
+    assert read_held_out(tmp_path) == passages[:3]
+    other = [each.model_copy(update={"ids": [*each.ids[:-1], each.ids[0]]}) for each in passages]
+    with pytest.raises(InputError, match=f"encodes {len(passages) - 3} of {len(passages)} held-out passages"):
+        write_held_out(tmp_path, [*passages[:3], *other[3:]], reference)
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [(None, "does not exist: make the token shards again"), ("{", "is damaged"), ('{"passages": []}', "no passage")],
