@@ -9,7 +9,7 @@ from typing import Any
 
 from t5train.data.download.partial_file import whole_digest
 from t5train.data.output_folder import making, stage_folder
-from t5train.data.passages import SourceFile
+from t5train.data.passages import SourceFile, TextDigests
 from t5train.data.readers import FRAMES, is_compressed
 from t5train.data.segments import SEGMENTS, FileSegments, Segment, write_segments
 from t5train.data.sources import PYDOCS, local_files, pydocs_files, write_pydocs
@@ -22,7 +22,7 @@ from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files
 from t5train.records.identity import fingerprint
 from t5train.records.kept_files import keep_changed_files
-from t5train.records.stage_records import Corpus, reusable
+from t5train.records.stage_records import REPEATED, Corpus, reusable
 from t5train.spec import CorpusSpec
 from t5train.spec.known_texts import known_texts
 
@@ -48,7 +48,8 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         out: Folder of the result; ``{root}/corpus/{name}-{first 12 digits of the fingerprint}`` if left out.
 
     Returns:
-        The record of the corpus; its counts are passages, empty passages, and UTF-8 bytes of text.
+        The record of the corpus; its counts are passages, empty passages, UTF-8 bytes of text, and about how many
+        passages have the text of another one.
 
     Raises:
         InputError: The source is missing, empty, truncated, not UTF-8 or malformed.
@@ -74,12 +75,15 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
             write_pydocs(folder / _PYDOCS_FILE, progress)
             sources = [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE)]
             recorded = {}
-        files = _scanned(sources, folder, spec.workers or num_cores(), progress)
+        files, repeated = _scanned(sources, folder, spec.workers or num_cores(), progress)
         write_segments(folder, files)
         stored_again = [file.source.path.name for file in files if file.source.path.name.endswith(FRAMES)]
         own = [SEGMENTS, *stored_again] if recorded else [_PYDOCS_FILE, SEGMENTS]
         return Corpus(
-            path=folder, fingerprint=identity, files=recorded | digest_files(folder, own), counts=_counts(spec, files)
+            path=folder,
+            fingerprint=identity,
+            files=recorded | digest_files(folder, own),
+            counts=_counts(spec, files, repeated),
         ).commit()
 
 
@@ -116,10 +120,13 @@ def _content(sources: list[SourceFile], digests: Mapping[SourceFile, FileDigest]
     return [{"name": each.name, **(whole_digest(each.path) or digests[each]).model_dump()} for each in sources]
 
 
-def _scanned(sources: list[SourceFile], folder: Path, workers: int, progress: Progress) -> list[FileSegments]:
-    """Scan all files in worker processes, and return the results in the order of ``sources``.
+def _scanned(
+    sources: list[SourceFile], folder: Path, workers: int, progress: Progress
+) -> tuple[list[FileSegments], int]:
+    """Scan all files in worker processes.
 
-    The passages of large compressed files are stored once more, in ``folder``.
+    Returns the results in the order of ``sources``, and the number of passages with the text of another one. The
+    passages of large compressed files are stored once more, in ``folder``.
     """
     sizes = [source.path.stat().st_size for source in sources]
     frames = [
@@ -128,9 +135,10 @@ def _scanned(sources: list[SourceFile], folder: Path, workers: int, progress: Pr
     ]
     again = sum(size for size, path in zip(sizes, frames, strict=True) if path is not None)
     require_free_space(folder, int(again * _FRAMES_SIZE), "the passages of large compressed files")
+    digests = [folder / f".digests.{number:08x}.tmp" for number in range(len(sources))]
     jobs = [
-        {"path": str(source.path), "name": source.name, "frames": path and str(path)}
-        for source, path in zip(sources, frames, strict=True)
+        {"path": str(source.path), "name": source.name, "frames": path and str(path), "digests": str(of_texts)}
+        for source, path, of_texts in zip(sources, frames, digests, strict=True)
     ]
     total = sum(sizes)
     done = 0
@@ -143,15 +151,19 @@ def _scanned(sources: list[SourceFile], folder: Path, workers: int, progress: Pr
     results = {
         result["name"]: result for result in in_processes("t5train.data.segments:scan_file", jobs, workers, advance)
     }
+    steps = [results[source.name]["digests_step"] for source in sources]
+    repeated = TextDigests.joined(zip(digests, steps, strict=True)).repeated()
+    for path in digests:
+        path.unlink()
     places = [SourceFile(path or source.path, source.name) for source, path in zip(sources, frames, strict=True)]
-    return [_file_segments(place, results[place.name]) for place in places]
+    return [_file_segments(place, results[place.name]) for place in places], repeated
 
 
 def _file_segments(source: SourceFile, result: Json) -> FileSegments:
     return FileSegments(source, result["passages"], result["empty"], [Segment(*each) for each in result["segments"]])
 
 
-def _counts(spec: CorpusSpec, files: list[FileSegments]) -> dict[str, int]:
+def _counts(spec: CorpusSpec, files: list[FileSegments], repeated: int) -> dict[str, int]:
     passages, empty = sum(file.passages for file in files), sum(file.empty_passages for file in files)
     if not passages:
         raise InputError(
@@ -167,4 +179,4 @@ def _counts(spec: CorpusSpec, files: list[FileSegments]) -> dict[str, int]:
             "files are not those that the name stands for: name the text by its URL, if it is the one that you want"
         )
     text_bytes = sum(segment.text_bytes for file in files for segment in file.segments)
-    return {"passages": passages, "empty_passages": empty, "text_bytes": text_bytes}
+    return {"passages": passages, "empty_passages": empty, "text_bytes": text_bytes, REPEATED: repeated}

@@ -1,8 +1,12 @@
 """Source files, rows and passages of text. A document's id decides its split (train, validation or test)."""
 
+from array import array
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, Self
+
+import numpy as np
 
 READ_COLUMNS = ("id", "text", "title")
 """The columns of .tsv and .parquet files that are read."""
@@ -60,3 +64,51 @@ def split_of(rule: SplitRule, document_id: str) -> Split:
     if thousandth < train:
         return "train"
     return "validation" if thousandth < train + validation else "test"
+
+
+class TextDigests:
+    """The 64-bit digests of texts, to count those that occur more than once.
+
+    Of more than ``MOST`` texts, only those are kept whose digest is a multiple of a power of two: the same ones
+    wherever a text occurs. The count is an estimate then.
+    """
+
+    MOST = 4 << 20
+
+    def __init__(self, digests: Iterable[int] = (), step: int = 1) -> None:
+        self._digests, self._step = array("Q", digests), step
+
+    def add(self, text: str) -> None:
+        """Add a text. White space at its ends does not count."""
+        digest = int.from_bytes(blake2b(text.strip().encode(), digest_size=8).digest(), "little")
+        if digest % self._step == 0:
+            self._digests.append(digest)
+            self._thin()
+
+    def write(self, path: Path) -> int:
+        """Write the digests to a file, and return the power of two that they are multiples of."""
+        path.write_bytes(self._digests.tobytes())
+        return self._step
+
+    @classmethod
+    def joined(cls, parts: Iterable[tuple[Path, int]]) -> Self:
+        """Read what ``write`` wrote to several files."""
+        found = cls()
+        for path, step in parts:
+            found._digests.frombytes(path.read_bytes())
+            found._keep_multiples_of(max(found._step, step))
+            found._thin()
+        return found
+
+    def repeated(self) -> int:
+        """Return about how many texts are not the first of their kind; exactly if no digest was left out."""
+        digests = np.frombuffer(self._digests, dtype=np.uint64)
+        return int(len(digests) - len(np.unique(digests))) * self._step
+
+    def _thin(self) -> None:
+        while len(self._digests) > self.MOST:
+            self._keep_multiples_of(2 * self._step)
+
+    def _keep_multiples_of(self, step: int) -> None:
+        digests = np.frombuffer(self._digests, dtype=np.uint64)
+        self._step, self._digests = step, array("Q", digests[digests % np.uint64(step) == 0].tobytes())

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from t5train.data.passages import Passage, Row, SourceFile, text_bytes
+from t5train.data.passages import Passage, Row, SourceFile, TextDigests, text_bytes
 from t5train.data.readers import OpenFile, PassageFrames, rows
 from t5train.data.worker_processes import Advance, Json
 from t5train.files.atomic import replacing
@@ -41,12 +41,18 @@ class FileSegments(NamedTuple):
     segments: list[Segment]
 
 
-def scan(source: SourceFile, frames: PassageFrames | None = None, advance: Advance = _ignore) -> FileSegments:
+def scan(
+    source: SourceFile,
+    frames: PassageFrames | None = None,
+    digests: TextDigests | None = None,
+    advance: Advance = _ignore,
+) -> FileSegments:
     """Read a whole file and divide it into segments.
 
     Args:
         source: The file.
         frames: Gets all passages, a frame for each segment. The segments' offsets are then those of their frames.
+        digests: Gets all texts.
         advance: Called with the bytes that were read since the last call, as stored.
 
     Raises:
@@ -65,6 +71,8 @@ def scan(source: SourceFile, frames: PassageFrames | None = None, advance: Advan
             total += size
             if frames is not None:
                 frames.add(row.passage)
+            if digests is not None and size:
+                digests.add(row.passage.text)
             if total >= _SEGMENT_BYTES:
                 segments.append(_segment(first, row, total, frames))
                 first, total = None, 0
@@ -88,20 +96,22 @@ def scan_file(job: Json, advance: Advance) -> Json:
     """Scan the file of a job. The worker processes of the corpus stage call this.
 
     If the job names a file for its passages, they are stored there once more, and the segments are those of that file.
+    The digests of the texts are written to another file.
     """
     source = SourceFile(Path(job["path"]), job["name"])
-    watched = _InSteps(advance)
+    watched, digests = _InSteps(advance), TextDigests()
     if job["frames"] is None:
-        scanned = scan(source, advance=watched)
+        scanned = scan(source, None, digests, watched)
     else:
         with replacing(Path(job["frames"])) as file:
-            scanned = scan(source, PassageFrames(file), watched)
+            scanned = scan(source, PassageFrames(file), digests, watched)
     watched.flush()
     return {
         "name": job["name"],
         "passages": scanned.passages,
         "empty": scanned.empty_passages,
         "segments": scanned.segments,
+        "digests_step": digests.write(Path(job["digests"])),
     }
 
 

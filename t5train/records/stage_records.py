@@ -135,6 +135,10 @@ class PlainRecord(Record):
     files: dict[str, FileDigest]
 
 
+REPEATED = "repeated_passages"
+"""The count of passages that have the text of an earlier one, of corpora and shards. Old ones do not have it."""
+
+
 class Corpus(PlainRecord):
     """Verified text: files of passages, which may be used in place."""
 

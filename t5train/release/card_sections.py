@@ -7,6 +7,7 @@ from typing import Any
 from t5train.data.span_corruption import geometry
 from t5train.host_resources import quantity
 from t5train.records.metrics import UNIGRAM, VALIDATION, has_learned_nothing
+from t5train.records.stage_records import REPEATED
 from t5train.records.witness import TrainedModel, Witness
 from t5train.release.markdown import code
 from t5train.spec import ObjectiveSpec
@@ -126,8 +127,20 @@ def data(witness: Witness) -> str:
             "",
             f"Training took {quantity(sequences, 'sequence')}: {sequences / samples:,.2f} epochs over the "
             f"{quantity(samples, 'sequence')} of the training split.",
+            *(["", repeated] if (repeated := repeated_line(counts)) else []),
             "",
         ]
+    )
+
+
+def repeated_line(counts: Mapping[str, Any]) -> str:
+    """Return a sentence about passages that occur more than once; empty if there are none, or if that is unknown."""
+    repeated, passages = int(counts.get(REPEATED, 0)), sum(int(counts[f"{split}_documents"]) for split in _SPLITS)
+    if not repeated:
+        return ""
+    return (
+        f"{quantity(repeated, 'passage')} of {passages:,} have the text of another one. Where copies are in different "
+        "splits, losses on held-out text are lower than on new text."
     )
 
 

@@ -10,6 +10,7 @@ from t5train.data.vocabulary.sentencepiece_model import UNK_ID
 from t5train.host_resources import quantity
 from t5train.locations import redacted
 from t5train.records.stage_records import Corpus, Record, TokenizerFiles, TokenShards
+from t5train.release.card_sections import repeated_line
 from t5train.release.markdown import code, page, table
 from t5train.spec import ObjectiveSpec, RunSpec
 
@@ -53,6 +54,7 @@ def data_report(
         "## Tokens",
         table(("split", "passages", "tokens", "tokens per passage"), _split_rows(shards)),
         _unknown_line(shards, facts),
+        repeated_line(shards.counts),
         _epochs_line(spec, facts),
         "## Digests",
         "Each is the sha256 of a manifest, which lists the digest of every file.",
@@ -91,6 +93,8 @@ def data_lines(spec: RunSpec, shards: TokenShards, facts: SplitFacts) -> list[st
         f"{tokens:,} in {quantity(passages, 'passage')} ({split})" for split, (passages, tokens) in counts.items()
     )
     lines = [f"tokens: {of_splits}", _epochs_line(spec, facts)]
+    if repeated := repeated_line(shards.counts):
+        lines.append(repeated)
     if _epochs(spec, facts) > MOST_EPOCHS:
         lines.append(
             f"more than {MOST_EPOCHS} epochs: the model may learn the text by heart. Add text, or lower "

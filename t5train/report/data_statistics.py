@@ -18,6 +18,7 @@ from t5train.data.vocabulary.sentencepiece_model import UNK_ID, Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE
 from t5train.host_resources import quantity
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
+from t5train.release.card_sections import repeated_line
 from t5train.report.data_report import train_split_facts
 from t5train.spec import ObjectiveSpec
 
@@ -50,6 +51,8 @@ class DataStatistics(NamedTuple):
 
     lengths: dict[Split, np.ndarray]
     """Tokens of each passage, EOS included: uint32, one array per split."""
+    repeated: str
+    """A sentence about passages that occur more than once; empty if there are none, or if that is unknown."""
     unknown_pieces: int
     """Unknown pieces in the train split."""
     train_tokens: int
@@ -67,7 +70,9 @@ def data_statistics(
     }
     facts = train_split_facts(shards, objective)
     sampled = sample_text(corpus, Encoder(tokenizer.path / SPIECE))
-    return DataStatistics(lengths, facts.unknown_pieces, int(shards.counts["train_tokens"]), sampled)
+    return DataStatistics(
+        lengths, repeated_line(shards.counts), facts.unknown_pieces, int(shards.counts["train_tokens"]), sampled
+    )
 
 
 def sample_text(corpus: Corpus, encoder: Encoder) -> SampledText:
@@ -122,6 +127,7 @@ def word_lines(statistics: DataStatistics) -> list[str]:
         f"{per_word:.2f} pieces per word and {per_piece:.2f} bytes per piece, in a sample of "
         f"{quantity(sampled.passages, 'passage')} with {quantity(sampled.words, 'word')}",
         f"unknown pieces: {quantity(statistics.unknown_pieces, 'token')} of the train split ({share:.4%})",
+        *([statistics.repeated] if statistics.repeated else []),
     ]
     if sampled.unknown:
         most = ", ".join(

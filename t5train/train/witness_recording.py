@@ -29,6 +29,7 @@ from t5train.files.atomic import replacing, write_json
 from t5train.locations import shareable_source
 from t5train.model.model_shape import T5Shape, count_parameters, generation_config
 from t5train.model.t5 import T5, shift_right
+from t5train.records.stage_records import REPEATED
 from t5train.records.witness import (
     GENERATED_PROBE,
     WITNESS,
@@ -178,7 +179,8 @@ def _trained(job: TrainJob) -> TrainedModel:
 def _data(job: TrainJob) -> dict[str, int]:
     shards, window_tokens = job.shards(), geometry(job.spec.objective).window_tokens
     counts = {f"{split}_{unit}": int(shards.counts[f"{split}_{unit}"]) for split in SPLITS for unit in _UNITS}
-    return {**counts, "train_samples": num_windows(shards, "train", window_tokens)}
+    repeated = {name: int(count) for name, count in shards.counts.items() if name == REPEATED}
+    return {**counts, **repeated, "train_samples": num_windows(shards, "train", window_tokens)}
 
 
 def _places(model: T5) -> dict[str, Tensor]:
