@@ -112,7 +112,7 @@ up: setup ## Prefect server, pool and worker for this machine
 	@$(BIN)/t5-pretrain up
 
 clean: ## Remove .venv and what tools have cached; what runs have made stays
-	@rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv t5train/data/vocabulary/native/*.so build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(ROOT)/*' -prune -exec rm -rf {} +
 
 .venv/.installed: pyproject.toml constraints.txt

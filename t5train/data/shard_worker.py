@@ -119,7 +119,7 @@ def _encoder(spiece: Path) -> DocumentEncoder:
 def _encoded(batch: list[Passage], encoder: DocumentEncoder, rule: _SplitRule) -> dict[Split, Documents]:
     """Return the ids of the passages of each split."""
     documents = encoder.encode([passage.text for passage in batch])
-    splits = np.array([SPLITS.index(split_of(rule, passage.id)) for passage in batch])
+    splits = np.array([SPLITS.index(split_of(rule, passage.id)) for passage in batch], np.uint8)
     splits_of_ids = np.repeat(splits, documents.lengths)
     return {
         split: Documents(documents.ids[splits_of_ids == number], documents.lengths[splits == number])

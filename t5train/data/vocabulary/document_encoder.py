@@ -8,9 +8,10 @@ gives the ids of ``Encoder`` for these reasons:
   that may combine with them. A text with U+2581, which is a space only after normalisation, is left to Encoder.
 - Encoder's sums are exact up to 8192 nats, so the ids of a word do not depend on the words before it. A text in which
   a sum of Encoder would exceed that is left to Encoder.
-- Other words than those of printable ASCII, which are normalised, and very long ones are left to Encoder, too, and then
-  remembered. Encoder normalises a text in one of two ways, which depends on the whole text. These words are encoded
-  in the way of their text.
+- Other words than those of printable ASCII, which are normalised, are left to Encoder, too, and then remembered. It
+  normalises a text in one of two ways, which depends on the whole text; these words are encoded in the way of their
+  text. A text with a very long word, which could not be remembered, is left to Encoder as a whole: so are texts in
+  scripts without spaces.
 """
 
 import logging
@@ -90,23 +91,29 @@ class _Words:
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
         self.pieces = [piece.piece for piece in encoder.model.pieces]
-        self.costs = np.array([-round(piece.score * SCORE_STEPS) for piece in encoder.model.pieces], np.int64)
+        scores = [0.0] * (UNK_ID + 1) + [piece.score for piece in encoder.model.pieces[UNK_ID + 1 :]]
+        self.costs = np.array([-round(score * SCORE_STEPS) for score in scores], np.int64)
         self.unknown_cost = int(self.costs[UNK_ID + 1 :].max(initial=0)) + _UNKNOWN_NATS * SCORE_STEPS
         self._lengths = np.array([len(piece) for piece in self.pieces], np.int64)
 
     def encode(self, words: list[str], combines: bool) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Return ids, the number of ids of each word, and an upper bound of each word's cost in steps of the scores."""
         encoded = self._encoder.encode_alike(words, combines)
-        return *_flat(encoded), [self._bound(word, ids) for word, ids in zip(words, encoded, strict=True)]
+        ids, lengths = _flat(encoded)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        sums = np.concatenate([[0], np.cumsum(self.costs[ids])])
+        bounds = sums[ends] - sums[ends - lengths]
+        of_unknown = np.concatenate([[0], np.cumsum(ids == UNK_ID)])
+        for number in np.flatnonzero(of_unknown[ends] > of_unknown[ends - lengths]):
+            bounds[number] = self._bound(words[number], encoded[number])
+        return ids, lengths, bounds.tolist()
 
     def _bound(self, word: str, ids: np.ndarray) -> int:
+        """Return the bound for a word with unknown characters."""
         known = ids[ids != UNK_ID]
-        cost = int(self.costs[known].sum())
-        if len(known) < len(ids):
-            # One id stands for several unknown characters. With the space before the word, they are at most:
-            characters = 1 + max(len(word), len(self._encoder.normalised(word)))
-            cost += self.unknown_cost * (characters - int(self._lengths[known].sum()))
-        return cost
+        # One id stands for several unknown characters. With the space before the word, they are at most:
+        characters = 1 + max(len(word), len(self._encoder.normalised(word)))
+        return int(self.costs[known].sum()) + self.unknown_cost * (characters - int(self._lengths[known].sum()))
 
 
 def _flat(encoded: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

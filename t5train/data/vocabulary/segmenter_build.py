@@ -12,6 +12,7 @@ that it is for, so another one is never loaded.
 
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,8 +25,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from t5train.errors import InputError
-from t5train.files.atomic import replacing
+from t5train.errors import InputError, T5TrainError
+from t5train.files.atomic import replacing, try_writing
 
 COMMAND = "python -m t5train.data.vocabulary.segmenter_build"
 _SOURCES = Path(__file__).parent / "native"
@@ -38,14 +39,17 @@ _log = logging.getLogger(__name__)
 def build(folder: Path = _SOURCES) -> Path:
     """Compile the segmenter into a folder unless it is there, and return its path.
 
-    Raises InputError if there is no C++ compiler or it fails, and StorageError if the folder cannot be written.
+    One that is there and does not work on this machine is replaced. Raises InputError if there is no C++ compiler or
+    it fails, and the system's error if the folder cannot be written.
     """
     path = built(folder)
-    if path.exists():
+    if load(path) is not None:
         return path
+    try_writing(folder)  # before compiling, which takes half a minute
     compiled = _compile()
     with replacing(path) as file:
         file.write(compiled)
+    _imported.cache_clear()
     for other in folder.glob(f"segmenter-*{_suffix()}"):
         if other != path:
             other.unlink(missing_ok=True)
@@ -84,18 +88,20 @@ def _suffix() -> str:
 @cache
 def _digest() -> str:
     digest = sha256(" ".join(_OPTIONS).encode())
-    for source in sorted(path for path in _SOURCES.iterdir() if path.suffix in {".h", ".cpp"}):
+    for source in sorted(path for path in _SOURCES.glob("*") if path.suffix in {".h", ".cpp"}):
         digest.update(f"\n{source.name} {source.stat().st_size}\n".encode() + source.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def _compile() -> bytes:
-    import pybind11  # only needed here
-
+    try:
+        import pybind11  # only needed here
+    except ImportError as error:
+        raise InputError(f"{error}: pip install pybind11") from error
     headers = [pybind11.get_include(), sysconfig.get_path("include")]
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "segmenter.so"
-        command = [_compiler(), *_OPTIONS, *(f"-I{path}" for path in headers), str(_SOURCES / "segmenter.cpp")]
+        command = [*_compiler(), *_OPTIONS, *(f"-I{path}" for path in headers), str(_SOURCES / "segmenter.cpp")]
         done = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise InputError(
@@ -105,15 +111,18 @@ def _compile() -> bytes:
         return target.read_bytes()
 
 
-def _compiler() -> str:
-    for name in (os.environ.get("CXX", ""), *_COMPILERS):
-        if found := shutil.which(name):
-            return found
-    raise InputError(f"there is no C++ compiler ({', '.join(_COMPILERS)}). Install one, or set CXX to the path of one")
+def _compiler() -> list[str]:
+    """Return the command of the compiler: that of CXX, which may have arguments, or the first one that is installed."""
+    commands = [chosen] if (chosen := shlex.split(os.environ.get("CXX", ""))) else [[name] for name in _COMPILERS]
+    for program, *arguments in commands:
+        if found := shutil.which(program):
+            return [found, *arguments]
+    names = ", ".join(program for program, *_ in commands)
+    raise InputError(f"there is no C++ compiler ({names}). Install one, or set CXX to the command of one")
 
 
 if __name__ == "__main__":
     try:
         sys.stdout.write(f"{build()}\n")
-    except InputError as error:
+    except (T5TrainError, OSError) as error:
         sys.exit(f"segmenter: {error}")

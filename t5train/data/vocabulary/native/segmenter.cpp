@@ -28,6 +28,7 @@ constexpr uint32_t kExactQuarterNats = 8192 * 4 - 4;  // Encoder's float32 sums 
 constexpr int64_t kStretchCharacters = 1200;          // Encoder cuts a text at the next space, and begins a new sum
 constexpr uint32_t kWordMark = 0x2581;                // SentencePiece's symbol for a space
 constexpr size_t kLookedUpTogether = 16;              // words; their places in the cache are loaded at the same time
+constexpr size_t kKeptIds = 1 << 22;                  // 16 MiB, more than a batch of usual texts has
 constexpr char kCombines = '\xfe';                    // no byte of UTF-8
 
 bool is_space(Byte byte) { return byte == ' ' || (byte >= '\t' && byte <= '\r' && byte != '\v'); }
@@ -108,9 +109,7 @@ struct Batch {
   std::array<std::vector<std::string>, 2> unknown;  // names of words, by whether their text has combining characters
 
   void append(const uint32_t* added, size_t count) {
-    const size_t before = ids.size();
-    ids.resize(before + count);
-    std::copy_n(added, count, &ids[before]);
+    ids.insert(ids.end(), added, added + count);
   }
 
   void end_text(size_t number, size_t start) {
@@ -160,8 +159,9 @@ class Segmenter {
       for (const size_t number : std::exchange(batch.waiting, {})) segment(Text(texts[number]), number, batch);
     }
     take_rounded(texts, batch, encode_texts);
-    buffer_ = std::move(batch.ids);
-    return assembled(buffer_, batch.slices);
+    const py::tuple result = assembled(batch.ids, batch.slices);
+    if (batch.ids.capacity() <= kKeptIds) buffer_ = std::move(batch.ids);
+    return result;
   }
 
   size_t num_words() const { return cache_.num_words(); }
@@ -256,9 +256,13 @@ class Segmenter {
     };
     std::string name(combines, kCombines);
     name += word;
-    const bool is_short = name.size() <= kLongestWord, has_zeros = name.find('\0') != name.npos;
+    if (name.size() > kLongestWord) {  // it would not be remembered, so Encoder encodes the whole text at once
+      sum.is_rounded = true;
+      return;
+    }
+    const bool has_zeros = name.find('\0') != name.npos;
     const Key key(name, reinterpret_cast<const Byte*>(name.data() + name.size()), has_zeros);
-    if (is_short && cache_.find(key, take)) return;
+    if (cache_.find(key, take)) return;
     const auto [entry, is_new] = batch.learned.try_emplace(name);
     const auto& [ids, quarter_nats] = entry->second;
     if (is_new) batch.unknown[combines].push_back(name);
@@ -268,7 +272,7 @@ class Segmenter {
     }
     batch.append(ids.data(), ids.size());
     sum.add(quarter_nats);
-    if (is_short) cache_.insert(key, {ids.data(), uint16_t(ids.size()), quarter_nats});
+    if (ids.size() <= UINT16_MAX) cache_.insert(key, {ids.data(), uint16_t(ids.size()), quarter_nats});
   }
 
   static void learn(Batch& batch, const py::function& encode_words) {

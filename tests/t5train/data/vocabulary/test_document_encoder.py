@@ -148,6 +148,18 @@ def test_a_sum_beyond_the_exact_range_is_left_to_the_slow_encoder(
     assert asked == [rounded]
 
 
+def test_a_text_with_a_word_that_could_not_be_remembered_is_left_to_the_slow_encoder_at_once(
+    spiece: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, asked, words = DocumentEncoder(spiece), list[str](), list[str]()
+    slowly, encode_words = encoder._slowly, encoder._words.encode
+    monkeypatch.setattr(encoder, "_slowly", lambda texts: (asked.extend(texts), slowly(texts))[1])
+    monkeypatch.setattr(encoder._words, "encode", lambda some, how: (words.extend(some), encode_words(some, how))[1])
+    encoder.encode(["\u65e5" * 300, "caf\u00e9"])
+    assert asked == ["\u65e5" * 300]
+    assert words == ["caf\u00e9"]
+
+
 def test_the_cache_is_bounded_and_keeps_frequent_words(spiece: Path) -> None:
     encoder = DocumentEncoder(spiece, 1 << 20)
     assert encoder.segmenter is not None
