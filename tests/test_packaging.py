@@ -147,7 +147,7 @@ def test_the_installed_program_lists_recipes(installed: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_installed_program_resolves_a_run_and_leaves_nothing_behind(installed: Path, tmp_path: Path) -> None:
-    output = run(installed / "t5-pretrain", "run", "smoke", "--dry-run", cwd=tmp_path)
+    output = run(installed / "t5-pretrain", "run", "smoke", "--dry-run", "--json", cwd=tmp_path)
     assert "zero_optimization" in output
     assert str(ROOT) not in output
     assert not (tmp_path / "work").exists()

@@ -236,7 +236,7 @@ def test_text_files_of_a_pattern_are_downloaded_again_only_when_they_change(
     seen: set[str] = set()
     first = build_corpus(spec, tmp_path, lambda what, *_: seen.add(what))
     assert first.counts["passages"] == 120
-    assert "bytes of part-1.jsonl.gz downloaded" in seen
+    assert "bytes downloaded, 2 of 3 files complete" in seen
     again: set[str] = set()
     assert build_corpus(spec, tmp_path, lambda what, *_: again.add(what)).reused
     assert not any("downloaded" in what for what in again)
