@@ -1,13 +1,14 @@
 """A server with the endpoints of the Hugging Face Hub that reading a dataset's files takes."""
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha1, sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.support.web_server import at_loopback
 
 REPOSITORY = "someone/texts"
 _API = f"/api/datasets/{REPOSITORY}"
@@ -81,13 +82,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving_hub(hub: Hub) -> Iterator[Hub]:
-    """Serve a dataset on the loopback interface, and set ``hub.url``, which is the client's HF_ENDPOINT."""
-    handler = type("Handler", (_Handler,), {"hub": hub})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-        try:
-            yield hub
-        finally:
-            server.shutdown()
+    """Serve a dataset, and set ``hub.url``, which is the client's HF_ENDPOINT."""
+    with at_loopback(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
+        yield hub

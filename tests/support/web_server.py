@@ -155,14 +155,19 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(web: Web) -> Iterator[Web]:
-    """Serve files on the loopback interface, and set ``web.url``."""
-    handler = type("Handler", (_Handler,), {"web": web})
+def at_loopback(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve on the loopback interface. Yields the server's URL."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        web.url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
-            yield web
+            yield f"http://127.0.0.1:{server.server_address[1]}"
         finally:
             server.shutdown()
+
+
+@contextmanager
+def serving(web: Web) -> Iterator[Web]:
+    """Serve files, and set ``web.url``."""
+    with at_loopback(type("Handler", (_Handler,), {"web": web})) as web.url:
+        yield web
