@@ -29,9 +29,10 @@ from t5train.spec.known_texts import known_texts
 _STAGE_VERSION = 1  # incremented when the same files would give another corpus
 _PYDOCS_FILE = "pydocs.jsonl"
 FRAMED_FROM_BYTES = 128 << 20
-"""Of compressed files from this size, the passages are stored once more. Each shard would decompress them anew."""
+"""Compressed files of this size or more also get a seekable copy of their passages. Without the copy, each shard would
+decompress the file from the beginning."""
 _FRAMES_SIZE = 2.2
-"""Of those files, relative to the compressed text, at most: measured 1.1 to 1.6 for .gz, and up to 2.1 for .xz."""
+"""Largest size of that copy relative to the compressed file. Measured: 1.1 to 1.6 for .gz, up to 2.1 for .xz."""
 _log = logging.getLogger(__name__)
 
 

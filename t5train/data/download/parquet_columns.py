@@ -55,10 +55,10 @@ class _RemoteBytes(io.RawIOBase):
         """Return the position in bytes."""
         return self._position
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Change the position in bytes, and return it."""
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = start + offset
+    def seek(self, offset: int, relative_to: int = io.SEEK_SET, /) -> int:
+        """Set the position in bytes, as ``io.IOBase.seek`` does, and return it."""
+        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
+        self._position = bases[relative_to] + offset
         return self._position
 
     def readinto(self, buffer: Any) -> int:

@@ -125,7 +125,7 @@ class PartialFile:
         self._digest, self._size = hashlib.sha256(), 0
         self._durable = each.part_bytes
         with _writing(self.path):
-            self._file: IO[bytes] = open(self.path, "r+b" if each.part_bytes else "w+b")  # noqa: SIM115
+            self._file: IO[bytes] = open(self.path, "r+b" if each.part_bytes else "w+b")  # noqa: SIM115 - __exit__ closes it
 
     def __enter__(self) -> Self:
         self._file.truncate(self._each.part_bytes)
@@ -160,7 +160,7 @@ class PartialFile:
         """Compute the digest of what another function wrote to ``path``."""
         self._digest, self._size = hashlib.sha256(), 0
         self._file.close()
-        self._file = open(self.path, "r+b")  # noqa: SIM115
+        self._file = open(self.path, "r+b")  # noqa: SIM115 - __exit__ closes it
         self._hash()
 
     def finish(self) -> tuple[int, str]:

@@ -20,8 +20,8 @@ import sysconfig
 import tempfile
 from functools import cache
 from hashlib import sha256
-from importlib.machinery import ExtensionFileLoader
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -69,8 +69,7 @@ def load(path: Path) -> ModuleType | None:
 @cache
 def _imported(path: Path) -> ModuleType | None:
     loader = ExtensionFileLoader("segmenter", str(path))
-    spec = spec_from_file_location("segmenter", path, loader=loader)
-    assert spec is not None  # noqa: S101  a loader is given
+    spec = ModuleSpec("segmenter", loader, origin=str(path))
     try:
         module = module_from_spec(spec)
         loader.exec_module(module)

@@ -1,6 +1,5 @@
 """Downloads of text from a web server, with the failures that web servers have."""
 
-import hashlib
 import io
 import json
 import logging
@@ -18,20 +17,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from t5train.data import corpus
 from t5train.data.corpus import build_corpus
-from t5train.data.download import downloads, kept_downloads, partial_file, remote_reading
+from t5train.data.download import downloads
 from t5train.data.sources import require_source
 from t5train.errors import InputError, StorageError
 from t5train.records.stage_records import Corpus
-from t5train.spec import CorpusSpec, known_texts
-from t5train.spec.known_texts import KnownFile, KnownText
+from t5train.spec import CorpusSpec
+from tests.support.served_text import BLOCK, DURABLE, LINES, NUM_BLOCKS, serving_text
 from tests.support.waiting import await_that
-from tests.support.web_server import GOOD, SIGNATURE, Answer, Request, Web, serving
+from tests.support.web_server import GOOD, SIGNATURE, Answer, Request, Web
 
-LINES = b"".join(b"line %d of a text that takes many requests\n" % number for number in range(40_000))
-BLOCK, DURABLE = 64 << 10, 256 << 10
-NUM_BLOCKS = -(-len(LINES) // BLOCK)
 BUILD = f"""
 import sys
 from pathlib import Path
@@ -45,13 +40,9 @@ build_corpus(CorpusSpec(source=sys.argv[1], workers=1), Path(sys.argv[2]))
 
 
 @pytest.fixture
-def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    """A server of one text, for a client with small blocks and little patience."""
-    monkeypatch.setattr(downloads, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(partial_file, "DURABLE_BYTES", DURABLE)
-    monkeypatch.setattr(remote_reading, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(remote_reading, "LONGEST_WAIT_SECONDS", 0.02)
-    with serving(Web({"/text.txt": LINES})) as web:
+def web() -> Iterator[Web]:
+    """A server of one text."""
+    with serving_text() as web:
         yield web
 
 
@@ -241,66 +232,6 @@ def test_a_file_that_is_wrong_twice_is_refused(web: Web, tmp_path: Path) -> None
     with pytest.raises(InputError, match="was downloaded twice, and both times its sha256 was not"):
         build(web, tmp_path)
     assert build(web, tmp_path, revision="new").counts["passages"] == 40_000
-
-
-def named(monkeypatch: pytest.MonkeyPatch, web: Web, **changes: object) -> None:
-    """Let the name ``the_text`` stand for the server's text."""
-    known = KnownFile(size=len(LINES), sha256=hashlib.sha256(LINES).hexdigest())
-    facts = {"title": "A text", "files": {"text.txt": known}, "rows": 40_000, "license": "cc-by-nc-4.0"}
-    facts |= {"location": f"{web.url}/text.txt", "languages": ("en",)}
-    texts = {"the_text": KnownText.model_validate(facts | changes)}
-    for module in (kept_downloads, corpus, known_texts):
-        monkeypatch.setattr(module, "known_texts", lambda: texts)
-
-
-def build_named(root: Path) -> Corpus:
-    return build_corpus(CorpusSpec(source="the_text", workers=1), root)
-
-
-def test_a_text_that_has_a_name_is_downloaded_compared_with_what_is_known_and_has_its_licence(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    named(monkeypatch, web)
-    web.answer = lambda request: Answer(flips_a_bit=request.start == BLOCK)
-    with pytest.raises(InputError, match="was downloaded twice, and both times its sha256 was not"):
-        build_named(tmp_path)
-    web.answer = lambda _: GOOD
-    with caplog.at_level(logging.INFO):
-        assert build_named(tmp_path).counts["passages"] == 40_000
-    assert "A text. Its licence: cc-by-nc-4.0" in caplog.text
-    assert known_texts.licence_of("the_text", None) == "cc-by-nc-4.0"
-    assert known_texts.licence_of("the_text", "mit") == "mit"
-    assert known_texts.languages_of("the_text", ()) == ("en",)
-    web.files["/text.txt"] = LINES[:-1]
-    web.head = lambda: 500
-    web.requests.clear()
-    assert build_named(tmp_path).reused
-    assert web.requests == [], "the known digest counts, not what the server says of changes"
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"rows": 39_999}, r"has 40,000 rows, but should have 39,999"),
-        ({"files": {"text.txt": {"size": 1, "sha256": "0" * 64}}}, r"bytes, but should have 1"),
-    ],
-)
-def test_a_named_text_with_other_rows_or_another_size_is_refused(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], error: str
-) -> None:
-    named(monkeypatch, web, **changes)
-    with pytest.raises(InputError, match=error):
-        build_named(tmp_path)
-
-
-def test_the_names_of_texts_are_no_paths_and_each_has_digests_and_a_licence() -> None:
-    texts = known_texts.known_texts()
-    assert texts
-    for name, text in texts.items():
-        assert known_texts.is_named_text(name)
-        assert known_texts.location_of(name) == text.location != name
-        assert text.files
-        assert known_texts.licence_of(name, None) == text.license
 
 
 def test_the_switch_for_the_hub_does_not_forbid_other_stores(

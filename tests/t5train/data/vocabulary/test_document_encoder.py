@@ -160,13 +160,13 @@ def test_a_text_with_a_word_that_could_not_be_remembered_is_left_to_the_slow_enc
     assert words == ["caf\u00e9"]
 
 
-def test_the_cache_is_bounded_and_keeps_frequent_words(spiece: Path) -> None:
+def test_the_cache_is_bounded_and_keeps_frequent_words(spiece: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = DocumentEncoder(spiece, 1 << 20)
     assert encoder.segmenter is not None
     frequent = "caf\u00e9"  # a word that has to be asked for
     asked: list[str] = []
     encode_words = encoder._words.encode
-    encoder._words.encode = lambda words, combines: (asked.extend(words), encode_words(words, combines))[1]  # type: ignore[method-assign]
+    monkeypatch.setattr(encoder._words, "encode", lambda some, how: (asked.extend(some), encode_words(some, how))[1])
     for number in range(300):
         encoder.encode([f"{frequent} " + " ".join(f"{frequent}{number}x{each}" for each in range(200))])
     assert encoder.segmenter.num_bytes <= 1 << 20
