@@ -12,6 +12,8 @@ from itertools import count
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+READER = "download-reader"
+"""Name of the threads that read."""
 TRIES = 8
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0
 LONGEST_ASKED_SECONDS = 600.0
@@ -206,7 +208,7 @@ class Readers:
         self._number = number
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         for _ in range(number):
-            threading.Thread(target=self._work, daemon=True).start()
+            threading.Thread(target=self._work, name=READER, daemon=True).start()
 
     def submit(self, read: Callable[[], Result]) -> Future[Result]:
         """Let the next free thread call ``read``."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -19,8 +20,10 @@ import pytest
 
 from t5train.data.corpus import build_corpus
 from t5train.data.download import downloads
+from t5train.data.download.remote_reading import READER
 from t5train.data.sources import require_source
 from t5train.errors import InputError, StorageError
+from t5train.progress import Interrupted
 from t5train.records.stage_records import Corpus
 from t5train.spec import CorpusSpec
 from tests.support.served_text import BLOCK, DURABLE, LINES, NUM_BLOCKS, serving_text
@@ -311,6 +314,18 @@ def test_an_interruption_ends_a_download_that_waits_for_a_busy_server(web: Web, 
         time.sleep(1)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) != 0
+
+
+def test_threads_that_wait_for_a_busy_server_end_with_the_download(web: Web, tmp_path: Path) -> None:
+    web.answer = lambda request: Answer(503, (("Retry-After", "500"),)) if request.end else GOOD
+
+    def cancel(*_: object) -> None:
+        if any(each.end for each in web.requests):
+            raise Interrupted
+
+    with pytest.raises(InputError):  # which the source's errors are converted to
+        build_corpus(CorpusSpec(source=f"{web.url}/text.txt", workers=1), tmp_path, cancel)
+    await_that(lambda: all(thread.name != READER for thread in threading.enumerate()), seconds=20)
 
 
 def test_too_little_disk_space_is_noticed_before_anything_is_transferred(

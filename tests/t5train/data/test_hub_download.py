@@ -10,6 +10,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from t5train.data.corpus import build_corpus
+from t5train.records.stage_records import Corpus
+from t5train.spec import CorpusSpec
 from tests.support.hub_server import REPOSITORY, Hub, serving_hub
 
 BUILD = """
@@ -76,6 +79,13 @@ def test_of_files_that_are_mostly_embeddings_only_the_text_is_downloaded(tmp_pat
         hub.downloads.clear()
         assert build(hub, tmp_path) == "1200\n"
         assert not hub.downloads
+    (made,) = (tmp_path / "corpus").iterdir()
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    for name, content in files.items():
+        (whole / Path(name).name).write_bytes(content)
+    same = build_corpus(CorpusSpec(source=str(whole), workers=1), tmp_path, out=tmp_path / "same")
+    assert Corpus.load(made).fingerprint == same.fingerprint, "the text is the same, however it was transferred"
     for path in (tmp_path / "cache").rglob("*.parquet"):
         read = pyarrow.parquet.read_table(path)
         assert read == pyarrow.parquet.read_table(io.BytesIO(files[f"data/{path.name}"])).select(read.column_names)
