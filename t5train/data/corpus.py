@@ -2,37 +2,36 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from t5train.data.checks.removal import write_without
+from t5train.data.checks.repetitions import find_repetitions
+from t5train.data.checks.whole_reading import TEXT_FINDINGS, ReadText, TextFindings, read_whole
 from t5train.data.download.partial_file import whole_digest
 from t5train.data.output_folder import making, stage_folder
-from t5train.data.passages import SourceFile, TextDigests
-from t5train.data.readers import FRAMES, is_compressed
-from t5train.data.segments import SEGMENTS, FileSegments, Segment, write_segments
-from t5train.data.sources import PYDOCS, local_files, pydocs_files, write_pydocs
-from t5train.data.worker_processes import Json, in_processes
+from t5train.data.passages import SourceFile
+from t5train.data.readers import FRAMES
+from t5train.data.segments import SEGMENTS, write_segments
+from t5train.data.sources import PYDOCS, local_files, pydocs_files, test_set_files, write_pydocs
 from t5train.errors import InputError
+from t5train.files.atomic import remove_folder
 from t5train.files.os_errors import explain
-from t5train.host_resources import num_cores, require_free_space, require_writable
+from t5train.host_resources import num_cores, quantity, require_writable
 from t5train.locations import redacted
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files
 from t5train.records.identity import fingerprint
 from t5train.records.kept_files import keep_changed_files
-from t5train.records.stage_records import REPEATED, Corpus, reusable
+from t5train.records.stage_records import Corpus, reusable
 from t5train.spec import CorpusSpec
 from t5train.spec.known_texts import known_texts
 
 _STAGE_VERSION = 1  # incremented when the same files would give another corpus
 _PYDOCS_FILE = "pydocs.jsonl"
-FRAMED_FROM_BYTES = 128 << 20
-"""Compressed files of this size or more also get a seekable copy of their passages. Without the copy, each shard would
-decompress the file from the beginning."""
-_FRAMES_SIZE = 2.2
-"""Largest size of that copy relative to the compressed file. Measured: 1.1 to 1.6 for .gz, up to 2.1 for .xz."""
+_REMOVAL_VERSION = 1  # incremented when the same settings would remove other passages
 _log = logging.getLogger(__name__)
 
 
@@ -63,7 +62,9 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         _log.info("%s. Its licence: %s", known.title, known.license)
     sources = _sources(spec, root, progress)
     digests = _digests(sources, progress)
-    identity = fingerprint({"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)})
+    test_sets = [test_set_files(each, root, progress) for each in spec.test_sets]
+    content = {"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)}
+    identity = fingerprint(content | _removal_identity(spec, test_sets, progress))
     folder = out or stage_folder(root, "corpus", corpus_name(spec), identity)
     if out is None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,15 +77,21 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
             write_pydocs(folder / _PYDOCS_FILE, progress)
             sources = [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE)]
             recorded = {}
-        files, repeated = _scanned(sources, folder, spec.workers or num_cores(), progress)
-        write_segments(folder, files)
-        stored_again = [file.source.path.name for file in files if file.source.path.name.endswith(FRAMES)]
-        own = [SEGMENTS, *stored_again] if recorded else [_PYDOCS_FILE, SEGMENTS]
+        workers = spec.workers or num_cores()
+        text = read_whole(sources, folder, workers, progress)
+        _require_text(spec, text.findings)
+        _require_rows(spec, text.findings)
+        if spec.remove:
+            text = _without_repetitions(spec, text, test_sets, folder, progress)
+        write_segments(folder, text.files)
+        text.findings.write(folder)
+        stored_again = [file.source.path.name for file in text.files if file.source.path.name.endswith(FRAMES)]
+        own = [SEGMENTS, TEXT_FINDINGS, *stored_again]
         return Corpus(
             path=folder,
             fingerprint=identity,
-            files=recorded | digest_files(folder, own),
-            counts=_counts(spec, files, repeated),
+            files=recorded | digest_files(folder, own if recorded else [_PYDOCS_FILE, *own]),
+            counts=text.findings.counts(),
         ).commit()
 
 
@@ -100,7 +107,7 @@ def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFil
     return local_files(spec.source, spec.revision, root, progress)
 
 
-def _digests(sources: list[SourceFile], progress: Progress) -> dict[SourceFile, FileDigest]:
+def _digests(sources: Sequence[SourceFile], progress: Progress) -> dict[SourceFile, FileDigest]:
     found: dict[SourceFile, FileDigest] = {}
     with ThreadPoolExecutor(num_cores()) as pool:  # hashing releases the GIL
         for source, digest in zip(sources, pool.map(_digest, sources), strict=True):
@@ -116,56 +123,60 @@ def _digest(source: SourceFile) -> FileDigest:
         raise InputError(f"{source.path} cannot be read: {explain(error)}") from error
 
 
-def _content(sources: list[SourceFile], digests: Mapping[SourceFile, FileDigest]) -> list[dict[str, Any]]:
+def _content(sources: Sequence[SourceFile], digests: Mapping[SourceFile, FileDigest]) -> list[dict[str, Any]]:
     """Return what identifies the text. Columns of a file stand for the whole file, however they were transferred."""
     return [{"name": each.name, **(whole_digest(each.path) or digests[each]).model_dump()} for each in sources]
 
 
-def _scanned(
-    sources: list[SourceFile], folder: Path, workers: int, progress: Progress
-) -> tuple[list[FileSegments], int]:
-    """Scan all files in worker processes.
+def _removal_identity(
+    spec: CorpusSpec, test_sets: Sequence[Sequence[SourceFile]], progress: Progress
+) -> dict[str, Any]:
+    """Return what decides which passages are removed; empty if none are, as in the fingerprints of earlier versions."""
+    if not spec.remove:
+        return {}
+    contents = [_content(files, _digests(files, progress)) for files in test_sets]
+    return {"removal": _REMOVAL_VERSION, "remove": spec.remove, "test_sets": contents, **spec.split_identity()}
 
-    Returns the results in the order of ``sources``, and the number of passages with the text of another one. The
-    passages of large compressed files are stored once more, in ``folder``.
-    """
-    sizes = [source.path.stat().st_size for source in sources]
-    frames = [
-        folder / f"{number:05d}{FRAMES}" if is_compressed(source.path) and size >= FRAMED_FROM_BYTES else None
-        for number, (source, size) in enumerate(zip(sources, sizes, strict=True))
+
+def _without_repetitions(
+    spec: CorpusSpec,
+    read: ReadText,
+    test_sets: Sequence[Sequence[SourceFile]],
+    folder: Path,
+    progress: Progress,
+) -> ReadText:
+    """Return the text without what ``spec.remove`` removes from training."""
+    workers = spec.workers or num_cores()
+    scratch = folder / ".compared"
+    scratch.mkdir(exist_ok=True)
+    compared = [
+        file
+        for number, files in enumerate(test_sets)
+        for file in read_whole(files, scratch, workers, progress, f"test-set-{number:02d}-").files
     ]
-    again = sum(size for size, path in zip(sizes, frames, strict=True) if path is not None)
-    require_free_space(folder, int(again * _FRAMES_SIZE), "the passages of large compressed files")
-    digests = [folder / f".digests.{number:08x}.tmp" for number in range(len(sources))]
-    jobs = [
-        {"path": str(source.path), "name": source.name, "frames": path and str(path), "digests": str(of_texts)}
-        for source, path, of_texts in zip(sources, frames, digests, strict=True)
-    ]
-    total = sum(sizes)
-    done = 0
-
-    def advance(read_bytes: int) -> None:
-        nonlocal done
-        done += read_bytes
-        progress("bytes of text read and checked", done, total)
-
-    results = {
-        result["name"]: result for result in in_processes("t5train.data.segments:scan_file", jobs, workers, advance)
-    }
-    steps = [results[source.name]["digests_step"] for source in sources]
-    repeated = TextDigests.joined(zip(digests, steps, strict=True)).repeated()
-    for path in digests:
-        path.unlink()
-    places = [SourceFile(path or source.path, source.name) for source, path in zip(sources, frames, strict=True)]
-    return [_file_segments(place, results[place.name]) for place in places], repeated
+    found = find_repetitions(read.files, compared, spec, spec.remove, scratch, workers, progress)
+    files = write_without(found, folder, workers, progress)
+    for file in read.files:
+        if file.source.path.parent == folder and file.source.path.name.endswith(FRAMES):
+            file.source.path.unlink()  # what stays of it is stored in other files now
+    remove_folder(scratch)
+    removed = found.counts["removed_passages"]
+    _log.info("removed from training: %s of %s", quantity(removed, "passage"), f"{found.counts['train_passages']:,}")
+    return ReadText(files, read.findings.after_removal(files, found.counts))
 
 
-def _file_segments(source: SourceFile, result: Json) -> FileSegments:
-    return FileSegments(source, result["passages"], result["empty"], [Segment(*each) for each in result["segments"]])
+def _require_rows(spec: CorpusSpec, findings: TextFindings) -> None:
+    """Raise InputError if a text with a name does not have the number of rows that it should have."""
+    known, rows = known_texts().get(spec.source), findings.passages + findings.empty_passages
+    if known is not None and rows != known.rows:
+        raise InputError(
+            f"corpus.source {spec.source!r} has {rows:,} rows, but should have {known.rows:,}. Its files are not those "
+            "that the name stands for: name the text by its URL, if it is the one that you want"
+        )
 
 
-def _counts(spec: CorpusSpec, files: list[FileSegments], repeated: int) -> dict[str, int]:
-    passages, empty = sum(file.passages for file in files), sum(file.empty_passages for file in files)
+def _require_text(spec: CorpusSpec, findings: TextFindings) -> None:
+    passages, empty = findings.passages, findings.empty_passages
     if not passages:
         raise InputError(
             f"corpus.source {redacted(spec.source)!r} holds no text (empty passages: {empty}). Set corpus.source to "
@@ -173,11 +184,5 @@ def _counts(spec: CorpusSpec, files: list[FileSegments], repeated: int) -> dict[
         )
     if empty:
         _log.warning("empty passages, which are skipped: %d of %d", empty, passages + empty)
-    known = known_texts().get(spec.source)
-    if known is not None and passages + empty != known.rows:
-        raise InputError(
-            f"corpus.source {spec.source!r} has {passages + empty:,} rows, but should have {known.rows:,}. Its "
-            "files are not those that the name stands for: name the text by its URL, if it is the one that you want"
-        )
-    text_bytes = sum(segment.text_bytes for file in files for segment in file.segments)
-    return {"passages": passages, "empty_passages": empty, "text_bytes": text_bytes, REPEATED: repeated}
+    for line in findings.odd_lines():
+        _log.warning("%s", line)

@@ -1,13 +1,23 @@
 """Source files, rows and passages of text. A document's id decides its split (train, validation or test)."""
 
+import re
 from array import array
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 
+ODDITIES = {
+    "control_characters": "control characters other than tab and line ends",
+    "replacement_characters": "U+FFFD, which replaced what could not be decoded",
+    "special_pieces": "</s>, <pad>, <unk> or <extra_id_N> as plain text, which tokenising keeps as plain text",
+}
+"""What may be wrong with a text, with an explanation."""
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
+_SPECIAL = re.compile("</s>|<pad>|<unk>|<extra_id_[0-9]+>")
 READ_COLUMNS = ("id", "text", "title")
 """The columns of .tsv and .parquet files that are read."""
 
@@ -64,6 +74,47 @@ def split_of(rule: SplitRule, document_id: str) -> Split:
     if thousandth < train:
         return "train"
     return "validation" if thousandth < train + validation else "test"
+
+
+class SplitSettings(NamedTuple):
+    """The rule in a form that a worker can make of its job, without pydantic, which is slow to import."""
+
+    split: tuple[int, int, int]
+    split_seed: int
+
+
+def in_batches(passages: Iterable[Passage], characters: int = 256 << 10) -> Iterator[list[Passage]]:
+    """Yield the passages in order, in lists that have about as many characters of text."""
+    batch: list[Passage] = []
+    filled = 0
+    for passage in passages:
+        batch.append(passage)
+        filled += len(passage.text)
+        if filled >= characters:
+            yield batch
+            batch, filled = [], 0
+    if batch:
+        yield batch
+
+
+class TextCounts:
+    """Counts of what may be wrong with texts, and of their lengths."""
+
+    def __init__(self) -> None:
+        self.odd = Counter[str](dict.fromkeys(ODDITIES, 0))
+        """How many texts have each of ``ODDITIES``."""
+        self.lengths = Counter[int]()
+        """How many texts have a size in UTF-8 of n bits: 2**(n-1) to before 2**n bytes."""
+
+    def add(self, text: str, size_bytes: int) -> None:
+        """Count a text."""
+        self.lengths[size_bytes.bit_length()] += 1
+        if not text.isprintable() and _CONTROL.search(text):  # the first is much faster
+            self.odd["control_characters"] += 1
+        if "\ufffd" in text:
+            self.odd["replacement_characters"] += 1
+        if "<" in text and _SPECIAL.search(text):
+            self.odd["special_pieces"] += 1
 
 
 class TextDigests:

@@ -4,12 +4,12 @@ The table makes it possible to plan shards without reading the text again, and t
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from t5train.data.passages import Passage, Row, SourceFile, TextDigests, text_bytes
+from t5train.data.passages import Passage, Row, SourceFile, TextCounts, TextDigests, text_bytes
 from t5train.data.readers import OpenFile, PassageFrames, rows
 from t5train.data.worker_processes import Advance, Json
 from t5train.files.atomic import replacing
@@ -41,10 +41,25 @@ class FileSegments(NamedTuple):
     segments: list[Segment]
 
 
+class TextsSeen(NamedTuple):
+    """What is noted of all texts of a file while it is read."""
+
+    digests: TextDigests
+    counts: TextCounts
+
+
+class Stretch(NamedTuple):
+    """Consecutive rows of one file, in a form that a worker's job can hold."""
+
+    path: str
+    name: str
+    segment: Segment
+
+
 def scan(
     source: SourceFile,
     frames: PassageFrames | None = None,
-    digests: TextDigests | None = None,
+    seen: TextsSeen | None = None,
     advance: Advance = _ignore,
 ) -> FileSegments:
     """Read a whole file and divide it into segments.
@@ -52,7 +67,7 @@ def scan(
     Args:
         source: The file.
         frames: Gets all passages, a frame for each segment. The segments' offsets are then those of their frames.
-        digests: Gets all texts.
+        seen: Gets all texts.
         advance: Called with the bytes that were read since the last call, as stored.
 
     Raises:
@@ -71,8 +86,9 @@ def scan(
             total += size
             if frames is not None:
                 frames.add(row.passage)
-            if digests is not None and size:
-                digests.add(row.passage.text)
+            if seen is not None and size:
+                seen.digests.add(row.passage.text)
+                seen.counts.add(row.passage.text, size)
             if total >= _SEGMENT_BYTES:
                 segments.append(_segment(first, row, total, frames))
                 first, total = None, 0
@@ -99,19 +115,21 @@ def scan_file(job: Json, advance: Advance) -> Json:
     The digests of the texts are written to another file.
     """
     source = SourceFile(Path(job["path"]), job["name"])
-    watched, digests = _InSteps(advance), TextDigests()
+    watched, seen = _InSteps(advance), TextsSeen(TextDigests(), TextCounts())
     if job["frames"] is None:
-        scanned = scan(source, None, digests, watched)
+        scanned = scan(source, None, seen, watched)
     else:
         with replacing(Path(job["frames"])) as file:
-            scanned = scan(source, PassageFrames(file), digests, watched)
+            scanned = scan(source, PassageFrames(file), seen, watched)
     watched.flush()
     return {
         "name": job["name"],
         "passages": scanned.passages,
         "empty": scanned.empty_passages,
         "segments": scanned.segments,
-        "digests_step": digests.write(Path(job["digests"])),
+        "digests_step": seen.digests.write(Path(job["digests"])),
+        "odd": seen.counts.odd,
+        "lengths": seen.counts.lengths,
     }
 
 
@@ -133,6 +151,27 @@ class _InSteps:
         self._bytes = 0
 
 
+def write_frames(file: IO[bytes], passages: Iterable[Passage]) -> list[Segment]:
+    """Write passages that have text to a file, a frame for each segment, and return the segments."""
+    frames, segments = PassageFrames(file), list[Segment]()
+    row = first_row = total = 0
+    for row, passage in enumerate(passages, start=1):
+        frames.add(passage)
+        total += text_bytes(passage.text)
+        if total >= _SEGMENT_BYTES:
+            segments.append(_segment_of_frame(frames, first_row, row, total))
+            first_row, total = row, 0
+    if total:
+        segments.append(_segment_of_frame(frames, first_row, row, total))
+    return segments
+
+
+def _segment_of_frame(frames: PassageFrames, first_row: int, end_row: int, size_bytes: int) -> Segment:
+    segment = Segment(first_row, end_row - first_row, frames.offset, size_bytes)
+    frames.end_frame()
+    return segment
+
+
 def passages_of(source: SourceFile, segment: Segment, opened: OpenFile | None = None) -> Iterator[Passage]:
     """Yield the passages of a segment that have text.
 
@@ -148,6 +187,35 @@ def passages_in(segments: Iterable[tuple[SourceFile, Segment]]) -> Iterator[Pass
     with OpenFile() as opened:
         for source, segment in segments:
             yield from passages_of(source, segment, opened)
+
+
+def divided(files: Sequence[FileSegments], parts: int) -> list[list[Stretch]]:
+    """Distribute consecutive segments over about ``parts`` parts of equal size, at least one."""
+    segments = [(file.source, segment) for file in files for segment in file.segments]
+    total = sum(segment.text_bytes for _, segment in segments)
+    parts = max(1, min(len(segments), parts))
+    found: list[list[Stretch]] = [[] for _ in range(parts)]
+    before = 0
+    for source, segment in segments:
+        middle = before + segment.text_bytes // 2
+        _extend(found[middle * parts // total], Stretch(str(source.path), source.name, segment))
+        before += segment.text_bytes
+    return [part for part in found if part]
+
+
+def _extend(part: list[Stretch], stretch: Stretch) -> None:
+    """Append a stretch, or extend the last one if that is of the same file."""
+    if part and part[-1].name == stretch.name:
+        last, new = part[-1].segment, stretch.segment
+        joined = Segment(last.first_row, last.rows + new.rows, last.offset, last.text_bytes + new.text_bytes)
+        part[-1] = part[-1]._replace(segment=joined)
+    else:
+        part.append(stretch)
+
+
+def stretches_of(job: Json) -> list[tuple[SourceFile, Segment]]:
+    """Return the stretches of a worker's job."""
+    return [(SourceFile(Path(path), name), Segment(*segment)) for path, name, segment in job["stretches"]]
 
 
 def write_segments(folder: Path, files: Iterable[FileSegments]) -> None:

@@ -4,22 +4,19 @@ One worker starts per core. To start fast, it does not import pydantic or anythi
 settings.
 """
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import numpy as np
 
-from t5train.data.passages import SPLITS, Passage, SourceFile, Split, split_of, text_bytes
-from t5train.data.segments import Segment, passages_in
+from t5train.data.passages import SPLITS, Passage, Split, SplitSettings, in_batches, split_of, text_bytes
+from t5train.data.segments import passages_in, stretches_of
 from t5train.data.vocabulary.document_encoder import DocumentEncoder, Documents
 from t5train.data.worker_processes import Advance, Json
 from t5train.files.atomic import replacing, write_json
-
-_BATCH_CHARACTERS = 256 << 10
 
 
 class _HashedFile:
@@ -75,20 +72,15 @@ class _UnigramWriter:
         return self._file.digest()
 
 
-class _SplitRule(NamedTuple):
-    split: tuple[int, int, int]
-    split_seed: int
-
-
 def write_shard(job: Json, advance: Advance) -> Json:
     """Write the files of one shard. ``build_shards`` makes the job; the shard's description is written last."""
     folder, names = Path(job["folder"]), job["files"]
-    stretches = [(SourceFile(Path(path), name), Segment(*segment)) for path, name, segment in job["stretches"]]
-    rule = _SplitRule(tuple(job["split"]), job["split_seed"])
+    stretches = stretches_of(job)
+    rule = SplitSettings(tuple(job["split"]), job["split_seed"])
     with ExitStack() as stack:
         writers = {split: _SplitWriter(folder, names[split], job["bytes_per_token"], stack) for split in SPLITS}
         unigram = _UnigramWriter(folder / job["unigram"], job["vocab_size"], job["unigram_dtype"], stack)
-        for batch in _batches(passages_in(stretches)):
+        for batch in in_batches(passages_in(stretches)):
             documents = _encoded(batch, _encoder(Path(job["spiece"])), rule)
             for split, writer in writers.items():
                 writer.write(documents[split])
@@ -116,7 +108,7 @@ def _encoder(spiece: Path) -> DocumentEncoder:
     return DocumentEncoder(spiece)
 
 
-def _encoded(batch: list[Passage], encoder: DocumentEncoder, rule: _SplitRule) -> dict[Split, Documents]:
+def _encoded(batch: list[Passage], encoder: DocumentEncoder, rule: SplitSettings) -> dict[Split, Documents]:
     """Return the ids of the passages of each split."""
     documents = encoder.encode([passage.text for passage in batch])
     splits = np.array([SPLITS.index(split_of(rule, passage.id)) for passage in batch], np.uint8)
@@ -125,17 +117,3 @@ def _encoded(batch: list[Passage], encoder: DocumentEncoder, rule: _SplitRule) -
         split: Documents(documents.ids[splits_of_ids == number], documents.lengths[splits == number])
         for number, split in enumerate(SPLITS)
     }
-
-
-def _batches(passages: Iterator[Passage]) -> Iterator[list[Passage]]:
-    """Yield the passages in order, in lists of about 256 Ki characters."""
-    batch: list[Passage] = []
-    characters = 0
-    for passage in passages:
-        batch.append(passage)
-        characters += len(passage.text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

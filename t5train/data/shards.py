@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -26,7 +26,7 @@ from t5train.data.corpus import corpus_name
 from t5train.data.held_out import HELD_OUT, comparable, write_held_out
 from t5train.data.output_folder import making, stage_folder
 from t5train.data.passages import SPLITS, Passage, SourceFile, SplitRule, split_of
-from t5train.data.segments import FileSegments, Segment, passages_of, read_segments
+from t5train.data.segments import FileSegments, Stretch, divided, passages_of, read_segments
 from t5train.data.vocabulary.document_encoder import warn_if_slow
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
@@ -47,14 +47,6 @@ TEXT_BYTES_PER_TOKEN = 4  # about that of English in T5's vocabulary; decides wh
 SETTINGS = "settings.json"
 _SHARDS_WITH_PASSAGES, _PASSAGES_A_SHARD = 4, 250
 _log = logging.getLogger(__name__)
-
-
-class Stretch(NamedTuple):
-    """Consecutive rows of one file that belong to one shard."""
-
-    path: str
-    name: str
-    segment: Segment
 
 
 class SplitCounts(BaseModel):
@@ -164,16 +156,8 @@ def settings_of(shards: TokenShards) -> dict[str, Any]:
 
 def plan_shards(files: Sequence[FileSegments], shard_tokens: int) -> list[list[Stretch]]:
     """Distribute consecutive segments evenly over as many shards as ``shard_tokens`` requires."""
-    segments = [(file.source, segment) for file in files for segment in file.segments]
-    total = sum(segment.text_bytes for _, segment in segments)
-    num_shards = max(1, min(len(segments), round(total / (shard_tokens * TEXT_BYTES_PER_TOKEN))))
-    shards: list[list[Stretch]] = [[] for _ in range(num_shards)]
-    before = 0
-    for source, segment in segments:
-        middle = before + segment.text_bytes // 2
-        _extend(shards[middle * num_shards // total], Stretch(str(source.path), source.name, segment))
-        before += segment.text_bytes
-    return [shard for shard in shards if shard]
+    total = sum(segment.text_bytes for file in files for segment in file.segments)
+    return divided(files, round(total / (shard_tokens * TEXT_BYTES_PER_TOKEN)))
 
 
 def shard_name(number: int) -> str:
@@ -199,16 +183,6 @@ def unigram_name(number: int) -> str:
 def read_description(folder: Path, number: int) -> ShardDescription:
     """Read the description of a shard."""
     return ShardDescription.model_validate_json((folder / shard_name(number)).read_bytes())
-
-
-def _extend(shard: list[Stretch], stretch: Stretch) -> None:
-    """Append a stretch, or extend the last one if that is of the same file."""
-    if shard and shard[-1].name == stretch.name:
-        last, new = shard[-1].segment, stretch.segment
-        joined = Segment(last.first_row, last.rows + new.rows, last.offset, last.text_bytes + new.text_bytes)
-        shard[-1] = shard[-1]._replace(segment=joined)
-    else:
-        shard.append(stretch)
 
 
 def _file_names(number: int) -> dict[str, tuple[str, str]]:

@@ -14,7 +14,7 @@ import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -94,6 +94,21 @@ def local_files(source: str, revision: str, root: Path, progress: Progress) -> l
         ]
         download(filesystem, cache, wanted, progress)
         return list(map(SourceFile, places, names))
+
+
+def test_set_files(source: str, root: Path, progress: Progress) -> list[SourceFile]:
+    """Return the files of one of corpus.test_sets, as ``local_files`` does."""
+    with of_test_set():
+        return local_files(source, "", root, progress)
+
+
+@contextmanager
+def of_test_set() -> Iterator[None]:
+    """Let errors name corpus.test_sets, not corpus.source."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(str(error).replace("corpus.source", "corpus.test_sets")) from None
 
 
 def require_source(source: str, revision: str = "", root: Path | None = None) -> SourceFacts:

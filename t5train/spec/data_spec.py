@@ -1,6 +1,6 @@
 """Settings of the text, the tokenizer, the token shards and the training objective."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -9,6 +9,10 @@ from t5train.spec.known_texts import BUILT_IN
 from t5train.spec.overrides import SpecPart
 
 NUM_SENTINELS = 100
+
+Repetition = Literal["duplicates", "near_duplicates", "contaminated"]
+"""What training text can repeat; ``t5train.data.checks.repetitions`` defines each."""
+REPETITIONS: tuple[Repetition, ...] = get_args(Repetition)
 
 _LANGUAGE, _LANGUAGES = "^[a-z]{2,3}(-[A-Za-z0-9]{2,8})*$", "language codes such as en or en-US"
 
@@ -38,6 +42,19 @@ class CorpusSpec(SpecPart):
         description="Shares of the documents for training, validation and test, in thousandths; they sum to 1000",
     )
     split_seed: int = Field(0, ge=0, title="Split seed", description="Decides which document falls into which split")
+    remove: tuple[Repetition, ...] = Field(
+        (),
+        title="Remove",
+        description="Passages to remove from training: duplicates, with the text of another passage; near_duplicates, "
+        "most of whose 5-word runs are those of another passage (duplicates, too); contaminated, which share 13 words "
+        "in a row with the validation or test split, or with test_sets. Where a copy is in these, none is trained on",
+    )
+    test_sets: tuple[str, ...] = Field(
+        (),
+        title="Test sets",
+        description="Other texts, such as a benchmark's test set, that training is kept free of: paths or URLs, as for "
+        "source. Training passages that repeat them are removed as remove says",
+    )
     license: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,+()/_-]{0,99}$",
@@ -51,10 +68,22 @@ class CorpusSpec(SpecPart):
         None, ge=1, title="Workers", description="Processes that read the text. null: one per core"
     )
 
-    @field_validator("languages", mode="before")
+    @field_validator("languages", "remove", "test_sets", mode="before")
     @classmethod
-    def _languages_may_be_one_text(cls, languages: Any) -> Any:
-        return [each.strip() for each in languages.split(",")] if isinstance(languages, str) else languages
+    def _a_list_may_be_one_text(cls, given: Any) -> Any:
+        return [each.strip() for each in given.split(",")] if isinstance(given, str) else given
+
+    @field_validator("remove")
+    @classmethod
+    def _each_once_and_in_order(cls, remove: tuple[Repetition, ...]) -> tuple[Repetition, ...]:
+        return tuple(each for each in REPETITIONS if each in remove)
+
+    @field_validator("test_sets")
+    @classmethod
+    def _test_sets_hold_no_secret(cls, test_sets: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(each.strip() for each in test_sets):
+            raise ValueError("corpus.test_sets has an empty name: name files, folders, patterns or URLs")
+        return tuple(without_secret("corpus.test_sets", each) for each in test_sets)
 
     @field_validator("source")
     @classmethod
@@ -63,9 +92,25 @@ class CorpusSpec(SpecPart):
             raise ValueError("corpus.source is empty: name a file, folder, pattern or URL")
         return without_secret("corpus.source", source)
 
+    def identity(self) -> dict[str, Any]:
+        """Return the identity settings. Without ``remove``, nothing is said of it, as before the setting existed."""
+        values = super().identity()
+        if not self.remove:
+            del values["remove"], values["test_sets"]
+        return values
+
     def split_identity(self) -> dict[str, Any]:
         """The settings that decide which document falls into which split."""
         return {"split": list(self.split), "split_seed": self.split_seed}
+
+    @model_validator(mode="after")
+    def _test_sets_have_a_use(self) -> Self:
+        if self.test_sets and not self.remove:
+            raise ValueError(
+                "corpus.test_sets is set, but corpus.remove is empty, so nothing would be removed: set corpus.remove "
+                "to contaminated"
+            )
+        return self
 
     @model_validator(mode="after")
     def _split_is_whole(self) -> Self:

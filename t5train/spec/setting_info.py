@@ -114,7 +114,8 @@ def _bounds(schema: Mapping[str, Any]) -> str:
 def _list(schema: Mapping[str, Any]) -> str:
     if items := schema.get("prefixItems"):
         return f"a list of {len(items)} {_NUMBERS[items[0]['type']]}s"
-    return f"a list of {schema.get('items', {}).get('description', 'text')}"
+    items = schema.get("items", {})
+    return f"a list of {', '.join(items['enum']) if 'enum' in items else items.get('description', 'text')}"
 
 
 def _text(schema: Mapping[str, Any]) -> str:

@@ -12,9 +12,9 @@ from threading import Thread
 from typing import Any, Self
 
 from t5train.data.output_folder import making, stage_folder
-from t5train.data.passages import SourceFile, split_of
+from t5train.data.passages import split_of
 from t5train.data.readers import OpenFile
-from t5train.data.segments import Segment, passages_of, read_segments
+from t5train.data.segments import Segment, passages_of, read_segments, stretches_of
 from t5train.data.vocabulary.sentencepiece_model import (
     EOS_ID,
     PAD_ID,
@@ -246,9 +246,7 @@ class _Texts(Iterator[str]):
 
     def __init__(self, job: Json) -> None:
         self._rule = CorpusSpec.model_validate({name: job[name] for name in ("split", "split_seed")})
-        self._stretches = [
-            (SourceFile(Path(path), name), Segment(*segment)) for path, name, segment in job["stretches"]
-        ]
+        self._stretches = stretches_of(job)
         self._read = self._reported = 0
         self._texts = self._all()
 

@@ -50,7 +50,7 @@ def test_a_corpus_is_reused_until_its_text_changes(tmp_path: Path) -> None:
     text.write_text("one\n\ntwo\n")
     first = build(text, tmp_path)
     assert first.counts == {"passages": 2, "empty_passages": 1, "text_bytes": 6, "repeated_passages": 0}
-    assert list(first.files) == [str(text), "segments.json"]
+    assert list(first.files) == [str(text), "segments.json", "text-findings.json"]
     assert not first.reused
     assert build(text, tmp_path).reused
     text.write_text("three\n")

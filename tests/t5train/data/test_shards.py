@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from t5train.data import corpus
+from t5train.data.checks import whole_reading
 from t5train.data.corpus import build_corpus
 from t5train.data.held_out import HELD_OUT
 from t5train.data.passages import SPLITS, split_of
@@ -90,7 +90,7 @@ def test_large_compressed_text_is_stored_once_more_and_gives_the_same_bytes(
     plain.hardlink_to(compressed)
     made = {}
     for least, path in ((1, compressed), (1 << 40, plain)):
-        monkeypatch.setattr(corpus, "FRAMED_FROM_BYTES", least)
+        monkeypatch.setattr(whole_reading, "FRAMED_FROM_BYTES", least)
         spec = data_chain.corpus_spec.model_copy(update={"source": str(path)})
         text = build_corpus(spec, tmp_path, out=tmp_path / f"text-{least}")
         assert any(name.endswith(FRAMES) for name in text.files) is (least == 1)

@@ -1,0 +1,63 @@
+"""Removes passages from the training split: the others are stored once more, and are the text from then on."""
+
+from pathlib import Path
+
+import numpy as np
+
+from t5train.data.checks.repetitions import Repetitions
+from t5train.data.passages import SourceFile
+from t5train.data.readers import FRAMES
+from t5train.data.segments import FileSegments, Segment, passages_in, stretches_of, write_frames
+from t5train.data.worker_processes import Advance, Json, in_processes
+from t5train.files.atomic import replacing
+from t5train.host_resources import require_free_space
+from t5train.progress import Progress
+
+_STORED_SHARE = 0.6
+"""Largest size of stored passages relative to their text. Measured: 0.4 to 0.5 for English."""
+
+
+def write_without(found: Repetitions, folder: Path, workers: int, progress: Progress) -> list[FileSegments]:
+    """Store the passages that stay in ``folder``, one file for each part of the text, and return these files.
+
+    Their names are ``kept-NNNNN`` with the suffix of frames. Passages keep their ids, so they stay in their splits.
+    """
+    text_bytes = sum(stretch.segment.text_bytes for stretches, _ in found.parts for stretch in stretches)
+    require_free_space(folder, int(text_bytes * _STORED_SHARE), "the passages that stay")
+    jobs = list[Json]()
+    for number, (stretches, is_removed) in enumerate(found.parts):
+        removed = folder / f".removed.{number:08x}.tmp"
+        np.packbits(is_removed).tofile(removed)
+        out = folder / f"kept-{number:05d}{FRAMES}"
+        jobs.append({"number": number, "out": str(out), "removed": str(removed), "stretches": stretches})
+    done = 0
+
+    def advance(size_bytes: int) -> None:
+        nonlocal done
+        done += size_bytes
+        progress("bytes of text stored without removed passages", done, text_bytes)
+
+    results = {
+        result["number"]: result
+        for result in in_processes("t5train.data.checks.removal:write_kept", jobs, workers, advance)
+    }
+    for job in jobs:
+        Path(job["removed"]).unlink()
+    return [_file_segments(Path(job["out"]), results[number]) for number, job in enumerate(jobs)]
+
+
+def write_kept(job: Json, advance: Advance) -> Json:
+    """Store the passages of a part that are not removed. ``write_without`` makes the job."""
+    stretches = stretches_of(job)
+    passages = passages_in(stretches)
+    is_removed = np.unpackbits(np.fromfile(job["removed"], np.uint8)).tolist()  # the last byte may be filled up
+    kept = (each for each, removed in zip(passages, is_removed, strict=False) if not removed)
+    with replacing(Path(job["out"])) as file:
+        segments = write_frames(file, kept)
+    advance(sum(segment.text_bytes for _, segment in stretches))
+    return {"number": job["number"], "segments": segments}
+
+
+def _file_segments(path: Path, result: Json) -> FileSegments:
+    segments = [Segment(*each) for each in result["segments"]]
+    return FileSegments(SourceFile(path, path.name), sum(each.rows for each in segments), 0, segments)

@@ -1,0 +1,251 @@
+"""Finds the passages of a text that repeat others: copies, near-duplicates, and those that share held-out text.
+
+- A *duplicate* has the text of another passage, except for white space at its ends (128-bit digests are compared).
+- A *near-duplicate* agrees with another passage in at least one of 14 buckets of the MinHash of its 5-grams of words.
+- A training passage is *contaminated* if it shares 13 consecutive words with a passage that is not for training.
+
+Groups are transitive: if a resembles b, and b resembles c, then all three are one group.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from t5train.data.checks.equal_groups import equal_pairs, first_of_groups
+from t5train.data.checks.passage_keys import TEST_SET, TRAIN, KnownRuns
+from t5train.data.checks.word_grams import BUCKETS
+from t5train.data.passages import SPLITS, SplitRule
+from t5train.data.segments import FileSegments, Stretch, divided
+from t5train.data.worker_processes import Json, in_processes
+from t5train.host_resources import require_free_space
+from t5train.progress import Progress
+from t5train.spec.data_spec import Repetition
+
+PART_BYTES = 64 << 20
+MOST_RUNS = 64 << 20
+"""Of more different runs of 13 words in held-out text, only those are searched for whose hash is a multiple of a power
+of two. What is found then is less than there is."""
+_KEYS_BYTES_A_PASSAGE = {"duplicates": 17, "near_duplicates": 8 * BUCKETS, "contaminated": 1}
+_RUN_BYTES_A_TEXT_BYTE = 2
+"""Of held-out text: a hash for each of its words."""
+_COMPARED_SPLITS = (*SPLITS, "test_sets")
+
+
+class Part(NamedTuple):
+    """About 64 MiB of the text."""
+
+    stretches: list[Stretch]
+    keys: Path
+    shared: Path
+    is_test_set: bool
+
+
+class Repetitions(NamedTuple):
+    """What was found."""
+
+    parts: list[tuple[list[Stretch], np.ndarray]]
+    """For each part of the text, bool for each passage that has text: whether it is to be removed from training."""
+    counts: dict[str, int]
+    """By name, such as ``train_duplicates``; see ``count_names``."""
+
+
+def find_repetitions(
+    files: Sequence[FileSegments],
+    test_sets: Sequence[FileSegments],
+    rule: SplitRule,
+    kinds: Collection[Repetition],
+    scratch: Path,
+    workers: int,
+    progress: Progress,
+) -> Repetitions:
+    """Find the passages of a text that repeat others, in worker processes.
+
+    Near-duplicates include duplicates. Which of several alike is kept depends only on the text: the first one in its
+    order, and none if one of them is not for training.
+
+    Args:
+        files: The text.
+        test_sets: Other texts, of which training passages should be free.
+        rule: Which passages are for training.
+        kinds: What to look for.
+        scratch: Folder for what passages are compared by. Files that are there are not made again.
+        workers: The number of processes.
+        progress: Called with the number of bytes compared and searched, and with the number of buckets.
+
+    """
+    texts = sum(segment.text_bytes for each in (*files, *test_sets) for segment in each.segments)
+    passages = sum(each.passages for each in (*files, *test_sets))
+    _require_scratch(scratch, passages, texts, rule, kinds)
+    scratch.mkdir(exist_ok=True)
+    parts = _parts(files, scratch, is_test_set=False) + _parts(test_sets, scratch, is_test_set=True)
+    common: Json = {"near": "near_duplicates" in kinds, "shared": "contaminated" in kinds}
+    common |= {"split": list(rule.split), "split_seed": rule.split_seed}
+    jobs = [
+        common | {"out": str(each.keys), "is_test_set": each.is_test_set, "stretches": each.stretches}
+        for each in parts
+        if not each.keys.exists()
+    ]
+    _work("write_keys", jobs, workers, progress, "bytes of text compared")
+    found = _Found(parts)
+    if not {"duplicates", "near_duplicates"}.isdisjoint(kinds):
+        found.mark_copies()
+    if "near_duplicates" in kinds:
+        found.mark_near_duplicates(progress)
+    if "contaminated" in kinds:
+        found.mark_shared(scratch, workers, progress)
+    return found.result()
+
+
+class _Found:
+    """Marks of all passages, in the order of the text."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self._parts = parts
+        splits = [each for (each,) in self._keys("splits")]
+        self._ends = np.cumsum([len(each) for each in splits])
+        self._splits = np.concatenate(splits)
+        self._is_train = self._splits == TRAIN
+        self._is_removed = np.zeros(len(self._splits), bool)
+        self._pairs = np.empty((0, 2), np.int64)
+        self._first_copies = np.empty(0, np.int64)
+        self._counts = {
+            f"{name}_passages": self._number(self._splits == split) for split, name in enumerate(_COMPARED_SPLITS)
+        }
+
+    def mark_copies(self) -> None:
+        """Mark the passages with the text of another one."""
+        self._pairs = equal_pairs(partial(self._keys, "first", "second"), len(self._splits))
+        self._first_copies = self._mark_groups("duplicates")
+
+    def mark_near_duplicates(self, progress: Progress) -> None:
+        """Mark the passages that agree in a bucket with another one, and the copies."""
+        pairs = [self._pairs]
+        for number in range(BUCKETS):
+            pairs.append(equal_pairs(partial(self._keys, f"bucket_{number:02d}"), len(self._splits)))
+            progress("buckets of near-duplicates compared", number + 1, BUCKETS)
+        self._pairs = np.concatenate(pairs)
+        self._mark_groups("near_duplicates")
+
+    def mark_shared(self, scratch: Path, workers: int, progress: Progress) -> None:
+        """Mark the training passages that share a run of words with others, and count these others."""
+        runs, bits = scratch / "runs.npy", scratch / "bits.npy"
+        step = self._write_runs(runs, bits)
+        if not step:
+            self._count_shared(np.zeros(len(self._splits), bool), step)
+            return
+        jobs: list[Json] = [
+            {"keys": str(part.keys), "runs": str(runs), "bits": str(bits), "out": str(part.shared)}
+            | {"stretches": part.stretches}
+            for part in self._parts
+            if not part.is_test_set and not part.shared.exists()
+        ]
+        _work("write_shared", jobs, workers, progress, "bytes of text searched for held-out text")
+        found = [_arrays(part.shared, "is_shared", "runs") for part in self._parts if not part.is_test_set]
+        in_training = np.unique(np.concatenate([each for _, each in found]))
+        is_shared = np.zeros(len(self._splits), bool)
+        of_text = np.concatenate([each for each, _ in found])
+        is_shared[: len(of_text)] = of_text
+        for (passages, of_part), first in zip(self._keys("run_passages", "runs"), [0, *self._ends[:-1]], strict=True):
+            is_shared[first + passages[np.isin(of_part, in_training)]] = True
+        self._count_shared(is_shared, step)
+
+    def result(self) -> Repetitions:
+        """Return what was marked."""
+        marks = zip(self._parts, np.split(self._is_removed, self._ends[:-1]), strict=True)
+        parts = [(part.stretches, removed) for part, removed in marks if not part.is_test_set]
+        counts = self._counts | {"removed_passages": self._number(self._is_removed)}
+        if len(self._first_copies):
+            kept = self._first_copies[~self._is_removed & (self._splits != TEST_SET)]
+            counts["kept_duplicates"] = len(kept) - len(np.unique(kept))
+        return Repetitions(parts, counts)
+
+    def _keys(self, *names: str) -> Iterator[tuple[np.ndarray, ...]]:
+        return (_arrays(part.keys, *names) for part in self._parts)
+
+    def _mark_groups(self, kind: str) -> np.ndarray:
+        """Mark the groups that ``_pairs`` make, and return the first passage of each passage's group."""
+        firsts = first_of_groups(len(self._splits), self._pairs)
+        has_held_out = np.zeros(len(firsts), bool)
+        has_held_out[firsts[~self._is_train]] = True
+        has_train = np.zeros(len(firsts), bool)
+        has_train[firsts[self._is_train]] = True
+        # Without held-out text in a group, its first passage is one of training.
+        of_held_out = self._is_train & has_held_out[firsts]
+        self._is_removed |= of_held_out | (self._is_train & (firsts != np.arange(len(firsts))))
+        for split, name in enumerate(_COMPARED_SPLITS):
+            inside = self._splits == split
+            groups = np.zeros(len(firsts), bool)
+            groups[firsts[inside]] = True
+            self._counts[f"{name}_{kind}"] = self._number(inside) - self._number(groups)
+            across = inside & (has_held_out if split == TRAIN else has_train)[firsts]
+            self._counts[f"{name}_{kind}_across"] = self._number(across)
+        return firsts
+
+    def _write_runs(self, runs: Path, bits: Path) -> int:
+        """Write the runs of words to search for, and return the power of two that they are multiples of; 0 if none."""
+        step, kept, merged = 1, np.empty(0, np.uint64), list[np.ndarray]()
+        for (of_part,) in self._keys("runs"):
+            merged.append(np.unique(of_part[of_part % np.uint64(step) == 0]))
+            if sum(map(len, merged)) > MOST_RUNS // 4:
+                kept, merged = np.unique(np.concatenate([kept, *merged])), []
+            while len(kept) > MOST_RUNS:
+                step *= 2
+                kept = kept[kept % np.uint64(step) == 0]
+        kept = np.unique(np.concatenate([kept, *merged]))
+        if not len(kept):
+            return 0
+        KnownRuns.write(kept, runs, bits)
+        return step
+
+    def _count_shared(self, is_shared: np.ndarray, step: int) -> None:
+        self._is_removed |= is_shared & self._is_train
+        for split, name in enumerate(_COMPARED_SPLITS):
+            self._counts[f"{name}_contaminated"] = self._number(is_shared & (self._splits == split))
+        self._counts["searched_one_run_in"] = step
+
+    @staticmethod
+    def _number(marks: np.ndarray) -> int:
+        return int(np.count_nonzero(marks))
+
+
+def _arrays(path: Path, *names: str) -> tuple[np.ndarray, ...]:
+    """Return arrays of an .npz file."""
+    with np.load(path) as file:
+        return tuple(file[name] for name in names)
+
+
+def _parts(files: Sequence[FileSegments], scratch: Path, *, is_test_set: bool) -> list[Part]:
+    total = sum(segment.text_bytes for file in files for segment in file.segments)
+    name = "test" if is_test_set else "part"
+    places = [scratch / f"{name}-{number:05d}" for number in range(-(-total // PART_BYTES))]
+    divisions = divided(files, len(places)) if places else []
+    return [
+        Part(stretches, place.with_suffix(".keys.npz"), place.with_suffix(".shared.npz"), is_test_set)
+        for place, stretches in zip(places, divisions, strict=False)  # files with few segments make fewer parts
+    ]
+
+
+def _work(function: str, jobs: list[Json], workers: int, progress: Progress, what: str) -> None:
+    total = sum(stretch.segment.text_bytes for job in jobs for stretch in job["stretches"])
+    done = 0
+
+    def advance(text_bytes: int) -> None:
+        nonlocal done
+        done += text_bytes
+        progress(what, done, total)
+
+    for _ in in_processes(f"t5train.data.checks.passage_keys:{function}", jobs, workers, advance):
+        pass
+
+
+def _require_scratch(
+    scratch: Path, passages: int, text_bytes: int, rule: SplitRule, kinds: Collection[Repetition]
+) -> None:
+    """Raise StorageError if there is too little disk space for what passages are compared by."""
+    needed = sum(_KEYS_BYTES_A_PASSAGE[each] for each in {"duplicates", *kinds}) * passages
+    if "contaminated" in kinds:
+        needed += _RUN_BYTES_A_TEXT_BYTE * text_bytes * (1000 - rule.split[0]) // 1000
+    require_free_space(scratch.parent, needed, "what passages are compared by")

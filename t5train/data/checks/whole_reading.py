@@ -1,0 +1,160 @@
+"""Reads a text to its end: where its rows are, how many repeat others, and what may be wrong with them."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from t5train.data.passages import ODDITIES, SourceFile, TextDigests
+from t5train.data.readers import FRAMES, is_compressed
+from t5train.data.segments import FileSegments, Segment
+from t5train.data.worker_processes import Json, in_processes
+from t5train.errors import InputError
+from t5train.files.atomic import write_text
+from t5train.host_resources import quantity, require_free_space
+from t5train.progress import Progress
+from t5train.records.stage_records import REPEATED, Corpus
+
+TEXT_FINDINGS = "text-findings.json"
+FRAMED_FROM_BYTES = 128 << 20
+"""Compressed files of this size or more also get a seekable copy of their passages. Without the copy, each shard would
+decompress the file from the beginning."""
+_FRAMES_SIZE = 2.2
+"""Largest size of that copy relative to the compressed file. Measured: 1.1 to 1.6 for .gz, up to 2.1 for .xz."""
+REMOVED = "removed_passages"
+"""The count of passages that were removed from training, of texts from which passages were to be removed."""
+
+
+class TextFindings(BaseModel):
+    """What reading a whole text showed; the content of ``text-findings.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    schema_version: Literal[1] = 1
+    passages: int
+    """With text; without those that were removed."""
+    empty_passages: int
+    text_bytes: int
+    repeated_passages: int
+    """About how many of ``passages`` have the text of an earlier one."""
+    odd: dict[str, int]
+    """How many passages have each of ``ODDITIES``, those that were removed included."""
+    lengths: dict[int, int]
+    """How many passages have a text of 2**(n-1) to before 2**n bytes, by n, those that were removed included."""
+    repetitions: dict[str, int] | None = None
+    """The counts of ``find_repetitions``; None if nothing was searched for."""
+
+    @classmethod
+    def read(cls, corpus: Corpus) -> "TextFindings | None":
+        """Return the findings of a finished corpus; None for one that an earlier version made."""
+        path = corpus.path / TEXT_FINDINGS
+        if TEXT_FINDINGS not in corpus.files:
+            return None
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise InputError(f"{path} cannot be read ({error}). Use `t5-pretrain run` to make it again") from error
+
+    def write(self, folder: Path) -> None:
+        """Write ``text-findings.json``."""
+        write_text(folder / TEXT_FINDINGS, self.model_dump_json(indent=1) + "\n")
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts of the corpus's record."""
+        names = ("passages", "empty_passages", "text_bytes", REPEATED)
+        removed = {} if self.repetitions is None else {REMOVED: self.repetitions[REMOVED]}
+        return {name: getattr(self, name) for name in names} | removed
+
+    def odd_lines(self) -> list[str]:
+        """Return a sentence for each of ``ODDITIES`` that passages have."""
+        return [
+            f"{quantity(number, 'passage')} of {self.passages:,} with {ODDITIES[name]}"
+            for name, number in self.odd.items()
+            if number
+        ]
+
+    def after_removal(self, files: Sequence[FileSegments], repetitions: Mapping[str, int]) -> "TextFindings":
+        """Return the findings of what is left of the text."""
+        repeated = repetitions.get("kept_duplicates", self.repeated_passages)
+        return self.model_copy(
+            update={
+                "passages": sum(file.passages for file in files),
+                "text_bytes": _text_bytes(files),
+                "repeated_passages": repeated,
+                "repetitions": dict(repetitions),
+            }
+        )
+
+
+class ReadText(NamedTuple):
+    """A text that was read to its end."""
+
+    files: list[FileSegments]
+    findings: TextFindings
+
+
+def read_whole(
+    sources: Sequence[SourceFile], folder: Path, workers: int, progress: Progress, prefix: str = ""
+) -> ReadText:
+    """Read all files in worker processes, and return them in the order of ``sources``.
+
+    The passages of large compressed files are stored once more, in ``folder``; ``prefix`` begins their names. Raises
+    InputError if a file is malformed.
+    """
+    sizes = [source.path.stat().st_size for source in sources]
+    frames = [
+        folder / f"{prefix}{number:05d}{FRAMES}" if is_compressed(source.path) and size >= FRAMED_FROM_BYTES else None
+        for number, (source, size) in enumerate(zip(sources, sizes, strict=True))
+    ]
+    again = sum(size for size, path in zip(sizes, frames, strict=True) if path is not None)
+    require_free_space(folder, int(again * _FRAMES_SIZE), "the passages of large compressed files")
+    digests = [folder / f".digests.{number:08x}.tmp" for number in range(len(sources))]
+    jobs = [
+        {"path": str(source.path), "name": source.name, "frames": path and str(path), "digests": str(of_texts)}
+        for source, path, of_texts in zip(sources, frames, digests, strict=True)
+    ]
+    results = _results(jobs, sum(sizes), workers, progress)
+    in_order = [results[source.name] for source in sources]
+    steps = [each["digests_step"] for each in in_order]
+    repeated = TextDigests.joined(zip(digests, steps, strict=True)).repeated()
+    for path in digests:
+        path.unlink()
+    places = [SourceFile(path or source.path, source.name) for source, path in zip(sources, frames, strict=True)]
+    files = list(map(_file_segments, places, in_order))
+    return ReadText(files, _findings(files, in_order, repeated))
+
+
+def _results(jobs: Sequence[Json], total: int, workers: int, progress: Progress) -> dict[str, Json]:
+    done = 0
+
+    def advance(read_bytes: int) -> None:
+        nonlocal done
+        done += read_bytes
+        progress("bytes of text read and checked", done, total)
+
+    found = in_processes("t5train.data.segments:scan_file", jobs, workers, advance)
+    return {result["name"]: result for result in found}
+
+
+def _findings(files: Sequence[FileSegments], results: Sequence[Json], repeated: int) -> TextFindings:
+    odd, lengths = Counter[str](), Counter[int]()
+    for result in results:
+        odd.update(result["odd"])
+        lengths.update({int(bits): number for bits, number in result["lengths"].items()})
+    return TextFindings(
+        passages=sum(file.passages for file in files),
+        empty_passages=sum(file.empty_passages for file in files),
+        text_bytes=_text_bytes(files),
+        repeated_passages=repeated,
+        odd={name: odd[name] for name in ODDITIES},
+        lengths=dict(sorted(lengths.items())),
+    )
+
+
+def _text_bytes(files: Sequence[FileSegments]) -> int:
+    return sum(segment.text_bytes for file in files for segment in file.segments)
+
+
+def _file_segments(source: SourceFile, result: Json) -> FileSegments:
+    return FileSegments(source, result["passages"], result["empty"], [Segment(*each) for each in result["segments"]])
