@@ -18,7 +18,7 @@ from benchmarks.time_budget import TimeBudget
 from flows.spec_from_recipe import resolve
 from infra.head.benchmark_run import benchmark
 from infra.head.peer_ranks import measure_peer
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
 from t5train.errors import OutOfMemory, SpecError
 from t5train.model.model_shape import count_parameters

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.reading import python_documentation
-from t5train.data.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
+from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
 from t5train.spec import ObjectiveSpec
 from tests.support.hardware import hardware
 

@@ -32,8 +32,8 @@ from benchmarks.comparison import Comparison, compare, parser
 from benchmarks.finished_rows import FinishedRow, FinishedRows, write_section
 from benchmarks.time_budget import NOT_FINISHED, OutOfTime
 from infra.head.peer_ranks import run_ranks
-from t5train.data.loader import Batch
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.loader import Batch
+from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
 from t5train.errors import T5TrainError
 from t5train.files.atomic import write_json

@@ -20,7 +20,7 @@ import numpy as np
 
 from t5train.data import sources
 from t5train.data.corpus import build_corpus
-from t5train.data.loader import Windows
+from t5train.data.samples.loader import Windows
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.records.stage_records import TokenShards

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from t5train.data.keyed_random import permuted
+from t5train.data.samples.keyed_random import permuted
 from tests.support.hardware import hardware
 
 SECONDS_A_ROUND = 0.5

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from t5train.data import keyed_random
-from t5train.data.span_corruption import corrupt, geometry
+from t5train.data.samples import keyed_random
+from t5train.data.samples.span_corruption import corrupt, geometry
 from t5train.spec import ObjectiveSpec
 from tests.support.hardware import hardware
 

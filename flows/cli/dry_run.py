@@ -18,10 +18,10 @@ from infra.node.attempts import process_guard
 from infra.node.attempts.run_lock import require_unused
 from infra.node.node_folders import SHARDS, node_path
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
-from t5train.data.loader import num_windows
+from t5train.data.samples.loader import num_windows
+from t5train.data.samples.span_corruption import geometry
 from t5train.data.shards import TEXT_BYTES_PER_TOKEN, settings_of
 from t5train.data.sources import PYDOCS, skipped_line
-from t5train.data.span_corruption import geometry
 from t5train.data.vocabulary.tokenizer import is_vocabulary_of
 from t5train.engine.deepspeed_config import deepspeed_config
 from t5train.engine.memory_estimate import Held, held_by_a_rank

@@ -36,7 +36,7 @@ from infra.head.storage.staged_bytes import StagedBytes
 from t5train.checkpoint import resume
 from t5train.checkpoint.resume import has_finished, require_same_settings
 from t5train.checkpoint.resume_point import ask_to_begin_again
-from t5train.data.loader import require_enough_samples
+from t5train.data.samples.loader import require_enough_samples
 from t5train.errors import HostError, LaunchError, SpecError
 from t5train.host_resources import make_root, require_free_space, require_writable
 from t5train.model import model_shape

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from t5train.checkpoint import sidecar, tags
 from t5train.checkpoint.reshard import consolidated_for, discard_consolidated
 from t5train.checkpoint.resume_point import is_asked_to_begin_again, resume_tag, tags_in
-from t5train.data.loader import ORDER_VERSION
+from t5train.data.samples.loader import ORDER_VERSION
 from t5train.errors import IncompleteCheckpoint, LaunchError, RecordError, RunChanged, SpecError
 from t5train.files.atomic import write_json, write_text
 from t5train.files.presence import ABSENT, is_there, reading

@@ -18,7 +18,7 @@ Ranks that resume read more than they write if experts or a stage's weights were
 import math
 from collections.abc import Mapping
 
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry
 from t5train.model.model_shape import T5Shape, count_expert_parameters, count_parameters
 from t5train.model.pipeline_split import stage_parameters
 from t5train.spec import RunSpec

@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry
 from t5train.engine.collectives import expert_rank, rank, sum_over_ranks
 from t5train.engine.deepspeed_config import deepspeed_config
 from t5train.engine.gradient_accumulation import sums_of

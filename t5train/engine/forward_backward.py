@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from t5train.data.loader import Batch
+from t5train.data.samples.loader import Batch
 from t5train.engine.collectives import on_accelerator
 from t5train.engine.engine import norm_of_step, update
 from t5train.engine.expert_routing import Routing

@@ -30,8 +30,8 @@ they grow with the micro-batch, and depend on how the model is compiled.
 
 from typing import NamedTuple
 
-from t5train.data.loader import PREFETCHED_BATCHES
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.loader import PREFETCHED_BATCHES
+from t5train.data.samples.span_corruption import geometry
 from t5train.engine.deepspeed_config import BUCKET_ELEMENTS, LIVE_ELEMENTS, SUB_GROUP_ELEMENTS, sums_passes
 from t5train.model.model_shape import T5Shape, count_expert_parameters, count_parameters
 from t5train.spec import RunSpec

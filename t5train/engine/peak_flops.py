@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry
 from t5train.model.flops import training_flops
 from t5train.model.model_shape import T5Shape
 from t5train.spec import RunSpec

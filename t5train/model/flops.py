@@ -1,6 +1,6 @@
 """The FLOPs of a training step: the matrix products of a T5, forward and backward."""
 
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry
 from t5train.model.model_shape import T5Shape
 from t5train.spec import ObjectiveSpec
 

@@ -16,7 +16,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 from torch.nn import functional
 
-from t5train.data.span_corruption import Geometry
+from t5train.data.samples.span_corruption import Geometry
 from t5train.model.attention import PositionBias
 from t5train.model.model_shape import T5Shape
 from t5train.model.pipeline_split import stage_bounds

@@ -3,7 +3,7 @@
 from functools import cache
 from itertools import accumulate, pairwise
 
-from t5train.data.span_corruption import Geometry
+from t5train.data.samples.span_corruption import Geometry
 from t5train.errors import SpecError
 from t5train.model.model_shape import RELATIVE_BUCKETS, T5Shape, block_parameters
 

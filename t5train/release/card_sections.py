@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry
 from t5train.host_resources import quantity
 from t5train.records.metrics import UNIGRAM, VALIDATION, has_learned_nothing
 from t5train.records.stage_records import REPEATED

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from t5train.data.loader import num_windows
 from t5train.data.passages import SPLITS
+from t5train.data.samples.loader import num_windows
+from t5train.data.samples.span_corruption import geometry
 from t5train.data.shards import UNIGRAM_DTYPE, unigram_name
-from t5train.data.span_corruption import geometry
 from t5train.data.vocabulary.sentencepiece_model import UNK_ID
 from t5train.host_resources import quantity
 from t5train.locations import redacted

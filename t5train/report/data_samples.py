@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from t5train.data.loader import Samples
 from t5train.data.passages import Split
+from t5train.data.samples.loader import Samples
 from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.errors import InputError
 from t5train.host_resources import quantity

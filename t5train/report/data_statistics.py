@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from t5train.data.passages import SPLITS, Passage, Split
+from t5train.data.samples.span_corruption import geometry
 from t5train.data.segments import passages_in, read_segments
 from t5train.data.shards import lengths_name
-from t5train.data.span_corruption import geometry
 from t5train.data.vocabulary.sentencepiece_model import UNK_ID, Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE
 from t5train.host_resources import quantity

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import BaseModel
 
-from t5train.data.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
+from t5train.data.samples.span_corruption import geometry
 from t5train.errors import T5TrainError
 from t5train.files.atomic import write_json
 from t5train.files.run_folder import RANK_FILES

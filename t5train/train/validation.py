@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from t5train.data import span_corruption
-from t5train.data.loader import Batch, Samples
+from t5train.data.samples import span_corruption
+from t5train.data.samples.loader import Batch, Samples
 from t5train.data.shards import UNIGRAM_DTYPE, unigram_name
 from t5train.engine.collectives import data_rank, gather_floats
 from t5train.engine.forward_backward import Passes

@@ -18,9 +18,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from t5train.data.held_out import read_held_out
-from t5train.data.loader import Samples, num_windows
 from t5train.data.passages import SPLITS
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.loader import Samples, num_windows
+from t5train.data.samples.span_corruption import geometry
 from t5train.engine.collectives import gather_objects, on_accelerator, rank
 from t5train.engine.engine import model_of
 from t5train.engine.parameter_layout import huggingface_names

@@ -141,7 +141,9 @@ class Planted(NamedTuple):
 
 FAULTS = {
     "learning-rate": Planted("t5train.engine.engine", double_learning_rate, "smoke", "loss", "learning rate doubled"),
-    "batch-twice": Planted("t5train.data.loader", see_a_batch_twice, "smoke", "loss", "step 40 sees step 39's batch"),
+    "batch-twice": Planted(
+        "t5train.data.samples.loader", see_a_batch_twice, "smoke", "loss", "step 40 sees step 39's batch"
+    ),
     "dropout": Planted(
         "t5train.engine.forward_backward", drop_out_in_evaluation, "moe", "loss", "dropout left on in evaluation"
     ),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.data_wait import waited
-from t5train.data.loader import Batch
+from t5train.data.samples.loader import Batch
 
 NONE = np.zeros(0, np.int32)
 

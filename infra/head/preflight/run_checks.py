@@ -8,7 +8,7 @@ from infra.node.inspection.accelerators import can_have_any
 from infra.node.storage.garbage import size_of
 from t5train.checkpoint.resume import has_finished
 from t5train.checkpoint.retention import bytes_held
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.tokenizer import expected_vocab_size, spiece_in
 from t5train.engine import memory_estimate
 from t5train.errors import SpecError

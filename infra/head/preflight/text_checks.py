@@ -2,8 +2,8 @@
 
 Files on this machine are read up to a limit, which takes about a second. A text that ends before the limit is refused
 if it cannot be enough, whatever the vocabulary. The token shards show exactly whether it is
-(``t5train.data.loader.require_enough_samples``). Whether a small text has enough pieces for the vocabulary is found by
-training one, which takes up to three seconds.
+(``t5train.data.samples.loader.require_enough_samples``). Whether a small text has enough pieces for the vocabulary is
+found by training one, which takes up to three seconds.
 """
 
 from collections import Counter
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from t5train.data.passages import SPLITS, Passage, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import PLAIN_FORMATS, format_of, rows
+from t5train.data.samples.span_corruption import geometry
 from t5train.data.sources import PYDOCS, SourceFacts, few, require_source
-from t5train.data.span_corruption import geometry
 from t5train.data.vocabulary.sentencepiece_model import train
 from t5train.errors import InputError
 from t5train.host_resources import format_bytes, quantity

@@ -34,7 +34,7 @@ from infra.head.regression.case_stages import (
 from infra.head.regression.peer_processes import Peer, PeerJob, StepTimes, running_peer
 from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Devices, Question
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry
 from t5train.errors import HostError, T5TrainError
 from t5train.files.os_errors import in_one_line
 from t5train.host_resources import num_cores

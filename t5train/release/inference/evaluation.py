@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import ValidationError
 
-from t5train.data.loader import HELD_OUT_SEED, noise_keys
 from t5train.data.passages import SourceFile, Split
+from t5train.data.samples.loader import HELD_OUT_SEED, noise_keys
+from t5train.data.samples.span_corruption import Geometry, corrupt, geometry, is_content
 from t5train.data.sources import PYDOCS, local_files, write_pydocs
-from t5train.data.span_corruption import Geometry, corrupt, geometry, is_content
 from t5train.errors import InputError, SpecError
 from t5train.progress import Progress, silent
 from t5train.release.inference.evaluation_text import (

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from t5train.data.loader import drawn_held_out
 from t5train.data.passages import Passage, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import rows
+from t5train.data.samples.loader import drawn_held_out
 from t5train.data.segments import FileSegments, Stretch, passages_in, scan
 from t5train.data.shards import plan_shards
 from t5train.errors import InputError

@@ -147,7 +147,7 @@ def become_only_rank() -> None:
 
 def train_one_step(job: TrainJob) -> Any:
     """A rank's trainer after its first step, which gives it weights, masters and moments to save."""
-    from t5train.data.loader import Prefetched
+    from t5train.data.samples.loader import Prefetched
     from t5train.train.loop import Trainer, micro_batches
 
     trainer = Trainer(job)

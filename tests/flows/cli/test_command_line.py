@@ -18,7 +18,7 @@ from infra.head.preflight.text_checks import LOOK_BYTES
 from infra.node.attempts.run_lock import run_lock
 from t5train import host_resources
 from t5train.checkpoint.resume_point import ask_to_begin_again
-from t5train.data.loader import ORDER_VERSION
+from t5train.data.samples.loader import ORDER_VERSION
 from t5train.data.vocabulary.sentencepiece_model import train
 from t5train.errors import NotGathered
 from t5train.model.model_shape import huggingface_config, resolve

@@ -3,7 +3,7 @@
 import pytest
 
 from infra.head.benchmark_run import benchmark
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry
 from t5train.errors import SpecError
 from t5train.progress import silent
 from t5train.spec.recipes import recipe

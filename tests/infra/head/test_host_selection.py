@@ -12,7 +12,7 @@ from infra.head.host_selection import require_hosts, training_hosts
 from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.preflight.run_checks import require_possible
 from infra.head.training_run import require_ready
-from t5train.data.loader import ORDER_VERSION
+from t5train.data.samples.loader import ORDER_VERSION
 from t5train.errors import PreflightError
 from t5train.records.stage_records import Checkpoint
 from t5train.spec import RunSpec

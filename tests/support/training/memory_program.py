@@ -20,7 +20,7 @@ from deepspeed import comm
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
-from t5train.data.loader import Prefetched
+from t5train.data.samples.loader import Prefetched
 from t5train.engine.deepspeed_config import BUCKET_ELEMENTS
 from t5train.engine.gradient_accumulation import Fp32Sums
 from t5train.engine.gradient_reduction import GradientReduction

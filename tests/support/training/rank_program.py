@@ -33,7 +33,7 @@ from t5train.checkpoint import saving, sidecar
 from t5train.checkpoint.reshard import consolidated_for
 from t5train.checkpoint.state_loading import StoredState
 from t5train.checkpoint.tags import files_read_by
-from t5train.data.loader import Batch, Samples
+from t5train.data.samples.loader import Batch, Samples
 from t5train.engine import collectives, deepspeed_config, engine, forward_backward
 from t5train.engine.optimizer import AdamWRms
 from t5train.errors import T5TrainError

@@ -19,7 +19,7 @@ from deepspeed import comm
 from deepspeed.utils import groups
 from torch import Tensor
 
-from t5train.data.loader import Prefetched
+from t5train.data.samples.loader import Prefetched
 from t5train.engine.partitions import inner_optimizer, masters_of
 from t5train.errors import NonFiniteLoss
 from t5train.spec import build

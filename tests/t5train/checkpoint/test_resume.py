@@ -17,7 +17,7 @@ from t5train.checkpoint.reshard import discard_consolidated
 from t5train.checkpoint.resume import open_run, require_same_settings, run_fingerprint, write_job
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
-from t5train.data.loader import ORDER_VERSION
+from t5train.data.samples.loader import ORDER_VERSION
 from t5train.errors import NothingVerifies, RunChanged, SpecError, UnknownVersion, UnlistedFile, Unreadable
 from t5train.files.run_folder import tag_of
 from t5train.model.starting_model import start_fingerprint

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from t5train.data.loader import Batch
+from t5train.data.samples.loader import Batch
 from t5train.engine import collectives
 from t5train.engine.expert_routing import Routing
 from t5train.engine.forward_backward import StepResult, WholePasses

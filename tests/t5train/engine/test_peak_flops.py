@@ -3,7 +3,7 @@
 import pytest
 from deepspeed.accelerator import get_accelerator
 
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry
 from t5train.engine.peak_flops import accelerator_peak_flops, peak_flops, utilization
 from t5train.model.flops import training_flops
 from t5train.model.model_shape import resolve

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry
 from t5train.errors import SpecError
 from t5train.model.model_shape import T5Shape, count_parameters, resolve
 from t5train.model.pipeline_split import balanced, stage_bounds, stage_parameters, unit_costs

@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from t5train.data.loader import Samples, Windows
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.loader import Samples, Windows
+from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.errors import InputError
 from t5train.report.data_samples import shown, shown_samples

@@ -22,6 +22,7 @@ OTHER: dict[str, Any] = {
     "corpus.split_seed": 1,
     "corpus.license": "cc-by-4.0",
     "corpus.languages": ["en", "de"],
+    "corpus.remove": ["duplicates"],
     "corpus.workers": 3,
     "tokenizer.path": "spiece.model",
     "tokenizer.vocab_size": 2001,
@@ -116,9 +117,11 @@ OTHER_HOSTS: dict[str, Any] = {
     "cluster.spares": 1,
     "cluster.ship_code": True,
 }
+# The same for settings that need passages to be removed.
+OTHER_REMOVAL: dict[str, Any] = {"corpus.test_sets": ["questions.jsonl"]}
 # The same for settings that cannot be combined with the values above.
 OTHER_ALONE: dict[str, Any] = {"layout.pipeline_stages": 2}
-EVERY = OTHER | OTHER_EXPERTS | OTHER_HOSTS | OTHER_ALONE
+EVERY = OTHER | OTHER_EXPERTS | OTHER_HOSTS | OTHER_REMOVAL | OTHER_ALONE
 # These settings decide where and how a run executes. All others decide its result.
 EXECUTION = {
     "recipe",
@@ -134,7 +137,9 @@ EXECUTION = {
 
 
 def base(setting: str) -> RunSpec:
-    """A spec in which a setting has an effect: smoke, or smoke with experts or hosts."""
+    """A spec in which a setting has an effect: smoke, or smoke with experts, hosts or passages to remove."""
+    if setting in OTHER_REMOVAL:
+        return smoke().with_settings({"corpus.remove": ["contaminated"]})
     if setting in OTHER_HOSTS:
         return smoke().with_settings({"cluster.hostfile": "hosts"})
     return experts() if setting in OTHER_EXPERTS else smoke()

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from t5train.checkpoint.consolidate import consolidate
-from t5train.data.keyed_random import permuted
+from t5train.data.samples.keyed_random import permuted
 from t5train.records.metrics import read
 from t5train.records.stage_records import TokenizerFiles, TokenShards
 from t5train.release.certificate import Certificate

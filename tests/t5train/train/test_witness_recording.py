@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from t5train.data.loader import Samples
+from t5train.data.samples.loader import Samples
 from t5train.engine.parameter_layout import huggingface_names
 from t5train.model.initialization import initialise
 from t5train.model.model_shape import huggingface_config, resolve

@@ -10,7 +10,7 @@ import pytest
 
 from infra.head.preflight.text_checks import look_at, require_text
 from t5train.data.passages import SourceFile
-from t5train.data.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry
 from t5train.errors import InputError, SpecError
 from t5train.spec import CorpusSpec, ObjectiveSpec, RunSpec
 from t5train.spec.recipes import recipe

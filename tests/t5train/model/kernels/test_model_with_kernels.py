@@ -7,7 +7,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from t5train.data.span_corruption import Geometry
+from t5train.data.samples.span_corruption import Geometry
 from t5train.model import pipeline_model
 from t5train.model.activation_checkpointing import checkpoint_activations
 from t5train.model.initialization import initialise

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from t5train.data.corpus import build_corpus
-from t5train.data.loader import Samples
 from t5train.data.passages import Passage, Split
+from t5train.data.samples.loader import Samples
+from t5train.data.samples.span_corruption import is_content
 from t5train.data.shards import build_shards
-from t5train.data.span_corruption import is_content
 from t5train.data.vocabulary.tokenizer import given_tokenizer
 from t5train.errors import InputError, SpecError
 from t5train.release.inference.evaluation import EvaluationSpec, evaluate
@@ -124,8 +124,8 @@ def test_the_unigram_baseline_predicts_each_token_from_the_rest_of_the_text(
 
 
 def _masked(ids: np.ndarray, spec: EvaluationSpec, vocabulary: Vocabulary) -> list[int]:
-    from t5train.data.loader import noise_keys
-    from t5train.data.span_corruption import corrupt, geometry
+    from t5train.data.samples.loader import noise_keys
+    from t5train.data.samples.span_corruption import corrupt, geometry
 
     shape = geometry(OBJECTIVE.model_copy(update={"input_tokens": 16, "noise_density": 0.15}))
     count = len(ids) // shape.window_tokens

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from t5train.data.keyed_random import Bits, bits
+from t5train.data.samples.keyed_random import Bits, bits
 from t5train.errors import SpecError
 from t5train.spec import NUM_SENTINELS, ObjectiveSpec
 

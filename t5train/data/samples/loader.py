@@ -15,11 +15,11 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from t5train.data import keyed_random
 from t5train.data.held_out import read_held_out
 from t5train.data.passages import SPLITS
+from t5train.data.samples import keyed_random
+from t5train.data.samples.span_corruption import corrupt, geometry
 from t5train.data.shards import read_description, tokens_name
-from t5train.data.span_corruption import corrupt, geometry
 from t5train.errors import DigestMismatch, InputError
 from t5train.host_resources import quantity
 from t5train.records.stage_records import TokenShards

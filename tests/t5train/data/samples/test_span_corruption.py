@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t5train.data import keyed_random
-from t5train.data.span_corruption import Geometry, corrupt, geometry
+from t5train.data.samples import keyed_random
+from t5train.data.samples.span_corruption import Geometry, corrupt, geometry
 from t5train.errors import SpecError
 from t5train.spec import ObjectiveSpec
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t5train.data.keyed_random import bits, keys, permuted
+from t5train.data.samples.keyed_random import bits, keys, permuted
 
 SIZES = st.integers(1, 3000)
 SEEDS = st.integers(0, 2**31 - 1)

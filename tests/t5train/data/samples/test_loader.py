@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from t5train.data.loader import Batch, Prefetched, Samples, Windows, drawn_held_out, require_enough_samples
+from t5train.data.samples.loader import Batch, Prefetched, Samples, Windows, drawn_held_out, require_enough_samples
 from t5train.data.shards import tokens_name
 from t5train.errors import DigestMismatch, InputError
 from t5train.records.stage_records import TokenShards
