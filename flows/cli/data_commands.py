@@ -1,4 +1,4 @@
-"""``data show`` and ``data stats``: what a run trains on, as the model sees it. Both make missing token shards."""
+"""``data show``, ``data stats`` and ``data check``: what a run trains on. The first two make missing token shards."""
 
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -8,6 +8,7 @@ import typer
 from flows.cli.options import (
     ConfigOption,
     CorpusOption,
+    JsonOption,
     RecipeOrConfig,
     RootOption,
     SetOption,
@@ -16,18 +17,28 @@ from flows.cli.options import (
     text_settings,
 )
 from flows.cli.terminal import complain, say, show_table, stage_display
-from infra.head.preflight.text_checks import require_text
-from t5train.data.corpus import build_corpus
+from infra.head.preflight.text_checks import require_sources, require_text
+from t5train.data.checks.whole_reading import TEXT_FINDINGS, TextFindings
+from t5train.data.corpus import build_corpus, check_text
 from t5train.data.passages import Split
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing
+from t5train.host_resources import quantity
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.report.data_report import data_lines, train_split_facts
 from t5train.report.data_samples import shown_samples
 from t5train.report.data_statistics import QUANTILE_NAMES, data_plot, data_statistics, length_rows, word_lines
+from t5train.report.text_findings_report import (
+    SPLIT_NAMES,
+    findings_plot,
+    repetition_lines,
+    repetition_rows,
+)
+from t5train.report.text_findings_report import length_rows as size_rows
 from t5train.spec import RunSpec
+from t5train.spec.data_spec import REPETITIONS
 
 
 class _Data(NamedTuple):
@@ -38,9 +49,10 @@ class _Data(NamedTuple):
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
-    data = typer.Typer(name="data", no_args_is_help=True, help="Look at a run's text as the model sees it.")
+    data = typer.Typer(name="data", no_args_is_help=True, help="Look at a run's text, also as the model sees it.")
     data.command()(show)
     data.command()(stats)
+    data.command()(check)
     app.add_typer(data)
 
 
@@ -95,6 +107,58 @@ def stats(
         with replacing(plot) as file:
             file.write(data_plot(statistics, spec.objective))
         say(f"plot: {plot}")
+
+
+def check(  # noqa: PLR0913, PLR0917 - one for each option
+    recipe: RecipeOrConfig = None,
+    config: ConfigOption = None,
+    corpus: CorpusOption = None,
+    changes: SetOption = None,
+    root: RootOption = None,
+    test_set: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text to compare training with, such as a benchmark's test set: a path or URL. Can be repeated",
+            metavar="SOURCE",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Write a PNG of what was found to this file", metavar="FILE", readable=False),
+    ] = None,
+) -> None:
+    """Look for what a text repeats: copies, near-duplicates, and held-out text in training. Nothing is removed.
+
+    Needs no vocabulary. To remove what was found from training, set corpus.remove.
+    """
+    spec = _spec(recipe, config, corpus, changes, root)
+    if test_set:
+        spec = spec.with_settings({"corpus.test_sets": test_set, "corpus.remove": list(REPETITIONS)})
+    if plot is not None:
+        _require_png(plot)
+    require_sources(spec)
+    with stage_display() as progress:
+        folder, findings = check_text(spec.corpus, spec.storage.root, progress)
+    if as_json:
+        say(findings.model_dump_json(indent=1))
+    else:
+        _show_findings(findings)
+    if plot is not None:
+        with replacing(plot) as file:
+            file.write(findings_plot(findings))
+    complain(f"findings: {folder / TEXT_FINDINGS}{f'; plot: {plot}' if plot is not None else ''}")
+
+
+def _show_findings(findings: TextFindings) -> None:
+    passages = quantity(findings.passages, "passage")
+    say(f"{passages} and {findings.empty_passages:,} empty ones, {findings.text_bytes:,} bytes of text")
+    show_table(["length", "passages"], size_rows(findings))
+    for line in findings.odd_lines() or ["no control characters, replacement characters or special pieces"]:
+        say(line)
+    show_table(["", *SPLIT_NAMES], repetition_rows(findings))
+    for line in repetition_lines(findings):
+        say(line)
 
 
 def _require_png(plot: Path) -> None:

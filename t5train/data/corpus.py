@@ -8,13 +8,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from t5train.data.checks.removal import write_without
-from t5train.data.checks.repetitions import find_repetitions
+from t5train.data.checks.repetitions import Repetitions, find_repetitions
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, ReadText, TextFindings, read_whole
 from t5train.data.download.partial_file import whole_digest
 from t5train.data.output_folder import making, stage_folder
 from t5train.data.passages import SourceFile
 from t5train.data.readers import FRAMES
-from t5train.data.segments import SEGMENTS, write_segments
+from t5train.data.segments import SEGMENTS, FileSegments, read_segments, write_segments
 from t5train.data.sources import PYDOCS, local_files, pydocs_files, test_set_files, write_pydocs
 from t5train.errors import InputError
 from t5train.files.atomic import remove_folder
@@ -25,12 +25,14 @@ from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files
 from t5train.records.identity import fingerprint
 from t5train.records.kept_files import keep_changed_files
-from t5train.records.stage_records import Corpus, reusable
+from t5train.records.stage_records import REMOVED, Corpus, reusable
 from t5train.spec import CorpusSpec
+from t5train.spec.data_spec import REPETITIONS, Repetition
 from t5train.spec.known_texts import known_texts
 
 _STAGE_VERSION = 1  # incremented when the same files would give another corpus
 _PYDOCS_FILE = "pydocs.jsonl"
+_SCRATCH = ".compared"
 _REMOVAL_VERSION = 1  # incremented when the same settings would remove other passages
 _log = logging.getLogger(__name__)
 
@@ -128,6 +130,42 @@ def _content(sources: Sequence[SourceFile], digests: Mapping[SourceFile, FileDig
     return [{"name": each.name, **(whole_digest(each.path) or digests[each]).model_dump()} for each in sources]
 
 
+def check_text(spec: CorpusSpec, root: Path, progress: Progress = silent) -> tuple[Path, TextFindings]:
+    """Look for everything that a text repeats, without removing it. A finished check is reused.
+
+    Args:
+        spec: The text, its splits, and test sets to compare it with. ``remove`` does not count.
+        root: The root folder. The result is ``{root}/checks/{name}-{first 12 digits of a fingerprint}``.
+        progress: Called as by ``build_corpus``, and with what is compared.
+
+    Returns:
+        The folder with ``text-findings.json``, and its content.
+
+    Raises:
+        InputError: A text is missing, empty or malformed.
+        StorageError: The root is too small or cannot be written.
+
+    """
+    plain = spec.model_copy(update={"remove": (), "test_sets": ()})
+    corpus = build_corpus(plain, root, progress)
+    test_sets = [test_set_files(each, root, progress) for each in spec.test_sets]
+    contents = [_content(files, _digests(files, progress)) for files in test_sets]
+    identity = fingerprint(
+        {"kind": "check", "removal": _REMOVAL_VERSION, "corpus": corpus.fingerprint, "test_sets": contents}
+        | spec.split_identity()
+    )
+    folder = stage_folder(root, "checks", corpus_name(spec), identity)
+    with making(folder, identity):
+        if not (folder / TEXT_FINDINGS).exists():
+            findings = TextFindings.of(corpus)
+            if findings is None:
+                raise InputError(f"{corpus.path} was made by an earlier version. Remove this folder, and start again")
+            found = _found(spec, REPETITIONS, read_segments(corpus.path), test_sets, folder, progress)
+            findings.model_copy(update={"repetitions": found.counts}).write(folder)
+            remove_folder(folder / _SCRATCH)
+        return folder, TextFindings.read(folder)
+
+
 def _removal_identity(
     spec: CorpusSpec, test_sets: Sequence[Sequence[SourceFile]], progress: Progress
 ) -> dict[str, Any]:
@@ -139,30 +177,42 @@ def _removal_identity(
 
 
 def _without_repetitions(
-    spec: CorpusSpec,
-    read: ReadText,
-    test_sets: Sequence[Sequence[SourceFile]],
-    folder: Path,
-    progress: Progress,
+    spec: CorpusSpec, read: ReadText, test_sets: Sequence[Sequence[SourceFile]], folder: Path, progress: Progress
 ) -> ReadText:
     """Return the text without what ``spec.remove`` removes from training."""
-    workers = spec.workers or num_cores()
-    scratch = folder / ".compared"
-    scratch.mkdir(exist_ok=True)
-    compared = [
-        file
-        for number, files in enumerate(test_sets)
-        for file in read_whole(files, scratch, workers, progress, f"test-set-{number:02d}-").files
-    ]
-    found = find_repetitions(read.files, compared, spec, spec.remove, scratch, workers, progress)
-    files = write_without(found, folder, workers, progress)
+    found = _found(spec, spec.remove, read.files, test_sets, folder, progress)
+    removed, before = found.counts[REMOVED], found.counts["train_passages"]
+    if removed == before:
+        raise InputError(
+            f"all {quantity(before, 'passage')} of the training split repeat others (corpus.remove is "
+            f"{', '.join(spec.remove)}), so none is left. Change corpus.remove, corpus.test_sets or the text"
+        )
+    files = write_without(found, folder, spec.workers or num_cores(), progress)
     for file in read.files:
         if file.source.path.parent == folder and file.source.path.name.endswith(FRAMES):
             file.source.path.unlink()  # what stays of it is stored in other files now
-    remove_folder(scratch)
-    removed = found.counts["removed_passages"]
-    _log.info("removed from training: %s of %s", quantity(removed, "passage"), f"{found.counts['train_passages']:,}")
+    remove_folder(folder / _SCRATCH)
+    _log.info("removed %s of the %s of the training split", quantity(removed, "passage"), f"{before:,}")
     return ReadText(files, read.findings.after_removal(files, found.counts))
+
+
+def _found(
+    spec: CorpusSpec,
+    kinds: Sequence[Repetition],
+    files: Sequence[FileSegments],
+    test_sets: Sequence[Sequence[SourceFile]],
+    folder: Path,
+    progress: Progress,
+) -> Repetitions:
+    """Search a text for repetitions. What passages are compared by stays in ``folder``, for a restart."""
+    workers, scratch = spec.workers or num_cores(), folder / _SCRATCH
+    scratch.mkdir(exist_ok=True)
+    compared = [
+        file
+        for number, of_set in enumerate(test_sets)
+        for file in read_whole(of_set, scratch, workers, progress, f"test-set-{number:02d}-").files
+    ]
+    return find_repetitions(files, compared, spec, kinds, scratch, workers, progress)
 
 
 def _require_rows(spec: CorpusSpec, findings: TextFindings) -> None:

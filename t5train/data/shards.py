@@ -38,7 +38,7 @@ from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files, verify_file
 from t5train.records.identity import fingerprint
 from t5train.records.kept_files import keep_changed_files
-from t5train.records.stage_records import MANIFEST, REPEATED, Corpus, TokenizerFiles, TokenShards, reusable
+from t5train.records.stage_records import MANIFEST, REMOVED, REPEATED, Corpus, TokenizerFiles, TokenShards, reusable
 from t5train.spec import NUM_SENTINELS, CorpusSpec, ShardsSpec
 
 _STAGE_VERSION = 3  # incremented when the same inputs would give other bytes
@@ -270,7 +270,7 @@ def _committed(folder: Path, identity: str, num_shards: int, corpus: Corpus, tok
         counts={
             **_vocabulary(tokenizer),
             **_totals(folder, num_shards),
-            **{name: count for name, count in corpus.counts.items() if name == REPEATED},
+            **{name: count for name, count in corpus.counts.items() if name in {REPEATED, REMOVED}},
             "num_shards": num_shards,
         },
     ).commit()

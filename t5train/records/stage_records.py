@@ -139,6 +139,10 @@ REPEATED = "repeated_passages"
 """The count of passages that have the text of an earlier one, of corpora and shards. Old ones do not have it."""
 
 
+REMOVED = "removed_passages"
+"""The count of passages that were removed from training, of corpora and shards with corpus.remove."""
+
+
 class Corpus(PlainRecord):
     """Verified text: files of passages, which may be used in place."""
 

@@ -7,7 +7,7 @@ from typing import Any
 from t5train.data.samples.span_corruption import geometry
 from t5train.host_resources import quantity
 from t5train.records.metrics import UNIGRAM, VALIDATION, has_learned_nothing
-from t5train.records.stage_records import REPEATED
+from t5train.records.stage_records import REMOVED, REPEATED
 from t5train.records.witness import TrainedModel, Witness
 from t5train.release.markdown import code
 from t5train.spec import ObjectiveSpec
@@ -128,6 +128,7 @@ def data(witness: Witness) -> str:
             f"Training took {quantity(sequences, 'sequence')}: {sequences / samples:,.2f} epochs over the "
             f"{quantity(samples, 'sequence')} of the training split.",
             *(["", repeated] if (repeated := repeated_line(counts)) else []),
+            *(["", removed] if (removed := removed_line(counts, witness.trained.settings)) else []),
             "",
         ]
     )
@@ -142,6 +143,18 @@ def repeated_line(counts: Mapping[str, Any]) -> str:
         f"{quantity(repeated, 'passage')} of {passages:,} have the text of another one. Where copies are in different "
         "splits, losses on held-out text are lower than on new text."
     )
+
+
+def removed_line(counts: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return a sentence about passages that were removed before training; empty if none were to be removed."""
+    if REMOVED not in counts:
+        return ""
+    corpus = settings["corpus"]
+    kinds = ", ".join(each.replace("_", "-") for each in corpus["remove"])
+    line = f"Before training, {quantity(int(counts[REMOVED]), 'passage')} of the training split were removed: {kinds}."
+    if corpus["test_sets"]:
+        line += f" They were also compared with {', '.join(map(code, corpus['test_sets']))}."
+    return line
 
 
 def training(witness: Witness) -> str:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from t5train.data.checks.whole_reading import TextFindings
 from t5train.data.passages import SPLITS
 from t5train.data.samples.loader import num_windows
 from t5train.data.samples.span_corruption import geometry
@@ -9,9 +10,10 @@ from t5train.data.shards import UNIGRAM_DTYPE, unigram_name
 from t5train.data.vocabulary.sentencepiece_model import UNK_ID
 from t5train.host_resources import quantity
 from t5train.locations import redacted
-from t5train.records.stage_records import Corpus, Record, TokenizerFiles, TokenShards
+from t5train.records.stage_records import REMOVED, Corpus, Record, TokenizerFiles, TokenShards
 from t5train.release.card_sections import repeated_line
 from t5train.release.markdown import code, page, table
+from t5train.report.text_findings_report import SPLIT_NAMES, repetition_lines, repetition_rows
 from t5train.spec import ObjectiveSpec, RunSpec
 
 MOST_EPOCHS = 64
@@ -51,6 +53,7 @@ def data_report(
         f"# Data of {spec.run_name}",
         f"Text from {code(redacted(spec.corpus.source))}. A passage belongs to one split as a whole.",
         table(("", "amount"), _text_rows(corpus, tokenizer)),
+        *_finding_blocks(TextFindings.of(corpus)),
         "## Tokens",
         table(("split", "passages", "tokens", "tokens per passage"), _split_rows(shards)),
         _unknown_line(shards, facts),
@@ -62,10 +65,20 @@ def data_report(
     )
 
 
+def _finding_blocks(findings: TextFindings | None) -> list[str]:
+    if findings is None:
+        return []
+    odd = "\n".join(f"- {line}" for line in findings.odd_lines())
+    if not (rows := repetition_rows(findings)):
+        return [odd]
+    return [odd, "## Repetitions", table(("", *SPLIT_NAMES), rows), " ".join(repetition_lines(findings))]
+
+
 def _text_rows(corpus: Corpus, tokenizer: TokenizerFiles) -> list[tuple[str, str]]:
     return [
         ("passages", f"{corpus.counts['passages']:,}"),
         ("empty passages, which are skipped", f"{corpus.counts['empty_passages']:,}"),
+        *([("passages removed from training", f"{corpus.counts[REMOVED]:,}")] if REMOVED in corpus.counts else []),
         ("text, in UTF-8", f"{corpus.counts['text_bytes']:,} bytes"),
         ("vocabulary, with sentinels", f"{tokenizer.counts['vocab_size']:,} pieces"),
     ]

@@ -29,7 +29,7 @@ from t5train.files.atomic import replacing, write_json
 from t5train.locations import shareable_source
 from t5train.model.model_shape import T5Shape, count_parameters, generation_config
 from t5train.model.t5 import T5, shift_right
-from t5train.records.stage_records import REPEATED
+from t5train.records.stage_records import REMOVED, REPEATED
 from t5train.records.witness import (
     GENERATED_PROBE,
     WITNESS,
@@ -164,6 +164,8 @@ def record(
 def _trained(job: TrainJob) -> TrainedModel:
     settings = job.spec.identity()
     settings["corpus"]["source"] = shareable_source(job.spec.corpus.source)
+    if "test_sets" in settings["corpus"]:
+        settings["corpus"]["test_sets"] = list(map(shareable_source, job.spec.corpus.test_sets))
     return TrainedModel(
         run_name=job.spec.run_name,
         recipe=job.spec.recipe,
@@ -179,7 +181,7 @@ def _trained(job: TrainJob) -> TrainedModel:
 def _data(job: TrainJob) -> dict[str, int]:
     shards, window_tokens = job.shards(), geometry(job.spec.objective).window_tokens
     counts = {f"{split}_{unit}": int(shards.counts[f"{split}_{unit}"]) for split in SPLITS for unit in _UNITS}
-    repeated = {name: int(count) for name, count in shards.counts.items() if name == REPEATED}
+    repeated = {name: int(count) for name, count in shards.counts.items() if name in {REPEATED, REMOVED}}
     return {**counts, **repeated, "train_samples": num_windows(shards, "train", window_tokens)}
 
 

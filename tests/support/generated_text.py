@@ -45,3 +45,11 @@ def write_jsonl(path: Path, documents: int, seed: int = 0) -> Path:
     ]
     path.write_text("\n".join(lines) + "\n", "utf-8")
     return path
+
+
+def write_copies(path: Path) -> Path:
+    """Write 300 passages, the first 100 of them once more at the end, with other ids."""
+    lines = write_jsonl(path, 300).read_text().splitlines()
+    again = [json.dumps(json.loads(line) | {"id": f"again-{number}"}) for number, line in enumerate(lines[:100])]
+    path.write_text("\n".join([*lines, *again]) + "\n")
+    return path

@@ -137,7 +137,9 @@ def needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
     """Return an estimate of the bytes that a run writes below its root. ``text_bytes`` is the size of the text."""
     releases = WEIGHT_BYTES * _RELEASES * model_shape.count_parameters(of_model)
     # ``text_bytes`` for shards: tokens take half the size of plain text, and more than that of compressed text.
-    return _checkpoint_bytes(spec, of_model) + releases + text_bytes + _REST_BYTES
+    # With corpus.remove, what stays is stored once more, after what passages are compared by is removed.
+    copies = text_bytes if spec.corpus.remove else 0
+    return _checkpoint_bytes(spec, of_model) + releases + text_bytes + copies + _REST_BYTES
 
 
 def _checkpoint_bytes(spec: RunSpec, of_model: T5Shape) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from t5train.data.passages import SPLITS, Passage, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import PLAIN_FORMATS, format_of, rows
 from t5train.data.samples.span_corruption import geometry
-from t5train.data.sources import PYDOCS, SourceFacts, few, require_source
+from t5train.data.sources import PYDOCS, SourceFacts, few, of_test_set, require_source
 from t5train.data.vocabulary.sentencepiece_model import train
 from t5train.errors import InputError
 from t5train.host_resources import format_bytes, quantity
@@ -101,9 +101,9 @@ def require_text(spec: RunSpec) -> TextFacts:
     Raises InputError if there is none, if what is read of it is malformed, or if it cannot be enough for the run, and
     SpecError if a small one does not give as many pieces as ``tokenizer.vocab_size`` requests.
     """
-    if spec.corpus.source == PYDOCS:
+    source = require_sources(spec)
+    if source is None:
         return TextFacts(None, None)
-    source = require_source(spec.corpus.source, spec.corpus.revision, spec.storage.root)
     if not source.local:
         return TextFacts(source, None)
     try:
@@ -115,6 +115,19 @@ def require_text(spec: RunSpec) -> TextFacts:
         _require_windows(spec, look)
         _require_pieces(spec, source.local, look.text_bytes["train"])
     return TextFacts(source, look)
+
+
+def require_sources(spec: RunSpec) -> SourceFacts | None:
+    """Return what is known of the text without reading it; None for Python's documentation.
+
+    Raises InputError if the text or one of the test sets does not exist.
+    """
+    for each in spec.corpus.test_sets:
+        with of_test_set():
+            require_source(each, "", spec.storage.root)
+    if spec.corpus.source == PYDOCS:
+        return None
+    return require_source(spec.corpus.source, spec.corpus.revision, spec.storage.root)
 
 
 def look_at(files: Iterable[SourceFile], rule: SplitRule, limit_bytes: int = LOOK_BYTES) -> TextLook:

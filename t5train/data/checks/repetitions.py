@@ -22,6 +22,7 @@ from t5train.data.segments import FileSegments, Stretch, divided
 from t5train.data.worker_processes import Json, in_processes
 from t5train.host_resources import require_free_space
 from t5train.progress import Progress
+from t5train.records.stage_records import REMOVED
 from t5train.spec.data_spec import Repetition
 
 PART_BYTES = 64 << 20
@@ -31,7 +32,8 @@ of two. What is found then is less than there is."""
 _KEYS_BYTES_A_PASSAGE = {"duplicates": 17, "near_duplicates": 8 * BUCKETS, "contaminated": 1}
 _RUN_BYTES_A_TEXT_BYTE = 2
 """Of held-out text: a hash for each of its words."""
-_COMPARED_SPLITS = (*SPLITS, "test_sets")
+COMPARED_SPLITS = (*SPLITS, "test_sets")
+"""What passages belong to, as the names of counts begin."""
 
 
 class Part(NamedTuple):
@@ -49,7 +51,12 @@ class Repetitions(NamedTuple):
     parts: list[tuple[list[Stretch], np.ndarray]]
     """For each part of the text, bool for each passage that has text: whether it is to be removed from training."""
     counts: dict[str, int]
-    """By name, such as ``train_duplicates``; see ``count_names``."""
+    """Passages of each of ``COMPARED_SPLITS``, as ``{split}_{kind}``. The kinds are ``passages``; ``duplicates`` and
+    ``near_duplicates``, those like an earlier passage of the split; the same with ``_across``, those of training text
+    like one that is not, and the reverse; ``contaminated``.
+
+    Also ``removed_passages``; ``kept_duplicates``, passages that stay, with the text of another one; and
+    ``searched_one_run_in``: 1, or more if there were too many runs of words to search for, or 0 if there were none."""
 
 
 def find_repetitions(
@@ -112,7 +119,7 @@ class _Found:
         self._pairs = np.empty((0, 2), np.int64)
         self._first_copies = np.empty(0, np.int64)
         self._counts = {
-            f"{name}_passages": self._number(self._splits == split) for split, name in enumerate(_COMPARED_SPLITS)
+            f"{name}_passages": self._number(self._splits == split) for split, name in enumerate(COMPARED_SPLITS)
         }
 
     def mark_copies(self) -> None:
@@ -156,7 +163,7 @@ class _Found:
         """Return what was marked."""
         marks = zip(self._parts, np.split(self._is_removed, self._ends[:-1]), strict=True)
         parts = [(part.stretches, removed) for part, removed in marks if not part.is_test_set]
-        counts = self._counts | {"removed_passages": self._number(self._is_removed)}
+        counts = self._counts | {REMOVED: self._number(self._is_removed)}
         if len(self._first_copies):
             kept = self._first_copies[~self._is_removed & (self._splits != TEST_SET)]
             counts["kept_duplicates"] = len(kept) - len(np.unique(kept))
@@ -175,7 +182,7 @@ class _Found:
         # Without held-out text in a group, its first passage is one of training.
         of_held_out = self._is_train & has_held_out[firsts]
         self._is_removed |= of_held_out | (self._is_train & (firsts != np.arange(len(firsts))))
-        for split, name in enumerate(_COMPARED_SPLITS):
+        for split, name in enumerate(COMPARED_SPLITS):
             inside = self._splits == split
             groups = np.zeros(len(firsts), bool)
             groups[firsts[inside]] = True
@@ -202,7 +209,7 @@ class _Found:
 
     def _count_shared(self, is_shared: np.ndarray, step: int) -> None:
         self._is_removed |= is_shared & self._is_train
-        for split, name in enumerate(_COMPARED_SPLITS):
+        for split, name in enumerate(COMPARED_SPLITS):
             self._counts[f"{name}_contaminated"] = self._number(is_shared & (self._splits == split))
         self._counts["searched_one_run_in"] = step
 

@@ -15,7 +15,7 @@ from t5train.errors import InputError
 from t5train.files.atomic import write_text
 from t5train.host_resources import quantity, require_free_space
 from t5train.progress import Progress
-from t5train.records.stage_records import REPEATED, Corpus
+from t5train.records.stage_records import REMOVED, REPEATED, Corpus
 
 TEXT_FINDINGS = "text-findings.json"
 FRAMED_FROM_BYTES = 128 << 20
@@ -23,12 +23,10 @@ FRAMED_FROM_BYTES = 128 << 20
 decompress the file from the beginning."""
 _FRAMES_SIZE = 2.2
 """Largest size of that copy relative to the compressed file. Measured: 1.1 to 1.6 for .gz, up to 2.1 for .xz."""
-REMOVED = "removed_passages"
-"""The count of passages that were removed from training, of texts from which passages were to be removed."""
 
 
 class TextFindings(BaseModel):
-    """What reading a whole text showed; the content of ``text-findings.json``."""
+    """What reading a whole text showed, and a search for repetitions; the content of ``text-findings.json``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     schema_version: Literal[1] = 1
@@ -46,15 +44,18 @@ class TextFindings(BaseModel):
     """The counts of ``find_repetitions``; None if nothing was searched for."""
 
     @classmethod
-    def read(cls, corpus: Corpus) -> "TextFindings | None":
+    def of(cls, corpus: Corpus) -> "TextFindings | None":
         """Return the findings of a finished corpus; None for one that an earlier version made."""
-        path = corpus.path / TEXT_FINDINGS
-        if TEXT_FINDINGS not in corpus.files:
-            return None
+        return cls.read(corpus.path) if TEXT_FINDINGS in corpus.files else None
+
+    @classmethod
+    def read(cls, folder: Path) -> "TextFindings":
+        """Read ``text-findings.json``. Raises InputError if it cannot be read."""
+        path = folder / TEXT_FINDINGS
         try:
             return cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
-            raise InputError(f"{path} cannot be read ({error}). Use `t5-pretrain run` to make it again") from error
+            raise InputError(f"{path} cannot be read ({error}). Remove {folder}, and start again") from error
 
     def write(self, folder: Path) -> None:
         """Write ``text-findings.json``."""

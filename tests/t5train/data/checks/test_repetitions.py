@@ -106,7 +106,7 @@ def test_training_text_that_shares_13_words_with_held_out_text_is_removed(tmp_pa
     corpus = build_corpus(spec_of(path, "contaminated", test_sets=(str(tests),)), tmp_path / "root")
     removed = {*range(len(texts))} - {*map(int, kept(corpus))}
     assert removed == {quoting[0], quoting[2]}, "12 words are not enough"
-    findings = TextFindings.read(corpus)
+    findings = TextFindings.of(corpus)
     assert findings is not None
     assert findings.repetitions is not None
     split = split_of(CorpusSpec(split=SPLIT), str(quoted))
@@ -130,7 +130,7 @@ def test_what_is_kept_depends_neither_on_workers_nor_on_parts_nor_on_a_restart(
     assert kept(divided) == kept(whole)
     assert len(list(divided.path.glob("kept-*"))) > 3
     assert divided.fingerprint == whole.fingerprint
-    assert TextFindings.read(divided) == TextFindings.read(whole)
+    assert TextFindings.of(divided) == TextFindings.of(whole)
     assert not list(divided.path.glob(".compared"))
 
     def interrupted(*_: object) -> None:
@@ -204,7 +204,7 @@ def test_only_some_runs_are_searched_for_if_there_are_too_many(tmp_path: Path, m
     path = write(tmp_path / "text.jsonl", texts)
     monkeypatch.setattr(repetitions, "MOST_RUNS", 1500)
     corpus = build_corpus(spec_of(path, "contaminated"), tmp_path / "root")
-    findings = TextFindings.read(corpus)
+    findings = TextFindings.of(corpus)
     assert findings is not None
     assert findings.repetitions is not None
     assert findings.repetitions["searched_one_run_in"] > 1
