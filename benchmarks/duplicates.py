@@ -1,0 +1,198 @@
+"""Compare the search for near-duplicates with datatrove's MinHash: what is found, CPU time and memory.
+
+    python -m benchmarks.duplicates [--text FILE.jsonl] [--megabytes 40] [--rounds 3] [--datatrove FOLDER]
+
+The text is cut into passages of 100 words; by default, it is the docstrings of installed packages. Every tenth passage is
+planted once more at the end, with a share of its words replaced: 0, 1, 2, 5, 10 or 20 percent. The recall is the share of
+planted passages that are removed, or their originals, and the precision is the share of planted ones among all that are removed. Passages
+that resemble each other without having been planted lower it for both programs, so such pairs are left out first: no two
+passages of the text share a run of five words more than the first half of one.
+
+Both programs run with one worker. Their CPU time includes start-up and reading; that of t5train also splitting the text,
+looking for copies and for contamination if these are searched for, and storing what stays. --datatrove names a folder
+with datatrove, nltk, spacy and what they need (``pip install --target``), if they are not installed.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.tokenise import docstrings
+from tests.support.hardware import hardware
+
+PASSAGE_WORDS, RUN_WORDS = 100, 5
+SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)
+START = "import pathlib, sys; text, out = map(pathlib.Path, sys.argv[1:])\n"
+OURS = """
+import json
+from t5train.data.corpus import build_corpus
+from t5train.data.segments import passages_in, read_segments
+from t5train.spec import CorpusSpec
+corpus = build_corpus(CorpusSpec(source=str(text), workers=1, remove=KINDS, split=(998, 1, 1)), out)
+files = read_segments(corpus.path)
+kept = [each.id for each in passages_in((file.source, segment) for file in files for segment in file.segments)]
+(out / "kept.json").write_text(json.dumps(kept))
+"""
+DATATROVE = """
+import json
+from datatrove.executor.local import LocalPipelineExecutor
+from datatrove.pipeline.dedup import MinhashDedupSignature
+from datatrove.pipeline.dedup.minhash import (
+    MinhashConfig, MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter,
+)
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove.utils.typeshelper import Languages
+config = MinhashConfig()
+def run(tasks, *steps):
+    LocalPipelineExecutor(list(steps), tasks=tasks, workers=1, logging_dir=str(out / f"logs-{run.number}")).run()
+    run.number += 1
+run.number = 0
+read = lambda: JsonlReader(str(text.parent), glob_pattern=text.name)
+folder = lambda name: str(out / name)
+run(1, read(), MinhashDedupSignature(folder("signatures"), config, language=Languages.english))
+run(config.num_buckets, MinhashDedupBuckets(folder("signatures"), folder("buckets"), config=config))
+run(1, MinhashDedupCluster(folder("buckets"), folder("remove"), config=config))
+run(1, read(), MinhashDedupFilter(folder("remove")), JsonlWriter(folder("kept"), compression=None))
+kept = [json.loads(line)["id"] for path in sorted((out / "kept").glob("*.jsonl")) for line in path.open()]
+(out / "kept.json").write_text(json.dumps(kept))
+"""
+PROGRAMS = {
+    "t5train, near_duplicates": OURS.replace("KINDS", "('near_duplicates',)"),
+    "t5train, all three kinds": OURS.replace("KINDS", "('duplicates', 'near_duplicates', 'contaminated')"),
+    "datatrove, MinHash": DATATROVE,
+}
+
+
+class Run(NamedTuple):
+    """One run of a program."""
+
+    cpu_seconds: float
+    peak_bytes: int
+    """Of the largest process."""
+    kept: set[str]
+
+
+class Planted(NamedTuple):
+    """A text with planted near-duplicates."""
+
+    path: Path
+    text_bytes: int
+    by_share: dict[float, list[str]]
+    """The ids of planted passages, by the share of their words that was replaced."""
+
+
+def main() -> None:
+    """Run the programs in turns, and print what they found and took."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--text", type=Path)
+    arguments.add_argument("--megabytes", type=float, default=40)
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--datatrove", type=Path, default=None)
+    given = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        texts = (json.loads(line)["text"] for line in given.text.open()) if given.text else docstrings()
+        planted = plant(passages(texts, int(given.megabytes * 1e6)), Path(folder) / "text.jsonl")
+        runs = dict[str, list[Run]]({name: [] for name in PROGRAMS})
+        for _ in range(given.rounds):
+            for name in PROGRAMS:
+                if (done := run(name, planted.path, given.datatrove)) is not None:
+                    runs[name].append(done)
+        report(planted, runs)
+
+
+def passages(texts: Iterator[str], limit_bytes: int) -> list[str]:
+    """Return passages that do not resemble each other, up to ``limit_bytes`` of text."""
+    seen, found, size = set[int](), list[str](), 0
+    words = (word for text in texts for word in text.split())
+    while size < limit_bytes and (taken := list(islice(words, PASSAGE_WORDS))):
+        lower = [word.lower() for word in taken]
+        runs = {hash(tuple(lower[at : at + RUN_WORDS])) for at in range(len(lower) - RUN_WORDS + 1)}
+        if 2 * len(runs & seen) <= len(runs):
+            seen |= runs
+            found.append(" ".join(taken))
+            size += len(found[-1].encode())
+    return found
+
+
+def plant(texts: list[str], path: Path) -> Planted:
+    """Write texts, and every tenth once more with some words replaced."""
+    generator, by_share, lines = random.Random(0), dict[float, list[str]](), list[str]()
+    lines = [json.dumps({"id": str(number), "text": text}) for number, text in enumerate(texts)]
+    for number, text in enumerate(texts[::10]):
+        share = SHARES[number % len(SHARES)]
+        words = [f"other{generator.randrange(10**9)}" if generator.random() < share else each for each in text.split()]
+        by_share.setdefault(share, []).append(f"planted-{number}")
+        lines.append(json.dumps({"id": f"planted-{number}", "text": " ".join(words)}))
+    path.write_text("\n".join(lines) + "\n")
+    return Planted(path, sum(len(json.loads(line)["text"].encode()) for line in lines), by_share)
+
+
+def run(name: str, text: Path, datatrove: Path | None) -> Run | None:
+    """Run a program; None if datatrove is not installed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if datatrove is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), str(datatrove)])
+    with tempfile.TemporaryDirectory() as out:
+        measured = Path(out) / "time"
+        command = ["/usr/bin/env", "python3", "-c", _MEASURE, str(measured), sys.executable, "-W", "ignore", "-c"]
+        done = subprocess.run(
+            [*command, START + PROGRAMS[name], str(text), out],
+            env=environment, check=False, capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            print(f"{name}: {done.stderr.strip().splitlines()[-1]}")
+            return None
+        seconds, kilobytes = measured.read_text().split()
+        return Run(float(seconds), int(kilobytes) << 10, set(json.loads((Path(out) / "kept.json").read_text())))
+
+
+_MEASURE = """
+import pathlib, resource, subprocess, sys
+done = subprocess.run(sys.argv[2:])
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+pathlib.Path(sys.argv[1]).write_text(f"{used.ru_utime + used.ru_stime} {used.ru_maxrss}")
+sys.exit(done.returncode)
+"""
+
+
+def report(planted: Planted, runs: dict[str, list[Run]]) -> None:
+    """Print one row per program."""
+    every = {each for ids in planted.by_share.values() for each in ids}
+    with planted.path.open() as file:
+        ids = {json.loads(line)["id"] for line in file}
+    print(f"{planted.text_bytes / 1e6:.1f} MB, {len(ids):,} passages, {len(every):,} of them planted, {hardware()}")
+    print(f"{'':28}{'MB/CPU-s':>10}{'peak MB':>9}{'precision':>11}   recall at words replaced")
+    print(f"{'':58}   " + "".join(f"{f'{share:.0%}':>7}" for share in SHARES))
+    for name, of_program in runs.items():
+        if not of_program:
+            continue
+        spent = statistics.median(each.cpu_seconds for each in of_program)
+        peak = max(each.peak_bytes for each in of_program)
+        removed = ids - of_program[0].kept
+        recalls = [sum(is_found(each, removed) for each in of_share) / len(of_share)
+                   for of_share in map(planted.by_share.__getitem__, SHARES)]  # fmt: skip
+        originals = removed & {each for each in ids - every if int(each) % 10 == 0}
+        precision = len((removed & every) | originals) / max(1, len(removed))
+        print(
+            f"{name:28}{planted.text_bytes / 1e6 / spent:>10.2f}{peak / 1e6:>9.0f}{precision:>11.4f}   "
+            + "".join(f"{each:>7.3f}" for each in recalls)
+        )
+
+
+def is_found(planted: str, removed: set[str]) -> bool:
+    """Whether a planted passage was removed, or its original: that is removed if the planted one is held out."""
+    return planted in removed or str(10 * int(planted.removeprefix("planted-"))) in removed
+
+
+if __name__ == "__main__":
+    main()
