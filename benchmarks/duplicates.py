@@ -8,9 +8,10 @@ share of planted passages that are removed, or their originals, and the precisio
 are removed. Passages that resemble each other without having been planted would lower it for all programs, so they are
 left out first: a passage shares at most half of its runs of five words with the passages before it.
 
-All programs run with one worker. CPU time includes reading the text; that of t5train also looking for copies, and storing
-what stays. The time for a small part of the text is subtracted, which leaves out the start of processes. --datatrove
-names a folder with datatrove, nltk, spacy and what they need (``pip install --target``), if they are not installed.
+All programs run with one worker. CPU time includes reading the text; that of t5train also looking for copies, and
+storing what stays. The time for a small part of the text is subtracted, which leaves out the start of processes.
+--datatrove names a folder with datatrove, nltk, spacy and what they need (``pip install --target``), if they are not
+installed.
 """
 
 import argparse
