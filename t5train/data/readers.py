@@ -1,4 +1,4 @@
-"""Reads passages from files: one per line of .txt, .jsonl or .tsv, one per row of .parquet.
+"""Reads passages from files: one per line of .txt, .jsonl or .tsv, row of .parquet, or article of a Wikipedia dump.
 
 Reading can start anywhere in plain files. In a compressed one, all before it has to be decompressed: ``OpenFile`` keeps
 it open, and of a large one the corpus stage stores the passages once more (``PassageFrames``), for random access.
@@ -9,6 +9,7 @@ its number and its byte offset in the decompressed stream.
 """
 
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,6 +26,8 @@ from t5train.host_resources import format_bytes, quantity
 
 PLAIN_FORMATS = (".txt", ".jsonl", ".tsv")
 FORMATS = (*PLAIN_FORMATS, ".parquet")
+_DUMP, _DUMP_NAME = ".xml", re.compile(r"-pages-(articles|meta-current)[^/]*\.xml(-p[0-9]+p[0-9]+)?$")
+"""Dumps of Wikipedia are told from other XML files by their usual names."""
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 """fsspec's name of the compression for each suffix. .zip is not supported: fsspec would read only its first member."""
 _ISAL_ERROR = cast(type[Exception], IsalError)  # isal's stub declares it as an instance
@@ -43,8 +46,19 @@ def is_compressed(path: Path) -> bool:
     return path.suffix in _COMPRESSIONS
 
 
+def is_dump(name: str) -> bool:
+    """Whether a file is a dump of Wikipedia, of which reading a part takes as long as reading all."""
+    return format_of(name) == _DUMP
+
+
 def format_of(name: str) -> str | None:
-    """Return ``.txt``, ``.jsonl``, ``.tsv`` or ``.parquet`` for a file name, compressed or not; None for any other."""
+    """Return ``.txt``, ``.jsonl``, ``.tsv``, ``.parquet`` or ``.xml`` for a file name, compressed or not; else None.
+
+    ``.xml`` stands for a dump of Wikipedia.
+    """
+    plain = name.removesuffix(Path(name).suffix) if Path(name).suffix in _COMPRESSIONS else name
+    if _DUMP_NAME.search(plain):
+        return _DUMP
     suffixes = Path(name).suffixes
     if suffixes and suffixes[-1] in _COMPRESSIONS and suffixes[-2:-1] != [".parquet"]:
         suffixes.pop()
@@ -201,6 +215,12 @@ def _parquet(source: SourceFile, number: int, offset: int, _: OpenFile) -> Itera
     return parquet_rows(source, number, offset)
 
 
+def _dump(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
+    from t5train.data.wikipedia_dump import dump_rows  # few texts are dumps
+
+    return dump_rows(source, opened.at(source.path, offset), number)
+
+
 def _frames(source: SourceFile, number: int, offset: int, _: OpenFile) -> Iterator[Row]:
     """Yield the rows of frames; ``offset`` is where a frame begins in the file as stored."""
     with open(source.path, "rb") as stored:
@@ -263,4 +283,5 @@ _READERS: dict[str, Callable[[SourceFile, int, int, OpenFile], Iterator[Row]]] =
     ".jsonl": _jsonl,
     ".tsv": _tsv,
     ".parquet": _parquet,
+    _DUMP: _dump,
 }

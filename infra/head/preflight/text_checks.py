@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from t5train.data.passages import SPLITS, Passage, SourceFile, Split, SplitRule, split_of
-from t5train.data.readers import PLAIN_FORMATS, format_of, rows
+from t5train.data.readers import PLAIN_FORMATS, format_of, is_dump, rows
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.sources import PYDOCS, SourceFacts, few, of_test_set, require_source
 from t5train.data.vocabulary.sentencepiece_model import train
@@ -23,7 +23,8 @@ from t5train.spec import CorpusSpec, RunSpec
 LOOK_BYTES = 16 << 20
 _FEW_PASSAGES, _FEW_FACTOR = 100, 8
 """A text that shows fewer passages within the limit is read so many times as far: it may have too few of them."""
-
+_DUMP_FACTOR = 64
+"""Of dumps of Wikipedia, a smaller part is read, because their markup takes so much longer to read."""
 _TRIED_BYTES, _TRIED_BYTES_PER_PIECE = 4 << 20, 200
 """A vocabulary is tried on a text up to this size and up to so many bytes per piece. Of Python's library, 100 kB give a
 piece per 45 bytes, and 1.6 MB one per 150, so a larger text has enough pieces unless it repeats itself."""
@@ -132,6 +133,9 @@ def require_sources(spec: RunSpec) -> SourceFacts | None:
 
 def look_at(files: Iterable[SourceFile], rule: SplitRule, limit_bytes: int = LOOK_BYTES) -> TextLook:
     """Read files up to a limit. Raises InputError if what is read is malformed."""
+    files = list(files)
+    if any(is_dump(each.name) for each in files):
+        limit_bytes //= _DUMP_FACTOR
     passages, text_bytes = Counter[Split](), Counter[Split]()
     for passage in _passages(files):
         read_bytes, is_few = sum(text_bytes.values()), sum(passages.values()) < _FEW_PASSAGES

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.data.passages import ODDITIES, SourceFile, TextDigests
-from t5train.data.readers import FRAMES, is_compressed
+from t5train.data.readers import FRAMES, is_compressed, is_dump
 from t5train.data.segments import FileSegments, Segment
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
@@ -19,8 +19,8 @@ from t5train.records.stage_records import REMOVED, REPEATED, Corpus
 
 TEXT_FINDINGS = "text-findings.json"
 FRAMED_FROM_BYTES = 128 << 20
-"""Compressed files of this size or more also get a seekable copy of their passages. Without the copy, each shard would
-decompress the file from the beginning."""
+"""Compressed files of this size or more, and all dumps of Wikipedia, also get a seekable copy of their passages.
+Without the copy, each shard would read the file from the beginning."""
 _FRAMES_SIZE = 2.2
 """Largest size of that copy relative to the compressed file. Measured: 1.1 to 1.6 for .gz, up to 2.1 for .xz."""
 
@@ -105,7 +105,7 @@ def read_whole(
     """
     sizes = [source.path.stat().st_size for source in sources]
     frames = [
-        folder / f"{prefix}{number:05d}{FRAMES}" if is_compressed(source.path) and size >= FRAMED_FROM_BYTES else None
+        folder / f"{prefix}{number:05d}{FRAMES}" if _is_stored_again(source, size) else None
         for number, (source, size) in enumerate(zip(sources, sizes, strict=True))
     ]
     again = sum(size for size, path in zip(sizes, frames, strict=True) if path is not None)
@@ -124,6 +124,10 @@ def read_whole(
     places = [SourceFile(path or source.path, source.name) for source, path in zip(sources, frames, strict=True)]
     files = list(map(_file_segments, places, in_order))
     return ReadText(files, _findings(files, in_order, repeated))
+
+
+def _is_stored_again(source: SourceFile, size_bytes: int) -> bool:
+    return is_dump(source.name) or (is_compressed(source.path) and size_bytes >= FRAMED_FROM_BYTES)
 
 
 def _results(jobs: Sequence[Json], total: int, workers: int, progress: Progress) -> dict[str, Json]:
