@@ -67,7 +67,7 @@ def scan(
     Args:
         source: The file.
         frames: Gets all passages, a frame for each segment. The segments' offsets are then those of their frames.
-        seen: Gets all texts.
+        seen: Gets all texts, without white space at their ends.
         advance: Called with the bytes that were read since the last call, as stored.
 
     Raises:
@@ -77,6 +77,7 @@ def scan(
     segments: list[Segment] = []
     passages = empty = total = read_bytes = 0
     first: Row | None = None
+    texts = list[bytes]()
     with OpenFile() as opened:
         for row in rows(source, opened=opened):
             first = first or row
@@ -87,15 +88,20 @@ def scan(
             if frames is not None:
                 frames.add(row.passage)
             if seen is not None and size:
-                seen.digests.add(row.passage.text)
-                seen.counts.add(row.passage.text, size)
+                texts.append(row.passage.text.strip().encode())
+                seen.digests.add(texts[-1])
             if total >= _SEGMENT_BYTES:
                 segments.append(_segment(first, row, total, frames))
                 first, total = None, 0
+                if seen is not None:
+                    seen.counts.add(texts)
+                    texts = []
                 advance(opened.stored_bytes_read - read_bytes)
                 read_bytes = opened.stored_bytes_read
     if first is not None and total:
         segments.append(_segment(first, row, total, frames))
+    if seen is not None:
+        seen.counts.add(texts)
     advance(source.path.stat().st_size - read_bytes)
     return FileSegments(source, passages, empty, segments)
 

@@ -70,7 +70,7 @@ class TextFindings(BaseModel):
     def odd_lines(self) -> list[str]:
         """Return a sentence for each of ``ODDITIES`` that passages have."""
         return [
-            f"{quantity(number, 'passage')} of {self.passages:,} with {ODDITIES[name]}"
+            f"{quantity(number, 'passage')} of {self.passages:,} with {ODDITIES[name].explanation}"
             for name, number in self.odd.items()
             if number
         ]

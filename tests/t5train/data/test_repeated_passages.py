@@ -16,7 +16,7 @@ from tests.support.generated_text import DataChain
 def digests_of(texts: list[str]) -> TextDigests:
     found = TextDigests()
     for text in texts:
-        found.add(text)
+        found.add(text.encode())
     return found
 
 

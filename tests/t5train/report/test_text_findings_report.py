@@ -78,14 +78,8 @@ def test_a_missing_test_set_is_noticed_before_anything_starts(tmp_path: Path) ->
 
 def test_texts_with_odd_characters_are_counted_by_kind() -> None:
     counts = TextCounts()
-    for text in (
-        "plain\ttext\r\n\x85",
-        "a bell \x07",
-        "lost \ufffd",
-        "an </s> and <extra_id_5>",
-        "a < b",
-        "\x9f\ufffd",
-    ):
-        counts.add(text, len(text.encode()))
+    texts = ["plain\ttext\r\n\x85", "a bell \x07", "lost \ufffd", "an </s> and <extra_id_5>", "a < b", "\x9f\ufffd"]
+    counts.add([text.encode() for text in texts])
+    counts.add([b"fine"])
     assert counts.odd == {"control_characters": 2, "replacement_characters": 2, "special_pieces": 1}
-    assert counts.lengths == {4: 3, 3: 2, 5: 1}
+    assert counts.lengths == {4: 3, 3: 3, 5: 1}
