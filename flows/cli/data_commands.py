@@ -118,7 +118,8 @@ def check(  # noqa: PLR0913, PLR0917 - one for each option
     test_set: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text to compare training with, such as a benchmark's test set: a path or URL. Can be repeated",
+            help="Text to compare training with, such as a benchmark's test set, besides corpus.test_sets: a path or "
+            "URL. Can be repeated",
             metavar="SOURCE",
         ),
     ] = None,
@@ -134,7 +135,8 @@ def check(  # noqa: PLR0913, PLR0917 - one for each option
     """
     spec = _spec(recipe, config, corpus, changes, root)
     if test_set:
-        spec = spec.with_settings({"corpus.test_sets": test_set, "corpus.remove": list(REPETITIONS)})
+        test_sets = [*spec.corpus.test_sets, *test_set]
+        spec = spec.with_settings({"corpus.test_sets": test_sets, "corpus.remove": list(REPETITIONS)})
     if plot is not None:
         _require_png(plot)
     require_sources(spec)

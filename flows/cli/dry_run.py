@@ -136,8 +136,9 @@ def _epochs(spec: RunSpec, text: TextFacts) -> Epochs:
     if train_bytes is None:
         return Epochs(None, f"not known yet: {text.why_unknown()}. `t5-pretrain data stats` shows the number")
     number = samples * window_tokens * TEXT_BYTES_PER_TOKEN / max(1, train_bytes)
+    before = ", before passages are removed" if spec.corpus.remove else ""
     return Epochs(
-        number, f"about {number:,.2f} over the train split, if a token is {TEXT_BYTES_PER_TOKEN} bytes of text"
+        number, f"about {number:,.2f} over the train split{before}, if a token is {TEXT_BYTES_PER_TOKEN} bytes of text"
     )
 
 
@@ -173,7 +174,15 @@ def _text(spec: RunSpec, text: TextFacts | None) -> str:
     amount = f"{source}: {quantity(len(text.source.sizes), 'file')}, {format_bytes(text.source.size_bytes)}"
     if text.look is not None and text.look.is_whole:
         amount += f", {quantity(text.look.total_passages, 'passage')}"
-    return "; ".join([amount, *([skipped_line(text.source.skipped)] if text.source.skipped else [])])
+    skipped = [skipped_line(text.source.skipped)] if text.source.skipped else []
+    return "; ".join([amount, *skipped, *_removal(spec)])
+
+
+def _removal(spec: RunSpec) -> list[str]:
+    if not spec.corpus.remove:
+        return []
+    compared = "".join(f", {redacted(each)}" for each in spec.corpus.test_sets)
+    return [f"to be removed from training: {', '.join(spec.corpus.remove)} (held out: validation, test{compared})"]
 
 
 def _aligned(rows: Mapping[str, str]) -> str:

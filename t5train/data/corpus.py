@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from t5train.data.checks.removal import write_without
-from t5train.data.checks.repetitions import Repetitions, find_repetitions
+from t5train.data.checks.repetitions import Search, find_repetitions
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, ReadText, TextFindings, read_whole
 from t5train.data.download.partial_file import whole_digest
 from t5train.data.output_folder import making, stage_folder
@@ -33,6 +33,8 @@ from t5train.spec.known_texts import known_texts
 _STAGE_VERSION = 1  # incremented when the same files would give another corpus
 _PYDOCS_FILE = "pydocs.jsonl"
 _SCRATCH = ".compared"
+_MANY_REMOVED = 0.2
+"""Share of the training split. If more is removed, the log warns."""
 _REMOVAL_VERSION = 1  # incremented when the same settings would remove other passages
 _log = logging.getLogger(__name__)
 
@@ -79,12 +81,12 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
             write_pydocs(folder / _PYDOCS_FILE, progress)
             sources = [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE)]
             recorded = {}
-        workers = spec.workers or num_cores()
-        text = read_whole(sources, folder, workers, progress)
+        compared = _read_test_sets(spec, test_sets, folder, progress) if spec.remove else []
+        text = read_whole(sources, folder, spec.workers or num_cores(), progress)
         _require_text(spec, text.findings)
         _require_rows(spec, text.findings)
         if spec.remove:
-            text = _without_repetitions(spec, text, test_sets, folder, progress)
+            text = _without_repetitions(spec, text, compared, folder, progress)
         write_segments(folder, text.files)
         text.findings.write(folder)
         stored_again = [file.source.path.name for file in text.files if file.source.path.name.endswith(FRAMES)]
@@ -157,12 +159,14 @@ def check_text(spec: CorpusSpec, root: Path, progress: Progress = silent) -> tup
     folder = stage_folder(root, "checks", corpus_name(spec), identity)
     with making(folder, identity):
         if not (folder / TEXT_FINDINGS).exists():
-            findings = TextFindings.of(corpus)
-            if findings is None:
-                raise InputError(f"{corpus.path} was made by an earlier version. Remove this folder, and start again")
-            found = _found(spec, REPETITIONS, read_segments(corpus.path), test_sets, folder, progress)
+            compared = _read_test_sets(spec, test_sets, folder, progress)
+            files, findings = read_segments(corpus.path), TextFindings.of(corpus)
+            if findings is None:  # an earlier version read the text
+                sources = [file.source for file in files]
+                findings = read_whole(sources, folder / _SCRATCH, spec.workers or num_cores(), progress).findings
+            found = find_repetitions(files, compared, _search(spec, REPETITIONS, folder), progress)
             findings.model_copy(update={"repetitions": found.counts}).write(folder)
-            remove_folder(folder / _SCRATCH)
+        remove_folder(folder / _SCRATCH)
         return folder, TextFindings.read(folder)
 
 
@@ -176,43 +180,48 @@ def _removal_identity(
     return {"removal": _REMOVAL_VERSION, "remove": spec.remove, "test_sets": contents, **spec.split_identity()}
 
 
+def _read_test_sets(
+    spec: CorpusSpec, test_sets: Sequence[Sequence[SourceFile]], folder: Path, progress: Progress
+) -> list[FileSegments]:
+    """Read all test sets. This is done before the text is read, because it finds mistakes sooner."""
+    scratch = folder / _SCRATCH
+    scratch.mkdir(exist_ok=True)
+    found = list[FileSegments]()
+    for number, (name, sources) in enumerate(zip(spec.test_sets, test_sets, strict=True)):
+        text = read_whole(sources, scratch, spec.workers or num_cores(), progress, f"test-set-{number:02d}-")
+        if not text.findings.passages:
+            raise InputError(
+                f"corpus.test_sets {redacted(name)!r} holds no text, so training cannot be compared with it. Correct "
+                "the path, or leave it out"
+            )
+        found += text.files
+    return found
+
+
+def _search(spec: CorpusSpec, kinds: Sequence[Repetition], folder: Path) -> Search:
+    return Search(spec, kinds, folder / _SCRATCH, spec.workers or num_cores())
+
+
 def _without_repetitions(
-    spec: CorpusSpec, read: ReadText, test_sets: Sequence[Sequence[SourceFile]], folder: Path, progress: Progress
+    spec: CorpusSpec, read: ReadText, compared: Sequence[FileSegments], folder: Path, progress: Progress
 ) -> ReadText:
     """Return the text without what ``spec.remove`` removes from training."""
-    found = _found(spec, spec.remove, read.files, test_sets, folder, progress)
+    found = find_repetitions(read.files, compared, _search(spec, spec.remove, folder), progress)
     removed, before = found.counts[REMOVED], found.counts["train_passages"]
+    share = f"removed {quantity(removed, 'passage')} of {before:,} from training ({removed / max(1, before):.1%})"
     if removed == before:
+        remove_folder(folder / _SCRATCH)
         raise InputError(
             f"all {quantity(before, 'passage')} of the training split repeat others (corpus.remove is "
             f"{', '.join(spec.remove)}), so none is left. Change corpus.remove, corpus.test_sets or the text"
         )
+    _log.log(logging.WARNING if removed > _MANY_REMOVED * before else logging.INFO, "%s", share)
     files = write_without(found, folder, spec.workers or num_cores(), progress)
     for file in read.files:
         if file.source.path.parent == folder and file.source.path.name.endswith(FRAMES):
             file.source.path.unlink()  # what stays of it is stored in other files now
     remove_folder(folder / _SCRATCH)
-    _log.info("removed %s of the %s of the training split", quantity(removed, "passage"), f"{before:,}")
     return ReadText(files, read.findings.after_removal(files, found.counts))
-
-
-def _found(
-    spec: CorpusSpec,
-    kinds: Sequence[Repetition],
-    files: Sequence[FileSegments],
-    test_sets: Sequence[Sequence[SourceFile]],
-    folder: Path,
-    progress: Progress,
-) -> Repetitions:
-    """Search a text for repetitions. What passages are compared by stays in ``folder``, for a restart."""
-    workers, scratch = spec.workers or num_cores(), folder / _SCRATCH
-    scratch.mkdir(exist_ok=True)
-    compared = [
-        file
-        for number, of_set in enumerate(test_sets)
-        for file in read_whole(of_set, scratch, workers, progress, f"test-set-{number:02d}-").files
-    ]
-    return find_repetitions(files, compared, spec, kinds, scratch, workers, progress)
 
 
 def _require_rows(spec: CorpusSpec, findings: TextFindings) -> None:

@@ -211,7 +211,7 @@ def divided(files: Sequence[FileSegments], parts: int) -> list[list[Stretch]]:
 
 def _extend(part: list[Stretch], stretch: Stretch) -> None:
     """Append a stretch, or extend the last one if that is of the same file."""
-    if part and part[-1].name == stretch.name:
+    if part and (part[-1].path, part[-1].name) == (stretch.path, stretch.name):
         last, new = part[-1].segment, stretch.segment
         joined = Segment(last.first_row, last.rows + new.rows, last.offset, last.text_bytes + new.text_bytes)
         part[-1] = part[-1]._replace(segment=joined)

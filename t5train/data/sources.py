@@ -108,7 +108,7 @@ def of_test_set() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(str(error).replace("corpus.source", "corpus.test_sets")) from None
+        raise InputError(str(error).replace("corpus.source", "corpus.test_sets")) from error.__cause__
 
 
 def require_source(source: str, revision: str = "", root: Path | None = None) -> SourceFacts:

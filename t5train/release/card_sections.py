@@ -151,9 +151,9 @@ def removed_line(counts: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
         return ""
     corpus = settings["corpus"]
     kinds = ", ".join(each.replace("_", "-") for each in corpus["remove"])
-    line = f"Before training, {quantity(int(counts[REMOVED]), 'passage')} of the training split were removed: {kinds}."
+    line = f"Removed from the training split before training: {quantity(int(counts[REMOVED]), 'passage')} ({kinds})."
     if corpus["test_sets"]:
-        line += f" They were also compared with {', '.join(map(code, corpus['test_sets']))}."
+        line += f" Training text was also compared with {', '.join(map(code, corpus['test_sets']))}."
     return line
 
 

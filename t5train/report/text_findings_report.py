@@ -13,10 +13,11 @@ SPLIT_NAMES = ("train", "validation", "test", "test sets")
 _KINDS = {
     "passages": "passages",
     "duplicates": "copies of an earlier passage of the split",
-    "duplicates_across": "copies of a passage on the other side",
+    "duplicates_across": "copies between training and held-out text",
     "near_duplicates": "near-duplicates of an earlier passage of the split",
-    "near_duplicates_across": "near-duplicates of a passage on the other side",
-    "contaminated": "passages with 13 words in a row of the other side",
+    "near_duplicates_across": "near-duplicates between training and held-out text",
+    "contaminated": "with 13 words in a row in training and held-out text",
+    "short": "held-out passages of fewer than 13 words",
 }
 _WIDTH_INCHES, _HEIGHT_INCHES, _DOTS_PER_INCH = 9.0, 3.4, 100
 
@@ -41,12 +42,13 @@ def repetition_lines(findings: TextFindings) -> list[str]:
     if findings.repetitions is None:
         return []
     lines = [
-        "Training is one side; validation, test and test sets are the other. Near-duplicates include copies, and are "
-        "found by MinHash (5-word runs, 14 buckets of 8 hashes)."
+        "Held-out text is that of validation, test and test sets. Near-duplicates include copies, and are found by "
+        "MinHash (5-word runs, 14 buckets of 8 hashes). Of held-out passages of fewer than 13 words, only copies and "
+        "near-duplicates are found."
     ]
     if (step := findings.repetitions.get("searched_one_run_in", 1)) > 1:
         lines.append(
-            f"The other side has so much text that only one in {step} of its 13-word runs was searched for: more "
+            f"There is so much held-out text that only one in {step} of its 13-word runs was searched for: more "
             "passages share 13 words than were counted."
         )
     return lines

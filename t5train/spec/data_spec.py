@@ -47,12 +47,13 @@ class CorpusSpec(SpecPart):
         title="Remove",
         description="Passages to remove from training: duplicates, with the text of another passage; near_duplicates, "
         "most of whose 5-word runs are those of another passage (duplicates, too); contaminated, which share 13 words "
-        "in a row with the validation or test split, or with test_sets. Where a copy is in these, none is trained on",
+        "in a row with the validation split, the test split or test_sets. If a passage has a copy there, all its "
+        "copies are removed from training",
     )
     test_sets: tuple[str, ...] = Field(
         (),
         title="Test sets",
-        description="Other texts, such as a benchmark's test set, that training is kept free of: paths or URLs, as for "
+        description="Other texts that training is kept free of, such as a benchmark's test set: paths or URLs, as for "
         "source. Training passages that repeat them are removed as remove says",
     )
     license: str | None = Field(
@@ -68,10 +69,15 @@ class CorpusSpec(SpecPart):
         None, ge=1, title="Workers", description="Processes that read the text. null: one per core"
     )
 
-    @field_validator("languages", "remove", "test_sets", mode="before")
+    @field_validator("languages", "remove", mode="before")
     @classmethod
     def _a_list_may_be_one_text(cls, given: Any) -> Any:
         return [each.strip() for each in given.split(",")] if isinstance(given, str) else given
+
+    @field_validator("test_sets", mode="before")
+    @classmethod
+    def _one_test_set_needs_no_list(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str) else given  # names may have commas
 
     @field_validator("remove")
     @classmethod
@@ -93,7 +99,7 @@ class CorpusSpec(SpecPart):
         return without_secret("corpus.source", source)
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity settings. Without ``remove``, nothing is said of it, as before the setting existed."""
+        """Return the identity settings. Without ``remove``, they are those of versions that did not have it."""
         values = super().identity()
         if not self.remove:
             del values["remove"], values["test_sets"]

@@ -105,7 +105,9 @@ def explain(error: ValidationError, spec: type[BaseModel] | None = None) -> str:
 def _must_be(spec: type[BaseModel], where: str) -> str:
     """Return which values a setting takes; ``where`` can also be an item of a setting that is a list."""
     schemas = json_schemas(spec)
-    schema = schemas.get(where) or schemas.get(where.rpartition(".")[0])
+    of_list = schemas.get(where.rpartition(".")[0], {})
+    of_item = of_list.get("items", {})
+    schema = schemas.get(where) or (of_item if "enum" in of_item else of_list)
     return f"it must be {allowed_values(schema)}" if schema else ""
 
 

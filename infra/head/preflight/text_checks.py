@@ -23,6 +23,7 @@ from t5train.spec import CorpusSpec, RunSpec
 LOOK_BYTES = 16 << 20
 _FEW_PASSAGES, _FEW_FACTOR = 100, 8
 """A text that shows fewer passages within the limit is read so many times as far: it may have too few of them."""
+_LOOK_TEST_SET_BYTES = 1 << 20
 _DUMP_FACTOR = 64
 """Of dumps of Wikipedia, a smaller part is read, because their markup takes so much longer to read."""
 _TRIED_BYTES, _TRIED_BYTES_PER_PIECE = 4 << 20, 200
@@ -125,7 +126,7 @@ def require_sources(spec: RunSpec) -> SourceFacts | None:
     """
     for each in spec.corpus.test_sets:
         with of_test_set():
-            require_source(each, "", spec.storage.root)
+            look_at(require_source(each, "", spec.storage.root).local, spec.corpus, _LOOK_TEST_SET_BYTES)
     if spec.corpus.source == PYDOCS:
         return None
     return require_source(spec.corpus.source, spec.corpus.revision, spec.storage.root)

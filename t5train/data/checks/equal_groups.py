@@ -1,18 +1,18 @@
-"""Groups of passages that have equal keys, found part by part with bounded memory."""
+"""Groups of passages that have equal keys. Keys are sorted in rounds, and only the groups stay in memory."""
 
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-MOST_KEYS = 32 << 20
-"""So many keys are sorted at a time, which takes about 1 GiB."""
+MOST_KEYS = 16 << 20
+"""So many keys are sorted at a time, which takes up to 1.2 GB."""
 Keys = tuple[np.ndarray, ...]
 """One or two arrays of uint64. Passages are equal if all their numbers are; the first number decides what is sorted
 together, and 0 there stands for none."""
 
 
-def equal_pairs(parts: Callable[[], Iterator[Keys]], count: int) -> np.ndarray:
-    """Return pairs of passages with equal keys: int64 of shape (pairs, 2).
+def equal_pairs(parts: Callable[[], Iterator[Keys]], count: int) -> Iterator[np.ndarray]:
+    """Yield pairs of passages with equal keys: int64 of shape (pairs, 2).
 
     A group of n passages gives n - 1 pairs that connect it, each with the earlier passage first.
 
@@ -22,8 +22,8 @@ def equal_pairs(parts: Callable[[], Iterator[Keys]], count: int) -> np.ndarray:
 
     """
     rounds = max(1, -(-count // MOST_KEYS))
-    found = [_pairs_of_round(parts(), number, rounds) for number in range(rounds)]
-    return np.concatenate(found)
+    for number in range(rounds):
+        yield _pairs_of_round(parts(), number, rounds)
 
 
 def _pairs_of_round(parts: Iterator[Keys], number: int, rounds: int) -> np.ndarray:
@@ -42,14 +42,18 @@ def _pairs_of_round(parts: Iterator[Keys], number: int, rounds: int) -> np.ndarr
     return np.stack((passages[order[:-1]][is_equal], passages[order[1:]][is_equal]), axis=1)
 
 
-def first_of_groups(count: int, pairs: np.ndarray) -> np.ndarray:
-    """Return the first passage of the group of each passage: int64. Pairs, directly or in a chain, make a group."""
-    firsts = np.arange(count)
+def ungrouped(count: int) -> np.ndarray:
+    """Return the groups of ``count`` passages of which each is alone: the number of the first passage of its group."""
+    return np.arange(count, dtype=np.uint32 if count <= np.iinfo(np.uint32).max else np.int64)
+
+
+def join_groups(firsts: np.ndarray, pairs: np.ndarray) -> None:
+    """Join the groups of the two passages of each pair. ``firsts`` has the first passage of the group of each."""
     while True:
         ends = np.sort(firsts[pairs], axis=1)
         ends = ends[ends[:, 0] != ends[:, 1]]
         if not len(ends):
-            return firsts
+            return
         np.minimum.at(firsts, ends[:, 1], ends[:, 0])
         while (firsts != (shorter := firsts[firsts])).any():
-            firsts = shorter
+            firsts[:] = shorter

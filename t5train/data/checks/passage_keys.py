@@ -1,4 +1,4 @@
-"""The worker process that computes what passages are compared by: digests, MinHash keys and runs of 13 words.
+"""The worker process that computes the keys that passages are compared by: digests, MinHash, and runs of 13 words.
 
 Its result for a part of a text is one .npz file. Passages without text are left out everywhere.
 """
@@ -17,17 +17,18 @@ from t5train.data.worker_processes import Advance, Json
 from t5train.files.atomic import replacing
 
 TRAIN, TEST_SET = 0, len(SPLITS)
-"""Numbers of splits in the results: those of ``SPLITS``, and one for texts that are only compared with."""
+"""Numbers of splits in the results: those of ``SPLITS``, and one for test sets."""
 SHARED_WORDS = 13
-"""Brown et al. 2020 (GPT-3, appendix C) and many after them call text contaminated that shares so many words."""
+"""Brown et al. 2020 (GPT-3, appendix C) and many since then call text that shares so many words contaminated."""
 _Arrays = dict[str, np.ndarray]
 
 
 def write_keys(job: Json, advance: Advance) -> Json:
     """Compute the keys of a part of a text. ``find_repetitions`` makes the job.
 
-    The arrays are ``splits`` (uint8) and the halves ``first`` and ``second`` (uint64) of a digest, and on request
-    ``bucket_NN`` (uint64), and ``runs`` (uint64, of text that is not for training) with the passage (uint32) of each.
+    The arrays are ``splits`` (uint8), and the halves ``first`` and ``second`` (uint64) of a digest, and on request
+    ``bucket_NN`` (uint64) and, of held-out text, ``runs`` (uint64) with the passage (uint32) of each, and ``short``
+    (uint32), passages without such a run.
     """
     rule = SplitSettings(tuple(job["split"]), job["split_seed"])
     batches, seen = list[_Arrays](), 0
@@ -124,4 +125,9 @@ def _buckets(batch: list[Passage]) -> _Arrays:
 def _held_out_runs(batch: list[Passage], splits: np.ndarray, before: int) -> _Arrays:
     held_out = np.flatnonzero(splits != TRAIN)
     found = grams(_words().of([batch[each].text for each in held_out]), SHARED_WORDS)
-    return {"runs": found.hashes, "run_passages": np.repeat(held_out + before, found.counts).astype(np.uint32)}
+    passages = (held_out + before).astype(np.uint32)
+    return {
+        "runs": found.hashes,
+        "run_passages": np.repeat(passages, found.counts),
+        "short": passages[found.counts == 0],
+    }

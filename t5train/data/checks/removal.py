@@ -13,8 +13,8 @@ from t5train.files.atomic import replacing
 from t5train.host_resources import require_free_space
 from t5train.progress import Progress
 
-_STORED_SHARE = 0.6
-"""Largest size of stored passages relative to their text. Measured: 0.4 to 0.5 for English."""
+_STORED_SHARE, _STORED_BYTES_A_PASSAGE = 0.6, 60
+"""Largest size of stored passages, relative to their text (measured: 0.4 to 0.5), and of their ids and titles."""
 
 
 def write_without(found: Repetitions, folder: Path, workers: int, progress: Progress) -> list[FileSegments]:
@@ -23,13 +23,16 @@ def write_without(found: Repetitions, folder: Path, workers: int, progress: Prog
     Their names are ``kept-NNNNN`` with the suffix of frames. Passages keep their ids, so they stay in their splits.
     """
     text_bytes = sum(stretch.segment.text_bytes for stretches, _ in found.parts for stretch in stretches)
-    require_free_space(folder, int(text_bytes * _STORED_SHARE), "the passages that stay")
+    passages = sum(len(is_removed) - int(np.count_nonzero(is_removed)) for _, is_removed in found.parts)
+    needed = int(text_bytes * _STORED_SHARE) + _STORED_BYTES_A_PASSAGE * passages
+    require_free_space(folder, needed, "the passages that stay")
     jobs = list[Json]()
     for number, (stretches, is_removed) in enumerate(found.parts):
         removed = folder / f".removed.{number:08x}.tmp"
         np.packbits(is_removed).tofile(removed)
         out = folder / f"kept-{number:05d}{FRAMES}"
-        jobs.append({"number": number, "out": str(out), "removed": str(removed), "stretches": stretches})
+        job: Json = {"number": number, "out": str(out), "removed": str(removed), "passages": len(is_removed)}
+        jobs.append(job | {"stretches": stretches})
     done = 0
 
     def advance(size_bytes: int) -> None:
@@ -50,8 +53,8 @@ def write_kept(job: Json, advance: Advance) -> Json:
     """Store the passages of a part that are not removed. ``write_without`` makes the job."""
     stretches = stretches_of(job)
     passages = passages_in(stretches)
-    is_removed = np.unpackbits(np.fromfile(job["removed"], np.uint8)).tolist()  # the last byte may be filled up
-    kept = (each for each, removed in zip(passages, is_removed, strict=False) if not removed)
+    is_removed = np.unpackbits(np.fromfile(job["removed"], np.uint8), count=job["passages"]).tolist()
+    kept = (each for each, removed in zip(passages, is_removed, strict=True) if not removed)
     with replacing(Path(job["out"])) as file:
         segments = write_frames(file, kept)
     advance(sum(segment.text_bytes for _, segment in stretches))

@@ -1,8 +1,10 @@
 """Finds the passages of a text that repeat others: copies, near-duplicates, and those that share held-out text.
 
+Held-out text is that of validation, test and test sets.
+
 - A *duplicate* has the text of another passage, except for white space at its ends (128-bit digests are compared).
 - A *near-duplicate* agrees with another passage in at least one of 14 buckets of the MinHash of its 5-grams of words.
-- A training passage is *contaminated* if it shares 13 consecutive words with a passage that is not for training.
+- A training passage is *contaminated* if it shares 13 consecutive words with a held-out passage.
 
 Groups are transitive: if a resembles b, and b resembles c, then all three are one group.
 """
@@ -14,12 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from t5train.data.checks.equal_groups import equal_pairs, first_of_groups
+from t5train.data.checks.equal_groups import equal_pairs, join_groups, ungrouped
 from t5train.data.checks.passage_keys import TEST_SET, TRAIN, KnownRuns
 from t5train.data.checks.word_grams import BUCKETS
 from t5train.data.passages import SPLITS, SplitRule
 from t5train.data.segments import FileSegments, Stretch, divided
 from t5train.data.worker_processes import Json, in_processes
+from t5train.errors import InputError
 from t5train.host_resources import require_free_space
 from t5train.progress import Progress
 from t5train.records.stage_records import REMOVED
@@ -30,8 +33,8 @@ MOST_RUNS = 64 << 20
 """Of more different runs of 13 words in held-out text, only those are searched for whose hash is a multiple of a power
 of two. What is found then is less than there is."""
 _KEYS_BYTES_A_PASSAGE = {"duplicates": 17, "near_duplicates": 8 * BUCKETS, "contaminated": 1}
-_RUN_BYTES_A_TEXT_BYTE = 2
-"""Of held-out text: a hash for each of its words."""
+_RUN_BYTES_A_TEXT_BYTE = 5
+"""Of held-out text: 12 bytes for each of its words in the keys, 8 among all runs, and up to 4 in the table of bits."""
 COMPARED_SPLITS = (*SPLITS, "test_sets")
 """What passages belong to, as the names of counts begin."""
 
@@ -59,34 +62,41 @@ class Repetitions(NamedTuple):
     ``searched_one_run_in``: 1, or more if there were too many runs of words to search for, or 0 if there were none."""
 
 
+class Search(NamedTuple):
+    """What to look for, and how."""
+
+    rule: SplitRule
+    """Which passages are for training."""
+    kinds: Collection[Repetition]
+    scratch: Path
+    """Folder for the keys that passages are compared by. Files that are there are not made again."""
+    workers: int
+    """The number of processes."""
+
+
 def find_repetitions(
-    files: Sequence[FileSegments],
-    test_sets: Sequence[FileSegments],
-    rule: SplitRule,
-    kinds: Collection[Repetition],
-    scratch: Path,
-    workers: int,
-    progress: Progress,
+    files: Sequence[FileSegments], test_sets: Sequence[FileSegments], search: Search, progress: Progress
 ) -> Repetitions:
     """Find the passages of a text that repeat others, in worker processes.
 
     Near-duplicates include duplicates. Which of several alike is kept depends only on the text: the first one in its
-    order, and none if one of them is not for training.
+    order, and none if one of them is held out.
 
     Args:
         files: The text.
         test_sets: Other texts, of which training passages should be free.
-        rule: Which passages are for training.
-        kinds: What to look for.
-        scratch: Folder for what passages are compared by. Files that are there are not made again.
-        workers: The number of processes.
+        search: What to look for, and how.
         progress: Called with the number of bytes compared and searched, and with the number of buckets.
 
+    Raises:
+        InputError: The text was changed after it was scanned.
+        StorageError: There is too little disk space.
+
     """
-    texts = sum(segment.text_bytes for each in (*files, *test_sets) for segment in each.segments)
-    passages = sum(each.passages for each in (*files, *test_sets))
-    _require_scratch(scratch, passages, texts, rule, kinds)
+    scratch, kinds, rule = search.scratch, search.kinds, search.rule
     scratch.mkdir(exist_ok=True)
+    passages = sum(each.passages for each in (*files, *test_sets))
+    _require_scratch(search, files, test_sets)
     parts = _parts(files, scratch, is_test_set=False) + _parts(test_sets, scratch, is_test_set=True)
     common: Json = {"near": "near_duplicates" in kinds, "shared": "contaminated" in kinds}
     common |= {"split": list(rule.split), "split_seed": rule.split_seed}
@@ -95,14 +105,18 @@ def find_repetitions(
         for each in parts
         if not each.keys.exists()
     ]
-    _work("write_keys", jobs, workers, progress, "bytes of text compared")
+    _work("write_keys", jobs, search.workers, progress, "bytes of text compared")
     found = _Found(parts)
-    if not {"duplicates", "near_duplicates"}.isdisjoint(kinds):
-        found.mark_copies()
+    if found.num_passages != passages:
+        raise InputError(
+            f"the text has {found.num_passages:,} passages now, but had {passages:,} when it was read: its files were "
+            "changed meanwhile. Start again, and leave them as they are until the run has its token shards"
+        )
+    found.mark_copies(are_removed="duplicates" in kinds or "near_duplicates" in kinds)
     if "near_duplicates" in kinds:
         found.mark_near_duplicates(progress)
     if "contaminated" in kinds:
-        found.mark_shared(scratch, workers, progress)
+        found.mark_shared(scratch, search.workers, progress)
     return found.result()
 
 
@@ -116,30 +130,38 @@ class _Found:
         self._splits = np.concatenate(splits)
         self._is_train = self._splits == TRAIN
         self._is_removed = np.zeros(len(self._splits), bool)
-        self._pairs = np.empty((0, 2), np.int64)
-        self._first_copies = np.empty(0, np.int64)
+        self._firsts = ungrouped(len(self._splits))
+        """The first passage of the group of each passage. Groups grow while more is searched for."""
         self._counts = {
             f"{name}_passages": self._number(self._splits == split) for split, name in enumerate(COMPARED_SPLITS)
         }
 
-    def mark_copies(self) -> None:
-        """Mark the passages with the text of another one."""
-        self._pairs = equal_pairs(partial(self._keys, "first", "second"), len(self._splits))
-        self._first_copies = self._mark_groups("duplicates")
+    @property
+    def num_passages(self) -> int:
+        """The number of all passages, those of test sets included."""
+        return len(self._splits)
+
+    def mark_copies(self, *, are_removed: bool) -> None:
+        """Mark the passages with the text of another one, and count them."""
+        for pairs in equal_pairs(partial(self._keys, "first", "second"), len(self._splits)):
+            join_groups(self._firsts, pairs)
+        self._mark_groups("duplicates", are_removed=are_removed)
+        kept = self._firsts[~self._is_removed & (self._splits != TEST_SET)]
+        self._counts["kept_duplicates"] = len(kept) - len(np.unique(kept))
 
     def mark_near_duplicates(self, progress: Progress) -> None:
         """Mark the passages that agree in a bucket with another one, and the copies."""
-        pairs = [self._pairs]
         for number in range(BUCKETS):
-            pairs.append(equal_pairs(partial(self._keys, f"bucket_{number:02d}"), len(self._splits)))
+            for pairs in equal_pairs(partial(self._keys, f"bucket_{number:02d}"), len(self._splits)):
+                join_groups(self._firsts, pairs)
             progress("buckets of near-duplicates compared", number + 1, BUCKETS)
-        self._pairs = np.concatenate(pairs)
-        self._mark_groups("near_duplicates")
+        self._mark_groups("near_duplicates", are_removed=True)
 
     def mark_shared(self, scratch: Path, workers: int, progress: Progress) -> None:
         """Mark the training passages that share a run of words with others, and count these others."""
         runs, bits = scratch / "runs.npy", scratch / "bits.npy"
         step = self._write_runs(runs, bits)
+        self._count_short()
         if not step:
             self._count_shared(np.zeros(len(self._splits), bool), step)
             return
@@ -156,7 +178,7 @@ class _Found:
         of_text = np.concatenate([each for each, _ in found])
         is_shared[: len(of_text)] = of_text
         for (passages, of_part), first in zip(self._keys("run_passages", "runs"), [0, *self._ends[:-1]], strict=True):
-            is_shared[first + passages[np.isin(of_part, in_training)]] = True
+            is_shared[first + passages.astype(np.int64)[np.isin(of_part, in_training)]] = True
         self._count_shared(is_shared, step)
 
     def result(self) -> Repetitions:
@@ -164,24 +186,20 @@ class _Found:
         marks = zip(self._parts, np.split(self._is_removed, self._ends[:-1]), strict=True)
         parts = [(part.stretches, removed) for part, removed in marks if not part.is_test_set]
         counts = self._counts | {REMOVED: self._number(self._is_removed)}
-        if len(self._first_copies):
-            kept = self._first_copies[~self._is_removed & (self._splits != TEST_SET)]
-            counts["kept_duplicates"] = len(kept) - len(np.unique(kept))
         return Repetitions(parts, counts)
 
     def _keys(self, *names: str) -> Iterator[tuple[np.ndarray, ...]]:
         return (_arrays(part.keys, *names) for part in self._parts)
 
-    def _mark_groups(self, kind: str) -> np.ndarray:
-        """Mark the groups that ``_pairs`` make, and return the first passage of each passage's group."""
-        firsts = first_of_groups(len(self._splits), self._pairs)
-        has_held_out = np.zeros(len(firsts), bool)
+    def _mark_groups(self, kind: str, *, are_removed: bool) -> None:
+        firsts = self._firsts
+        has_held_out, has_train = np.zeros(len(firsts), bool), np.zeros(len(firsts), bool)
         has_held_out[firsts[~self._is_train]] = True
-        has_train = np.zeros(len(firsts), bool)
         has_train[firsts[self._is_train]] = True
-        # Without held-out text in a group, its first passage is one of training.
-        of_held_out = self._is_train & has_held_out[firsts]
-        self._is_removed |= of_held_out | (self._is_train & (firsts != np.arange(len(firsts))))
+        if are_removed:
+            # Without held-out text in a group, its first passage is one of training.
+            is_first = firsts == np.arange(len(firsts), dtype=firsts.dtype)
+            self._is_removed |= self._is_train & (has_held_out[firsts] | ~is_first)
         for split, name in enumerate(COMPARED_SPLITS):
             inside = self._splits == split
             groups = np.zeros(len(firsts), bool)
@@ -189,7 +207,6 @@ class _Found:
             self._counts[f"{name}_{kind}"] = self._number(inside) - self._number(groups)
             across = inside & (has_held_out if split == TRAIN else has_train)[firsts]
             self._counts[f"{name}_{kind}_across"] = self._number(across)
-        return firsts
 
     def _write_runs(self, runs: Path, bits: Path) -> int:
         """Write the runs of words to search for, and return the power of two that they are multiples of; 0 if none."""
@@ -206,6 +223,15 @@ class _Found:
             return 0
         KnownRuns.write(kept, runs, bits)
         return step
+
+    def _count_short(self) -> None:
+        """Count the held-out passages that are too short to have a run of words."""
+        is_short = np.zeros(len(self._splits), bool)
+        for (short,), first in zip(self._keys("short"), [0, *self._ends[:-1]], strict=True):
+            is_short[first + short.astype(np.int64)] = True
+        for split, name in enumerate(COMPARED_SPLITS):
+            if split != TRAIN:
+                self._counts[f"{name}_short"] = self._number(is_short & (self._splits == split))
 
     def _count_shared(self, is_shared: np.ndarray, step: int) -> None:
         self._is_removed |= is_shared & self._is_train
@@ -225,7 +251,7 @@ def _arrays(path: Path, *names: str) -> tuple[np.ndarray, ...]:
 
 
 def _parts(files: Sequence[FileSegments], scratch: Path, *, is_test_set: bool) -> list[Part]:
-    total = sum(segment.text_bytes for file in files for segment in file.segments)
+    total = _text_bytes(files)
     name = "test" if is_test_set else "part"
     places = [scratch / f"{name}-{number:05d}" for number in range(-(-total // PART_BYTES))]
     divisions = divided(files, len(places)) if places else []
@@ -248,11 +274,16 @@ def _work(function: str, jobs: list[Json], workers: int, progress: Progress, wha
         pass
 
 
-def _require_scratch(
-    scratch: Path, passages: int, text_bytes: int, rule: SplitRule, kinds: Collection[Repetition]
-) -> None:
-    """Raise StorageError if there is too little disk space for what passages are compared by."""
-    needed = sum(_KEYS_BYTES_A_PASSAGE[each] for each in {"duplicates", *kinds}) * passages
-    if "contaminated" in kinds:
-        needed += _RUN_BYTES_A_TEXT_BYTE * text_bytes * (1000 - rule.split[0]) // 1000
-    require_free_space(scratch.parent, needed, "what passages are compared by")
+def _require_scratch(search: Search, files: Sequence[FileSegments], test_sets: Sequence[FileSegments]) -> None:
+    """Raise StorageError if there is too little disk space for the keys that are not made yet."""
+    passages = sum(each.passages for each in (*files, *test_sets))
+    needed = sum(_KEYS_BYTES_A_PASSAGE[each] for each in {"duplicates", *search.kinds}) * passages
+    if "contaminated" in search.kinds:
+        held_out = _text_bytes(files) * (1000 - search.rule.split[0]) // 1000 + _text_bytes(test_sets)
+        needed += _RUN_BYTES_A_TEXT_BYTE * held_out
+    made = sum(each.stat().st_size for each in search.scratch.glob("*.npz"))
+    require_free_space(search.scratch, max(0, needed - made), "the keys that passages are compared by")
+
+
+def _text_bytes(files: Sequence[FileSegments]) -> int:
+    return sum(segment.text_bytes for file in files for segment in file.segments)

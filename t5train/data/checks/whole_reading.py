@@ -32,14 +32,16 @@ class TextFindings(BaseModel):
     schema_version: Literal[1] = 1
     passages: int
     """With text; without those that were removed."""
+    passages_read: int
+    """With text; those that were removed included."""
     empty_passages: int
     text_bytes: int
     repeated_passages: int
     """About how many of ``passages`` have the text of an earlier one."""
     odd: dict[str, int]
-    """How many passages have each of ``ODDITIES``, those that were removed included."""
+    """How many of ``passages_read`` have each of ``ODDITIES``."""
     lengths: dict[int, int]
-    """How many passages have a text of 2**(n-1) to before 2**n bytes, by n, those that were removed included."""
+    """How many of ``passages_read`` have a text of 2**(n-1) to before 2**n bytes, by n."""
     repetitions: dict[str, int] | None = None
     """The counts of ``find_repetitions``; None if nothing was searched for."""
 
@@ -70,19 +72,18 @@ class TextFindings(BaseModel):
     def odd_lines(self) -> list[str]:
         """Return a sentence for each of ``ODDITIES`` that passages have."""
         return [
-            f"{quantity(number, 'passage')} of {self.passages:,} with {ODDITIES[name].explanation}"
+            f"{quantity(number, 'passage')} of {self.passages_read:,} with {ODDITIES[name].explanation}"
             for name, number in self.odd.items()
             if number
         ]
 
     def after_removal(self, files: Sequence[FileSegments], repetitions: Mapping[str, int]) -> "TextFindings":
         """Return the findings of what is left of the text."""
-        repeated = repetitions.get("kept_duplicates", self.repeated_passages)
         return self.model_copy(
             update={
                 "passages": sum(file.passages for file in files),
                 "text_bytes": _text_bytes(files),
-                "repeated_passages": repeated,
+                "repeated_passages": repetitions["kept_duplicates"],
                 "repetitions": dict(repetitions),
             }
         )
@@ -147,8 +148,10 @@ def _findings(files: Sequence[FileSegments], results: Sequence[Json], repeated: 
     for result in results:
         odd.update(result["odd"])
         lengths.update({int(bits): number for bits, number in result["lengths"].items()})
+    passages = sum(file.passages for file in files)
     return TextFindings(
-        passages=sum(file.passages for file in files),
+        passages=passages,
+        passages_read=passages,
         empty_passages=sum(file.empty_passages for file in files),
         text_bytes=_text_bytes(files),
         repeated_passages=repeated,

@@ -1,5 +1,6 @@
 """Evaluation of a T5 on text: its loss and accuracy at span corruption, next to the unigram baseline."""
 
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,11 @@ from t5train.release.inference.evaluation_text import (
 )
 from t5train.release.inference.model_folder import ModelFolder, chosen_device
 from t5train.release.inference.vocabulary import Vocabulary
+from t5train.release.model_card import RecordedRun
 from t5train.spec import CorpusSpec, ObjectiveSpec, ShardsSpec, StorageSpec
 from t5train.spec.overrides import explain
+
+_log = logging.getLogger(__name__)
 
 
 class EvaluationSpec(NamedTuple):
@@ -133,7 +137,7 @@ def evaluate(
         mean_span_tokens=sums.tokens / sums.spans,
         passages=text.passages,
         split=spec.split,
-        split_as_trained=_split_as_trained(folder.run.data, spec.split, text),
+        split_as_trained=_split_as_trained(folder.run, spec.split, text),
         noise_density=objective.noise_density,
         input_tokens=objective.input_tokens,
         seed=spec.seed,
@@ -176,8 +180,13 @@ def _read(
         return drawn_as_in_validation(read_windows(sequences, vocabulary, window), most)
 
 
-def _split_as_trained(data: dict[str, int], split: Split | None, text: EvaluationText) -> bool | None:
-    recorded = data.get(f"{split}_tokens")
+def _split_as_trained(run: RecordedRun, split: Split | None, text: EvaluationText) -> bool | None:
+    recorded = run.data.get(f"{split}_tokens")
+    if recorded is not None and run.settings.get("corpus", {}).get("remove"):
+        _log.warning(
+            "passages were removed from this model's training text (corpus.remove), but are in this one: its passages "
+            "are cut into other sequences than in training, and its train split is larger"
+        )
     return None if recorded is None or split == "train" else recorded == int(text.counts.sum())
 
 

@@ -21,7 +21,7 @@ def test_a_check_finds_copies_and_shared_text_without_removing_them(
     assert rows["copies of an earlier passage of the split"][3] == "0"
     copies, across = (
         [int(number) for number in rows[name]]
-        for name in ("copies of an earlier passage of the split", "copies of a passage on the other side")
+        for name in ("copies of an earlier passage of the split", "copies between training and held-out text")
     )
     assert copies[0] > 30
     assert across[0] == across[1] + across[2] > 10

@@ -32,11 +32,11 @@ def test_the_report_and_the_card_say_what_was_removed(data_chain: DataChain, tmp
     assert "| copies of an earlier passage of the split |" in report
     assert "near-duplicates of" not in report.replace("Near-duplicates include", ""), "they were not looked for"
     line = removed_line(shards.counts, spec.identity())
-    assert line == f"Before training, {removed} passages of the training split were removed: duplicates."
+    assert line == f"Removed from the training split before training: {removed} passages (duplicates)."
     compared = spec.identity()
     compared["corpus"] |= {"remove": ["near_duplicates", "contaminated"], "test_sets": ["s3://a/`b`.jsonl"]}
     assert removed_line(shards.counts, compared).endswith(
-        "removed: near-duplicates, contaminated. They were also compared with ``s3://a/`b`.jsonl``."
+        "(near-duplicates, contaminated). Training text was also compared with ``s3://a/`b`.jsonl``."
     )
     assert not removed_line({}, spec.identity())
 

@@ -3,19 +3,22 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from t5train.data import corpus as corpus_stage
 from t5train.data.checks import repetitions
 from t5train.data.checks.passage_keys import KnownRuns
-from t5train.data.checks.whole_reading import TextFindings
+from t5train.data.checks.whole_reading import ReadText, TextFindings, read_whole
 from t5train.data.corpus import build_corpus
-from t5train.data.passages import split_of
+from t5train.data.passages import SourceFile, split_of
 from t5train.data.segments import passages_in, read_segments
 from t5train.errors import InputError, StorageError
+from t5train.progress import Progress
 from t5train.records.stage_records import REPEATED, Corpus
 from t5train.spec import CorpusSpec
 from tests.support.generated_text import WORDS
@@ -114,7 +117,7 @@ def test_training_text_that_shares_13_words_with_held_out_text_is_removed(tmp_pa
     assert findings.repetitions["test_sets_contaminated"] == 1
     assert findings.repetitions["train_contaminated"] == 2
     assert findings.repetitions["searched_one_run_in"] == 1
-    assert "train_duplicates" not in findings.repetitions, "copies were not looked for"
+    assert corpus.counts[REPEATED] == 0
 
 
 def test_what_is_kept_depends_neither_on_workers_nor_on_parts_nor_on_a_restart(
@@ -147,11 +150,20 @@ def test_what_is_kept_depends_neither_on_workers_nor_on_parts_nor_on_a_restart(
     def record(self: object, scratch: Path, *_: object) -> None:
         made.update({each.name: each.stat().st_mtime_ns for each in scratch.glob("*.npz")})
 
-    with monkeypatch.context() as watched:
-        watched.setattr(repetitions._Found, "mark_shared", record)
-        build_corpus(every, tmp_path / "again")
+    made: dict[str, int] = {}
+    mark_shared = repetitions._Found.mark_shared
+
+    def recorded(self: repetitions._Found, scratch: Path, workers: int, progress: Progress) -> None:
+        made.update({each.name: each.stat().st_mtime_ns for each in scratch.glob("*.npz")})
+        mark_shared(self, scratch, workers, progress)
+
+    monkeypatch.setattr(repetitions._Found, "mark_shared", recorded)
+    again = build_corpus(every, tmp_path / "again")
     assert made == before
     assert before
+    assert kept(again) == kept(whole)
+    assert TextFindings.of(again) == TextFindings.of(whole)
+    assert not list(again.path.glob(".compared"))
 
 
 def test_nothing_removed_changes_no_fingerprint_and_removal_does(tmp_path: Path) -> None:
@@ -167,6 +179,79 @@ def test_nothing_removed_changes_no_fingerprint_and_removal_does(tmp_path: Path)
     assert build_corpus(other_split, tmp_path / "root").fingerprint not in fingerprints
 
 
+def test_every_test_set_counts_whatever_their_files_are_called(tmp_path: Path) -> None:
+    texts = made_texts(300)
+    train = [number for number in range(300) if is_train(number)]
+    path = write(tmp_path / "text.jsonl", texts)
+    sets = [write(tmp_path / name / "test.jsonl", [texts[train[place]]]) for place, name in enumerate("abc")]
+    spec = spec_of(path, "duplicates", test_sets=tuple(map(str, sets)))
+    corpus = build_corpus(spec, tmp_path / "root")
+    assert {*range(300)} - {*map(int, kept(corpus))} == set(train[:3])
+    write(sets[2], [texts[train[9]]])
+    other = build_corpus(spec, tmp_path / "root")
+    assert other.fingerprint != corpus.fingerprint
+    assert {*range(300)} - {*map(int, kept(other))} == {*train[:2], train[9]}
+
+
+def test_test_sets_without_text_or_with_malformed_text_are_refused_before_the_text_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, empty = write(tmp_path / "text.jsonl", made_texts(20)), write(tmp_path / "empty.jsonl", [""])
+    malformed = tmp_path / "malformed.jsonl"
+    malformed.write_text('{"question": "a"}')
+    read = list[Path]()
+
+    def recorded(sources: list[SourceFile], *rest: Any) -> ReadText:
+        read.extend(source.path for source in sources)
+        return read_whole(sources, *rest)
+
+    monkeypatch.setattr(corpus_stage, "read_whole", recorded)
+    for test_set, message in (
+        (empty, r"^corpus\.test_sets .*empty.* holds no text"),
+        (malformed, "not an object with"),
+    ):
+        with pytest.raises(InputError, match=message):
+            build_corpus(spec_of(path, "contaminated", test_sets=(str(test_set),)), tmp_path / "root")
+    assert read == [empty, malformed]
+
+
+def test_short_held_out_passages_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "text.jsonl", made_texts(100))
+    short = write(tmp_path / "short.jsonl", ["one two", " ".join(["word"] * 12), " ".join(["word"] * 13)])
+    corpus = build_corpus(spec_of(path, "contaminated", test_sets=(str(short),)), tmp_path / "root")
+    findings = TextFindings.of(corpus)
+    assert findings is not None
+    assert findings.repetitions is not None
+    assert findings.repetitions["test_sets_short"] == 2
+    assert findings.repetitions["validation_short"] == 0
+
+
+def test_a_text_that_changes_while_it_is_compared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "text.jsonl", made_texts(50))
+    find = corpus_stage.find_repetitions
+
+    def changed(*given: Any) -> repetitions.Repetitions:
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+        return find(*given)
+
+    monkeypatch.setattr(corpus_stage, "find_repetitions", changed)
+    with pytest.raises(InputError, match="the text has 49 passages now, but had 50 when it was read"):
+        build_corpus(spec_of(path, "duplicates"), tmp_path / "root")
+
+
+def test_a_check_reads_the_text_again_if_an_earlier_version_made_the_corpus(tmp_path: Path) -> None:
+    path = write(tmp_path / "text.jsonl", made_texts(100))
+    corpus = build_corpus(spec_of(path), tmp_path / "root")
+    (corpus.path / "text-findings.json").unlink()
+    files = {name: digest for name, digest in corpus.files.items() if name != "text-findings.json"}
+    corpus.model_copy(update={"files": files}).commit()
+    folder, findings = corpus_stage.check_text(spec_of(path), tmp_path / "root")
+    assert findings.passages == 100
+    assert findings.repetitions is not None
+    assert findings.repetitions["train_passages"] > 50
+    assert {each.name for each in folder.iterdir()} == {".claim", "text-findings.json"}
+
+
 def test_a_test_set_that_is_missing_is_named_by_its_setting(tmp_path: Path) -> None:
     path = write(tmp_path / "text.jsonl", made_texts(20))
     with pytest.raises(InputError, match=r"^corpus\.test_sets .*absent.* does not exist"):
@@ -178,7 +263,7 @@ def test_too_little_disk_space_is_noticed_before_the_text_is_compared(
 ) -> None:
     monkeypatch.setitem(repetitions._KEYS_BYTES_A_PASSAGE, "duplicates", 1 << 50)
     path = write(tmp_path / "text.jsonl", made_texts(20))
-    with pytest.raises(StorageError, match="too little disk space for what passages are compared by"):
+    with pytest.raises(StorageError, match="too little disk space for the keys that passages are compared by"):
         build_corpus(spec_of(path, "duplicates"), tmp_path / "root")
 
 
