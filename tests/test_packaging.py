@@ -46,12 +46,12 @@ def test_every_package_that_is_needed_is_constrained() -> None:
     chosen_by_torch = {
         name for name in needed(Requirement("torch"), set()) if name.startswith(("nvidia-", "cuda-", "triton"))
     }
-    wanted = set(needed(Requirement("t5-pretrain[flows,s3,dev]"), set()))
+    wanted = set(needed(Requirement("t5-pretrain[flows,s3,hub,vectors,dev]"), set()))
     assert wanted - constrained - chosen_by_torch <= {"t5-pretrain"}
 
 
 def test_every_constraint_is_for_a_needed_package() -> None:
-    wanted = set(needed(Requirement("t5-pretrain[flows,s3,dev]"), set()))
+    wanted = set(needed(Requirement("t5-pretrain[flows,s3,hub,vectors,dev]"), set()))
     assert {canonicalize_name(constraint.name) for constraint in APPLICABLE} <= wanted
 
 
@@ -92,6 +92,15 @@ def test_imported_packages_are_exactly_the_declared_ones() -> None:
 def test_installed_packages_agree_with_each_other() -> None:
     result = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
+
+
+def test_packages_of_the_extras_for_text_are_imported_without_warnings() -> None:
+    """Here, a warning is an error. What uses these packages imports them lazily, in the middle of its work."""
+    import datasets
+    import faiss
+
+    assert datasets.__version__ == version("datasets")
+    assert faiss.__version__ == version("faiss-cpu")
 
 
 @pytest.fixture(scope="module")

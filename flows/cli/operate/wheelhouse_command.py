@@ -33,7 +33,7 @@ def wheelhouse(
     ] = None,
     extras: Annotated[
         list[str] | None,
-        typer.Option("--extra", metavar="NAME", help="Optional part, such as flows, s3 or wandb", show_default=False),
+        typer.Option("--extra", metavar="NAME", help="Optional part, such as flows, s3 or hub", show_default=False),
     ] = None,
 ) -> None:
     """Collect the wheels of this project and of all that training needs, for hosts without internet access.
