@@ -8,7 +8,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from t5train.data.download.partial_file import whole_digest
-from t5train.data.output_folder import making, stage_folder
 from t5train.data.passages import SourceFile, TextDigests
 from t5train.data.readers import FRAMES, is_compressed
 from t5train.data.segments import SEGMENTS, FileSegments, Segment, write_segments
@@ -16,6 +15,7 @@ from t5train.data.sources import PYDOCS, local_files, pydocs_files, write_pydocs
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
 from t5train.files.os_errors import explain
+from t5train.files.output_folder import making, stage_folder
 from t5train.host_resources import num_cores, require_free_space, require_writable
 from t5train.locations import redacted
 from t5train.progress import Progress, silent
