@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from t5train.data.vectors.candidate_pairs import BUCKET_ROWS, CandidatePairs, find_candidates
-from t5train.data.vectors.embeddings import CHUNK_ROWS, Embeddings
+from t5train.data.vectors.embeddings import Embeddings
 from t5train.data.vectors.neighbours import NeighbourSearch
 from t5train.data.vectors.row_texts import RowTexts, store_texts
 from t5train.data.vectors.text_similarity import NEAR_DUPLICATE, similarity, word_grams
@@ -50,9 +50,12 @@ class NearDuplicates(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How much is in memory at a time. The result does not depend on it."""
+    """How much is in memory at a time. The result does not depend on it.
 
-    chunk_rows: int = CHUNK_ROWS
+    So many passages are compared with the index before progress is reported, because a large index takes its time.
+    """
+
+    chunk_rows: int = 1024
     bucket_rows: int = BUCKET_ROWS
 
 
