@@ -54,9 +54,12 @@ def facts_of(index: Any) -> IndexFacts:
 def searched(index: Any, vectors: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return what an index finds for each vector: scores float32 [n, count] and row numbers int64 [n, count].
 
-    A row number is -1 if fewer vectors were found.
+    A row number is -1 if fewer vectors were found. Raises InputError if the index turns out to be damaged.
     """
-    scores, rows = index.search(np.ascontiguousarray(vectors), count)
+    try:
+        scores, rows = index.search(np.ascontiguousarray(vectors), count)
+    except RuntimeError as error:
+        raise InputError(f"the index cannot be searched ({_said(error)}). Fetch or build it again") from None
     return scores, rows
 
 

@@ -187,6 +187,8 @@ def test_an_opened_index_finds_what_the_built_one_finds(tmp_path: Path) -> None:
     assert (rows == flat.search(PASSAGES.vectors[:5], 1)[1]).all()
     with pytest.raises(InputError, match="cannot be opened"):
         open_index(tmp_path / "missing.faiss")
+    with pytest.raises(InputError, match=r"the index cannot be searched \(.*is_trained"):
+        searched(faiss.index_factory(DIMENSION, "IVF8,SQ8"), PASSAGES.vectors[:5], 1)
 
 
 def test_embeddings_that_are_malformed_are_refused_before_a_recall_is_recorded(tmp_path: Path) -> None:
