@@ -85,27 +85,26 @@ def built_index(
 ) -> BuiltIndex:
     """Build an index of all embeddings in memory. Raises InputError if the memory of this machine is too small."""
     faiss = faiss_module()
-    is_exact = embeddings.rows <= exact_rows
-    bytes_a_vector = embeddings.dimension * (4 if is_exact else 1) + 8
-    _require_memory(embeddings.rows * bytes_a_vector)
-    if is_exact:
+    if embeddings.rows <= exact_rows:
+        _require_memory(embeddings.rows * embeddings.dimension * 4)
         index = faiss.IndexFlatIP(embeddings.dimension)
     else:
         lists = 1 << int(np.log2(4 * np.sqrt(embeddings.rows)))
         index = faiss.index_factory(embeddings.dimension, f"IVF{lists},SQ8", faiss.METRIC_INNER_PRODUCT)
         index.cp.seed = seed
         index.nprobe = min(_LISTS_SEARCHED, lists)
+        training = min(_TRAINING_VECTORS_A_LIST * lists, embeddings.rows)
+        # The sample as it is and normalised, and for each vector a byte a number and its id.
+        _require_memory((training * 8 + embeddings.rows) * embeddings.dimension + embeddings.rows * 8)
         progress("vectors to train the index", 0, None)
-        index.train(
-            _normalised(rows_at(embeddings, spread_rows(embeddings.rows, _TRAINING_VECTORS_A_LIST * lists, seed)))
-        )
+        index.train(_normalised(rows_at(embeddings, spread_rows(embeddings.rows, training, seed))))
     for _, vectors in chunks(embeddings, chunk_rows, progress, "embeddings added to the index"):
         index.add(_normalised(vectors))
     return BuiltIndex(index)
 
 
 def _require_memory(needed_bytes: int) -> None:
-    """Raise InputError unless an index of this size takes at most half of the memory."""
+    """Raise InputError if building an index would take more than half of the memory."""
     allowed = int(host_memory_bytes() * _MEMORY_SHARE)
     if needed_bytes > allowed:
         raise InputError(

@@ -166,6 +166,8 @@ def test_an_index_that_memory_cannot_hold_is_not_built(folder: Path, monkeypatch
     monkeypatch.setattr("t5train.data.vectors.neighbours.host_memory_bytes", lambda: 3_000_000)
     with pytest.raises(InputError, match=r"needs 1\.8 MB of memory, .* 1\.5 MB\. Give an index that is on disk"):
         built_index(embeddings_in(folder), 0)
+    with pytest.raises(InputError, match=r"needs 4\.2 MB of memory"):
+        built_index(embeddings_in(folder), 0, exact_rows=100)
 
 
 def test_a_vector_of_zeros_is_similar_to_nothing(tmp_path: Path) -> None:
