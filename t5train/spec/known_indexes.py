@@ -24,9 +24,9 @@ class KnownIndex(BaseModel):
 
 
 _WIKI_DPR = "hf://datasets/facebook/wiki_dpr/index"
-# Vectors, dimension and metric are those of the dataset's card and of the script that made the indexes. The sizes agree
-# with them: 1808 bytes a vector are 768 of SQ8, 1028 for the 256 and more links of HNSW128, and 12 of bookkeeping; 136
-# bytes a vector are 128 of PQ128 and an id of 8.
+# Rows, dimension and metric are those of the dataset and of its former loading script. The sizes agree with them: 1808
+# bytes a vector are 768 of SQ8, 1028 for the 256 and more links of HNSW128, and 12 of bookkeeping; 136 bytes a vector
+# are 128 of PQ128 and an id of 8. So neither has the additional dimension that DPR's own HNSW indexes have.
 _KNOWN = {
     "wiki_dpr": {
         "exact": KnownIndex(
