@@ -75,6 +75,8 @@ COMMANDS = {
         (
             "t5-pretrain data show base --corpus '/data/*.txt'",
             "t5-pretrain data stats --config run.yaml --plot lengths.png",
+            "t5-pretrain data index check wiki_dpr --index compressed",
+            "t5-pretrain data index duplicates '/data/*.parquet' --out pairs.jsonl",
         ),
     ),
     "corpus": CommandHelp(
@@ -174,14 +176,21 @@ def add_help(app: typer.Typer) -> None:
         if entry is not None:
             command.rich_help_panel, command.epilog = entry.panel, _epilog(entry)
     for group in app.registered_groups:
-        group.cls = Group
-        for command in group.typer_instance.registered_commands if group.typer_instance else ():
-            command.cls = _Command
+        _set_classes(group)
         entry = COMMANDS.get(str(group.typer_instance.info.name)) if group.typer_instance else None
         if entry is not None:
             group.rich_help_panel, group.epilog = entry.panel, _epilog(entry)
     order = {name: place for place, name in enumerate(COMMANDS)}
     app.registered_commands.sort(key=lambda command: order.get(name_of(command), len(order)))
+
+
+def _set_classes(group: typer.models.TyperInfo) -> None:
+    group.cls = Group
+    if group.typer_instance is not None:
+        for command in group.typer_instance.registered_commands:
+            command.cls = _Command
+        for inside in group.typer_instance.registered_groups:
+            _set_classes(inside)
 
 
 def name_of(command: typer.models.CommandInfo) -> str:

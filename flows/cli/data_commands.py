@@ -1,10 +1,14 @@
-"""``data show``, ``data stats`` and ``data check``: what a run trains on. The first two make missing token shards."""
+"""``data show``, ``data stats`` and ``data check``: what a run trains on. The first two make missing token shards.
+
+``data index`` is in ``index_commands``.
+"""
 
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
+from flows.cli import index_commands
 from flows.cli.options import (
     ConfigOption,
     CorpusOption,
@@ -49,10 +53,13 @@ class _Data(NamedTuple):
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
-    data = typer.Typer(name="data", no_args_is_help=True, help="Look at a run's text, also as the model sees it.")
+    data = typer.Typer(
+        name="data", no_args_is_help=True, help="Look at a text, also as the model sees it, or by its embeddings."
+    )
     data.command()(show)
     data.command()(stats)
     data.command()(check)
+    index_commands.register(data)
     app.add_typer(data)
 
 

@@ -11,7 +11,6 @@ from t5train.data.checks.removal import write_without
 from t5train.data.checks.repetitions import Search, find_repetitions
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, ReadText, TextFindings, read_whole
 from t5train.data.download.partial_file import whole_digest
-from t5train.data.output_folder import making, stage_folder
 from t5train.data.passages import SourceFile
 from t5train.data.readers import FRAMES
 from t5train.data.segments import SEGMENTS, FileSegments, read_segments, write_segments
@@ -19,6 +18,7 @@ from t5train.data.sources import PYDOCS, local_files, pydocs_files, test_set_fil
 from t5train.errors import InputError
 from t5train.files.atomic import remove_folder
 from t5train.files.os_errors import explain
+from t5train.files.output_folder import making, stage_folder
 from t5train.host_resources import num_cores, quantity, require_writable
 from t5train.locations import redacted
 from t5train.progress import Progress, silent

@@ -24,7 +24,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.data.corpus import corpus_name
 from t5train.data.held_out import HELD_OUT, comparable, write_held_out
-from t5train.data.output_folder import making, stage_folder
 from t5train.data.passages import SPLITS, Passage, SourceFile, SplitRule, split_of
 from t5train.data.segments import FileSegments, Stretch, divided, passages_of, read_segments
 from t5train.data.vocabulary.document_encoder import warn_if_slow
@@ -33,6 +32,7 @@ from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import DigestMismatch
 from t5train.files.atomic import write_json
+from t5train.files.output_folder import making, stage_folder
 from t5train.host_resources import num_cores, require_space
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files, verify_file

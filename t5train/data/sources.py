@@ -65,9 +65,12 @@ class SourceFacts(NamedTuple):
         return sum(size or 0 for size in self.sizes.values())
 
 
-def local_files(source: str, revision: str, root: Path, progress: Progress) -> list[SourceFile]:
+def local_files(
+    source: str, revision: str, root: Path, progress: Progress, *, whole_files: bool = False
+) -> list[SourceFile]:
     """Return the files of a source, sorted. Remote ones are downloaded to ``{root}/cache``, unless a copy is current.
 
+    Of remote .parquet files that are mostly other columns, only what is read is fetched, unless ``whole_files``.
     What runs made below the source's folder is left out. If HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, files of the
     Hub are those that were downloaded before. Raises InputError if no file is found, a named or matched file has an
     unknown format, the protocol is unknown, its package is not installed, or the remote store fails.
@@ -75,7 +78,7 @@ def local_files(source: str, revision: str, root: Path, progress: Progress) -> l
     digests = known_digests(source)
     source = location_of(source)
     with _explained(source):
-        cache = cache_folder(source, revision, root)
+        cache = cache_folder(source, revision, root, whole_files=whole_files)
         if (kept := kept_files(source, cache, digests)) is not None:
             return kept
         filesystem, found, skipped, made = _matched(source)
@@ -89,7 +92,9 @@ def local_files(source: str, revision: str, root: Path, progress: Progress) -> l
         places = _places(cache, names, f"corpus.source {redacted(source)!r}")
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         wanted = [
-            Wanted(each, place, digests.get(name), READ_COLUMNS if name.endswith(".parquet") else ())
+            Wanted(
+                each, place, digests.get(name), READ_COLUMNS if name.endswith(".parquet") and not whole_files else ()
+            )
             for each, place, name in zip(found, places, names, strict=True)
         ]
         download(filesystem, cache, wanted, progress)
@@ -111,7 +116,9 @@ def of_test_set() -> Iterator[None]:
         raise InputError(str(error).replace("corpus.source", "corpus.test_sets")) from error.__cause__
 
 
-def require_source(source: str, revision: str = "", root: Path | None = None) -> SourceFacts:
+def require_source(
+    source: str, revision: str = "", root: Path | None = None, *, whole_files: bool = False
+) -> SourceFacts:
     """Return what is known of a source, as ``local_files`` finds it, without reading its files.
 
     With HF_HUB_OFFLINE, files of the Hub are those that were downloaded to ``root`` before. Raises InputError if there
@@ -120,7 +127,8 @@ def require_source(source: str, revision: str = "", root: Path | None = None) ->
     digests = known_digests(source)
     source = location_of(source)
     with _explained(source):
-        if root is not None and (kept := kept_files(source, cache_folder(source, revision, root), digests)) is not None:
+        cache = root and cache_folder(source, revision, root, whole_files=whole_files)
+        if cache is not None and (kept := kept_files(source, cache, digests)) is not None:
             return SourceFacts({each.name: each.path.stat().st_size for each in kept}, [], kept)
         filesystem, found, skipped, _ = _matched(source)
         names = _names(found)

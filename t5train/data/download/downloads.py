@@ -31,10 +31,10 @@ from t5train.data.download.remote_reading import (
     status_of,
     takes_ranges,
 )
-from t5train.data.output_folder import lock_or_wait
 from t5train.errors import InputError
 from t5train.files.atomic import write_json
 from t5train.files.confined import confined
+from t5train.files.output_folder import lock_or_wait
 from t5train.host_resources import num_cores, quantity, require_free_space
 from t5train.locations import Counted, redacted
 from t5train.progress import Progress

@@ -17,9 +17,10 @@ from t5train.spec.known_texts import known_texts
 _OFFLINE, _TRUE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), {"1", "ON", "YES", "TRUE"}
 
 
-def cache_folder(source: str, revision: str, root: Path) -> Path:
-    """Return the folder for the downloads of a source."""
-    key = hashlib.sha256(f"{redacted(source)}\n{revision}".encode()).hexdigest()[:16]
+def cache_folder(source: str, revision: str, root: Path, *, whole_files: bool = False) -> Path:
+    """Return the folder for the downloads of a source. Whole files are apart from those of which columns are read."""
+    named = [redacted(source), revision, *(["whole files"] if whole_files else [])]
+    key = hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]
     return root.absolute() / "cache" / key
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Self
 
-from t5train.data.output_folder import making, stage_folder
 from t5train.data.passages import split_of
 from t5train.data.readers import OpenFile
 from t5train.data.segments import Segment, passages_of, read_segments, stretches_of
@@ -28,6 +27,7 @@ from t5train.data.worker_processes import Advance, Json, in_processes
 from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing, write_json
 from t5train.files.os_errors import library_errors
+from t5train.files.output_folder import making, stage_folder
 from t5train.progress import Progress, silent
 from t5train.records.digests import digest_file, digest_files
 from t5train.records.identity import fingerprint

@@ -10,8 +10,7 @@ import pytest
 from t5train.data.corpus import build_corpus
 from t5train.spec import CorpusSpec
 from t5train.spec.recipes import RECIPES, recipe
-
-DOCS = (Path(__file__).parents[3] / "docs/json.md").read_text("utf-8")
+from tests.support.documented_json import require_documented
 
 
 @pytest.fixture
@@ -23,19 +22,6 @@ def printed(t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str])
         return json.loads(capsys.readouterr().out)
 
     return run
-
-
-def require_documented(command: str, value: dict[str, Any]) -> None:
-    """Require that docs/json.md names exactly the keys of a value, and of the objects in its lists."""
-    section = DOCS.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
-    documented = {line.split("`")[1] for line in section.splitlines() if line.startswith("| `")}
-    found = set(value)
-    for key, inside in value.items():
-        if isinstance(inside, list) and inside and isinstance(inside[0], dict):
-            found |= {f"{key}[].{each}" for each in inside[0]}
-    missing = documented - found
-    assert not found - documented, "these keys are not in docs/json.md"
-    assert all("[]." in key for key in missing), "docs/json.md names keys that are not there"
 
 
 def test_recipes(printed: Callable[..., Any]) -> None:

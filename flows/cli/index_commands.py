@@ -1,0 +1,178 @@
+"""``data index``: checks a FAISS index against the embeddings of a text, and finds near-duplicates through one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.options import JsonOption, RootOption, root_of
+from flows.cli.terminal import say, show_json, show_rows, show_table, stage_display
+from t5train.data.readers import rows
+from t5train.data.vectors.embeddings import Embeddings, embeddings_of
+from t5train.data.vectors.faiss_indexes import faiss_module
+from t5train.data.vectors.index_check import Sample, check_index, recall_record
+from t5train.data.vectors.index_files import chosen_index, embedding_sources, local_index, require_embeddings
+from t5train.data.vectors.near_duplicates import Thresholds, find_near_duplicates
+from t5train.data.vectors.neighbours import NeighbourSearch, built_index, given_index
+from t5train.errors import InputError, SpecError
+from t5train.files.atomic import replacing
+from t5train.locations import local_folder, redacted
+from t5train.progress import Progress
+from t5train.report.vectors_report import (
+    CHECK_COLUMNS,
+    check_rows,
+    index_lines,
+    index_values,
+    near_duplicate_rows,
+    near_duplicate_values,
+    recall_plot,
+    similarity_plot,
+)
+
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="Text with embeddings: a folder, pattern or URL of .parquet files, or wiki_dpr",
+        show_default=False,
+    ),
+]
+RevisionOption = Annotated[
+    str, typer.Option("--revision", help="Your name for this state of the text", show_default=False)
+]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Decides what is sampled")]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", help="Write a PNG to this file", metavar="FILE", readable=False)
+]
+
+
+def register(data: typer.Typer) -> None:
+    """Add the commands of this module to ``data``."""
+    index = typer.Typer(
+        name="index", no_args_is_help=True, help="Check a FAISS index of a text's embeddings, or search with one."
+    )
+    index.command()(check)
+    index.command()(duplicates)
+    data.add_typer(index)
+
+
+def check(  # noqa: PLR0913, PLR0917 - one for each option
+    source: SourceArgument,
+    index: Annotated[
+        str,
+        typer.Option(
+            "--index", help="Path or URL of the index; of wiki_dpr also exact or compressed", show_default=False
+        ),
+    ],
+    revision: RevisionOption = "",
+    root: RootOption = None,
+    queries: Annotated[int, typer.Option(min=1, max=100_000, help="Embeddings to search for")] = 256,
+    neighbours: Annotated[int, typer.Option(min=1, max=1000, help="Nearest neighbours of each (k)")] = 10,
+    seed: SeedOption = 0,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that an index has the embeddings of a text, and finds as many of their exact neighbours as before.
+
+    All embeddings are read once. The exit code is 1 if a check fails.
+    """
+    _require_writable_names(plot=plot)
+    sample, folder = Sample(queries, neighbours, seed), root_of(root)
+    faiss_module()
+    chosen = chosen_index(source, index)
+    record = recall_record(folder, _identity(source), revision, redacted(chosen.location), sample)
+    with stage_display() as progress:
+        require_embeddings(source, revision, folder)
+        path = local_index(chosen, revision, folder, progress)  # first, as its size may be known before the download
+        embeddings = embeddings_of(embedding_sources(source, revision, folder, progress))
+        report = check_index(path, chosen.known, embeddings, sample, record, progress=progress)
+    _write_plot(plot, lambda: recall_plot(report))
+    if as_json:
+        show_json(index_values(report))
+    else:
+        show_table(CHECK_COLUMNS, check_rows(report))
+        for line in index_lines(report):
+            say(line)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def duplicates(  # noqa: PLR0913, PLR0917 - one for each option
+    source: SourceArgument,
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="FILE", help="Write the pairs to this file (.jsonl)", show_default=False),
+    ],
+    index: Annotated[
+        str | None,
+        typer.Option(
+            "--index",
+            help="Path or URL of an index of the source; of wiki_dpr also exact or compressed",
+            show_default="one is built in memory",
+        ),
+    ] = None,
+    revision: RevisionOption = "",
+    root: RootOption = None,
+    neighbours: Annotated[int, typer.Option(min=1, max=1000, help="Neighbours of each passage to compare")] = 10,
+    cosine: Annotated[
+        float, typer.Option(min=-1.0, max=1.0, help="Compare texts whose embeddings have at least this cosine")
+    ] = 0.9,
+    text_similarity: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Near-duplicates have at least this similarity of their texts")
+    ] = 0.8,
+    seed: SeedOption = 0,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find passages that are nearly the same: embeddings propose pairs, and an exact similarity of texts decides.
+
+    The similarity is the share of runs of five words that both texts have (Jaccard index).
+    """
+    _require_writable_names(out=out, plot=plot)
+    thresholds, folder = Thresholds(neighbours, cosine, text_similarity), root_of(root)
+    faiss_module()
+    chosen = None if index is None else chosen_index(source, index)
+    about = {"source": redacted(source), "revision": revision, "index": chosen and redacted(chosen.location)}
+    with stage_display() as progress:
+        require_embeddings(source, revision, folder)
+        path = None if chosen is None else local_index(chosen, revision, folder, progress)
+        embeddings = embeddings_of(embedding_sources(source, revision, folder, progress))
+        next(rows(embeddings.files[0].source), None)  # raises an error if there is no column of texts
+        search = _search(path, embeddings, seed, progress)
+        result = find_near_duplicates(embeddings, search, thresholds, out.absolute(), about=about, progress=progress)
+    _write_plot(plot, lambda: similarity_plot(result, thresholds))
+    if as_json:
+        show_json({"out": str(out.absolute()), **near_duplicate_values(result, thresholds)})
+        return
+    show_rows(near_duplicate_rows(result))
+    say(f"pairs: {out}")
+
+
+def _search(index: Path | None, embeddings: Embeddings, seed: int, progress: Progress) -> NeighbourSearch:
+    if index is None:
+        return built_index(embeddings, seed, progress=progress)
+    return given_index(index, embeddings, progress=progress)
+
+
+def _identity(source: str) -> str:
+    """Return the name of a source that is the same from each current folder."""
+    path = local_folder(source)
+    return redacted(source) if path is None or not path.exists() else str(path)
+
+
+def _require_writable_names(out: Path | None = None, plot: Path | None = None) -> None:
+    """Raise an error if a result could not be written in the end."""
+    for option, path, suffix in (("--out", out, ".jsonl"), ("--plot", plot, ".png")):
+        if path is None:
+            continue
+        if path.suffix.lower() != suffix:
+            raise SpecError(f"{option} is {path}, but its name must end in {suffix}. Give such a name")
+        if not path.absolute().parent.is_dir():
+            raise InputError(f"{option} is {path}, but the folder {path.absolute().parent} does not exist. Create it")
+
+
+def _write_plot(plot: Path | None, draw: Callable[[], bytes]) -> None:
+    if plot is not None:
+        with replacing(plot) as file:
+            file.write(draw())

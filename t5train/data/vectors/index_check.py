@@ -1,0 +1,208 @@
+"""Checks a FAISS index against the embeddings that it should hold, and against what is known of it.
+
+The recall of an index is known from the catalogue or from the first check, which records it under the root.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from t5train.data.vectors.embeddings import CHUNK_ROWS, Embeddings, rows_at, spread_rows
+from t5train.data.vectors.exact_search import recall_by_rank
+from t5train.data.vectors.faiss_indexes import IndexFacts, facts_of, open_index, reconstructed, searched
+from t5train.errors import InputError
+from t5train.files.atomic import write_json
+from t5train.progress import Progress, silent
+from t5train.records.identity import fingerprint
+from t5train.spec.known_indexes import KnownIndex
+
+LEAST_RECALL = 0.1
+"""Of an index whose recall is not known: coarse ones find more, and an index of other vectors finds next to none."""
+LEAST_IN_PLACE = 0.9
+_ROUNDING = 1e-5
+_MARGIN = 0.01
+"""By which the recall on the same sample may be lower: searches with several threads may differ in the last digits."""
+_STANDARD_ERRORS = 3.0
+"""By which the recall on another sample may be lower."""
+_SEARCHED_AT_ONCE = 16
+
+
+class Sample(NamedTuple):
+    """How recall is measured: the queries are embeddings of the text itself, spread over it."""
+
+    queries: int = 256
+    neighbours: int = 10
+    seed: int = 0
+
+
+class Check(NamedTuple):
+    """One thing that was checked."""
+
+    what: str
+    expected: str
+    found: str
+    passed: bool
+
+
+class IndexReport(NamedTuple):
+    """What was found about an index."""
+
+    facts: IndexFacts | None
+    size_bytes: int
+    checks: list[Check]
+    recall: list[float]
+    """Recall@1, recall@2 ...; empty if the index cannot be compared with the embeddings."""
+    recorded: Path | None
+    """The file that the recall was recorded in for later checks, if it was not known before."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all checks passed."""
+        return all(each.passed for each in self.checks)
+
+
+class RecallRecord(NamedTuple):
+    """The file under a root that has the recall of the first check, for an index, a source and a sample."""
+
+    path: Path
+    identity: dict[str, Any]
+
+    def read(self) -> float | None:
+        """Return the recorded recall; None if there is none. Raises InputError if the file is damaged."""
+        try:
+            return float(json.loads(self.path.read_bytes())["recall"][-1])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise InputError(f"{self.path} is damaged ({error}). Remove it; the next check records it anew") from None
+
+    def write(self, facts: IndexFacts, recall: Sequence[float]) -> None:
+        """Record the recall."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(
+            self.path, {"schema_version": 1, "of": self.identity, "index": facts._asdict(), "recall": list(recall)}
+        )
+
+
+def recall_record(root: Path, source: str, revision: str, index: str, sample: Sample) -> RecallRecord:
+    """Return the record of an index, given by its path or URL."""
+    identity = {"source": source, "revision": revision, "index": index, **sample._asdict()}
+    return RecallRecord(root / "index-checks" / f"{fingerprint(identity)[:16]}.json", identity)
+
+
+def check_index(
+    path: Path,
+    known: KnownIndex | None,
+    embeddings: Embeddings,
+    sample: Sample,
+    record: RecallRecord,
+    *,
+    chunk_rows: int = CHUNK_ROWS,
+    progress: Progress = silent,
+) -> IndexReport:
+    """Compare an index with the embeddings and with what is known of it, and measure its recall.
+
+    Reads all embeddings once, and a sample of them before. Raises InputError if an embedding is malformed.
+    """
+    size_bytes = path.stat().st_size
+    checks = _size_checks(size_bytes, known)
+    try:
+        index = open_index(path)
+    except InputError as error:
+        return IndexReport(None, size_bytes, [*checks, Check("opened by faiss", "yes", str(error), False)], [], None)
+    facts = facts_of(index)
+    checks += _fact_checks(facts, known, embeddings)
+    if facts.dimension != embeddings.dimension or facts.vectors != embeddings.rows:
+        return IndexReport(facts, size_bytes, checks, [], None)
+    rows = spread_rows(embeddings.rows, sample.queries, sample.seed)
+    queries = rows_at(embeddings, rows)
+    checks += _place_checks(reconstructed(index, rows), queries)
+    found = _found(index, queries, min(sample.neighbours, embeddings.rows), progress)
+    metric = known.metric if known is not None else facts.metric
+    recall = recall_by_rank(embeddings, queries, found, metric, chunk_rows=chunk_rows, progress=progress)
+    expected = _expected(known, record, len(recall), len(queries))
+    checks.append(_recall_check(recall, expected))
+    report = IndexReport(facts, size_bytes, checks, recall, None)
+    if expected.is_known or not report.passed:
+        return report
+    record.write(facts, recall)
+    return report._replace(recorded=record.path)
+
+
+class _Expected(NamedTuple):
+    least: float
+    because: str
+    is_known: bool
+
+
+def _expected(known: KnownIndex | None, record: RecallRecord, neighbours: int, queries: int) -> _Expected:
+    """Return the recall that an index must reach."""
+    catalogued = None if known is None else known.recall.get(neighbours)
+    if catalogued is not None:
+        error = math.sqrt(catalogued * (1 - catalogued) / queries)
+        return _Expected(catalogued - _STANDARD_ERRORS * error - _MARGIN, f"catalogue: {catalogued:.4f}", True)
+    recorded = record.read()
+    if recorded is not None:
+        return _Expected(recorded - _MARGIN, f"{recorded:.4f} in {record.path}", True)
+    return _Expected(LEAST_RECALL, "not known yet", False)
+
+
+def _size_checks(size_bytes: int, known: KnownIndex | None) -> list[Check]:
+    if known is None:
+        return []
+    expected = known.size_bytes
+    return [Check("size in bytes", f"{expected:,}", f"{size_bytes:,}", size_bytes == expected)]
+
+
+def _fact_checks(facts: IndexFacts, known: KnownIndex | None, embeddings: Embeddings) -> list[Check]:
+    vectors = Check("vectors", f"{embeddings.rows:,}", f"{facts.vectors:,}", facts.vectors == embeddings.rows)
+    dimension = Check(
+        "dimension", str(embeddings.dimension), str(facts.dimension), facts.dimension == embeddings.dimension
+    )
+    if known is None:
+        is_supported = not facts.metric.startswith("number")
+        return [vectors, dimension, Check("metric", "inner product or L2", facts.metric, is_supported)]
+    of_catalogue = Check(
+        "embeddings, by the catalogue",
+        f"{known.vectors:,} of {known.dimension}",
+        f"{embeddings.rows:,} of {embeddings.dimension}",
+        (known.vectors, known.dimension) == (embeddings.rows, embeddings.dimension),
+    )
+    return [of_catalogue, vectors, dimension, Check("metric", known.metric, facts.metric, facts.metric == known.metric)]
+
+
+def _place_checks(stored: np.ndarray | None, queries: np.ndarray) -> list[Check]:
+    """Check that the index stores the vectors of the rows in their order, as far as it can tell what it stores.
+
+    Quantised vectors differ from the embeddings. So each is compared with the embeddings of all sampled rows: that of
+    its own row must be nearer, or as near. For an index of other vectors, that is so in half of the comparisons.
+    """
+    if stored is None or len(queries) < 2:
+        return []
+    sizes = np.square(queries).sum(axis=1)
+    distances = np.square(stored).sum(axis=1)[:, np.newaxis] - 2 * stored @ queries.T + sizes
+    own = np.diagonal(distances) - _ROUNDING * sizes
+    nearer = (own[:, np.newaxis] <= distances).sum() - len(queries)  # without those of a row with itself
+    share = float(nearer / (len(queries) * (len(queries) - 1)))
+    expected, found = f"nearest to them in {LEAST_IN_PLACE:.0%}", f"{share:.1%} of comparisons"
+    return [Check("vectors of their own rows", expected, found, share >= LEAST_IN_PLACE)]
+
+
+def _recall_check(recall: Sequence[float], expected: _Expected) -> Check:
+    what = f"recall@{len(recall)}"
+    return Check(
+        what, f"at least {expected.least:.4f} ({expected.because})", f"{recall[-1]:.4f}", recall[-1] >= expected.least
+    )
+
+
+def _found(index: Any, queries: np.ndarray, neighbours: int, progress: Callable[..., None]) -> np.ndarray:
+    """Return what the index finds. A few queries at a time, because each reads many places of a large file."""
+    found: list[np.ndarray] = []
+    for first in range(0, len(queries), _SEARCHED_AT_ONCE):
+        found.append(searched(index, queries[first : first + _SEARCHED_AT_ONCE], neighbours)[1])
+        progress("queries searched with the index", min(first + _SEARCHED_AT_ONCE, len(queries)), len(queries))
+    return np.concatenate(found)

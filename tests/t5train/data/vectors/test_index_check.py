@@ -1,0 +1,203 @@
+"""An index is accepted only if it has the vectors of the text, and finds as many of their neighbours as is known."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import pytest
+
+from t5train.data.vectors.embeddings import embeddings_of, rows_at, spread_rows
+from t5train.data.vectors.exact_search import recall_by_rank
+from t5train.data.vectors.faiss_indexes import open_index, searched
+from t5train.data.vectors.index_check import IndexReport, Sample, check_index, recall_record
+from t5train.errors import InputError
+from t5train.spec.known_indexes import KnownIndex, known_indexes
+from tests.support.embedded_passages import DIMENSION, embedded_passages, embeddings_in, write_index, write_parquet
+
+PASSAGES = embedded_passages()
+ROWS = len(PASSAGES.vectors)
+KINDS = ["Flat", "HNSW32_SQ8", "IVF8_HNSW16,PQ16x4"]
+SAMPLE = Sample(queries=50, neighbours=10)
+Checked = Callable[..., IndexReport]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    faiss.omp_set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_parquet(tmp_path_factory.mktemp("embeddings") / "text", PASSAGES)
+
+
+@pytest.fixture
+def checked(folder: Path, tmp_path: Path) -> Checked:
+    def check(path: Path, known: KnownIndex | None = None, sample: Sample = SAMPLE, **more: Any) -> IndexReport:
+        record = recall_record(tmp_path / "root", str(folder), "", str(path), sample)
+        return check_index(path, known, embeddings_in(folder), sample, record, **more)
+
+    return check
+
+
+def known_as(path: Path, **more: Any) -> KnownIndex:
+    facts = {"location": str(path), "size_bytes": path.stat().st_size, "vectors": ROWS, "dimension": DIMENSION}
+    return KnownIndex(**{**facts, "metric": "inner product", **more})
+
+
+def failed(report: IndexReport) -> list[str]:
+    return [each.what for each in report.checks if not each.passed]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("metric", ["inner product", "L2"])
+def test_an_index_of_the_vectors_passes_and_its_recall_is_recorded(
+    tmp_path: Path, checked: Checked, kind: str, metric: Any
+) -> None:
+    number = faiss.METRIC_L2 if metric == "L2" else faiss.METRIC_INNER_PRODUCT
+    path = write_index(tmp_path / "x.faiss", PASSAGES.vectors, kind, number)
+    report = checked(path, known_as(path, metric=metric))
+    assert not failed(report)
+    assert report.facts is not None
+    assert (report.facts.vectors, report.facts.dimension, report.facts.metric) == (ROWS, DIMENSION, metric)
+    assert len(report.recall) == 10
+    assert (min(report.recall) == 1) if kind == "Flat" else (0.1 < report.recall[-1] <= 1)
+    assert report.recorded is not None
+    assert report.recorded.is_file()
+    again = checked(path, known_as(path, metric=metric))
+    assert (again.recorded, again.recall, again.passed) == (None, report.recall, True)
+    assert str(report.recorded) in again.checks[-1].expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_index_of_other_vectors_is_refused(tmp_path: Path, checked: Checked, kind: str, is_known: bool) -> None:
+    others = {
+        "other passages": embedded_passages(seed=1).vectors,
+        "another order": PASSAGES.vectors[::-1],
+        "one row on": np.roll(PASSAGES.vectors, 1, axis=0),
+    }
+    for name, vectors in others.items():
+        path = write_index(tmp_path / f"{name}.faiss", vectors, kind)
+        report = checked(path, known_as(path) if is_known else None)
+        assert failed(report) == ["vectors of their own rows", "recall@10"], name
+        assert report.recorded is None
+
+
+def test_an_index_that_differs_from_the_catalogue_or_the_embeddings_is_refused(
+    tmp_path: Path, checked: Checked
+) -> None:
+    good = write_index(tmp_path / "good.faiss", PASSAGES.vectors)
+    l2 = write_index(tmp_path / "l2.faiss", PASSAGES.vectors, metric=faiss.METRIC_L2)
+    assert failed(checked(l2, known_as(l2))) == ["metric"]
+    assert failed(checked(good, known_as(good, size_bytes=good.stat().st_size + 1))) == ["size in bytes"]
+    assert failed(checked(good, known_as(good, vectors=ROWS + 1))) == ["embeddings, by the catalogue"]
+    narrow = write_index(tmp_path / "narrow.faiss", PASSAGES.vectors[:, :767])
+    assert failed(checked(narrow)) == failed(checked(narrow, known_as(narrow))) == ["dimension"]
+    short = write_index(tmp_path / "short.faiss", PASSAGES.vectors[:-1])
+    assert failed(checked(short)) == ["vectors"]
+    l1 = write_index(tmp_path / "l1.faiss", PASSAGES.vectors, metric=faiss.METRIC_L1)
+    assert "metric" in failed(checked(l1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_truncated_or_foreign_file_is_refused(tmp_path: Path, checked: Checked, kind: str) -> None:
+    content = write_index(tmp_path / "good.faiss", PASSAGES.vectors, kind).read_bytes()
+    cut = [0, 3, 40, len(content) // 2, len(content) - 8]
+    for number, bad in enumerate([b"PAR1" * 1000, *(content[:size] for size in cut)]):
+        path = tmp_path / f"{number}.faiss"
+        path.write_bytes(bad)
+        report = checked(path)
+        assert failed(report) == ["opened by faiss"], number
+        assert "cannot be opened as a FAISS index" in report.checks[-1].found
+
+
+def test_a_recall_that_falls_below_the_recorded_one_is_refused(tmp_path: Path, checked: Checked) -> None:
+    kind = "IVF64,Flat"
+    path = write_index(tmp_path / "x.faiss", PASSAGES.vectors, kind, lists_searched=64)
+    first = checked(path)
+    assert first.recall[-1] > 0.99
+    write_index(path, PASSAGES.vectors, kind, lists_searched=1)
+    second = checked(path)
+    assert 0.1 < second.recall[-1] < 0.9
+    assert failed(second) == ["recall@10"]
+    assert first.recorded is not None
+    first.recorded.write_text("{}")
+    with pytest.raises(InputError, match=r"is damaged .* the next check records it anew"):
+        checked(path)
+    first.recorded.unlink()
+    assert checked(path).recorded == first.recorded
+
+
+def test_a_recall_in_the_catalogue_is_required_of_any_sample(tmp_path: Path, checked: Checked) -> None:
+    path = write_index(tmp_path / "x.faiss", PASSAGES.vectors, "IVF64,Flat", lists_searched=2)
+    (recall,) = {round(checked(path).recall[-1], 6)}
+    for seed in range(3):
+        sample = SAMPLE._replace(seed=seed)
+        assert checked(path, known_as(path, recall={10: recall}), sample).passed
+        assert failed(checked(path, known_as(path, recall={10: 0.999}), sample)) == ["recall@10"]
+    report = checked(path, known_as(path, recall={10: recall}))
+    assert report.recorded is None, "a recall that is known is not recorded"
+
+
+@pytest.mark.parametrize("metric", ["inner product", "L2"])
+def test_recall_does_not_depend_on_the_chunks_and_is_that_of_an_exact_search(folder: Path, metric: str) -> None:
+    embeddings = embeddings_in(folder)
+    queries = rows_at(embeddings, spread_rows(ROWS, 40, 1))
+    flat = (faiss.IndexFlatL2 if metric == "L2" else faiss.IndexFlatIP)(DIMENSION)
+    flat.add(PASSAGES.vectors)
+    _, exact = flat.search(queries, 10)
+    rng = np.random.default_rng(0)
+    found = np.where(rng.random(exact.shape) < 0.3, rng.integers(ROWS, size=exact.shape), exact)
+    found[0] = -1
+    share = np.mean([len(set(ours) & set(theirs)) / 10 for ours, theirs in zip(found, exact, strict=True)])
+    recalls = {tuple(recall_by_rank(embeddings, queries, found, metric, chunk_rows=rows)) for rows in (1, 64, 9999)}
+    assert len(recalls) == 1
+    assert recalls.pop()[-1] == pytest.approx(share)
+
+
+def test_of_equal_vectors_any_is_a_neighbour(tmp_path: Path) -> None:
+    vectors = np.repeat(PASSAGES.vectors[:10], 30, axis=0)
+    folder = write_parquet(tmp_path / "text", PASSAGES._replace(texts=PASSAGES.texts[:300], vectors=vectors))
+    embeddings, path = embeddings_in(folder), write_index(tmp_path / "x.faiss", vectors)
+    sample = Sample(queries=20, neighbours=5)
+    record = recall_record(tmp_path, "text", "", "x", sample)
+    report = check_index(path, None, embeddings, sample, record)
+    assert report.passed
+    assert min(report.recall) == 1
+
+
+def test_the_catalogue_has_no_recall_that_nobody_measured_and_sizes_that_agree_with_their_kinds() -> None:
+    exact, compressed = (known_indexes("wiki_dpr")[name] for name in ("exact", "compressed"))
+    assert not exact.recall
+    assert not compressed.recall
+    # A vector takes 768 bytes in SQ8, 256 links and more in HNSW128, 12 of bookkeeping; or 128 in PQ128 and an id.
+    assert exact.size_bytes / exact.vectors == pytest.approx(768 + 4 * (256 + 128 / 127) + 12, abs=0.01)
+    assert compressed.size_bytes - compressed.vectors * (128 + 8) == pytest.approx(4096 * 768 * 4 + 768 * 1024, rel=0.1)
+    assert not known_indexes("/data/text")
+
+
+def test_an_opened_index_finds_what_the_built_one_finds(tmp_path: Path) -> None:
+    path = write_index(tmp_path / "x.faiss", PASSAGES.vectors)
+    _, rows = searched(open_index(path), PASSAGES.vectors[:5], 1)
+    flat = faiss.IndexFlatIP(DIMENSION)
+    flat.add(PASSAGES.vectors)
+    assert (rows == flat.search(PASSAGES.vectors[:5], 1)[1]).all()
+    with pytest.raises(InputError, match="cannot be opened"):
+        open_index(tmp_path / "missing.faiss")
+    with pytest.raises(InputError, match=r"the index cannot be searched \(.*is_trained"):
+        searched(faiss.index_factory(DIMENSION, "IVF8,SQ8"), PASSAGES.vectors[:5], 1)
+
+
+def test_embeddings_that_are_malformed_are_refused_before_a_recall_is_recorded(tmp_path: Path) -> None:
+    vectors = PASSAGES.vectors.copy()
+    vectors[577, 5] = np.nan
+    folder = write_parquet(tmp_path / "text", PASSAGES._replace(vectors=vectors))
+    record = recall_record(tmp_path, "text", "", "x", SAMPLE)
+    path = write_index(tmp_path / "x.faiss", PASSAGES.vectors)
+    with pytest.raises(InputError, match=r"train-00002-of-00003\.parquet row 177 has an embedding with a number"):
+        check_index(path, None, embeddings_in(folder), SAMPLE, record)
+    assert not record.path.exists()
+    assert embeddings_of(embeddings_in(folder).files[0][:1]).rows == 200

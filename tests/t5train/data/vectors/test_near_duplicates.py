@@ -1,0 +1,185 @@
+"""Planted near-duplicates are found through embeddings, and only texts decide which pairs these are."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import faiss
+import numpy as np
+import pytest
+
+from t5train.data.vectors.near_duplicates import NearDuplicates, Sizes, Thresholds, find_near_duplicates
+from t5train.data.vectors.neighbours import BuiltIndex, NeighbourSearch, built_index, given_index
+from t5train.errors import InputError
+from tests.support.embedded_passages import (
+    EmbeddedPassages,
+    embedded_passages,
+    embeddings_in,
+    write_index,
+    write_parquet,
+)
+
+COPIES = {590: 3, 411: 200, 5: 210, 7: 5, 333: 332}
+"""Rows with the text of another row and about its vector. 5, 7 and 210 are one group."""
+PAIRS = {(3, 590), (200, 411), (5, 210), (5, 7), (7, 210), (332, 333)}
+UNLIKE = {100: 400, 150: 450}
+"""Rows with exactly the vector of another row, and a text of their own."""
+FAR = {250: 20}
+"""Rows with the text of another row, and a vector of their own: embeddings do not propose them."""
+
+DEFAULT, USUAL = Thresholds(), Sizes()
+
+
+class Result(NamedTuple):
+    counts: NearDuplicates
+    header: dict[str, Any]
+    pairs: list[dict[str, Any]]
+
+    def rows(self) -> list[tuple[int, int]]:
+        """The pairs, by the ids that ``write_parquet`` gives: one more than the row."""
+        return [(int(each["first"]["id"]) - 1, int(each["second"]["id"]) - 1) for each in self.pairs]
+
+
+def planted() -> EmbeddedPassages:
+    made = embedded_passages()
+    texts, vectors = list(made.texts), made.vectors.copy()
+    rng = np.random.default_rng(0)
+    for number, (row, other) in enumerate(COPIES.items()):
+        words = texts[other].split()
+        words[40 + number] = "changed"
+        texts[row] = " ".join(words)
+        vectors[row] = vectors[other] * 0.9 + 0.02 * rng.standard_normal(vectors.shape[1])
+    for row, other in UNLIKE.items():
+        vectors[row] = vectors[other]
+    for row, other in FAR.items():
+        texts[row] = texts[other]
+    return EmbeddedPassages(texts, vectors)
+
+
+PLANTED = planted()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    faiss.omp_set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_parquet(tmp_path_factory.mktemp("near-duplicates") / "text", PLANTED)
+
+
+def found(
+    folder: Path, search: NeighbourSearch, out: Path, thresholds: Thresholds = DEFAULT, sizes: Sizes = USUAL
+) -> Result:
+    counts = find_near_duplicates(embeddings_in(folder), search, thresholds, out, about={"source": "text"}, sizes=sizes)
+    assert [each.name for each in out.parent.iterdir() if each.name.startswith(f".{out.name}")] == []
+    header, *pairs = map(json.loads, out.read_text("utf-8").splitlines())
+    return Result(counts, header, pairs)
+
+
+def test_planted_near_duplicates_are_found_and_unlike_texts_with_equal_vectors_are_not(
+    folder: Path, tmp_path: Path
+) -> None:
+    result = found(folder, built_index(embeddings_in(folder), 0), tmp_path / "pairs.jsonl")
+    assert result.rows() == sorted(PAIRS)
+    assert result.counts._replace(histogram=[]) == NearDuplicates(600, len(PAIRS | UNLIKE.keys()), 6, 4, 5, [])
+    assert sum(result.counts.histogram) == result.counts.candidates
+    assert result.counts.histogram[0] == len(UNLIKE)
+    assert result.header == {
+        "kind": "near-duplicates",
+        "schema_version": 1,
+        "source": "text",
+        **Thresholds()._asdict(),
+        **result.counts._asdict(),
+    }
+    (last,) = [each for each in result.pairs if each["second"]["id"] == "591"]
+    assert last["first"] == {"file": "train-00000-of-00003.parquet", "row": 3, "id": "4"}
+    assert last["second"] == {"file": "train-00002-of-00003.parquet", "row": 190, "id": "591"}
+    assert last["text_similarity"] == pytest.approx(91 / 101, abs=1e-6)
+    assert 0.99 < last["cosine"] <= 1
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 37, 1000])
+@pytest.mark.parametrize("bucket_rows", [1, 100, 1 << 20])
+def test_the_result_does_not_depend_on_how_much_is_in_memory(
+    folder: Path, tmp_path: Path, chunk_rows: int, bucket_rows: int
+) -> None:
+    out = tmp_path / "pairs.jsonl"
+    search = built_index(embeddings_in(folder), 0)
+    thresholds = Thresholds(cosine=0.75, text=0.0)
+    whole = found(folder, search, out, thresholds)
+    assert whole.counts.pairs == whole.counts.candidates > 100
+    expected = out.read_bytes()
+    found(folder, search, out, thresholds, Sizes(chunk_rows, bucket_rows))
+    assert out.read_bytes() == expected
+
+
+@pytest.mark.parametrize("kind", ["Flat", "HNSW32_SQ8", "IVF8,SQ8"])
+@pytest.mark.parametrize("metric", [faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2])
+def test_a_given_index_proposes_by_the_cosine_whatever_its_metric(
+    folder: Path, tmp_path: Path, kind: str, metric: int
+) -> None:
+    path = write_index(tmp_path / "x.faiss", PLANTED.vectors, kind, metric, lists_searched=8)
+    search = given_index(path, embeddings_in(folder), chunk_rows=77)
+    assert found(folder, search, tmp_path / "pairs.jsonl").rows() == sorted(PAIRS)
+
+
+def test_an_index_built_of_lists_finds_the_same(folder: Path, tmp_path: Path) -> None:
+    embeddings = embeddings_in(folder)
+    search = built_index(embeddings, 0, exact_rows=100)
+    assert type(search.index).__name__ == "IndexIVFScalarQuantizer"
+    assert found(folder, search, tmp_path / "pairs.jsonl").rows() == sorted(PAIRS)
+    again = built_index(embeddings, 0, exact_rows=100)
+    assert (faiss.serialize_index(search.index) == faiss.serialize_index(again.index)).all()
+
+
+def test_embeddings_propose_and_do_not_decide(folder: Path, tmp_path: Path) -> None:
+    search, out = built_index(embeddings_in(folder), 0), tmp_path / "pairs.jsonl"
+    (far,) = FAR.items()
+    assert far[::-1] not in found(folder, search, out).rows()
+    lenient = found(folder, search, out, Thresholds(neighbours=600, cosine=-1.0))
+    assert lenient.rows() == sorted({*PAIRS, far[::-1]})
+    assert lenient.counts.candidates == 600 * 599 / 2
+    strict = found(folder, search, out, Thresholds(text=0.95))
+    assert (strict.pairs, strict.counts.groups, strict.counts.copies) == ([], 0, 0)
+
+
+def test_no_more_neighbours_are_compared_than_asked_for(tmp_path: Path) -> None:
+    made = embedded_passages(60)
+    same = EmbeddedPassages(made.texts, np.repeat(made.vectors[:1], 60, axis=0))
+    folder = write_parquet(tmp_path / "text", same)
+    search = built_index(embeddings_in(folder), 0)
+    assert found(folder, search, tmp_path / "pairs.jsonl", Thresholds(neighbours=2)).counts.candidates <= 60 * 2
+
+
+def test_an_index_of_other_embeddings_or_of_another_metric_is_refused(folder: Path, tmp_path: Path) -> None:
+    short = write_index(tmp_path / "short.faiss", PLANTED.vectors[1:])
+    with pytest.raises(InputError, match="has 599 vectors of 768 numbers, but the source has 600 of 768"):
+        given_index(short, embeddings_in(folder))
+    l1 = write_index(tmp_path / "l1.faiss", PLANTED.vectors, metric=faiss.METRIC_L1)
+    with pytest.raises(InputError, match="cosines can be computed only from inner product and L2"):
+        given_index(l1, embeddings_in(folder))
+
+
+def test_an_index_that_memory_cannot_hold_is_not_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("t5train.data.vectors.neighbours.host_memory_bytes", lambda: 3_000_000)
+    with pytest.raises(InputError, match=r"needs 1\.8 MB of memory, .* 1\.5 MB\. Give an index that is on disk"):
+        built_index(embeddings_in(folder), 0)
+    with pytest.raises(InputError, match=r"needs 4\.2 MB of memory"):
+        built_index(embeddings_in(folder), 0, exact_rows=100)
+
+
+def test_a_vector_of_zeros_is_similar_to_nothing(tmp_path: Path) -> None:
+    made = embedded_passages(30)
+    vectors = made.vectors.copy()
+    vectors[:2] = 0
+    folder = write_parquet(tmp_path / "text", EmbeddedPassages([made.texts[0]] * 30, vectors), files=1)
+    searches: list[NeighbourSearch] = [
+        built_index(embeddings_in(folder), 0),
+        given_index(write_index(tmp_path / "x.faiss", vectors), embeddings_in(folder)),
+    ]
+    assert isinstance(searches[0], BuiltIndex)
+    for search in searches:
+        result = found(folder, search, tmp_path / "pairs.jsonl", Thresholds(cosine=0.1))
+        assert not {0, 1} & {row for pair in result.rows() for row in pair}
