@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.documented_json import require_documented
 from tests.support.generated_text import write_copies
 
 
@@ -28,7 +29,9 @@ def test_a_check_finds_copies_and_shared_text_without_removing_them(
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert not list((tmp_path / "root").glob("checks/*/.compared"))
     assert t5_pretrain("data", "check", *options, "--test-set", str(text), "--json") == 0
-    found = json.loads(capsys.readouterr().out)["repetitions"]
+    value = json.loads(capsys.readouterr().out)
+    require_documented("data check", value)
+    found = value["repetitions"]
     assert found["test_sets_passages"] == 400
     assert found["train_duplicates_across"] == found["train_passages"], "all of it is in the test set"
     assert t5_pretrain("data", "check", *options, "--test-set", str(tmp_path / "absent.txt")) == 4
