@@ -1,9 +1,12 @@
 """Compare the computed order of samples with a NumPy permutation that is made at the beginning of each epoch.
 
     python -m benchmarks.sample_order [--samples 20000000] [--batch 128] [--rounds 7]
+    python -m benchmarks.sample_order --samples 1000000000 --without-table
 
 Both return the ids of the samples of each batch, in random order; CPU seconds of one process are measured. The time and
-memory at the beginning of an epoch are shown separately, because every rank needs them again at each epoch.
+memory at the beginning of an epoch are shown separately, because every rank needs them again at each epoch. With --without-table, only the computed order is measured: a table of
+10^9 samples takes 8 GB. The longest time for a batch is that of all batches from 1,000 before the end of an epoch to
+1,000 after it.
 """
 
 import argparse
@@ -53,7 +56,11 @@ def main() -> None:
     arguments.add_argument("--samples", type=int, default=20_000_000)
     arguments.add_argument("--batch", type=int, default=128)
     arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--without-table", action="store_true")
     given = arguments.parse_args()
+    if given.without_table:
+        across_an_epoch(given.samples, given.batch)
+        return
     epochs = np.zeros(given.batch, dtype=np.int64)
     table = np.random.default_rng(0).permutation(given.samples)
 
@@ -71,6 +78,26 @@ def main() -> None:
     begin_seconds, begin_bytes = begin_with_table(given.samples)
     bytes_computed = peak_bytes(lambda: computed(np.arange(given.batch)))
     report(given.samples, given.batch, (begin_seconds, looked_up, begin_bytes), (computing, bytes_computed))
+
+
+def across_an_epoch(samples: int, batch: int, batches: int = 1000) -> None:
+    """Compute the order of the batches around the end of an epoch, and print their times and the peak memory."""
+    first = samples - batches * batch - batch // 2  # one batch has samples of both epochs
+
+    def computed(number: int) -> np.ndarray:
+        epochs, places = np.divmod(np.arange(first + number * batch, first + (number + 1) * batch), samples)
+        return permuted(places, samples, 0, 1, epochs)
+
+    times = list[float]()
+    for number in range(2 * batches):
+        started = time.process_time()
+        computed(number)
+        times.append(time.process_time() - started)
+    print(f"order of {samples:,} samples, {2 * batches} batches of {batch} around the end of an epoch, {hardware()}")
+    print(
+        f"a batch: median {1e6 * statistics.median(times):.0f} us, longest {1e6 * max(times):.0f} us; memory "
+        f"{peak_bytes(lambda: computed(batches)):,} bytes"
+    )
 
 
 def report(samples: int, batch: int, table: tuple[float, float, int], computed: tuple[float, int]) -> None:
