@@ -4,9 +4,10 @@
     python -m benchmarks.sample_order --samples 1000000000 --without-table
 
 Both return the ids of the samples of each batch, in random order; CPU seconds of one process are measured. The time and
-memory at the beginning of an epoch are shown separately, because every rank needs them again at each epoch. With --without-table, only the computed order is measured: a table of
-10^9 samples takes 8 GB. The longest time for a batch is that of all batches from 1,000 before the end of an epoch to
-1,000 after it.
+memory at the beginning of an epoch are shown separately, because every rank needs them again at each epoch.
+
+With --without-table, only the computed order is measured, for the batches from 1,000 before the end of an epoch to 1,000
+after it: a table of 10^9 samples takes 8 GB.
 """
 
 import argparse
