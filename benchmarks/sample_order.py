@@ -6,8 +6,8 @@
 Both return the ids of the samples of each batch, in random order; CPU seconds of one process are measured. The time and
 memory at the beginning of an epoch are shown separately, because every rank needs them again at each epoch.
 
-With --without-table, only the computed order is measured, for the batches from 1,000 before the end of an epoch to 1,000
-after it: a table of 10^9 samples takes 8 GB.
+With --without-table, only the computed order is measured, for the batches from 1,000 before the end of an epoch to
+1,000 after it: a table of 10^9 samples takes 8 GB.
 """
 
 import argparse

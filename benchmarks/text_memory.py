@@ -22,7 +22,7 @@ from tests.support.hardware import hardware
 
 PASSAGE_WORDS = 100
 PROGRAM = """
-import os, resource, sys
+import os, re, resource, sys
 from pathlib import Path
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
@@ -32,7 +32,9 @@ text, tokenizer, out = sys.argv[1:]
 spec = CorpusSpec(source=text, workers=PROCESSES, remove=REMOVE)
 corpus = build_corpus(spec, Path(out))
 shards = build_shards(ShardsSpec(workers=PROCESSES), spec, corpus, TokenizerFiles.load(Path(tokenizer)), Path(out))
-peaks = [resource.getrusage(who).ru_maxrss << 10 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+# A process's own ru_maxrss begins with the memory of the process that started it.
+own = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+peaks = [each << 10 for each in (own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)]
 spent = os.times()
 print(*peaks, sum(spent[:4]), shards.counts["train_tokens"])
 """
