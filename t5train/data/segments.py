@@ -9,13 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from t5train.data.passages import Passage, Row, SourceFile, TextDigests, text_bytes
-from t5train.data.readers import OpenFile, PassageFrames, rows
+from t5train.data.passages import IdSequence, Passage, Row, SourceFile, TextDigests, nonblank_bytes
+from t5train.data.readers import SEGMENT_BYTES, OpenFile, PassageFrames, rows
 from t5train.data.worker_processes import Advance, Json
 from t5train.files.atomic import replacing
 
 SEGMENTS = "segments.json"
-_SEGMENT_BYTES = 64 << 10
 _STEP_BYTES = 4 << 20
 
 
@@ -46,6 +45,7 @@ def scan(
     frames: PassageFrames | None = None,
     digests: TextDigests | None = None,
     advance: Advance = _ignore,
+    ids: IdSequence | None = None,
 ) -> FileSegments:
     """Read a whole file and divide it into segments.
 
@@ -54,6 +54,7 @@ def scan(
         frames: Gets all passages, a frame for each segment. The segments' offsets are then those of their frames.
         digests: Gets all texts.
         advance: Called with the bytes that were read since the last call, as stored.
+        ids: Gets all rows.
 
     Raises:
         InputError: The file cannot be read as text.
@@ -65,15 +66,17 @@ def scan(
     with OpenFile() as opened:
         for row in rows(source, opened=opened):
             first = first or row
-            size = _text_bytes(row)
+            size = nonblank_bytes(row.passage.text)
             passages += size > 0
             empty += size == 0
             total += size
             if frames is not None:
                 frames.add(row.passage)
+            if ids is not None:
+                ids.add(row)
             if digests is not None and size:
                 digests.add(row.passage.text)
-            if total >= _SEGMENT_BYTES:
+            if total >= SEGMENT_BYTES:
                 segments.append(_segment(first, row, total, frames))
                 first, total = None, 0
                 advance(opened.stored_bytes_read - read_bytes)
@@ -99,12 +102,12 @@ def scan_file(job: Json, advance: Advance) -> Json:
     The digests of the texts are written to another file.
     """
     source = SourceFile(Path(job["path"]), job["name"])
-    watched, digests = _InSteps(advance), TextDigests()
+    watched, digests, ids = _InSteps(advance), TextDigests(), IdSequence()
     if job["frames"] is None:
-        scanned = scan(source, None, digests, watched)
+        scanned = scan(source, None, digests, watched, ids)
     else:
         with replacing(Path(job["frames"])) as file:
-            scanned = scan(source, PassageFrames(file), digests, watched)
+            scanned = scan(source, PassageFrames(file), digests, watched, ids)
     watched.flush()
     return {
         "name": job["name"],
@@ -112,6 +115,8 @@ def scan_file(job: Json, advance: Advance) -> Json:
         "empty": scanned.empty_passages,
         "segments": scanned.segments,
         "digests_step": digests.write(Path(job["digests"])),
+        "first_id": ids.first,
+        "broken_id": ids.broken,
     }
 
 
@@ -178,8 +183,3 @@ def _file_segments(folder: Path, file: dict[str, Any]) -> FileSegments:
 
 def _relative(path: Path, folder: Path) -> Path:
     return path.relative_to(folder) if path.is_relative_to(folder) else path
-
-
-def _text_bytes(row: Row) -> int:
-    """Return the UTF-8 size of a row's text, 0 if it is only whitespace."""
-    return text_bytes(row.passage.text) if row.passage.text.strip() else 0
