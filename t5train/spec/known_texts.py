@@ -1,6 +1,7 @@
 """Well-known texts that ``corpus.source`` names by one word: where they are, what they hold, and their licence."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,6 +17,17 @@ class KnownFile(BaseModel):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
+class KnownIndex(BaseModel):
+    """A FAISS index of a text's vectors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    path: str
+    """In the text's repository."""
+    size: int = Field(gt=0)
+    """In bytes."""
+    metric: Literal["inner_product"]
+
+
 class KnownText(BaseModel):
     """A text that has a name."""
 
@@ -23,10 +35,21 @@ class KnownText(BaseModel):
     title: str
     location: str
     """Path, pattern or fsspec URL."""
-    files: dict[str, KnownFile]
+    revision: str = ""
+    """The commit of a dataset of the Hub. If none is known, that of the first download is recorded and used."""
+    num_files: int = 1
+    files: dict[str, KnownFile] = {}
     """By name below the location. Others cannot be compared with anything on their first download."""
+    columns: dict[str, str] = {}
+    """The types of the columns that are read of .parquet files."""
+    vectors: tuple[str, int] | None = None
+    """The column with a vector of each passage, and its width."""
+    indexes: dict[str, KnownIndex] = {}
+    """By name."""
     rows: int
     """Passages, empty ones included."""
+    has_sequential_ids: bool = False
+    """Whether the ids of the rows are 1, 2, 3 ... in the order of the files' names."""
     license: str
     languages: tuple[str, ...]
 
@@ -41,9 +64,31 @@ _KNOWN = {
             )
         },
         rows=21_015_324,
+        has_sequential_ids=True,
         license="cc-by-nc-4.0",
         languages=("en",),
-    )
+    ),
+    "wiki_dpr": KnownText(
+        title="English Wikipedia of December 2018 in passages of 100 words, with DPR's vectors (facebook/wiki_dpr)",
+        location="hf://datasets/facebook/wiki_dpr/data/psgs_w100/nq/train-*-of-00157.parquet",
+        num_files=157,
+        columns={"id": "string", "text": "string", "title": "string"},
+        vectors=("embeddings", 768),
+        indexes={
+            "exact": KnownIndex(
+                path="index/psgs_w100.nq.HNSW128_SQ8-IP-train.faiss", size=37_996_397_866, metric="inner_product"
+            ),
+            "compressed": KnownIndex(
+                path="index/psgs_w100.nq.IVF4096_HNSW128_PQ128-IP-train.faiss",
+                size=2_872_598_409,
+                metric="inner_product",
+            ),
+        },
+        rows=21_015_300,
+        has_sequential_ids=True,
+        license="cc-by-nc-4.0",
+        languages=("en",),
+    ),
 }
 
 
