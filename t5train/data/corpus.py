@@ -24,7 +24,7 @@ from t5train.records.identity import fingerprint
 from t5train.records.kept_files import keep_changed_files
 from t5train.records.stage_records import REPEATED, Corpus, reusable
 from t5train.spec import CorpusSpec
-from t5train.spec.known_texts import known_texts
+from t5train.spec.known_texts import KnownText, known_texts
 
 _STAGE_VERSION = 1  # incremented when the same files would give another corpus
 _PYDOCS_FILE = "pydocs.jsonl"
@@ -62,6 +62,8 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
     if (known := known_texts().get(spec.source)) is not None:
         _log.info("%s. Its licence: %s", known.title, known.license)
     sources = _sources(spec, root, progress)
+    if known is not None and known.columns:
+        _require_columns(known, sources)
     digests = _digests(sources, progress)
     identity = fingerprint({"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)})
     folder = out or stage_folder(root, "corpus", corpus_name(spec), identity)
@@ -76,9 +78,11 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
             write_pydocs(folder / _PYDOCS_FILE, progress)
             sources = [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE)]
             recorded = {}
-        files, repeated = _scanned(sources, folder, spec.workers or num_cores(), progress)
+        files, repeated = _scanned(spec, sources, folder, progress)
         write_segments(folder, files)
-        stored_again = [file.source.path.name for file in files if file.source.path.name.endswith(FRAMES)]
+        stored_again = [
+            file.source.path.name for file in files if file.source.path.parent == folder and _is_framed(file.source)
+        ]
         own = [SEGMENTS, *stored_again] if recorded else [_PYDOCS_FILE, SEGMENTS]
         return Corpus(
             path=folder,
@@ -97,7 +101,14 @@ def corpus_name(spec: CorpusSpec) -> str:
 def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFile]:
     if spec.source == PYDOCS:
         return pydocs_files()
-    return local_files(spec.source, spec.revision, root, progress)
+    return local_files(spec.source, spec.revision, root, progress, spec.hub_text(), spec.workers)
+
+
+def _require_columns(known: KnownText, sources: list[SourceFile]) -> None:
+    from t5train.data.parquet import require_columns  # pyarrow is slow to import
+
+    for source in sources:
+        require_columns(source, known.columns)
 
 
 def _digests(sources: list[SourceFile], progress: Progress) -> dict[SourceFile, FileDigest]:
@@ -122,7 +133,7 @@ def _content(sources: list[SourceFile], digests: Mapping[SourceFile, FileDigest]
 
 
 def _scanned(
-    sources: list[SourceFile], folder: Path, workers: int, progress: Progress
+    spec: CorpusSpec, sources: list[SourceFile], folder: Path, progress: Progress
 ) -> tuple[list[FileSegments], int]:
     """Scan all files in worker processes.
 
@@ -131,7 +142,7 @@ def _scanned(
     """
     sizes = [source.path.stat().st_size for source in sources]
     frames = [
-        folder / f"{number:05d}{FRAMES}" if is_compressed(source.path) and size >= FRAMED_FROM_BYTES else None
+        folder / f"{number:05d}{FRAMES}" if _needs_frames(source, size) else None
         for number, (source, size) in enumerate(zip(sources, sizes, strict=True))
     ]
     again = sum(size for size, path in zip(sizes, frames, strict=True) if path is not None)
@@ -150,14 +161,42 @@ def _scanned(
         progress("bytes of text read and checked", done, total)
 
     results = {
-        result["name"]: result for result in in_processes("t5train.data.segments:scan_file", jobs, workers, advance)
+        result["name"]: result
+        for result in in_processes("t5train.data.segments:scan_file", jobs, spec.workers or num_cores(), advance)
     }
+    if (known := known_texts().get(spec.source)) is not None and known.has_sequential_ids:
+        _require_sequence(spec, sources, results)
     steps = [results[source.name]["digests_step"] for source in sources]
     repeated = TextDigests.joined(zip(digests, steps, strict=True)).repeated()
     for path in digests:
         path.unlink()
     places = [SourceFile(path or source.path, source.name) for source, path in zip(sources, frames, strict=True)]
     return [_file_segments(place, results[place.name]) for place in places], repeated
+
+
+def _is_framed(source: SourceFile) -> bool:
+    return source.path.name.endswith(FRAMES)
+
+
+def _needs_frames(source: SourceFile, size_bytes: int) -> bool:
+    """Whether the passages of a file are stored once more."""
+    return is_compressed(source.path) and not _is_framed(source) and size_bytes >= FRAMED_FROM_BYTES
+
+
+def _require_sequence(spec: CorpusSpec, sources: list[SourceFile], results: Mapping[str, Json]) -> None:
+    """Raise InputError if the ids of a text with sequential ids are not 1, 2, 3 ... over all its files."""
+    expected = 1
+    for source in sources:
+        result = results[source.name]
+        number, found = result["broken_id"] or (0, result["first_id"])
+        rows = result["passages"] + result["empty"]
+        if rows and (result["broken_id"] or found != expected):
+            raise InputError(
+                f"{source.path}, row {number}: the id is {found!r}, but should be {expected + number}, because the ids "
+                f"of {spec.source} are numbered from 1. Rows are missing, or the file is another one: remove it, and "
+                "download it again"
+            )
+        expected += rows
 
 
 def _file_segments(source: SourceFile, result: Json) -> FileSegments:

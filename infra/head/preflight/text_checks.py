@@ -103,7 +103,7 @@ def require_text(spec: RunSpec) -> TextFacts:
     """
     if spec.corpus.source == PYDOCS:
         return TextFacts(None, None)
-    source = require_source(spec.corpus.source, spec.corpus.revision, spec.storage.root)
+    source = require_source(spec.corpus.source, spec.corpus.revision, spec.storage.root, spec.corpus.hub_text())
     if not source.local:
         return TextFacts(source, None)
     try:
