@@ -34,6 +34,7 @@ _MEANINGS = {
     ConnectionError: "the connection failed",
 }
 _QUERY = re.compile(r"[\w-]+=")
+_HUB_NAME = re.compile(r"hf://(?!(?:datasets|models|spaces|buckets)/)([A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)/?")
 
 
 def at_home(path: Path | str) -> Path:
@@ -53,6 +54,15 @@ def local_folder(url: str) -> Path | None:
     if protocol not in (None, "file", "local") or "::" in url:
         return None
     return at_home(rest).absolute()
+
+
+def hub_dataset_name(source: str) -> str | None:
+    """Return OWNER/NAME if a source names a dataset of the Hugging Face Hub, as ``hf://OWNER/NAME`` does.
+
+    None for any other source. ``hf://datasets/OWNER/NAME/PATH`` names files: fsspec reads it.
+    """
+    found = _HUB_NAME.fullmatch(source)
+    return found[1] if found else None
 
 
 def shareable_source(source: str) -> str:

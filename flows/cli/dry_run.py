@@ -171,7 +171,8 @@ def _text(spec: RunSpec, text: TextFacts | None) -> str:
         source = f"{source} ({known.title}; licence {licence_of(source, spec.corpus.license)})"
     if text is None or text.source is None:
         return "Python's documentation" if source == PYDOCS else source
-    amount = f"{source}: {quantity(len(text.source.sizes), 'file')}, {format_bytes(text.source.size_bytes)}"
+    size = format_bytes(text.source.size_bytes) if text.source.size_bytes else "of unknown size"
+    amount = f"{source}: {quantity(len(text.source.sizes), 'file')}, {size}"
     if text.look is not None and text.look.is_whole:
         amount += f", {quantity(text.look.total_passages, 'passage')}"
     skipped = [skipped_line(text.source.skipped)] if text.source.skipped else []

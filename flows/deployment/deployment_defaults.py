@@ -12,6 +12,7 @@ from infra.head.preflight.run_checks import require_possible
 from t5train.data.sources import PYDOCS, require_source
 from t5train.errors import SpecError, T5TrainError
 from t5train.locations import without_secret
+from t5train.spec.recipes import recipe
 
 FLOW = "t5-pretrain"
 
@@ -47,7 +48,8 @@ class DeploymentDefaults(BaseModel):
         Raises InputError if there is no text, and otherwise an error if every deployment that trains would be refused.
         """
         if self.corpus is not None and self.corpus != PYDOCS:
-            require_source(self.corpus)
+            chosen = recipe("smoke", self._corpus_settings()).corpus
+            require_source(chosen.source, chosen.revision, None, chosen.hub_text())
         found: dict[str, T5TrainError] = {}
         of_flow = [each for each in definitions.deployments if each.flow == FLOW]
         for deployment in of_flow:
@@ -58,6 +60,11 @@ class DeploymentDefaults(BaseModel):
         if of_flow and len(found) == len(of_flow):
             raise next(iter(found.values()))
         return {name: str(error) for name, error in found.items()}
+
+    def _corpus_settings(self) -> dict[str, Any]:
+        """Return what chooses the text: it is the same whatever the recipe."""
+        deployed = {name: value for name, value in (self.deployed_settings or {}).items() if name.startswith("corpus.")}
+        return deployed | {"corpus.source": self.corpus}
 
 
 def changed(earlier: Mapping[str, Any], given: Mapping[str, Any]) -> DeploymentDefaults:

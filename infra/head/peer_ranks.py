@@ -67,6 +67,7 @@ def rank_variables(ranks: int, accelerator: str | None) -> Mapping[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // ranks)),
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         "PATH": search_path(os.environ),
         operator_folder.VARIABLE: str(operator_folder.operator_folder(os.environ)),

@@ -12,7 +12,7 @@ from t5train.data.checks.repetitions import Search, find_repetitions
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, ReadText, TextFindings, read_whole
 from t5train.data.download.partial_file import whole_digest
 from t5train.data.passages import SourceFile
-from t5train.data.readers import FRAMES
+from t5train.data.readers import is_framed
 from t5train.data.segments import SEGMENTS, FileSegments, read_segments, write_segments
 from t5train.data.sources import PYDOCS, local_files, pydocs_files, test_set_files, write_pydocs
 from t5train.errors import InputError
@@ -28,7 +28,7 @@ from t5train.records.kept_files import keep_changed_files
 from t5train.records.stage_records import REMOVED, Corpus, reusable
 from t5train.spec import CorpusSpec
 from t5train.spec.data_spec import REPETITIONS, Repetition
-from t5train.spec.known_texts import known_texts
+from t5train.spec.known_texts import KnownText, known_texts
 
 _STAGE_VERSION = 1  # incremented when the same files would give another corpus
 _PYDOCS_FILE = "pydocs.jsonl"
@@ -65,6 +65,8 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
     if (known := known_texts().get(spec.source)) is not None:
         _log.info("%s. Its licence: %s", known.title, known.license)
     sources = _sources(spec, root, progress)
+    if known is not None and known.columns:
+        _require_columns(known, sources)
     digests = _digests(sources, progress)
     test_sets = [test_set_files(each, root, progress) for each in spec.test_sets]
     content = {"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)}
@@ -84,12 +86,13 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         compared = _read_test_sets(spec, test_sets, folder, progress) if spec.remove else []
         text = read_whole(sources, folder, spec.workers or num_cores(), progress)
         _require_text(spec, text.findings)
-        _require_rows(spec, text.findings)
+        if known is not None:
+            _require_rows(spec, known, text)
         if spec.remove:
             text = _without_repetitions(spec, text, compared, folder, progress)
         write_segments(folder, text.files)
         text.findings.write(folder)
-        stored_again = [file.source.path.name for file in text.files if file.source.path.name.endswith(FRAMES)]
+        stored_again = [file.source.path.name for file in text.files if _is_made(file.source, folder)]
         own = [SEGMENTS, TEXT_FINDINGS, *stored_again]
         return Corpus(
             path=folder,
@@ -108,7 +111,14 @@ def corpus_name(spec: CorpusSpec) -> str:
 def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFile]:
     if spec.source == PYDOCS:
         return pydocs_files()
-    return local_files(spec.source, spec.revision, root, progress)
+    return local_files(spec.source, spec.revision, root, progress, spec.hub_text(), spec.workers)
+
+
+def _require_columns(known: KnownText, sources: list[SourceFile]) -> None:
+    from t5train.data.parquet import require_columns  # pyarrow is slow to import
+
+    for source in sources:
+        require_columns(source, known.columns)
 
 
 def _digests(sources: Sequence[SourceFile], progress: Progress) -> dict[SourceFile, FileDigest]:
@@ -218,20 +228,36 @@ def _without_repetitions(
     _log.log(logging.WARNING if removed > _MANY_REMOVED * before else logging.INFO, "%s", share)
     files = write_without(found, folder, spec.workers or num_cores(), progress)
     for file in read.files:
-        if file.source.path.parent == folder and file.source.path.name.endswith(FRAMES):
+        if _is_made(file.source, folder):
             file.source.path.unlink()  # what stays of it is stored in other files now
     remove_folder(folder / _SCRATCH)
-    return ReadText(files, read.findings.after_removal(files, found.counts))
+    return ReadText(files, read.ids, read.findings.after_removal(files, found.counts))
 
 
-def _require_rows(spec: CorpusSpec, findings: TextFindings) -> None:
-    """Raise InputError if a text with a name does not have the number of rows that it should have."""
-    known, rows = known_texts().get(spec.source), findings.passages + findings.empty_passages
-    if known is not None and rows != known.rows:
+def _is_made(source: SourceFile, folder: Path) -> bool:
+    """Whether a file of passages is in the folder of the corpus, and not the user's or a download."""
+    return source.path.parent == folder and is_framed(source)
+
+
+def _require_rows(spec: CorpusSpec, known: KnownText, text: ReadText) -> None:
+    """Raise InputError if a text with a name has another number of rows, or other ids, than it should have."""
+    rows = text.findings.passages + text.findings.empty_passages
+    if rows != known.rows:
         raise InputError(
             f"corpus.source {spec.source!r} has {rows:,} rows, but should have {known.rows:,}. Its files are not those "
             "that the name stands for: name the text by its URL, if it is the one that you want"
         )
+    expected = 1
+    for file, ids in zip(text.files, text.ids, strict=True):
+        number, found = ids.broken or (0, ids.first)
+        rows = file.passages + file.empty_passages
+        if known.has_sequential_ids and rows and (ids.broken or found != expected):
+            raise InputError(
+                f"{file.source.name}, row {number}: the id is {found!r}, but should be {expected + number}, because "
+                f"the ids of {spec.source} are numbered from 1. Rows are missing, or the file is another one: remove "
+                "it, and download it again"
+            )
+        expected += rows
 
 
 def _require_text(spec: CorpusSpec, findings: TextFindings) -> None:

@@ -1,6 +1,6 @@
 """Reads passages from .parquet files. Only the columns id, text and title are read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pyarrow
 import pyarrow.parquet
@@ -29,6 +29,21 @@ def stored_text_bytes(source: SourceFile) -> int:
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
     return sum(each.total_uncompressed_size for each in columns if each.path_in_schema == "text")
+
+
+def require_columns(source: SourceFile, types: Mapping[str, str]) -> None:
+    """Raise InputError unless a file has columns of these types."""
+    try:
+        schema = pyarrow.parquet.read_schema(source.path)
+    except pyarrow.ArrowException as error:
+        raise InputError(f"{source.path} cannot be read as parquet ({error}). Fetch or write the file again") from error
+    found = {column.name: str(column.type) for column in schema}
+    if not types.items() <= found.items():
+        wanted = ", ".join(f"{name} ({kind})" for name, kind in types.items())
+        raise InputError(
+            f"{source.path} has the columns {_types(schema)}, but should have {wanted}. It is not a file of the text "
+            "that the name stands for: name the files by their URL, if they are what you want"
+        )
 
 
 def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) -> Iterator[Row]:

@@ -62,6 +62,33 @@ def text_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
+def nonblank_bytes(text: str) -> int:
+    """Return the size of a text in UTF-8, 0 if it is only white space."""
+    return text_bytes(text) if text.strip() else 0
+
+
+class IdSequence:
+    """Compares ids with 1, 2, 3 ... or another stretch of whole numbers."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        """The id of the first row."""
+        self.broken: tuple[int, str] | None = None
+        """Number and id of the first row whose id does not follow that of the row before it."""
+        self._next: int | None = None
+
+    def add(self, row: Row) -> None:
+        """Add the next row."""
+        if self.broken is not None:
+            return
+        if self._next is None and row.passage.id.isdecimal() and row.passage.id.isascii():
+            self._next = self.first = int(row.passage.id)
+        if row.passage.id != str(self._next):
+            self.broken = (row.number, row.passage.id)
+        elif self._next is not None:
+            self._next += 1
+
+
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 

@@ -35,6 +35,9 @@ _DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, _ISAL_ERROR, zstd.Zst
 FRAMES = ".passages.zst"
 """The end of the names of files of ``PassageFrames``."""
 _FRAME_LEVEL = 1
+_BLOCK_BYTES = 128 << 10
+SEGMENT_BYTES = 64 << 10
+"""Text of a segment, and so of a frame: each ends with the passage that reaches this size."""
 MAX_LINE_BYTES = 64 << 20
 """Longer lines are refused: a passage is read, encoded and held in memory as a whole, once per worker process."""
 _TSV_HEADER = "\t".join(READ_COLUMNS)
@@ -44,6 +47,11 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def is_compressed(path: Path) -> bool:
     """Whether a file has to be decompressed from its beginning."""
     return path.suffix in _COMPRESSIONS
+
+
+def is_framed(source: SourceFile) -> bool:
+    """Whether a file was written by ``PassageFrames``, so that each of its segments can be read alone."""
+    return source.path.name.endswith(FRAMES)
 
 
 def is_dump(name: str) -> bool:
@@ -107,9 +115,11 @@ class PassageFrames:
         self.offset = 0
         """Where the next frame begins in the file."""
 
-    def add(self, passage: Passage) -> None:
-        """Add a passage to the frame."""
-        self._lines.append(orjson.dumps([*passage]) + b"\n")
+    def add(self, passage: Passage) -> bytes:
+        """Add a passage to the frame. Returns its line."""
+        line = orjson.dumps([*passage]) + b"\n"
+        self._lines.append(line)
+        return line
 
     def end_frame(self) -> None:
         """Write the frame, and begin the next."""
@@ -125,8 +135,7 @@ def rows(source: SourceFile, number: int = 0, offset: int = 0, opened: OpenFile 
     ``opened`` keeps the file open for later calls, except .parquet. Raises InputError if a row is malformed, too long
     or not valid UTF-8 (the error names its line), or if the file is truncated, damaged or of an unknown format.
     """
-    stored_again = source.path.name.endswith(FRAMES)
-    reader = _frames if stored_again else _READERS.get(format_of(source.name) or "")
+    reader = _frames if is_framed(source) else _READERS.get(format_of(source.name) or "")
     if reader is None:
         compressed = ", ".join(_COMPRESSIONS)
         raise InputError(
@@ -222,12 +231,28 @@ def _dump(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Ite
 
 
 def _frames(source: SourceFile, number: int, offset: int, _: OpenFile) -> Iterator[Row]:
-    """Yield the rows of frames; ``offset`` is where a frame begins in the file as stored."""
+    """Yield the rows of frames. Their offset is where their frame begins in the file as stored."""
     with open(source.path, "rb") as stored:
-        stored.seek(offset)
-        with zstd.ZstdFile(stored) as file:
-            for row, line in enumerate(file, start=number):
-                yield Row(row, 0, Passage(*orjson.loads(line)))
+        for start, content in _contents(stored, offset):
+            for line in content.splitlines():
+                yield Row(number, start, Passage(*orjson.loads(line)))
+                number += 1
+
+
+def _contents(stored: IO[bytes], offset: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the offset and the content of each frame, from the one that begins at ``offset``."""
+    stored.seek(offset)
+    block = b""
+    while block := block or stored.read(_BLOCK_BYTES):
+        frame, content = zstd.ZstdDecompressor(), list[bytes]()
+        content.append(frame.decompress(block))
+        while not frame.eof:
+            if not (block := stored.read(_BLOCK_BYTES)):
+                raise EOFError("its last frame is incomplete")
+            content.append(frame.decompress(block))
+        block = frame.unused_data
+        yield offset, b"".join(content)
+        offset = stored.tell() - len(block)
 
 
 def _lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[tuple[int, int, str]]:

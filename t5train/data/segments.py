@@ -9,13 +9,21 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from t5train.data.passages import Passage, Row, SourceFile, TextCounts, TextDigests, text_bytes
-from t5train.data.readers import OpenFile, PassageFrames, rows
+from t5train.data.passages import (
+    IdSequence,
+    Passage,
+    Row,
+    SourceFile,
+    TextCounts,
+    TextDigests,
+    nonblank_bytes,
+    text_bytes,
+)
+from t5train.data.readers import SEGMENT_BYTES, OpenFile, PassageFrames, rows
 from t5train.data.worker_processes import Advance, Json
 from t5train.files.atomic import replacing
 
 SEGMENTS = "segments.json"
-_SEGMENT_BYTES = 64 << 10
 _STEP_BYTES = 4 << 20
 
 
@@ -46,6 +54,7 @@ class TextsSeen(NamedTuple):
 
     digests: TextDigests
     counts: TextCounts
+    ids: IdSequence
 
 
 class Stretch(NamedTuple):
@@ -81,16 +90,18 @@ def scan(
     with OpenFile() as opened:
         for row in rows(source, opened=opened):
             first = first or row
-            size = _text_bytes(row)
+            size = nonblank_bytes(row.passage.text)
             passages += size > 0
             empty += size == 0
             total += size
             if frames is not None:
                 frames.add(row.passage)
+            if seen is not None:
+                seen.ids.add(row)
             if seen is not None and size:
                 texts.append(row.passage.text.strip().encode())
                 seen.digests.add(texts[-1])
-            if total >= _SEGMENT_BYTES:
+            if total >= SEGMENT_BYTES:
                 segments.append(_segment(first, row, total, frames))
                 first, total = None, 0
                 if seen is not None:
@@ -121,7 +132,7 @@ def scan_file(job: Json, advance: Advance) -> Json:
     The digests of the texts are written to another file.
     """
     source = SourceFile(Path(job["path"]), job["name"])
-    watched, seen = _InSteps(advance), TextsSeen(TextDigests(), TextCounts())
+    watched, seen = _InSteps(advance), TextsSeen(TextDigests(), TextCounts(), IdSequence())
     if job["frames"] is None:
         scanned = scan(source, None, seen, watched)
     else:
@@ -136,6 +147,8 @@ def scan_file(job: Json, advance: Advance) -> Json:
         "digests_step": seen.digests.write(Path(job["digests"])),
         "odd": seen.counts.odd,
         "lengths": seen.counts.lengths,
+        "first_id": seen.ids.first,
+        "broken_id": seen.ids.broken,
     }
 
 
@@ -164,7 +177,7 @@ def write_frames(file: IO[bytes], passages: Iterable[Passage]) -> list[Segment]:
     for row, passage in enumerate(passages, start=1):
         frames.add(passage)
         total += text_bytes(passage.text)
-        if total >= _SEGMENT_BYTES:
+        if total >= SEGMENT_BYTES:
             segments.append(_segment_of_frame(frames, first_row, row, total))
             first_row, total = row, 0
     if total:
@@ -252,8 +265,3 @@ def _file_segments(folder: Path, file: dict[str, Any]) -> FileSegments:
 
 def _relative(path: Path, folder: Path) -> Path:
     return path.relative_to(folder) if path.is_relative_to(folder) else path
-
-
-def _text_bytes(row: Row) -> int:
-    """Return the UTF-8 size of a row's text, 0 if it is only whitespace."""
-    return text_bytes(row.passage.text) if row.passage.text.strip() else 0

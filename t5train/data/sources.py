@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import fsspec
 
 from t5train.data.download.downloads import Wanted, download
-from t5train.data.download.kept_downloads import cache_folder, kept_files, known_digests
+from t5train.data.download.hub_shards import HubSource, hub_files, hub_source, kept_hub_files, look_at_dataset
+from t5train.data.download.kept_downloads import Downloads
 from t5train.data.download.remote_reading import Backoff, is_busy, is_web, message_of, storage_options
 from t5train.data.passages import READ_COLUMNS, Passage, SourceFile
 from t5train.data.readers import FORMATS, format_of
@@ -29,10 +30,11 @@ from t5train.errors import InputError
 from t5train.files.atomic import replacing
 from t5train.files.confined import confined, require_distinct
 from t5train.files.made_files import MadeFiles
-from t5train.host_resources import quantity
+from t5train.host_resources import num_cores, quantity
 from t5train.locations import explained, redacted
 from t5train.progress import Progress, silent
-from t5train.spec.known_texts import BUILT_IN, location_of
+from t5train.spec.data_spec import HubText
+from t5train.spec.known_texts import BUILT_IN
 
 _SHOWN_NAMES = 5
 _log = logging.getLogger(__name__)
@@ -66,22 +68,32 @@ class SourceFacts(NamedTuple):
 
 
 def local_files(
-    source: str, revision: str, root: Path, progress: Progress, *, whole_files: bool = False
+    source: str,
+    revision: str,
+    root: Path,
+    progress: Progress,
+    hub_text: HubText | None = None,
+    workers: int | None = None,
+    *,
+    whole_files: bool = False,
 ) -> list[SourceFile]:
     """Return the files of a source, sorted. Remote ones are downloaded to ``{root}/cache``, unless a copy is current.
 
-    Of remote .parquet files that are mostly other columns, only what is read is fetched, unless ``whole_files``.
-    What runs made below the source's folder is left out. If HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, files of the
-    Hub are those that were downloaded before. Raises InputError if no file is found, a named or matched file has an
-    unknown format, the protocol is unknown, its package is not installed, or the remote store fails.
+    Those of a dataset of the Hub, ``hf://OWNER/NAME``, are made there of its rows (``hub_text``), by ``workers``
+    processes. Of remote .parquet files that are mostly other columns, only what is read is fetched, unless
+    ``whole_files``. What runs made below the source's folder is left out. If HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is
+    set, files of the Hub are those that were downloaded before. Raises InputError if no file is found, a named or
+    matched file has an unknown format, the protocol is unknown, its package is not installed, or the store fails.
     """
-    digests = known_digests(source)
-    source = location_of(source)
+    downloads = Downloads.of(source, revision, root, whole_files=whole_files)
+    source = downloads.location
     with _explained(source):
-        cache = cache_folder(source, revision, root, whole_files=whole_files)
-        if (kept := kept_files(source, cache, digests)) is not None:
+        if (dataset := hub_source(source, revision, hub_text)) is not None:
+            return hub_files(dataset, root, workers or num_cores(), progress)
+        if (kept := downloads.kept()) is not None:
             return kept
-        filesystem, found, skipped, made = _matched(source)
+        filesystem, found, skipped, made = _matched(downloads.at_commit(records=True))
+        downloads.require_all(found)
         if skipped:
             _log.info("%s", skipped_line(skipped))
         if made:
@@ -89,16 +101,19 @@ def local_files(
         names = _names(found)
         if _is_local(filesystem):
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
+        cache = downloads.folder
         places = _places(cache, names, f"corpus.source {redacted(source)!r}")
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         wanted = [
-            Wanted(
-                each, place, digests.get(name), READ_COLUMNS if name.endswith(".parquet") and not whole_files else ()
-            )
+            Wanted(each, place, downloads.known_digest(name), _columns(name, whole_files=whole_files))
             for each, place, name in zip(found, places, names, strict=True)
         ]
         download(filesystem, cache, wanted, progress)
         return list(map(SourceFile, places, names))
+
+
+def _columns(name: str, *, whole_files: bool) -> tuple[str, ...]:
+    return READ_COLUMNS if name.endswith(".parquet") and not whole_files else ()
 
 
 def test_set_files(source: str, root: Path, progress: Progress) -> list[SourceFile]:
@@ -117,20 +132,26 @@ def of_test_set() -> Iterator[None]:
 
 
 def require_source(
-    source: str, revision: str = "", root: Path | None = None, *, whole_files: bool = False
+    source: str,
+    revision: str = "",
+    root: Path | None = None,
+    hub_text: HubText | None = None,
+    *,
+    whole_files: bool = False,
 ) -> SourceFacts:
-    """Return what is known of a source, as ``local_files`` finds it, without reading its files.
+    """Return what is known of a source, as ``local_files`` finds it, without reading its files. Writes nothing.
 
     With HF_HUB_OFFLINE, files of the Hub are those that were downloaded to ``root`` before. Raises InputError if there
     are no files, or if all are empty.
     """
-    digests = known_digests(source)
-    source = location_of(source)
+    downloads = Downloads.of(source, revision, root, whole_files=whole_files)
+    source = downloads.location
     with _explained(source):
-        cache = root and cache_folder(source, revision, root, whole_files=whole_files)
-        if cache is not None and (kept := kept_files(source, cache, digests)) is not None:
-            return SourceFacts({each.name: each.path.stat().st_size for each in kept}, [], kept)
-        filesystem, found, skipped, _ = _matched(source)
+        if (dataset := hub_source(source, revision, hub_text)) is not None:
+            return _facts_of(dataset, root)
+        if (kept := downloads.kept()) is not None:
+            return _facts(kept)
+        filesystem, found, skipped, _ = _matched(downloads.at_commit(records=False))
         names = _names(found)
         sizes = {name: _size(filesystem, each) for name, each in zip(names, found, strict=True)}
         if not any(size is None or size > 0 for size in sizes.values()):
@@ -141,6 +162,18 @@ def require_source(
         is_local = _is_local(filesystem)
         local = [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True) if is_local]
         return SourceFacts(sizes, skipped, local)
+
+
+def _facts(files: list[SourceFile]) -> SourceFacts:
+    return SourceFacts({each.name: each.path.stat().st_size for each in files}, [], files)
+
+
+def _facts_of(dataset: HubSource, root: Path | None) -> SourceFacts:
+    """Return what is known of a dataset's text: that it is there, if it was not downloaded before."""
+    if root is not None and (kept := kept_hub_files(dataset, root)) is not None:
+        return _facts(kept)
+    found = look_at_dataset(dataset, root)
+    return SourceFacts(dict.fromkeys(map(str, range(found.num_shards))), [], [])
 
 
 def _size(filesystem: Any, path: str) -> int | None:

@@ -1,10 +1,11 @@
 """Settings of the text, the tokenizer, the token shards and the training objective."""
 
-from typing import Annotated, Any, Literal, Self, get_args
+import re
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from t5train.locations import at_home, without_secret
+from t5train.locations import at_home, hub_dataset_name, without_secret
 from t5train.spec.known_texts import BUILT_IN
 from t5train.spec.overrides import SpecPart
 
@@ -13,8 +14,17 @@ NUM_SENTINELS = 100
 Repetition = Literal["duplicates", "near_duplicates", "contaminated"]
 """What training text can repeat; ``t5train.data.checks.repetitions`` defines each."""
 REPETITIONS: tuple[Repetition, ...] = get_args(Repetition)
-
+_OF_THE_HUB = ("config", "hub_split", "column")
 _LANGUAGE, _LANGUAGES = "^[a-z]{2,3}(-[A-Za-z0-9]{2,8})*$", "language codes such as en or en-US"
+
+
+class HubText(NamedTuple):
+    """Which text of a dataset of the Hugging Face Hub is read."""
+
+    config: str | None = None
+    """None: its only or default configuration."""
+    split: str = "train"
+    column: str = "text"
 
 
 class CorpusSpec(SpecPart):
@@ -27,14 +37,36 @@ class CorpusSpec(SpecPart):
         BUILT_IN,
         title="Source",
         description="Text to train on: a file, folder, glob pattern or fsspec URL of .txt, .jsonl, .tsv or "
-        ".parquet files, which may be compressed (.gz, .bz2, .xz, .zst); psgs_w100, the passages of Wikipedia "
-        "that DPR reads; or pydocs, Python's own documentation, which is the demo's text",
+        ".parquet files, which may be compressed (.gz, .bz2, .xz, .zst); hf://OWNER/NAME, a dataset of the Hugging "
+        "Face Hub; psgs_w100 or wiki_dpr, the passages of Wikipedia that DPR reads; or pydocs, Python's own "
+        "documentation, which is the demo's text",
     )
     revision: str = Field(
         "",
         title="Revision",
         description="Your name for this state of the text, such as 2026-07; change it when the text at the same "
-        "place has changed",
+        "place has changed. For hf://OWNER/NAME and wiki_dpr: a commit, tag or branch of the dataset; empty: the "
+        "commit that main has at the first download, which is recorded and used from then on",
+    )
+    config: str | None = Field(
+        None,
+        min_length=1,
+        title="Configuration",
+        description="Configuration (subset) of the dataset hf://OWNER/NAME, such as en. null: its only or default one",
+    )
+    hub_split: str | None = Field(
+        None,
+        pattern=r"^\w+([.-]\w+)*$",
+        title="Split of the dataset",
+        description="Split of the dataset hf://OWNER/NAME that the text is taken from. null: train. corpus.split "
+        "divides its documents",
+    )
+    column: str | None = Field(
+        None,
+        min_length=1,
+        title="Column",
+        description="Column of the dataset hf://OWNER/NAME that holds the text. null: text. Its columns id and title "
+        "are read, too, if it has them",
     )
     split: tuple[int, int, int] = Field(
         (950, 30, 20),
@@ -96,14 +128,23 @@ class CorpusSpec(SpecPart):
     def _source_holds_no_secret(cls, source: str) -> str:
         if not source.strip():
             raise ValueError("corpus.source is empty: name a file, folder, pattern or URL")
+        if (found := re.fullmatch(r"(.+)@([^@/]+)", source)) and hub_dataset_name(found[1]):
+            raise ValueError(
+                f"corpus.source is {source!r}: the revision of a dataset is a setting of its own. Set "
+                f"corpus.source={found[1]} and corpus.revision={found[2]}"
+            )
         return without_secret("corpus.source", source)
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity settings. Without ``remove``, they are those of versions that did not have it."""
-        values = super().identity()
-        if not self.remove:
-            del values["remove"], values["test_sets"]
-        return values
+        """Return the identity settings. Those that versions before did not have count only where they are set."""
+        unset = [name for name in _OF_THE_HUB if getattr(self, name) is None]
+        unset += [] if self.remove else ["remove", "test_sets"]
+        return {name: value for name, value in super().identity().items() if name not in unset}
+
+    def hub_text(self) -> HubText:
+        """Return which text of a dataset of the Hub is read."""
+        default = HubText()
+        return HubText(self.config, self.hub_split or default.split, self.column or default.column)
 
     def split_identity(self) -> dict[str, Any]:
         """The settings that decide which document falls into which split."""
@@ -115,6 +156,17 @@ class CorpusSpec(SpecPart):
             raise ValueError(
                 "corpus.test_sets is set, but corpus.remove is empty, so nothing would be removed: set corpus.remove "
                 "to contaminated"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dataset_is_named(self) -> Self:
+        chosen = [name for name in _OF_THE_HUB if getattr(self, name) is not None]
+        if chosen and hub_dataset_name(self.source) is None:
+            raise ValueError(
+                f"corpus.{chosen[0]} is {getattr(self, chosen[0])!r}, but corpus.source {self.source!r} is not the "
+                "name of a dataset of the Hugging Face Hub: set corpus.source=hf://OWNER/NAME, or leave "
+                f"{' and '.join(f'corpus.{name}' for name in chosen)} out"
             )
         return self
 

@@ -23,10 +23,19 @@ class KnownText(BaseModel):
     title: str
     location: str
     """Path, pattern or fsspec URL."""
-    files: dict[str, KnownFile]
+    revision: str = ""
+    """The commit of a dataset of the Hub. If none is known, that of the first download is recorded and used."""
+    num_files: int = 1
+    files: dict[str, KnownFile] = {}
     """By name below the location. Others cannot be compared with anything on their first download."""
+    columns: dict[str, str] = {}
+    """The types of the columns that are read of .parquet files."""
+    vectors: tuple[str, int] | None = None
+    """The column with a vector of each passage, and its width."""
     rows: int
     """Passages, empty ones included."""
+    has_sequential_ids: bool = False
+    """Whether the ids of the rows are 1, 2, 3 ... in the order of the files' names."""
     license: str
     languages: tuple[str, ...]
 
@@ -41,9 +50,21 @@ _KNOWN = {
             )
         },
         rows=21_015_324,
+        has_sequential_ids=True,
         license="cc-by-nc-4.0",
         languages=("en",),
-    )
+    ),
+    "wiki_dpr": KnownText(
+        title="English Wikipedia of December 2018 in passages of 100 words, with DPR's vectors (facebook/wiki_dpr)",
+        location="hf://datasets/facebook/wiki_dpr/data/psgs_w100/nq/train-*-of-00157.parquet",
+        num_files=157,
+        columns={"id": "string", "text": "string", "title": "string"},
+        vectors=("embeddings", 768),
+        rows=21_015_300,
+        has_sequential_ids=True,
+        license="cc-by-nc-4.0",
+        languages=("en",),
+    ),
 }
 
 

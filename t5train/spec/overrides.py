@@ -25,6 +25,8 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("steps", "max_steps"), "optimizer.num_steps"),
     **dict.fromkeys(("lr", "learning_rate"), "optimizer.peak_learning_rate"),
     **dict.fromkeys(("data", "text", "dataset", "train_file"), "corpus.source"),
+    "dataset_config_name": "corpus.config",
+    **dict.fromkeys(("text_column", "text_column_name", "text_field"), "corpus.column"),
     **dict.fromkeys(("gpus", "num_gpus", "nproc"), "cluster.ranks"),
     **dict.fromkeys(("save_steps", "save_every"), "storage.checkpoint_every_steps"),
     "output_dir": "storage.root",

@@ -129,7 +129,7 @@ def require_sources(spec: RunSpec) -> SourceFacts | None:
             look_at(require_source(each, "", spec.storage.root).local, spec.corpus, _LOOK_TEST_SET_BYTES)
     if spec.corpus.source == PYDOCS:
         return None
-    return require_source(spec.corpus.source, spec.corpus.revision, spec.storage.root)
+    return require_source(spec.corpus.source, spec.corpus.revision, spec.storage.root, spec.corpus.hub_text())
 
 
 def look_at(files: Iterable[SourceFile], rule: SplitRule, limit_bytes: int = LOOK_BYTES) -> TextLook:

@@ -123,5 +123,6 @@ def _environment(num_ranks: int) -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
         "MASTER_ADDR": _ADDRESS,
     }

@@ -26,7 +26,7 @@ DEVICES_VARIABLE = "T5_VISIBLE_DEVICES"
 
 _LIBRARIES = re.compile(
     "(CCL|CUBLAS|CUDA|CUDNN|DS|FI|GLOO|GOMP|HCCL|HSA|KMP|MKL|NCCL|NVIDIA|OMP|OPENBLAS|RCCL|TORCH|TORCHINDUCTOR|TRITON"
-    "|UCX)_.*|PYTHON.*|HF_HUB_OFFLINE"
+    "|UCX)_.*|PYTHON.*|HF_HUB_OFFLINE|HF_DATASETS_OFFLINE"
 )
 _DEVICES = re.compile(".*_VISIBLE_DEVICES|.*_VISIBLE_MODULES|ZE_AFFINITY_MASK")
 _OWN = re.compile(
@@ -43,6 +43,8 @@ _ALWAYS = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONUTF8": "1",  # torch reads some of its sources in the locale's encoding
 }
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+"""Ranks read what was downloaded before. In ``datasets``, the second variable has precedence over the first."""
 _SAME_NUMBER = {
     "RANK": ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
     "LOCAL_RANK": ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -69,7 +71,7 @@ def rank_environment(
     environment.setdefault("OMP_NUM_THREADS", _threads(num_ranks))
     # Ranks of one machine use loopback: if the hostname resolves to 127.0.1.1, gloo would wait until it times out.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    environment.setdefault("HF_HUB_OFFLINE", "1")
+    environment = _OFFLINE | environment
     environment |= operator_folder.compile_folders(environment)
     environment |= _ALWAYS
     if accelerator is not None:
@@ -90,7 +92,7 @@ def travelling_environment(
     """The variables that the head sends to ranks on hosts: settings of its environment, and those of the attempt."""
     chosen = {} if accelerator is None else {"DS_ACCELERATOR": accelerator}
     run = {RUN_ID_VARIABLE: attempt.run_id}
-    return {"HF_HUB_OFFLINE": "1", **settings_of_head(names, parent), **chosen, **_ALWAYS, **run}
+    return {**_OFFLINE, **settings_of_head(names, parent), **chosen, **_ALWAYS, **run}
 
 
 def settings_of_head(names: Iterable[str], parent: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.data.passages import ODDITIES, SourceFile, TextDigests
-from t5train.data.readers import FRAMES, is_compressed, is_dump
+from t5train.data.readers import FRAMES, is_compressed, is_dump, is_framed
 from t5train.data.segments import FileSegments, Segment
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
@@ -89,10 +89,21 @@ class TextFindings(BaseModel):
         )
 
 
+class Ids(NamedTuple):
+    """What is known of the ids of a file."""
+
+    first: int | None
+    """The first one, if it is a whole number."""
+    broken: tuple[int, str] | None
+    """Row and id of the first one that does not follow that of the row before."""
+
+
 class ReadText(NamedTuple):
     """A text that was read to its end."""
 
     files: list[FileSegments]
+    ids: list[Ids]
+    """Of each file."""
     findings: TextFindings
 
 
@@ -124,10 +135,13 @@ def read_whole(
         path.unlink()
     places = [SourceFile(path or source.path, source.name) for source, path in zip(sources, frames, strict=True)]
     files = list(map(_file_segments, places, in_order))
-    return ReadText(files, _findings(files, in_order, repeated))
+    ids = [Ids(each["first_id"], each["broken_id"] and tuple(each["broken_id"])) for each in in_order]
+    return ReadText(files, ids, _findings(files, in_order, repeated))
 
 
 def _is_stored_again(source: SourceFile, size_bytes: int) -> bool:
+    if is_framed(source):
+        return False
     return is_dump(source.name) or (is_compressed(source.path) and size_bytes >= FRAMED_FROM_BYTES)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from t5train.data.download.parquet_columns import Columns, ReadRange, fetch_columns, needed_columns
-from t5train.data.download.partial_file import Missing, PartialFile, is_whole, part_bytes, read_note, whole_copies
+from t5train.data.download.partial_file import Missing, PartialFile, is_whole, part_bytes, read_note
 from t5train.data.download.remote_reading import (
     TRIES,
     Backoff,
@@ -70,7 +70,7 @@ def download(filesystem: Any, folder: Path, wanted: Sequence[Wanted], progress: 
     meanwhile, and StorageError if the disk is too small.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder), _session(filesystem, progress) as session:
+    with locked(folder), _session(filesystem, progress) as session:
         for parent in {each.local.parent for each in wanted}:
             for leftover in parent.glob(".*.tmp"):  # of a process that was killed
                 leftover.unlink()
@@ -80,14 +80,13 @@ def download(filesystem: Any, folder: Path, wanted: Sequence[Wanted], progress: 
         if missing:
             (folder / _LISTING).unlink(missing_ok=True)  # until all files are of one state again
             session.fetch(missing)
-        write_json(folder / _LISTING, {"files": [each.local.relative_to(folder).as_posix() for each in wanted]})
+        note_completed(folder, [each.local for each in wanted])
 
 
-def downloaded_before(folder: Path) -> list[str] | None:
-    """Return the names of the files that ``download`` last put into a folder; None if it never completed.
+def downloaded_before(folder: Path) -> list[Path] | None:
+    """Return the files that a download last put into a folder; None if it never completed.
 
-    For use without a network: nothing is compared with the store. Raises InputError if a file is missing or differs
-    from its note.
+    Nothing is compared with the store, and the files may have been damaged since.
     """
     try:
         names = [str(name) for name in json.loads((folder / _LISTING).read_bytes())["files"]]
@@ -95,15 +94,17 @@ def downloaded_before(folder: Path) -> list[str] | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder / _LISTING} is damaged ({error}). Remove it, and download the text again") from None
-    places = [confined(folder, name, str(folder / _LISTING), InputError) for name in names]
-    for place, is_intact in zip(places, whole_copies(places), strict=True):
-        if not is_intact:
-            raise InputError(f"{place} is missing or damaged, and without a network it cannot be downloaded again")
-    return names
+    return [confined(folder, name, str(folder / _LISTING), InputError) for name in names]
+
+
+def note_completed(folder: Path, places: Sequence[Path]) -> None:
+    """Record that all files of a text are in a folder."""
+    write_json(folder / _LISTING, {"files": [each.relative_to(folder).as_posix() for each in places]})
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """Let only one process download to a folder; others wait."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         lock_or_wait(descriptor, folder)
@@ -298,7 +299,12 @@ def _is_current(file: RemoteFile, wanted: Wanted) -> bool:
             f"{redacted(file.path)} has {quantity(file.size or 0, 'byte')}, but should have {known.size:,}. The store "
             "has another file under this name: to use that one, name it by its URL"
         )
-    if note is None or (not note.is_of(file) if known is None else note.content != known):
+    if known is not None and file.sha256 not in {None, known.sha256}:
+        raise InputError(
+            f"{redacted(file.path)} has the sha256 {file.sha256}, but should have {known.sha256}. The store has "
+            "another file under this name: to use that one, name it by its URL"
+        )
+    if note is None or (not note.is_of(file) if known is None else note.stands_for != known):
         return False
     return is_whole(wanted.local, note)
 

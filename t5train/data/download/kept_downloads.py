@@ -2,59 +2,141 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from t5train.data.download.downloads import downloaded_before
+from t5train.data.download.hub_commit import commit_of, files_at, record_commit, recorded_commit, repository_of
 from t5train.data.download.partial_file import read_note, whole_copies
 from t5train.data.passages import SourceFile
 from t5train.errors import InputError
 from t5train.files.confined import confined
+from t5train.host_resources import quantity
 from t5train.locations import redacted
 from t5train.records.digests import FileDigest
-from t5train.spec.known_texts import known_texts
+from t5train.spec.known_texts import KnownText, known_texts, location_of
 
 _OFFLINE, _TRUE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), {"1", "ON", "YES", "TRUE"}
 
 
-def cache_folder(source: str, revision: str, root: Path, *, whole_files: bool = False) -> Path:
-    """Return the folder for the downloads of a source. Whole files are apart from those of which columns are read."""
-    named = [redacted(source), revision, *(["whole files"] if whole_files else [])]
-    key = hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]
+def cache_folder(source: str, revision: str, root: Path, more: Sequence[str] = ()) -> Path:
+    """Return the folder for the downloads of a source. ``more`` are further settings that choose its text."""
+    key = hashlib.sha256("\n".join([redacted(source), revision, *more]).encode()).hexdigest()[:16]
     return root.absolute() / "cache" / key
 
 
-def known_digests(source: str) -> dict[str, FileDigest]:
-    """Return the digests of the files of a text that has a name, by the names of the files; empty for others."""
-    known = known_texts().get(source)
-    digests = {} if known is None else known.files
-    return {name: FileDigest(size=each.size, sha256=each.sha256) for name, each in digests.items()}
-
-
-def kept_files(source: str, cache: Path, digests: Mapping[str, FileDigest]) -> list[SourceFile] | None:
-    """Return the earlier downloads of a source if they are used without asking its store; None otherwise.
-
-    That is so for the Hub if it is not to be asked, and for files that all have known digests and are here. Raises
-    InputError if the Hub is not to be asked, and a file is not here.
-    """
-    if digests:
-        return _with_known_content(cache, digests)
-    switch = next((each for each in _OFFLINE if os.environ.get(each, "").upper() in _TRUE), None)
-    if switch is None or not source.startswith("hf://"):
-        return None
-    names = downloaded_before(cache)
-    if names is None:
+def require_online(source: str) -> None:
+    """Raise InputError if a text of the Hub would have to be downloaded and the Hub must not be asked."""
+    if (switch := _offline_switch()) is not None:
         raise InputError(
             f"corpus.source {redacted(source)!r} is not on this machine, and {switch} does not allow downloading it. "
-            f"Unset {switch}, or run `t5-pretrain corpus` with the same source, revision and root where it is not set"
+            f"Unset {switch}, or run `t5-pretrain corpus` with the same text and root where it is not set"
         )
-    return [SourceFile(cache / name, name) for name in names]
+
+
+class Downloads(NamedTuple):
+    """The downloads of a source, and what is known of them."""
+
+    location: str
+    """Path, pattern or URL of the source."""
+    revision: str
+    root: Path | None
+    known: KnownText | None = None
+    """If the source has a name: what it stands for."""
+    whole_files: bool = False
+    """Whether .parquet files have all of their columns; such downloads are apart from those with some."""
+
+    @classmethod
+    def of(cls, source: str, revision: str, root: Path | None, *, whole_files: bool = False) -> Self:
+        """Return those of a source under a root."""
+        location, known = location_of(source), known_texts().get(source)
+        return cls(location, revision or (known.revision if known is not None else ""), root, known, whole_files)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that they are in."""
+        return cache_folder(self.location, self.revision, self._root(), ["whole files"] if self.whole_files else [])
+
+    @property
+    def pinned_repository(self) -> str | None:
+        """If the source is a named text of the Hub: its dataset, which is read at one commit."""
+        return None if self.known is None else repository_of(self.location)
+
+    def at_commit(self, *, records: bool) -> str:
+        """Return the location, for a named text of the Hub with the commit in it.
+
+        That is the recorded one, or else the present one of the revision, which is recorded on request.
+        """
+        if (repository := self.pinned_repository) is None:
+            return self.location
+        if records:
+            return files_at(self.location, record_commit(repository, self.revision, self._root()))
+        recorded = None if self.root is None else recorded_commit(repository, self.revision, self.root)
+        return files_at(self.location, recorded or commit_of(repository, self.revision))
+
+    def kept(self) -> list[SourceFile] | None:
+        """Return the earlier downloads if they are used without asking the store; None otherwise.
+
+        That is so for the Hub if it is not to be asked, for files that all have known digests and are here, and for
+        those of a recorded commit. Raises InputError if the Hub is not to be asked, and a file is not here.
+        """
+        if self.root is None:
+            return None
+        if digests := self._digests():
+            return _with_known_content(self.folder, digests)
+        is_offline = self.location.startswith("hf://") and _offline_switch() is not None
+        if not is_offline and self.pinned_repository is None:
+            return None
+        if (places := downloaded_before(self.folder)) is not None:
+            return _kept(self.folder, places, is_offline)
+        if is_offline:
+            require_online(self.location)
+        return None
+
+    def known_digest(self, name: str) -> FileDigest | None:
+        """Return what a file is known to be: from the catalogue, or of a commit from its first download."""
+        if self.pinned_repository is None:
+            return self._digests().get(name)
+        note = read_note(self.folder / name)
+        return self._digests().get(name) or (None if note is None else note.stands_for)
+
+    def require_all(self, found: Sequence[str]) -> None:
+        """Raise InputError if a named text does not have the files that it should have."""
+        if self.known is not None and len(found) != self.known.num_files:
+            raise InputError(
+                f"{redacted(self.location)} is {quantity(len(found), 'file')}, but should be {self.known.num_files:,}. "
+                "The store does not have the text that the name stands for: name the files by their URL, if they are "
+                "what you want"
+            )
+
+    def _root(self) -> Path:
+        assert self.root is not None  # noqa: S101  who downloads has a root
+        return self.root
+
+    def _digests(self) -> dict[str, FileDigest]:
+        digests = {} if self.known is None else self.known.files
+        return {name: FileDigest(size=each.size, sha256=each.sha256) for name, each in digests.items()}
+
+
+def _kept(cache: Path, places: Sequence[Path], is_offline: bool) -> list[SourceFile] | None:
+    for place, is_intact in zip(places, whole_copies(places), strict=True):
+        if not is_intact and is_offline:
+            raise InputError(f"{place} is missing or damaged, and without a network it cannot be downloaded again")
+        if not is_intact:
+            return None
+    return [SourceFile(place, place.relative_to(cache).as_posix()) for place in places]
+
+
+def _offline_switch() -> str | None:
+    """Return the environment variable that forbids to ask the Hub; None if it may be asked."""
+    return next((each for each in _OFFLINE if os.environ.get(each, "").upper() in _TRUE), None)
 
 
 def _with_known_content(cache: Path, digests: Mapping[str, FileDigest]) -> list[SourceFile] | None:
     files = [SourceFile(confined(cache, name, "the list of known texts", InputError), name) for name in digests]
     for file in files:
         note = read_note(file.path)
-        if note is None or note.content != digests[file.name]:
+        if note is None or note.stands_for != digests[file.name]:
             return None
     return files if all(whole_copies([file.path for file in files])) else None

@@ -55,14 +55,19 @@ class Note(NamedTuple):
     """The store's state of the file that it is a copy of."""
     content: FileDigest
     whole: FileDigest | None
-    """If only columns were fetched: the digest of the whole file, as the store states it."""
+    """What the download stands for: if only columns were fetched, the whole file, as the store states its digest; of
+    rows that were streamed, their lines before compression. None for a copy."""
+
+    @property
+    def stands_for(self) -> FileDigest:
+        """The digest that identifies the text, however it was transferred."""
+        return self.whole or self.content
 
     def is_of(self, file: RemoteFile) -> bool:
         """Whether this is a copy of the present state of a file."""
-        whole = self.whole or self.content
         if file.sha256 is not None:
-            return whole.sha256 == file.sha256
-        return self.state == file.state and file.size in {None, whole.size}
+            return self.stands_for.sha256 == file.sha256
+        return self.state == file.state and file.size in {None, self.stands_for.size}
 
 
 def read_note(local: Path) -> Note | None:
@@ -78,8 +83,14 @@ def read_note(local: Path) -> Note | None:
         return None
 
 
+def write_note(local: Path, note: Note) -> None:
+    """Write the note of a complete download."""
+    whole = {} if note.whole is None else {"whole": note.whole.model_dump()}
+    write_json(_note(local), {"state": note.state, **note.content.model_dump(), **whole})
+
+
 def whole_digest(local: Path) -> FileDigest | None:
-    """Return the digest of the file that a download has columns of; None for a copy, and for any other file."""
+    """Return the digest of what a download stands for; None for a copy, and for any other file."""
     note = read_note(local)
     return None if note is None else note.whole
 
@@ -175,9 +186,9 @@ class PartialFile:
         local = self._each.local
         self.path.replace(local)
         sync_folder(local.parent)
-        file, noted = self._each.file, {"state": self._each.file.state, "size": size, "sha256": sha256}
-        whole = {} if self._each.columns is None else {"whole": {"size": file.size, "sha256": file.sha256}}
-        write_json(_note(local), noted | whole)
+        file, has_columns = self._each.file, self._each.columns is not None
+        whole = FileDigest(size=file.size or 0, sha256=file.sha256 or "") if has_columns else None
+        write_note(local, Note(file.state, FileDigest(size=size, sha256=sha256), whole))
         _part_note(local).unlink(missing_ok=True)
 
     def set_aside(self) -> Path:

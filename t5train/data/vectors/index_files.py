@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import fsspec
 
 from t5train.data.download.downloads import Wanted, download
-from t5train.data.download.kept_downloads import cache_folder, kept_files
+from t5train.data.download.hub_commit import files_at, record_commit, repository_of
+from t5train.data.download.kept_downloads import Downloads
 from t5train.data.download.remote_reading import Backoff, is_busy, storage_options
 from t5train.data.passages import SourceFile
 from t5train.data.sources import few, local_files, require_source
@@ -73,12 +74,15 @@ def local_index(chosen: ChosenIndex, revision: str, root: Path, progress: Progre
     path = local_folder(chosen.location)
     if path is not None:
         return path
-    cache = cache_folder(chosen.location, revision, root, whole_files=True)
+    downloads = Downloads(chosen.location, revision, root, whole_files=True)
     with explained(chosen.location, "cannot be read (--index)", InputError):
-        kept = kept_files(chosen.location, cache, {})
+        kept = downloads.kept()
         if kept is not None:
             return kept[0].path
-        filesystem, remote = fsspec.core.url_to_fs(chosen.location, **storage_options(chosen.location))
+        location, cache = chosen.location, downloads.folder
+        if chosen.known is not None and (repository := repository_of(location)) is not None:
+            location = files_at(location, record_commit(repository, revision, root))  # the commit of the embeddings
+        filesystem, remote = fsspec.core.url_to_fs(location, **storage_options(location))
         _require_size(filesystem, remote, chosen)
         place = confined(cache, PurePosixPath(remote).name, redacted(chosen.location), InputError)
         root.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -75,11 +75,11 @@ def test_a_named_text_with_other_rows_or_another_size_is_refused(
         build_named(tmp_path)
 
 
-def test_the_names_of_texts_are_no_paths_and_each_has_digests_and_a_licence() -> None:
+def test_the_names_of_texts_are_no_paths_and_each_has_digests_or_a_commit_and_a_licence() -> None:
     texts = known_texts.known_texts()
     assert texts
     for name, text in texts.items():
         assert known_texts.is_named_text(name)
         assert known_texts.location_of(name) == text.location != name
-        assert text.files
+        assert text.files or text.location.startswith("hf://"), "the Hub states digests, and they are recorded"
         assert known_texts.licence_of(name, None) == text.license

@@ -138,6 +138,19 @@ def test_frames_hold_the_same_passages_and_each_segment_is_read_alone(tmp_path: 
     place = SourceFile(tmp_path / f"a{FRAMES}", "a.jsonl.gz")
     for segment, framed_segment in zip(of_file.segments[::-1], framed.segments[::-1], strict=True):
         assert list(passages_of(place, framed_segment)) == list(passages_of(source(path), segment))
+    assert scan(place).segments == framed.segments, "frames that are scanned are segments, read from where they begin"
+
+
+def test_frames_that_end_early_are_refused(tmp_path: Path) -> None:
+    place = SourceFile(tmp_path / f"a{FRAMES}", "a")
+    with open(place.path, "wb") as file:
+        frames = PassageFrames(file)
+        for number in range(3):
+            frames.add(Passage(str(number), "", "text " * 1000))
+            frames.end_frame()
+    place.path.write_bytes(place.path.read_bytes()[:-5])
+    with pytest.raises(InputError, match=r"cannot be read to its end \(its last frame is incomplete\)"):
+        list(rows(place))
 
 
 def test_a_scan_reports_how_far_it_has_read(tmp_path: Path) -> None:

@@ -119,9 +119,11 @@ OTHER_HOSTS: dict[str, Any] = {
 }
 # The same for settings that need passages to be removed.
 OTHER_REMOVAL: dict[str, Any] = {"corpus.test_sets": ["questions.jsonl"]}
+# The same for settings that need a dataset of the Hub.
+OTHER_DATASET: dict[str, Any] = {"corpus.config": "en", "corpus.hub_split": "validation", "corpus.column": "body"}
 # The same for settings that cannot be combined with the values above.
 OTHER_ALONE: dict[str, Any] = {"layout.pipeline_stages": 2}
-EVERY = OTHER | OTHER_EXPERTS | OTHER_HOSTS | OTHER_REMOVAL | OTHER_ALONE
+EVERY = OTHER | OTHER_EXPERTS | OTHER_HOSTS | OTHER_REMOVAL | OTHER_DATASET | OTHER_ALONE
 # These settings decide where and how a run executes. All others decide its result.
 EXECUTION = {
     "recipe",
@@ -137,9 +139,11 @@ EXECUTION = {
 
 
 def base(setting: str) -> RunSpec:
-    """A spec in which a setting has an effect: smoke, or smoke with experts, hosts or passages to remove."""
+    """A spec in which a setting has an effect: smoke, or smoke with experts, hosts, another text or removal."""
     if setting in OTHER_REMOVAL:
         return smoke().with_settings({"corpus.remove": ["contaminated"]})
+    if setting in OTHER_DATASET:
+        return smoke().with_settings({"corpus.source": "hf://someone/texts"})
     if setting in OTHER_HOSTS:
         return smoke().with_settings({"cluster.hostfile": "hosts"})
     return experts() if setting in OTHER_EXPERTS else smoke()

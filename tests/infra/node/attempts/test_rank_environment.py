@@ -52,6 +52,15 @@ def test_variables_that_a_rank_needs_are_passed_on(this: Attempt) -> None:
     assert environment(this, **needed).items() >= needed.items()
 
 
+def test_ranks_read_what_was_downloaded_before_unless_the_user_lets_them_ask_the_hub(this: Attempt) -> None:
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    assert environment(this).items() >= offline.items()
+    assert travelling_environment(this, accelerator=None, names=[], parent={}).items() >= offline.items()
+    assert environment(this, HF_DATASETS_OFFLINE="0").items() >= {**offline, "HF_DATASETS_OFFLINE": "0"}.items()
+    asking = {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
+    assert travelling_environment(this, accelerator=None, names=[], parent=asking).items() >= asking.items()
+
+
 def test_compiled_operators_are_in_the_node_folder_whatever_home_is(this: Attempt) -> None:
     folder = environment(this, HOME="/h")["TORCH_EXTENSIONS_DIR"]
     assert Path(folder).parent == node_path("operators")

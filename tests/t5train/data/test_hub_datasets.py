@@ -1,0 +1,204 @@
+"""Text of any dataset of the Hugging Face Hub by its name, streamed with ``datasets`` from a server like the Hub."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from t5train.data.download import hub_dataset
+from t5train.errors import InputError
+from t5train.spec.data_spec import HubText
+from tests.support.hub_server import REPOSITORY, Hub, serving_hub
+from tests.support.hub_texts import build_all, build_one, command, environment, json_lines, vectors_file
+
+CARD = b"""---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/train.*.json.gz
+  - split: validation
+    path: en/validation.*.json.gz
+- config_name: de
+  data_files:
+  - split: train
+    path: de/train.*.json.gz
+---
+"""
+SHARDS, ROWS = 3, 700
+HELD_OUT = [{"text": f"held out {row}", "body": None, "n": row, "none": None} for row in range(3)]
+NAME = f"hf://{REPOSITORY}"
+PART = f"{NAME} (configuration 'en')"
+COLUMNS = "text (string), body (string), n (int64), none (null)"
+EN = {"source": NAME, "config": "en", "workers": 1}
+
+
+def shard(language: str, number: int) -> bytes:
+    rows = [
+        {"text": f"{language} {number} {row} " + "some words " * 20, "body": f"body {row}", "n": row, "none": None}
+        for row in range(ROWS)
+    ]
+    return json_lines(*rows)
+
+
+def files(words: str = "") -> dict[str, bytes]:
+    shards = {
+        f"{lang}/train.{number}.json.gz": shard(lang + words, number)
+        for lang in ("en", "de")
+        for number in range(SHARDS)
+    }
+    return {
+        "README.md": CARD,
+        **shards,
+        "en/validation.0.json.gz": json_lines(*HELD_OUT),
+    }
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving_hub(Hub(files())) as hub:
+        yield hub
+
+
+def kept(root: Path) -> dict[str, str]:
+    """The digests of the text that was streamed under a root, by the names of the files."""
+    return {path.name: sha256(path.read_bytes()).hexdigest() for path in root.glob("cache/*/*.passages.zst")}
+
+
+def test_rows_of_a_split_are_streamed_once_to_the_same_bytes_for_any_number_of_workers(
+    hub: Hub, tmp_path: Path
+) -> None:
+    made = build_one(hub, tmp_path / "a", EN)
+    assert made["counts"]["passages"] == SHARDS * ROWS
+    assert made["passages"][ROWS][:2] == [f"train-00001-of-{SHARDS:05d}:0", ""]
+    assert made["passages"][ROWS][2].startswith("en 1 0 some words")
+    assert [passage[2].split()[2] for passage in made["passages"]] == [str(row) for row in range(ROWS)] * SHARDS
+    hub.requests.clear()
+    assert build_one(hub, tmp_path / "a", EN) == made
+    assert build_one(hub, tmp_path / "a", EN, offline="HF_HUB_OFFLINE") == made
+    assert hub.requests == [], "what is complete is used without asking the Hub"
+    assert build_one(hub, tmp_path / "b", EN | {"workers": 3}) == made
+    assert kept(tmp_path / "a") == kept(tmp_path / "b")
+    assert len(kept(tmp_path / "a")) == SHARDS
+
+
+def test_configuration_split_and_column_are_chosen(hub: Hub, tmp_path: Path) -> None:
+    texts = {"config": "de"}, {"column": "body"}, {"hub_split": "validation"}
+    german, bodies, held_out = build_all(hub, tmp_path, *(EN | each for each in texts))
+    assert german["passages"][0][2].startswith("de 0 0 ")
+    assert bodies["passages"][3][2] == "body 3"
+    assert [text for _, _, text in held_out["passages"]] == [row["text"] for row in HELD_OUT]
+
+
+def test_the_commit_of_the_first_download_is_used_from_then_on(hub: Hub, tmp_path: Path) -> None:
+    before = build_one(hub, tmp_path / "a", EN)
+    first = hub.main
+    hub.commit(files(" moved"))
+    german, same, moved = build_all(hub, tmp_path / "a", EN | {"config": "de"}, EN, EN | {"revision": hub.main})
+    assert german["passages"][0][2].startswith("de 0 0 "), "another part of the dataset comes from the same commit"
+    assert same == before
+    assert moved["passages"][0][2].startswith("en moved 0 0 ")
+    new, old = build_all(hub, tmp_path / "b", EN, EN | {"revision": first})
+    assert new == moved
+    assert old == before
+
+
+def test_a_killed_download_continues_with_the_missing_shards(hub: Hub, tmp_path: Path) -> None:
+    whole = build_one(hub, tmp_path / "whole", EN)
+    root, last = tmp_path / "killed", f"en/train.{SHARDS - 1}.json.gz"
+
+    def hold_back_the_last(path: str) -> int:
+        if path == last:
+            time.sleep(1)
+        return 503 if path == last else 206
+
+    hub.status = hold_back_the_last
+    downloading = command(root, EN)
+    with subprocess.Popen(downloading, env=environment(hub, root), start_new_session=True) as process:
+        while len(kept(root)) < SHARDS - 1:
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    hub.status = lambda _: 206
+    written = {path: path.stat().st_mtime_ns for path in root.glob("cache/*/*.passages.zst")}
+    hub.downloads.clear()
+    assert "does not allow downloading it" in build_one(hub, root, EN, offline="HF_HUB_OFFLINE")["error"]
+    assert build_one(hub, root, EN) == whole
+    assert kept(root) == kept(tmp_path / "whole")
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    assert set(hub.downloads) == {"en/train.0.json.gz", last}, "the first is looked at, and the last is read"
+
+
+def test_a_damaged_shard_is_streamed_again_and_must_be_the_same_text(hub: Hub, tmp_path: Path) -> None:
+    made = build_one(hub, tmp_path, EN)
+    (place,) = tmp_path.glob("cache/*/train-00002-*.zst")
+    content = place.read_bytes()
+    place.write_bytes(bytes([*content[:-9], content[-9] ^ 1, *content[-8:]]))
+    assert build_one(hub, tmp_path, EN) == made
+    assert place.read_bytes() == content
+    place.unlink()
+    hub.files["en/train.2.json.gz"] = shard("other", 2)
+    said = build_one(hub, tmp_path, EN)["error"]
+    assert f"{NAME} gave another text for {place.name} than before, at the same commit {hub.main}" in said
+    assert not place.exists()
+
+
+def test_ids_and_titles_are_read_where_there_are_any_and_embeddings_are_not(tmp_path: Path) -> None:
+    of_vectors = {f"data/train-{number:05d}-of-00002.parquet": vectors_file(900 * number, 900) for number in range(2)}
+    with serving_hub(Hub(of_vectors)) as hub:
+        made = build_one(hub, tmp_path, {"source": NAME})
+    assert made["counts"]["passages"] == 1800
+    assert made["passages"][1799] == ["1799", "Title 257", "words of passage 1799"]
+    assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/*.zst")) < 100_000
+
+
+def test_errors_say_what_there_is_to_choose_from_and_what_to_do(hub: Hub, tmp_path: Path) -> None:
+    expected: list[tuple[dict[str, Any], str]] = [
+        ({"config": None}, f"corpus.config is not set, but {NAME} has the configurations en, de. Set"),
+        ({"config": "fr"}, f"corpus.config is 'fr', but {NAME} has the configurations en, de. Set"),
+        ({"hub_split": "test"}, f"corpus.hub_split is 'test', but {PART} has the splits train, validation. Set"),
+        ({"column": "texts"}, f"corpus.column is 'texts', but split 'train' of {PART} has the columns {COLUMNS}. Set"),
+        ({"column": "n"}, f"holds int64 and not text: split 'train' of {PART} has the columns {COLUMNS}. Set"),
+        ({"revision": "v9"}, f"corpus.revision is 'v9', but {NAME} has no such commit, tag or branch. See"),
+        ({"source": "hf://no/one"}, "'hf://no/one': the Hugging Face Hub has no such dataset, or it is private. Check"),
+    ]
+    found = build_all(hub, tmp_path, *(EN | settings for settings, _ in expected))
+    for made, (_, error) in zip(found, expected, strict=True):
+        assert error in made["error"]
+    assert not kept(tmp_path)
+    hub.is_gated = True
+    assert "is a gated dataset: its owner decides" in build_one(hub, tmp_path, EN | {"config": "de"})["error"]
+    hub.is_gated = False
+    hub.commit({f"{REPOSITORY.partition('/')[2]}.py": b"raise SystemExit"})
+    scripted = build_one(hub, tmp_path / "script", {"source": NAME})["error"]
+    assert "has a loading script, and code of datasets is never run. See" in scripted
+
+
+def test_a_row_without_text_is_an_empty_passage_and_rows_of_other_types_are_refused(tmp_path: Path) -> None:
+    rows = [{"text": "one"}, {"text": None}, {"text": "three"}]
+    with serving_hub(Hub({"train.jsonl.gz": json_lines(*rows)})) as hub:
+        made = build_one(hub, tmp_path / "a", {"source": NAME})
+        assert (made["counts"]["passages"], made["counts"]["empty_passages"]) == (2, 1)
+        hub.commit({"train-0.jsonl.gz": json_lines({"text": "one"}), "train-1.jsonl.gz": json_lines({"text": [2]})})
+        said = build_one(hub, tmp_path / "b", {"source": NAME})["error"]
+    assert "hf://someone/texts cannot be read by datasets: Couldn't cast array" in said
+    assert "name its files by their path: corpus.source=hf://datasets/someone/texts/PATH" in said
+
+
+def test_a_disk_that_is_too_small_for_the_remaining_shards_is_noticed_after_the_first(hub: Hub, tmp_path: Path) -> None:
+    said = build_one(hub, tmp_path, EN, free_bytes=2000)["error"]
+    assert "too little disk space for the text of 2 more shards" in said
+    assert len(kept(tmp_path)) < SHARDS
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"^hf://someone/texts needs a package .*: pip install 'datasets>="):
+        hub_dataset.open_rows(REPOSITORY, "main", HubText())

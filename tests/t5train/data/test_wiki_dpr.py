@@ -1,0 +1,125 @@
+"""wiki_dpr from a server like the Hub: a text that has a name, but no digests until its first download."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from t5train.spec.known_indexes import known_indexes
+from t5train.spec.known_texts import known_texts, licence_of
+from tests.support.hub_server import Hub, serving_hub
+from tests.support.hub_texts import build_all, build_one, vectors_file
+
+WIKI = {"source": "wiki_dpr", "workers": 1}
+FILES, ROWS = 3, 400
+FOLDER = "data/psgs_w100/nq"
+FACTS = {"wiki_dpr": {"num_files": FILES, "rows": FILES * ROWS}}
+"""How the text of the tests differs from that of the catalogue."""
+
+
+def files(words: str = "words") -> dict[str, bytes]:
+    """As the Hub has them: only the first of many, whose names count 157. Ids are numbered from 1."""
+    every = {f"{FOLDER}/train-{n:05d}-of-00157.parquet": vectors_file(1 + ROWS * n, ROWS, words) for n in range(FILES)}
+    return {
+        **every,
+        "data/psgs_w100/multiset/train-00000-of-00157.parquet": b"other vectors",
+        "README.md": b"---\n---\n",
+    }
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving_hub(Hub(files(), repository="facebook/wiki_dpr")) as hub:
+        yield hub
+
+
+def downloaded(root: Path) -> list[Path]:
+    return sorted(root.glob("cache/*/*.parquet"))
+
+
+def build(hub: Hub, root: Path, **more: Any) -> dict[str, Any]:
+    return build_one(hub, root, WIKI, **FACTS | more)
+
+
+def test_the_texts_of_all_files_are_downloaded_without_their_vectors_and_used_offline(hub: Hub, tmp_path: Path) -> None:
+    made = build(hub, tmp_path)
+    assert made["counts"]["passages"] == FILES * ROWS
+    assert made["passages"][ROWS] == [str(ROWS + 1), f"Title {(ROWS + 1) // 7}", f"words of passage {ROWS + 1}"]
+    assert hub.bytes_sent < sum(map(len, hub.files.values())) / 10
+    assert [pyarrow.parquet.read_schema(path).names for path in downloaded(tmp_path)] == [
+        ["id", "text", "title"]
+    ] * FILES
+    hub.requests.clear()
+    assert build(hub, tmp_path) == made
+    assert build(hub, tmp_path, offline="HF_DATASETS_OFFLINE") == made
+    assert hub.requests == [], "what has been verified is not asked for again"
+
+
+def test_the_first_downloads_commit_and_digests_are_enforced_afterwards(hub: Hub, tmp_path: Path) -> None:
+    made, first = build(hub, tmp_path), hub.main
+    hub.commit(files("moved"))
+    last = downloaded(tmp_path)[-1]
+    last.unlink()
+    assert build(hub, tmp_path) == made, "the missing file comes from the same commit"
+    assert build(hub, tmp_path / "new")["passages"][0][2] == "moved of passage 1"
+    assert build_one(hub, tmp_path / "pinned", WIKI | {"revision": first}, **FACTS) == made
+    last.unlink()
+    whole = hub.commits[first][f"{FOLDER}/{last.name}"]
+    hub.commits[first][f"{FOLDER}/{last.name}"] = bytes([*whole[:200], whole[200] ^ 1, *whole[201:]])
+    said = build(hub, tmp_path)["error"]
+    assert f"{last.name} has the sha256 " in said
+    assert "another file under this name" in said
+
+
+def test_a_flipped_bit_in_a_download_is_found_and_the_file_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    made, place = build(hub, tmp_path), downloaded(tmp_path)[1]
+    content = place.read_bytes()
+    place.write_bytes(bytes([*content[:200], content[200] ^ 1, *content[201:]]))
+    assert "is missing or damaged" in build(hub, tmp_path, offline="HF_HUB_OFFLINE")["error"]
+    hub.downloads.clear()
+    assert build(hub, tmp_path) == made
+    assert place.read_bytes() == content
+    assert {Path(path).name for path in hub.downloads} == {place.name}
+
+
+def test_a_text_with_missing_files_other_rows_ids_or_columns_is_refused(hub: Hub, tmp_path: Path) -> None:
+    name = f"{FOLDER}/train-00001-of-00157.parquet"
+
+    def said(root: str, wrong: bytes | None, **facts: Any) -> str:
+        others = {path: content for path, content in files().items() if path != name}
+        hub.commit(others if wrong is None else others | {name: wrong})
+        return str(build(hub, tmp_path / root, wiki_dpr=FACTS["wiki_dpr"] | facts)["error"])
+
+    assert "is 2 files, but should be 3" in said("missing", None)
+    assert f"has {3 * ROWS:,} rows, but should have {ROWS:,}" in said("rows", files()[name], rows=ROWS)
+    assert f"row 0: the id is {2 * ROWS}, but should be {ROWS + 1}" in said("ids", vectors_file(2 * ROWS, ROWS))
+    types = {"id": "int64", "text": "string", "title": "string"}
+    assert "should have id (int64), text (string), title (string)" in said("types", files()[name], columns=types)
+
+
+def test_the_catalogue_says_what_is_known_of_wiki_dpr_and_no_more() -> None:
+    known = known_texts()["wiki_dpr"]
+    assert known.location.startswith("hf://datasets/facebook/wiki_dpr/data/psgs_w100/nq/train-")
+    assert (known.revision, known.files) == ("", {}), "its commit and digests are recorded at the first download"
+    assert (known.rows, known.num_files, known.vectors) == (21_015_300, 157, ("embeddings", 768))
+    for index in known_indexes("wiki_dpr").values():
+        assert (index.vectors, index.dimension, index.recall) == (known.rows, 768, {})
+    assert licence_of("wiki_dpr", None) == "cc-by-nc-4.0"
+
+
+def test_a_named_text_and_a_dataset_by_its_name_share_the_commit(hub: Hub, tmp_path: Path) -> None:
+    build(hub, tmp_path)
+    hub.commit(files("moved") | {"README.md": CARD})
+    hub.commits["a" * 40]["README.md"] = CARD
+    (made,) = build_all(hub, tmp_path, {"source": "hf://facebook/wiki_dpr", "workers": 1})
+    assert made["passages"][0][2] == "words of passage 1"
+
+
+CARD = b"""---
+configs:
+- config_name: nq
+  data_files: data/psgs_w100/nq/*.parquet
+---
+"""
