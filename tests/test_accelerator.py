@@ -146,6 +146,7 @@ KILLED = [
     "bf16-zero3-offload-all",
     "bf16-experts-spread",
     "bf16-pipeline",
+    "bf16-pipeline-compiled",
 ]
 
 

@@ -6,7 +6,7 @@ one by one takes the host about as long as the GPU needs to run them.
 A pipeline cannot be compiled as a whole, because its stages communicate outside any graph, nor can DeepSpeed's layer
 with experts, because an expert's number of tokens is known only at run time. Blocks, or attention and feed-forward of
 each block, are compiled one by one instead. They are all alike, so the code compiled for one is reused for all of its
-kind.
+kind. The passes of a pipeline stage then run as CUDA graphs, too (t5train.engine.pipeline_engine).
 """
 
 import resource
@@ -23,6 +23,7 @@ from t5train.data.samples.span_corruption import geometry
 from t5train.engine.collectives import expert_rank, rank, sum_over_ranks
 from t5train.engine.deepspeed_config import deepspeed_config
 from t5train.engine.gradient_accumulation import sums_of
+from t5train.engine.memory_estimate import records_passes
 from t5train.engine.optimizer import AdamWRms, HostAdam
 from t5train.engine.parameter_layout import huggingface_names
 from t5train.engine.partitions import inner_optimizer, partitions_of, shared_by_stages
@@ -136,6 +137,8 @@ def peak_host_memory_bytes() -> int:
 def _compile(engine: Any, spec: RunSpec) -> None:
     """Compile as much of the model at once as its layout allows."""
     model = model_of(engine)
+    if records_passes(spec) and _can_fuse_update(engine):
+        engine.record_passes()
     if spec.layout.pipeline_stages > 1 or any(layer.dispatch == "deepspeed" for _, layer in model.sparse_layers()):
         compile_sublayers(model)
     elif spec.model.moe.num_experts:

@@ -8,6 +8,7 @@ gradients instead. It passes them to DeepSpeed rounded once per step, like the g
 
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from t5train.engine.deepspeed_config import sums_passes
@@ -18,12 +19,25 @@ class Fp32Sums:
     """Adds each gradient to its sum as soon as it is complete, so that no 16-bit copy is kept."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._parameters = list(module.parameters())
         self._sums: dict[Tensor, Tensor] = {}
-        for each in module.parameters():
+        self._are_kept = False
+        for each in self._parameters:
             each.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def keep(self) -> dict[Tensor, Tensor]:
+        """Return the sums of all parameters, which from now on stay in the same memory. CUDA graphs can add to them."""
+        self._sums = {each: torch.zeros_like(each, dtype=torch.float32) for each in self._parameters}
+        self._are_kept = True
+        return self._sums
 
     def hand_over(self) -> None:
         """Set the sums as gradients of their parameters, in the parameters' dtype. The next sums start at zero."""
+        if self._are_kept:
+            for parameter, total in self._sums.items():
+                parameter.grad = total.to(parameter.dtype)
+                total.zero_()
+            return
         while self._sums:
             parameter, total = self._sums.popitem()
             parameter.grad = total.to(parameter.dtype)

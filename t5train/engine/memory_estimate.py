@@ -72,7 +72,7 @@ def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
     if layout.zero_stage == 0:
         state = _replicated(sizes)
     elif fuses_update(spec):
-        state = _fused(sizes, layout.zero_stage, is_alone=spec.data_parallel_size == 1)
+        state = _fused(sizes, layout.zero_stage, spec.data_parallel_size == 1, records_passes(spec))
     else:
         state = _cut_up(sizes, layout.zero_stage, layout.offload)
     model = _MASTER * count_parameters(shape)
@@ -88,6 +88,15 @@ def fuses_update(spec: RunSpec) -> bool:
     """Return whether a run on NVIDIA GPUs uses the fused update. A run may not know its accelerators yet."""
     is_supported = spec.optimizer.precision == "bf16" and spec.layout.zero_stage in {1, 2}
     return is_supported and spec.layout.offload == "none" and spec.cluster.accelerator in {None, "cuda"}
+
+
+def records_passes(spec: RunSpec) -> bool:
+    """Return whether pipeline stages run as CUDA graphs where the update is fused.
+
+    Dropout would draw other numbers in them, and to compute activations again, torch reads the state of its generator.
+    """
+    is_plain = spec.model.dropout_rate == 0 and not spec.model.activation_checkpointing
+    return spec.layout.pipeline_stages > 1 and spec.model.compile and is_plain and sums_passes(spec)
 
 
 def host_bytes(spec: RunSpec, shape: T5Shape, ranks: range | None = None) -> int:
@@ -155,10 +164,14 @@ def _cut_up(sizes: _Sizes, stage: int, offload: str) -> list[Held]:
     ]
 
 
-def _fused(sizes: _Sizes, stage: int, is_alone: bool) -> list[Held]:
-    """Return the state with the fused update. Without other ranks to average with, there are no copies of gradients."""
+def _fused(sizes: _Sizes, stage: int, is_alone: bool, keeps_sums: bool) -> list[Held]:
+    """Return the state with the fused update. Without other ranks to average with, there are no copies of gradients.
+
+    CUDA graphs keep the fp32 sums of gradients while the update uses the rounded ones.
+    """
     whole, part, weight, summed = sizes
     gradients = summed * part if stage == 2 else summed * whole + weight * part * (not is_alone)
+    gradients += weight * whole * keeps_sums
     return [
         Held("weights", weight * whole, 0),
         Held("gradients", gradients, 0),

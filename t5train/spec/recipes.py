@@ -86,7 +86,7 @@ def pipeline() -> RunSpec:
     """T5 v1.1 base in a pipeline of two stages, one per GPU: bf16, ZeRO-1. More GPUs run more pipelines."""
     return RunSpec(
         recipe="pipeline",
-        model=ModelSpec(preset="base"),
+        model=ModelSpec(preset="base", compile=True),
         optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
         # With eight passes per step, each stage is idle for a ninth of the time.
         layout=LayoutSpec(zero_stage=1, pipeline_stages=2, micro_batch_sequences=16),

@@ -44,32 +44,32 @@ def _without_and_with_kernels(entry: dict[str, Any]) -> list[dict[str, Tensor]]:
     states = []
     for is_fused in (False, True):
         with fused() if is_fused else nullcontext():
-            trainer = _trainer(entry)
-            norm = _take_step(trainer)
+            trainer = trainer_of(entry)
+            norm = take_step(trainer)
         stage, optimizer = trainer.spec.layout.zero_stage, inner_optimizer(trainer.engine)
         assert (optimizer._kernels is not None) is (is_fused and stage == 3)
-        states.append({"gradient norm": torch.tensor(norm), **_state(trainer)})
+        states.append({"gradient norm": torch.tensor(norm), **state_of(trainer)})
     return states
 
 
 def _before_and_after_poison(entry: dict[str, Any]) -> list[dict[str, Tensor]]:
     with fused():
-        trainer = _trainer(entry)
-        _take_step(trainer)
-        before = {name: tensor.clone() for name, tensor in _state(trainer).items()}
+        trainer = trainer_of(entry)
+        take_step(trainer)
+        before = {name: tensor.clone() for name, tensor in state_of(trainer).items()}
         if comm.get_rank() == 0:
             last = [*trainer.engine.module.parameters()][-1]
             last.register_hook(lambda gradient: torch.full_like(gradient, float(entry["poison"])))
         with contextlib.suppress(NonFiniteLoss):
-            _take_step(trainer)
+            take_step(trainer)
             raise AssertionError("the step does not fail")
-    after = _state(trainer)
+    after = state_of(trainer)
     for name in [name for name in after if name.startswith("steps")]:
         del before[name], after[name]
     return [before, after]
 
 
-def _trainer(entry: dict[str, Any]) -> loop.Trainer:
+def trainer_of(entry: dict[str, Any]) -> loop.Trainer:
     groups._EXPERT_PARALLEL_GROUP.clear()  # DeepSpeed keeps groups of earlier engines, and would use the largest
     groups._EXPERT_DATA_PARALLEL_GROUP.clear()
     groups.mpu = None  # otherwise DeepSpeed keeps the grid of an earlier pipeline
@@ -83,7 +83,7 @@ def _trainer(entry: dict[str, Any]) -> loop.Trainer:
     return loop.Trainer(job)
 
 
-def _take_step(trainer: loop.Trainer) -> float:
+def take_step(trainer: loop.Trainer) -> float:
     """Take a step, and return its gradient norm."""
     with Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, trainer.step), 1) as batches:
         values, _ = trainer._take_step(batches)
@@ -91,7 +91,7 @@ def _take_step(trainer: loop.Trainer) -> float:
     return float(values["gradient_norm"])
 
 
-def _state(trainer: loop.Trainer) -> dict[str, Tensor]:
+def state_of(trainer: loop.Trainer) -> dict[str, Tensor]:
     """The optimizer's tensors on this rank, and its model's weights."""
     found: dict[str, Tensor] = {}
     optimizer = inner_optimizer(trainer.engine)

@@ -37,6 +37,21 @@ def test_every_step_starts_from_a_zero_sum() -> None:
     assert found == [[[1.0, 1.0]]] * 2
 
 
+def test_kept_sums_stay_in_the_same_memory_and_start_from_zero() -> None:
+    layer = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    sums = Fp32Sums(layer)
+    total = sums.keep()[layer.weight]
+    for passes in (3, 1):
+        for _ in range(passes):
+            layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        assert total.tolist() == [[passes, passes]]
+        sums.hand_over()
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.tolist() == [[passes, passes]]
+        assert not total.any()
+        layer.weight.grad = None
+
+
 @pytest.mark.parametrize(
     ("stage", "precision", "micro", "summed_in_fp32"),
     [

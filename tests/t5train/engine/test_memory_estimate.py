@@ -2,10 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from t5train.engine.memory_estimate import FETCHED, PROCESS, WITNESS, held_by_a_rank, host_bytes
+from t5train.engine.memory_estimate import (
+    FETCHED,
+    PROCESS,
+    WITNESS,
+    held_by_a_rank,
+    host_bytes,
+    records_passes,
+)
 from t5train.model.model_shape import count_parameters, resolve
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
@@ -122,3 +130,24 @@ def test_a_stage_of_a_pipeline_holds_its_layers_and_an_embedding() -> None:
     embedding = shape.vocab_size * shape.d_model
     assert stages > 1
     assert weights == 2 * (count_parameters(shape) // stages + embedding)
+
+
+@pytest.mark.parametrize(
+    ("settings", "records"),
+    [
+        ({}, True),
+        ({"model.compile": False}, False),
+        ({"model.dropout_rate": 0.1}, False),
+        ({"model.activation_checkpointing": True}, False),
+        ({"layout.micro_batch_sequences": 128}, False),
+        ({"layout.pipeline_stages": 1}, False),
+    ],
+)
+def test_recorded_passes_of_a_pipeline_keep_their_sums(settings: dict[str, Any], records: bool) -> None:
+    spec = recipe("pipeline").with_settings({"cluster.accelerator": "cuda", **settings})
+    assert records_passes(spec) is records
+    stages, shape = spec.layout.pipeline_stages, resolve(spec.model, 32_100)
+    if stages > 1:
+        gradients = next(one.accelerator for one in held_by_a_rank(spec, shape) if one.what == "gradients")
+        elements = count_parameters(shape) // stages + shape.vocab_size * shape.d_model
+        assert gradients == elements * ((4 if spec.gradient_accumulation > 1 else 2) + 2 * records)
