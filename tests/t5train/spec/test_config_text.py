@@ -21,7 +21,7 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=3
 TEXTS = {
     "corpus.revision": WORDS,
     "tokenizer.path": WORDS,
-    "corpus.source": WORDS.filter(lambda text: "://" not in text),
+    "corpus.source": WORDS.filter(lambda text: "://" not in text and text.strip() != ""),
     "optimizer.epsilon": st.floats(1e-300, 1e300),
     "optimizer.weight_decay": st.floats(0, 1),
     "optimizer.seed": st.integers(0, 2**31 - 1),
