@@ -9,12 +9,13 @@ from typing import Any
 
 from t5train.data.checks.removal import write_without
 from t5train.data.checks.repetitions import Search, find_repetitions
+from t5train.data.checks.test_sets import files_of_test_set, read_test_sets
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, ReadText, TextFindings, read_whole
 from t5train.data.download.partial_file import whole_digest
 from t5train.data.passages import SourceFile
 from t5train.data.readers import is_framed
 from t5train.data.segments import SEGMENTS, FileSegments, read_segments, write_segments
-from t5train.data.sources import PYDOCS, local_files, pydocs_files, test_set_files, write_pydocs
+from t5train.data.sources import PYDOCS, local_files, pydocs_files, write_pydocs
 from t5train.errors import InputError
 from t5train.files.atomic import remove_folder
 from t5train.files.os_errors import explain
@@ -68,7 +69,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
     if known is not None and known.columns:
         _require_columns(known, sources)
     digests = _digests(sources, progress)
-    test_sets = [test_set_files(each, root, progress) for each in spec.test_sets]
+    test_sets = [files_of_test_set(each, root, progress) for each in spec.test_sets]
     content = {"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)}
     identity = fingerprint(content | _removal_identity(spec, test_sets, progress))
     folder = out or stage_folder(root, "corpus", corpus_name(spec), identity)
@@ -83,7 +84,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
             write_pydocs(folder / _PYDOCS_FILE, progress)
             sources = [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE)]
             recorded = {}
-        compared = _read_test_sets(spec, test_sets, folder, progress) if spec.remove else []
+        compared = read_test_sets(spec, test_sets, folder / _SCRATCH, progress) if spec.remove else []
         text = read_whole(sources, folder, spec.workers or num_cores(), progress)
         _require_text(spec, text.findings)
         if known is not None:
@@ -160,7 +161,7 @@ def check_text(spec: CorpusSpec, root: Path, progress: Progress = silent) -> tup
     """
     plain = spec.model_copy(update={"remove": (), "test_sets": ()})
     corpus = build_corpus(plain, root, progress)
-    test_sets = [test_set_files(each, root, progress) for each in spec.test_sets]
+    test_sets = [files_of_test_set(each, root, progress) for each in spec.test_sets]
     contents = [_content(files, _digests(files, progress)) for files in test_sets]
     identity = fingerprint(
         {"kind": "check", "removal": _REMOVAL_VERSION, "corpus": corpus.fingerprint, "test_sets": contents}
@@ -169,7 +170,7 @@ def check_text(spec: CorpusSpec, root: Path, progress: Progress = silent) -> tup
     folder = stage_folder(root, "checks", corpus_name(spec), identity)
     with making(folder, identity):
         if not (folder / TEXT_FINDINGS).exists():
-            compared = _read_test_sets(spec, test_sets, folder, progress)
+            compared = read_test_sets(spec, test_sets, folder / _SCRATCH, progress)
             files, findings = read_segments(corpus.path), TextFindings.of(corpus)
             if findings is None:  # an earlier version read the text
                 sources = [file.source for file in files]
@@ -188,24 +189,6 @@ def _removal_identity(
         return {}
     contents = [_content(files, _digests(files, progress)) for files in test_sets]
     return {"removal": _REMOVAL_VERSION, "remove": spec.remove, "test_sets": contents, **spec.split_identity()}
-
-
-def _read_test_sets(
-    spec: CorpusSpec, test_sets: Sequence[Sequence[SourceFile]], folder: Path, progress: Progress
-) -> list[FileSegments]:
-    """Read all test sets. This is done before the text is read, because it finds mistakes sooner."""
-    scratch = folder / _SCRATCH
-    scratch.mkdir(exist_ok=True)
-    found = list[FileSegments]()
-    for number, (name, sources) in enumerate(zip(spec.test_sets, test_sets, strict=True)):
-        text = read_whole(sources, scratch, spec.workers or num_cores(), progress, f"test-set-{number:02d}-")
-        if not text.findings.passages:
-            raise InputError(
-                f"corpus.test_sets {redacted(name)!r} holds no text, so training cannot be compared with it. Correct "
-                "the path, or leave it out"
-            )
-        found += text.files
-    return found
 
 
 def _search(spec: CorpusSpec, kinds: Sequence[Repetition], folder: Path) -> Search:

@@ -14,7 +14,7 @@ import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -22,13 +22,12 @@ import fsspec
 
 from t5train.data.download.downloads import Wanted, download
 from t5train.data.download.hub_shards import HubSource, hub_files, hub_source, kept_hub_files, look_at_dataset
-from t5train.data.download.kept_downloads import Downloads
+from t5train.data.download.kept_downloads import Downloads, download_places
 from t5train.data.download.remote_reading import Backoff, is_busy, is_web, message_of, storage_options
 from t5train.data.passages import READ_COLUMNS, Passage, SourceFile
 from t5train.data.readers import FORMATS, format_of
 from t5train.errors import InputError
 from t5train.files.atomic import replacing
-from t5train.files.confined import confined, require_distinct
 from t5train.files.made_files import MadeFiles
 from t5train.host_resources import num_cores, quantity
 from t5train.locations import explained, redacted
@@ -102,7 +101,7 @@ def local_files(
         if _is_local(filesystem):
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
         cache = downloads.folder
-        places = _places(cache, names, f"corpus.source {redacted(source)!r}")
+        places = download_places(cache, names, f"corpus.source {redacted(source)!r}")
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         wanted = [
             Wanted(each, place, downloads.known_digest(name), _columns(name, whole_files=whole_files))
@@ -114,21 +113,6 @@ def local_files(
 
 def _columns(name: str, *, whole_files: bool) -> tuple[str, ...]:
     return READ_COLUMNS if name.endswith(".parquet") and not whole_files else ()
-
-
-def test_set_files(source: str, root: Path, progress: Progress) -> list[SourceFile]:
-    """Return the files of one of corpus.test_sets, as ``local_files`` does."""
-    with of_test_set():
-        return local_files(source, "", root, progress)
-
-
-@contextmanager
-def of_test_set() -> Iterator[None]:
-    """Let errors name corpus.test_sets, not corpus.source."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(str(error).replace("corpus.source", "corpus.test_sets")) from error.__cause__
 
 
 def require_source(
@@ -331,18 +315,6 @@ def _is_device(entry: Mapping[str, Any]) -> bool:
     fsspec reports the type "other" for them, and for symbolic links.
     """
     return bool(entry["type"] == "other" and not entry.get("islink"))
-
-
-def _places(folder: Path, names: list[str], shown: str) -> list[Path]:
-    """Return the local paths of downloads. All names are checked first, because the server chooses them."""
-    require_distinct(names, shown, InputError)
-    places = [confined(folder, name, shown, InputError) for name in names]
-    for parent in {parent for place in places for parent in place.parents if parent.is_relative_to(folder)}:
-        if parent.is_symlink():
-            raise InputError(
-                f"{parent} is a symbolic link, so {shown} would be downloaded to the link's target. Remove the link"
-            )
-    return places
 
 
 def _is_local(filesystem: Any) -> bool:

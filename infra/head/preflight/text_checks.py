@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from t5train.data.checks.test_sets import of_test_set
 from t5train.data.passages import SPLITS, Passage, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import PLAIN_FORMATS, format_of, is_dump, rows
 from t5train.data.samples.span_corruption import geometry
-from t5train.data.sources import PYDOCS, SourceFacts, few, of_test_set, require_source
+from t5train.data.sources import PYDOCS, SourceFacts, few, require_source
 from t5train.data.vocabulary.sentencepiece_model import train
 from t5train.errors import InputError
 from t5train.host_resources import format_bytes, quantity

@@ -11,7 +11,7 @@ from t5train.data.download.hub_commit import commit_of, files_at, record_commit,
 from t5train.data.download.partial_file import read_note, whole_copies
 from t5train.data.passages import SourceFile
 from t5train.errors import InputError
-from t5train.files.confined import confined
+from t5train.files.confined import confined, require_distinct
 from t5train.host_resources import quantity
 from t5train.locations import redacted
 from t5train.records.digests import FileDigest
@@ -24,6 +24,18 @@ def cache_folder(source: str, revision: str, root: Path, more: Sequence[str] = (
     """Return the folder for the downloads of a source. ``more`` are further settings that choose its text."""
     key = hashlib.sha256("\n".join([redacted(source), revision, *more]).encode()).hexdigest()[:16]
     return root.absolute() / "cache" / key
+
+
+def download_places(folder: Path, names: list[str], shown: str) -> list[Path]:
+    """Return the local paths of downloads. All names are checked first, because the server chooses them."""
+    require_distinct(names, shown, InputError)
+    places = [confined(folder, name, shown, InputError) for name in names]
+    for parent in {parent for place in places for parent in place.parents if parent.is_relative_to(folder)}:
+        if parent.is_symlink():
+            raise InputError(
+                f"{parent} is a symbolic link, so {shown} would be downloaded to the link's target. Remove the link"
+            )
+    return places
 
 
 def require_online(source: str) -> None:
