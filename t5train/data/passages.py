@@ -81,7 +81,7 @@ class IdSequence:
         """Add the next row."""
         if self.broken is not None:
             return
-        if self._next is None and row.passage.id.isdecimal() and row.passage.id.isascii():
+        if self._next is None and re.fullmatch("[0-9]{1,18}", row.passage.id):
             self._next = self.first = int(row.passage.id)
         if row.passage.id != str(self._next):
             self.broken = (row.number, row.passage.id)

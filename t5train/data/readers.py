@@ -26,8 +26,10 @@ from t5train.host_resources import format_bytes, quantity
 
 PLAIN_FORMATS = (".txt", ".jsonl", ".tsv")
 FORMATS = (*PLAIN_FORMATS, ".parquet")
-_DUMP, _DUMP_NAME = ".xml", re.compile(r"-pages-(articles|meta-current)[^/]*\.xml(-p[0-9]+p[0-9]+)?$")
+_DUMP, _DUMP_NAME = ".xml", re.compile(r"-pages-(articles|meta-current)[a-z0-9-]*\.xml(-p[0-9]+p[0-9]+)?$")
 """Dumps of Wikipedia are told from other XML files by their usual names."""
+_BESIDE_DUMPS = re.compile(r"-pages-articles-multistream-index[0-9]*\.txt(-p[0-9]+p[0-9]+)?$|-(md5|sha1)sums\.txt$")
+"""Names of files that lie beside dumps, and are no text."""
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 """fsspec's name of the compression for each suffix. .zip is not supported: fsspec would read only its first member."""
 _ISAL_ERROR = cast(type[Exception], IsalError)  # isal's stub declares it as an instance
@@ -67,6 +69,8 @@ def format_of(name: str) -> str | None:
     plain = name.removesuffix(Path(name).suffix) if Path(name).suffix in _COMPRESSIONS else name
     if _DUMP_NAME.search(plain):
         return _DUMP
+    if _BESIDE_DUMPS.search(plain):
+        return None
     suffixes = Path(name).suffixes
     if suffixes and suffixes[-1] in _COMPRESSIONS and suffixes[-2:-1] != [".parquet"]:
         suffixes.pop()

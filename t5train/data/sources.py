@@ -26,6 +26,7 @@ from t5train.data.download.kept_downloads import Downloads, download_places
 from t5train.data.download.remote_reading import Backoff, is_busy, is_web, message_of, storage_options
 from t5train.data.passages import READ_COLUMNS, Passage, SourceFile
 from t5train.data.readers import FORMATS, format_of
+from t5train.data.wikipedia_dump import require_one_form
 from t5train.errors import InputError
 from t5train.files.atomic import replacing
 from t5train.files.made_files import MadeFiles
@@ -210,6 +211,7 @@ def _matched(source: str) -> Matches:
                 f"corpus.source includes {each}, which has an unsupported format. Set corpus.source to {_formats()} "
                 "files only"
             )
+    require_one_form(found)
     return Matches(filesystem, sorted(found), [], made)
 
 
@@ -254,6 +256,7 @@ def _in_folder(filesystem: Any, path: str, shown: str) -> Matches:
     files = made.without(every) if _is_local(filesystem) else every
     found = [each for each in files if format_of(each)]
     skipped = [str(PurePosixPath(each).relative_to(path)) for each in files if not format_of(each)]
+    require_one_form(found)
     if not found:
         empty = " It has only what runs made." if every else " It is empty."
         only = f" It has only files of other formats: {few(skipped)}." if skipped else empty

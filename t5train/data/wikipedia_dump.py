@@ -6,8 +6,9 @@ once more; dumps that come in several files are read by several processes.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
+from pathlib import PurePosixPath
 from typing import IO, TYPE_CHECKING
 from xml.etree import ElementTree
 
@@ -15,7 +16,7 @@ from t5train.data.passages import Passage, Row, SourceFile
 from t5train.errors import InputError
 
 if TYPE_CHECKING:
-    from mwparserfromhell.nodes import Node
+    from mwparserfromhell.nodes import Node, Wikilink
     from mwparserfromhell.wikicode import Wikicode
 
 _ARTICLES = "0"
@@ -25,7 +26,23 @@ _ENGLISH_NAMES = {"file", "image", "category"}
 """Names of these namespaces that every language has."""
 _LEFT_OUT_TAGS = {"chem", "gallery", "graph", "imagemap", "maplink", "mapframe", "math", "ref", "references", "score"}
 _LEFT_OUT_TAGS |= {"source", "syntaxhighlight", "table", "templatestyles", "timeline"}
-_SWITCH = re.compile(r"__[A-Z]+__")
+_LINES = {"blockquote", "br", "center", "dd", "div", "dt", "li", "p", "td", "th", "tr"}
+"""Tags at which a line begins and ends."""
+_SWITCHES = (
+    "NOTOC",
+    "FORCETOC",
+    "TOC",
+    "NOEDITSECTION",
+    "NEWSECTIONLINK",
+    "NONEWSECTIONLINK",
+    "NOGALLERY",
+    "HIDDENCAT",
+)
+_SWITCHES += ("INDEX", "NOINDEX", "NOCONTENTCONVERT", "NOCC", "NOTITLECONVERT", "NOTC", "STATICREDIRECT", "DISAMBIG")
+_SWITCH = re.compile(f"__({'|'.join(_SWITCHES)})__")
+_MEDIA = re.compile(r"\.(jpe?g|png|gif|svg|tiff?|webp|pdf|djvu|og[agv]|mp[34]|wav|webm)\s*$", re.IGNORECASE)
+_OTHER_LANGUAGE = re.compile("[a-z]{2,3}(-[a-z]+)*")
+_FORM = re.compile(r"^(?P<wiki>.*)-pages-(?P<form>[a-z-]+?)[0-9]*\.xml(?P<part>-p[0-9]+p[0-9]+)?(\.[a-z0-9]+)?$")
 _SPACES = re.compile(r"[^\S\n]+")
 
 
@@ -68,7 +85,9 @@ def _articles(source: SourceFile, file: IO[bytes]) -> Iterator[Callable[[], Pass
         if element.tag == f"{space}namespace" and element.get("key") in _LEFT_OUT_NAMESPACES:
             left_out.add((element.text or "").lower())
         elif element.tag == f"{space}page":
-            if element.findtext(f"{space}ns") == _ARTICLES and element.find(f"{space}redirect") is None:
+            model = element.findtext(f"{space}revision/{space}model", "wikitext")
+            is_article = element.findtext(f"{space}ns") == _ARTICLES and model == "wikitext"
+            if is_article and element.find(f"{space}redirect") is None:
                 yield _article(element, space, left_out)
             root.clear()  # what was read would stay in memory
 
@@ -104,11 +123,37 @@ def _texts_of(node: "Node", left_out: Collection[str]) -> Iterator[str]:
     elif isinstance(node, nodes.HTMLEntity):
         yield node.normalize()
     elif isinstance(node, nodes.Wikilink):
-        if node.title.partition(":")[0].strip().lower() not in left_out:
+        if not _is_left_out(node, left_out):
             shown = node.text if node.text is not None else node.title
             yield from (text.removeprefix(":") for text in _texts(shown, left_out))
     elif isinstance(node, nodes.ExternalLink | nodes.Heading):
         yield from _texts(node.title, left_out)
-    elif isinstance(node, nodes.Tag) and str(node.tag).strip().lower() not in _LEFT_OUT_TAGS:
-        yield "\n" if str(node.tag) == "br" else ""
+    elif isinstance(node, nodes.Tag) and (name := str(node.tag).strip().lower()) not in _LEFT_OUT_TAGS:
+        line_end = "\n" if name in _LINES else ""
+        yield line_end
         yield from _texts(node.contents, left_out)
+        yield line_end
+
+
+def _is_left_out(link: "Wikilink", left_out: Collection[str]) -> bool:
+    """Whether a link is that of a file or category, or of the same article in another language."""
+    space = str(link.title).partition(":")[0].strip() if ":" in link.title else ""
+    # A wiki has more names for files than its dump says, but their names end alike.
+    is_file = space != "" and _MEDIA.search(str(link.title)) is not None
+    is_other_language = link.text is None and _OTHER_LANGUAGE.fullmatch(space) is not None
+    return space.lower() in left_out or is_file or is_other_language
+
+
+def require_one_form(names: Iterable[str]) -> None:
+    """Raise InputError if files hold the same articles: a whole dump and its parts, or the multistream form of it."""
+    forms: dict[str, dict[tuple[str, bool], str]] = {}
+    for path in names:
+        if (found := _FORM.match(PurePosixPath(path).name)) is not None:
+            form = (found["form"], found["part"] is not None)
+            forms.setdefault(found["wiki"], {}).setdefault(form, path)
+    for alike in forms.values():
+        if len(alike) > 1:
+            raise InputError(
+                f"{' and '.join(alike.values())} hold the same articles, so each would be read more than once. Set "
+                "corpus.source to one of these forms, for example with a pattern"
+            )

@@ -121,6 +121,12 @@ class CorpusSpec(SpecPart):
     def _test_sets_hold_no_secret(cls, test_sets: tuple[str, ...]) -> tuple[str, ...]:
         if not all(each.strip() for each in test_sets):
             raise ValueError("corpus.test_sets has an empty name: name files, folders, patterns or URLs")
+        for each in test_sets:
+            if hub_dataset_name(each) is not None:
+                raise ValueError(
+                    f"corpus.test_sets names {each}, of which no split can be chosen here: name the files of the split, "
+                    "as hf://datasets/OWNER/NAME/PATH"
+                )
         return tuple(without_secret("corpus.test_sets", each) for each in test_sets)
 
     @field_validator("source")

@@ -11,6 +11,7 @@ from t5train.data.corpus import build_corpus
 from t5train.data.passages import Passage, SourceFile
 from t5train.data.readers import format_of, rows
 from t5train.data.segments import passages_in, read_segments
+from t5train.data.sources import require_source
 from t5train.data.wikipedia_dump import plain_text
 from t5train.errors import InputError
 from t5train.spec import CorpusSpec
@@ -75,6 +76,40 @@ def test_unfinished_markup_is_text() -> None:
     assert plain_text("") == ""
 
 
+@pytest.mark.parametrize(
+    ("wikitext", "expected"),
+    [
+        ("[[Imagen:x.jpg|thumb|200px|Una ciudad]]Un [[Media:a.ogg|sonido]]", "Un"),
+        ("<p>a</p><p>b</p>c<BR>d<div>e</div>", "a\nb\nc\nd\ne"),
+        ("[[de:Foo]][[simple:Foo|shown]] __FILE__ __NOTOC__", "shown __FILE__"),
+        ("[[Ratio 2:1]] and [[:fr:Bonjour|this]]", "Ratio 2:1 and this"),
+    ],
+)
+def test_markup_that_is_no_text_is_left_out(wikitext: str, expected: str) -> None:
+    assert plain_text(wikitext) == expected
+
+
+def test_pages_of_data_are_left_out(tmp_path: Path) -> None:
+    data = page(1, '{"a": 1}').replace("<model>wikitext", "<model>wikibase-item")
+    assert [row.passage.id for row in rows(write(tmp_path, data, page(2, "text")))] == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("xywiki-20260101-pages-articles.xml.bz2", NAME),
+        ("xywiki-20260101-pages-articles-multistream.xml.bz2", "xywiki-20260101-pages-articles.xml.bz2"),
+        ("xywiki-20260101-pages-meta-current.xml.bz2", "xywiki-20260101-pages-articles.xml.bz2"),
+    ],
+)
+def test_two_forms_of_the_same_dump_are_refused(tmp_path: Path, one: str, other: str) -> None:
+    for name in (one, other, other.replace("20260101", "20250101")):
+        write(tmp_path / "dumps", page(1, "text"), name=name)
+    with pytest.raises(InputError, match="hold the same articles"):
+        require_source(str(tmp_path / "dumps"))
+    assert len(require_source(f"{tmp_path}/dumps/{other}").sizes) == 1
+
+
 def test_a_folder_of_dumps_becomes_a_corpus_that_is_read_at_random(tmp_path: Path) -> None:
     for part in range(3):
         articles = [page(1000 * part + number, f"Article {number} of part {part}. " * 200) for number in range(60)]
@@ -102,7 +137,11 @@ def test_only_a_small_part_of_a_dump_is_read_before_a_run(tmp_path: Path) -> Non
         ("enwiki-latest-pages-articles.xml.bz2", ".xml"),
         ("dewiki-20260101-pages-meta-current.xml", ".xml"),
         ("simplewiki-20260101-pages-articles-multistream.xml.zst", ".xml"),
-        ("enwiki-latest-pages-articles-multistream-index.txt.bz2", ".txt"),
+        ("enwiki-latest-pages-articles-multistream-index.txt.bz2", None),
+        ("enwiki-20260101-pages-articles-multistream-index1.txt-p1p41242.bz2", None),
+        ("enwiki-20260101-md5sums.txt", None),
+        ("enwiki-latest-pages-articles.xml.bz2-rss.xml", None),
+        ("index.txt", ".txt"),
         ("enwiki-latest-abstract.xml.gz", None),
         ("sitemap.xml", None),
     ],

@@ -54,6 +54,7 @@ def test_text_from_which_all_training_passages_would_be_removed_is_refused(tmp_p
         ({"corpus.remove": "[near]"}, "it must be"),
         ({"corpus.test_sets": ["a.txt"]}, "nothing would be removed: set corpus.remove to contaminated"),
         ({"corpus.test_sets": [" "], "corpus.remove": ["duplicates"]}, "has an empty name"),
+        ({"corpus.test_sets": ["hf://someone/questions"], "corpus.remove": ["duplicates"]}, "of which no split can be"),
         ({"corpus.test_sets": ["s3://key:secret@b/a"], "corpus.remove": ["duplicates"]}, "corpus.test_sets"),
     ],
 )
