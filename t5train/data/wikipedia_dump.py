@@ -28,7 +28,7 @@ _LEFT_OUT_TAGS = {"chem", "gallery", "graph", "imagemap", "maplink", "mapframe",
 _LEFT_OUT_TAGS |= {"source", "syntaxhighlight", "table", "templatestyles", "timeline"}
 _LINES = {"blockquote", "br", "center", "dd", "div", "dt", "li", "p", "td", "th", "tr"}
 """Tags at which a line begins and ends."""
-_SWITCHES = (
+_SWITCHES: tuple[str, ...] = (
     "NOTOC",
     "FORCETOC",
     "TOC",

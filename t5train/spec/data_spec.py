@@ -124,8 +124,8 @@ class CorpusSpec(SpecPart):
         for each in test_sets:
             if hub_dataset_name(each) is not None:
                 raise ValueError(
-                    f"corpus.test_sets names {each}, of which no split can be chosen here: name the files of the split, "
-                    "as hf://datasets/OWNER/NAME/PATH"
+                    f"corpus.test_sets names {each}, of which no split can be chosen here: name the files of the "
+                    "split, as hf://datasets/OWNER/NAME/PATH"
                 )
         return tuple(without_secret("corpus.test_sets", each) for each in test_sets)
 
