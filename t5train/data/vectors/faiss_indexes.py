@@ -64,6 +64,12 @@ def searched(index: Any, vectors: np.ndarray, count: int) -> tuple[np.ndarray, n
     return scores, rows
 
 
+def search_lists(index: Any, least: int) -> None:
+    """Let each search read at least so many lists, if the index has lists (IVF)."""
+    if (inverted := faiss_module().try_extract_index_ivf(index)) is not None:
+        inverted.nprobe = max(int(inverted.nprobe), min(least, int(inverted.nlist)))
+
+
 def reconstructed(index: Any, rows: np.ndarray) -> np.ndarray | None:
     """Return the vectors that an index stores for rows, as far as it keeps them; None if it cannot return any.
 
