@@ -35,6 +35,7 @@ _MARGIN = 0.01
 _STANDARD_ERRORS = 3.0
 """By which the recall on another sample may be lower."""
 _SEARCHED_AT_ONCE = 16
+_REMEDY = ". Fetch or build the index again; if you changed it on purpose, remove this file"
 
 
 class Sample(NamedTuple):
@@ -74,8 +75,18 @@ class IndexReport(NamedTuple):
 class RecallRecord(NamedTuple):
     """The file under a root that has the recall of the first check, for an index, a source and a sample."""
 
-    path: Path
+    folder: Path
     identity: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.folder / f"{fingerprint(self.identity)[:16]}.json"
+
+    def with_contents(self, facts: IndexFacts, size_bytes: int, embeddings: Embeddings) -> "RecallRecord":
+        """Return the record of what the path or URL has now, because another index may have been put there."""
+        contents = {**facts._asdict(), "size_bytes": size_bytes, "embeddings": embeddings.rows}
+        return self._replace(identity={**self.identity, "contents": contents})
 
     def read(self) -> float | None:
         """Return the recorded recall; None if there is none. Raises InputError if the file is damaged."""
@@ -95,9 +106,9 @@ class RecallRecord(NamedTuple):
 
 
 def recall_record(root: Path, source: str, revision: str, index: str, sample: Sample) -> RecallRecord:
-    """Return the record of an index, given by its path or URL."""
+    """Return the record of an index, given by its path or URL. The check adds what is found there."""
     identity = {"source": source, "revision": revision, "index": index, **sample._asdict()}
-    return RecallRecord(root / "index-checks" / f"{fingerprint(identity)[:16]}.json", identity)
+    return RecallRecord(root / "index-checks", identity)
 
 
 def check_index(
@@ -131,6 +142,7 @@ def check_index(
     found = _found(index, queries, min(sample.neighbours, embeddings.rows), progress)
     metric = known.metric if known is not None else facts.metric
     recall = recall_by_rank(embeddings, queries, found, metric, chunk_rows=chunk_rows, progress=progress)
+    record = record.with_contents(facts, size_bytes, embeddings)
     expected = _expected(known, record, facts, len(recall), len(queries))
     checks.append(_recall_check(recall, expected))
     report = IndexReport(facts, size_bytes, checks, recall, None)
@@ -144,6 +156,7 @@ class _Expected(NamedTuple):
     least: float
     because: str
     is_known: bool
+    remedy: str = ""
 
 
 def _expected(
@@ -156,7 +169,7 @@ def _expected(
         return _Expected(catalogued - _STANDARD_ERRORS * error - _MARGIN, f"catalogue: {catalogued:.4f}", True)
     recorded = record.read()
     if recorded is not None:
-        return _Expected(recorded - _MARGIN, f"{recorded:.4f} in {record.path}", True)
+        return _Expected(recorded - _MARGIN, f"{recorded:.4f} in {record.path}", True, _REMEDY)
     return _Expected(_LEAST_RECALL_OF.get(facts.kind, LEAST_RECALL), f"not known yet, of {facts.kind}", False)
 
 
@@ -193,10 +206,9 @@ def _own_row_checks(share: float | None) -> list[Check]:
 
 
 def _recall_check(recall: Sequence[float], expected: _Expected) -> Check:
-    what = f"recall@{len(recall)}"
-    return Check(
-        what, f"at least {expected.least:.4f} ({expected.because})", f"{recall[-1]:.4f}", recall[-1] >= expected.least
-    )
+    passed = recall[-1] >= expected.least
+    because = expected.because if passed else expected.because + expected.remedy
+    return Check(f"recall@{len(recall)}", f"at least {expected.least:.4f} ({because})", f"{recall[-1]:.4f}", passed)
 
 
 def _found(index: Any, queries: np.ndarray, neighbours: int, progress: Callable[..., None]) -> np.ndarray:

@@ -187,11 +187,23 @@ def test_a_recall_that_falls_below_the_recorded_one_is_refused(tmp_path: Path, c
     assert 0.1 < second.recall[-1] < 0.9
     assert failed(second) == ["recall@10"]
     assert first.recorded is not None
+    remedy = "Fetch or build the index again; if you changed it on purpose, remove this file"
+    assert f"in {first.recorded}. {remedy}" in second.checks[-1].expected
     first.recorded.write_text("{}")
     with pytest.raises(InputError, match=r"is damaged .* the next check records it anew"):
         checked(path)
     first.recorded.unlink()
     assert checked(path).recorded == first.recorded
+
+
+def test_another_index_at_the_same_path_has_a_record_of_its_own(tmp_path: Path, checked: Checked) -> None:
+    path = tmp_path / "x.faiss"
+    first = checked(write_index(path, PASSAGES.vectors))
+    coarse = checked(write_index(path, PASSAGES.vectors, "PQ16x4"))
+    assert coarse.recall[-1] < first.recall[-1] - 0.1
+    assert coarse.passed
+    assert None is not coarse.recorded != first.recorded
+    assert checked(write_index(path, PASSAGES.vectors)).recorded is None, "the first record is still there"
 
 
 def test_a_recall_in_the_catalogue_is_required_of_any_sample(tmp_path: Path, checked: Checked) -> None:
@@ -262,5 +274,5 @@ def test_embeddings_that_are_malformed_are_refused_before_a_recall_is_recorded(t
     path = write_index(tmp_path / "x.faiss", PASSAGES.vectors)
     with pytest.raises(InputError, match=r"train-00002-of-00003\.parquet row 177 has an embedding with a number"):
         check_index(path, None, embeddings_in(folder), SAMPLE, record)
-    assert not record.path.exists()
+    assert not record.folder.exists()
     assert embeddings_of(embeddings_in(folder).files[0][:1]).rows == 200
