@@ -152,7 +152,7 @@ def duplicates(  # noqa: PLR0913, PLR0917 - one for each option
 def _search(index: Path | None, embeddings: Embeddings, seed: int, progress: Progress) -> NeighbourSearch:
     if index is None:
         return built_index(embeddings, seed, progress=progress)
-    return given_index(index, embeddings, progress=progress)
+    return given_index(index, embeddings, seed)
 
 
 def _identity(source: str) -> str:

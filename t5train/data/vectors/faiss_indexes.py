@@ -1,5 +1,6 @@
 """Opens FAISS indexes, memory-mapped: the largest one of wiki_dpr has 38 GB."""
 
+import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,13 +64,36 @@ def searched(index: Any, vectors: np.ndarray, count: int) -> tuple[np.ndarray, n
     return scores, rows
 
 
+def search_lists(index: Any, least: int) -> None:
+    """Let each search read at least so many lists, if the index has lists (IVF)."""
+    if (inverted := faiss_module().try_extract_index_ivf(index)) is not None:
+        inverted.nprobe = max(int(inverted.nprobe), min(least, int(inverted.nlist)))
+
+
 def reconstructed(index: Any, rows: np.ndarray) -> np.ndarray | None:
-    """Return the vectors that an index stores for rows, as far as it keeps them; None if it cannot tell."""
+    """Return the vectors that an index stores for rows, as far as it keeps them; None if it cannot return any.
+
+    A row that the index does not have is NaN.
+    """
     faiss = faiss_module()
+    vectors = np.full((len(rows), index.d), np.nan, np.float32)
     try:
         if (inverted := faiss.try_extract_index_ivf(index)) is not None:
             inverted.make_direct_map()
-        return np.stack([index.reconstruct(int(row)) for row in rows])
+    except RuntimeError:
+        return None
+    for number, row in enumerate(rows):
+        with contextlib.suppress(RuntimeError):
+            vectors[number] = index.reconstruct(int(row))
+    return None if np.isnan(vectors).all() else vectors
+
+
+def recoded(index: Any, vectors: np.ndarray) -> np.ndarray | None:
+    """Return what an index would store for vectors, as it returns it; None if it cannot encode."""
+    faiss = faiss_module()
+    storage = faiss.downcast_index(index.storage) if hasattr(index, "storage") else index
+    try:
+        return np.asarray(storage.sa_decode(storage.sa_encode(np.ascontiguousarray(vectors))))
     except RuntimeError:
         return None
 

@@ -86,12 +86,75 @@ def test_an_index_of_other_vectors_is_refused(tmp_path: Path, checked: Checked, 
         assert report.recorded is None
 
 
+def with_wrong_rows() -> dict[str, np.ndarray]:
+    """The vectors, 5% of which are wrong."""
+    wrong = ROWS // 20
+    scattered = np.random.default_rng(0).choice(ROWS, wrong, replace=False)
+    contiguous, tail = np.arange(300, 300 + wrong), np.arange(ROWS - wrong, ROWS)
+    others = embedded_passages(seed=1).vectors
+    made = {
+        "others, scattered": (scattered, others[scattered]),
+        "others, contiguous": (contiguous, others[contiguous]),
+        "zeros": (contiguous, np.zeros((wrong, DIMENSION))),
+        "mean": (scattered, PASSAGES.vectors.mean(axis=0)),
+        "exchanged": (scattered, PASSAGES.vectors[np.roll(scattered, 1)]),
+        "reversed tail": (tail, PASSAGES.vectors[tail[::-1]]),
+    }
+    vectors = {name: PASSAGES.vectors.copy() for name in made}
+    for name, (rows, values) in made.items():
+        vectors[name][rows] = values
+    return vectors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_index_with_a_few_wrong_rows_is_refused(tmp_path: Path, checked: Checked, kind: str) -> None:
+    for name, vectors in with_wrong_rows().items():
+        report = checked(write_index(tmp_path / f"{name}.faiss", vectors, kind))
+        assert "vectors of their own rows" in failed(report), name
+        assert report.recorded is None
+
+
+@pytest.mark.parametrize("kind", ["SQ4", "HNSW16", "PQ4x4", "PQ16x4fs", "IVF8,PQ4x4", "PCA64,Flat", "PQ4x4,RFlat"])
+def test_an_index_with_coarse_codes_stores_the_vectors_of_its_rows(tmp_path: Path, checked: Checked, kind: str) -> None:
+    report = checked(write_index(tmp_path / "x.faiss", PASSAGES.vectors, kind))
+    assert "vectors of their own rows" not in failed(report)
+    assert "vectors of their own rows" in [each.what for each in report.checks]
+
+
+def test_an_index_trained_with_zeros_stores_none_of_the_vectors(tmp_path: Path, checked: Checked) -> None:
+    path = write_index(tmp_path / "x.faiss", np.zeros_like(PASSAGES.vectors), "SQ8")
+    assert failed(checked(path)) == ["vectors of their own rows", "recall@10"]
+
+
+def test_rows_that_an_index_does_not_have_count_as_wrong(tmp_path: Path, checked: Checked) -> None:
+    flat = faiss.IndexFlatIP(DIMENSION)
+    index = faiss.IndexIDMap2(flat)
+    ids = np.arange(ROWS)
+    ids[-30:] += ROWS
+    index.add_with_ids(PASSAGES.vectors, ids)
+    faiss.write_index(index, str(tmp_path / "x.faiss"))
+    report = checked(tmp_path / "x.faiss")
+    assert "vectors of their own rows" in failed(report)
+    assert [each.found for each in report.checks if each.what == "vectors of their own rows"] == ["95.00%"]
+
+
+def test_a_graph_that_finds_few_neighbours_is_not_recorded(tmp_path: Path, checked: Checked) -> None:
+    index = faiss.IndexHNSWFlat(DIMENSION, 2, faiss.METRIC_INNER_PRODUCT)
+    index.hnsw.efConstruction = index.hnsw.efSearch = 1
+    index.add(PASSAGES.vectors)
+    faiss.write_index(index, str(tmp_path / "x.faiss"))
+    report = checked(tmp_path / "x.faiss")
+    assert failed(report) == ["recall@10"]
+    assert "at least 0.5000 (not known yet, of IndexHNSWFlat)" in report.checks[-1].expected
+    assert report.recorded is None
+
+
 def test_an_index_that_differs_from_the_catalogue_or_the_embeddings_is_refused(
     tmp_path: Path, checked: Checked
 ) -> None:
     good = write_index(tmp_path / "good.faiss", PASSAGES.vectors)
     l2 = write_index(tmp_path / "l2.faiss", PASSAGES.vectors, metric=faiss.METRIC_L2)
-    assert failed(checked(l2, known_as(l2))) == ["metric"]
+    assert failed(checked(l2, known_as(l2))) == ["metric", "recall@10"]
     assert failed(checked(good, known_as(good, size_bytes=good.stat().st_size + 1))) == ["size in bytes"]
     assert failed(checked(good, known_as(good, vectors=ROWS + 1))) == ["embeddings, by the catalogue"]
     narrow = write_index(tmp_path / "narrow.faiss", PASSAGES.vectors[:, :767])
@@ -124,11 +187,23 @@ def test_a_recall_that_falls_below_the_recorded_one_is_refused(tmp_path: Path, c
     assert 0.1 < second.recall[-1] < 0.9
     assert failed(second) == ["recall@10"]
     assert first.recorded is not None
+    remedy = "Fetch or build the index again; if you changed it on purpose, remove this file"
+    assert f"in {first.recorded}. {remedy}" in second.checks[-1].expected
     first.recorded.write_text("{}")
     with pytest.raises(InputError, match=r"is damaged .* the next check records it anew"):
         checked(path)
     first.recorded.unlink()
     assert checked(path).recorded == first.recorded
+
+
+def test_another_index_at_the_same_path_has_a_record_of_its_own(tmp_path: Path, checked: Checked) -> None:
+    path = tmp_path / "x.faiss"
+    first = checked(write_index(path, PASSAGES.vectors))
+    coarse = checked(write_index(path, PASSAGES.vectors, "PQ16x4"))
+    assert coarse.recall[-1] < first.recall[-1] - 0.1
+    assert coarse.passed
+    assert None is not coarse.recorded != first.recorded
+    assert checked(write_index(path, PASSAGES.vectors)).recorded is None, "the first record is still there"
 
 
 def test_a_recall_in_the_catalogue_is_required_of_any_sample(tmp_path: Path, checked: Checked) -> None:
@@ -199,5 +274,5 @@ def test_embeddings_that_are_malformed_are_refused_before_a_recall_is_recorded(t
     path = write_index(tmp_path / "x.faiss", PASSAGES.vectors)
     with pytest.raises(InputError, match=r"train-00002-of-00003\.parquet row 177 has an embedding with a number"):
         check_index(path, None, embeddings_in(folder), SAMPLE, record)
-    assert not record.path.exists()
+    assert not record.folder.exists()
     assert embeddings_of(embeddings_in(folder).files[0][:1]).rows == 200

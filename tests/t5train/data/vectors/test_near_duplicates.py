@@ -115,14 +115,15 @@ def test_the_result_does_not_depend_on_how_much_is_in_memory(
     assert out.read_bytes() == expected
 
 
-@pytest.mark.parametrize("kind", ["Flat", "HNSW32_SQ8", "IVF8,SQ8"])
+@pytest.mark.parametrize("kind", ["Flat", "HNSW32_SQ8", "IVF8,SQ8", "IVF8,PQ16x4"])
 @pytest.mark.parametrize("metric", [faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2])
 def test_a_given_index_proposes_by_the_cosine_whatever_its_metric(
     folder: Path, tmp_path: Path, kind: str, metric: int
 ) -> None:
-    path = write_index(tmp_path / "x.faiss", PLANTED.vectors, kind, metric, lists_searched=8)
-    search = given_index(path, embeddings_in(folder), chunk_rows=77)
-    assert found(folder, search, tmp_path / "pairs.jsonl").rows() == sorted(PAIRS)
+    path = write_index(tmp_path / "x.faiss", PLANTED.vectors, kind, metric, lists_searched=1)
+    search = given_index(path, embeddings_in(folder))
+    thresholds = Thresholds(neighbours=100 if "PQ" in kind else 10)  # coarse codes do not rank within a cluster
+    assert found(folder, search, tmp_path / "pairs.jsonl", thresholds).rows() == sorted(PAIRS)
 
 
 def test_an_index_built_of_lists_finds_the_same(folder: Path, tmp_path: Path) -> None:
@@ -157,9 +158,35 @@ def test_an_index_of_other_embeddings_or_of_another_metric_is_refused(folder: Pa
     short = write_index(tmp_path / "short.faiss", PLANTED.vectors[1:])
     with pytest.raises(InputError, match="has 599 vectors of 768 numbers, but the source has 600 of 768"):
         given_index(short, embeddings_in(folder))
+    tail = PLANTED.vectors.copy()
+    tail[-30:] = tail[-30:][::-1]
+    for vectors, share in ((PLANTED.vectors[::-1], r"0\.\d\d"), (tail, r"95\.00")):
+        other = write_index(tmp_path / "other.faiss", vectors)
+        with pytest.raises(InputError, match=rf"in {share}% of 600 rows, but must do so in at least 99%"):
+            given_index(other, embeddings_in(folder))
     l1 = write_index(tmp_path / "l1.faiss", PLANTED.vectors, metric=faiss.METRIC_L1)
-    with pytest.raises(InputError, match="cosines can be computed only from inner product and L2"):
+    with pytest.raises(InputError, match="must have inner product or L2"):
         given_index(l1, embeddings_in(folder))
+
+
+@pytest.mark.parametrize("bad", [600, -7])
+def test_an_index_whose_ids_are_not_rows_is_refused(folder: Path, tmp_path: Path, bad: int) -> None:
+    index = faiss.IndexIDMap2(faiss.IndexFlatIP(PLANTED.vectors.shape[1]))
+    index.add_with_ids(PLANTED.vectors, np.array([*range(599), bad]))
+    faiss.write_index(index, str(tmp_path / "x.faiss"))
+    search = given_index(tmp_path / "x.faiss", embeddings_in(folder))
+    with pytest.raises(InputError, match=rf"returns the row {bad}, but the source has the rows 0 to 599\."):
+        found(folder, search, tmp_path / "pairs.jsonl")
+
+
+def test_cosines_do_not_come_from_the_codes_of_an_index(folder: Path, tmp_path: Path) -> None:
+    exact = found(folder, built_index(embeddings_in(folder), 0), tmp_path / "exact.jsonl")
+    path = write_index(tmp_path / "x.faiss", PLANTED.vectors, "PQ16x4")
+    search, thresholds = given_index(path, embeddings_in(folder)), Thresholds(neighbours=100)
+    coarse = found(folder, search, tmp_path / "coarse.jsonl", thresholds, Sizes(37, 100))
+    cosines = [[each["cosine"] for each in result.pairs] for result in (exact, coarse)]
+    assert coarse.rows() == exact.rows()
+    assert cosines[0] == pytest.approx(cosines[1], abs=0.001)
 
 
 def test_an_index_that_memory_cannot_hold_is_not_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
