@@ -67,8 +67,14 @@ class Downloads(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """The folder that they are in."""
-        return cache_folder(self.location, self.revision, self._root(), ["whole files"] if self.whole_files else [])
+        """The folder that they are in: for a named text of the Hub, one for each commit.
+
+        Files that are named by their URL may be of any commit, so they are in another folder.
+        """
+        more = ["whole files"] if self.whole_files else []
+        if self.pinned_repository is not None:
+            more += ["commit", self._recorded_commit() or ""]
+        return cache_folder(self.location, self.revision, self._root(), more)
 
     @property
     def pinned_repository(self) -> str | None:
@@ -84,8 +90,7 @@ class Downloads(NamedTuple):
             return self.location
         if records:
             return files_at(self.location, record_commit(repository, self.revision, self._root()))
-        recorded = None if self.root is None else recorded_commit(repository, self.revision, self.root)
-        return files_at(self.location, recorded or commit_of(repository, self.revision))
+        return files_at(self.location, self._recorded_commit() or commit_of(repository, self.revision))
 
     def kept(self) -> list[SourceFile] | None:
         """Return the earlier downloads if they are used without asking the store; None otherwise.
@@ -100,11 +105,24 @@ class Downloads(NamedTuple):
         is_offline = self.location.startswith("hf://") and _offline_switch() is not None
         if not is_offline and self.pinned_repository is None:
             return None
-        if (places := downloaded_before(self.folder)) is not None:
-            return _kept(self.folder, places, is_offline)
+        has_commit = self.pinned_repository is None or self._recorded_commit() is not None
+        if has_commit and (places := downloaded_before(self.folder)) is not None:
+            return self._kept(places, is_offline)
         if is_offline:
             require_online(self.location)
         return None
+
+    def _kept(self, places: Sequence[Path], is_offline: bool) -> list[SourceFile] | None:
+        num_files = len(places) if self.known is None else self.known.num_files
+        if len(places) != num_files and not is_offline:
+            return None
+        self.require_all([str(place) for place in places])
+        for place, is_intact in zip(places, whole_copies(places), strict=True):
+            if not is_intact and is_offline:
+                raise InputError(f"{place} is missing or damaged, and without a network it cannot be downloaded again")
+            if not is_intact:
+                return None
+        return [SourceFile(place, place.relative_to(self.folder).as_posix()) for place in places]
 
     def known_digest(self, name: str) -> FileDigest | None:
         """Return what a file is known to be: from the catalogue, or of a commit from its first download."""
@@ -122,6 +140,12 @@ class Downloads(NamedTuple):
                 "what you want"
             )
 
+    def _recorded_commit(self) -> str | None:
+        repository = self.pinned_repository
+        if repository is None or self.root is None:
+            return None
+        return recorded_commit(repository, self.revision, self.root)
+
     def _root(self) -> Path:
         assert self.root is not None  # noqa: S101  who downloads has a root
         return self.root
@@ -129,15 +153,6 @@ class Downloads(NamedTuple):
     def _digests(self) -> dict[str, FileDigest]:
         digests = {} if self.known is None else self.known.files
         return {name: FileDigest(size=each.size, sha256=each.sha256) for name, each in digests.items()}
-
-
-def _kept(cache: Path, places: Sequence[Path], is_offline: bool) -> list[SourceFile] | None:
-    for place, is_intact in zip(places, whole_copies(places), strict=True):
-        if not is_intact and is_offline:
-            raise InputError(f"{place} is missing or damaged, and without a network it cannot be downloaded again")
-        if not is_intact:
-            return None
-    return [SourceFile(place, place.relative_to(cache).as_posix()) for place in places]
 
 
 def _offline_switch() -> str | None:
