@@ -1,11 +1,12 @@
 """Text of any dataset of the Hugging Face Hub by its name, streamed with ``datasets`` from a server like the Hub."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,33 @@ def test_a_killed_download_continues_with_the_missing_shards(hub: Hub, tmp_path:
     assert kept(root) == kept(tmp_path / "whole")
     assert {path: path.stat().st_mtime_ns for path in written} == written
     assert set(hub.downloads) == {"en/train.0.json.gz", last}, "the first is looked at, and the last is read"
+
+
+def test_opening_a_dataset_is_tried_again_if_the_hub_is_busy(hub: Hub, tmp_path: Path) -> None:
+    refused = list[str]()
+
+    def is_busy(path: str) -> bool:
+        """One request of the process that looks at the dataset, and one of the process that reads it."""
+        is_card = path.endswith("README.md") and not refused
+        is_commit = "/revision/" in path and len(refused) == 1 and bool(hub.downloads)
+        refused.extend([path] if is_card or is_commit else [])
+        return is_card or is_commit
+
+    hub.is_busy = is_busy
+    assert build_one(hub, tmp_path, EN)["counts"]["passages"] == SHARDS * ROWS
+    assert len(refused) == 2, refused
+
+
+def test_datasets_does_not_retry_itself(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    code = (
+        "from t5train.data.download import hub_dataset; hub_dataset._package('someone/texts')\n"
+        "import datasets, json; settings = vars(datasets.config)\n"
+        "print(json.dumps({name: value for name, value in settings.items() if name.startswith('STREAMING_')}))"
+    )
+    settings = json.loads(run_python(code).stdout)
+    assert len(settings) == 6
+    for name, value in settings.items():
+        assert value == (1 if name.endswith("_MAX_RETRIES") else 0), name
 
 
 def test_a_damaged_shard_is_streamed_again_and_must_be_the_same_text(hub: Hub, tmp_path: Path) -> None:
