@@ -1,13 +1,20 @@
 """Earlier downloads that are used without asking the store."""
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from t5train.data.download.downloads import downloaded_before
-from t5train.data.download.hub_commit import commit_of, files_at, record_commit, recorded_commit, repository_of
+from t5train.data.download.hub_commit import (
+    commit_of,
+    files_at,
+    offline_switch,
+    record_commit,
+    recorded_commit,
+    repository_of,
+    require_online,
+)
 from t5train.data.download.partial_file import read_note, whole_copies
 from t5train.data.passages import SourceFile
 from t5train.errors import InputError
@@ -16,8 +23,6 @@ from t5train.host_resources import quantity
 from t5train.locations import redacted
 from t5train.records.digests import FileDigest
 from t5train.spec.known_texts import KnownText, known_texts, location_of
-
-_OFFLINE, _TRUE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), {"1", "ON", "YES", "TRUE"}
 
 
 def cache_folder(source: str, revision: str, root: Path, more: Sequence[str] = ()) -> Path:
@@ -36,15 +41,6 @@ def download_places(folder: Path, names: list[str], shown: str) -> list[Path]:
                 f"{parent} is a symbolic link, so {shown} would be downloaded to the link's target. Remove the link"
             )
     return places
-
-
-def require_online(source: str) -> None:
-    """Raise InputError if a text of the Hub would have to be downloaded and the Hub must not be asked."""
-    if (switch := _offline_switch()) is not None:
-        raise InputError(
-            f"corpus.source {redacted(source)!r} is not on this machine, and {switch} does not allow downloading it. "
-            f"Unset {switch}, or run `t5-pretrain corpus` with the same text and root where it is not set"
-        )
 
 
 class Downloads(NamedTuple):
@@ -98,11 +94,13 @@ class Downloads(NamedTuple):
         That is so for the Hub if it is not to be asked, for files that all have known digests and are here, and for
         those of a recorded commit. Raises InputError if the Hub is not to be asked, and a file is not here.
         """
+        is_offline = self.location.startswith("hf://") and offline_switch() is not None
         if self.root is None:
+            if is_offline:
+                require_online(self.location)
             return None
         if digests := self._digests():
             return _with_known_content(self.folder, digests)
-        is_offline = self.location.startswith("hf://") and _offline_switch() is not None
         if not is_offline and self.pinned_repository is None:
             return None
         has_commit = self.pinned_repository is None or self._recorded_commit() is not None
@@ -153,11 +151,6 @@ class Downloads(NamedTuple):
     def _digests(self) -> dict[str, FileDigest]:
         digests = {} if self.known is None else self.known.files
         return {name: FileDigest(size=each.size, sha256=each.sha256) for name, each in digests.items()}
-
-
-def _offline_switch() -> str | None:
-    """Return the environment variable that forbids to ask the Hub; None if it may be asked."""
-    return next((each for each in _OFFLINE if os.environ.get(each, "").upper() in _TRUE), None)
 
 
 def _with_known_content(cache: Path, digests: Mapping[str, FileDigest]) -> list[SourceFile] | None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from t5train.data.download import hub_dataset
+from t5train.data.download.remote_reading import Backoff
+from t5train.data.sources import require_source
 from t5train.errors import InputError
 from t5train.spec.data_spec import HubText
 from tests.support.hub_server import REPOSITORY, Hub, serving_hub
@@ -162,6 +164,18 @@ def test_datasets_does_not_retry_itself(run_python: Callable[..., subprocess.Com
     assert len(settings) == 6
     for name, value in settings.items():
         assert value == (1 if name.endswith("_MAX_RETRIES") else 0), name
+
+
+@pytest.mark.parametrize("source", [NAME, f"hf://datasets/{REPOSITORY}/en/train.*.json.gz", "wiki_dpr"])
+@pytest.mark.parametrize("switch", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+def test_without_a_root_a_text_of_the_hub_is_refused_at_once_if_the_hub_must_not_be_asked(
+    source: str, switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(switch, "1")
+    monkeypatch.setattr(time, "sleep", pytest.fail)
+    monkeypatch.setattr(Backoff, "_pause", pytest.fail)
+    with pytest.raises(InputError, match=rf" is not on this machine, and {switch} does not allow downloading it"):
+        require_source(source)
 
 
 def test_a_damaged_shard_is_streamed_again_and_must_be_the_same_text(hub: Hub, tmp_path: Path) -> None:
