@@ -177,7 +177,8 @@ def _write(job: Json, path: Path, advance: Advance) -> FileDigest:
     digest, size, text_bytes, unreported = hashlib.sha256(), 0, 0, 0
     with replacing(path) as file:
         frames = PassageFrames(file)
-        for passage in _passages(stream.shard(job["num_shards"], job["shard"]), columns, _source_file(path)):
+        name = f"shard {_source_file(path).name} of hf://{job['repository']}"
+        for passage in _passages(stream.shard(job["num_shards"], job["shard"]), columns, _source_file(path), name):
             line = frames.add(passage)
             digest.update(line)
             size += len(line)
@@ -194,10 +195,14 @@ def _write(job: Json, path: Path, advance: Advance) -> FileDigest:
     return FileDigest(size=size, sha256=digest.hexdigest())
 
 
-def _passages(stream: Any, columns: HubColumns, source: SourceFile) -> Iterator[Passage]:
-    """Yield the rows of a shard. A row without text is an empty passage."""
+def _passages(stream: Any, columns: HubColumns, source: SourceFile, name: str) -> Iterator[Passage]:
+    """Yield the rows of a shard. A row without text is an empty passage, but not all rows may be without.
+
+    If a dataset's card states its columns, ``datasets`` reads None for those that a file does not have.
+    """
     # As tables of Arrow, which takes less than a third of the CPU time of reading row by row.
     tables = stream.with_format("arrow").iter(_BATCH_ROWS)
+    number, has_text = -1, False
     for number, row in enumerate(row for table in tables for row in table.to_pylist()):
         text = row.get(columns.text)
         if text is not None and not isinstance(text, str):
@@ -210,7 +215,14 @@ def _passages(stream: Any, columns: HubColumns, source: SourceFile) -> Iterator[
                 f"{source.name}, row {number}: the text has more than {format_bytes(MAX_LINE_BYTES)}, but it is one "
                 "passage and is processed as a whole. Choose a text in smaller rows"
             )
+        has_text = has_text or text is not None
         yield Passage(_id(row, columns, source, number), str(_value(row, columns.title) or ""), text or "")
+    if number >= 0 and not has_text:
+        raise InputError(
+            f"{name} has {quantity(number + 1, 'row')}, but none has a value in column {columns.text!r} "
+            "(corpus.column): its file may not have this column. Set corpus.column to a column that all files have, or "
+            "corpus.config or corpus.hub_split to a part of the dataset whose files have it"
+        )
 
 
 def _id(row: Mapping[str, Any], columns: HubColumns, source: SourceFile, number: int) -> str:

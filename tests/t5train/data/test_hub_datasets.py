@@ -234,6 +234,17 @@ def test_a_row_without_text_is_an_empty_passage_and_rows_of_other_types_are_refu
     assert "name its files by their path: corpus.source=hf://datasets/someone/texts/PATH" in said
 
 
+def test_a_shard_whose_file_does_not_have_the_column_is_refused(tmp_path: Path) -> None:
+    features = b"".join(b"  - name: %b\n    dtype: string\n" % name for name in (b"text", b"content"))
+    card = b"---\ndataset_info:\n  features:\n" + features + b"---\n"
+    with_text, without = json_lines({"text": "one"}), json_lines({"content": "two"}, {"content": "three"})
+    with serving_hub(Hub({"README.md": card, "train-0.jsonl.gz": with_text, "train-1.jsonl.gz": without})) as hub:
+        said = build_one(hub, tmp_path, {"source": NAME, "workers": 1})["error"]
+    assert "shard train-00001-of-00002 of hf://someone/texts has 2 rows, but none has a value in column" in said
+    assert "'text' (corpus.column): its file may not have this column. Set corpus.column" in said
+    assert [*kept(tmp_path)] == ["train-00000-of-00002.passages.zst"]
+
+
 def test_a_disk_that_is_too_small_for_the_remaining_shards_is_noticed_after_the_first(hub: Hub, tmp_path: Path) -> None:
     said = build_one(hub, tmp_path, EN, free_bytes=2000)["error"]
     assert "too little disk space for the text of 2 more shards" in said
