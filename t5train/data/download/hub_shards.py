@@ -226,9 +226,10 @@ def _passages(stream: Any, columns: HubColumns, source: SourceFile, name: str) -
 
 
 def _id(row: Mapping[str, Any], columns: HubColumns, source: SourceFile, number: int) -> str:
-    """Return the id of a row; its place if it has none, because None would put every such row into one split."""
+    """Return the id of a row; its place if it has none, because one id would put every such row into one split."""
     found = _value(row, columns.id)
-    return f"{source.name}:{number}" if found is None else str(found)
+    name = "" if found is None else str(found)
+    return name if name.strip() else f"{source.name}:{number}"
 
 
 def _value(row: Mapping[str, Any], column: str | None) -> Any:

@@ -245,6 +245,13 @@ def test_a_shard_whose_file_does_not_have_the_column_is_refused(tmp_path: Path) 
     assert [*kept(tmp_path)] == ["train-00000-of-00002.passages.zst"]
 
 
+def test_rows_with_a_blank_id_are_identified_by_their_place(tmp_path: Path) -> None:
+    rows = [{"id": name, "text": f"text {name}"} for name in ("a", "", " ", None)]
+    with serving_hub(Hub({"train.jsonl.gz": json_lines(*rows)})) as hub:
+        made = build_one(hub, tmp_path, {"source": NAME})
+    assert [name for name, _, _ in made["passages"]] == ["a", *(f"train-00000-of-00001:{row}" for row in (1, 2, 3))]
+
+
 def test_a_disk_that_is_too_small_for_the_remaining_shards_is_noticed_after_the_first(hub: Hub, tmp_path: Path) -> None:
     said = build_one(hub, tmp_path, EN, free_bytes=2000)["error"]
     assert "too little disk space for the text of 2 more shards" in said
