@@ -42,8 +42,9 @@ class HubSource(NamedTuple):
     text: HubText
 
     def cache(self, root: Path) -> Path:
-        """Return the folder of its files."""
-        return cache_folder(f"hf://{self.repository}", self.revision, root, [each or "" for each in self.text])
+        """Return the folder of its files. The size of their frames must be that of a segment, so it is in the key."""
+        more = [*(each or "" for each in self.text), f"frames of {SEGMENT_BYTES}"]
+        return cache_folder(f"hf://{self.repository}", self.revision, root, more)
 
 
 def hub_source(source: str, revision: str, text: HubText | None) -> HubSource | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from t5train.data.download import hub_dataset
+from t5train.data.download import hub_dataset, hub_shards
 from t5train.data.download.remote_reading import Backoff
 from t5train.data.sources import require_source
 from t5train.errors import InputError
@@ -250,6 +250,14 @@ def test_rows_with_a_blank_id_are_identified_by_their_place(tmp_path: Path) -> N
     with serving_hub(Hub({"train.jsonl.gz": json_lines(*rows)})) as hub:
         made = build_one(hub, tmp_path, {"source": NAME})
     assert [name for name, _, _ in made["passages"]] == ["a", *(f"train-00000-of-00001:{row}" for row in (1, 2, 3))]
+
+
+def test_files_with_frames_of_another_size_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hub_shards.HubSource(REPOSITORY, "", HubText())
+    before = source.cache(tmp_path)
+    assert source.cache(tmp_path) == before
+    monkeypatch.setattr(hub_shards, "SEGMENT_BYTES", 2 * hub_shards.SEGMENT_BYTES)
+    assert source.cache(tmp_path) != before
 
 
 def test_a_disk_that_is_too_small_for_the_remaining_shards_is_noticed_after_the_first(hub: Hub, tmp_path: Path) -> None:
