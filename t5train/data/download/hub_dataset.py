@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from t5train.data.download.hub_commit import explained_by_hub, gated, page
 from t5train.data.download.remote_reading import Backoff, is_interrupted
 from t5train.errors import InputError, T5TrainError
+from t5train.locations import without_queries
 from t5train.spec.data_spec import HubText
 
 _PACKAGE = "'datasets>=4.8.4,<6'"
@@ -99,7 +100,7 @@ def explained_by_datasets(repository: str, commit: str) -> Iterator[None]:
     except T5TrainError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())[:_SHOWN_CHARACTERS] or type(error).__name__
+        said = without_queries(" ".join(str(error).split()))[:_SHOWN_CHARACTERS] or type(error).__name__
         raise InputError(f"hf://{repository} cannot be read by datasets: {said}. {_by_files(repository)}") from None
 
 

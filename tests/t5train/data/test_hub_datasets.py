@@ -266,6 +266,16 @@ def test_a_disk_that_is_too_small_for_the_remaining_shards_is_noticed_after_the_
     assert len(kept(tmp_path)) < SHARDS
 
 
+def test_errors_of_datasets_are_shown_without_the_queries_of_urls() -> None:
+    signed = "https://user:key@cdn.example/a/b.json.gz?Signature=(a'b)%2F&Key-Pair-Id=K1#part"
+    said = f"Cannot read '{signed}' ({signed}): gzip://b.json::{signed} is damaged, see [{signed}]"
+    shown = "https://cdn.example/a/b.json.gz"
+    expected = f"Cannot read '{shown}' ({shown}): gzip://b.json::{shown} is damaged, see [{shown}]"
+    with pytest.raises(InputError) as raised, hub_dataset.explained_by_datasets(REPOSITORY, "main"):
+        raise ValueError(said)
+    assert f"{NAME} cannot be read by datasets: {expected}. See" in str(raised.value)
+
+
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"^hf://someone/texts needs a package .*: pip install 'datasets>="):
