@@ -34,6 +34,8 @@ _MEANINGS = {
     ConnectionError: "the connection failed",
 }
 _QUERY = re.compile(r"[\w-]+=")
+_END = r"""['"<>()\[\].,:;]*(?:\s|$)"""
+_URL = re.compile(rf"""[A-Za-z][\w+.-]*://[^\s'"<>()\[\]?#]+(?:[?#]\S*?(?={_END}))?""")
 _HUB_NAME = re.compile(r"hf://(?!(?:datasets|models|spaces|buckets)/)([A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)/?")
 
 
@@ -119,6 +121,11 @@ def redacted(url: str) -> str:
     if local_folder(url) is not None:
         return url
     return "::".join(_without_authority(part) for part in url.split("::"))
+
+
+def without_queries(text: str) -> str:
+    """Return a text in which each URL is without user, password, query and fragment, which may be secret."""
+    return _URL.sub(lambda url: redacted(url[0]), text)
 
 
 def without_secret(setting: str, url: str) -> str:

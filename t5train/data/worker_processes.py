@@ -2,7 +2,8 @@
 
 A worker is a new Python interpreter. It reads jobs from standard input and writes results to standard output, as one
 JSON object per line. It imports only what its job needs, not the modules of the program that started it, which may be a
-multi-threaded flow. When that program ends for any reason, the worker's input is closed and the worker ends, too.
+multi-threaded flow. When that program ends for any reason, the worker's input is closed, and a thread of the worker
+ends it, also while it computes or waits.
 
 ``concurrent.futures.ProcessPoolExecutor`` is not used: fork would copy locks that the flow's threads hold, spawn would
 import the flow's main module in every worker, and workers could outlive a flow that is killed.
@@ -11,9 +12,11 @@ import the flow's main module in every worker, and workers could outlive a flow 
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -114,8 +117,19 @@ def _as_error(message: Json) -> T5TrainError:
 
 
 def _answer(message: Json) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # as an exception, it would look like a lost connection to code that retries these
+        os._exit(1)
+
+
+def _end_with_parent(descriptor: int) -> None:
+    """End this process when no process has the other end of a pipe open. Reads nothing of the pipe."""
+    hung_up = select.poll()
+    hung_up.register(descriptor, 0)  # for POLLHUP, which is always reported
+    hung_up.poll()
+    os._exit(1)
 
 
 def _work(function: str) -> None:
@@ -135,4 +149,5 @@ if __name__ == "__main__":
     # Ctrl-C in a terminal reaches workers too, but the process that started them decides when they end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # a worker's input is a pipe of text
+    threading.Thread(target=_end_with_parent, args=[sys.stdin.fileno()], name="end-with-parent", daemon=True).start()
     _work(sys.argv[1])

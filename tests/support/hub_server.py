@@ -25,6 +25,8 @@ class Hub:
         self.is_gated = False
         self.status: Callable[[str], int] = lambda _: 206
         """The status of the answer to a request for a part of a file."""
+        self.is_busy: Callable[[str], bool] = lambda _: False
+        """Whether a request, by its path, is refused with status 503."""
         self.downloads: list[str] = []
         """The files of which parts were sent."""
         self.requests: list[str] = []
@@ -53,7 +55,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
         api, files = f"/api/datasets/{self.hub.repository}", f"/datasets/{self.hub.repository}/resolve/"
-        if path.startswith(files):
+        if self.hub.is_busy(path):
+            self._refuse(503, "Busy")
+        elif path.startswith(files):
             self._send_file(*path.removeprefix(files).split("/", 1))
         elif path == api or path.startswith(f"{api}/"):
             action, _, rest = path.removeprefix(api).strip("/").partition("/")

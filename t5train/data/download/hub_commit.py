@@ -5,6 +5,7 @@ beside the downloads. All that is downloaded later comes from it.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +16,24 @@ from t5train.data.download.downloads import locked
 from t5train.data.download.remote_reading import Backoff, is_interrupted, message_of, status_of
 from t5train.errors import InputError, T5TrainError
 from t5train.files.atomic import write_json
+from t5train.locations import redacted
 
+_OFFLINE, _TRUE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), {"1", "ON", "YES", "TRUE"}
 _FILES = re.compile(r"hf://datasets/([^/@]+/[^/@]+)/(.+)")
+
+
+def offline_switch() -> str | None:
+    """Return the environment variable that forbids to ask the Hub; None if it may be asked."""
+    return next((each for each in _OFFLINE if os.environ.get(each, "").upper() in _TRUE), None)
+
+
+def require_online(source: str) -> None:
+    """Raise InputError if a text of the Hub would have to be downloaded and the Hub must not be asked."""
+    if (switch := offline_switch()) is not None:
+        raise InputError(
+            f"corpus.source {redacted(source)!r} is not on this machine, and {switch} does not allow downloading it. "
+            f"Unset {switch}, or run `t5-pretrain corpus` with the same text and root where it is not set"
+        )
 
 
 def recorded_commit(repository: str, revision: str, root: Path) -> str | None:
@@ -50,9 +67,13 @@ def _record(repository: str, revision: str, root: Path) -> Path:
 
 
 def commit_of(repository: str, revision: str) -> str:
-    """Ask the Hub for the commit of a branch or tag; that of main if ``revision`` is empty."""
+    """Ask the Hub for the commit of a branch or tag; that of main if ``revision`` is empty.
+
+    Raises InputError if the Hub must not be asked.
+    """
     from huggingface_hub import HfApi  # slow to import
 
+    require_online(f"hf://{repository}")
     with explained_by_hub(repository, revision):
         asked = Backoff().retried(
             lambda: HfApi().dataset_info(repository, revision=revision or None, timeout=100.0),

@@ -10,7 +10,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from t5train.data.download.hub_commit import explained_by_hub, gated, page
+from t5train.data.download.remote_reading import Backoff, is_interrupted
 from t5train.errors import InputError, T5TrainError
+from t5train.locations import without_queries
 from t5train.spec.data_spec import HubText
 
 _PACKAGE = "'datasets>=4.8.4,<6'"
@@ -60,29 +62,33 @@ def open_rows(repository: str, commit: str, text: HubText) -> HubRows:
     Raises InputError if the dataset has no such configuration, split or column, or cannot be read.
     """
     with explained_by_datasets(repository, commit):
-        builder = _builder(repository, commit, text.config)
-        streams = builder.as_streaming_dataset()
-        if text.split not in streams:
-            raise InputError(
-                f"corpus.hub_split is {text.split!r}, but {_dataset(repository, builder.config.name)} has the splits "
-                f"{_listed(streams)}. Set corpus.hub_split to one of these"
-            )
-        types = _types(streams[text.split])
-        columns = _columns(types, text, f"split {text.split!r} of {_dataset(repository, builder.config.name)}")
-        return HubRows(streams[text.split], builder.config.name, columns)
+        return Backoff().retried(lambda: _opened(repository, commit, text), f"hf://{repository}", is_interrupted)
+
+
+def _opened(repository: str, commit: str, text: HubText) -> HubRows:
+    builder = _builder(repository, commit, text.config)
+    streams = builder.as_streaming_dataset()
+    if text.split not in streams:
+        raise InputError(
+            f"corpus.hub_split is {text.split!r}, but {_dataset(repository, builder.config.name)} has the splits "
+            f"{_listed(streams)}. Set corpus.hub_split to one of these"
+        )
+    types = _types(streams[text.split])
+    columns = _columns(types, text, f"split {text.split!r} of {_dataset(repository, builder.config.name)}")
+    return HubRows(streams[text.split], builder.config.name, columns)
 
 
 @cache
 def reopen(repository: str, commit: str, config: str, split: str, columns: HubColumns) -> Any:
     """Return the stream of rows that ``open_rows`` found. Of .parquet files, only these columns are read.
 
-    A process opens it once, for all its shards, because that takes some ten requests.
+    A process opens it once, for all its shards, because that takes some ten requests. Errors are those of ``datasets``
+    and of the Hub's client, so that the caller can try again.
     """
-    with explained_by_datasets(repository, commit):
-        builder = _builder(repository, commit, config)
-        if hasattr(builder.config, "columns"):
-            builder = _builder(repository, commit, config, columns=columns.names)
-        return builder.as_streaming_dataset(split).select_columns(columns.names)
+    builder = _builder(repository, commit, config)
+    if hasattr(builder.config, "columns"):
+        builder = _builder(repository, commit, config, columns=columns.names)
+    return builder.as_streaming_dataset(split).select_columns(columns.names)
 
 
 @contextmanager
@@ -94,7 +100,7 @@ def explained_by_datasets(repository: str, commit: str) -> Iterator[None]:
     except T5TrainError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())[:_SHOWN_CHARACTERS] or type(error).__name__
+        said = without_queries(" ".join(str(error).split()))[:_SHOWN_CHARACTERS] or type(error).__name__
         raise InputError(f"hf://{repository} cannot be read by datasets: {said}. {_by_files(repository)}") from None
 
 
@@ -135,6 +141,10 @@ def _package(repository: str) -> Any:
     datasets.disable_progress_bars()
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise each opening is reported to the Hub
     datasets.config.TORCH_AVAILABLE = False  # otherwise it imports torch, which takes seconds in each process
+    for kind in ("OPEN", "READ"):  # otherwise each is tried 20 times, with pauses of up to a minute, before an error
+        setattr(datasets.config, f"STREAMING_{kind}_MAX_RETRIES", 1)
+    for kind in ("OPEN", "READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):  # it also pauses after its last try
+        setattr(datasets.config, f"STREAMING_{kind}_RETRY_INTERVAL", 0)
     return datasets
 
 

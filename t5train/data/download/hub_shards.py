@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from t5train.data.download.downloads import downloaded_before, locked, note_completed
-from t5train.data.download.hub_commit import commit_of, record_commit, recorded_commit
+from t5train.data.download.hub_commit import commit_of, record_commit, recorded_commit, require_online
 from t5train.data.download.hub_dataset import HubColumns, HubRows, explained_by_datasets, open_rows, reopen
-from t5train.data.download.kept_downloads import cache_folder, require_online
+from t5train.data.download.kept_downloads import cache_folder
 from t5train.data.download.partial_file import Note, read_note, whole_copies, write_note
 from t5train.data.download.remote_reading import Backoff, is_interrupted
 from t5train.data.passages import Passage, SourceFile, nonblank_bytes
@@ -42,8 +42,9 @@ class HubSource(NamedTuple):
     text: HubText
 
     def cache(self, root: Path) -> Path:
-        """Return the folder of its files."""
-        return cache_folder(f"hf://{self.repository}", self.revision, root, [each or "" for each in self.text])
+        """Return the folder of its files. The size of their frames must be that of a segment, so it is in the key."""
+        more = [*(each or "" for each in self.text), f"frames of {SEGMENT_BYTES}"]
+        return cache_folder(f"hf://{self.repository}", self.revision, root, more)
 
 
 def hub_source(source: str, revision: str, text: HubText | None) -> HubSource | None:
@@ -177,7 +178,8 @@ def _write(job: Json, path: Path, advance: Advance) -> FileDigest:
     digest, size, text_bytes, unreported = hashlib.sha256(), 0, 0, 0
     with replacing(path) as file:
         frames = PassageFrames(file)
-        for passage in _passages(stream.shard(job["num_shards"], job["shard"]), columns, _source_file(path)):
+        name = f"shard {_source_file(path).name} of hf://{job['repository']}"
+        for passage in _passages(stream.shard(job["num_shards"], job["shard"]), columns, _source_file(path), name):
             line = frames.add(passage)
             digest.update(line)
             size += len(line)
@@ -194,10 +196,14 @@ def _write(job: Json, path: Path, advance: Advance) -> FileDigest:
     return FileDigest(size=size, sha256=digest.hexdigest())
 
 
-def _passages(stream: Any, columns: HubColumns, source: SourceFile) -> Iterator[Passage]:
-    """Yield the rows of a shard. A row without text is an empty passage."""
+def _passages(stream: Any, columns: HubColumns, source: SourceFile, name: str) -> Iterator[Passage]:
+    """Yield the rows of a shard. A row without text is an empty passage, but not all rows may be without.
+
+    If a dataset's card states its columns, ``datasets`` reads None for those that a file does not have.
+    """
     # As tables of Arrow, which takes less than a third of the CPU time of reading row by row.
     tables = stream.with_format("arrow").iter(_BATCH_ROWS)
+    number, has_text = -1, False
     for number, row in enumerate(row for table in tables for row in table.to_pylist()):
         text = row.get(columns.text)
         if text is not None and not isinstance(text, str):
@@ -210,13 +216,21 @@ def _passages(stream: Any, columns: HubColumns, source: SourceFile) -> Iterator[
                 f"{source.name}, row {number}: the text has more than {format_bytes(MAX_LINE_BYTES)}, but it is one "
                 "passage and is processed as a whole. Choose a text in smaller rows"
             )
+        has_text = has_text or text is not None
         yield Passage(_id(row, columns, source, number), str(_value(row, columns.title) or ""), text or "")
+    if number >= 0 and not has_text:
+        raise InputError(
+            f"{name} has {quantity(number + 1, 'row')}, but none has a value in column {columns.text!r} "
+            "(corpus.column): its file may not have this column. Set corpus.column to a column that all files have, or "
+            "corpus.config or corpus.hub_split to a part of the dataset whose files have it"
+        )
 
 
 def _id(row: Mapping[str, Any], columns: HubColumns, source: SourceFile, number: int) -> str:
-    """Return the id of a row; its place if it has none, because None would put every such row into one split."""
+    """Return the id of a row; its place if it has none, because one id would put every such row into one split."""
     found = _value(row, columns.id)
-    return f"{source.name}:{number}" if found is None else str(found)
+    name = "" if found is None else str(found)
+    return name if name.strip() else f"{source.name}:{number}"
 
 
 def _value(row: Mapping[str, Any], column: str | None) -> Any:

@@ -1,13 +1,20 @@
 """Earlier downloads that are used without asking the store."""
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from t5train.data.download.downloads import downloaded_before
-from t5train.data.download.hub_commit import commit_of, files_at, record_commit, recorded_commit, repository_of
+from t5train.data.download.hub_commit import (
+    commit_of,
+    files_at,
+    offline_switch,
+    record_commit,
+    recorded_commit,
+    repository_of,
+    require_online,
+)
 from t5train.data.download.partial_file import read_note, whole_copies
 from t5train.data.passages import SourceFile
 from t5train.errors import InputError
@@ -16,8 +23,6 @@ from t5train.host_resources import quantity
 from t5train.locations import redacted
 from t5train.records.digests import FileDigest
 from t5train.spec.known_texts import KnownText, known_texts, location_of
-
-_OFFLINE, _TRUE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), {"1", "ON", "YES", "TRUE"}
 
 
 def cache_folder(source: str, revision: str, root: Path, more: Sequence[str] = ()) -> Path:
@@ -36,15 +41,6 @@ def download_places(folder: Path, names: list[str], shown: str) -> list[Path]:
                 f"{parent} is a symbolic link, so {shown} would be downloaded to the link's target. Remove the link"
             )
     return places
-
-
-def require_online(source: str) -> None:
-    """Raise InputError if a text of the Hub would have to be downloaded and the Hub must not be asked."""
-    if (switch := _offline_switch()) is not None:
-        raise InputError(
-            f"corpus.source {redacted(source)!r} is not on this machine, and {switch} does not allow downloading it. "
-            f"Unset {switch}, or run `t5-pretrain corpus` with the same text and root where it is not set"
-        )
 
 
 class Downloads(NamedTuple):
@@ -67,8 +63,14 @@ class Downloads(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """The folder that they are in."""
-        return cache_folder(self.location, self.revision, self._root(), ["whole files"] if self.whole_files else [])
+        """The folder that they are in: for a named text of the Hub, one for each commit.
+
+        Files that are named by their URL may be of any commit, so they are in another folder.
+        """
+        more = ["whole files"] if self.whole_files else []
+        if self.pinned_repository is not None:
+            more += ["commit", self._recorded_commit() or ""]
+        return cache_folder(self.location, self.revision, self._root(), more)
 
     @property
     def pinned_repository(self) -> str | None:
@@ -84,8 +86,7 @@ class Downloads(NamedTuple):
             return self.location
         if records:
             return files_at(self.location, record_commit(repository, self.revision, self._root()))
-        recorded = None if self.root is None else recorded_commit(repository, self.revision, self.root)
-        return files_at(self.location, recorded or commit_of(repository, self.revision))
+        return files_at(self.location, self._recorded_commit() or commit_of(repository, self.revision))
 
     def kept(self) -> list[SourceFile] | None:
         """Return the earlier downloads if they are used without asking the store; None otherwise.
@@ -93,18 +94,33 @@ class Downloads(NamedTuple):
         That is so for the Hub if it is not to be asked, for files that all have known digests and are here, and for
         those of a recorded commit. Raises InputError if the Hub is not to be asked, and a file is not here.
         """
+        is_offline = self.location.startswith("hf://") and offline_switch() is not None
         if self.root is None:
+            if is_offline:
+                require_online(self.location)
             return None
         if digests := self._digests():
             return _with_known_content(self.folder, digests)
-        is_offline = self.location.startswith("hf://") and _offline_switch() is not None
         if not is_offline and self.pinned_repository is None:
             return None
-        if (places := downloaded_before(self.folder)) is not None:
-            return _kept(self.folder, places, is_offline)
+        has_commit = self.pinned_repository is None or self._recorded_commit() is not None
+        if has_commit and (places := downloaded_before(self.folder)) is not None:
+            return self._kept(places, is_offline)
         if is_offline:
             require_online(self.location)
         return None
+
+    def _kept(self, places: Sequence[Path], is_offline: bool) -> list[SourceFile] | None:
+        num_files = len(places) if self.known is None else self.known.num_files
+        if len(places) != num_files and not is_offline:
+            return None
+        self.require_all([str(place) for place in places])
+        for place, is_intact in zip(places, whole_copies(places), strict=True):
+            if not is_intact and is_offline:
+                raise InputError(f"{place} is missing or damaged, and without a network it cannot be downloaded again")
+            if not is_intact:
+                return None
+        return [SourceFile(place, place.relative_to(self.folder).as_posix()) for place in places]
 
     def known_digest(self, name: str) -> FileDigest | None:
         """Return what a file is known to be: from the catalogue, or of a commit from its first download."""
@@ -122,6 +138,12 @@ class Downloads(NamedTuple):
                 "what you want"
             )
 
+    def _recorded_commit(self) -> str | None:
+        repository = self.pinned_repository
+        if repository is None or self.root is None:
+            return None
+        return recorded_commit(repository, self.revision, self.root)
+
     def _root(self) -> Path:
         assert self.root is not None  # noqa: S101  who downloads has a root
         return self.root
@@ -129,20 +151,6 @@ class Downloads(NamedTuple):
     def _digests(self) -> dict[str, FileDigest]:
         digests = {} if self.known is None else self.known.files
         return {name: FileDigest(size=each.size, sha256=each.sha256) for name, each in digests.items()}
-
-
-def _kept(cache: Path, places: Sequence[Path], is_offline: bool) -> list[SourceFile] | None:
-    for place, is_intact in zip(places, whole_copies(places), strict=True):
-        if not is_intact and is_offline:
-            raise InputError(f"{place} is missing or damaged, and without a network it cannot be downloaded again")
-        if not is_intact:
-            return None
-    return [SourceFile(place, place.relative_to(cache).as_posix()) for place in places]
-
-
-def _offline_switch() -> str | None:
-    """Return the environment variable that forbids to ask the Hub; None if it may be asked."""
-    return next((each for each in _OFFLINE if os.environ.get(each, "").upper() in _TRUE), None)
 
 
 def _with_known_content(cache: Path, digests: Mapping[str, FileDigest]) -> list[SourceFile] | None:

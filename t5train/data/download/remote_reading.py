@@ -21,8 +21,16 @@ LONGEST_ASKED_SECONDS = 600.0
 CONNECT_SECONDS, SILENT_SECONDS = 30.0, 60.0
 _BUSY_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _LOST_CONNECTION = {errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT}
-_LOST_CLASSES = {"ClientConnectionError", "ClientPayloadError", "TransportError", "HTTPClientError"}
-"""Base classes of such errors in aiohttp (the first two), httpx and botocore."""
+_LOST_CLASSES = {
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "TransportError",
+    "HTTPClientError",
+    "LocalEntryNotFoundError",
+}
+"""Base classes of such errors in aiohttp (the first two), httpx, botocore and the Hub's client.
+
+The last one means that the Hub did not answer a question about a file. ``datasets`` removes its cause."""
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 

@@ -1,18 +1,21 @@
 """Text of any dataset of the Hugging Face Hub by its name, streamed with ``datasets`` from a server like the Hub."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from t5train.data.download import hub_dataset
+from t5train.data.download import hub_dataset, hub_shards
+from t5train.data.download.remote_reading import Backoff
+from t5train.data.sources import require_source
 from t5train.errors import InputError
 from t5train.spec.data_spec import HubText
 from tests.support.hub_server import REPOSITORY, Hub, serving_hub
@@ -136,6 +139,45 @@ def test_a_killed_download_continues_with_the_missing_shards(hub: Hub, tmp_path:
     assert set(hub.downloads) == {"en/train.0.json.gz", last}, "the first is looked at, and the last is read"
 
 
+def test_opening_a_dataset_is_tried_again_if_the_hub_is_busy(hub: Hub, tmp_path: Path) -> None:
+    refused = list[str]()
+
+    def is_busy(path: str) -> bool:
+        """One request of the process that looks at the dataset, and one of the process that reads it."""
+        is_card = path.endswith("README.md") and not refused
+        is_commit = "/revision/" in path and len(refused) == 1 and bool(hub.downloads)
+        refused.extend([path] if is_card or is_commit else [])
+        return is_card or is_commit
+
+    hub.is_busy = is_busy
+    assert build_one(hub, tmp_path, EN)["counts"]["passages"] == SHARDS * ROWS
+    assert len(refused) == 2, refused
+
+
+def test_datasets_does_not_retry_itself(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    code = (
+        "from t5train.data.download import hub_dataset; hub_dataset._package('someone/texts')\n"
+        "import datasets, json; settings = vars(datasets.config)\n"
+        "print(json.dumps({name: value for name, value in settings.items() if name.startswith('STREAMING_')}))"
+    )
+    settings = json.loads(run_python(code).stdout)
+    assert len(settings) == 6
+    for name, value in settings.items():
+        assert value == (1 if name.endswith("_MAX_RETRIES") else 0), name
+
+
+@pytest.mark.parametrize("source", [NAME, f"hf://datasets/{REPOSITORY}/en/train.*.json.gz", "wiki_dpr"])
+@pytest.mark.parametrize("switch", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+def test_without_a_root_a_text_of_the_hub_is_refused_at_once_if_the_hub_must_not_be_asked(
+    source: str, switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(switch, "1")
+    monkeypatch.setattr(time, "sleep", pytest.fail)
+    monkeypatch.setattr(Backoff, "_pause", pytest.fail)
+    with pytest.raises(InputError, match=rf" is not on this machine, and {switch} does not allow downloading it"):
+        require_source(source)
+
+
 def test_a_damaged_shard_is_streamed_again_and_must_be_the_same_text(hub: Hub, tmp_path: Path) -> None:
     made = build_one(hub, tmp_path, EN)
     (place,) = tmp_path.glob("cache/*/train-00002-*.zst")
@@ -192,10 +234,46 @@ def test_a_row_without_text_is_an_empty_passage_and_rows_of_other_types_are_refu
     assert "name its files by their path: corpus.source=hf://datasets/someone/texts/PATH" in said
 
 
+def test_a_shard_whose_file_does_not_have_the_column_is_refused(tmp_path: Path) -> None:
+    features = b"".join(b"  - name: %b\n    dtype: string\n" % name for name in (b"text", b"content"))
+    card = b"---\ndataset_info:\n  features:\n" + features + b"---\n"
+    with_text, without = json_lines({"text": "one"}), json_lines({"content": "two"}, {"content": "three"})
+    with serving_hub(Hub({"README.md": card, "train-0.jsonl.gz": with_text, "train-1.jsonl.gz": without})) as hub:
+        said = build_one(hub, tmp_path, {"source": NAME, "workers": 1})["error"]
+    assert "shard train-00001-of-00002 of hf://someone/texts has 2 rows, but none has a value in column" in said
+    assert "'text' (corpus.column): its file may not have this column. Set corpus.column" in said
+    assert [*kept(tmp_path)] == ["train-00000-of-00002.passages.zst"]
+
+
+def test_rows_with_a_blank_id_are_identified_by_their_place(tmp_path: Path) -> None:
+    rows = [{"id": name, "text": f"text {name}"} for name in ("a", "", " ", None)]
+    with serving_hub(Hub({"train.jsonl.gz": json_lines(*rows)})) as hub:
+        made = build_one(hub, tmp_path, {"source": NAME})
+    assert [name for name, _, _ in made["passages"]] == ["a", *(f"train-00000-of-00001:{row}" for row in (1, 2, 3))]
+
+
+def test_files_with_frames_of_another_size_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hub_shards.HubSource(REPOSITORY, "", HubText())
+    before = source.cache(tmp_path)
+    assert source.cache(tmp_path) == before
+    monkeypatch.setattr(hub_shards, "SEGMENT_BYTES", 2 * hub_shards.SEGMENT_BYTES)
+    assert source.cache(tmp_path) != before
+
+
 def test_a_disk_that_is_too_small_for_the_remaining_shards_is_noticed_after_the_first(hub: Hub, tmp_path: Path) -> None:
     said = build_one(hub, tmp_path, EN, free_bytes=2000)["error"]
     assert "too little disk space for the text of 2 more shards" in said
     assert len(kept(tmp_path)) < SHARDS
+
+
+def test_errors_of_datasets_are_shown_without_the_queries_of_urls() -> None:
+    signed = "https://user:key@cdn.example/a/b.json.gz?Signature=(a'b)%2F&Key-Pair-Id=K1#part"
+    said = f"Cannot read '{signed}' ({signed}): gzip://b.json::{signed} is damaged, see [{signed}]"
+    shown = "https://cdn.example/a/b.json.gz"
+    expected = f"Cannot read '{shown}' ({shown}): gzip://b.json::{shown} is damaged, see [{shown}]"
+    with pytest.raises(InputError) as raised, hub_dataset.explained_by_datasets(REPOSITORY, "main"):
+        raise ValueError(said)
+    assert f"{NAME} cannot be read by datasets: {expected}. See" in str(raised.value)
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

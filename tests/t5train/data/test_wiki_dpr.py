@@ -1,5 +1,6 @@
 """wiki_dpr from a server like the Hub: a text that has a name, but no digests until its first download."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,31 @@ def test_the_catalogue_says_what_is_known_of_wiki_dpr_and_no_more() -> None:
     for index in known_indexes("wiki_dpr").values():
         assert (index.vectors, index.dimension, index.recall) == (known.rows, 768, {})
     assert licence_of("wiki_dpr", None) == "cc-by-nc-4.0"
+
+
+def test_files_by_their_url_and_the_named_text_are_downloaded_apart(hub: Hub, tmp_path: Path) -> None:
+    by_url = {"source": known_texts()["wiki_dpr"].location, "workers": 1}
+
+    def first(text: dict[str, Any], offline: str = "") -> str:
+        made = build_one(hub, tmp_path, text, offline=offline, **FACTS)
+        return str(made["error"] if "error" in made else made["passages"][0][2])
+
+    assert first(by_url) == "words of passage 1"
+    assert "is not on this machine, and HF_HUB_OFFLINE does not allow" in first(WIKI, "HF_HUB_OFFLINE")
+    hub.commit(files("moved"))
+    assert first(WIKI) == "moved of passage 1", "without a recorded commit, downloads by URL are not used"
+    hub.commit(files("again"))
+    assert first(by_url) == "again of passage 1"
+    assert first(WIKI) == first(WIKI, "HF_HUB_OFFLINE") == "moved of passage 1"
+    assert first(by_url, "HF_HUB_OFFLINE") == "again of passage 1"
+
+
+def test_fewer_files_than_the_named_text_has_are_downloaded_again(hub: Hub, tmp_path: Path) -> None:
+    made = build(hub, tmp_path)
+    (listing,) = tmp_path.glob("cache/*/.downloaded-files.json")
+    listing.write_text(json.dumps({"files": json.loads(listing.read_text())["files"][:-1]}))
+    assert "is 2 files, but should be 3" in build(hub, tmp_path, offline="HF_HUB_OFFLINE")["error"]
+    assert build(hub, tmp_path) == made
 
 
 def test_a_named_text_and_a_dataset_by_its_name_share_the_commit(hub: Hub, tmp_path: Path) -> None:

@@ -47,6 +47,20 @@ def sleep(job: Json, advance: Advance) -> Json:
     return {}
 
 
+def wait(job: Json, advance: Advance) -> Json:
+    Path(job["pid_file"]).write_text(str(os.getpid()))
+    time.sleep(60)
+    return {}
+
+
+def compute(job: Json, advance: Advance) -> Json:
+    Path(job["pid_file"]).write_text(str(os.getpid()))
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        pass
+    return {}
+
+
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers import this file as a module."""
@@ -99,14 +113,15 @@ def test_a_killed_worker_is_an_error_not_a_hang(function: str) -> None:
         run(function)
 
 
-def test_no_worker_outlives_the_program_that_started_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["sleep", "wait", "compute"])
+def test_no_worker_outlives_the_program_that_started_it(function: str, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from t5train.data.worker_processes import in_processes\n"
-        "list(in_processes('test_worker_processes:sleep', [{'pid_file': sys.argv[2]}], 1, lambda units: None))"
+        "list(in_processes('test_worker_processes:' + sys.argv[3], [{'pid_file': sys.argv[2]}], 1, lambda units: None))"
     )
-    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(pid_file)]
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(pid_file), function]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as parent:
         try:
             deadline = time.monotonic() + 60
@@ -116,4 +131,15 @@ def test_no_worker_outlives_the_program_that_started_it(tmp_path: Path) -> None:
             worker = psutil.Process(int(pid_file.read_text()))
         finally:
             parent.kill()
-    assert worker.wait(timeout=30) is None or not worker.is_running()
+    assert worker.wait(timeout=10) is None or not worker.is_running()
+
+
+def test_a_worker_whose_results_nobody_reads_ends_without_an_exception_that_could_be_retried() -> None:
+    code = (
+        "import os\n"
+        "from t5train.data.worker_processes import _answer\n"
+        "reading, writing = os.pipe(); os.close(reading); os.dup2(writing, 1)\n"
+        "try: _answer({})\n"
+        "except OSError: os._exit(2)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
