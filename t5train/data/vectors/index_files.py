@@ -74,14 +74,15 @@ def local_index(chosen: ChosenIndex, revision: str, root: Path, progress: Progre
     path = local_folder(chosen.location)
     if path is not None:
         return path
-    downloads = Downloads(chosen.location, revision, root, whole_files=True)
     with explained(chosen.location, "cannot be read (--index)", InputError):
+        location = chosen.location
+        if chosen.known is not None and (repository := repository_of(location)) is not None:
+            location = files_at(location, record_commit(repository, revision, root))  # the commit of the embeddings
+        downloads = Downloads(location, revision, root, whole_files=True)
         kept = downloads.kept()
         if kept is not None:
             return kept[0].path
-        location, cache = chosen.location, downloads.folder
-        if chosen.known is not None and (repository := repository_of(location)) is not None:
-            location = files_at(location, record_commit(repository, revision, root))  # the commit of the embeddings
+        cache = downloads.folder
         filesystem, remote = fsspec.core.url_to_fs(location, **storage_options(location))
         _require_size(filesystem, remote, chosen)
         place = confined(cache, PurePosixPath(remote).name, redacted(chosen.location), InputError)
