@@ -5,9 +5,10 @@
     python -m tests.acceptance.kills.kill_tokenising                       twenty kills, 40 MB of made-up words
     python -m tests.acceptance.kills.kill_tokenising --kills 3 --megabytes 5 --seed 1
 
-The text has near-duplicates, which are removed. The seed decides the moments: each kill comes after a share of the time
-that is left when nobody is killed. The result must have the same bytes as when nobody is killed, and a shard that was
-complete at a kill must not have been made again. If this does not hold, the command prints it and fails.
+Copies and near-duplicates are looked for, too. The seed decides the moments, between 0 and the time that all takes when
+nobody is killed. Once it is done, it begins anew until there were enough kills. The result must have the same bytes as
+when nobody is killed, and a shard that was complete at a kill must not have been made again. If this does not hold, the
+command prints it and fails.
 """
 
 import argparse
@@ -58,26 +59,32 @@ def kill_tokenising(folder: Path, kills: int, documents: int, seed: int = 0) -> 
     if code := _start(text, folder / "undisturbed").wait():
         raise RuntimeError(f"exited with {code} without a kill")
     seconds = time.monotonic() - began
-    generator, root, moments = random.Random(seed), folder / "killed", list[float]()
-    complete: dict[str, int] = {}
+    generator, moments, faults = random.Random(seed), list[float](), list[str]()
+    expected, rounds = _contents(folder / "undisturbed"), 0
     while len(moments) < kills:
-        moment = generator.uniform(0, 2 * seconds / (kills + 1))
-        process = _start(text, root, stderr=subprocess.DEVNULL)  # workers complain of a lost parent
-        time.sleep(moment)
-        process.kill()
-        if process.wait() == 0:
-            break
-        await_end_of_processes(root)
-        moments.append(moment)
-        complete |= _complete_shards(root)
-    faults = [f"the last start exited with {code}"] if (code := _start(text, root).wait()) else []
-    again = [name for name, made_ns in complete.items() if _complete_shards(root).get(name) != made_ns]
-    faults += [f"{name} was complete, and made again" for name in again]
-    expected, found = _contents(folder / "undisturbed"), _contents(root)
-    faults += [
-        f"{name} differs" for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)
-    ]
+        root, rounds = folder / f"killed-{rounds}", rounds + 1
+        complete: dict[str, int] = {}
+        while len(moments) < kills:
+            moment = generator.uniform(0, seconds)
+            process = _start(text, root, stderr=subprocess.DEVNULL)  # workers complain of a lost parent
+            time.sleep(moment)
+            process.kill()
+            if process.wait() == 0:
+                break  # it was done before
+            await_end_of_processes(root)
+            moments.append(moment)
+            complete |= _complete_shards(root)
+        faults += _faults(text, root, complete, expected)
     return Outcome(seconds, moments, faults)
+
+
+def _faults(text: Path, root: Path, complete: Mapping[str, int], expected: Mapping[str, str]) -> list[str]:
+    """Tokenise to the end, and return what is wrong."""
+    faults = [f"the last start exited with {code}"] if (code := _start(text, root).wait()) else []
+    made, found = _complete_shards(root), _contents(root)
+    faults += [f"{name} was complete, and made again" for name, ns in complete.items() if made.get(name) != ns]
+    names = sorted(expected.keys() | found.keys())
+    return faults + [f"{name} differs" for name in names if expected.get(name) != found.get(name)]
 
 
 def _start(text: Path, root: Path, stderr: int | None = None) -> subprocess.Popen[bytes]:
