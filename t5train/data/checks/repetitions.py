@@ -23,6 +23,7 @@ from t5train.data.passages import SPLITS, SplitRule
 from t5train.data.segments import FileSegments, Stretch, divided
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
+from t5train.files.atomic import remove_folder
 from t5train.host_resources import require_free_space
 from t5train.progress import Progress
 from t5train.records.stage_records import REMOVED
@@ -108,6 +109,7 @@ def find_repetitions(
     _work("write_keys", jobs, search.workers, progress, "bytes of text compared")
     found = _Found(parts)
     if found.num_passages != passages:
+        remove_folder(scratch)  # its keys are not those of the text
         raise InputError(
             f"the text has {found.num_passages:,} passages now, but had {passages:,} when it was read: its files were "
             "changed meanwhile. Start again, and leave them as they are until the run has its token shards"
