@@ -87,8 +87,9 @@ faults: setup ## Inject every fault into runs on the test cluster (needs root), 
 resumes: setup ## Resume runs after every kind of damage (needs root), and write the table in docs/resumes.md
 	@$(BIN)/python -m tests.acceptance.resume_table --into docs/resumes.md
 
-kills: setup ## Kill processes that save, gather, consolidate and publish, 200 times at random moments
+kills: setup ## Kill processes that save, gather, consolidate, publish and tokenise, 220 times at random moments
 	@$(BIN)/python -m tests.acceptance.kills.kill_all
+	$(BIN)/python -m tests.acceptance.kills.kill_tokenising
 
 operation-faults: setup ## Kill worker, server, flow and head 100 times while a run trains (needs root); continues where it was interrupted
 	@$(BIN)/python -m tests.acceptance.operation.operation_kills --root $(ROOT)/operation-faults --into docs/operation-faults.md
