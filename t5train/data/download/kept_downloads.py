@@ -80,7 +80,8 @@ class Downloads(NamedTuple):
     def at_commit(self, *, records: bool) -> str:
         """Return the location, for a named text of the Hub with the commit in it.
 
-        That is the recorded one, or else the present one of the revision, which is recorded on request.
+        That is the recorded commit if there is one. Otherwise it is the revision's current one, which is recorded on
+        request.
         """
         if (repository := self.pinned_repository) is None:
             return self.location

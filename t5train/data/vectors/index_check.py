@@ -95,7 +95,7 @@ class RecallRecord(NamedTuple):
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise InputError(f"{self.path} is damaged ({error}). Remove it; the next check records it anew") from None
+            raise InputError(f"{self.path} is damaged ({error}). Remove it; the next check records it again") from None
 
     def write(self, facts: IndexFacts, recall: Sequence[float]) -> None:
         """Record the recall."""

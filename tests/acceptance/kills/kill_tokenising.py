@@ -6,9 +6,9 @@
     python -m tests.acceptance.kills.kill_tokenising --kills 3 --megabytes 5 --seed 1
 
 Copies and near-duplicates are looked for, too. The seed decides the moments, between 0 and the time that all takes when
-nobody is killed. Once it is done, it begins anew until there were enough kills. The result must have the same bytes as
-when nobody is killed, and a shard that was complete at a kill must not have been made again. If this does not hold, the
-command prints it and fails.
+nobody is killed. Each time it completes, it starts from the beginning, until there were enough kills. The result must
+have the same bytes as when nobody is killed, and a shard that was complete at a kill must not have been made again. If
+this does not hold, the command prints it and fails.
 """
 
 import argparse

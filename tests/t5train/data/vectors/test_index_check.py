@@ -190,7 +190,7 @@ def test_a_recall_that_falls_below_the_recorded_one_is_refused(tmp_path: Path, c
     remedy = "Fetch or build the index again; if you changed it on purpose, remove this file"
     assert f"in {first.recorded}. {remedy}" in second.checks[-1].expected
     first.recorded.write_text("{}")
-    with pytest.raises(InputError, match=r"is damaged .* the next check records it anew"):
+    with pytest.raises(InputError, match=r"is damaged .* the next check records it again"):
         checked(path)
     first.recorded.unlink()
     assert checked(path).recorded == first.recorded
