@@ -208,10 +208,15 @@ def passages_in(segments: Iterable[tuple[SourceFile, Segment]]) -> Iterator[Pass
             yield from passages_of(source, segment, opened)
 
 
+def size_of_text(files: Iterable[FileSegments]) -> int:
+    """Return the UTF-8 size of all texts."""
+    return sum(segment.text_bytes for file in files for segment in file.segments)
+
+
 def divided(files: Sequence[FileSegments], parts: int) -> list[list[Stretch]]:
     """Distribute consecutive segments over about ``parts`` parts of equal size, at least one."""
     segments = [(file.source, segment) for file in files for segment in file.segments]
-    total = sum(segment.text_bytes for _, segment in segments)
+    total = size_of_text(files)
     parts = max(1, min(len(segments), parts))
     found: list[list[Stretch]] = [[] for _ in range(parts)]
     before = 0

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from t5train.data.corpus import corpus_name
 from t5train.data.held_out import HELD_OUT, comparable, write_held_out
 from t5train.data.passages import SPLITS, Passage, SourceFile, SplitRule, split_of
-from t5train.data.segments import FileSegments, Stretch, divided, passages_of, read_segments
+from t5train.data.segments import FileSegments, Stretch, divided, passages_of, read_segments, size_of_text
 from t5train.data.vocabulary.document_encoder import warn_if_slow
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
@@ -156,8 +156,7 @@ def settings_of(shards: TokenShards) -> dict[str, Any]:
 
 def plan_shards(files: Sequence[FileSegments], shard_tokens: int) -> list[list[Stretch]]:
     """Distribute consecutive segments evenly over as many shards as ``shard_tokens`` requires."""
-    total = sum(segment.text_bytes for file in files for segment in file.segments)
-    return divided(files, round(total / (shard_tokens * TEXT_BYTES_PER_TOKEN)))
+    return divided(files, round(size_of_text(files) / (shard_tokens * TEXT_BYTES_PER_TOKEN)))
 
 
 def shard_name(number: int) -> str:

@@ -7,6 +7,7 @@ once more; dumps that come in several files are read by several processes.
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import IO, TYPE_CHECKING
@@ -51,13 +52,11 @@ def dump_rows(source: SourceFile, file: IO[bytes], number: int) -> Iterator[Row]
 
     Raises InputError if the file is not a well-formed dump, or if mwparserfromhell is not installed.
     """
-    try:
-        import mwparserfromhell  # noqa: F401  fails here rather than after the download of more files
-    except ImportError:
+    if find_spec("mwparserfromhell") is None:
         raise InputError(
             f"{source.path} is a dump of Wikipedia, which needs the package mwparserfromhell. Install it: "
             "pip install mwparserfromhell"
-        ) from None
+        )
     try:
         for row, article in enumerate(islice(_articles(source, file), number, None), start=number):
             yield Row(row, 0, article())
@@ -70,8 +69,7 @@ def dump_rows(source: SourceFile, file: IO[bytes], number: int) -> Iterator[Row]
 def _articles(source: SourceFile, file: IO[bytes]) -> Iterator[Callable[[], Passage]]:
     """Yield a function for each article that returns its passage, so that markup is removed only where it is needed."""
     left_out = set(_ENGLISH_NAMES)
-    # Expat, since 2.4, ends the parsing if entities expand to too much, and external ones are not fetched.
-    events = ElementTree.iterparse(file, ("start", "end"))  # noqa: S314
+    events = ElementTree.iterparse(file, ("start", "end"))  # noqa: S314  Expat limits entities, and fetches none
     _, root = next(events)
     space = root.tag.removesuffix("mediawiki")
     if root.tag == space:

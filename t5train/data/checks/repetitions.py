@@ -20,7 +20,7 @@ from t5train.data.checks.equal_groups import equal_pairs, join_groups, ungrouped
 from t5train.data.checks.passage_keys import TEST_SET, TRAIN, KnownRuns
 from t5train.data.checks.word_grams import BUCKETS
 from t5train.data.passages import SPLITS, SplitRule
-from t5train.data.segments import FileSegments, Stretch, divided
+from t5train.data.segments import FileSegments, Stretch, divided, size_of_text
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
 from t5train.files.atomic import remove_folder
@@ -253,7 +253,7 @@ def _arrays(path: Path, *names: str) -> tuple[np.ndarray, ...]:
 
 
 def _parts(files: Sequence[FileSegments], scratch: Path, *, is_test_set: bool) -> list[Part]:
-    total = _text_bytes(files)
+    total = size_of_text(files)
     name = "test" if is_test_set else "part"
     places = [scratch / f"{name}-{number:05d}" for number in range(-(-total // PART_BYTES))]
     divisions = divided(files, len(places)) if places else []
@@ -281,11 +281,7 @@ def _require_scratch(search: Search, files: Sequence[FileSegments], test_sets: S
     passages = sum(each.passages for each in (*files, *test_sets))
     needed = sum(_KEYS_BYTES_A_PASSAGE[each] for each in {"duplicates", *search.kinds}) * passages
     if "contaminated" in search.kinds:
-        held_out = _text_bytes(files) * (1000 - search.rule.split[0]) // 1000 + _text_bytes(test_sets)
+        held_out = size_of_text(files) * (1000 - search.rule.split[0]) // 1000 + size_of_text(test_sets)
         needed += _RUN_BYTES_A_TEXT_BYTE * held_out
     made = sum(each.stat().st_size for each in search.scratch.glob("*.npz"))
     require_free_space(search.scratch, max(0, needed - made), "the keys that passages are compared by")
-
-
-def _text_bytes(files: Sequence[FileSegments]) -> int:
-    return sum(segment.text_bytes for file in files for segment in file.segments)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.data.passages import ODDITIES, SourceFile, TextDigests
 from t5train.data.readers import FRAMES, is_compressed, is_dump, is_framed
-from t5train.data.segments import FileSegments, Segment
+from t5train.data.segments import FileSegments, Segment, size_of_text
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
 from t5train.files.atomic import write_text
@@ -82,7 +82,7 @@ class TextFindings(BaseModel):
         return self.model_copy(
             update={
                 "passages": sum(file.passages for file in files),
-                "text_bytes": _text_bytes(files),
+                "text_bytes": size_of_text(files),
                 "repeated_passages": repetitions["kept_duplicates"],
                 "repetitions": dict(repetitions),
             }
@@ -167,15 +167,11 @@ def _findings(files: Sequence[FileSegments], results: Sequence[Json], repeated: 
         passages=passages,
         passages_read=passages,
         empty_passages=sum(file.empty_passages for file in files),
-        text_bytes=_text_bytes(files),
+        text_bytes=size_of_text(files),
         repeated_passages=repeated,
         odd={name: odd[name] for name in ODDITIES},
         lengths=dict(sorted(lengths.items())),
     )
-
-
-def _text_bytes(files: Sequence[FileSegments]) -> int:
-    return sum(segment.text_bytes for file in files for segment in file.segments)
 
 
 def _file_segments(source: SourceFile, result: Json) -> FileSegments:

@@ -19,7 +19,7 @@ from t5train.files.atomic import write_json
 from t5train.locations import redacted
 
 _OFFLINE, _TRUE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), {"1", "ON", "YES", "TRUE"}
-_FILES = re.compile(r"hf://datasets/([^/@]+/[^/@]+)/(.+)")
+_FILES = re.compile(r"hf://datasets/([^/@]+/[^/@]+)/.+")
 
 
 def offline_switch() -> str | None:
@@ -87,11 +87,9 @@ def commit_of(repository: str, revision: str) -> str:
     return asked.sha
 
 
-def files_at(location: str, commit: str) -> str:
+def files_at(location: str, repository: str, commit: str) -> str:
     """Return the URL of files of a dataset with the commit in it."""
-    found = _FILES.fullmatch(location)
-    assert found is not None, location  # noqa: S101  only texts of the catalogue are pinned
-    return f"hf://datasets/{found[1]}@{commit}/{found[2]}"
+    return location.replace(f"/{repository}/", f"/{repository}@{commit}/", 1)
 
 
 def repository_of(location: str) -> str | None:

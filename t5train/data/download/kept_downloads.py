@@ -86,8 +86,8 @@ class Downloads(NamedTuple):
         if (repository := self.pinned_repository) is None:
             return self.location
         if records:
-            return files_at(self.location, record_commit(repository, self.revision, self._root()))
-        return files_at(self.location, self._recorded_commit() or commit_of(repository, self.revision))
+            return files_at(self.location, repository, record_commit(repository, self.revision, self._root()))
+        return files_at(self.location, repository, self._recorded_commit() or commit_of(repository, self.revision))
 
     def kept(self) -> list[SourceFile] | None:
         """Return the earlier downloads if they are used without asking the store; None otherwise.

@@ -77,7 +77,8 @@ def local_index(chosen: ChosenIndex, revision: str, root: Path, progress: Progre
     with explained(chosen.location, "cannot be read (--index)", InputError):
         location = chosen.location
         if chosen.known is not None and (repository := repository_of(location)) is not None:
-            location = files_at(location, record_commit(repository, revision, root))  # the commit of the embeddings
+            # The commit of the embeddings.
+            location = files_at(location, repository, record_commit(repository, revision, root))
         downloads = Downloads(location, revision, root, whole_files=True)
         kept = downloads.kept()
         if kept is not None:
