@@ -62,19 +62,19 @@ class Web:
         self.lock = threading.Lock()
         self.at_once = 0
 
-    @contextmanager
-    def answering(self, request: Request) -> Iterator[None]:
-        """Record a request, and how many are answered at once."""
+    def receive(self, request: Request) -> None:
+        """Record a request, and how many wait for an answer at once.
+
+        It no longer counts when its answer begins: a client that has read the whole answer may send the next request
+        before this thread runs again.
+        """
         with self.lock:
             self.requests.append(request)
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
-        try:
-            time.sleep(self.seconds_per_answer)
-            yield
-        finally:
-            with self.lock:
-                self.at_once -= 1
+        time.sleep(self.seconds_per_answer)
+        with self.lock:
+            self.at_once -= 1
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -89,7 +89,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         start, end = self._range()
         request = Request(self.path.partition("?")[0].removeprefix("/store"), start, end)
-        with self.web.answering(request), suppress(ConnectionError):  # a client may hang up
+        self.web.receive(request)
+        with suppress(ConnectionError):  # a client may hang up
             self._send(request, self.web.answer(request))
 
     def _was_redirected(self) -> bool:
