@@ -2,15 +2,16 @@
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from t5train.data.checks.removal import write_without
 from t5train.data.checks.repetitions import Search, find_repetitions
 from t5train.data.checks.test_sets import files_of_test_set, read_test_sets
-from t5train.data.checks.whole_reading import TEXT_FINDINGS, ReadText, TextFindings, read_whole
+from t5train.data.checks.whole_reading import TEXT_FINDINGS, Ids, ReadText, TextFindings, read_whole
 from t5train.data.download.partial_file import whole_digest
 from t5train.data.passages import SourceFile
 from t5train.data.readers import is_framed
@@ -28,7 +29,7 @@ from t5train.records.identity import fingerprint
 from t5train.records.kept_files import keep_changed_files
 from t5train.records.stage_records import REMOVED, Corpus, reusable
 from t5train.spec import CorpusSpec
-from t5train.spec.data_spec import REPETITIONS, Repetition
+from t5train.spec.data_spec import REPETITIONS, Repetition, TextSource
 from t5train.spec.known_texts import KnownText, known_texts
 
 _STAGE_VERSION = 1  # incremented when the same files would give another corpus
@@ -63,11 +64,10 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
 
     """
     require_writable(out or root)  # before hashing, which takes long for a large corpus
-    if (known := known_texts().get(spec.source)) is not None:
-        _log.info("%s. Its licence: %s", known.title, known.license)
+    for known in map(known_texts().get, _named(spec)):
+        if known is not None:
+            _log.info("%s. Its licence: %s", known.title, known.license)
     sources = _sources(spec, root, progress)
-    if known is not None and known.columns:
-        _require_columns(known, sources)
     digests = _digests(sources, progress)
     test_sets = [files_of_test_set(each, root, progress) for each in spec.test_sets]
     content = {"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)}
@@ -80,25 +80,21 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         if found := reusable(Corpus, folder, identity, progress, known=recorded):
             return found
         keep_changed_files(folder)
-        if spec.source == PYDOCS:
-            write_pydocs(folder / _PYDOCS_FILE, progress)
-            sources = [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE)]
-            recorded = {}
+        if PYDOCS in _named(spec):
+            sources, recorded = _with_pydocs(spec, sources, recorded, folder, progress)
         compared = read_test_sets(spec, test_sets, folder / _SCRATCH, progress) if spec.remove else []
         text = read_whole(sources, folder, spec.workers or num_cores(), progress)
-        _require_text(spec, text.findings)
-        if known is not None:
-            _require_rows(spec, known, text)
+        _require_text(spec, text)
         if spec.remove:
             text = _without_repetitions(spec, text, compared, folder, progress)
         write_segments(folder, text.files)
         text.findings.write(folder)
         stored_again = [file.source.path.name for file in text.files if _is_made(file.source, folder)]
-        own = [SEGMENTS, TEXT_FINDINGS, *stored_again]
+        own = [SEGMENTS, TEXT_FINDINGS, *stored_again, *([_PYDOCS_FILE] if PYDOCS in _named(spec) else [])]
         return Corpus(
             path=folder,
             fingerprint=identity,
-            files=recorded | digest_files(folder, own if recorded else [_PYDOCS_FILE, *own]),
+            files=recorded | digest_files(folder, own),
             counts=text.findings.counts(),
         ).commit()
 
@@ -109,10 +105,52 @@ def corpus_name(spec: CorpusSpec) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:40] or "text"
 
 
+def _named(spec: CorpusSpec) -> list[str]:
+    """Return the texts of the corpus as they are named, by part."""
+    return [spec.source, *spec.mixed_with]
+
+
 def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFile]:
-    if spec.source == PYDOCS:
+    """Return the files of all texts of the corpus, in order. Remote ones are downloaded."""
+    found = list[SourceFile]()
+    for part, text in enumerate(spec.texts()):
+        with _of_part(part):
+            files = _files(text, root, progress, spec.workers)
+            known = known_texts().get(text.source)
+            if known is not None and known.columns:
+                _require_columns(known, files)
+        found += [each._replace(part=part) for each in files]
+    return found
+
+
+def _files(text: TextSource, root: Path, progress: Progress, workers: int | None) -> list[SourceFile]:
+    if text.source == PYDOCS:
         return pydocs_files()
-    return local_files(spec.source, spec.revision, root, progress, spec.hub_text(), spec.workers)
+    return local_files(text.source, text.revision, root, progress, text.hub_text, workers)
+
+
+@contextmanager
+def _of_part(part: int) -> Iterator[None]:
+    """Let errors of other texts than the first name corpus.mixed_with, not corpus.source."""
+    try:
+        yield
+    except InputError as error:
+        if not part:
+            raise
+        message = str(error).replace("corpus.source", "corpus.mixed_with").replace("corpus.hub_split", "#split")
+        raise InputError(re.sub(r"corpus\.(config|column|revision)\b", r"#\1", message)) from error.__cause__
+
+
+def _with_pydocs(
+    spec: CorpusSpec, sources: list[SourceFile], recorded: dict[str, FileDigest], folder: Path, progress: Progress
+) -> tuple[list[SourceFile], dict[str, FileDigest]]:
+    """Make Python's documentation into text. Return the files with that one in place of Python's, also the recorded."""
+    part = _named(spec).index(PYDOCS)
+    write_pydocs(folder / _PYDOCS_FILE, progress)
+    pythons = {str(each.path) for each in sources if each.part == part}
+    kept = [each for each in sources if each.part != part] + [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE, part)]
+    rest = {path: digest for path, digest in recorded.items() if path not in pythons}
+    return sorted(kept, key=lambda each: each.part), rest
 
 
 def _require_columns(known: KnownText, sources: list[SourceFile]) -> None:
@@ -140,7 +178,11 @@ def _digest(source: SourceFile) -> FileDigest:
 
 def _content(sources: Sequence[SourceFile], digests: Mapping[SourceFile, FileDigest]) -> list[dict[str, Any]]:
     """Return what identifies the text. Columns of a file stand for the whole file, however they were transferred."""
-    return [{"name": each.name, **(whole_digest(each.path) or digests[each]).model_dump()} for each in sources]
+    return [
+        {"name": each.name, **({"part": each.part} if each.part else {})}
+        | (whole_digest(each.path) or digests[each]).model_dump()
+        for each in sources
+    ]
 
 
 def check_text(spec: CorpusSpec, root: Path, progress: Progress = silent) -> tuple[Path, TextFindings]:
@@ -222,35 +264,42 @@ def _is_made(source: SourceFile, folder: Path) -> bool:
     return source.path.parent == folder and is_framed(source)
 
 
-def _require_rows(spec: CorpusSpec, known: KnownText, text: ReadText) -> None:
+def _require_rows(source: str, known: KnownText, text: Sequence[tuple[FileSegments, Ids]]) -> None:
     """Raise InputError if a text with a name has another number of rows, or other ids, than it should have."""
-    rows = text.findings.passages + text.findings.empty_passages
+    rows = sum(file.passages + file.empty_passages for file, _ in text)
     if rows != known.rows:
         raise InputError(
-            f"corpus.source {spec.source!r} has {rows:,} rows, but should have {known.rows:,}. Its files are not those "
+            f"corpus.source {source!r} has {rows:,} rows, but should have {known.rows:,}. Its files are not those "
             "that the name stands for: name the text by its URL, if it is the one that you want"
         )
     expected = 1
-    for file, ids in zip(text.files, text.ids, strict=True):
+    for file, ids in text:
         number, found = ids.broken or (0, ids.first)
         rows = file.passages + file.empty_passages
         if known.has_sequential_ids and rows and (ids.broken or found != expected):
             raise InputError(
                 f"{file.source.name}, row {number}: the id is {found!r}, but should be {expected + number}, because "
-                f"the ids of {spec.source} are numbered from 1. Rows are missing, or the file is another one: remove "
+                f"the ids of {source} are numbered from 1. Rows are missing, or the file is another one: remove "
                 "it, and download it again"
             )
         expected += rows
 
 
-def _require_text(spec: CorpusSpec, findings: TextFindings) -> None:
-    passages, empty = findings.passages, findings.empty_passages
-    if not passages:
-        raise InputError(
-            f"corpus.source {redacted(spec.source)!r} holds no text (empty passages: {empty}). Set corpus.source to "
-            "files with text"
-        )
+def _require_text(spec: CorpusSpec, text: ReadText) -> None:
+    """Raise InputError if a text of the corpus is empty, or is not what its name stands for. Log what may be wrong."""
+    for part, source in enumerate(_named(spec)):
+        of_part = [(file, ids) for file, ids in zip(text.files, text.ids, strict=True) if file.source.part == part]
+        with _of_part(part):
+            if not any(file.passages for file, _ in of_part):
+                empty = sum(file.empty_passages for file, _ in of_part)
+                raise InputError(
+                    f"corpus.source {redacted(source)!r} holds no text (empty passages: {empty}). Set corpus.source to "
+                    "files with text"
+                )
+            if (known := known_texts().get(source)) is not None:
+                _require_rows(source, known, of_part)
+    passages, empty = text.findings.passages, text.findings.empty_passages
     if empty:
         _log.warning("empty passages, which are skipped: %d of %d", empty, passages + empty)
-    for line in findings.odd_lines():
+    for line in text.findings.odd_lines():
         _log.warning("%s", line)

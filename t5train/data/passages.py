@@ -39,6 +39,8 @@ class SourceFile(NamedTuple):
 
     path: Path
     name: str
+    part: int = 0
+    """Which of the texts of a mixture the file belongs to; 0 is ``corpus.source``."""
 
 
 class Passage(NamedTuple):

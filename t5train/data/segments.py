@@ -63,6 +63,8 @@ class Stretch(NamedTuple):
     path: str
     name: str
     segment: Segment
+    part: int = 0
+    """Which of the texts of a mixture the rows belong to."""
 
 
 def scan(
@@ -140,7 +142,7 @@ def scan_file(job: Json, advance: Advance) -> Json:
             scanned = scan(source, PassageFrames(file), seen, watched)
     watched.flush()
     return {
-        "name": job["name"],
+        "digests": job["digests"],
         "passages": scanned.passages,
         "empty": scanned.empty_passages,
         "segments": scanned.segments,
@@ -208,6 +210,14 @@ def passages_in(segments: Iterable[tuple[SourceFile, Segment]]) -> Iterator[Pass
             yield from passages_of(source, segment, opened)
 
 
+def by_part(files: Iterable[FileSegments]) -> list[list[FileSegments]]:
+    """Return the files of each text of a mixture, in order; of one text, a list of one list."""
+    parts: dict[int, list[FileSegments]] = {}
+    for file in files:
+        parts.setdefault(file.source.part, []).append(file)
+    return [parts[part] for part in sorted(parts)]
+
+
 def size_of_text(files: Iterable[FileSegments]) -> int:
     """Return the UTF-8 size of all texts."""
     return sum(segment.text_bytes for file in files for segment in file.segments)
@@ -222,14 +232,14 @@ def divided(files: Sequence[FileSegments], parts: int) -> list[list[Stretch]]:
     before = 0
     for source, segment in segments:
         middle = before + segment.text_bytes // 2
-        _extend(found[middle * parts // total], Stretch(str(source.path), source.name, segment))
+        _extend(found[middle * parts // total], Stretch(str(source.path), source.name, segment, source.part))
         before += segment.text_bytes
     return [part for part in found if part]
 
 
 def _extend(part: list[Stretch], stretch: Stretch) -> None:
     """Append a stretch, or extend the last one if that is of the same file."""
-    if part and (part[-1].path, part[-1].name) == (stretch.path, stretch.name):
+    if part and part[-1]._replace(segment=stretch.segment) == stretch:
         last, new = part[-1].segment, stretch.segment
         joined = Segment(last.first_row, last.rows + new.rows, last.offset, last.text_bytes + new.text_bytes)
         part[-1] = part[-1]._replace(segment=joined)
@@ -239,7 +249,7 @@ def _extend(part: list[Stretch], stretch: Stretch) -> None:
 
 def stretches_of(job: Json) -> list[tuple[SourceFile, Segment]]:
     """Return the stretches of a worker's job."""
-    return [(SourceFile(Path(path), name), Segment(*segment)) for path, name, segment in job["stretches"]]
+    return [(SourceFile(Path(path), name, part), Segment(*segment)) for path, name, segment, part in job["stretches"]]
 
 
 def write_segments(folder: Path, files: Iterable[FileSegments]) -> None:
@@ -252,6 +262,7 @@ def write_segments(folder: Path, files: Iterable[FileSegments]) -> None:
             "empty_passages": file.empty_passages,
             "segments": file.segments,
         }
+        | ({"part": file.source.part} if file.source.part else {})  # without mixtures, as earlier versions wrote it
         for file in files
     ]
     with replacing(folder / SEGMENTS) as out:
@@ -264,7 +275,7 @@ def read_segments(folder: Path) -> list[FileSegments]:
 
 
 def _file_segments(folder: Path, file: dict[str, Any]) -> FileSegments:
-    source = SourceFile(folder / file["path"], file["name"])
+    source = SourceFile(folder / file["path"], file["name"], file.get("part", 0))
     return FileSegments(source, file["passages"], file["empty_passages"], [Segment(*each) for each in file["segments"]])
 
 

@@ -89,6 +89,7 @@ def write_shard(job: Json, advance: Advance) -> Json:
         counted = unigram.finish()
     description = {
         "fingerprint": job["fingerprint"],
+        **({"part": part} if (part := stretches[0][0].part) else {}),  # without mixtures, as earlier versions wrote it
         "source": [(source.name, segment.first_row, segment.rows) for source, segment in stretches],
         "splits": {split: writer.counts() for split, writer in writers.items()},
         "files": {

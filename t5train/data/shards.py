@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from t5train.data.corpus import corpus_name
 from t5train.data.held_out import HELD_OUT, comparable, write_held_out
 from t5train.data.passages import SPLITS, Passage, SourceFile, SplitRule, split_of
-from t5train.data.segments import FileSegments, Stretch, divided, passages_of, read_segments, size_of_text
+from t5train.data.segments import FileSegments, Stretch, by_part, divided, passages_of, read_segments, size_of_text
 from t5train.data.vocabulary.document_encoder import warn_if_slow
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
@@ -60,11 +60,12 @@ class SplitCounts(BaseModel):
 class ShardDescription(BaseModel):
     """The content of ``shard-NNNNN.json``, which marks a shard as complete.
 
-    ``source`` lists [file name, first row, number of rows].
+    ``source`` lists [file name, first row, number of rows], and ``part`` is which of the texts of a mixture that is.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     fingerprint: str
+    part: int = 0
     source: list[tuple[str, int, int]]
     splits: dict[str, SplitCounts]
     files: dict[str, FileDigest]
@@ -155,8 +156,12 @@ def settings_of(shards: TokenShards) -> dict[str, Any]:
 
 
 def plan_shards(files: Sequence[FileSegments], shard_tokens: int) -> list[list[Stretch]]:
-    """Distribute consecutive segments evenly over as many shards as ``shard_tokens`` requires."""
-    return divided(files, round(size_of_text(files) / (shard_tokens * TEXT_BYTES_PER_TOKEN)))
+    """Distribute consecutive segments evenly over as many shards as ``shard_tokens`` requires.
+
+    Each shard holds one text of a mixture only.
+    """
+    size = shard_tokens * TEXT_BYTES_PER_TOKEN
+    return [stretches for each in by_part(files) for stretches in divided(each, round(size_of_text(each) / size))]
 
 
 def shard_name(number: int) -> str:

@@ -37,7 +37,7 @@ def shown_samples(
     if start >= end:
         raise InputError(_beyond(samples.num_samples, split, start, end))
     batch = samples.batch(start, min(count, end - start))
-    for sample_id, inputs, targets in zip(*batch, strict=True):
+    for sample_id, inputs, targets in zip(batch.sample_ids, batch.inputs, batch.targets, strict=True):
         yield ShownSample(
             int(sample_id), inputs.tolist(), targets.tolist(), shown(vocabulary, inputs), shown(vocabulary, targets)
         )

@@ -2,11 +2,12 @@
 
 import re
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from urllib.parse import parse_qsl
 
 from pydantic import Field, field_validator, model_validator
 
 from t5train.locations import at_home, hub_dataset_name, without_secret
-from t5train.spec.known_texts import BUILT_IN
+from t5train.spec.known_texts import BUILT_IN, is_named_text
 from t5train.spec.overrides import SpecPart
 
 NUM_SENTINELS = 100
@@ -14,6 +15,8 @@ NUM_SENTINELS = 100
 Repetition = Literal["duplicates", "near_duplicates", "contaminated"]
 """What training text can repeat; ``t5train.data.checks.repetitions`` defines each."""
 REPETITIONS: tuple[Repetition, ...] = get_args(Repetition)
+MIXING = ("mixing_temperature", "mixing_limit", "mixing_weights")
+"""The settings of ``objective`` that count for mixtures only."""
 _OF_THE_HUB = ("config", "hub_split", "column")
 _LANGUAGE, _LANGUAGES = "^[a-z]{2,3}(-[A-Za-z0-9]{2,8})*$", "language codes such as en or en-US"
 
@@ -25,6 +28,14 @@ class HubText(NamedTuple):
     """None: its only or default configuration."""
     split: str = "train"
     column: str = "text"
+
+
+class TextSource(NamedTuple):
+    """One of the texts that a corpus is made of: a path, pattern, URL or name, and which state of it."""
+
+    source: str
+    revision: str
+    hub_text: HubText
 
 
 class CorpusSpec(SpecPart):
@@ -68,6 +79,14 @@ class CorpusSpec(SpecPart):
         description="Column of the dataset hf://OWNER/NAME that holds the text. null: text. Its columns id and title "
         "are read, too, if it has them",
     )
+    mixed_with: tuple[str, ...] = Field(
+        (),
+        title="Mixed with",
+        description="More texts to train on, named as source is. objective.mixing_temperature, mixing_limit or "
+        "mixing_weights decide how much of each is trained on. A dataset of the Hugging Face Hub can name its "
+        "configuration, split, column and revision: hf://OWNER/NAME#config=en&split=train&column=text&revision=v2. "
+        "For texts that are not of the Hub, revision counts as for source",
+    )
     split: tuple[int, int, int] = Field(
         (950, 30, 20),
         title="Split",
@@ -106,9 +125,9 @@ class CorpusSpec(SpecPart):
     def _a_list_may_be_one_text(cls, given: Any) -> Any:
         return [each.strip() for each in given.split(",")] if isinstance(given, str) else given
 
-    @field_validator("test_sets", mode="before")
+    @field_validator("test_sets", "mixed_with", mode="before")
     @classmethod
-    def _one_test_set_needs_no_list(cls, given: Any) -> Any:
+    def _one_text_needs_no_list(cls, given: Any) -> Any:
         return [given] if isinstance(given, str) else given  # names may have commas
 
     @field_validator("remove")
@@ -129,12 +148,21 @@ class CorpusSpec(SpecPart):
                 )
         return tuple(without_secret("corpus.test_sets", each) for each in test_sets)
 
+    @field_validator("mixed_with")
+    @classmethod
+    def _mixed_texts_can_be_named(cls, mixed_with: tuple[str, ...]) -> tuple[str, ...]:
+        for each in mixed_with:
+            if not each.strip():
+                raise ValueError("corpus.mixed_with has an empty name: name files, folders, patterns or URLs")
+            _mixed_text(each, "")
+        return tuple(without_secret("corpus.mixed_with", each) for each in mixed_with)
+
     @field_validator("source")
     @classmethod
     def _source_holds_no_secret(cls, source: str) -> str:
         if not source.strip():
             raise ValueError("corpus.source is empty: name a file, folder, pattern or URL")
-        if (found := re.fullmatch(r"(.+)@([^@/]+)", source)) and hub_dataset_name(found[1]):
+        if found := _dataset_at_revision(source):
             raise ValueError(
                 f"corpus.source is {source!r}: the revision of a dataset is a setting of its own. Set "
                 f"corpus.source={found[1]} and corpus.revision={found[2]}"
@@ -145,12 +173,18 @@ class CorpusSpec(SpecPart):
         """Return the identity settings. Those that versions before did not have count only where they are set."""
         unset = [name for name in _OF_THE_HUB if getattr(self, name) is None]
         unset += [] if self.remove else ["remove", "test_sets"]
+        unset += [] if self.mixed_with else ["mixed_with"]
         return {name: value for name, value in super().identity().items() if name not in unset}
 
     def hub_text(self) -> HubText:
         """Return which text of a dataset of the Hub is read."""
         default = HubText()
         return HubText(self.config, self.hub_split or default.split, self.column or default.column)
+
+    def texts(self) -> list[TextSource]:
+        """Return the texts that the corpus is made of: ``source``, then those of ``mixed_with``."""
+        first = TextSource(self.source, self.revision, self.hub_text())
+        return [first, *(_mixed_text(each, self.revision) for each in self.mixed_with)]
 
     def split_identity(self) -> dict[str, Any]:
         """The settings that decide which document falls into which split."""
@@ -163,6 +197,17 @@ class CorpusSpec(SpecPart):
                 "corpus.test_sets is set, but corpus.remove is empty, so nothing would be removed: set corpus.remove "
                 "to contaminated"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _texts_differ(self) -> Self:
+        named = [self.source, *self.mixed_with]
+        for each in self.mixed_with:
+            if named.count(each) > 1:
+                raise ValueError(
+                    f"corpus.source and corpus.mixed_with name {each!r} more than once: name each text once, and set "
+                    "objective.mixing_weights to train on more of it"
+                )
         return self
 
     @model_validator(mode="after")
@@ -183,6 +228,31 @@ class CorpusSpec(SpecPart):
                 f"corpus.split is {self.split}: it must be three numbers that sum to 1000, the first two above zero"
             )
         return self
+
+
+def _dataset_at_revision(source: str) -> re.Match[str] | None:
+    """Return dataset and revision, as groups 1 and 2, of a source that other tools would take: hf://OWNER/NAME@v2."""
+    found = re.fullmatch(r"(.+)@([^@/#]+)", source)
+    return found if found and hub_dataset_name(found[1]) else None
+
+
+def _mixed_text(named: str, revision: str) -> TextSource:
+    """Return one of corpus.mixed_with. Raises ValueError for a choice that datasets of the Hub do not have."""
+    source, has_choices, choices = named.partition("#")
+    if found := _dataset_at_revision(source):
+        raise ValueError(f"corpus.mixed_with names {named!r}: write the revision as {found[1]}#revision={found[2]}")
+    if hub_dataset_name(source) is None:
+        return TextSource(named, "" if is_named_text(named) or named.startswith("hf://") else revision, HubText())
+    given = dict(parse_qsl(choices, keep_blank_values=True))
+    unknown = sorted(given.keys() - {"config", "split", "column", "revision"})
+    if unknown or (has_choices and not given) or not all(given.values()):
+        raise ValueError(
+            f"corpus.mixed_with names {named!r}: after #, config, split, column and revision can be chosen, as in "
+            f"{source}#config=en&column=text"
+        )
+    default = HubText()
+    text = HubText(given.get("config"), given.get("split", default.split), given.get("column", default.column))
+    return TextSource(source, given.get("revision", ""), text)
 
 
 class TokenizerSpec(SpecPart):
@@ -250,3 +320,44 @@ class ObjectiveSpec(SpecPart):
         title="Input tokens",
         description="Length of the encoder's input in tokens, EOS included; the decoder's length follows from it",
     )
+    mixing_temperature: float = Field(
+        1.0,
+        ge=1,
+        le=1000,
+        title="Mixing temperature",
+        description="With corpus.mixed_with: T of the rates at which texts are trained on, each proportional to "
+        "min(samples of the text, mixing_limit)^(1/T). 1: as large as they are; more: small texts more often",
+    )
+    mixing_limit: int | None = Field(
+        None,
+        ge=1,
+        title="Mixing limit",
+        description="With corpus.mixed_with: the number of samples up to which the size of a text counts for its rate. "
+        "null: no limit",
+    )
+    mixing_weights: tuple[Annotated[float, Field(gt=0, le=1e9, description="positive numbers")], ...] | None = Field(
+        None,
+        title="Mixing weights",
+        description="With corpus.mixed_with: the rates themselves, for corpus.source and each of mixed_with in order, "
+        "such as 0.7,0.3; only their ratios count. null: rates follow from sizes",
+    )
+
+    @field_validator("mixing_weights", mode="before")
+    @classmethod
+    def _weights_may_be_one_text(cls, given: Any) -> Any:
+        return [each.strip() for each in given.split(",")] if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _rates_are_decided_once(self) -> Self:
+        if self.mixing_weights is not None and (self.mixing_temperature != 1 or self.mixing_limit is not None):
+            raise ValueError(
+                "objective.mixing_weights are the rates themselves: leave objective.mixing_temperature and "
+                "objective.mixing_limit out"
+            )
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """Return the identity settings. Those of mixtures count only where they are set, as they are new."""
+        default = type(self).model_fields
+        unset = [name for name in MIXING if getattr(self, name) == default[name].default]
+        return {name: value for name, value in super().identity().items() if name not in unset}

@@ -10,7 +10,7 @@ from t5train.errors import SpecError
 from t5train.files.run_folder import RUNS
 from t5train.records.identity import fingerprint
 from t5train.spec.cluster_spec import ClusterSpec, StorageSpec
-from t5train.spec.data_spec import CorpusSpec, ObjectiveSpec, ShardsSpec, TokenizerSpec
+from t5train.spec.data_spec import MIXING, CorpusSpec, ObjectiveSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.model_spec import ModelSpec
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
 from t5train.spec.overrides import SpecPart, change, explain, names_in
@@ -60,6 +60,22 @@ class RunSpec(SpecPart):
                 f"optimizer.global_batch_sequences is {self.optimizer.global_batch_sequences}: it must be a multiple "
                 f"of layout.micro_batch_sequences x cluster.ranks{a_model} ({self.layout.micro_batch_sequences} x "
                 f"{self.data_parallel_size} = {per_pass})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rates_are_of_a_mixture(self) -> Self:
+        texts, weights = 1 + len(self.corpus.mixed_with), self.objective.mixing_weights
+        chosen = [name for name in MIXING if name in self.objective.identity()]
+        if texts == 1 and chosen:
+            raise ValueError(
+                f"objective.{chosen[0]} is set, but there is one text: name more with corpus.mixed_with, or leave "
+                f"{' and '.join(f'objective.{name}' for name in chosen)} out"
+            )
+        if weights is not None and len(weights) != texts:
+            raise ValueError(
+                f"objective.mixing_weights has {len(weights)} numbers, but there are {texts} texts (corpus.source and "
+                f"{len(self.corpus.mixed_with)} in corpus.mixed_with): give one for each"
             )
         return self
 

@@ -146,10 +146,9 @@ class Trainer:
 
     def _taken(self, batches: Prefetched, seen: list[bytes]) -> Iterator[Batch]:
         """Yield the micro-batches of this step, and add the identities of their samples to ``seen``."""
-        for micro in range(self.spec.gradient_accumulation):
+        for _ in range(self.spec.gradient_accumulation):
             batch = next(batches)
-            first = first_sample(self.spec, self.step - 1, micro)
-            seen.append(sanity_checks.identity_of(batch.sample_ids, first, self.train_samples.num_samples))
+            seen.append(sanity_checks.identity_of(batch.sample_ids, batch.epochs))
             yield batch
 
     def _validate_when_due(self, metrics: Metrics | None) -> None:

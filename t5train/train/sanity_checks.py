@@ -61,13 +61,11 @@ def require_distinct_batches(step: int, digests: list[int], data_parallel_size: 
             )
 
 
-def identity_of(sample_ids: np.ndarray, first: int, num_samples: int) -> bytes:
-    """Return the epoch and id of each sample of a batch that begins at ``first`` in the endless order.
+def identity_of(sample_ids: np.ndarray, epochs: np.ndarray) -> bytes:
+    """Return the identity of a batch of the samples ``sample_ids`` int64 [n] in their ``epochs`` int64 [n].
 
-    ``sample_ids`` int64 [n] are the ids actually read. The epoch is included because a step that spans two epochs may
-    contain an id twice.
+    The epoch is included because a step that spans two epochs may contain an id twice.
     """
-    epochs = np.arange(first, first + len(sample_ids)) // num_samples
     return np.stack([epochs, sample_ids]).tobytes()
 
 

@@ -215,7 +215,7 @@ def random_batch(job: BenchmarkJob, seed: int) -> Batch:
     def ids(length: int) -> np.ndarray:
         return (job.vocab_size * generator.power(0.3, (size, length))).astype(np.int32)
 
-    return Batch(np.arange(size), ids(sample.input_tokens), ids(sample.target_tokens))
+    return Batch(np.arange(size), np.zeros(size, np.int64), ids(sample.input_tokens), ids(sample.target_tokens))
 
 
 def _profile(steps: Iterator[StepTime], median: float) -> dict[str, float]:

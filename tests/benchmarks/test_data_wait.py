@@ -14,7 +14,7 @@ NONE = np.zeros(0, np.int32)
 def batches(seconds: float) -> Iterator[Batch]:
     while True:
         time.sleep(seconds)
-        yield Batch(NONE, NONE, NONE)
+        yield Batch(NONE, NONE, NONE, NONE)
 
 
 def test_a_loader_that_is_slower_than_a_step_is_waited_for() -> None:

@@ -46,7 +46,11 @@ def write_without(found: Repetitions, folder: Path, workers: int, progress: Prog
     }
     for job in jobs:
         Path(job["removed"]).unlink()
-    return [_file_segments(Path(job["out"]), results[number]) for number, job in enumerate(jobs)]
+    parts = [stretches[0].part for stretches, _ in found.parts]
+    return [
+        _file_segments(SourceFile(out := Path(job["out"]), out.name, part), results[number])
+        for number, (job, part) in enumerate(zip(jobs, parts, strict=True))
+    ]
 
 
 def write_kept(job: Json, advance: Advance) -> Json:
@@ -61,6 +65,6 @@ def write_kept(job: Json, advance: Advance) -> Json:
     return {"number": job["number"], "segments": segments}
 
 
-def _file_segments(path: Path, result: Json) -> FileSegments:
+def _file_segments(source: SourceFile, result: Json) -> FileSegments:
     segments = [Segment(*each) for each in result["segments"]]
-    return FileSegments(SourceFile(path, path.name), sum(each.rows for each in segments), 0, segments)
+    return FileSegments(source, sum(each.rows for each in segments), 0, segments)

@@ -20,7 +20,7 @@ from t5train.data.checks.equal_groups import equal_pairs, join_groups, ungrouped
 from t5train.data.checks.passage_keys import TEST_SET, TRAIN, KnownRuns
 from t5train.data.checks.word_grams import BUCKETS
 from t5train.data.passages import SPLITS, SplitRule
-from t5train.data.segments import FileSegments, Stretch, divided, size_of_text
+from t5train.data.segments import FileSegments, Stretch, by_part, divided, size_of_text
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
 from t5train.files.atomic import remove_folder
@@ -253,13 +253,17 @@ def _arrays(path: Path, *names: str) -> tuple[np.ndarray, ...]:
 
 
 def _parts(files: Sequence[FileSegments], scratch: Path, *, is_test_set: bool) -> list[Part]:
-    total = size_of_text(files)
     name = "test" if is_test_set else "part"
-    places = [scratch / f"{name}-{number:05d}" for number in range(-(-total // PART_BYTES))]
-    divisions = divided(files, len(places)) if places else []
+    divisions = [
+        stretches
+        for each in by_part(files)
+        if (size := size_of_text(each))
+        for stretches in divided(each, -(-size // PART_BYTES))
+    ]
+    places = [scratch / f"{name}-{number:05d}" for number in range(len(divisions))]
     return [
         Part(stretches, place.with_suffix(".keys.npz"), place.with_suffix(".shared.npz"), is_test_set)
-        for place, stretches in zip(places, divisions, strict=False)  # files with few segments make fewer parts
+        for place, stretches in zip(places, divisions, strict=True)
     ]
 
 

@@ -128,12 +128,12 @@ def read_whole(
         for source, path, of_texts in zip(sources, frames, digests, strict=True)
     ]
     results = _results(jobs, sum(sizes), workers, progress)
-    in_order = [results[source.name] for source in sources]
+    in_order = [results[str(of_texts)] for of_texts in digests]
     steps = [each["digests_step"] for each in in_order]
     repeated = TextDigests.joined(zip(digests, steps, strict=True)).repeated()
     for path in digests:
         path.unlink()
-    places = [SourceFile(path or source.path, source.name) for source, path in zip(sources, frames, strict=True)]
+    places = [source._replace(path=path or source.path) for source, path in zip(sources, frames, strict=True)]
     files = list(map(_file_segments, places, in_order))
     ids = [Ids(each["first_id"], each["broken_id"] and tuple(each["broken_id"])) for each in in_order]
     return ReadText(files, ids, _findings(files, in_order, repeated))
@@ -154,7 +154,7 @@ def _results(jobs: Sequence[Json], total: int, workers: int, progress: Progress)
         progress("bytes of text read and checked", done, total)
 
     found = in_processes("t5train.data.segments:scan_file", jobs, workers, advance)
-    return {result["name"]: result for result in found}
+    return {result["digests"]: result for result in found}  # names may be those of files of another text, too
 
 
 def _findings(files: Sequence[FileSegments], results: Sequence[Json], repeated: int) -> TextFindings:

@@ -10,6 +10,8 @@ import numpy as np
 Bits = np.ndarray  # of uint64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 8
+ORDER, NOISE, BLOCKS = 1, 2, 3
+"""Parts of keys, so that the order of samples, their noise and the order of texts get different random bits."""
 
 
 def keys(*parts: int | np.ndarray) -> Bits:

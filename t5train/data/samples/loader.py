@@ -6,7 +6,7 @@ not stored in a table, whose size would grow with the corpus. The sample at each
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore, Thread
@@ -18,6 +18,7 @@ import numpy as np
 from t5train.data.held_out import read_held_out
 from t5train.data.passages import SPLITS
 from t5train.data.samples import keyed_random
+from t5train.data.samples.mixture import Mixture, Placed
 from t5train.data.samples.span_corruption import corrupt, geometry
 from t5train.data.shards import read_description, tokens_name
 from t5train.errors import DigestMismatch, InputError
@@ -29,15 +30,17 @@ ORDER_VERSION = 2
 """Incremented when the same seed would give other samples to train on, or in another order. Part of the identity of a
 training run. Samples that are only measured do not count."""
 PREFETCHED_BATCHES = 4
-_ORDER, _NOISE = 1, 2  # parts of the keys, so that order and noise get different random bits
 HELD_OUT_SEED = 0
 """Seed of the order and noise of splits that are not trained on, so that runs with different seeds compare."""
 
 
 class Batch(NamedTuple):
-    """n samples: ``sample_ids`` int64 [n], ``inputs`` int32 [n, input_tokens], ``targets`` int32 [n, target_tokens]."""
+    """n samples: ``sample_ids`` and ``epochs`` int64 [n], ``inputs`` int32 [n, input_tokens], ``targets`` int32
+    [n, target_tokens]. The epoch of a sample of a mixture is that of its text.
+    """
 
     sample_ids: np.ndarray
+    epochs: np.ndarray
     inputs: np.ndarray
     targets: np.ndarray
 
@@ -50,11 +53,16 @@ class Windows:
 
     def __init__(self, shards: TokenShards, split: str, window_tokens: int) -> None:
         self._dtype = np.dtype(f"<u{int(shards.counts['bytes_per_token'])}")
-        self._shards = [
-            mapped
-            for number in range(int(shards.counts["num_shards"]))
-            if len(mapped := self._map(shards.path, split, number, window_tokens))
-        ]
+        self.of_texts: dict[int, int] = {}
+        """The number of windows of each text of a mixture, in the order of windows; of one text, ``{0: len(self)}``."""
+        self._shards = list[np.ndarray]()
+        for number in range(int(shards.counts["num_shards"])):
+            description = read_description(shards.path, number)
+            mapped = self._map(
+                shards.path / tokens_name(split, number), description.splits[split].tokens, window_tokens
+            )
+            self.of_texts[description.part] = self.of_texts.get(description.part, 0) + len(mapped)
+            self._shards += [mapped] if len(mapped) else []
         self._ends = np.cumsum([len(shard) for shard in self._shards])
         if not self._shards:
             counts, passages = shards.counts, sum(shards.counts[f"{each}_documents"] for each in SPLITS)
@@ -82,9 +90,7 @@ class Windows:
             first = last
         return windows
 
-    def _map(self, folder: Path, split: str, number: int, window_tokens: int) -> np.ndarray:
-        path = folder / tokens_name(split, number)
-        tokens = read_description(folder, number).splits[split].tokens
+    def _map(self, path: Path, tokens: int, window_tokens: int) -> np.ndarray:
         if path.stat().st_size != tokens * self._dtype.itemsize:
             raise DigestMismatch(
                 f"{path} is damaged: it has {path.stat().st_size} bytes, but {tokens * self._dtype.itemsize} were "
@@ -98,8 +104,17 @@ class Windows:
 
 def num_windows(shards: TokenShards, split: str, window_tokens: int) -> int:
     """Return the number of windows of a split, which may be 0."""
-    numbers = range(int(shards.counts["num_shards"]))
-    return sum(read_description(shards.path, number).splits[split].tokens // window_tokens for number in numbers)
+    return sum(windows_of_texts(shards, split, window_tokens))
+
+
+def windows_of_texts(shards: TokenShards, split: str, window_tokens: int) -> list[int]:
+    """Return the number of windows of a split in each text of a mixture; of one text, one number."""
+    found: dict[int, int] = {}
+    for number in range(int(shards.counts["num_shards"])):
+        description = read_description(shards.path, number)
+        windows = description.splits[split].tokens // window_tokens
+        found[description.part] = found.get(description.part, 0) + windows
+    return list(found.values())
 
 
 class Samples:
@@ -107,6 +122,9 @@ class Samples:
 
     Each epoch of the train split is a permutation of it keyed by (seed, epoch), and noise is keyed by
     (seed, epoch, sample id). Another split repeats one epoch, which is the same for every ``seed``.
+
+    The train split of a mixture has the order of ``t5train.data.samples.mixture``; the other splits hold all texts in
+    proportion to their sizes. Raises InputError if a text of a mixture has no whole window to train on.
     """
 
     def __init__(self, shards: TokenShards, split: str, objective: ObjectiveSpec, seed: int) -> None:
@@ -116,29 +134,51 @@ class Samples:
         self._eos_id = int(shards.counts["eos_id"])
         self._is_trained = split == "train"
         self._seed = seed if self._is_trained else HELD_OUT_SEED
+        self._mixture = None
+        if self._is_trained and len(self._windows.of_texts) > 1:
+            require_samples_of_each(self._windows.of_texts)
+            self._mixture = Mixture(list(self._windows.of_texts.values()), objective, seed)
 
     @property
     def num_samples(self) -> int:
-        """The number of samples in an epoch."""
+        """The number of samples in an epoch; of a mixture, the number of different samples of all its texts."""
         return len(self._windows)
 
     def batch(self, start: int, count: int) -> Batch:
         """Return samples ``start`` to ``start + count`` (exclusive) of the endless sequence."""
-        epochs, places = np.divmod(np.arange(start, start + count), self.num_samples)
-        if not self._is_trained:
-            epochs = np.zeros_like(places)
-        ids = keyed_random.permuted(places, self.num_samples, self._seed, _ORDER, epochs)
+        ids, epochs = self._placed(np.arange(start, start + count))
         key = noise_keys(self._seed, epochs, ids)
         inputs, targets = corrupt(self._windows[ids], key, self._geometry, self._first_sentinel_id, self._eos_id)
-        return Batch(ids, inputs, targets)
+        return Batch(ids, epochs, inputs, targets)
+
+    def _placed(self, positions: np.ndarray) -> Placed:
+        if self._mixture is not None:
+            return self._mixture.placed(positions)
+        epochs, places = np.divmod(positions, self.num_samples)
+        if not self._is_trained:
+            epochs = np.zeros_like(places)
+        return Placed(keyed_random.permuted(places, self.num_samples, self._seed, keyed_random.ORDER, epochs), epochs)
 
 
 def require_enough_samples(spec: RunSpec, shards: TokenShards) -> None:
     """Raise InputError unless the shards have a batch to train on, a sample to validate on, and a held-out passage."""
     window_tokens = geometry(spec.objective).window_tokens
-    require_batch(spec, len(Windows(shards, "train", window_tokens)))
+    windows = Windows(shards, "train", window_tokens)
+    require_batch(spec, len(windows))
+    require_samples_of_each(windows.of_texts)
     Windows(shards, "validation", window_tokens)
     read_held_out(shards.path)
+
+
+def require_samples_of_each(of_texts: Mapping[int, int]) -> None:
+    """Raise InputError if a text of a mixture, of which these are the numbers of windows, has none to train on."""
+    for text, samples in of_texts.items():
+        if not samples:
+            named = "corpus.source" if text == 0 else f"text {text} of corpus.mixed_with"
+            raise InputError(
+                f"{named} has less text for training than a sample needs. Add text to it, leave it out, give training "
+                "a larger share (corpus.split), raise shards.shard_tokens, or lower objective.input_tokens"
+            )
 
 
 def require_batch(spec: RunSpec, num_samples: int) -> None:
@@ -154,12 +194,12 @@ def require_batch(spec: RunSpec, num_samples: int) -> None:
 
 def drawn_held_out(count: int, num_samples: int) -> np.ndarray:
     """Return the ids, int64 [count], of the first samples of a split of ``num_samples`` that is not trained on."""
-    return keyed_random.permuted(np.arange(count), num_samples, HELD_OUT_SEED, _ORDER, 0)
+    return keyed_random.permuted(np.arange(count), num_samples, HELD_OUT_SEED, keyed_random.ORDER, 0)
 
 
 def noise_keys(seed: int, epochs: np.ndarray, ids: np.ndarray) -> keyed_random.Bits:
     """Return the keys for ``corrupt`` of the samples ``ids`` [n] in ``epochs`` [n]."""
-    return keyed_random.keys(seed, _NOISE, epochs, ids)
+    return keyed_random.keys(seed, keyed_random.NOISE, epochs, ids)
 
 
 class Prefetched(Iterator[Batch]):

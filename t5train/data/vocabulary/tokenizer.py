@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from t5train.data.passages import split_of
 from t5train.data.readers import OpenFile
-from t5train.data.segments import Segment, passages_of, read_segments, stretches_of
+from t5train.data.segments import Stretch, passages_of, read_segments, stretches_of
 from t5train.data.vocabulary.sentencepiece_model import (
     EOS_ID,
     PAD_ID,
@@ -207,12 +207,16 @@ def _trained(spec: TokenizerSpec, corpus_spec: CorpusSpec, corpus: Corpus, progr
     return b64decode(result["proto"])
 
 
-def _training_stretches(corpus: Corpus) -> list[tuple[str, str, Segment]]:
-    """Return path, name and segment of stretches of text, at most about 200 MiB, spread evenly over the corpus."""
+def _training_stretches(corpus: Corpus) -> list[Stretch]:
+    """Return stretches of text, at most about 200 MiB, spread evenly over the corpus."""
     total = int(corpus.counts["text_bytes"])
     stride = -(-total // _SAMPLE_BYTES)
     files = read_segments(corpus.path)
-    found = [(str(file.source.path), file.source.name, each) for file in files for each in file.segments][::stride]
+    found = [
+        Stretch(str(file.source.path), file.source.name, each, file.source.part)
+        for file in files
+        for each in file.segments
+    ][::stride]
     share = "all" if stride == 1 else f"1/{stride}"
     _log.info("training a vocabulary on %s of the train split", share)
     return found

@@ -94,7 +94,8 @@ def _batches(num_passes: int) -> Iterator[Batch]:
     random = np.random.default_rng(1)
     for _ in range(num_passes):
         inputs, targets = (random.integers(0, 300, (2, length), dtype=np.int32) for length in (9, 5))
-        yield Batch(sample_ids=np.zeros(2, dtype=np.int64), inputs=inputs, targets=targets)
+        none = np.zeros(2, dtype=np.int64)
+        yield Batch(sample_ids=none, epochs=none, inputs=inputs, targets=targets)
 
 
 def _step(settings: dict[str, Any], num_passes: int) -> tuple[StepResult, Engine, int]:

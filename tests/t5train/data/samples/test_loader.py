@@ -112,7 +112,7 @@ def test_a_shard_of_another_size_is_refused(data_chain: DataChain, tmp_path_fact
 
 def batches(count: int, *, then: Exception | None = None) -> Iterator[Batch]:
     for number in range(count):
-        yield Batch(np.array([number]), np.zeros((1, 2)), np.zeros((1, 2)))
+        yield Batch(np.array([number]), np.zeros(1), np.zeros((1, 2)), np.zeros((1, 2)))
     if then:
         raise then
 
@@ -137,7 +137,7 @@ def test_no_more_batches_are_prepared_than_asked_for_and_closing_ends_the_thread
     def endless() -> Iterator[Batch]:
         while True:
             taken.append(1)
-            yield Batch(*(np.zeros(1),) * 3)
+            yield Batch(*(np.zeros(1),) * 4)
 
     before = threading.active_count()
     with Prefetched(endless(), depth=4) as prepared:
