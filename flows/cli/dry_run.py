@@ -166,17 +166,23 @@ def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(spec: RunSpec, text: TextFacts | None) -> str:
-    source = redacted(spec.corpus.source)
-    if (known := known_texts().get(source)) is not None:
-        source = f"{source} ({known.title}; licence {licence_of(source, spec.corpus.license)})"
-    if text is None or text.source is None:
-        return "Python's documentation" if source == PYDOCS else source
-    size = format_bytes(text.source.size_bytes) if text.source.size_bytes else "of unknown size"
-    amount = f"{source}: {quantity(len(text.source.sizes), 'file')}, {size}"
+    named = [_source(each.source, spec.corpus.license) for each in spec.corpus.texts()]
+    if text is None or not text.sources:
+        return " and ".join(named)
+    size = format_bytes(text.size_bytes) if text.size_bytes else "of unknown size"
+    amount = f"{' and '.join(named)}: {quantity(text.num_files, 'file')}, {size}"
     if text.look is not None and text.look.is_whole:
         amount += f", {quantity(text.look.total_passages, 'passage')}"
-    skipped = [skipped_line(text.source.skipped)] if text.source.skipped else []
+    skipped = [skipped_line(text.skipped)] if text.skipped else []
     return "; ".join([amount, *skipped, *_removal(spec)])
+
+
+def _source(source: str, licence: str | None) -> str:
+    if source == PYDOCS:
+        return "Python's documentation"
+    known = known_texts().get(source)
+    shown = redacted(source)
+    return f"{shown} ({known.title}; licence {licence_of([source], licence)})" if known is not None else shown
 
 
 def _removal(spec: RunSpec) -> list[str]:

@@ -147,7 +147,8 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
         explaining_interruption(spec.run_folder, spec.optimizer.num_steps),
         stage_display() as progress,
     ):
-        complain(f"text: {redacted(spec.corpus.source)}, as token shards in {tokens.path}")
+        texts = " and ".join(redacted(each.source) for each in spec.corpus.texts())
+        complain(f"text: {texts}, as token shards in {tokens.path}")
         tokens.verify(progress)
         for line in data_lines(spec, tokens, train_split_facts(tokens, spec.objective)):
             complain(line)
@@ -284,6 +285,8 @@ def _is_same(name: str, asked: Any, recorded: Any) -> bool:
     """Whether a chosen setting agrees with the shards'. Text may have been moved, and its revision is only a name."""
     if name == "corpus.source":
         return shareable_source(asked) == shareable_source(recorded)
+    if name == "corpus.mixed_with":
+        return list(map(shareable_source, asked)) == list(map(shareable_source, recorded))
     return name == "corpus.revision" or bool(asked == recorded)
 
 

@@ -114,7 +114,7 @@ def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFil
     """Return the files of all texts of the corpus, in order. Remote ones are downloaded."""
     found = list[SourceFile]()
     for part, text in enumerate(spec.texts()):
-        with _of_part(part):
+        with of_part(part):
             files = _files(text, root, progress, spec.workers)
             known = known_texts().get(text.source)
             if known is not None and known.columns:
@@ -130,7 +130,7 @@ def _files(text: TextSource, root: Path, progress: Progress, workers: int | None
 
 
 @contextmanager
-def _of_part(part: int) -> Iterator[None]:
+def of_part(part: int) -> Iterator[None]:
     """Let errors of other texts than the first name corpus.mixed_with, not corpus.source."""
     try:
         yield
@@ -288,16 +288,16 @@ def _require_rows(source: str, known: KnownText, text: Sequence[tuple[FileSegmen
 def _require_text(spec: CorpusSpec, text: ReadText) -> None:
     """Raise InputError if a text of the corpus is empty, or is not what its name stands for. Log what may be wrong."""
     for part, source in enumerate(_named(spec)):
-        of_part = [(file, ids) for file, ids in zip(text.files, text.ids, strict=True) if file.source.part == part]
-        with _of_part(part):
-            if not any(file.passages for file, _ in of_part):
-                empty = sum(file.empty_passages for file, _ in of_part)
+        own = [(file, ids) for file, ids in zip(text.files, text.ids, strict=True) if file.source.part == part]
+        with of_part(part):
+            if not any(file.passages for file, _ in own):
+                empty = sum(file.empty_passages for file, _ in own)
                 raise InputError(
                     f"corpus.source {redacted(source)!r} holds no text (empty passages: {empty}). Set corpus.source to "
                     "files with text"
                 )
             if (known := known_texts().get(source)) is not None:
-                _require_rows(source, known, of_part)
+                _require_rows(source, known, own)
     passages, empty = text.findings.passages, text.findings.empty_passages
     if empty:
         _log.warning("empty passages, which are skipped: %d of %d", empty, passages + empty)

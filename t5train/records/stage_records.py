@@ -142,6 +142,9 @@ REPEATED = "repeated_passages"
 REMOVED = "removed_passages"
 """The count of passages that were removed from training, of corpora and shards with corpus.remove."""
 
+OF_TEXT = "train_samples_of_text_"
+"""Before its number, the count of different samples to train on of a text of a mixture, in what a run records."""
+
 
 class Corpus(PlainRecord):
     """Verified text: files of passages, which may be used in place."""

@@ -1,13 +1,14 @@
 """Sections of the model card that depend on what a run recorded. Each is Markdown, or empty."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from t5train.data.samples.mixture import block_shares
 from t5train.data.samples.span_corruption import geometry
 from t5train.host_resources import quantity
 from t5train.records.metrics import UNIGRAM, VALIDATION, has_learned_nothing
-from t5train.records.stage_records import REMOVED, REPEATED
+from t5train.records.stage_records import OF_TEXT, REMOVED, REPEATED
 from t5train.records.witness import TrainedModel, Witness
 from t5train.release.markdown import code
 from t5train.spec import ObjectiveSpec
@@ -127,11 +128,37 @@ def data(witness: Witness) -> str:
             "",
             f"Training took {quantity(sequences, 'sequence')}: {sequences / samples:,.2f} epochs over the "
             f"{quantity(samples, 'sequence')} of the training split.",
+            *_mixture_lines(witness, sequences),
             *(["", repeated] if (repeated := repeated_line(counts)) else []),
             *(["", removed] if (removed := removed_line(counts, witness.trained.settings)) else []),
             "",
         ]
     )
+
+
+def _mixture_lines(witness: Witness, sequences: int) -> list[str]:
+    """Return a table of the texts of a mixture; empty for one text."""
+    counts, settings = witness.trained.data, witness.trained.settings
+    names = [settings["corpus"]["source"], *settings["corpus"].get("mixed_with", [])]
+    sizes = [counts[name] for text in range(len(names)) if (name := f"{OF_TEXT}{text}") in counts]
+    if not sizes:
+        return []
+    objective = ObjectiveSpec.model_validate(settings["objective"])
+    return ["", table(MIXTURE, mixture_rows(names, sizes, objective, sequences))]
+
+
+MIXTURE = ("text", "share of the sequences", "different sequences", "epochs")
+"""The headings of ``mixture_rows``."""
+
+
+def mixture_rows(
+    names: Iterable[str], sizes: Sequence[int], objective: ObjectiveSpec, sequences: int
+) -> list[tuple[str, ...]]:
+    """Return a row for each text of a mixture. ``sequences`` is the number of them that training takes in all."""
+    return [
+        (code(name), f"{float(share):.2%}", f"{size:,}", f"{float(share * sequences / size):,.2f}")
+        for name, share, size in zip(names, block_shares(sizes, objective), sizes, strict=True)
+    ]
 
 
 def repeated_line(counts: Mapping[str, Any]) -> str:

@@ -133,7 +133,7 @@ def model_card(
         steps=quantity(witness.step, "optimizer step"),
         warning=warning(witness),
         ties=ties(witness),
-        source=code(corpus["source"]),
+        source=" and ".join(code(each) for each in [corpus["source"], *corpus.get("mixed_with", [])]),
         revision=f", revision {code(corpus['revision'])}" if corpus.get("revision") else "",
         languages=f" Languages: {', '.join(trained.languages)}." if trained.languages else "",
         licence=licence(trained),

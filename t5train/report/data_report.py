@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 from t5train.data.checks.whole_reading import TextFindings
 from t5train.data.passages import SPLITS
-from t5train.data.samples.loader import num_windows
+from t5train.data.samples.loader import windows_of_texts
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.shards import UNIGRAM_DTYPE, unigram_name
 from t5train.data.vocabulary.sentencepiece_model import UNK_ID
 from t5train.host_resources import quantity
 from t5train.locations import redacted
 from t5train.records.stage_records import REMOVED, Corpus, Record, TokenizerFiles, TokenShards
-from t5train.release.card_sections import repeated_line
+from t5train.release.card_sections import MIXTURE, mixture_rows, repeated_line
 from t5train.release.markdown import code, page, table
 from t5train.report.text_findings_report import SPLIT_NAMES, repetition_lines, repetition_rows
 from t5train.spec import ObjectiveSpec, RunSpec
@@ -26,8 +26,13 @@ class SplitFacts(NamedTuple):
 
     unknown_pieces: int
     """How many tokens are the unknown piece."""
-    samples: int
-    """The number of samples in an epoch: windows of consecutive tokens of one shard that do not overlap."""
+    of_texts: list[int]
+    """The number of samples of each text: windows of consecutive tokens of one shard that do not overlap."""
+
+    @property
+    def samples(self) -> int:
+        """The number of samples in an epoch."""
+        return sum(self.of_texts)
 
 
 def train_split_facts(shards: TokenShards, objective: ObjectiveSpec) -> SplitFacts:
@@ -35,7 +40,7 @@ def train_split_facts(shards: TokenShards, objective: ObjectiveSpec) -> SplitFac
     numbers, window_tokens = range(int(shards.counts["num_shards"])), geometry(objective).window_tokens
     return SplitFacts(
         unknown_pieces=sum(_count_of(shards, number, UNK_ID) for number in numbers),
-        samples=num_windows(shards, "train", window_tokens),
+        of_texts=windows_of_texts(shards, "train", window_tokens),
     )
 
 
@@ -51,7 +56,7 @@ def data_report(
     """Return the report as Markdown. ``facts`` are those of ``train_split_facts``."""
     return page(
         f"# Data of {spec.run_name}",
-        f"Text from {code(redacted(spec.corpus.source))}. A passage belongs to one split as a whole.",
+        f"Text from {_sources(spec)}. A passage belongs to one split as a whole.",
         table(("", "amount"), _text_rows(corpus, tokenizer)),
         *_finding_blocks(TextFindings.of(corpus)),
         "## Tokens",
@@ -59,10 +64,28 @@ def data_report(
         _unknown_line(shards, facts),
         repeated_line(shards.counts),
         _epochs_line(spec, facts),
+        *_mixture_blocks(spec, facts),
         "## Digests",
         "Each is the sha256 of a manifest, which lists the digest of every file.",
         table(("", "fingerprint", "manifest", "folder"), map(_digest_row, (corpus, tokenizer, shards))),
     )
+
+
+def _sources(spec: RunSpec) -> str:
+    return " and ".join(code(redacted(each.source)) for each in spec.corpus.texts())
+
+
+def _mixture_blocks(spec: RunSpec, facts: SplitFacts) -> list[str]:
+    return ["## Mixture", table(MIXTURE, rows)] if (rows := _mixture_rows(spec, facts)) else []
+
+
+def _mixture_rows(spec: RunSpec, facts: SplitFacts) -> list[tuple[str, ...]]:
+    """Return how much each text of a mixture is trained on; empty for one text, or if one has no sample."""
+    if len(facts.of_texts) < 2 or not all(facts.of_texts):
+        return []
+    sequences = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences
+    names = [redacted(each.source) for each in spec.corpus.texts()]
+    return mixture_rows(names, facts.of_texts, spec.objective, sequences)
 
 
 def _finding_blocks(findings: TextFindings | None) -> list[str]:
@@ -106,6 +129,10 @@ def data_lines(spec: RunSpec, shards: TokenShards, facts: SplitFacts) -> list[st
         f"{tokens:,} in {quantity(passages, 'passage')} ({split})" for split, (passages, tokens) in counts.items()
     )
     lines = [f"tokens: {of_splits}", _epochs_line(spec, facts)]
+    lines += [
+        f"{name.strip('`')}: {share} of the sequences, {epochs} epochs over its {samples}"
+        for name, share, samples, epochs in _mixture_rows(spec, facts)
+    ]
     if repeated := repeated_line(shards.counts):
         lines.append(repeated)
     if _epochs(spec, facts) > MOST_EPOCHS:

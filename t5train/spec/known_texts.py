@@ -1,6 +1,6 @@
 """Well-known texts that ``corpus.source`` names by one word: where they are, what they hold, and their licence."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -84,13 +84,17 @@ def location_of(source: str) -> str:
     return source if known is None else known.location
 
 
-def licence_of(source: str, stated: str | None) -> str | None:
-    """Return the licence of a text: what its user states, otherwise what is known."""
-    known = known_texts().get(source)
-    return stated or (known.license if known is not None else None)
+def licence_of(sources: Sequence[str], stated: str | None) -> str | None:
+    """Return the licence of one or several texts: what their user states, otherwise what is known."""
+    known = [known_texts()[each].license for each in sources if each in known_texts()]
+    if stated or not known:
+        return stated
+    others = [] if len(known) == len(sources) else ["others"]
+    return " and ".join(dict.fromkeys([*known, *others]))
 
 
-def languages_of(source: str, stated: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the codes of a text's languages, likewise."""
-    known = known_texts().get(source)
-    return stated or (known.languages if known is not None else ())
+def languages_of(sources: Sequence[str], stated: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the codes of their languages, likewise; none if those of one text are not known."""
+    if stated or not all(each in known_texts() for each in sources):
+        return stated
+    return tuple(dict.fromkeys(code for each in sources for code in known_texts()[each].languages))

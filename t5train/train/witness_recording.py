@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from t5train.data.held_out import read_held_out
 from t5train.data.passages import SPLITS
-from t5train.data.samples.loader import Samples, num_windows
+from t5train.data.samples.loader import Samples, windows_of_texts
 from t5train.data.samples.span_corruption import geometry
 from t5train.engine.collectives import gather_objects, on_accelerator, rank
 from t5train.engine.engine import model_of
@@ -29,7 +29,7 @@ from t5train.files.atomic import replacing, write_json
 from t5train.locations import shareable_source
 from t5train.model.model_shape import T5Shape, count_parameters, generation_config
 from t5train.model.t5 import T5, shift_right
-from t5train.records.stage_records import REMOVED, REPEATED
+from t5train.records.stage_records import OF_TEXT, REMOVED, REPEATED
 from t5train.records.witness import (
     GENERATED_PROBE,
     WITNESS,
@@ -164,8 +164,9 @@ def record(
 def _trained(job: TrainJob) -> TrainedModel:
     settings = job.spec.identity()
     settings["corpus"]["source"] = shareable_source(job.spec.corpus.source)
-    if "test_sets" in settings["corpus"]:
-        settings["corpus"]["test_sets"] = list(map(shareable_source, job.spec.corpus.test_sets))
+    for name in settings["corpus"].keys() & {"mixed_with", "test_sets"}:
+        settings["corpus"][name] = list(map(shareable_source, settings["corpus"][name]))
+    sources = [each.source for each in job.spec.corpus.texts()]
     return TrainedModel(
         run_name=job.spec.run_name,
         recipe=job.spec.recipe,
@@ -173,8 +174,8 @@ def _trained(job: TrainJob) -> TrainedModel:
         start_from=job.start_name,
         layout={"ranks": job.spec.cluster.ranks, **job.spec.layout.model_dump(mode="json")},
         data=_data(job),
-        license=licence_of(job.spec.corpus.source, job.spec.corpus.license),
-        languages=languages_of(job.spec.corpus.source, job.spec.corpus.languages),
+        license=licence_of(sources, job.spec.corpus.license),
+        languages=languages_of(sources, job.spec.corpus.languages),
     )
 
 
@@ -182,7 +183,9 @@ def _data(job: TrainJob) -> dict[str, int]:
     shards, window_tokens = job.shards(), geometry(job.spec.objective).window_tokens
     counts = {f"{split}_{unit}": int(shards.counts[f"{split}_{unit}"]) for split in SPLITS for unit in _UNITS}
     repeated = {name: int(count) for name, count in shards.counts.items() if name in {REPEATED, REMOVED}}
-    return {**counts, **repeated, "train_samples": num_windows(shards, "train", window_tokens)}
+    of_texts = windows_of_texts(shards, "train", window_tokens)
+    mixed = {f"{OF_TEXT}{text}": samples for text, samples in enumerate(of_texts) if len(of_texts) > 1}
+    return {**counts, **repeated, "train_samples": sum(of_texts), **mixed}
 
 
 def _places(model: T5) -> dict[str, Tensor]:

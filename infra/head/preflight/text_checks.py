@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from t5train.data.checks.test_sets import of_test_set
+from t5train.data.corpus import of_part
 from t5train.data.passages import SPLITS, Passage, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import PLAIN_FORMATS, format_of, is_dump, rows
 from t5train.data.samples.span_corruption import geometry
@@ -53,16 +54,29 @@ class TextLook(NamedTuple):
 
 
 class TextFacts(NamedTuple):
-    """What is known of a run's text before it starts. Both are None for Python's documentation."""
+    """What is known of a run's text before it starts."""
 
-    source: SourceFacts | None
+    sources: tuple[SourceFacts, ...]
+    """Of each of the texts that the corpus is made of, without Python's documentation."""
     look: TextLook | None
-    """None also for text that is not on this machine yet."""
+    """None for Python's documentation, and for text that is not on this machine yet."""
+    is_partly_made: bool = False
+    """Whether Python's documentation is one of the texts."""
 
     @property
     def size_bytes(self) -> int:
         """The size of the files, as stored; 0 if unknown."""
-        return self.source.size_bytes if self.source else 0
+        return sum(each.size_bytes for each in self.sources)
+
+    @property
+    def num_files(self) -> int:
+        """The number of files."""
+        return sum(len(each.sizes) for each in self.sources)
+
+    @property
+    def skipped(self) -> list[str]:
+        """Files of other formats in the folders of the texts."""
+        return [name for each in self.sources for name in each.skipped]
 
     def train_bytes(self, spec: CorpusSpec) -> int | None:
         """Return the size of the train split's text: exact if the whole text was read, otherwise from the files' sizes.
@@ -71,30 +85,38 @@ class TextFacts(NamedTuple):
         """
         if self.look is not None and self.look.is_whole:
             return self.look.text_bytes["train"]
-        if self.source is None or self.why_unknown():
+        if self.why_unknown():
             return None
-        from t5train.data.parquet import stored_text_bytes  # pyarrow is slow to import
-
-        local = {file.name: file for file in self.source.local}
-        sizes = [
-            stored_text_bytes(local[name]) if name.endswith(".parquet") else size or 0
-            for name, size in self.source.sizes.items()
-        ]
-        return sum(sizes) * spec.split[0] // 1000
+        return sum(map(_stored_text_bytes, self.sources)) * spec.split[0] // 1000
 
     def why_unknown(self) -> str:
         """Return why the size of a text that was not read to its end is unknown; empty if it is known."""
-        if self.source is None:
+        if self.is_partly_made or not self.sources:
             return "Python's documentation becomes text when the run starts"
-        of_formats = [format_of(name) for name in self.source.sizes if not name.endswith(PLAIN_FORMATS)]
-        if not self.source.local and (".parquet" in of_formats or None in self.source.sizes.values()):
-            return "the text is read after it has been downloaded"
-        if any(each != ".parquet" for each in of_formats):
-            return "the size of compressed text shows only when it has been read"
-        return ""
+        return next(filter(None, map(_why_unknown, self.sources)), "")
 
 
-NOT_READ = TextFacts(None, None)
+def _stored_text_bytes(source: SourceFacts) -> int:
+    from t5train.data.parquet import stored_text_bytes  # pyarrow is slow to import
+
+    local = {file.name: file for file in source.local}
+    sizes = [
+        stored_text_bytes(local[name]) if name.endswith(".parquet") else size or 0
+        for name, size in source.sizes.items()
+    ]
+    return sum(sizes)
+
+
+def _why_unknown(source: SourceFacts) -> str:
+    of_formats = [format_of(name) for name in source.sizes if not name.endswith(PLAIN_FORMATS)]
+    if not source.local and (".parquet" in of_formats or None in source.sizes.values()):
+        return "the text is read after it has been downloaded"
+    if any(each != ".parquet" for each in of_formats):
+        return "the size of compressed text shows only when it has been read"
+    return ""
+
+
+NOT_READ = TextFacts((), None)
 """Of a text that is not read any more, because its token shards exist."""
 
 
@@ -104,33 +126,59 @@ def require_text(spec: RunSpec) -> TextFacts:
     Raises InputError if there is none, if what is read of it is malformed, or if it cannot be enough for the run, and
     SpecError if a small one does not give as many pieces as ``tokenizer.vocab_size`` requests.
     """
-    source = require_sources(spec)
-    if source is None:
-        return TextFacts(None, None)
-    if not source.local:
-        return TextFacts(source, None)
-    try:
-        look = look_at(source.local, spec.corpus)
-    except InputError as error:
-        raise InputError(f"{error}{_other_faults(source.local)}") from None
+    found = require_sources(spec)
+    facts = TextFacts(tuple(filter(None, found)), None, is_partly_made=None in found)
+    looks = [_looked_at(spec, part, source.local) for part, source in enumerate(found) if source and source.local]
+    if not looks or len(looks) < len(found):
+        return facts
+    look = _joined(looks)
     if look.is_whole:
         _require_passages(spec, look)
         _require_windows(spec, look)
-        _require_pieces(spec, source.local, look.text_bytes["train"])
-    return TextFacts(source, look)
+        local = [file for source in facts.sources for file in source.local]
+        _require_pieces(spec, local, look.text_bytes["train"])
+    return facts._replace(look=look)
 
 
-def require_sources(spec: RunSpec) -> SourceFacts | None:
-    """Return what is known of the text without reading it; None for Python's documentation.
+def require_sources(spec: RunSpec) -> list[SourceFacts | None]:
+    """Return what is known of the texts of the corpus without reading them; None for Python's documentation.
 
-    Raises InputError if the text or one of the test sets does not exist.
+    Raises InputError if one of them, or of the test sets, does not exist.
     """
     for each in spec.corpus.test_sets:
         with of_test_set():
             look_at(require_source(each, "", spec.storage.root).local, spec.corpus, _LOOK_TEST_SET_BYTES)
-    if spec.corpus.source == PYDOCS:
-        return None
-    return require_source(spec.corpus.source, spec.corpus.revision, spec.storage.root, spec.corpus.hub_text())
+    found = list[SourceFacts | None]()
+    for part, text in enumerate(spec.corpus.texts()):
+        with of_part(part):
+            is_made = text.source == PYDOCS
+            root = spec.storage.root
+            found.append(None if is_made else require_source(text.source, text.revision, root, text.hub_text))
+    return found
+
+
+def _looked_at(spec: RunSpec, part: int, files: Sequence[SourceFile]) -> TextLook:
+    """Look at one of the texts of the corpus. Raises InputError if it is malformed, or has nothing to train on."""
+    try:
+        with of_part(part):
+            look = look_at(files, spec.corpus)
+    except InputError as error:
+        raise InputError(f"{error}{_other_faults(files)}") from None
+    if spec.corpus.mixed_with and look.is_whole and not look.passages["train"]:
+        named = f"{'corpus.mixed_with' if part else 'corpus.source'} {redacted(spec.corpus.texts()[part].source)!r}"
+        raise InputError(
+            f"{named} is {_amount(look)}, none of which falls into the train split (corpus.split gives it "
+            f"{spec.corpus.split[0]} of 1,000 passages). Add text to it, or leave it out of the mixture"
+        )
+    return look
+
+
+def _joined(looks: Sequence[TextLook]) -> TextLook:
+    passages, text_bytes = Counter[Split](), Counter[Split]()
+    for each in looks:
+        passages.update(each.passages)
+        text_bytes.update(each.text_bytes)
+    return TextLook(all(each.is_whole for each in looks), _of_splits(passages), _of_splits(text_bytes))
 
 
 def look_at(files: Iterable[SourceFile], rule: SplitRule, limit_bytes: int = LOOK_BYTES) -> TextLook:
@@ -179,7 +227,7 @@ def _of_splits(counts: Counter[Split]) -> dict[Split, int]:
 
 def _require_passages(spec: RunSpec, look: TextLook) -> None:
     """Raise InputError if no passage falls into the train or validation split."""
-    text = f"corpus.source {redacted(spec.corpus.source)!r} is {_amount(look)}"
+    text = f"{_named(spec)} is {_amount(look)}"
     if not look.total_passages:
         raise InputError(f"{text}: it holds no text. Set corpus.source to files with text")
     for split, share in zip(SPLITS[:2], spec.corpus.split, strict=False):
@@ -197,7 +245,7 @@ def _require_windows(spec: RunSpec, look: TextLook) -> None:
     most_tokens = look.text_bytes["train"] + 2 * look.passages["train"]  # a space before a passage, and its end
     if most_tokens // window < batch:
         raise InputError(
-            f"corpus.source {redacted(spec.corpus.source)!r} is {_amount(look)}, but a step takes "
+            f"{_named(spec)} is {_amount(look)}, but a step takes "
             f"{quantity(batch, 'sequence')} (optimizer.global_batch_sequences) of {window} tokens each. Add text, or "
             "lower optimizer.global_batch_sequences or objective.input_tokens"
         )
@@ -208,6 +256,12 @@ def _require_pieces(spec: RunSpec, files: Iterable[SourceFile], train_bytes: int
     vocabulary = spec.tokenizer
     if vocabulary.path is None and train_bytes <= min(_TRIED_BYTES, _TRIED_BYTES_PER_PIECE * vocabulary.vocab_size):
         train(vocabulary, (each.text for each in _passages(files) if split_of(spec.corpus, each.id) == "train"))
+
+
+def _named(spec: RunSpec) -> str:
+    source = f"corpus.source {redacted(spec.corpus.source)!r}"
+    more = len(spec.corpus.mixed_with)
+    return f"{source} with {quantity(more, 'text')} of corpus.mixed_with" if more else source
 
 
 def _amount(look: TextLook) -> str:

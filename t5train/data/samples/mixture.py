@@ -60,8 +60,13 @@ class Mixture:
         return Placed(ids, epochs)
 
 
+def block_shares(sizes: Sequence[int], objective: ObjectiveSpec) -> list[Fraction]:
+    """Return the share of each text in what is trained on, which sum to 1, from the numbers of samples of each."""
+    return [Fraction(quota, BLOCK) for quota in quotas(rates(sizes, objective))]
+
+
 def rates(sizes: Sequence[int], objective: ObjectiveSpec) -> list[Fraction]:
-    """Return the share of each text, which sum to 1, from the numbers of samples of each.
+    """Return the rate of each text, which sum to 1, from the numbers of samples of each.
 
     The powers are computed in decimal arithmetic, whose results are the same on every machine.
     """

@@ -50,9 +50,9 @@ def test_a_text_that_has_a_name_is_downloaded_compared_with_what_is_known_and_ha
     with caplog.at_level(logging.INFO):
         assert build_named(tmp_path).counts["passages"] == 40_000
     assert "A text. Its licence: cc-by-nc-4.0" in caplog.text
-    assert known_texts.licence_of("the_text", None) == "cc-by-nc-4.0"
-    assert known_texts.licence_of("the_text", "mit") == "mit"
-    assert known_texts.languages_of("the_text", ()) == ("en",)
+    assert known_texts.licence_of(["the_text"], None) == "cc-by-nc-4.0"
+    assert known_texts.licence_of(["the_text"], "mit") == "mit"
+    assert known_texts.languages_of(["the_text"], ()) == ("en",)
     web.files["/text.txt"] = LINES[:-1]
     web.head = lambda: 500
     web.requests.clear()
@@ -82,4 +82,4 @@ def test_the_names_of_texts_are_no_paths_and_each_has_digests_or_a_commit_and_a_
         assert known_texts.is_named_text(name)
         assert known_texts.location_of(name) == text.location != name
         assert text.files or text.location.startswith("hf://"), "the Hub states digests, and they are recorded"
-        assert known_texts.licence_of(name, None) == text.license
+        assert known_texts.licence_of([name], None) == text.license

@@ -107,7 +107,7 @@ def test_the_catalogue_says_what_is_known_of_wiki_dpr_and_no_more() -> None:
     assert (known.rows, known.num_files, known.vectors) == (21_015_300, 157, ("embeddings", 768))
     for index in known_indexes("wiki_dpr").values():
         assert (index.vectors, index.dimension, index.recall) == (known.rows, 768, {})
-    assert licence_of("wiki_dpr", None) == "cc-by-nc-4.0"
+    assert licence_of(["wiki_dpr"], None) == "cc-by-nc-4.0"
 
 
 def test_files_by_their_url_and_the_named_text_are_downloaded_apart(hub: Hub, tmp_path: Path) -> None:
