@@ -34,11 +34,8 @@ def show_data(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, shards: 
     """Report on the text, the vocabulary and the tokens."""
     with not_disturbing("the data report"):
         facts = train_split_facts(shards, spec.objective)
-        _log.info(
-            "text: %s, %s passages",
-            " and ".join(redacted(each.source) for each in spec.corpus.texts()),
-            f"{corpus.counts['passages']:,}",
-        )
+        sources = " and ".join(redacted(each.source) for each in spec.corpus.texts())
+        _log.info("text: %s, %s passages", sources, f"{corpus.counts['passages']:,}")
         for line in data_lines(spec, shards, facts):
             _log.info("%s", line)
         text = data_report(spec, corpus, tokenizer, shards, facts)

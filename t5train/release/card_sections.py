@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from t5train.data.samples.mixture import block_shares
+from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
 from t5train.host_resources import quantity
 from t5train.records.metrics import UNIGRAM, VALIDATION, has_learned_nothing
@@ -157,7 +157,7 @@ def mixture_rows(
     """Return a row for each text of a mixture. ``sequences`` is the number of them that training takes in all."""
     return [
         (code(name), f"{float(share):.2%}", f"{size:,}", f"{float(share * sequences / size):,.2f}")
-        for name, share, size in zip(names, block_shares(sizes, objective), sizes, strict=True)
+        for name, share, size in zip(names, rates(sizes, objective), sizes, strict=True)
     ]
 
 

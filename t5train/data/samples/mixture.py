@@ -1,9 +1,9 @@
 """The order of samples of several texts, each of which is trained on at a rate of its own.
 
 Rates are those of T5 (Raffel et al. 2020, section 3.5.2): proportional to the number of samples of a text, but of no
-more than a limit, and to the power of 1/T, or as given. The endless sequence of samples consists of blocks. A block has
-the same number of samples of each text, in an order that is permuted anew. The samples of a text follow each other as
-if it were trained on alone: none is repeated before all of its others were used.
+more than a limit, and to the power of 1/T, or as given. The endless sequence of samples is divided into blocks. How
+many samples of each text a block has follows from the rates, and their order within the block is permuted anew. The
+samples of a text follow each other as if it were trained on alone: none is repeated before all its others were used.
 
 Like the order of one text, nothing is stored: which sample is at a position is computed from the position alone.
 """
@@ -11,6 +11,7 @@ Like the order of one text, nothing is stored: which sample is at a position is 
 from collections.abc import Sequence
 from decimal import Context, Decimal
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +19,8 @@ import numpy as np
 from t5train.data.samples import keyed_random
 from t5train.spec import ObjectiveSpec
 
-BLOCK = 1 << 20
-"""Samples of a block. Rates are multiples of 1 / ``BLOCK``."""
+BLOCK = 1 << 16
+"""Samples of a block."""
 _EXACT = Context(prec=30)
 
 
@@ -40,33 +41,38 @@ class Mixture:
     def __init__(self, sizes: Sequence[int], objective: ObjectiveSpec, seed: int) -> None:
         self._sizes = np.array(sizes)
         self._firsts = np.cumsum(self._sizes) - self._sizes
-        self._quotas = np.array(quotas(rates(sizes, objective)))
-        self._ends = np.cumsum(self._quotas)
+        self._rates = rates(sizes, objective)
         self._seed = seed
+        self._block = lru_cache(maxsize=2)(self._block_of)  # consecutive positions are in one block or two
 
     def placed(self, positions: np.ndarray) -> Placed:
         """Return the samples at ``positions`` [n] of the endless sequence."""
         blocks, places = np.divmod(positions, BLOCK)
-        within = keyed_random.permuted(places, BLOCK, self._seed, keyed_random.BLOCKS, blocks)
-        texts = np.searchsorted(self._ends, within, side="right")
-        used = blocks * self._quotas[texts] + within - (self._ends - self._quotas)[texts]
-        epochs, places = np.divmod(used, self._sizes[texts])
-        ids = np.empty_like(places)
+        texts, used = np.empty_like(places), np.empty_like(places)
+        for block in np.unique(blocks):
+            here = np.flatnonzero(blocks == block)
+            texts[here], used[here] = (each[places[here]] for each in self._block(int(block)))
+        epochs, ids = np.divmod(used, self._sizes[texts])
         for text in np.unique(texts):
-            of_text = np.flatnonzero(texts == text)
-            ids[of_text] = self._firsts[text] + keyed_random.permuted(
-                places[of_text], int(self._sizes[text]), self._seed, keyed_random.ORDER, int(text), epochs[of_text]
-            )
+            here, size = np.flatnonzero(texts == text), int(self._sizes[text])
+            key = (self._seed, keyed_random.ORDER, int(text), epochs[here])
+            ids[here] = self._firsts[text] + keyed_random.permuted(ids[here], size, *key)
         return Placed(ids, epochs)
 
-
-def block_shares(sizes: Sequence[int], objective: ObjectiveSpec) -> list[Fraction]:
-    """Return the share of each text in what is trained on, which sum to 1, from the numbers of samples of each."""
-    return [Fraction(quota, BLOCK) for quota in quotas(rates(sizes, objective))]
+    def _block_of(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the text of each sample of a block, and how many samples of that text there are before it."""
+        before, after = (numbers_of_texts(self._rates, BLOCK * count) for count in (block, block + 1))
+        numbers = np.subtract(after, before)
+        places = keyed_random.permuted(np.arange(BLOCK), BLOCK, self._seed, keyed_random.BLOCKS, block)
+        texts = np.repeat(np.arange(len(numbers)), numbers)[places]
+        used = np.empty_like(texts)
+        for text, number in enumerate(numbers):
+            used[texts == text] = before[text] + np.arange(number)
+        return texts, used
 
 
 def rates(sizes: Sequence[int], objective: ObjectiveSpec) -> list[Fraction]:
-    """Return the rate of each text, which sum to 1, from the numbers of samples of each.
+    """Return the share of each text in what is trained on, from the numbers of samples of each. They sum to 1.
 
     The powers are computed in decimal arithmetic, whose results are the same on every machine.
     """
@@ -79,14 +85,15 @@ def rates(sizes: Sequence[int], objective: ObjectiveSpec) -> list[Fraction]:
     return [part / sum(parts) for part in parts]
 
 
-def quotas(shares: Sequence[Fraction]) -> list[int]:
-    """Return how many samples of each text a block has: in proportion, by largest remainders, but at least one."""
-    exact = [share * BLOCK for share in shares]
-    found = [int(each) for each in exact]
-    by_remainder = sorted(range(len(shares)), key=lambda text: (found[text] - exact[text], text))
-    for text in by_remainder[: BLOCK - sum(found)]:
-        found[text] += 1
-    while 0 in found:
-        found[found.index(max(found))] -= 1
-        found[found.index(0)] = 1
-    return found
+def numbers_of_texts(shares: Sequence[Fraction], count: int) -> list[int]:
+    """Return how many of the first ``count`` samples are of each text; never fewer than of fewer samples.
+
+    Each text gets its share of what the texts before it leave, rounded. So each number differs from its exact share by
+    at most the number of texts.
+    """
+    numbers, left, rest = list[int](), count, Fraction(1)
+    for share in shares[:-1]:
+        numbers.append(int(left * (share / rest) + Fraction(1, 2)))
+        left -= numbers[-1]
+        rest -= share
+    return [*numbers, left]

@@ -94,10 +94,12 @@ def test_rows_of_a_split_are_streamed_once_to_the_same_bytes_for_any_number_of_w
 
 def test_configuration_split_and_column_are_chosen(hub: Hub, tmp_path: Path) -> None:
     texts = {"config": "de"}, {"column": "body"}, {"hub_split": "validation"}
-    german, bodies, held_out = build_all(hub, tmp_path, *(EN | each for each in texts))
+    mixed = {"mixed_with": [f"{NAME}#config=en&split=validation", f"{NAME}#config=de"]}
+    german, bodies, held_out, mixture = build_all(hub, tmp_path, *(EN | each for each in (*texts, mixed)))
     assert german["passages"][0][2].startswith("de 0 0 ")
     assert bodies["passages"][3][2] == "body 3"
     assert [text for _, _, text in held_out["passages"]] == [row["text"] for row in HELD_OUT]
+    assert mixture["passages"][SHARDS * ROWS :] == held_out["passages"] + german["passages"]
 
 
 def test_the_commit_of_the_first_download_is_used_from_then_on(hub: Hub, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ OTHER: dict[str, Any] = {
     "corpus.license": "cc-by-4.0",
     "corpus.languages": ["en", "de"],
     "corpus.remove": ["duplicates"],
+    "corpus.mixed_with": ["more.txt"],
     "corpus.workers": 3,
     "tokenizer.path": "spiece.model",
     "tokenizer.vocab_size": 2001,
@@ -121,9 +122,15 @@ OTHER_HOSTS: dict[str, Any] = {
 OTHER_REMOVAL: dict[str, Any] = {"corpus.test_sets": ["questions.jsonl"]}
 # The same for settings that need a dataset of the Hub.
 OTHER_DATASET: dict[str, Any] = {"corpus.config": "en", "corpus.hub_split": "validation", "corpus.column": "body"}
+# The same for settings that need several texts.
+OTHER_MIXTURE: dict[str, Any] = {
+    "objective.mixing_temperature": 2,
+    "objective.mixing_limit": 1000,
+    "objective.mixing_weights": [0.7, 0.3],
+}
 # The same for settings that cannot be combined with the values above.
 OTHER_ALONE: dict[str, Any] = {"layout.pipeline_stages": 2}
-EVERY = OTHER | OTHER_EXPERTS | OTHER_HOSTS | OTHER_REMOVAL | OTHER_DATASET | OTHER_ALONE
+EVERY = OTHER | OTHER_EXPERTS | OTHER_HOSTS | OTHER_REMOVAL | OTHER_DATASET | OTHER_MIXTURE | OTHER_ALONE
 # These settings decide where and how a run executes. All others decide its result.
 EXECUTION = {
     "recipe",
@@ -139,11 +146,13 @@ EXECUTION = {
 
 
 def base(setting: str) -> RunSpec:
-    """A spec in which a setting has an effect: smoke, or smoke with experts, hosts, another text or removal."""
+    """A spec in which a setting has an effect: smoke, or smoke with experts, hosts, other texts or removal."""
     if setting in OTHER_REMOVAL:
         return smoke().with_settings({"corpus.remove": ["contaminated"]})
     if setting in OTHER_DATASET:
         return smoke().with_settings({"corpus.source": "hf://someone/texts"})
+    if setting in OTHER_MIXTURE:
+        return smoke().with_settings({"corpus.mixed_with": ["more.txt"]})
     if setting in OTHER_HOSTS:
         return smoke().with_settings({"cluster.hostfile": "hosts"})
     return experts() if setting in OTHER_EXPERTS else smoke()

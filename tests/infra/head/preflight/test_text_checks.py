@@ -124,11 +124,11 @@ def test_the_size_of_the_train_split_is_unknown_for_a_compressed_text_beyond_the
     assert found.look is not None
     partial = found._replace(look=found.look._replace(is_whole=False))
     assert partial.train_bytes(CorpusSpec()) == found.size_bytes * 950 // 1000
-    assert found.source is not None
-    packed = found.source._replace(sizes={"a.txt.gz": 1000}, local=[SourceFile(tmp_path / "a.txt.gz", "a.txt.gz")])
-    assert partial._replace(source=packed).train_bytes(CorpusSpec()) is None
+    packed = found.sources[0]._replace(sizes={"a.txt.gz": 1000}, local=[SourceFile(tmp_path / "a.txt.gz", "a.txt.gz")])
+    assert partial._replace(sources=(packed,)).train_bytes(CorpusSpec()) is None
     assert (
-        partial._replace(source=packed).why_unknown() == "the size of compressed text shows only when it has been read"
+        partial._replace(sources=(packed,)).why_unknown()
+        == "the size of compressed text shows only when it has been read"
     )
 
 
