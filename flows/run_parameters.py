@@ -21,8 +21,10 @@ from t5train.spec.recipes import trial_settings
 _WITHOUT_SECRETS = r"^(?!(.*::)?[\w+.-]+://[^/]*:[^/]*@)(?!(.*::)?(https?|s3a?|gc?s)://[^/]*@)(?!.*\?[\w-]+=)"
 """Refuses URLs with a password or a query, also chained ones, so that the server does not even store them."""
 
-LOCATIONS = ("corpus.source", "storage.publish_to", "model.start_from", "tokenizer.path")
-"""Settings that name files, of which some can be URLs, and all could be given one."""
+LOCATIONS = (
+    "corpus.source", "corpus.mixed_with", "corpus.test_sets", "storage.publish_to", "model.start_from", "tokenizer.path"
+)  # fmt: skip
+"""Settings that name files, of which some can be URLs, and all could be given one. Some are lists."""
 
 _LOCATION = {"type": "string", "minLength": 1, "pattern": _WITHOUT_SECRETS}
 _LOCAL_PATH = {"type": "string", "pattern": "^/"}
@@ -35,7 +37,8 @@ def _settings() -> dict[str, Any]:
     """
     properties = json_schemas(RunSpec)
     for name in LOCATIONS:
-        properties[name] = {"allOf": [properties[name], {"pattern": _WITHOUT_SECRETS}]}
+        without_secrets = {"pattern": _WITHOUT_SECRETS, "items": {"pattern": _WITHOUT_SECRETS}}
+        properties[name] = {"allOf": [properties[name], without_secrets]}
     return {"type": "object", "if": True, "then": {"properties": properties, "additionalProperties": False}}
 
 

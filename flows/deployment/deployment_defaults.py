@@ -36,9 +36,10 @@ class DeploymentDefaults(BaseModel):
     def require_no_secrets(self) -> None:
         """Raise SpecError if a URL has a password, a key or a query: the server would store and display it."""
         of_settings = {name: (self.deployed_settings or {}).get(name) for name in LOCATIONS}
-        for name, url in {"--corpus": self.corpus, "--publish-to": self.publish_under, **of_settings}.items():
+        for name, given in {"--corpus": self.corpus, "--publish-to": self.publish_under, **of_settings}.items():
             try:
-                without_secret(name, str(url or ""))
+                for url in given if isinstance(given, list) else [given]:
+                    without_secret(name, str(url or ""))
             except ValueError as error:
                 raise SpecError(str(error)) from None
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
@@ -147,16 +147,25 @@ def _mixture_lines(witness: Witness, sequences: int) -> list[str]:
     return ["", table(MIXTURE, mixture_rows(names, sizes, objective, sequences))]
 
 
-MIXTURE = ("text", "share of the sequences", "different sequences", "epochs")
+MIXTURE = ("text", "different sequences", "share of training", "epochs")
 """The headings of ``mixture_rows``."""
+
+
+class MixedText(NamedTuple):
+    """How much one text of a mixture is trained on."""
+
+    name: str
+    samples: int
+    share: str
+    epochs: str
 
 
 def mixture_rows(
     names: Iterable[str], sizes: Sequence[int], objective: ObjectiveSpec, sequences: int
-) -> list[tuple[str, ...]]:
+) -> list[MixedText]:
     """Return a row for each text of a mixture. ``sequences`` is the number of them that training takes in all."""
     return [
-        (code(name), f"{float(share):.2%}", f"{size:,}", f"{float(share * sequences / size):,.2f}")
+        MixedText(code(name), size, f"{float(share):.2%}", f"{float(share * sequences / size):,.2f}")
         for name, share, size in zip(names, rates(sizes, objective), sizes, strict=True)
     ]
 

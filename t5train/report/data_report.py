@@ -11,7 +11,7 @@ from t5train.data.vocabulary.sentencepiece_model import UNK_ID
 from t5train.host_resources import quantity
 from t5train.locations import redacted
 from t5train.records.stage_records import REMOVED, Corpus, Record, TokenizerFiles, TokenShards
-from t5train.release.card_sections import MIXTURE, mixture_rows, repeated_line
+from t5train.release.card_sections import MIXTURE, MixedText, mixture_rows, repeated_line
 from t5train.release.markdown import code, page, table
 from t5train.report.text_findings_report import SPLIT_NAMES, repetition_lines, repetition_rows
 from t5train.spec import ObjectiveSpec, RunSpec
@@ -76,10 +76,11 @@ def _sources(spec: RunSpec) -> str:
 
 
 def _mixture_blocks(spec: RunSpec, facts: SplitFacts) -> list[str]:
-    return ["## Mixture", table(MIXTURE, rows)] if (rows := _mixture_rows(spec, facts)) else []
+    rows = [(each.name, f"{each.samples:,}", each.share, each.epochs) for each in _mixture_rows(spec, facts)]
+    return ["## Mixture", table(MIXTURE, rows)] if rows else []
 
 
-def _mixture_rows(spec: RunSpec, facts: SplitFacts) -> list[tuple[str, ...]]:
+def _mixture_rows(spec: RunSpec, facts: SplitFacts) -> list[MixedText]:
     """Return how much each text of a mixture is trained on; empty for one text, or if one has no sample."""
     if len(facts.of_texts) < 2 or not all(facts.of_texts):
         return []
@@ -130,8 +131,9 @@ def data_lines(spec: RunSpec, shards: TokenShards, facts: SplitFacts) -> list[st
     )
     lines = [f"tokens: {of_splits}", _epochs_line(spec, facts)]
     lines += [
-        f"{name.strip('`')}: {share} of the sequences, {epochs} epochs over its {samples}"
-        for name, share, samples, epochs in _mixture_rows(spec, facts)
+        f"{each.name.strip('`')}: {each.share} of training, {each.epochs} epochs over its "
+        f"{quantity(each.samples, 'sample')}"
+        for each in _mixture_rows(spec, facts)
     ]
     if repeated := repeated_line(shards.counts):
         lines.append(repeated)

@@ -153,6 +153,10 @@ def test_defaults_of_deployments_are_kept_until_they_are_changed(deployer: Deplo
         ({"hostfile": "/no such file"}, "/no such file"),
         ({"deployed_settings": {"optimizer.sead": 7}}, "did you mean 'optimizer.seed'"),
         ({"corpus": "https://user:secret@127.0.0.1/text"}, "--corpus has a password"),
+        (
+            {"deployed_settings": {"corpus.mixed_with": ["a.txt", "https://user:secret@127.0.0.1/text"]}},
+            "corpus.mixed_with has a password",
+        ),
         ({"deployed_settings": {"corpus.source": "s3://key@bucket/text"}}, "corpus.source has a password"),
     ],
 )

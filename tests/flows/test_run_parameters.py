@@ -42,6 +42,8 @@ def parameters(recipe: str = "base", **more: Any) -> RunParameters:
         ({"settings": {"corpus.source": "https://user:secret@host/text.txt"}}, "does not match"),
         ({"settings": {"model.start_from": "s3://key:secret@bucket/t5"}}, "does not match"),
         ({"settings": {"tokenizer.path": "https://host/spiece.model?key=secret"}}, "does not match"),
+        ({"settings": {"corpus.mixed_with": ["more.txt", "https://user:secret@host/text.txt"]}}, "does not match"),
+        ({"settings": {"corpus.test_sets": ["s3://key:secret@bucket/squad.jsonl"]}}, "does not match"),
     ],
 )
 def test_the_server_refuses_a_wrong_parameter_when_a_run_is_created(wrong: dict[str, Any], said: str) -> None:
