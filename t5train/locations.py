@@ -70,7 +70,13 @@ def hub_dataset_name(source: str) -> str | None:
 def shareable_source(source: str) -> str:
     """Return a corpus source without credentials and, for a local one, without its parent folders."""
     local = local_folder(source)
-    return redacted(source) if local is None else local.name
+    return shown_text(source) if local is None else local.name
+
+
+def shown_text(source: str) -> str:
+    """Return a corpus source without credentials, but with what is chosen of a dataset of the Hub after ``#``."""
+    is_dataset = hub_dataset_name(source.partition("#")[0]) is not None
+    return source if is_dataset else redacted(source)
 
 
 def remote_folder(url: str) -> tuple[Any, str]:

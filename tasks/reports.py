@@ -3,7 +3,7 @@
 import logging
 
 from t5train.files.run_folder import METRICS, WITNESS_FOLDER
-from t5train.locations import redacted
+from t5train.locations import shown_text
 from t5train.records.metrics import loss_lines, read
 from t5train.records.stage_records import Corpus, Export, Publication, Record, TokenizerFiles, TokenShards, Weights
 from t5train.records.witness import Witness
@@ -34,7 +34,7 @@ def show_data(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, shards: 
     """Report on the text, the vocabulary and the tokens."""
     with not_disturbing("the data report"):
         facts = train_split_facts(shards, spec.objective)
-        sources = " and ".join(redacted(each.source) for each in spec.corpus.texts())
+        sources = ", ".join(map(shown_text, spec.corpus.named()))
         _log.info("text: %s, %s passages", sources, f"{corpus.counts['passages']:,}")
         for line in data_lines(spec, shards, facts):
             _log.info("%s", line)

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +29,12 @@ from t5train.errors import DigestMismatch, RecordError, T5TrainError, UnknownVer
 from t5train.files.presence import visible_in
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS
 from t5train.host_resources import format_bytes, free_space_bytes, quantity
-from t5train.locations import redacted
+from t5train.locations import redacted, shown_text
 from t5train.model.model_shape import T5Shape, count_parameters
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import MANIFEST, TokenShards
 from t5train.spec import RunSpec
-from t5train.spec.known_texts import known_texts, licence_of
+from t5train.spec.known_texts import known_texts
 
 
 class Epochs(NamedTuple):
@@ -131,15 +131,18 @@ def _epochs(spec: RunSpec, text: TextFacts) -> Epochs:
     if (made := _newest_shards(spec, window_tokens)) is not None:
         number = samples / max(1, made.windows)
         since = f"if the text has not changed since the token shards in {made.folder} were made"
-        return Epochs(number, f"{number:,.2f} over the train split, {since}")
+        return Epochs(number, f"{number:,.2f} over the train split{_of_all(spec)}, {since}")
     train_bytes = text.train_bytes(spec.corpus)
     if train_bytes is None:
         return Epochs(None, f"not known yet: {text.why_unknown()}. `t5-pretrain data stats` shows the number")
     number = samples * window_tokens * TEXT_BYTES_PER_TOKEN / max(1, train_bytes)
     before = ", before passages are removed" if spec.corpus.remove else ""
-    return Epochs(
-        number, f"about {number:,.2f} over the train split{before}, if a token is {TEXT_BYTES_PER_TOKEN} bytes of text"
-    )
+    over = f"over the train split{_of_all(spec)}{before}, if a token is {TEXT_BYTES_PER_TOKEN} bytes of text"
+    return Epochs(number, f"about {number:,.2f} {over}")
+
+
+def _of_all(spec: RunSpec) -> str:
+    return " of all texts together" if spec.corpus.mixed_with else ""
 
 
 def _newest_shards(spec: RunSpec, window_tokens: int) -> _MadeShards | None:
@@ -162,13 +165,18 @@ def _newest_shards(spec: RunSpec, window_tokens: int) -> _MadeShards | None:
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of text and shards in which a source ends without a slash."""
-    return {name: value.rstrip("/") if name == "corpus.source" else value for name, value in settings.items()}
+    comparable = {"corpus.source": lambda value: value.rstrip("/"), "corpus.mixed_with": _without_slashes}
+    return {name: comparable[name](value) if name in comparable else value for name, value in settings.items()}
+
+
+def _without_slashes(sources: Sequence[str]) -> list[str]:
+    return [each.rstrip("/") for each in sources]
 
 
 def _text(spec: RunSpec, text: TextFacts | None) -> str:
-    named = [_source(each.source, spec.corpus.license) for each in spec.corpus.texts()]
+    named = [_source(each, spec.corpus.license) for each in spec.corpus.named()]
     if text is None or not text.sources:
-        return " and ".join(named)
+        return ", ".join(named)
     size = format_bytes(text.size_bytes) if text.size_bytes else "of unknown size"
     amount = f"{' and '.join(named)}: {quantity(text.num_files, 'file')}, {size}"
     if text.look is not None and text.look.is_whole:
@@ -180,9 +188,9 @@ def _text(spec: RunSpec, text: TextFacts | None) -> str:
 def _source(source: str, licence: str | None) -> str:
     if source == PYDOCS:
         return "Python's documentation"
-    known = known_texts().get(source)
-    shown = redacted(source)
-    return f"{shown} ({known.title}; licence {licence_of([source], licence)})" if known is not None else shown
+    known = known_texts().get(source.partition("#")[0])
+    shown = shown_text(source)
+    return f"{shown} ({known.title}; licence {licence or known.license})" if known is not None else shown
 
 
 def _removal(spec: RunSpec) -> list[str]:

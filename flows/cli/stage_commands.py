@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +48,7 @@ from t5train.errors import InputError, RecordError, SpecError
 from t5train.files.presence import is_there, visible_in
 from t5train.files.run_folder import WITNESS_FOLDER
 from t5train.host_resources import quantity
-from t5train.locations import local_folder, redacted, shareable_source
+from t5train.locations import local_folder, redacted, shareable_source, shown_text
 from t5train.records.metrics import loss_lines
 from t5train.records.stage_records import MANIFEST, Export, Record, TokenizerFiles, TokenShards, Weights
 from t5train.records.witness import Witness
@@ -138,7 +139,7 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     """Train on existing token shards, starting from the newest complete checkpoint."""
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
     choice = chosen(recipe, config, changed, root=root, name=name)
-    tokens = TokenShards.load(shards or _only_shards(choice.spec().storage.root))
+    tokens = TokenShards.load(shards or _only_shards(_root_of(choice)))
     spec = _spec_on(tokens, choice)
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)
@@ -147,7 +148,7 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
         explaining_interruption(spec.run_folder, spec.optimizer.num_steps),
         stage_display() as progress,
     ):
-        texts = " and ".join(redacted(each.source) for each in spec.corpus.texts())
+        texts = ", ".join(map(shown_text, spec.corpus.named()))
         complain(f"text: {texts}, as token shards in {tokens.path}")
         tokens.verify(progress)
         for line in data_lines(spec, tokens, train_split_facts(tokens, spec.objective)):
@@ -260,8 +261,10 @@ def _spec_on(shards: TokenShards, choice: Chosen) -> RunSpec:
 
     Raises SpecError if another text was chosen, or if the shards do not record theirs and none was chosen.
     """
-    spec, recorded = choice.spec(), settings_of(shards)
-    for name, value in recorded.items():
+    recorded = settings_of(shards)
+    made_with = {name: json.dumps(value) for name, value in recorded.items()}
+    spec = choice._replace(settings=made_with | choice.settings).spec()
+    for name, value in _with_unset(recorded).items():
         if name in choice.named and not _is_same(name, asked := _value(spec, name), value):
             raise SpecError(
                 f"{name} is {asked!r}, but the token shards in {shards.path} were made with {value!r}: leave {name} "
@@ -272,8 +275,19 @@ def _spec_on(shards: TokenShards, choice: Chosen) -> RunSpec:
             f"the token shards in {shards.path} were made by an earlier version, which did not record the text that "
             "they were made of, but the model card names it: add --set corpus.source=TEXT"
         )
-    made_with = {name: json.dumps(value) for name, value in recorded.items()}
-    return choice._replace(settings=made_with | choice.settings).spec()
+    return spec
+
+
+def _with_unset(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of text and shards that shards record, and the defaults of those that were not set."""
+    defaults = {"corpus": CorpusSpec(), "shards": ShardsSpec()}
+    unset = {
+        f"{part}.{name}": value
+        for part, spec in defaults.items()
+        for name, value in spec.model_dump(mode="json").items()
+        if name not in spec.execution
+    }
+    return {**unset, **recorded} if recorded else {}
 
 
 def _value(spec: RunSpec, name: str) -> Any:
@@ -288,6 +302,12 @@ def _is_same(name: str, asked: Any, recorded: Any) -> bool:
     if name == "corpus.mixed_with":
         return list(map(shareable_source, asked)) == list(map(shareable_source, recorded))
     return name == "corpus.revision" or bool(asked == recorded)
+
+
+def _root_of(choice: Chosen) -> Path:
+    """Return the root folder, whatever else is chosen, which may be valid only together with what shards record."""
+    settings = {name: value for name, value in choice.settings.items() if name.startswith("storage.")}
+    return choice._replace(settings=settings).spec().storage.root
 
 
 def _only_shards(root: Path) -> Path:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from flows.deployment.definitions import Definitions
 from flows.run_parameters import LOCATIONS, RunParameters
 from infra.head.preflight.run_checks import require_possible
+from t5train.data.corpus import of_part
 from t5train.data.sources import PYDOCS, require_source
 from t5train.errors import SpecError, T5TrainError
 from t5train.locations import without_secret
@@ -50,7 +51,10 @@ class DeploymentDefaults(BaseModel):
         """
         if self.corpus is not None and self.corpus != PYDOCS:
             chosen = recipe("smoke", self._corpus_settings()).corpus
-            require_source(chosen.source, chosen.revision, None, chosen.hub_text())
+            for part, text in enumerate(chosen.texts()):
+                if text.source != PYDOCS:
+                    with of_part(part, text):
+                        require_source(text.source, text.revision, None, text.hub_text)
         found: dict[str, T5TrainError] = {}
         of_flow = [each for each in definitions.deployments if each.flow == FLOW]
         for deployment in of_flow:

@@ -172,7 +172,7 @@ def require_same_settings(spec: RunSpec) -> None:
 
 def _settings(spec: RunSpec) -> dict[str, Any]:
     identity = spec.identity()
-    where = {"source", "revision"}
+    where = {"source", "mixed_with", "revision"}
     return identity | {"corpus": {name: value for name, value in identity["corpus"].items() if name not in where}}
 
 

@@ -17,12 +17,13 @@ from t5train.data.passages import SourceFile
 from t5train.data.readers import is_framed
 from t5train.data.segments import SEGMENTS, FileSegments, read_segments, write_segments
 from t5train.data.sources import PYDOCS, local_files, pydocs_files, write_pydocs
+from t5train.data.wikipedia_dump import require_one_form
 from t5train.errors import InputError
 from t5train.files.atomic import remove_folder
 from t5train.files.os_errors import explain
 from t5train.files.output_folder import making, stage_folder
 from t5train.host_resources import num_cores, quantity, require_writable
-from t5train.locations import redacted
+from t5train.locations import hub_dataset_name, redacted
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files
 from t5train.records.identity import fingerprint
@@ -64,7 +65,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
 
     """
     require_writable(out or root)  # before hashing, which takes long for a large corpus
-    for known in map(known_texts().get, _named(spec)):
+    for known in (known_texts().get(each.source) for each in spec.texts()):
         if known is not None:
             _log.info("%s. Its licence: %s", known.title, known.license)
     sources = _sources(spec, root, progress)
@@ -80,17 +81,18 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         if found := reusable(Corpus, folder, identity, progress, known=recorded):
             return found
         keep_changed_files(folder)
-        if PYDOCS in _named(spec):
+        if PYDOCS in spec.named():
             sources, recorded = _with_pydocs(spec, sources, recorded, folder, progress)
         compared = read_test_sets(spec, test_sets, folder / _SCRATCH, progress) if spec.remove else []
-        text = read_whole(sources, folder, spec.workers or num_cores(), progress)
+        with _of_mixture(spec):
+            text = read_whole(sources, folder, spec.workers or num_cores(), progress)
         _require_text(spec, text)
         if spec.remove:
             text = _without_repetitions(spec, text, compared, folder, progress)
         write_segments(folder, text.files)
         text.findings.write(folder)
         stored_again = [file.source.path.name for file in text.files if _is_made(file.source, folder)]
-        own = [SEGMENTS, TEXT_FINDINGS, *stored_again, *([_PYDOCS_FILE] if PYDOCS in _named(spec) else [])]
+        own = [*([_PYDOCS_FILE] if PYDOCS in spec.named() else []), SEGMENTS, TEXT_FINDINGS, *stored_again]
         return Corpus(
             path=folder,
             fingerprint=identity,
@@ -105,22 +107,33 @@ def corpus_name(spec: CorpusSpec) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:40] or "text"
 
 
-def _named(spec: CorpusSpec) -> list[str]:
-    """Return the texts of the corpus as they are named, by part."""
-    return [spec.source, *spec.mixed_with]
-
-
 def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFile]:
     """Return the files of all texts of the corpus, in order. Remote ones are downloaded."""
     found = list[SourceFile]()
     for part, text in enumerate(spec.texts()):
-        with of_part(part):
+        with of_part(part, text):
             files = _files(text, root, progress, spec.workers)
             known = known_texts().get(text.source)
             if known is not None and known.columns:
                 _require_columns(known, files)
         found += [each._replace(part=part) for each in files]
+    if spec.mixed_with:
+        _require_different(spec, found)
     return found
+
+
+def _require_different(spec: CorpusSpec, files: Sequence[SourceFile]) -> None:
+    """Raise InputError if a file belongs to two texts: passages held out in one could be trained on in the other."""
+    owners: dict[Path, int] = {}
+    for each in files:
+        owner = owners.setdefault(each.path.resolve(), each.part)
+        if owner != each.part:
+            one, other = (redacted(spec.named()[part]) for part in (owner, each.part))
+            raise InputError(
+                f"{each.path} belongs to two texts of the mixture, {one!r} and {other!r}, and would be read twice. "
+                "Change corpus.source or corpus.mixed_with so that no file is in two of them"
+            )
+    require_one_form(str(each.path) for each in files)
 
 
 def _files(text: TextSource, root: Path, progress: Progress, workers: int | None) -> list[SourceFile]:
@@ -130,26 +143,40 @@ def _files(text: TextSource, root: Path, progress: Progress, workers: int | None
 
 
 @contextmanager
-def of_part(part: int) -> Iterator[None]:
-    """Let errors of other texts than the first name corpus.mixed_with, not corpus.source."""
+def of_part(part: int, text: TextSource) -> Iterator[None]:
+    """Let errors of other texts than the first name corpus.mixed_with, and what is chosen after #."""
     try:
         yield
     except InputError as error:
         if not part:
             raise
-        message = str(error).replace("corpus.source", "corpus.mixed_with").replace("corpus.hub_split", "#split")
-        raise InputError(re.sub(r"corpus\.(config|column|revision)\b", r"#\1", message)) from error.__cause__
+        message = str(error).replace("corpus.source", "corpus.mixed_with")
+        if hub_dataset_name(text.source) is not None:
+            message = re.sub(r"corpus\.(?:hub_)?(config|split|column|revision)\b", r"#\1=", message)
+        raise type(error)(message) from error.__cause__
+
+
+@contextmanager
+def _of_mixture(spec: CorpusSpec) -> Iterator[None]:
+    """Let errors of files, which may belong to any of the texts, name both settings."""
+    try:
+        yield
+    except InputError as error:
+        if not spec.mixed_with:
+            raise
+        message = str(error).replace("corpus.source", "corpus.source, corpus.mixed_with")
+        raise type(error)(message) from error.__cause__
 
 
 def _with_pydocs(
     spec: CorpusSpec, sources: list[SourceFile], recorded: dict[str, FileDigest], folder: Path, progress: Progress
 ) -> tuple[list[SourceFile], dict[str, FileDigest]]:
     """Make Python's documentation into text. Return the files with that one in place of Python's, also the recorded."""
-    part = _named(spec).index(PYDOCS)
+    part = spec.named().index(PYDOCS)
     write_pydocs(folder / _PYDOCS_FILE, progress)
-    pythons = {str(each.path) for each in sources if each.part == part}
+    replaced = {str(each.path) for each in sources if each.part == part}
     kept = [each for each in sources if each.part != part] + [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE, part)]
-    rest = {path: digest for path, digest in recorded.items() if path not in pythons}
+    rest = {path: digest for path, digest in recorded.items() if path not in replaced}
     return sorted(kept, key=lambda each: each.part), rest
 
 
@@ -252,6 +279,13 @@ def _without_repetitions(
         )
     _log.log(logging.WARNING if removed > _MANY_REMOVED * before else logging.INFO, "%s", share)
     files = write_without(found, folder, spec.workers or num_cores(), progress)
+    for part, source in enumerate(spec.named()):
+        if not any(file.passages for file in files if file.source.part == part):
+            remove_folder(folder / _SCRATCH)
+            raise InputError(
+                f"all passages of {redacted(source)!r} repeat other text, and corpus.remove is "
+                f"{', '.join(spec.remove)}, so none is left. Leave it out of corpus.mixed_with, or change corpus.remove"
+            )
     for file in read.files:
         if _is_made(file.source, folder):
             file.source.path.unlink()  # what stays of it is stored in other files now
@@ -287,9 +321,10 @@ def _require_rows(source: str, known: KnownText, text: Sequence[tuple[FileSegmen
 
 def _require_text(spec: CorpusSpec, text: ReadText) -> None:
     """Raise InputError if a text of the corpus is empty, or is not what its name stands for. Log what may be wrong."""
-    for part, source in enumerate(_named(spec)):
+    for part, text_source in enumerate(spec.texts()):
+        source = text_source.source
         own = [(file, ids) for file, ids in zip(text.files, text.ids, strict=True) if file.source.part == part]
-        with of_part(part):
+        with of_part(part, text_source):
             if not any(file.passages for file, _ in own):
                 empty = sum(file.empty_passages for file, _ in own)
                 raise InputError(

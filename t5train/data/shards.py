@@ -45,7 +45,7 @@ _STAGE_VERSION = 3  # incremented when the same inputs would give other bytes
 UNIGRAM_DTYPE = "<i8"
 TEXT_BYTES_PER_TOKEN = 4  # about that of English in T5's vocabulary; decides where shards end
 SETTINGS = "settings.json"
-_SHARDS_WITH_PASSAGES, _PASSAGES_A_SHARD = 4, 250
+_SHARDS_WITH_PASSAGES, _TEXTS_WITH_PASSAGES, _PASSAGES_A_SHARD = 4, 8, 250
 _log = logging.getLogger(__name__)
 
 
@@ -232,8 +232,10 @@ def _text_bytes(job: Json) -> int:
 
 
 def _record_held_out(folder: Path, plan: list[list[Stretch]], rule: SplitRule, tokenizer: TokenizerFiles) -> None:
-    """Record held-out passages from a few shards that are spread over the corpus."""
-    numbers = range(0, len(plan), -(-len(plan) // _SHARDS_WITH_PASSAGES))
+    """Record held-out passages from a few shards that are spread over the corpus, and of each text of a mixture."""
+    spread = range(0, len(plan), -(-len(plan) // _SHARDS_WITH_PASSAGES))
+    parts = [stretches[0].part for stretches in plan]
+    numbers = sorted({*spread, *map(parts.index, range(min(1 + parts[-1], _TEXTS_WITH_PASSAGES)))})
     dtype, encoder = np.dtype(f"<u{_bytes_per_token(tokenizer)}"), Encoder(tokenizer.path / SPIECE)
     documents = (_validation_documents(folder, number, plan[number], rule, dtype) for number in numbers)
     found = (passage for each in documents for passage in islice(comparable(each, encoder), _PASSAGES_A_SHARD))

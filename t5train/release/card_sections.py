@@ -11,6 +11,7 @@ from t5train.records.metrics import UNIGRAM, VALIDATION, has_learned_nothing
 from t5train.records.stage_records import OF_TEXT, REMOVED, REPEATED
 from t5train.records.witness import TrainedModel, Witness
 from t5train.release.markdown import code
+from t5train.release.markdown import table as markdown_table
 from t5train.spec import ObjectiveSpec
 
 MEANINGS = {
@@ -144,7 +145,8 @@ def _mixture_lines(witness: Witness, sequences: int) -> list[str]:
     if not sizes:
         return []
     objective = ObjectiveSpec.model_validate(settings["objective"])
-    return ["", table(MIXTURE, mixture_rows(names, sizes, objective, sequences))]
+    rows = mixture_rows(names, sizes, objective, sequences)
+    return ["", markdown_table(MIXTURE, rows)]
 
 
 MIXTURE = ("text", "different sequences", "share of training", "epochs")
@@ -155,7 +157,7 @@ class MixedText(NamedTuple):
     """How much one text of a mixture is trained on."""
 
     name: str
-    samples: int
+    samples: str
     share: str
     epochs: str
 
@@ -165,7 +167,7 @@ def mixture_rows(
 ) -> list[MixedText]:
     """Return a row for each text of a mixture. ``sequences`` is the number of them that training takes in all."""
     return [
-        MixedText(code(name), size, f"{float(share):.2%}", f"{float(share * sequences / size):,.2f}")
+        MixedText(code(name), f"{size:,}", f"{float(share):.2%}", f"{float(share * sequences / size):,.2f}")
         for name, share, size in zip(names, rates(sizes, objective), sizes, strict=True)
     ]
 

@@ -5,11 +5,12 @@ from typing import NamedTuple
 from t5train.data.checks.whole_reading import TextFindings
 from t5train.data.passages import SPLITS
 from t5train.data.samples.loader import windows_of_texts
+from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.shards import UNIGRAM_DTYPE, unigram_name
 from t5train.data.vocabulary.sentencepiece_model import UNK_ID
 from t5train.host_resources import quantity
-from t5train.locations import redacted
+from t5train.locations import shown_text
 from t5train.records.stage_records import REMOVED, Corpus, Record, TokenizerFiles, TokenShards
 from t5train.release.card_sections import MIXTURE, MixedText, mixture_rows, repeated_line
 from t5train.release.markdown import code, page, table
@@ -72,12 +73,11 @@ def data_report(
 
 
 def _sources(spec: RunSpec) -> str:
-    return " and ".join(code(redacted(each.source)) for each in spec.corpus.texts())
+    return ", ".join(code(shown_text(each)) for each in spec.corpus.named())
 
 
 def _mixture_blocks(spec: RunSpec, facts: SplitFacts) -> list[str]:
-    rows = [(each.name, f"{each.samples:,}", each.share, each.epochs) for each in _mixture_rows(spec, facts)]
-    return ["## Mixture", table(MIXTURE, rows)] if rows else []
+    return ["## Mixture", table(MIXTURE, rows)] if (rows := _mixture_rows(spec, facts)) else []
 
 
 def _mixture_rows(spec: RunSpec, facts: SplitFacts) -> list[MixedText]:
@@ -85,7 +85,7 @@ def _mixture_rows(spec: RunSpec, facts: SplitFacts) -> list[MixedText]:
     if len(facts.of_texts) < 2 or not all(facts.of_texts):
         return []
     sequences = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences
-    names = [redacted(each.source) for each in spec.corpus.texts()]
+    names = list(map(shown_text, spec.corpus.named()))
     return mixture_rows(names, facts.of_texts, spec.objective, sequences)
 
 
@@ -131,30 +131,38 @@ def data_lines(spec: RunSpec, shards: TokenShards, facts: SplitFacts) -> list[st
     )
     lines = [f"tokens: {of_splits}", _epochs_line(spec, facts)]
     lines += [
-        f"{each.name.strip('`')}: {each.share} of training, {each.epochs} epochs over its "
-        f"{quantity(each.samples, 'sample')}"
+        f"{each.name.strip('`')}: {each.share} of training, {each.epochs} epochs over its {each.samples} samples"
         for each in _mixture_rows(spec, facts)
     ]
     if repeated := repeated_line(shards.counts):
         lines.append(repeated)
-    if _epochs(spec, facts) > MOST_EPOCHS:
+    if max(_epochs(spec, facts)) > MOST_EPOCHS:
         lines.append(
             f"more than {MOST_EPOCHS} epochs: the model may learn the text by heart. Add text, or lower "
-            "optimizer.num_steps"
+            + ("its share of the mixture or " if len(facts.of_texts) > 1 else "")
+            + "optimizer.num_steps"
         )
     return lines
 
 
-def _epochs(spec: RunSpec, facts: SplitFacts) -> float:
-    return spec.optimizer.num_steps * spec.optimizer.global_batch_sequences / max(1, facts.samples)
+def _epochs(spec: RunSpec, facts: SplitFacts) -> list[float]:
+    """Return the number of epochs over each text."""
+    sequences = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences
+    if len(facts.of_texts) < 2 or not all(facts.of_texts):
+        return [sequences / max(1, facts.samples)]
+    shares = rates(facts.of_texts, spec.objective)
+    return [float(share * sequences / size) for share, size in zip(shares, facts.of_texts, strict=True)]
 
 
 def _epochs_line(spec: RunSpec, facts: SplitFacts) -> str:
+    epochs = _epochs(spec, facts)
+    over = f"{epochs[0]:,.2f} epochs over the train split"
+    if len(epochs) > 1:
+        over = f"between {min(epochs):,.2f} and {max(epochs):,.2f} epochs over the texts"
     return (
-        f"The run makes {_epochs(spec, facts):,.2f} epochs over the train split: "
-        f"{quantity(spec.optimizer.num_steps, 'step')} of "
+        f"The run makes {over}: {quantity(spec.optimizer.num_steps, 'step')} of "
         f"{quantity(spec.optimizer.global_batch_sequences, 'sequence')}, and {quantity(facts.samples, 'sample')} of "
-        f"{geometry(spec.objective).window_tokens} tokens of text in an epoch."
+        f"{geometry(spec.objective).window_tokens} tokens of text{' in an epoch' if len(epochs) == 1 else ''}."
     )
 
 

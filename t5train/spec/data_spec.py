@@ -2,7 +2,7 @@
 
 import re
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
-from urllib.parse import parse_qsl
+from urllib.parse import unquote
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,6 +18,7 @@ REPETITIONS: tuple[Repetition, ...] = get_args(Repetition)
 MIXING = ("mixing_temperature", "mixing_limit", "mixing_weights")
 """The settings of ``objective`` that count for mixtures only."""
 _OF_THE_HUB = ("config", "hub_split", "column")
+_HUB_SPLIT = r"^\w+([.-]\w+)*$"
 _LANGUAGE, _LANGUAGES = "^[a-z]{2,3}(-[A-Za-z0-9]{2,8})*$", "language codes such as en or en-US"
 
 
@@ -67,7 +68,7 @@ class CorpusSpec(SpecPart):
     )
     hub_split: str | None = Field(
         None,
-        pattern=r"^\w+([.-]\w+)*$",
+        pattern=_HUB_SPLIT,
         title="Split of the dataset",
         description="Split of the dataset hf://OWNER/NAME that the text is taken from. null: train. corpus.split "
         "divides its documents",
@@ -82,7 +83,8 @@ class CorpusSpec(SpecPart):
     mixed_with: tuple[str, ...] = Field(
         (),
         title="Mixed with",
-        description="More texts to train on, named as source is. objective.mixing_temperature, mixing_limit or "
+        description="More texts to train on, named as source is: one, or a list such as "
+        '["a.txt", "b.txt"]. objective.mixing_temperature, mixing_limit or '
         "mixing_weights decide how much of each is trained on. A dataset of the Hugging Face Hub can name its "
         "configuration, split, column and revision: hf://OWNER/NAME#config=en&split=train&column=text&revision=v2. "
         "For texts that are not of the Hub, revision counts as for source",
@@ -167,6 +169,11 @@ class CorpusSpec(SpecPart):
                 f"corpus.source is {source!r}: the revision of a dataset is a setting of its own. Set "
                 f"corpus.source={found[1]} and corpus.revision={found[2]}"
             )
+        if "#" in source and hub_dataset_name(source.partition("#")[0]):
+            raise ValueError(
+                f"corpus.source is {source!r}: of this text, what is chosen are settings of their own. Set "
+                f"corpus.source={source.partition('#')[0]}, and corpus.config, hub_split, column or revision"
+            )
         return without_secret("corpus.source", source)
 
     def identity(self) -> dict[str, Any]:
@@ -180,6 +187,10 @@ class CorpusSpec(SpecPart):
         """Return which text of a dataset of the Hub is read."""
         default = HubText()
         return HubText(self.config, self.hub_split or default.split, self.column or default.column)
+
+    def named(self) -> list[str]:
+        """Return the texts as they are named: ``source``, then ``mixed_with``."""
+        return [self.source, *self.mixed_with]
 
     def texts(self) -> list[TextSource]:
         """Return the texts that the corpus is made of: ``source``, then those of ``mixed_with``."""
@@ -201,9 +212,8 @@ class CorpusSpec(SpecPart):
 
     @model_validator(mode="after")
     def _texts_differ(self) -> Self:
-        named = [self.source, *self.mixed_with]
         for each in self.mixed_with:
-            if named.count(each) > 1:
+            if self.named().count(each) > 1:
                 raise ValueError(
                     f"corpus.source and corpus.mixed_with name {each!r} more than once: name each text once, and set "
                     "objective.mixing_weights to train on more of it"
@@ -237,18 +247,24 @@ def _dataset_at_revision(source: str) -> re.Match[str] | None:
 
 
 def _mixed_text(named: str, revision: str) -> TextSource:
-    """Return one of corpus.mixed_with. Raises ValueError for a choice that datasets of the Hub do not have."""
+    """Return one of corpus.mixed_with. Raises ValueError for a choice that there is not."""
     source, has_choices, choices = named.partition("#")
     if found := _dataset_at_revision(source):
         raise ValueError(f"corpus.mixed_with names {named!r}: write the revision as {found[1]}#revision={found[2]}")
-    if hub_dataset_name(source) is None:
-        return TextSource(named, "" if is_named_text(named) or named.startswith("hf://") else revision, HubText())
-    given = dict(parse_qsl(choices, keep_blank_values=True))
-    unknown = sorted(given.keys() - {"config", "split", "column", "revision"})
-    if unknown or (has_choices and not given) or not all(given.values()):
+    allowed: tuple[str, ...] = ()
+    if hub_dataset_name(source) is not None:
+        allowed = ("config", "split", "column", "revision")
+    elif is_named_text(source) and source != BUILT_IN:
+        allowed = ("revision",)
+    if not allowed:
+        return TextSource(named, "" if named == BUILT_IN or named.startswith("hf://") else revision, HubText())
+    pairs = [each.partition("=") for each in choices.split("&")] if has_choices else []
+    given = {name: unquote(value) for name, _, value in pairs}
+    is_split = re.fullmatch(_HUB_SPLIT, given.get("split", HubText().split))
+    if len(given) < len(pairs) or not given.keys() <= set(allowed) or not all(given.values()) or not is_split:
         raise ValueError(
-            f"corpus.mixed_with names {named!r}: after #, config, split, column and revision can be chosen, as in "
-            f"{source}#config=en&column=text"
+            f"corpus.mixed_with names {named!r}: after #, {', '.join(allowed)} can be chosen, each once, such as "
+            f"{source}#{allowed[0]}=NAME"
         )
     default = HubText()
     text = HubText(given.get("config"), given.get("split", default.split), given.get("column", default.column))

@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -95,7 +95,15 @@ def _given(
         "hostfile": _absolute(hostfile),
         "scratch": scratch,
         "publish_under": _absolute(publish_to),
-        "deployed_settings": None if changes is None else parsed(RunSpec, settings(given)),
+        "deployed_settings": None if changes is None else _absolute_texts(parsed(RunSpec, settings(given))),
+    }
+
+
+def _absolute_texts(changed: dict[str, Any]) -> dict[str, Any]:
+    """Return settings in which the paths of texts are absolute, as that of --corpus."""
+    lists = {name: changed[name] for name in ("corpus.mixed_with", "corpus.test_sets") if changed.get(name)}
+    return changed | {
+        name: [each if is_named_text(each) else _absolute(each) for each in found] for name, found in lists.items()
     }
 
 

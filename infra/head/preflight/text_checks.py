@@ -150,7 +150,7 @@ def require_sources(spec: RunSpec) -> list[SourceFacts | None]:
             look_at(require_source(each, "", spec.storage.root).local, spec.corpus, _LOOK_TEST_SET_BYTES)
     found = list[SourceFacts | None]()
     for part, text in enumerate(spec.corpus.texts()):
-        with of_part(part):
+        with of_part(part, text):
             is_made = text.source == PYDOCS
             root = spec.storage.root
             found.append(None if is_made else require_source(text.source, text.revision, root, text.hub_text))
@@ -160,17 +160,25 @@ def require_sources(spec: RunSpec) -> list[SourceFacts | None]:
 def _looked_at(spec: RunSpec, part: int, files: Sequence[SourceFile]) -> TextLook:
     """Look at one of the texts of the corpus. Raises InputError if it is malformed, or has nothing to train on."""
     try:
-        with of_part(part):
+        with of_part(part, spec.corpus.texts()[part]):
             look = look_at(files, spec.corpus)
     except InputError as error:
         raise InputError(f"{error}{_other_faults(files)}") from None
-    if spec.corpus.mixed_with and look.is_whole and not look.passages["train"]:
-        named = f"{'corpus.mixed_with' if part else 'corpus.source'} {redacted(spec.corpus.texts()[part].source)!r}"
-        raise InputError(
-            f"{named} is {_amount(look)}, none of which falls into the train split (corpus.split gives it "
-            f"{spec.corpus.split[0]} of 1,000 passages). Add text to it, or leave it out of the mixture"
-        )
+    if spec.corpus.mixed_with and look.is_whole:
+        _require_sample(spec, part, look)
     return look
+
+
+def _require_sample(spec: RunSpec, part: int, look: TextLook) -> None:
+    """Raise InputError if one of the texts of a mixture cannot have a sample for training."""
+    window = geometry(spec.objective).window_tokens
+    if _most_tokens(look) < window:
+        named = f"{'corpus.mixed_with' if part else 'corpus.source'} {redacted(spec.corpus.named()[part])!r}"
+        raise InputError(
+            f"{named} is {_amount(look)}, of which {quantity(look.passages['train'], 'passage')} of "
+            f"{quantity(look.text_bytes['train'], 'byte')} are for training, but a sample needs {window} tokens. "
+            "Add text to it, leave it out of the mixture, or lower objective.input_tokens"
+        )
 
 
 def _joined(looks: Sequence[TextLook]) -> TextLook:
@@ -239,11 +247,15 @@ def _require_passages(spec: RunSpec, look: TextLook) -> None:
             )
 
 
+def _most_tokens(look: TextLook) -> int:
+    """Return how many tokens the train split would have if each of its bytes were one."""
+    return look.text_bytes["train"] + 2 * look.passages["train"]  # a space before a passage, and its end
+
+
 def _require_windows(spec: RunSpec, look: TextLook) -> None:
     """Raise InputError if the train split would be too small for a batch even if every byte of it were a token."""
     window, batch = geometry(spec.objective).window_tokens, spec.optimizer.global_batch_sequences
-    most_tokens = look.text_bytes["train"] + 2 * look.passages["train"]  # a space before a passage, and its end
-    if most_tokens // window < batch:
+    if _most_tokens(look) // window < batch:
         raise InputError(
             f"{_named(spec)} is {_amount(look)}, but a step takes "
             f"{quantity(batch, 'sequence')} (optimizer.global_batch_sequences) of {window} tokens each. Add text, or "

@@ -96,7 +96,7 @@ def run_story(folder: Path) -> RunStory:
         state=state,
         recipe=spec.get("recipe"),
         settings=settings,
-        source=reading.tried(lambda: spec["corpus"]["source"], None) if spec else None,
+        source=reading.tried(lambda: _texts(spec["corpus"]), None) if spec else None,
         tokens=reading.tried(lambda: _tokens(folder), None),
         last_start=start,
         attempts=reading.tried(lambda: attempt_history(folder, state.state == State.RUNNING), []),
@@ -182,6 +182,10 @@ def _gathered(tag: str, last: LastComplete | None) -> str:
         return ""
     hosts = sorted({host for places in last.places.values() for host in places if host != HEAD})
     return f"parts of it are also on {', '.join(hosts)}" if hosts else ""
+
+
+def _texts(corpus: Mapping[str, Any]) -> str:
+    return ", ".join([corpus["source"], *corpus.get("mixed_with", [])])
 
 
 def _tokens(folder: Path) -> int | None:

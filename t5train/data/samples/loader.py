@@ -6,7 +6,7 @@ not stored in a table, whose size would grow with the corpus. The sample at each
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore, Thread
@@ -23,6 +23,7 @@ from t5train.data.samples.span_corruption import corrupt, geometry
 from t5train.data.shards import read_description, tokens_name
 from t5train.errors import DigestMismatch, InputError
 from t5train.host_resources import quantity
+from t5train.locations import redacted
 from t5train.records.stage_records import TokenShards
 from t5train.spec import ObjectiveSpec, RunSpec
 
@@ -114,7 +115,7 @@ def windows_of_texts(shards: TokenShards, split: str, window_tokens: int) -> lis
         description = read_description(shards.path, number)
         windows = description.splits[split].tokens // window_tokens
         found[description.part] = found.get(description.part, 0) + windows
-    return list(found.values())
+    return [found[text] for text in sorted(found)]
 
 
 class Samples:
@@ -165,16 +166,16 @@ def require_enough_samples(spec: RunSpec, shards: TokenShards) -> None:
     window_tokens = geometry(spec.objective).window_tokens
     windows = Windows(shards, "train", window_tokens)
     require_batch(spec, len(windows))
-    require_samples_of_each(windows.of_texts)
+    require_samples_of_each(windows.of_texts, spec.corpus.named())
     Windows(shards, "validation", window_tokens)
     read_held_out(shards.path)
 
 
-def require_samples_of_each(of_texts: Mapping[int, int]) -> None:
+def require_samples_of_each(of_texts: Mapping[int, int], names: Sequence[str] = ()) -> None:
     """Raise InputError if a text of a mixture, of which these are the numbers of windows, has none to train on."""
     for text, samples in of_texts.items():
         if not samples:
-            named = "corpus.source" if text == 0 else f"text {text} of corpus.mixed_with"
+            named = repr(redacted(names[text])) if names else f"text {text} of the mixture (0 is corpus.source)"
             raise InputError(
                 f"{named} has less text for training than a sample needs. Add text to it, leave it out, give training "
                 "a larger share (corpus.split), raise shards.shard_tokens, or lower objective.input_tokens"

@@ -21,7 +21,7 @@ from t5train.spec import ObjectiveSpec
 
 BLOCK = 1 << 16
 """Samples of a block."""
-_EXACT = Context(prec=30)
+_PRECISE = Context(prec=30)
 
 
 class Placed(NamedTuple):
@@ -77,12 +77,13 @@ def rates(sizes: Sequence[int], objective: ObjectiveSpec) -> list[Fraction]:
     The powers are computed in decimal arithmetic, whose results are the same on every machine.
     """
     if objective.mixing_weights is not None:
-        parts = [Fraction(weight) for weight in objective.mixing_weights]
+        parts = [Fraction(str(weight)) for weight in objective.mixing_weights]  # as written, not as stored in binary
     else:
         counted = [min(size, objective.mixing_limit or size) for size in sizes]
-        power = _EXACT.divide(Decimal(1), Decimal(objective.mixing_temperature))
-        parts = [Fraction(_EXACT.power(Decimal(each), power)) for each in counted]
-    return [part / sum(parts) for part in parts]
+        power = _PRECISE.divide(Decimal(1), Decimal(objective.mixing_temperature))
+        parts = [Fraction(_PRECISE.power(Decimal(each), power)) for each in counted]
+    total = sum(parts)
+    return [part / total for part in parts]
 
 
 def numbers_of_texts(shares: Sequence[Fraction], count: int) -> list[int]:

@@ -182,17 +182,18 @@ def _read(
 
 def _split_as_trained(run: RecordedRun, split: Split | None, text: EvaluationText) -> bool | None:
     recorded = run.data.get(f"{split}_tokens")
-    if recorded is not None and run.settings.get("corpus", {}).get("mixed_with"):
+    corpus = run.settings.get("corpus", {})
+    if recorded is not None and corpus.get("remove"):
+        _log.warning(
+            "passages were removed from this model's training text (corpus.remove), but are in this one: its passages "
+            "are cut into other sequences than in training, and its train split is larger"
+        )
+    if recorded is not None and corpus.get("mixed_with"):
         _log.warning(
             "this model was trained on a mixture of texts (corpus.mixed_with). Of one of them, the passages of a split "
             "are the same as in training if it has not changed, which cannot be compared here"
         )
         return None
-    if recorded is not None and run.settings.get("corpus", {}).get("remove"):
-        _log.warning(
-            "passages were removed from this model's training text (corpus.remove), but are in this one: its passages "
-            "are cut into other sequences than in training, and its train split is larger"
-        )
     return None if recorded is None or split == "train" else recorded == int(text.counts.sum())
 
 

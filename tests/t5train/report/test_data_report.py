@@ -5,7 +5,7 @@ import numpy as np
 from t5train.data.samples.loader import Samples
 from t5train.data.shards import tokens_name
 from t5train.data.vocabulary.sentencepiece_model import UNK_ID
-from t5train.report.data_report import MOST_EPOCHS, data_lines, data_report, train_split_facts
+from t5train.report.data_report import MOST_EPOCHS, SplitFacts, data_lines, data_report, train_split_facts
 from t5train.spec.recipes import recipe
 from tests.support.generated_text import DataChain
 
@@ -43,3 +43,20 @@ def test_the_log_says_what_a_run_trains_on_and_warns_of_many_epochs(data_chain: 
     steps = MOST_EPOCHS * facts.samples // SPEC.optimizer.global_batch_sequences + 1
     longer = SPEC.with_settings({"optimizer.num_steps": steps})
     assert data_lines(longer, shards, facts)[2].startswith("more than 64 epochs: the model may learn the text by heart")
+
+
+def test_the_report_and_the_log_have_the_share_of_each_text_of_a_mixture(data_chain: DataChain) -> None:
+    mixed = SPEC.with_settings(
+        {
+            "corpus.mixed_with": "/data/own.txt",
+            "objective.mixing_weights": [3, 1],
+            "optimizer.global_batch_sequences": 80,
+        }
+    )
+    facts = SplitFacts(unknown_pieces=0, of_texts=[10_000, 500])
+    report = data_report(mixed, data_chain.corpus, data_chain.tokenizer, data_chain.shards, facts)
+    assert "Text from `pydocs` and `/data/own.txt`." in report
+    assert "| `pydocs` | 10,000 | 75.00% | 0.30 |" in report
+    assert "| `/data/own.txt` | 500 | 25.00% | 2.00 |" in report
+    lines = data_lines(mixed, data_chain.shards, facts)
+    assert "/data/own.txt: 25.00% of training, 2.00 epochs over its 500 samples" in lines
