@@ -58,6 +58,7 @@ from t5train.release.publication import publish as publish_export
 from t5train.release.verification import verify as verify_record
 from t5train.report.data_report import data_lines, train_split_facts
 from t5train.spec import CorpusSpec, RunSpec, ShardsSpec
+from t5train.spec.data_spec import MIXING
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -139,7 +140,8 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     """Train on existing token shards, starting from the newest complete checkpoint."""
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
     choice = chosen(recipe, config, changed, root=root, name=name)
-    tokens = TokenShards.load(shards or _only_shards(_root_of(choice)))
+    root_folder = _root_of(choice)
+    tokens = TokenShards.load(shards or _only_shards(root_folder))
     spec = _spec_on(tokens, choice)
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)
@@ -262,7 +264,7 @@ def _spec_on(shards: TokenShards, choice: Chosen) -> RunSpec:
     Raises SpecError if another text was chosen, or if the shards do not record theirs and none was chosen.
     """
     recorded = settings_of(shards)
-    made_with = {name: json.dumps(value) for name, value in recorded.items()}
+    made_with = {name: json.dumps(value) for name, value in recorded.items() if name not in choice.named}
     spec = choice._replace(settings=made_with | choice.settings).spec()
     for name, value in _with_unset(recorded).items():
         if name in choice.named and not _is_same(name, asked := _value(spec, name), value):
@@ -305,8 +307,8 @@ def _is_same(name: str, asked: Any, recorded: Any) -> bool:
 
 
 def _root_of(choice: Chosen) -> Path:
-    """Return the root folder, whatever else is chosen, which may be valid only together with what shards record."""
-    settings = {name: value for name, value in choice.settings.items() if name.startswith("storage.")}
+    """Return the root folder. Rates of a mixture are left out, as they are valid only with the texts of the shards."""
+    settings = {name: value for name, value in choice.settings.items() if name.partition(".")[2] not in MIXING}
     return choice._replace(settings=settings).spec().storage.root
 
 

@@ -145,3 +145,23 @@ def test_a_run_on_token_shards_is_one_on_the_text_that_they_were_made_of(
     assert t5_pretrain("train", "smoke", "--root", str(root)) == 2
     assert "add --set corpus.source=TEXT" in capsys.readouterr().err
     assert not (root / "runs").exists()
+
+
+def test_a_run_on_token_shards_of_a_mixture_takes_its_texts_from_them_and_rates_from_its_user(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    one, two = (str(write_jsonl(tmp_path / f"{number}.jsonl", 300, number)) for number in (1, 2))
+    alone, mixed = tmp_path / "alone", tmp_path / "mixed"
+    made = ("smoke", "--corpus", one, "--set", "tokenizer.vocab_size=300")
+    assert t5_pretrain("data", "show", *made, "--root", str(alone)) == 0
+    assert t5_pretrain("data", "show", *made, "--set", f"corpus.mixed_with={two}", "--root", str(mixed)) == 0
+    (of_mixture,) = (mixed / "shards").iterdir()
+    spec = _spec_on(TokenShards.load(of_mixture), chosen("smoke", None, {"objective.mixing_weights": "1,3"}))
+    assert (spec.corpus.mixed_with, spec.objective.mixing_weights) == ((two,), (1, 3))
+    moved = chosen("smoke", None, {"corpus.mixed_with": "elsewhere/2.jsonl"})
+    assert _spec_on(TokenShards.load(of_mixture), moved).corpus.mixed_with == ("elsewhere/2.jsonl",)
+    for root, choice in ((alone, f"corpus.mixed_with={two}"), (mixed, "corpus.mixed_with=[]")):
+        assert t5_pretrain("train", "smoke", "--root", str(root), "--set", choice) == 2
+        assert "corpus.mixed_with is" in capsys.readouterr().err
+    assert t5_pretrain("train", "smoke", "--root", str(alone), "--set", "objective.mixing_weights=1,3") == 2
+    assert "objective.mixing_weights is set, but there is one text" in capsys.readouterr().err

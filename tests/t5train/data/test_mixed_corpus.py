@@ -1,5 +1,6 @@
 """A corpus of several texts: corpus.mixed_with."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from infra.head.preflight.text_checks import require_text
 from t5train.data.checks.whole_reading import TextFindings
 from t5train.data.corpus import build_corpus
+from t5train.data.passages import split_of
 from t5train.data.segments import by_part, read_segments
 from t5train.errors import InputError, SpecError
 from t5train.spec import CorpusSpec, RunSpec
@@ -75,14 +77,18 @@ def test_what_one_text_repeats_of_another_is_removed_and_the_texts_stay_apart(tm
     assert findings.repetitions["removed_passages"] > 0
     first, second = (sum(file.passages for file in part) for part in by_part(read_segments(built.path)))
     assert first + second == 450 - findings.repetitions["removed_passages"]
-    assert 50 <= second < 150
+    assert second < 150, "copies are removed from the text that is named later"
+    assert second >= 50
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("", "corpus.mixed_with '.*bad.txt' holds no text: all files are empty"),
-        ("\n \n", "corpus.mixed_with '.*bad.txt' is 0 passages.*none of which falls into the train split"),
+        (
+            "\n \n",
+            "corpus.mixed_with '.*bad.txt' is 0 passages of 0 bytes, .* a sample needs 70 tokens",
+        ),
         (None, "corpus.mixed_with '.*bad.txt' does not exist"),
         ("\x00\n", "bad.txt.*NUL"),
     ],
@@ -94,6 +100,29 @@ def test_a_text_that_cannot_be_mixed_is_named_before_anything_starts(
         (folder / "bad.txt").write_text(content)
     with pytest.raises(InputError, match=f"(?s){message}"):
         require_text(run_of(folder, "one.jsonl", "two.jsonl", "bad.txt"))
+
+
+def test_a_text_of_which_nothing_is_left_is_named(tmp_path: Path) -> None:
+    lines = write_jsonl(tmp_path / "one.jsonl", 400).read_text().splitlines()
+    copies = [json.dumps(json.loads(line) | {"id": f"again-{number}"}) for number, line in enumerate(lines[:9])]
+    in_training = [line for line in copies if split_of(CorpusSpec(), json.loads(line)["id"]) == "train"]
+    (tmp_path / "two.jsonl").write_text("\n".join(in_training) + "\n")
+    spec = corpus_of(tmp_path, "one.jsonl", "two.jsonl", remove=("duplicates",))
+    with pytest.raises(InputError, match=r"all passages of '.*two.jsonl' repeat other text, and corpus.remove is"):
+        build_corpus(spec, tmp_path / "root")
+
+
+@pytest.mark.parametrize("other", ["./one.jsonl", "one*", "../{name}"])
+def test_texts_that_have_a_file_in_common_are_refused(folder: Path, other: str) -> None:
+    spec = corpus_of(folder, "one.jsonl", other.format(name=folder.name))
+    with pytest.raises(InputError, match=r"one.jsonl belongs to two texts of the mixture"):
+        build_corpus(spec, folder / "root")
+
+
+def test_a_file_that_cannot_be_read_is_reported_with_both_settings(folder: Path) -> None:
+    (folder / "bad.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(InputError, match=r"bad.parquet"):
+        build_corpus(corpus_of(folder, "one.jsonl", "bad.parquet"), folder / "root")
 
 
 def test_what_is_known_of_a_mixture_before_it_is_read(folder: Path) -> None:
@@ -143,13 +172,15 @@ def test_the_licence_of_a_known_text_of_a_mixture_is_shown(
 
 
 def test_a_dataset_of_the_hub_can_be_chosen_from(folder: Path) -> None:
-    named = (f"{HUB}#config=en&split=test&column=body&revision=v2", "more/*.txt", "wiki_dpr", f"{HUB}2")
+    named = (
+        f"{HUB}#config=c++&split=test&column=a%26b&revision=v2", "more/*.txt", "wiki_dpr#revision=v3", f"{HUB}2"
+    )  # fmt: skip
     texts = CorpusSpec(source="a.txt", revision="july", mixed_with=named).texts()
     assert texts == [
         TextSource("a.txt", "july", HubText()),
-        TextSource(HUB, "v2", HubText("en", "test", "body")),
+        TextSource(HUB, "v2", HubText("c++", "test", "a&b")),
         TextSource("more/*.txt", "july", HubText()),
-        TextSource("wiki_dpr", "", HubText()),
+        TextSource("wiki_dpr", "v3", HubText()),
         TextSource(f"{HUB}2", "", HubText()),
     ]
 
@@ -161,9 +192,13 @@ def test_a_dataset_of_the_hub_can_be_chosen_from(folder: Path) -> None:
         ({"corpus.mixed_with": ["a.txt", "a.txt"]}, "name 'a.txt' more than once"),
         ({"corpus.mixed_with": "pydocs"}, "name 'pydocs' more than once"),
         ({"corpus.mixed_with": f"{HUB}@v2"}, f"write the revision as {HUB}#revision=v2"),
-        ({"corpus.mixed_with": f"{HUB}#lang=en"}, "config, split, column and revision can be chosen"),
-        ({"corpus.mixed_with": f"{HUB}#config="}, "config, split, column and revision can be chosen"),
-        ({"corpus.mixed_with": f"{HUB}#"}, "config, split, column and revision can be chosen"),
+        ({"corpus.mixed_with": f"{HUB}#lang=en"}, "after #, config, split, column, revision can be chosen, each once"),
+        ({"corpus.mixed_with": f"{HUB}#config="}, "after #, config, split, column, revision can be chosen, each once"),
+        ({"corpus.mixed_with": f"{HUB}#split=../x"}, "split, column, revision can be chosen"),
+        ({"corpus.mixed_with": f"{HUB}#config=a&config=b"}, "each once"),
+        ({"corpus.mixed_with": "wiki_dpr#config=a"}, "after #, revision can be chosen"),
+        ({"corpus.source": f"{HUB}#config=en"}, f"Set corpus.source={HUB}, and corpus.config"),
+        ({"corpus.mixed_with": f"{HUB}#"}, "after #, config, split, column, revision can be chosen, each once"),
         ({"corpus.mixed_with": "https://user:secret@host/a.txt"}, "corpus.mixed_with has a password"),
         ({"objective.mixing_temperature": 2}, "objective.mixing_temperature is set, but there is one text"),
         ({"corpus.mixed_with": "a.txt", "objective.mixing_weights": "1,2,3"}, "has 3 numbers, but there are 2 texts"),

@@ -50,13 +50,12 @@ def test_the_report_and_the_log_have_the_share_of_each_text_of_a_mixture(data_ch
         {
             "corpus.mixed_with": "/data/own.txt",
             "objective.mixing_weights": [3, 1],
-            "optimizer.global_batch_sequences": 80,
         }
     )
     facts = SplitFacts(unknown_pieces=0, of_texts=[10_000, 500])
     report = data_report(mixed, data_chain.corpus, data_chain.tokenizer, data_chain.shards, facts)
     assert "Text from `pydocs` and `/data/own.txt`." in report
-    assert "| `pydocs` | 10,000 | 75.00% | 0.30 |" in report
-    assert "| `/data/own.txt` | 500 | 25.00% | 2.00 |" in report
+    assert "| `pydocs` | 10,000 | 75.00% | 0.24 |" in report
+    assert "| `/data/own.txt` | 500 | 25.00% | 1.60 |" in report
     lines = data_lines(mixed, data_chain.shards, facts)
-    assert "/data/own.txt: 25.00% of training, 2.00 epochs over its 500 samples" in lines
+    assert "/data/own.txt: 25.00% of training, 1.60 epochs over its 500 samples" in lines

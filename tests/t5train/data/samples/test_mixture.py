@@ -160,5 +160,5 @@ def test_a_text_with_too_little_to_train_on_is_named(tmp_path: Path) -> None:
     (tmp_path / "little.txt").write_text("one line\nanother line\n")
     shards = shards_of(tmp_path, CorpusSpec(source=f"{tmp_path}/much.jsonl", mixed_with=(f"{tmp_path}/little.txt",)))
     spec = recipe("smoke").with_settings({"corpus.mixed_with": ["x"], "corpus.source": "y"})
-    with pytest.raises(InputError, match=r"text 1 of corpus.mixed_with has less text for training than a sample needs"):
+    with pytest.raises(InputError, match=r"'x' has less text for training than a sample needs"):
         require_enough_samples(spec, shards)
