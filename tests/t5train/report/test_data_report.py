@@ -54,7 +54,7 @@ def test_the_report_and_the_log_have_the_share_of_each_text_of_a_mixture(data_ch
     )
     facts = SplitFacts(unknown_pieces=0, of_texts=[10_000, 500])
     report = data_report(mixed, data_chain.corpus, data_chain.tokenizer, data_chain.shards, facts)
-    assert "Text from `pydocs` and `/data/own.txt`." in report
+    assert "Text from `pydocs`, `/data/own.txt`." in report
     assert "| `pydocs` | 10,000 | 75.00% | 0.24 |" in report
     assert "| `/data/own.txt` | 500 | 25.00% | 1.60 |" in report
     lines = data_lines(mixed, data_chain.shards, facts)
