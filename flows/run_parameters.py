@@ -21,7 +21,7 @@ from t5train.spec.recipes import trial_settings
 _WITHOUT_SECRETS = r"^(?!(.*::)?[\w+.-]+://[^/]*:[^/]*@)(?!(.*::)?(https?|s3a?|gc?s)://[^/]*@)(?!.*\?[\w-]+=)"
 """Refuses URLs with a password or a query, also chained ones, so that the server does not even store them."""
 
-LOCATIONS = ("corpus.source", "storage.publish_to", "model.start_from", "tokenizer.path")
+LOCATIONS = ("corpus.source", "corpus.remove_listed", "storage.publish_to", "model.start_from", "tokenizer.path")
 """Settings that name files, of which some can be URLs, and all could be given one."""
 
 _LOCATION = {"type": "string", "minLength": 1, "pattern": _WITHOUT_SECRETS}

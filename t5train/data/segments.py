@@ -192,20 +192,29 @@ def _segment_of_frame(frames: PassageFrames, first_row: int, end_row: int, size_
 
 
 def passages_of(source: SourceFile, segment: Segment, opened: OpenFile | None = None) -> Iterator[Passage]:
-    """Yield the passages of a segment that have text.
+    """Return the passages of a segment that have text.
 
     With the same ``opened``, a compressed file is decompressed once for all segments that follow each other in it.
     """
+    return (row.passage for row in _rows_of(source, segment, opened))
+
+
+def _rows_of(source: SourceFile, segment: Segment, opened: OpenFile | None) -> Iterator[Row]:
     for row in islice(rows(source, segment.first_row, segment.offset, opened), segment.rows):
         if row.passage.text.strip():
-            yield row.passage
+            yield row
+
+
+def rows_in(segments: Iterable[tuple[SourceFile, Segment]]) -> Iterator[Row]:
+    """Yield the rows of segments that have text, in order."""
+    with OpenFile() as opened:
+        for source, segment in segments:
+            yield from _rows_of(source, segment, opened)
 
 
 def passages_in(segments: Iterable[tuple[SourceFile, Segment]]) -> Iterator[Passage]:
     """Yield the passages of segments that have text, in order."""
-    with OpenFile() as opened:
-        for source, segment in segments:
-            yield from passages_of(source, segment, opened)
+    return (row.passage for row in rows_in(segments))
 
 
 def size_of_text(files: Iterable[FileSegments]) -> int:

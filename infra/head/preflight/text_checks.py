@@ -8,9 +8,12 @@ found by training one, which takes up to three seconds.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from t5train.data.checks.listed_pairs import open_listed
 from t5train.data.checks.test_sets import of_test_set
+from t5train.data.download.partial_file import whole_digest
 from t5train.data.passages import SPLITS, Passage, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import PLAIN_FORMATS, format_of, is_dump, rows
 from t5train.data.samples.span_corruption import geometry
@@ -123,14 +126,19 @@ def require_text(spec: RunSpec) -> TextFacts:
 def require_sources(spec: RunSpec) -> SourceFacts | None:
     """Return what is known of the text without reading it; None for Python's documentation.
 
-    Raises InputError if the text or one of the test sets does not exist.
+    Raises InputError if the text or one of the test sets does not exist, or if corpus.remove_listed is of another text.
     """
     for each in spec.corpus.test_sets:
         with of_test_set():
             look_at(require_source(each, "", spec.storage.root).local, spec.corpus, _LOOK_TEST_SET_BYTES)
+    listed = None if spec.corpus.remove_listed is None else open_listed(Path(spec.corpus.remove_listed))
     if spec.corpus.source == PYDOCS:
         return None
-    return require_source(spec.corpus.source, spec.corpus.revision, spec.storage.root, spec.corpus.hub_text())
+    facts = require_source(spec.corpus.source, spec.corpus.revision, spec.storage.root, spec.corpus.hub_text())
+    if listed is not None:
+        wholes = {each.name: whole_digest(each.path) for each in facts.local}  # of downloads, columns may be kept only
+        listed.require_text(facts.sizes | {name: whole.size for name, whole in wholes.items() if whole is not None})
+    return facts
 
 
 def look_at(files: Iterable[SourceFile], rule: SplitRule, limit_bytes: int = LOOK_BYTES) -> TextLook:

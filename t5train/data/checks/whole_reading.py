@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from t5train.data.checks.listed_pairs import ListedSearch
 from t5train.data.passages import ODDITIES, SourceFile, TextDigests
 from t5train.data.readers import FRAMES, is_compressed, is_dump, is_framed
 from t5train.data.segments import FileSegments, Segment, size_of_text
@@ -44,6 +45,8 @@ class TextFindings(BaseModel):
     """How many of ``passages_read`` have a text of 2**(n-1) to before 2**n bytes, by n."""
     repetitions: dict[str, int] | None = None
     """The counts of ``find_repetitions``; None if nothing was searched for."""
+    listed: ListedSearch | None = None
+    """How the near-duplicates of ``corpus.remove_listed`` were found; None if that is not set."""
 
     @classmethod
     def of(cls, corpus: Corpus) -> "TextFindings | None":
@@ -77,7 +80,9 @@ class TextFindings(BaseModel):
             if number
         ]
 
-    def after_removal(self, files: Sequence[FileSegments], repetitions: Mapping[str, int]) -> "TextFindings":
+    def after_removal(
+        self, files: Sequence[FileSegments], repetitions: Mapping[str, int], listed: ListedSearch | None
+    ) -> "TextFindings":
         """Return the findings of what is left of the text."""
         return self.model_copy(
             update={
@@ -85,6 +90,7 @@ class TextFindings(BaseModel):
                 "text_bytes": size_of_text(files),
                 "repeated_passages": repetitions["kept_duplicates"],
                 "repetitions": dict(repetitions),
+                "listed": listed,
             }
         )
 

@@ -23,6 +23,7 @@ OTHER: dict[str, Any] = {
     "corpus.license": "cc-by-4.0",
     "corpus.languages": ["en", "de"],
     "corpus.remove": ["duplicates"],
+    "corpus.remove_listed": "pairs.jsonl",
     "corpus.workers": 3,
     "tokenizer.path": "spiece.model",
     "tokenizer.vocab_size": 2001,
