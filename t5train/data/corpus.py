@@ -11,6 +11,7 @@ from t5train.data.checks.listed_pairs import Listed, open_listed
 from t5train.data.checks.removal import write_without
 from t5train.data.checks.repetitions import Search, find_repetitions
 from t5train.data.checks.test_sets import files_of_test_set, read_test_sets
+from t5train.data.checks.unchanged_files import require_unchanged, stamps_of
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, ReadText, TextFindings, read_whole
 from t5train.data.download.partial_file import whole_digest
 from t5train.data.passages import SourceFile
@@ -58,7 +59,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         passages have the text of another one.
 
     Raises:
-        InputError: The source is missing, empty, truncated, not UTF-8 or malformed.
+        InputError: The source is missing, empty, truncated, not UTF-8 or malformed, or was changed meanwhile.
         StorageError: The folder cannot be written, or holds something else. A full disk is noticed only once there is
             something to write, because a finished corpus needs no space.
 
@@ -70,6 +71,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
     sources = _sources(spec, root, progress)
     if known is not None and known.columns:
         _require_columns(known, sources)
+    stamps = stamps_of(sources)
     digests = _digests(sources, progress)
     test_sets = [files_of_test_set(each, root, progress) for each in spec.test_sets]
     files = _content(sources, digests)
@@ -96,6 +98,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
             _require_rows(spec, known, text)
         if spec.removes_passages:
             text = _without_repetitions(spec, text, compared, listed, folder, progress)
+        require_unchanged(stamps, digests)
         write_segments(folder, text.files)
         text.findings.write(folder)
         stored_again = [file.source.path.name for file in text.files if _is_made(file.source, folder)]

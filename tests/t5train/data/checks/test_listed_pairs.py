@@ -18,7 +18,7 @@ from t5train.data.passages import SourceFile, split_of
 from t5train.data.segments import passages_in, read_segments
 from t5train.errors import InputError
 from t5train.progress import silent
-from t5train.records.stage_records import Corpus
+from t5train.records.stage_records import REPEATED, Corpus
 from t5train.report.text_findings_report import repetition_lines, repetition_rows
 from t5train.spec import CorpusSpec
 from t5train.spec.recipes import recipe
@@ -118,8 +118,10 @@ def test_copies_and_other_near_duplicates_are_connected_with_listed_pairs(tmp_pa
     texts[near] = texts[other] + " more"
     text = write_text(tmp_path / "text", texts)
     listed = write_pairs(tmp_path / "pairs.jsonl", text, [(copy, near)])
-    alone_removed = {*WITH_TEXT} - kept(build_corpus(spec_of(text, listed), tmp_path / "root"))
+    corpus = build_corpus(spec_of(text, listed), tmp_path / "root")
+    alone_removed = {*WITH_TEXT} - kept(corpus)
     assert alone_removed == {copy, near}
+    assert corpus.counts[REPEATED] == 0
     with_others = {*WITH_TEXT} - kept(build_corpus(spec_of(text, listed, "near_duplicates"), tmp_path / "root"))
     assert with_others == {copy, near, other}
     assert alone in WITH_TEXT
