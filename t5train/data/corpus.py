@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from t5train.data.checks.document_ids import require_documents
 from t5train.data.checks.listed_pairs import Listed, open_listed
 from t5train.data.checks.removal import write_without
 from t5train.data.checks.repetitions import Search, find_repetitions
@@ -94,6 +95,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         compared = read_test_sets(spec, test_sets, folder / _SCRATCH, progress) if spec.test_sets else []
         text = read_whole(sources, folder, spec.workers or num_cores(), progress)
         _require_text(spec, text.findings)
+        require_documents(spec, text.few_ids)
         if known is not None:
             _require_rows(spec, known, text)
         if spec.removes_passages:
@@ -234,7 +236,8 @@ def _without_repetitions(
         if _is_made(file.source, folder):
             file.source.path.unlink()  # what stays of it is stored in other files now
     remove_folder(folder / _SCRATCH)
-    return ReadText(files, read.ids, read.findings.after_removal(files, found.counts, listed and listed.search()))
+    findings = read.findings.after_removal(files, found.counts, listed and listed.search())
+    return read._replace(files=files, findings=findings)
 
 
 def _is_made(source: SourceFile, folder: Path) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from t5train.data.passages import (
+    FewIds,
     IdSequence,
     Passage,
     Row,
@@ -55,6 +56,7 @@ class TextsSeen(NamedTuple):
     digests: TextDigests
     counts: TextCounts
     ids: IdSequence
+    few_ids: FewIds
 
 
 class Stretch(NamedTuple):
@@ -99,6 +101,7 @@ def scan(
             if seen is not None:
                 seen.ids.add(row)
             if seen is not None and size:
+                seen.few_ids.add(row)
                 texts.append(row.passage.text.strip().encode())
                 seen.digests.add(texts[-1])
             if total >= SEGMENT_BYTES:
@@ -132,7 +135,7 @@ def scan_file(job: Json, advance: Advance) -> Json:
     The digests of the texts are written to another file.
     """
     source = SourceFile(Path(job["path"]), job["name"])
-    watched, seen = _InSteps(advance), TextsSeen(TextDigests(), TextCounts(), IdSequence())
+    watched, seen = _InSteps(advance), TextsSeen(TextDigests(), TextCounts(), IdSequence(), FewIds())
     if job["frames"] is None:
         scanned = scan(source, None, seen, watched)
     else:
@@ -149,6 +152,7 @@ def scan_file(job: Json, advance: Advance) -> Json:
         "lengths": seen.counts.lengths,
         "first_id": seen.ids.first,
         "broken_id": seen.ids.broken,
+        "few_ids": seen.few_ids.found,
     }
 
 

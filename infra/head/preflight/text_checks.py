@@ -7,14 +7,15 @@ found by training one, which takes up to three seconds.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from t5train.data.checks.document_ids import IdsOfFile, require_documents
 from t5train.data.checks.listed_pairs import open_listed
 from t5train.data.checks.test_sets import of_test_set
 from t5train.data.download.partial_file import whole_digest
-from t5train.data.passages import SPLITS, Passage, SourceFile, Split, SplitRule, split_of
+from t5train.data.passages import SPLITS, FewIds, Row, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import PLAIN_FORMATS, format_of, is_dump, rows
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.sources import PYDOCS, SourceFacts, few, require_source
@@ -43,6 +44,7 @@ class TextLook(NamedTuple):
     passages: dict[Split, int]
     text_bytes: dict[Split, int]
     """The size of the passages' texts in UTF-8."""
+    ids: list[IdsOfFile]
 
     @property
     def total_passages(self) -> int:
@@ -117,6 +119,7 @@ def require_text(spec: RunSpec) -> TextFacts:
     except InputError as error:
         raise InputError(f"{error}{_other_faults(source.local)}") from None
     if look.is_whole:
+        require_documents(spec.corpus, look.ids)
         _require_passages(spec, look)
         _require_windows(spec, look)
         _require_pieces(spec, source.local, look.text_bytes["train"])
@@ -146,15 +149,23 @@ def look_at(files: Iterable[SourceFile], rule: SplitRule, limit_bytes: int = LOO
     files = list(files)
     if any(is_dump(each.name) for each in files):
         limit_bytes //= _DUMP_FACTOR
-    passages, text_bytes = Counter[Split](), Counter[Split]()
-    for passage in _passages(files):
+    passages, text_bytes, ids = Counter[Split](), Counter[Split](), {file: FewIds() for file in files}
+    for file, row in _rows(files):
         read_bytes, is_few = sum(text_bytes.values()), sum(passages.values()) < _FEW_PASSAGES
         if read_bytes >= limit_bytes * (_FEW_FACTOR if is_few else 1):
-            return TextLook(False, _of_splits(passages), _of_splits(text_bytes))
-        split = split_of(rule, passage.id)
+            return _look(passages, text_bytes, ids, is_whole=False)
+        split = split_of(rule, row.passage.id)
         passages[split] += 1
-        text_bytes[split] += len(passage.text.encode())
-    return TextLook(True, _of_splits(passages), _of_splits(text_bytes))
+        text_bytes[split] += len(row.passage.text.encode())
+        ids[file].add(row)
+    return _look(passages, text_bytes, ids, is_whole=True)
+
+
+def _look(
+    passages: Counter[Split], text_bytes: Counter[Split], ids: Mapping[SourceFile, FewIds], *, is_whole: bool
+) -> TextLook:
+    found = [IdsOfFile(file, each.found) for file, each in ids.items()]
+    return TextLook(is_whole, _of_splits(passages), _of_splits(text_bytes), found)
 
 
 def _other_faults(files: Sequence[SourceFile], limit_bytes: int = LOOK_BYTES) -> str:
@@ -176,9 +187,9 @@ def _other_faults(files: Sequence[SourceFile], limit_bytes: int = LOOK_BYTES) ->
     return f". Also malformed: {few(malformed[1:])}" if len(malformed) > 1 else ""
 
 
-def _passages(files: Iterable[SourceFile]) -> Iterator[Passage]:
-    """Yield the passages that have text."""
-    return (row.passage for file in files for row in rows(file) if row.passage.text.strip())
+def _rows(files: Iterable[SourceFile]) -> Iterator[tuple[SourceFile, Row]]:
+    """Yield the rows that have text, each with its file."""
+    return ((file, row) for file in files for row in rows(file) if row.passage.text.strip())
 
 
 def _of_splits(counts: Counter[Split]) -> dict[Split, int]:
@@ -215,7 +226,8 @@ def _require_pieces(spec: RunSpec, files: Iterable[SourceFile], train_bytes: int
     """Raise SpecError if the vocabulary cannot be trained on the train split of a small text."""
     vocabulary = spec.tokenizer
     if vocabulary.path is None and train_bytes <= min(_TRIED_BYTES, _TRIED_BYTES_PER_PIECE * vocabulary.vocab_size):
-        train(vocabulary, (each.text for each in _passages(files) if split_of(spec.corpus, each.id) == "train"))
+        passages = (row.passage for _, row in _rows(files))
+        train(vocabulary, (each.text for each in passages if split_of(spec.corpus, each.id) == "train"))
 
 
 def _amount(look: TextLook) -> str:

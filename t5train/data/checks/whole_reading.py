@@ -7,8 +7,9 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from t5train.data.checks.document_ids import IdsOfFile
 from t5train.data.checks.listed_pairs import ListedSearch
-from t5train.data.passages import ODDITIES, SourceFile, TextDigests
+from t5train.data.passages import ODDITIES, IdRows, SourceFile, TextDigests
 from t5train.data.readers import FRAMES, is_compressed, is_dump, is_framed
 from t5train.data.segments import FileSegments, Segment, size_of_text
 from t5train.data.worker_processes import Json, in_processes
@@ -110,6 +111,7 @@ class ReadText(NamedTuple):
     files: list[FileSegments]
     ids: list[Ids]
     """Of each file."""
+    few_ids: list[IdsOfFile]
     findings: TextFindings
 
 
@@ -142,7 +144,13 @@ def read_whole(
     places = [SourceFile(path or source.path, source.name) for source, path in zip(sources, frames, strict=True)]
     files = list(map(_file_segments, places, in_order))
     ids = [Ids(each["first_id"], each["broken_id"] and tuple(each["broken_id"])) for each in in_order]
-    return ReadText(files, ids, _findings(files, in_order, repeated))
+    few_ids = list(map(_few_ids, sources, in_order))
+    return ReadText(files, ids, few_ids, _findings(files, in_order, repeated))
+
+
+def _few_ids(source: SourceFile, result: Json) -> IdsOfFile:
+    found = result["few_ids"]
+    return IdsOfFile(source, None if found is None else {name: IdRows(*rows) for name, rows in found.items()})
 
 
 def _is_stored_again(source: SourceFile, size_bytes: int) -> bool:
