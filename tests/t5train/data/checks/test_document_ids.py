@@ -68,9 +68,9 @@ def test_ids_that_repeat_over_files_are_counted_together(tmp_path: Path) -> None
 def test_documents_of_several_passages_are_a_text_like_any_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write(tmp_path / "a.jsonl", [f"document {row // 4}" for row in range(4 * ROWS)])
+    path = write(tmp_path / "a.jsonl", [f"document {row // 12}" for row in range(12 * ROWS)])
     with caplog.at_level(logging.WARNING):
-        assert build_corpus(CorpusSpec(source=str(path), workers=1), tmp_path / "root").counts["passages"] == 4 * ROWS
+        assert build_corpus(CorpusSpec(source=str(path), workers=1), tmp_path / "root").counts["passages"] == 12 * ROWS
     assert "different ids" not in caplog.text
 
 
