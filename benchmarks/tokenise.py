@@ -160,8 +160,8 @@ def python_documentation(root: Path) -> Iterator[str]:
     yield from (json.loads(line)["text"] for line in (root / "pydocs.jsonl").open())
 
 
-def docstrings() -> Iterator[str]:
-    """Yield different docstrings of installed packages, about 40 MB, without rows of dashes.
+def docstrings(at_most: int = DOCSTRING_BYTES) -> Iterator[str]:
+    """Yield different docstrings of installed packages, up to so many bytes, without rows of dashes.
 
     These have several segmentations of the same score, between which tokenizers of other libraries choose
     differently. build_shards refuses a text if that concerns more than a tenth of its passages.
@@ -169,7 +169,7 @@ def docstrings() -> Iterator[str]:
     seen, size = set[str](), 0
     for path in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
         for text in docstrings_of(path):
-            if text not in seen and size < DOCSTRING_BYTES:
+            if text not in seen and size < at_most:
                 seen.add(text)
                 size += len(text.encode())
                 yield re.sub("--+", "", text)

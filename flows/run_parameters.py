@@ -22,8 +22,9 @@ _WITHOUT_SECRETS = r"^(?!(.*::)?[\w+.-]+://[^/]*:[^/]*@)(?!(.*::)?(https?|s3a?|g
 """Refuses URLs with a password or a query, also chained ones, so that the server does not even store them."""
 
 LOCATIONS = (
-    "corpus.source", "corpus.mixed_with", "corpus.test_sets", "storage.publish_to", "model.start_from", "tokenizer.path"
-)  # fmt: skip
+    *("corpus.source", "corpus.mixed_with", "corpus.test_sets", "corpus.remove_listed"),
+    *("storage.publish_to", "model.start_from", "tokenizer.path"),
+)
 """Settings that name files, of which some can be URLs, and all could be given one. Some are lists."""
 
 _LOCATION = {"type": "string", "minLength": 1, "pattern": _WITHOUT_SECRETS}

@@ -136,7 +136,7 @@ def _epochs(spec: RunSpec, text: TextFacts) -> Epochs:
     if train_bytes is None:
         return Epochs(None, f"not known yet: {text.why_unknown()}. `t5-pretrain data stats` shows the number")
     number = samples * window_tokens * TEXT_BYTES_PER_TOKEN / max(1, train_bytes)
-    before = ", before passages are removed" if spec.corpus.remove else ""
+    before = ", before passages are removed" if spec.corpus.removes_passages else ""
     over = f"over the train split{_of_all(spec)}{before}, if a token is {TEXT_BYTES_PER_TOKEN} bytes of text"
     return Epochs(number, f"about {number:,.2f} {over}")
 
@@ -194,10 +194,12 @@ def _source(source: str, licence: str | None) -> str:
 
 
 def _removal(spec: RunSpec) -> list[str]:
-    if not spec.corpus.remove:
+    if not spec.corpus.removes_passages:
         return []
+    listed = [] if spec.corpus.remove_listed is None else [f"the pairs in {spec.corpus.remove_listed}"]
     compared = "".join(f", {redacted(each)}" for each in spec.corpus.test_sets)
-    return [f"to be removed from training: {', '.join(spec.corpus.remove)} (held out: validation, test{compared})"]
+    removed = ", ".join([*spec.corpus.remove, *listed])
+    return [f"to be removed from training: {removed} (held out: validation, test{compared})"]
 
 
 def _aligned(rows: Mapping[str, str]) -> str:

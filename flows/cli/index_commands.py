@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from flows.cli.options import JsonOption, RootOption, root_of
 from flows.cli.terminal import say, show_json, show_rows, show_table, stage_display
+from t5train.data.corpus import content_of
 from t5train.data.readers import rows
 from t5train.data.vectors.embeddings import Embeddings, embeddings_of
 from t5train.data.vectors.faiss_indexes import faiss_module
@@ -127,19 +128,25 @@ def duplicates(  # noqa: PLR0913, PLR0917 - one for each option
 ) -> None:
     """Find passages that are nearly the same: embeddings propose pairs, and an exact similarity of texts decides.
 
-    The similarity is the share of runs of five words that both texts have (Jaccard index).
+    The similarity is the share of runs of five words that both texts have (Jaccard index). To remove such passages from
+    training, set corpus.remove_listed to the file.
     """
     _require_writable_names(out=out, plot=plot)
     thresholds, folder = Thresholds(neighbours, cosine, text_similarity), root_of(root)
     faiss_module()
     chosen = None if index is None else chosen_index(source, index)
-    about = {"source": redacted(source), "revision": revision, "index": chosen and redacted(chosen.location)}
+    about: dict[str, Any] = {
+        "source": redacted(source),
+        "revision": revision,
+        "index": chosen and redacted(chosen.location),
+    }
     with stage_display() as progress:
         require_embeddings(source, revision, folder)
         path = None if chosen is None else local_index(chosen, revision, folder, progress)
         embeddings = embeddings_of(embedding_sources(source, revision, folder, progress))
         next(rows(embeddings.files[0].source), None)  # raises an error if there is no column of texts
         search = _search(path, embeddings, seed, progress)
+        about["files"] = content_of([each.source for each in embeddings.files], progress)
         result = find_near_duplicates(embeddings, search, thresholds, out.absolute(), about=about, progress=progress)
     _write_plot(plot, lambda: similarity_plot(result, thresholds))
     if as_json:

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from t5train.data.checks.document_ids import require_documents
+from t5train.data.checks.listed_pairs import Listed, open_listed
 from t5train.data.checks.removal import write_without
 from t5train.data.checks.repetitions import Search, find_repetitions
 from t5train.data.checks.test_sets import files_of_test_set, read_test_sets
+from t5train.data.checks.unchanged_files import require_unchanged, stamps_of
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, Ids, ReadText, TextFindings, read_whole
 from t5train.data.download.partial_file import whole_digest
 from t5train.data.passages import SourceFile
@@ -59,20 +62,25 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         passages have the text of another one.
 
     Raises:
-        InputError: The source is missing, empty, truncated, not UTF-8 or malformed.
+        InputError: The source is missing, empty, truncated, not UTF-8 or malformed, or was changed meanwhile.
         StorageError: The folder cannot be written, or holds something else. A full disk is noticed only once there is
             something to write, because a finished corpus needs no space.
 
     """
     require_writable(out or root)  # before hashing, which takes long for a large corpus
+    listed = None if spec.remove_listed is None else open_listed(Path(spec.remove_listed))
     for known in (known_texts().get(each.source) for each in spec.texts()):
         if known is not None:
             _log.info("%s. Its licence: %s", known.title, known.license)
     sources = _sources(spec, root, progress)
+    stamps = stamps_of(sources)
     digests = _digests(sources, progress)
     test_sets = [files_of_test_set(each, root, progress) for each in spec.test_sets]
-    content = {"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)}
-    identity = fingerprint(content | _removal_identity(spec, test_sets, progress))
+    files = _content(sources, digests)
+    if listed is not None:
+        listed.require_text(*({each["name"]: each[fact] for each in files} for fact in ("size", "sha256")))
+    content = {"kind": "corpus", "stage": _STAGE_VERSION, "files": files}
+    identity = fingerprint(content | _removal_identity(spec, test_sets, listed, progress))
     folder = out or stage_folder(root, "corpus", corpus_name(spec), identity)
     if out is None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,12 +91,14 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         keep_changed_files(folder)
         if PYDOCS in spec.named():
             sources, recorded = _with_pydocs(spec, sources, recorded, folder, progress)
-        compared = read_test_sets(spec, test_sets, folder / _SCRATCH, progress) if spec.remove else []
+        compared = read_test_sets(spec, test_sets, folder / _SCRATCH, progress) if spec.test_sets else []
         with _of_mixture(spec):
             text = read_whole(sources, folder, spec.workers or num_cores(), progress)
         _require_text(spec, text)
-        if spec.remove:
-            text = _without_repetitions(spec, text, compared, folder, progress)
+        require_documents(spec, text.few_ids)
+        if spec.removes_passages:
+            text = _without_repetitions(spec, text, compared, listed, folder, progress)
+        require_unchanged(stamps, digests)
         write_segments(folder, text.files)
         text.findings.write(folder)
         stored_again = [file.source.path.name for file in text.files if _is_made(file.source, folder)]
@@ -203,6 +213,11 @@ def _digest(source: SourceFile) -> FileDigest:
         raise InputError(f"{source.path} cannot be read: {explain(error)}") from error
 
 
+def content_of(sources: Sequence[SourceFile], progress: Progress) -> list[dict[str, Any]]:
+    """Return the name, size and sha256 of each file, as they identify a text."""
+    return _content(sources, _digests(sources, progress))
+
+
 def _content(sources: Sequence[SourceFile], digests: Mapping[SourceFile, FileDigest]) -> list[dict[str, Any]]:
     """Return what identifies the text. Columns of a file stand for the whole file, however they were transferred."""
     return [
@@ -216,7 +231,7 @@ def check_text(spec: CorpusSpec, root: Path, progress: Progress = silent) -> tup
     """Look for everything that a text repeats, without removing it. A finished check is reused.
 
     Args:
-        spec: The text, its splits, and test sets to compare it with. ``remove`` does not count.
+        spec: The text, its splits, and test sets to compare it with. ``remove`` and ``remove_listed`` do not count.
         root: The root folder. The result is ``{root}/checks/{name}-{first 12 digits of a fingerprint}``.
         progress: Called as by ``build_corpus``, and with what is compared.
 
@@ -228,10 +243,10 @@ def check_text(spec: CorpusSpec, root: Path, progress: Progress = silent) -> tup
         StorageError: The root is too small or cannot be written.
 
     """
-    plain = spec.model_copy(update={"remove": (), "test_sets": ()})
+    plain = spec.model_copy(update={"remove": (), "remove_listed": None, "test_sets": ()})
     corpus = build_corpus(plain, root, progress)
     test_sets = [files_of_test_set(each, root, progress) for each in spec.test_sets]
-    contents = [_content(files, _digests(files, progress)) for files in test_sets]
+    contents = [content_of(files, progress) for files in test_sets]
     identity = fingerprint(
         {"kind": "check", "removal": _REMOVAL_VERSION, "corpus": corpus.fingerprint, "test_sets": contents}
         | spec.split_identity()
@@ -251,31 +266,38 @@ def check_text(spec: CorpusSpec, root: Path, progress: Progress = silent) -> tup
 
 
 def _removal_identity(
-    spec: CorpusSpec, test_sets: Sequence[Sequence[SourceFile]], progress: Progress
+    spec: CorpusSpec, test_sets: Sequence[Sequence[SourceFile]], listed: Listed | None, progress: Progress
 ) -> dict[str, Any]:
     """Return what decides which passages are removed; empty if none are, as in the fingerprints of earlier versions."""
-    if not spec.remove:
+    if not spec.removes_passages:
         return {}
-    contents = [_content(files, _digests(files, progress)) for files in test_sets]
-    return {"removal": _REMOVAL_VERSION, "remove": spec.remove, "test_sets": contents, **spec.split_identity()}
+    contents = [content_of(files, progress) for files in test_sets]
+    pairs = {} if listed is None else {"listed": listed.sha256}
+    return {"removal": _REMOVAL_VERSION, "remove": spec.remove, "test_sets": contents, **pairs, **spec.split_identity()}
 
 
-def _search(spec: CorpusSpec, kinds: Sequence[Repetition], folder: Path) -> Search:
-    return Search(spec, kinds, folder / _SCRATCH, spec.workers or num_cores())
+def _search(spec: CorpusSpec, kinds: Sequence[Repetition], folder: Path, listed: Listed | None = None) -> Search:
+    return Search(spec, kinds, folder / _SCRATCH, spec.workers or num_cores(), listed)
 
 
 def _without_repetitions(
-    spec: CorpusSpec, read: ReadText, compared: Sequence[FileSegments], folder: Path, progress: Progress
+    spec: CorpusSpec,
+    read: ReadText,
+    compared: Sequence[FileSegments],
+    listed: Listed | None,
+    folder: Path,
+    progress: Progress,
 ) -> ReadText:
-    """Return the text without what ``spec.remove`` removes from training."""
-    found = find_repetitions(read.files, compared, _search(spec, spec.remove, folder), progress)
+    """Return the text without what ``spec.remove`` and ``spec.remove_listed`` remove from training."""
+    found = find_repetitions(read.files, compared, _search(spec, spec.remove, folder, listed), progress)
     removed, before = found.counts[REMOVED], found.counts["train_passages"]
     share = f"removed {quantity(removed, 'passage')} of {before:,} from training ({removed / max(1, before):.1%})"
     if removed == before:
         remove_folder(folder / _SCRATCH)
+        pairs = [] if listed is None else [f"those of corpus.remove_listed {listed.path}"]
         raise InputError(
-            f"all {quantity(before, 'passage')} of the training split repeat others (corpus.remove is "
-            f"{', '.join(spec.remove)}), so none is left. Change corpus.remove, corpus.test_sets or the text"
+            f"all {quantity(before, 'passage')} of the training split repeat others (removed are "
+            f"{', '.join([*spec.remove, *pairs])}), so none is left. Change corpus.remove, corpus.test_sets or the text"
         )
     _log.log(logging.WARNING if removed > _MANY_REMOVED * before else logging.INFO, "%s", share)
     files = write_without(found, folder, spec.workers or num_cores(), progress)
@@ -290,7 +312,8 @@ def _without_repetitions(
         if _is_made(file.source, folder):
             file.source.path.unlink()  # what stays of it is stored in other files now
     remove_folder(folder / _SCRATCH)
-    return ReadText(files, read.ids, read.findings.after_removal(files, found.counts))
+    findings = read.findings.after_removal(files, found.counts, listed and listed.search())
+    return read._replace(files=files, findings=findings)
 
 
 def _is_made(source: SourceFile, folder: Path) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import pyarrow
 import pyarrow.parquet
 
-from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile
+from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at
 from t5train.errors import InputError
 
 _BATCH_ROWS = 4096
@@ -55,8 +55,7 @@ def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) ->
     for batch in file.iter_batches(_BATCH_ROWS, row_groups=list(range(group, file.num_row_groups)), columns=columns):
         for values in batch.to_pylist():
             if row >= number:
-                name = values.get("id")
-                name = f"{source.name}:{row}" if name is None else str(name)
+                name = id_at(values.get("id"), source, row)
                 yield Row(row, 0, Passage(name, str(values.get("title") or ""), values["text"] or ""))
             row += 1
 

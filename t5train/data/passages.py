@@ -91,6 +91,39 @@ class IdSequence:
             self._next += 1
 
 
+def id_at(found: object, source: SourceFile, row: int) -> str:
+    """Return the id of a row: its place if it has none, because one id would put every such row into one split."""
+    name = "" if found is None else str(found)
+    return name if name.strip() else f"{source.name}:{row}"
+
+
+class IdRows(NamedTuple):
+    """The passages of a file that have the same id: how many there are, and the first and last row."""
+
+    passages: int
+    first: int
+    last: int
+
+
+class FewIds:
+    """The ids of a file, as long as they are few."""
+
+    MOST = 1000
+
+    def __init__(self) -> None:
+        self.found: dict[str, IdRows] | None = {}
+        """None if there are more than ``MOST``."""
+
+    def add(self, row: Row) -> None:
+        """Add the next passage."""
+        if self.found is None:
+            return
+        before = self.found.get(row.passage.id, IdRows(0, row.number, row.number))
+        self.found[row.passage.id] = IdRows(before.passages + 1, before.first, row.number)
+        if len(self.found) > self.MOST:
+            self.found = None
+
+
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 

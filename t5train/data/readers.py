@@ -20,7 +20,7 @@ import orjson
 from backports import zstd
 from isal.isal_zlib import IsalError
 
-from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile
+from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at
 from t5train.errors import InputError
 from t5train.host_resources import format_bytes, quantity
 
@@ -186,9 +186,7 @@ def _json_value(source: SourceFile, row: int, line: str) -> Any:
 def _json_passage(source: SourceFile, row: int, value: Any) -> Passage:
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise InputError(f'{source.path} line {row + 1} is not an object with "text": "...". Correct this line')
-    name = value.get("id")
-    name = f"{source.name}:{row}" if name is None else str(name)  # "None" would put every such row into one split
-    return Passage(name, str(value.get("title") or ""), value["text"])
+    return Passage(id_at(value.get("id"), source, row), str(value.get("title") or ""), value["text"])
 
 
 def _tsv(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
@@ -214,7 +212,7 @@ def _tsv_passage(source: SourceFile, row: int, line: str) -> Passage:
             "three: id, text, title. Correct this line"
         )
     name, text, title = map(_unquoted, fields)
-    return Passage(name, title, text)
+    return Passage(id_at(name, source, row), title, text)
 
 
 def _unquoted(field: str) -> str:

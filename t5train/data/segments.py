@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from t5train.data.passages import (
+    FewIds,
     IdSequence,
     Passage,
     Row,
@@ -55,6 +56,7 @@ class TextsSeen(NamedTuple):
     digests: TextDigests
     counts: TextCounts
     ids: IdSequence
+    few_ids: FewIds
 
 
 class Stretch(NamedTuple):
@@ -101,6 +103,7 @@ def scan(
             if seen is not None:
                 seen.ids.add(row)
             if seen is not None and size:
+                seen.few_ids.add(row)
                 texts.append(row.passage.text.strip().encode())
                 seen.digests.add(texts[-1])
             if total >= SEGMENT_BYTES:
@@ -134,7 +137,7 @@ def scan_file(job: Json, advance: Advance) -> Json:
     The digests of the texts are written to another file.
     """
     source = SourceFile(Path(job["path"]), job["name"])
-    watched, seen = _InSteps(advance), TextsSeen(TextDigests(), TextCounts(), IdSequence())
+    watched, seen = _InSteps(advance), TextsSeen(TextDigests(), TextCounts(), IdSequence(), FewIds())
     if job["frames"] is None:
         scanned = scan(source, None, seen, watched)
     else:
@@ -151,6 +154,7 @@ def scan_file(job: Json, advance: Advance) -> Json:
         "lengths": seen.counts.lengths,
         "first_id": seen.ids.first,
         "broken_id": seen.ids.broken,
+        "few_ids": seen.few_ids.found,
     }
 
 
@@ -194,20 +198,29 @@ def _segment_of_frame(frames: PassageFrames, first_row: int, end_row: int, size_
 
 
 def passages_of(source: SourceFile, segment: Segment, opened: OpenFile | None = None) -> Iterator[Passage]:
-    """Yield the passages of a segment that have text.
+    """Return the passages of a segment that have text.
 
     With the same ``opened``, a compressed file is decompressed once for all segments that follow each other in it.
     """
+    return (row.passage for row in _rows_of(source, segment, opened))
+
+
+def _rows_of(source: SourceFile, segment: Segment, opened: OpenFile | None) -> Iterator[Row]:
     for row in islice(rows(source, segment.first_row, segment.offset, opened), segment.rows):
         if row.passage.text.strip():
-            yield row.passage
+            yield row
+
+
+def rows_in(segments: Iterable[tuple[SourceFile, Segment]]) -> Iterator[Row]:
+    """Yield the rows of segments that have text, in order."""
+    with OpenFile() as opened:
+        for source, segment in segments:
+            yield from _rows_of(source, segment, opened)
 
 
 def passages_in(segments: Iterable[tuple[SourceFile, Segment]]) -> Iterator[Passage]:
     """Yield the passages of segments that have text, in order."""
-    with OpenFile() as opened:
-        for source, segment in segments:
-            yield from passages_of(source, segment, opened)
+    return (row.passage for row in rows_in(segments))
 
 
 def by_part(files: Iterable[FileSegments]) -> list[list[FileSegments]]:

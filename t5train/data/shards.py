@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from t5train.data.checks.unchanged_files import require_recorded
 from t5train.data.corpus import corpus_name
 from t5train.data.held_out import HELD_OUT, comparable, write_held_out
 from t5train.data.passages import SPLITS, Passage, SourceFile, SplitRule, split_of
@@ -30,7 +31,7 @@ from t5train.data.vocabulary.document_encoder import warn_if_slow
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
 from t5train.data.worker_processes import Json, in_processes
-from t5train.errors import DigestMismatch
+from t5train.errors import DigestMismatch, InputError
 from t5train.files.atomic import write_json
 from t5train.files.output_folder import making, stage_folder
 from t5train.host_resources import num_cores, require_space
@@ -98,7 +99,7 @@ def build_shards(
         The record of the shards; its counts are documents and tokens of each split, and the size of the vocabulary.
 
     Raises:
-        InputError: A source file can no longer be read.
+        InputError: A source file can no longer be read, or was changed meanwhile.
         StorageError: The folder is too small, cannot be written or holds something else.
         WorkerLost: A worker process was killed.
 
@@ -138,8 +139,19 @@ def build_shards(
         require_space(folder, tokens * _bytes_per_token(tokenizer), "the token shards")
         _make(jobs, spec.workers or num_cores(), progress)
         _record_held_out(folder, plan, corpus_spec, tokenizer)
+        _require_unchanged_text(folder, jobs, corpus)
         write_json(folder / SETTINGS, {"corpus": corpus_spec.identity(), "shards": spec.identity()})
         return _committed(folder, identity, len(plan), corpus, tokenizer)
+
+
+def _require_unchanged_text(folder: Path, jobs: list[Json], corpus: Corpus) -> None:
+    """Raise InputError if the text is another one than the corpus records. The shards just made do not count then."""
+    try:
+        require_recorded((stretch.path for job in jobs for stretch in job["stretches"]), corpus.files)
+    except InputError:
+        for job in jobs:
+            (folder / job["description"]).unlink()
+        raise
 
 
 def settings_of(shards: TokenShards) -> dict[str, Any]:

@@ -188,10 +188,13 @@ def removed_line(counts: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     if REMOVED not in counts:
         return ""
     corpus = settings["corpus"]
-    kinds = ", ".join(each.replace("_", "-") for each in corpus["remove"])
-    line = f"Removed from the training split before training: {quantity(int(counts[REMOVED]), 'passage')} ({kinds})."
-    if corpus["test_sets"]:
-        line += f" Training text was also compared with {', '.join(map(code, corpus['test_sets']))}."
+    kinds = [each.replace("_", "-") for each in corpus.get("remove", ())]
+    if corpus.get("remove_listed"):
+        kinds.append("near-duplicates that were found by embeddings")
+    removed = quantity(int(counts[REMOVED]), "passage")
+    line = f"Removed from the training split before training: {removed} ({', '.join(kinds)})."
+    if test_sets := corpus.get("test_sets"):
+        line += f" Training text was also compared with {', '.join(map(code, test_sets))}."
     return line
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from t5train.data.checks.repetitions import COMPARED_SPLITS
 from t5train.data.checks.whole_reading import TextFindings
+from t5train.host_resources import quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +17,8 @@ _KINDS = {
     "duplicates_across": "copies between training and held-out text",
     "near_duplicates": "near-duplicates of an earlier passage of the split",
     "near_duplicates_across": "near-duplicates between training and held-out text",
+    "listed": "all these and listed pairs, of the split",
+    "listed_across": "all these and listed pairs, between training and held-out text",
     "contaminated": "with 13 words in a row in training and held-out text",
     "short": "held-out passages of fewer than 13 words",
 }
@@ -46,6 +49,14 @@ def repetition_lines(findings: TextFindings) -> list[str]:
         "MinHash (5-word runs, 14 buckets of 8 hashes). Of held-out passages of fewer than 13 words, only copies and "
         "near-duplicates are found."
     ]
+    if (listed := findings.listed) is not None:
+        proposed = "Embeddings" if listed.index is None else f"The index {listed.index}"
+        lines.append(
+            f"Listed are {quantity(listed.pairs, 'pair')} in {quantity(listed.groups, 'group')} "
+            f"(corpus.remove_listed, sha256 {listed.sha256[:12]}). {proposed} proposed {listed.candidates:,} pairs, of "
+            f"the {listed.neighbours} nearest neighbours with a cosine of at least {listed.cosine}; the texts of those "
+            f"listed share at least {listed.text} of their 5-word runs."
+        )
     if (step := findings.repetitions.get("searched_one_run_in", 1)) > 1:
         lines.append(
             f"There is so much held-out text that only one in {step} of its 13-word runs was searched for: more "

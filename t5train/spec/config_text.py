@@ -43,7 +43,8 @@ def recipe_text(spec: RunSpec, *, needs_source: bool) -> str:
 def run_text(spec: RunSpec, path: Path) -> str:
     """Return the file that is stored with a run, at ``path``."""
     continued = [f"t5-pretrain run --config {shlex.quote(str(path))}"]
-    if any(map(_is_relative, (spec.corpus.source, *spec.corpus.mixed_with, spec.tokenizer.path))):
+    corpus = spec.corpus
+    if any(map(_is_relative, (corpus.source, *corpus.mixed_with, corpus.remove_listed, spec.tokenizer.path))):
         continued = [f"cd {shlex.quote(str(Path.cwd()))}", *continued]
     opening = f"Settings with which the run {spec.run_name!r} was started last. To continue it:\n\n" + "\n".join(
         f"    {command}" for command in continued

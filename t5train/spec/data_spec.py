@@ -109,6 +109,14 @@ class CorpusSpec(SpecPart):
         description="Other texts that training is kept free of, such as a benchmark's test set: paths or URLs, as for "
         "source. Training passages that repeat them are removed as remove says",
     )
+    remove_listed: str | None = Field(
+        None,
+        min_length=1,
+        title="Remove listed",
+        description="File of pairs that `t5-pretrain data index duplicates` wrote for this text. Of passages that such "
+        "pairs connect, only the first stays in training (duplicates are removed, too), and none if one of them is in "
+        "the validation or test split. null: none are removed",
+    )
     license: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,+()/_-]{0,99}$",
@@ -126,6 +134,11 @@ class CorpusSpec(SpecPart):
     @classmethod
     def _a_list_may_be_one_text(cls, given: Any) -> Any:
         return [each.strip() for each in given.split(",")] if isinstance(given, str) else given
+
+    @field_validator("remove_listed")
+    @classmethod
+    def _path_is_expanded(cls, path: str | None) -> str | None:
+        return None if path is None else str(at_home(path))
 
     @field_validator("test_sets", "mixed_with", mode="before")
     @classmethod
@@ -176,12 +189,21 @@ class CorpusSpec(SpecPart):
             )
         return without_secret("corpus.source", source)
 
+    @property
+    def removes_passages(self) -> bool:
+        """Whether passages are removed from training."""
+        return bool(self.remove) or self.remove_listed is not None
+
     def identity(self) -> dict[str, Any]:
-        """Return the identity settings. Those that versions before did not have count only where they are set."""
-        unset = [name for name in _OF_THE_HUB if getattr(self, name) is None]
+        """Return the identity settings. Those that versions before did not have count only where they are set.
+
+        Of ``remove_listed``, only that it is set counts here: the stage fingerprints the content of the file.
+        """
+        unset = [name for name in (*_OF_THE_HUB, "remove_listed") if getattr(self, name) is None]
         unset += [] if self.remove else ["remove", "test_sets"]
         unset += [] if self.mixed_with else ["mixed_with"]
-        return {name: value for name, value in super().identity().items() if name not in unset}
+        values = super().identity() | {"remove_listed": True}
+        return {name: value for name, value in values.items() if name not in unset}
 
     def hub_text(self) -> HubText:
         """Return which text of a dataset of the Hub is read."""
@@ -218,6 +240,15 @@ class CorpusSpec(SpecPart):
                     f"corpus.source and corpus.mixed_with name {each!r} more than once: name each text once, and set "
                     "objective.mixing_weights to train on more of it"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_are_of_one_text(self) -> Self:
+        if self.remove_listed is not None and self.mixed_with:
+            raise ValueError(
+                f"corpus.remove_listed is {self.remove_listed!r}, but its pairs are of one text, and corpus.mixed_with "
+                "names more: leave one of the two out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -29,8 +29,8 @@ run.
 
 **Identity** settings decide the result, and make up the run's fingerprint: with another value, it is another run, and a
 run with a chosen name refuses to continue. **Execution** settings decide only where and how the work is done: change
-them whenever you continue a run. The paths in `tokenizer.path` and `model.start_from` do not count, but the content of
-these files does.
+them whenever you continue a run. The paths in `tokenizer.path`, `corpus.remove_listed` and `model.start_from` do not
+count, but the content of these files does.
 
 In a file, `null` is written as such; with `--set`, as `part.key=null`. Numbers can be written as `0.0001` or `1e-4`.
 """

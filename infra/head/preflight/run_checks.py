@@ -139,7 +139,7 @@ def needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
     # ``text_bytes`` for shards: tokens take half the size of plain text, and more than that of compressed text.
     # With corpus.remove: passages are stored once more, in 0.6 times the size of plain text, and of 100 words each, the
     # keys that they are compared by take 0.2 times that size.
-    copies = text_bytes if spec.corpus.remove else 0
+    copies = text_bytes if spec.corpus.removes_passages else 0
     return _checkpoint_bytes(spec, of_model) + releases + text_bytes + copies + _REST_BYTES
 
 

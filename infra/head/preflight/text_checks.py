@@ -7,12 +7,16 @@ found by training one, which takes up to three seconds.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from t5train.data.checks.document_ids import IdsOfFile, require_documents
+from t5train.data.checks.listed_pairs import open_listed
 from t5train.data.checks.test_sets import of_test_set
 from t5train.data.corpus import of_part
-from t5train.data.passages import SPLITS, Passage, SourceFile, Split, SplitRule, split_of
+from t5train.data.download.partial_file import whole_digest
+from t5train.data.passages import SPLITS, FewIds, Row, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import PLAIN_FORMATS, format_of, is_dump, rows
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.sources import PYDOCS, SourceFacts, few, require_source
@@ -41,6 +45,7 @@ class TextLook(NamedTuple):
     passages: dict[Split, int]
     text_bytes: dict[Split, int]
     """The size of the passages' texts in UTF-8."""
+    ids: list[IdsOfFile]
 
     @property
     def total_passages(self) -> int:
@@ -133,6 +138,7 @@ def require_text(spec: RunSpec) -> TextFacts:
         return facts
     look = _joined(looks)
     if look.is_whole:
+        require_documents(spec.corpus, look.ids)
         _require_passages(spec, look)
         _require_windows(spec, look)
         local = [file for source in facts.sources for file in source.local]
@@ -143,17 +149,22 @@ def require_text(spec: RunSpec) -> TextFacts:
 def require_sources(spec: RunSpec) -> list[SourceFacts | None]:
     """Return what is known of the texts of the corpus without reading them; None for Python's documentation.
 
-    Raises InputError if one of them, or of the test sets, does not exist.
+    Raises InputError if one of them, or of the test sets, does not exist, or if corpus.remove_listed is of another
+    text.
     """
     for each in spec.corpus.test_sets:
         with of_test_set():
             look_at(require_source(each, "", spec.storage.root).local, spec.corpus, _LOOK_TEST_SET_BYTES)
+    listed = None if spec.corpus.remove_listed is None else open_listed(Path(spec.corpus.remove_listed))
     found = list[SourceFacts | None]()
     for part, text in enumerate(spec.corpus.texts()):
         with of_part(part, text):
             is_made = text.source == PYDOCS
             root = spec.storage.root
             found.append(None if is_made else require_source(text.source, text.revision, root, text.hub_text))
+    if listed is not None and (facts := found[0]) is not None:
+        wholes = {each.name: whole_digest(each.path) for each in facts.local}  # of downloads, columns may be kept only
+        listed.require_text(facts.sizes | {name: whole.size for name, whole in wholes.items() if whole is not None})
     return found
 
 
@@ -186,7 +197,8 @@ def _joined(looks: Sequence[TextLook]) -> TextLook:
     for each in looks:
         passages.update(each.passages)
         text_bytes.update(each.text_bytes)
-    return TextLook(all(each.is_whole for each in looks), _of_splits(passages), _of_splits(text_bytes))
+    ids = [of_file for each in looks for of_file in each.ids]
+    return TextLook(all(each.is_whole for each in looks), _of_splits(passages), _of_splits(text_bytes), ids)
 
 
 def look_at(files: Iterable[SourceFile], rule: SplitRule, limit_bytes: int = LOOK_BYTES) -> TextLook:
@@ -194,15 +206,23 @@ def look_at(files: Iterable[SourceFile], rule: SplitRule, limit_bytes: int = LOO
     files = list(files)
     if any(is_dump(each.name) for each in files):
         limit_bytes //= _DUMP_FACTOR
-    passages, text_bytes = Counter[Split](), Counter[Split]()
-    for passage in _passages(files):
+    passages, text_bytes, ids = Counter[Split](), Counter[Split](), {file: FewIds() for file in files}
+    for file, row in _rows(files):
         read_bytes, is_few = sum(text_bytes.values()), sum(passages.values()) < _FEW_PASSAGES
         if read_bytes >= limit_bytes * (_FEW_FACTOR if is_few else 1):
-            return TextLook(False, _of_splits(passages), _of_splits(text_bytes))
-        split = split_of(rule, passage.id)
+            return _look(passages, text_bytes, ids, is_whole=False)
+        split = split_of(rule, row.passage.id)
         passages[split] += 1
-        text_bytes[split] += len(passage.text.encode())
-    return TextLook(True, _of_splits(passages), _of_splits(text_bytes))
+        text_bytes[split] += len(row.passage.text.encode())
+        ids[file].add(row)
+    return _look(passages, text_bytes, ids, is_whole=True)
+
+
+def _look(
+    passages: Counter[Split], text_bytes: Counter[Split], ids: Mapping[SourceFile, FewIds], *, is_whole: bool
+) -> TextLook:
+    found = [IdsOfFile(file, each.found) for file, each in ids.items()]
+    return TextLook(is_whole, _of_splits(passages), _of_splits(text_bytes), found)
 
 
 def _other_faults(files: Sequence[SourceFile], limit_bytes: int = LOOK_BYTES) -> str:
@@ -224,9 +244,9 @@ def _other_faults(files: Sequence[SourceFile], limit_bytes: int = LOOK_BYTES) ->
     return f". Also malformed: {few(malformed[1:])}" if len(malformed) > 1 else ""
 
 
-def _passages(files: Iterable[SourceFile]) -> Iterator[Passage]:
-    """Yield the passages that have text."""
-    return (row.passage for file in files for row in rows(file) if row.passage.text.strip())
+def _rows(files: Iterable[SourceFile]) -> Iterator[tuple[SourceFile, Row]]:
+    """Yield the rows that have text, each with its file."""
+    return ((file, row) for file in files for row in rows(file) if row.passage.text.strip())
 
 
 def _of_splits(counts: Counter[Split]) -> dict[Split, int]:
@@ -267,7 +287,8 @@ def _require_pieces(spec: RunSpec, files: Iterable[SourceFile], train_bytes: int
     """Raise SpecError if the vocabulary cannot be trained on the train split of a small text."""
     vocabulary = spec.tokenizer
     if vocabulary.path is None and train_bytes <= min(_TRIED_BYTES, _TRIED_BYTES_PER_PIECE * vocabulary.vocab_size):
-        train(vocabulary, (each.text for each in _passages(files) if split_of(spec.corpus, each.id) == "train"))
+        passages = (row.passage for _, row in _rows(files))
+        train(vocabulary, (each.text for each in passages if split_of(spec.corpus, each.id) == "train"))
 
 
 def _named(spec: RunSpec) -> str:

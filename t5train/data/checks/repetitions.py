@@ -4,6 +4,7 @@ Held-out text is that of validation, test and test sets.
 
 - A *duplicate* has the text of another passage, except for white space at its ends (128-bit digests are compared).
 - A *near-duplicate* agrees with another passage in at least one of 14 buckets of the MinHash of its 5-grams of words.
+- A *listed* passage is one of a pair in a file that ``data index duplicates`` wrote.
 - A training passage is *contaminated* if it shares 13 consecutive words with a held-out passage.
 
 Groups are transitive: if a resembles b, and b resembles c, then all three are one group.
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from t5train.data.checks.equal_groups import equal_pairs, join_groups, ungrouped
+from t5train.data.checks.listed_pairs import Listed, first_rows, passages_at, read_rows
 from t5train.data.checks.passage_keys import TEST_SET, TRAIN, KnownRuns
 from t5train.data.checks.word_grams import BUCKETS
 from t5train.data.passages import SPLITS, SplitRule
@@ -34,6 +36,7 @@ MOST_RUNS = 64 << 20
 """Of more different runs of 13 words in held-out text, only those are searched for whose hash is a multiple of a power
 of two. What is found then is less than there is."""
 _KEYS_BYTES_A_PASSAGE = {"duplicates": 17, "near_duplicates": 8 * BUCKETS, "contaminated": 1}
+_LISTED_BYTES_A_PASSAGE = 16
 _RUN_BYTES_A_TEXT_BYTE = 5
 """Of held-out text: 12 bytes for each of its words in the keys, 8 among all runs, and up to 4 in the table of bits."""
 COMPARED_SPLITS = (*SPLITS, "test_sets")
@@ -46,6 +49,7 @@ class Part(NamedTuple):
     stretches: list[Stretch]
     keys: Path
     shared: Path
+    rows: Path
     is_test_set: bool
 
 
@@ -55,9 +59,9 @@ class Repetitions(NamedTuple):
     parts: list[tuple[list[Stretch], np.ndarray]]
     """For each part of the text, bool for each passage that has text: whether it is to be removed from training."""
     counts: dict[str, int]
-    """Passages of each of ``COMPARED_SPLITS``, as ``{split}_{kind}``. The kinds are ``passages``; ``duplicates`` and
-    ``near_duplicates``, those like an earlier passage of the split; the same with ``_across``, those of training text
-    like one that is not, and the reverse; ``contaminated``.
+    """Passages of each of ``COMPARED_SPLITS``, as ``{split}_{kind}``. The kinds are ``passages``; ``duplicates``,
+    ``near_duplicates`` and ``listed``, those like an earlier passage of the split; the same with ``_across``, those of
+    training text like one that is not, and the reverse; ``contaminated``.
 
     Also ``removed_passages``; ``kept_duplicates``, passages that stay, with the text of another one; and
     ``searched_one_run_in``: 1, or more if there were too many runs of words to search for, or 0 if there were none."""
@@ -73,6 +77,8 @@ class Search(NamedTuple):
     """Folder for the keys that passages are compared by. Files that are there are not made again."""
     workers: int
     """The number of processes."""
+    listed: Listed | None = None
+    """Pairs of near-duplicates that were found before."""
 
 
 def find_repetitions(
@@ -80,8 +86,8 @@ def find_repetitions(
 ) -> Repetitions:
     """Find the passages of a text that repeat others, in worker processes.
 
-    Near-duplicates include duplicates. Which of several alike is kept depends only on the text: the first one in its
-    order, and none if one of them is held out.
+    Near-duplicates include duplicates, and listed passages include both. Which of several alike is kept depends only on
+    the text: the first one in its order, and none if one of them is held out.
 
     Args:
         files: The text.
@@ -90,7 +96,7 @@ def find_repetitions(
         progress: Called with the number of bytes compared and searched, and with the number of buckets.
 
     Raises:
-        InputError: The text was changed after it was scanned.
+        InputError: The text was changed after it was scanned, or the listed pairs are not of this text.
         StorageError: There is too little disk space.
 
     """
@@ -106,7 +112,7 @@ def find_repetitions(
         for each in parts
         if not each.keys.exists()
     ]
-    _work("write_keys", jobs, search.workers, progress, "bytes of text compared")
+    _work("passage_keys:write_keys", jobs, search.workers, progress, "bytes of text compared")
     found = _Found(parts)
     if found.num_passages != passages:
         remove_folder(scratch)  # its keys are not those of the text
@@ -114,9 +120,12 @@ def find_repetitions(
             f"the text has {found.num_passages:,} passages now, but had {passages:,} when it was read: its files were "
             "changed meanwhile. Start again, and leave them as they are until the run has its token shards"
         )
-    found.mark_copies(are_removed="duplicates" in kinds or "near_duplicates" in kinds)
+    are_removed = "duplicates" in kinds or "near_duplicates" in kinds or search.listed is not None
+    found.mark_copies(are_removed=are_removed)
     if "near_duplicates" in kinds:
         found.mark_near_duplicates(progress)
+    if search.listed is not None:
+        found.mark_listed(search.listed, files, search.workers, progress)
     if "contaminated" in kinds:
         found.mark_shared(scratch, search.workers, progress)
     return found.result()
@@ -159,6 +168,20 @@ class _Found:
             progress("buckets of near-duplicates compared", number + 1, BUCKETS)
         self._mark_groups("near_duplicates", are_removed=True)
 
+    def mark_listed(self, listed: Listed, files: Sequence[FileSegments], workers: int, progress: Progress) -> None:
+        """Mark the passages of listed pairs, and those that are like them by what was marked before."""
+        wanted, starts = read_rows(listed, files), first_rows(files)
+        parts = [part for part in self._parts if not part.is_test_set]
+        jobs: list[Json] = [
+            {"out": str(part.rows), "stretches": part.stretches}
+            | {"first_rows": [starts[stretch.name] for stretch in part.stretches]}
+            for part in parts
+            if not part.rows.exists()
+        ]
+        _work("listed_pairs:write_rows", jobs, workers, progress, "bytes of text searched for listed passages")
+        join_groups(self._firsts, passages_at(listed, wanted, (_rows_and_ids(part.rows) for part in parts)))
+        self._mark_groups("listed", are_removed=True)
+
     def mark_shared(self, scratch: Path, workers: int, progress: Progress) -> None:
         """Mark the training passages that share a run of words with others, and count these others."""
         runs, bits = scratch / "runs.npy", scratch / "bits.npy"
@@ -173,7 +196,7 @@ class _Found:
             for part in self._parts
             if not part.is_test_set and not part.shared.exists()
         ]
-        _work("write_shared", jobs, workers, progress, "bytes of text searched for held-out text")
+        _work("passage_keys:write_shared", jobs, workers, progress, "bytes of text searched for held-out text")
         found = [_arrays(part.shared, "is_shared", "runs") for part in self._parts if not part.is_test_set]
         in_training = np.unique(np.concatenate([each for _, each in found]))
         is_shared = np.zeros(len(self._splits), bool)
@@ -252,6 +275,15 @@ def _arrays(path: Path, *names: str) -> tuple[np.ndarray, ...]:
         return tuple(file[name] for name in names)
 
 
+def _rows_and_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    rows, ids = _arrays(path, "rows", "ids")
+    return rows, ids
+
+
+def _files_of_part(place: Path) -> tuple[Path, Path, Path]:
+    return place.with_suffix(".keys.npz"), place.with_suffix(".shared.npz"), place.with_suffix(".rows.npz")
+
+
 def _parts(files: Sequence[FileSegments], scratch: Path, *, is_test_set: bool) -> list[Part]:
     name = "test" if is_test_set else "part"
     divisions = [
@@ -262,8 +294,7 @@ def _parts(files: Sequence[FileSegments], scratch: Path, *, is_test_set: bool) -
     ]
     places = [scratch / f"{name}-{number:05d}" for number in range(len(divisions))]
     return [
-        Part(stretches, place.with_suffix(".keys.npz"), place.with_suffix(".shared.npz"), is_test_set)
-        for place, stretches in zip(places, divisions, strict=True)
+        Part(stretches, *_files_of_part(place), is_test_set) for place, stretches in zip(places, divisions, strict=True)
     ]
 
 
@@ -276,7 +307,7 @@ def _work(function: str, jobs: list[Json], workers: int, progress: Progress, wha
         done += text_bytes
         progress(what, done, total)
 
-    for _ in in_processes(f"t5train.data.checks.passage_keys:{function}", jobs, workers, advance):
+    for _ in in_processes(f"t5train.data.checks.{function}", jobs, workers, advance):
         pass
 
 
@@ -284,6 +315,7 @@ def _require_scratch(search: Search, files: Sequence[FileSegments], test_sets: S
     """Raise StorageError if there is too little disk space for the keys that are not made yet."""
     passages = sum(each.passages for each in (*files, *test_sets))
     needed = sum(_KEYS_BYTES_A_PASSAGE[each] for each in {"duplicates", *search.kinds}) * passages
+    needed += 0 if search.listed is None else _LISTED_BYTES_A_PASSAGE * passages
     if "contaminated" in search.kinds:
         held_out = size_of_text(files) * (1000 - search.rule.split[0]) // 1000 + size_of_text(test_sets)
         needed += _RUN_BYTES_A_TEXT_BYTE * held_out

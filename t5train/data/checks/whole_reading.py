@@ -7,7 +7,9 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from t5train.data.passages import ODDITIES, SourceFile, TextDigests
+from t5train.data.checks.document_ids import IdsOfFile
+from t5train.data.checks.listed_pairs import ListedSearch
+from t5train.data.passages import ODDITIES, IdRows, SourceFile, TextDigests
 from t5train.data.readers import FRAMES, is_compressed, is_dump, is_framed
 from t5train.data.segments import FileSegments, Segment, size_of_text
 from t5train.data.worker_processes import Json, in_processes
@@ -44,6 +46,8 @@ class TextFindings(BaseModel):
     """How many of ``passages_read`` have a text of 2**(n-1) to before 2**n bytes, by n."""
     repetitions: dict[str, int] | None = None
     """The counts of ``find_repetitions``; None if nothing was searched for."""
+    listed: ListedSearch | None = None
+    """How the near-duplicates of ``corpus.remove_listed`` were found; None if that is not set."""
 
     @classmethod
     def of(cls, corpus: Corpus) -> "TextFindings | None":
@@ -77,7 +81,9 @@ class TextFindings(BaseModel):
             if number
         ]
 
-    def after_removal(self, files: Sequence[FileSegments], repetitions: Mapping[str, int]) -> "TextFindings":
+    def after_removal(
+        self, files: Sequence[FileSegments], repetitions: Mapping[str, int], listed: ListedSearch | None
+    ) -> "TextFindings":
         """Return the findings of what is left of the text."""
         return self.model_copy(
             update={
@@ -85,6 +91,7 @@ class TextFindings(BaseModel):
                 "text_bytes": size_of_text(files),
                 "repeated_passages": repetitions["kept_duplicates"],
                 "repetitions": dict(repetitions),
+                "listed": listed,
             }
         )
 
@@ -104,6 +111,7 @@ class ReadText(NamedTuple):
     files: list[FileSegments]
     ids: list[Ids]
     """Of each file."""
+    few_ids: list[IdsOfFile]
     findings: TextFindings
 
 
@@ -136,7 +144,13 @@ def read_whole(
     places = [source._replace(path=path or source.path) for source, path in zip(sources, frames, strict=True)]
     files = list(map(_file_segments, places, in_order))
     ids = [Ids(each["first_id"], each["broken_id"] and tuple(each["broken_id"])) for each in in_order]
-    return ReadText(files, ids, _findings(files, in_order, repeated))
+    few_ids = list(map(_few_ids, sources, in_order))
+    return ReadText(files, ids, few_ids, _findings(files, in_order, repeated))
+
+
+def _few_ids(source: SourceFile, result: Json) -> IdsOfFile:
+    found = result["few_ids"]
+    return IdsOfFile(source, None if found is None else {name: IdRows(*rows) for name, rows in found.items()})
 
 
 def _is_stored_again(source: SourceFile, size_bytes: int) -> bool:

@@ -82,13 +82,24 @@ def _opened(repository: str, commit: str, text: HubText) -> HubRows:
 def reopen(repository: str, commit: str, config: str, split: str, columns: HubColumns) -> Any:
     """Return the stream of rows that ``open_rows`` found. Of .parquet files, only these columns are read.
 
+    Pages of .parquet files that have a checksum are compared with it. Without one, a damaged byte may go unnoticed: the
+    Hub has a digest of each file, but not all of a file is read here.
+
     A process opens it once, for all its shards, because that takes some ten requests. Errors are those of ``datasets``
     and of the Hub's client, so that the caller can try again.
     """
     builder = _builder(repository, commit, config)
     if hasattr(builder.config, "columns"):
-        builder = _builder(repository, commit, config, columns=columns.names)
+        builder = _builder(
+            repository, commit, config, columns=columns.names, fragment_scan_options=_with_checksums_compared()
+        )
     return builder.as_streaming_dataset(split).select_columns(columns.names)
+
+
+def _with_checksums_compared() -> Any:
+    from pyarrow.dataset import ParquetFragmentScanOptions  # slow to import, and not needed for other formats
+
+    return ParquetFragmentScanOptions(page_checksum_verification=True)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from t5train.data.download.hub_dataset import HubColumns, HubRows, explained_by_
 from t5train.data.download.kept_downloads import cache_folder
 from t5train.data.download.partial_file import Note, read_note, whole_copies, write_note
 from t5train.data.download.remote_reading import Backoff, is_interrupted
-from t5train.data.passages import Passage, SourceFile, nonblank_bytes
+from t5train.data.passages import Passage, SourceFile, id_at, nonblank_bytes
 from t5train.data.readers import FRAMES, MAX_LINE_BYTES, SEGMENT_BYTES, PassageFrames
 from t5train.data.worker_processes import Advance, Json, in_processes
 from t5train.errors import InputError
@@ -217,20 +217,13 @@ def _passages(stream: Any, columns: HubColumns, source: SourceFile, name: str) -
                 "passage and is processed as a whole. Choose a text in smaller rows"
             )
         has_text = has_text or text is not None
-        yield Passage(_id(row, columns, source, number), str(_value(row, columns.title) or ""), text or "")
+        yield Passage(id_at(_value(row, columns.id), source, number), str(_value(row, columns.title) or ""), text or "")
     if number >= 0 and not has_text:
         raise InputError(
             f"{name} has {quantity(number + 1, 'row')}, but none has a value in column {columns.text!r} "
             "(corpus.column): its file may not have this column. Set corpus.column to a column that all files have, or "
             "corpus.config or corpus.hub_split to a part of the dataset whose files have it"
         )
-
-
-def _id(row: Mapping[str, Any], columns: HubColumns, source: SourceFile, number: int) -> str:
-    """Return the id of a row; its place if it has none, because one id would put every such row into one split."""
-    found = _value(row, columns.id)
-    name = "" if found is None else str(found)
-    return name if name.strip() else f"{source.name}:{number}"
 
 
 def _value(row: Mapping[str, Any], column: str | None) -> Any:

@@ -113,17 +113,27 @@ class Backoff:
 
 def is_busy(error: BaseException | None) -> bool:
     """Whether a server said that another try may succeed. fsspec hides this behind its own error."""
-    return error is not None and (status_of(error) in _BUSY_STATUS or is_busy(error.__cause__))
+    return any(status_of(each) in _BUSY_STATUS for each in _with_causes(error))
 
 
 def is_interrupted(error: BaseException | None) -> bool:
     """Whether a request failed in a way that another one may not: the server is busy, or the connection was lost."""
-    if error is None:
-        return False
+    return is_busy(error) or any(map(_is_lost, _with_causes(error)))
+
+
+def _is_lost(error: BaseException) -> bool:
     names = {each.__name__ for each in type(error).__mro__}
     is_lost = isinstance(error, ConnectionError | TimeoutError) or not names.isdisjoint(_LOST_CLASSES)
-    is_lost = is_lost or getattr(error, "errno", None) in _LOST_CONNECTION
-    return is_lost or is_busy(error) or is_interrupted(error.__cause__)
+    return is_lost or getattr(error, "errno", None) in _LOST_CONNECTION
+
+
+def _with_causes(error: BaseException | None) -> list[BaseException]:
+    """Return an error and its causes, each once: in some that ``datasets`` raises, they form a circle."""
+    found = list[BaseException]()
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__
+    return found
 
 
 def status_of(error: BaseException) -> int | None:
@@ -135,12 +145,11 @@ def status_of(error: BaseException) -> int | None:
 
 def message_of(error: BaseException) -> str:
     """Return what an error of a transfer says, without the URL, which may be signed after a redirection."""
-    if (status := status_of(error)) is not None:
+    causes = _with_causes(error)
+    if (status := next(filter(None, map(status_of, causes)), None)) is not None:
         return f"the server answered with status {status}"
-    if error.__cause__ is not None:
-        return message_of(error.__cause__)
-    said = " ".join(str(error).split())
-    return said if said and "://" not in said else f"the transfer failed ({type(error).__name__})"
+    said = " ".join(str(causes[-1]).split())
+    return said if said and "://" not in said else f"the transfer failed ({type(causes[-1]).__name__})"
 
 
 def look_at(filesystem: Any, path: str) -> RemoteFile:
@@ -245,10 +254,9 @@ class Readers:
 
 def _asked_seconds(error: BaseException | None) -> float:
     """Return for how long a server asked to wait (Retry-After, in seconds; its other form, a date, is not read)."""
-    while error is not None:
-        headers = getattr(error, "headers", None) or getattr(getattr(error, "response", None), "headers", None) or {}
+    for each in _with_causes(error):
+        headers = getattr(each, "headers", None) or getattr(getattr(each, "response", None), "headers", None) or {}
         asked = str(headers.get("Retry-After", "")) if hasattr(headers, "get") else ""
         if asked.isdigit():
             return float(asked)
-        error = error.__cause__
     return 0.0

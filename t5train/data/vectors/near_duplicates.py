@@ -9,6 +9,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import orjson
 
+from t5train.data.checks.listed_pairs import PAIRS_KIND, PAIRS_VERSION
 from t5train.data.vectors.candidate_pairs import BUCKET_ROWS, CandidatePairs, find_candidates
 from t5train.data.vectors.embeddings import Embeddings
 from t5train.data.vectors.neighbours import NeighbourSearch
@@ -169,5 +170,5 @@ def _line(pair: np.void, value: float, texts: RowTexts) -> bytes:
 
 def _write(out: Path, header: dict[str, Any], pairs: IO[bytes]) -> None:
     with replacing(out) as file:
-        file.write(orjson.dumps({"kind": "near-duplicates", "schema_version": 1, **header}) + b"\n")
+        file.write(orjson.dumps({"kind": PAIRS_KIND, "schema_version": PAIRS_VERSION, **header}) + b"\n")
         shutil.copyfileobj(pairs, file)

@@ -183,7 +183,7 @@ def _read(
 def _split_as_trained(run: RecordedRun, split: Split | None, text: EvaluationText) -> bool | None:
     recorded = run.data.get(f"{split}_tokens")
     corpus = run.settings.get("corpus", {})
-    if recorded is not None and corpus.get("remove"):
+    if recorded is not None and (corpus.get("remove") or corpus.get("remove_listed")):
         _log.warning(
             "passages were removed from this model's training text (corpus.remove), but are in this one: its passages "
             "are cut into other sequences than in training, and its train split is larger"

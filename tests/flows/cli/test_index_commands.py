@@ -103,6 +103,14 @@ def test_near_duplicates_are_written_and_counted(
     assert (value["pairs"], value["out"]) == (1, str(tmp_path / "pairs.jsonl"))
 
 
+def test_what_was_found_is_removed_from_training(t5_pretrain: RunProgram, folder: Path, tmp_path: Path) -> None:
+    assert t5_pretrain("data", "index", "duplicates", str(folder), "--out", "pairs.jsonl") == 0
+    removal = ("--set", "corpus.remove_listed=pairs.jsonl", "--set", "corpus.split=[998,1,1]")
+    assert t5_pretrain("corpus", "smoke", "--corpus", str(folder), *removal) == 0
+    (findings,) = tmp_path.glob("work/corpus/*/text-findings.json")
+    assert json.loads(findings.read_bytes())["repetitions"]["removed_passages"] == 1
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

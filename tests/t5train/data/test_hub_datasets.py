@@ -1,7 +1,9 @@
 """Text of any dataset of the Hugging Face Hub by its name, streamed with ``datasets`` from a server like the Hub."""
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,10 +13,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from t5train.data.download import hub_dataset, hub_shards
-from t5train.data.download.remote_reading import Backoff
+from t5train.data.download.remote_reading import Backoff, is_interrupted, message_of
 from t5train.data.sources import require_source
 from t5train.errors import InputError
 from t5train.spec.data_spec import HubText
@@ -203,6 +207,35 @@ def test_ids_and_titles_are_read_where_there_are_any_and_embeddings_are_not(tmp_
     assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/*.zst")) < 100_000
 
 
+def with_checksums(rows: int) -> bytes:
+    file = io.BytesIO()
+    table = pyarrow.table({"text": [f"words of passage {row}" for row in range(rows)]})
+    options: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pyarrow.parquet.write_table(table, file, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("train.parquet", with_checksums(900), b"words of passage 500"),
+        ("train.json.gz", shard("en", 0), None),
+    ],
+    ids=["parquet", "gz"],
+)
+def test_a_flipped_bit_is_noticed_where_the_format_has_checksums(
+    tmp_path: Path, name: str, content: bytes, place: bytes | None
+) -> None:
+    position = len(content) // 2 if place is None else content.index(place)
+    with serving_hub(Hub({name: content})) as hub:
+        hub.sent[name] = bytes([*content[:position], content[position] ^ 1, *content[position + 1 :]])
+        said = build_one(hub, tmp_path, {"source": NAME, "workers": 1})["error"]
+        assert re.search(rf"{NAME} cannot be read by datasets: .*(CRC|invalid|decompress)", said), said
+        assert not kept(tmp_path)
+        del hub.sent[name]
+        assert "error" not in build_one(hub, tmp_path, {"source": NAME, "workers": 1})
+
+
 def test_errors_say_what_there_is_to_choose_from_and_what_to_do(hub: Hub, tmp_path: Path) -> None:
     expected: list[tuple[dict[str, Any], str]] = [
         ({"config": None}, f"corpus.config is not set, but {NAME} has the configurations en, de. Set"),
@@ -266,6 +299,15 @@ def test_a_disk_that_is_too_small_for_the_remaining_shards_is_noticed_after_the_
     said = build_one(hub, tmp_path, EN, free_bytes=2000)["error"]
     assert "too little disk space for the text of 2 more shards" in said
     assert len(kept(tmp_path)) < SHARDS
+
+
+def test_an_error_that_is_its_own_cause_is_not_transient() -> None:
+    error, other = OSError("a page is damaged"), ValueError("a file is damaged")
+    error.__cause__, other.__cause__ = other, error
+    assert not is_interrupted(error)
+    assert message_of(error) == "a file is damaged"
+    error.__cause__, other.__cause__ = other, TimeoutError()
+    assert is_interrupted(error)
 
 
 def test_errors_of_datasets_are_shown_without_the_queries_of_urls() -> None:

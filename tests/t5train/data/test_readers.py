@@ -22,7 +22,8 @@ from t5train.data.segments import passages_in, passages_of, scan
 from t5train.errors import InputError
 
 LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\t\0"), max_size=40)
-PASSAGES = st.lists(st.tuples(LINE, LINE, LINE), max_size=20)
+ID = LINE.filter(str.strip)  # a blank one does not count
+PASSAGES = st.lists(st.tuples(ID, LINE, LINE), max_size=20)
 
 
 def source(path: Path) -> SourceFile:

@@ -38,6 +38,9 @@ def test_the_report_and_the_card_say_what_was_removed(data_chain: DataChain, tmp
     assert removed_line(shards.counts, compared).endswith(
         "(near-duplicates, contaminated). Training text was also compared with ``s3://a/`b`.jsonl``."
     )
+    listed = spec.identity()
+    listed["corpus"] = {"remove_listed": True}
+    assert removed_line(shards.counts, listed).endswith("passages (near-duplicates that were found by embeddings).")
     assert not removed_line({}, spec.identity())
 
 

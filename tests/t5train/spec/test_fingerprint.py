@@ -24,6 +24,7 @@ OTHER: dict[str, Any] = {
     "corpus.languages": ["en", "de"],
     "corpus.remove": ["duplicates"],
     "corpus.mixed_with": ["more.txt"],
+    "corpus.remove_listed": "pairs.jsonl",
     "corpus.workers": 3,
     "tokenizer.path": "spiece.model",
     "tokenizer.vocab_size": 2001,

@@ -88,7 +88,7 @@ def test_planted_near_duplicates_are_found_and_unlike_texts_with_equal_vectors_a
     assert result.counts.histogram[0] == len(UNLIKE)
     assert result.header == {
         "kind": "near-duplicates",
-        "schema_version": 1,
+        "schema_version": 2,
         "source": "text",
         **Thresholds()._asdict(),
         **result.counts._asdict(),

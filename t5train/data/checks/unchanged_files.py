@@ -1,0 +1,63 @@
+"""Notices files that are changed while they are read: what was recorded of them would not be what was read."""
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from t5train.data.passages import SourceFile
+from t5train.errors import DigestMismatch, InputError
+from t5train.host_resources import num_cores
+from t5train.records.digests import FileDigest, verify_file
+
+
+class FileStamp(NamedTuple):
+    """What changes when a file is written or replaced."""
+
+    size: int
+    modified_ns: int
+    inode: int
+
+
+def stamps_of(sources: Iterable[SourceFile]) -> dict[Path, FileStamp]:
+    """Return the stamps of files, by path. A file that cannot be looked at has none: reading it says why."""
+    found = dict[Path, FileStamp]()
+    for source in sources:
+        try:
+            status = source.path.stat()
+        except OSError:
+            continue
+        found[source.path] = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+    return found
+
+
+def require_unchanged(before: Mapping[Path, FileStamp], digests: Mapping[SourceFile, FileDigest]) -> None:
+    """Raise InputError if a file has another stamp than before, and another content than its digest says."""
+    now = stamps_of(digests)
+    _require({each.path: digest for each, digest in digests.items() if now.get(each.path) != before.get(each.path)})
+
+
+def require_recorded(paths: Iterable[str], recorded: Mapping[str, FileDigest]) -> None:
+    """Raise InputError if one of the files at ``paths`` has another content than was recorded under its path.
+
+    Paths without a record are those of files that the corpus stage made.
+    """
+    _require({Path(each): recorded[each] for each in {*paths} & recorded.keys()})
+
+
+def _require(expected: Mapping[Path, FileDigest]) -> None:
+    with ThreadPoolExecutor(num_cores()) as pool:  # hashing releases the GIL
+        for fault in pool.map(_fault, expected, expected.values()):
+            if fault is not None:
+                raise InputError(
+                    f"a file of the text was changed while it was read: {fault}. Start again, and leave the text as "
+                    "it is until the run has its token shards"
+                )
+
+
+def _fault(path: Path, digest: FileDigest) -> str | None:
+    try:
+        verify_file(path, digest)
+    except DigestMismatch as error:
+        return str(error).removesuffix(": restore it or make it again")
+    return None
