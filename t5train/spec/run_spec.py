@@ -10,9 +10,10 @@ from t5train.errors import SpecError
 from t5train.files.run_folder import RUNS
 from t5train.records.identity import fingerprint
 from t5train.spec.cluster_spec import ClusterSpec, StorageSpec
-from t5train.spec.data_spec import MIXING, CorpusSpec, ObjectiveSpec, ShardsSpec, TokenizerSpec
+from t5train.spec.data_spec import CorpusSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.model_spec import ModelSpec
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
+from t5train.spec.objective_spec import MIXING, ObjectiveSpec
 from t5train.spec.overrides import SpecPart, change, explain, names_in
 from t5train.spec.training_spec import LayoutSpec, OptimizerSpec
 
