@@ -131,7 +131,10 @@ def is_standard(module: str) -> bool:
 def imports_of(tree: ast.Module) -> Iterator[tuple[str, bool]]:
     """Names that a module imports, each with whether the import is at its top. Omits typing-only imports."""
     nested = {
-        id(node) for top in tree.body for node in ast.walk(top) if isinstance(top, ast.FunctionDef | ast.ClassDef)
+        id(node)
+        for top in tree.body
+        for node in ast.walk(top)
+        if isinstance(top, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
     typing_only = {
         id(node)
