@@ -1,0 +1,85 @@
+"""Dask executes what a client sends, so a client without the run's credentials is refused, at every open port."""
+
+import json
+import ssl
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from socket import create_connection
+
+import psutil
+import pytest
+
+from infra.head.tokenising.run_credentials import new_credentials
+from infra.head.tokenising.scheduler_process import scheduler_process
+from infra.node.tokenising.worker_messages import Credentials
+from t5train.data.worker_processes import Json
+from tests.infra.head.tokenising.conftest import Site
+
+CLIENT = """
+import json, sys
+from distributed import Client, Security
+from infra.node.tokenising.dask_settings import security
+from infra.node.tokenising.worker_messages import Credentials
+
+address, given = sys.argv[1], json.loads(sys.argv[2])
+try:
+    with Client(address, security=security(Credentials(**given)) if given else Security(), timeout=4) as client:
+        print("accepted", len(client.scheduler_info()["workers"]))
+except OSError as error:
+    print("refused")
+"""
+
+
+@pytest.mark.parametrize("whose", ["none", "another run's", "the run's"])
+def test_a_client_needs_the_credentials_of_the_run(whose: str, run_python: Callable[..., object]) -> None:
+    messages = list[Json | None]()
+    with scheduler_process(5, messages.append) as scheduler:
+        given = {"none": None, "another run's": new_credentials(), "the run's": scheduler.credentials}[whose]
+        address = f"{'tls' if given else 'tcp'}://127.0.0.1:{scheduler.port}"
+        result = run_python(CLIENT, address, json.dumps(given and asdict(given)))
+    assert getattr(result, "stdout", "").split()[:1] == ["accepted" if whose == "the run's" else "refused"], result
+
+
+def listening(process: psutil.Process) -> set[tuple[str, int]]:
+    """The addresses at which a process and its children listen."""
+    return {
+        (each.laddr.ip, each.laddr.port)
+        for one in [process, *process.children(recursive=True)]
+        for each in one.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
+
+
+def answer_to(address: tuple[str, int], context: ssl.SSLContext | None) -> bytes:
+    """What a server answers to a request of HTTP, in TLS without a certificate or in plain text."""
+    with suppress(OSError), create_connection(address, timeout=5) as plain:
+        with context.wrap_socket(plain) if context else plain as connection:
+            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            return connection.recv(100)
+    return b""
+
+
+def test_every_open_port_refuses_who_has_no_certificate(site: Site) -> None:
+    found = set[tuple[str, int]]()
+    this, before = psutil.Process(), listening(psutil.Process())
+    work = site.workers()("some_jobs:finish", site.jobs(2, seconds=2), lambda _: None)
+    worker = threading.Thread(target=lambda: list(work))
+    worker.start()
+    while site.begun() < 2:
+        found |= listening(this) - before
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    addresses = {("127.0.0.1", port) for _, port in found}
+    answers = [answer_to(address, each) for address in addresses for each in (None, context)]
+    worker.join()
+    assert len(addresses) == 3, "the scheduler's and two workers'"
+    assert answers == [b""] * 6
+
+
+def test_the_key_is_not_shown() -> None:
+    credentials = new_credentials()
+    assert "PRIVATE KEY" in credentials.key
+    assert "PRIVATE KEY" not in repr(credentials)
+    assert credentials != Credentials(credentials.certificate, "")
