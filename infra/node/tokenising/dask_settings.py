@@ -13,6 +13,8 @@ from infra.node.tokenising.worker_messages import Credentials
 if TYPE_CHECKING:
     from distributed import Security
 
+_MIN_TCP_SECONDS = 12  # Dask refuses less than its number of probes and one
+
 
 def configure(lease_seconds: float) -> None:
     """Set Dask up for this process: from its defaults, not from configuration files and variables of the user.
@@ -27,7 +29,7 @@ def configure(lease_seconds: float) -> None:
     dask.config.set(
         {
             "distributed.comm.require-encryption": True,
-            "distributed.comm.timeouts.tcp": f"{lease_seconds} s",
+            "distributed.comm.timeouts.tcp": f"{max(lease_seconds, _MIN_TCP_SECONDS)} s",
             "distributed.diagnostics.nvml": False,
             "distributed.scheduler.worker-ttl": f"{lease_seconds} s",
             "distributed.scheduler.worker-saturation": 1.0,  # a shard that no process is free for waits on the head

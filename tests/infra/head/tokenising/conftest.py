@@ -1,5 +1,6 @@
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -75,8 +76,16 @@ class Site:
         """How many jobs have begun."""
         return len(list(self.folder.glob("*.begun")))
 
-    def kill(self, host: str) -> None:
-        """Kill all processes of a host."""
+    def kill(self, *hosts: str, begun: int) -> None:
+        """Kill all processes of hosts when so many jobs have begun."""
+        deadline = time.monotonic() + 60
+        while self.begun() < begun:
+            assert time.monotonic() < deadline, "no job has begun"
+            time.sleep(0.02)
+        for host in hosts:
+            self._kill(host)
+
+    def _kill(self, host: str) -> None:
         connection = psutil.Process(int((self.folder / f"{host}.pid").read_text()))
         for process in [connection, *connection.children(recursive=True)]:
             process.kill()

@@ -1,7 +1,6 @@
 """Hosts make the same shards as this machine. What a lost host has begun is done by others, and errors end the work."""
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,12 +53,7 @@ def test_jobs_of_a_lost_host_are_done_by_the_other_and_counted_once(
 ) -> None:
     advanced = list[int]()
 
-    def kill() -> None:
-        while site.begun() < 2:
-            time.sleep(0.02)
-        site.kill("two")
-
-    killer = threading.Thread(target=kill)
+    killer = threading.Thread(target=lambda: site.kill("two", begun=2))
     killer.start()
     results = do("finish", site.jobs(4, seconds=1), advanced.append)
     killer.join()
@@ -70,13 +64,7 @@ def test_jobs_of_a_lost_host_are_done_by_the_other_and_counted_once(
 
 
 def test_when_all_hosts_are_lost_the_error_names_them_and_what_to_do(do: Do, site: Site) -> None:
-    def kill() -> None:
-        while site.begun() < 2:
-            time.sleep(0.02)
-        site.kill("one")
-        site.kill("two")
-
-    threading.Thread(target=kill).start()
+    threading.Thread(target=lambda: site.kill("one", "two", begun=2)).start()
     with pytest.raises(WorkerLost, match=r"no host is left to tokenise: .*run this again") as raised:
         do("finish", site.jobs(2, seconds=60))
     assert "one: " in str(raised.value)
@@ -115,9 +103,7 @@ def test_a_host_without_dask_is_refused_with_the_command_that_installs_it(
     do: Do, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infra.head.tokenising.hosts_executor.version", lambda _: "2020.1")
-    with pytest.raises(
-        RemoteFailed, match=r"distributed \d\S+, the head has 2020\.1\. .*pip install distributed==2020"
-    ):
+    with pytest.raises(RemoteFailed, match=r"the head has 2020\.1\. .*pip install distributed==2020"):
         do("finish", site.jobs(1))
     assert not site.begun()
 

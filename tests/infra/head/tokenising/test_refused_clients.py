@@ -4,7 +4,7 @@ import json
 import ssl
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from socket import create_connection
 
@@ -54,10 +54,12 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 def answer_to(address: tuple[str, int], context: ssl.SSLContext | None) -> bytes:
     """What a server answers to a request of HTTP, in TLS without a certificate or in plain text."""
-    with suppress(OSError), create_connection(address, timeout=5) as plain:
-        with context.wrap_socket(plain) if context else plain as connection:
-            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            return connection.recv(100)
+    with suppress(OSError), ExitStack() as stack:
+        connection = stack.enter_context(create_connection(address, timeout=5))
+        if context is not None:
+            connection = stack.enter_context(context.wrap_socket(connection))
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        return connection.recv(100)
     return b""
 
 
@@ -67,7 +69,7 @@ def test_every_open_port_refuses_who_has_no_certificate(site: Site) -> None:
     work = site.workers()("some_jobs:finish", site.jobs(2, seconds=2), lambda _: None)
     worker = threading.Thread(target=lambda: list(work))
     worker.start()
-    while site.begun() < 2:
+    while site.begun() < 2 and worker.is_alive():
         found |= listening(this) - before
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
