@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[4]
 SSH = """#!/bin/sh
 export SSH_CONNECTION="127.0.0.1 50000 127.0.0.1 22"
 echo $$ > "{folder}/$4.pid"
+cd /
 exec sh -c "$5"
 """
 # What jobs do. They hold no range of text here: "folder" is where they leave traces.

@@ -27,7 +27,9 @@ def test_two_hosts_make_the_same_files_as_this_machine(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # hosts begin elsewhere, so relative paths have to be made absolute
     root, spec = Path("root"), ShardsSpec(shard_tokens=30_000, workers=1)
-    corpus_spec = CorpusSpec(source=str(write_jsonl(Path("text.jsonl"), 1000)))
+    text = write_jsonl(Path("text.jsonl"), 1000)
+    text.write_text(text.read_text("utf-8") + '{"id": "copy", "text": "a b"}\n' * 2, "utf-8")
+    corpus_spec = CorpusSpec(source=str(text), remove=("duplicates",))  # what stays is stored in the root
     corpus = build_corpus(corpus_spec, root)
     tokenizer = build_tokenizer(TokenizerSpec(vocab_size=300), corpus_spec, corpus, root)
     made = corpus_spec, corpus, tokenizer, root
