@@ -36,7 +36,7 @@ class JobFailed(Exception):
     """A job failed on a worker. Its arguments are the name of a class in t5train.errors, and the message."""
 
 
-def tokenise(request: WorkerStart, head: Channel) -> NoReturn:
+def tokenise(request: WorkerStart, head: Channel) -> None:
     """Join the scheduler, and work for it until it is gone or the head closes the connection."""
     _require_same_version(request)
     _require_shared_files(request)
