@@ -12,6 +12,7 @@ from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 
 from infra.head.launch.held_run import HeldRun
+from infra.head.tokenising.hosts_executor import shard_workers
 from infra.head.training_run import train_run
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
@@ -59,7 +60,8 @@ def make_tokenizer(spec: RunSpec, corpus: Corpus, watcher: Progress = silent) ->
 def make_shards(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, watcher: Progress = silent) -> TokenShards:
     """Convert the text to files of token ids, and report on the data."""
     progress = StageProgress(stages.SHARDS, watcher)
-    shards = build_shards(spec.shards, spec.corpus, corpus, tokenizer, spec.storage.root, progress)
+    workers = shard_workers(spec)
+    shards = build_shards(spec.shards, spec.corpus, corpus, tokenizer, spec.storage.root, progress, workers=workers)
     reports.show_data(spec, corpus, tokenizer, shards)
     return shards
 

@@ -32,6 +32,10 @@ LAZY_IMPORTS = {  # imported only inside functions, when the head or a rank need
     "infra.node.inspection.all_reduce": {"torch"},
     "infra.node.inspection.software": {"t5train.spec", "t5train.records.identity"},
     "infra.node.inspection.network_interfaces": {"psutil"},
+    "infra.node.tokenising.dask_settings": {"dask", "distributed"},
+    "infra.node.tokenising.dask_worker": {
+        *("distributed", "t5train.data.worker_processes", "t5train.data.vocabulary.segmenter_build")
+    },
 }
 KERNELS = ("t5train.engine.fused_update", "t5train.engine.partition_update", "t5train.engine.update_kernels")
 KERNELS += ("t5train.model.kernels.",)
@@ -127,7 +131,10 @@ def is_standard(module: str) -> bool:
 def imports_of(tree: ast.Module) -> Iterator[tuple[str, bool]]:
     """Names that a module imports, each with whether the import is at its top. Omits typing-only imports."""
     nested = {
-        id(node) for top in tree.body for node in ast.walk(top) if isinstance(top, ast.FunctionDef | ast.ClassDef)
+        id(node)
+        for top in tree.body
+        for node in ast.walk(top)
+        if isinstance(top, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
     typing_only = {
         id(node)

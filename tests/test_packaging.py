@@ -46,12 +46,12 @@ def test_every_package_that_is_needed_is_constrained() -> None:
     chosen_by_torch = {
         name for name in needed(Requirement("torch"), set()) if name.startswith(("nvidia-", "cuda-", "triton"))
     }
-    wanted = set(needed(Requirement("t5-pretrain[flows,s3,hub,wikipedia,vectors,dev]"), set()))
+    wanted = set(needed(Requirement("t5-pretrain[flows,s3,hub,wikipedia,vectors,dask,dev]"), set()))
     assert wanted - constrained - chosen_by_torch <= {"t5-pretrain"}
 
 
 def test_every_constraint_is_for_a_needed_package() -> None:
-    wanted = set(needed(Requirement("t5-pretrain[flows,s3,hub,wikipedia,vectors,dev]"), set()))
+    wanted = set(needed(Requirement("t5-pretrain[flows,s3,hub,wikipedia,vectors,dask,dev]"), set()))
     assert {canonicalize_name(constraint.name) for constraint in APPLICABLE} <= wanted
 
 

@@ -22,6 +22,7 @@ from flows.cli.options import (
 )
 from flows.cli.terminal import complain, say, show_table, stage_display
 from infra.head.preflight.text_checks import require_sources, require_text
+from infra.head.tokenising.hosts_executor import shard_workers
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, TextFindings
 from t5train.data.corpus import build_corpus, check_text
 from t5train.data.passages import Split
@@ -191,6 +192,7 @@ def _made(spec: RunSpec) -> _Data:
     with stage_display() as progress:
         corpus = build_corpus(spec.corpus, root, progress)
         tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, root, progress)
-        shards = build_shards(spec.shards, spec.corpus, corpus, tokenizer, root, progress)
+        workers = shard_workers(spec)
+        shards = build_shards(spec.shards, spec.corpus, corpus, tokenizer, root, progress, workers=workers)
     complain(f"token shards: {shards.path}")
     return _Data(corpus, tokenizer, shards)

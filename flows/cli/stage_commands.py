@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -38,6 +38,7 @@ from flows.cli.terminal import complain, say, show_json, stage_display
 from infra.head.preflight.text_checks import NOT_READ
 from infra.head.runs.run_lookup import root_of_run, run_of_result
 from infra.head.runs.run_state import State, run_state
+from infra.head.tokenising.hosts_executor import workers_for
 from infra.head.training_run import hold_ready_run, train_again, train_run
 from t5train.checkpoint.resume import load_run_spec
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
@@ -57,7 +58,7 @@ from t5train.release.export import export as export_folder
 from t5train.release.publication import publish as publish_export
 from t5train.release.verification import verify as verify_record
 from t5train.report.data_report import data_lines, train_split_facts
-from t5train.spec import CorpusSpec, RunSpec, ShardsSpec
+from t5train.spec import CorpusSpec, MachinesSpec, RunSpec, ShardsSpec
 from t5train.spec.objective_spec import MIXING
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -94,7 +95,7 @@ def tokenizer(
     _say(made)
 
 
-def tokenize(
+def tokenize(  # noqa: PLR0913, PLR0917 - one for each option
     source: Annotated[str, typer.Option("--corpus", metavar="FILES", help="Text: path, pattern or URL")],
     vocabulary: Annotated[
         Path, typer.Option("--tokenizer", help="A spiece.model or a Hugging Face folder", readable=False)
@@ -106,14 +107,26 @@ def tokenize(
     shard_tokens: Annotated[
         int, typer.Option(min=4096, help="Target number of tokens per shard")
     ] = ShardsSpec().shard_tokens,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
+    ship_code: ShipCodeOption = None,
+    changes: SetOption = None,
 ) -> None:
-    """Convert text to files of token ids with a given vocabulary."""
+    """Convert text to files of token ids with a given vocabulary.
+
+    With --hostfile, all its hosts do so, with Dask. They have to share the folder.
+    """
     text_spec, root = CorpusSpec(source=source, workers=workers), out.absolute()
+    changed = settings(changes) | host_settings(hostfile, include, exclude, None, None, ship_code=ship_code)
+    cluster = MachinesSpec.of(changed).cluster
     with stage_display() as progress:
         pieces = given_tokenizer(vocabulary, root, progress, out=root / "tokenizer")
         text = build_corpus(text_spec, root, progress, out=root / "corpus")
-        shards = ShardsSpec(workers=workers, shard_tokens=shard_tokens)
-        made = build_shards(shards, text_spec, text, pieces, root, progress, out=root / "shards")
+        executor: Literal["local", "dask"] = "local" if cluster.hostfile is None else "dask"
+        shards = ShardsSpec(workers=workers, shard_tokens=shard_tokens, executor=executor)
+        on_hosts = workers_for(shards, cluster, root)
+        made = build_shards(shards, text_spec, text, pieces, root, progress, out=root / "shards", workers=on_hosts)
     _say(made)
 
 

@@ -11,6 +11,10 @@
     logs      send the files of an attempt, packed
     remove    remove the folder of an attempt
 
+For tokenising on several hosts (infra.node.tokenising)::
+
+    tokenise  run a worker of Dask for the head's scheduler, until stdin ends
+
 For hosts that share no storage (infra.node.storage)::
 
     claim     claim this node's files of a run for one head, or renew the claim
@@ -52,6 +56,7 @@ ACTIONS = {
     "end": "infra.node.attempts.attempt_actions:end",
     "logs": "infra.node.attempts.attempt_actions:logs",
     "remove": "infra.node.attempts.attempt_actions:remove",
+    "tokenise": "infra.node.tokenising.dask_worker:tokenise",
     "claim": "infra.node.attempts.run_ownership:claim",
     "disown": "infra.node.attempts.run_ownership:disown",
     "inventory": "infra.node.storage.stored_checkpoints:inventory",

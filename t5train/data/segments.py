@@ -245,7 +245,8 @@ def divided(files: Sequence[FileSegments], parts: int) -> list[list[Stretch]]:
     before = 0
     for source, segment in segments:
         middle = before + segment.text_bytes // 2
-        _extend(found[middle * parts // total], Stretch(str(source.path), source.name, segment, source.part))
+        stretch = Stretch(str(source.path.absolute()), source.name, segment, source.part)
+        _extend(found[middle * parts // total], stretch)
         before += segment.text_bytes
     return [part for part in found if part]
 

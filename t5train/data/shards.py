@@ -30,7 +30,7 @@ from t5train.data.segments import FileSegments, Stretch, by_part, divided, passa
 from t5train.data.vocabulary.document_encoder import warn_if_slow
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
-from t5train.data.worker_processes import Json, in_processes
+from t5train.data.worker_processes import Advance, Json, Workers, in_processes
 from t5train.errors import DigestMismatch, InputError
 from t5train.files.atomic import write_json
 from t5train.files.output_folder import making, stage_folder
@@ -72,7 +72,7 @@ class ShardDescription(BaseModel):
     files: dict[str, FileDigest]
 
 
-def build_shards(
+def build_shards(  # noqa: PLR0913 - what is made, of what, where, and by whom
     spec: ShardsSpec,
     corpus_spec: CorpusSpec,
     corpus: Corpus,
@@ -81,6 +81,7 @@ def build_shards(
     progress: Progress = silent,
     *,
     out: Path | None = None,
+    workers: Workers | None = None,
 ) -> TokenShards:
     """Convert the text to files of token ids: flat arrays of uint16 (uint32 for a large vocabulary).
 
@@ -94,6 +95,7 @@ def build_shards(
         root: The root folder.
         progress: Called with the number of bytes of text tokenised so far.
         out: Folder of the result; ``{root}/shards/{name}-{first 12 digits of the fingerprint}`` if left out.
+        workers: Who makes the shards. None: ``spec.workers`` processes of this machine, whatever ``spec.executor`` is.
 
     Returns:
         The record of the shards; its counts are documents and tokens of each split, and the size of the vocabulary.
@@ -115,9 +117,9 @@ def build_shards(
         (folder / MANIFEST).unlink(missing_ok=True)
         plan = plan_shards(read_segments(corpus.path), spec.shard_tokens)
         common = {
-            "folder": str(folder),
+            "folder": str(folder.absolute()),
             "fingerprint": identity,
-            "spiece": str(tokenizer.path / SPIECE),
+            "spiece": str((tokenizer.path / SPIECE).absolute()),
             "bytes_per_token": _bytes_per_token(tokenizer),
             "vocab_size": int(tokenizer.counts["vocab_size"]),
             "unigram_dtype": UNIGRAM_DTYPE,
@@ -137,7 +139,7 @@ def build_shards(
         _log.info("shards to make: %d of %d", len(jobs), len(plan))
         tokens = sum(_text_bytes(job) for job in jobs) // TEXT_BYTES_PER_TOKEN
         require_space(folder, tokens * _bytes_per_token(tokenizer), "the token shards")
-        _make(jobs, spec.workers or num_cores(), progress)
+        _make(jobs, workers or _processes_here(spec), progress)
         _record_held_out(folder, plan, corpus_spec, tokenizer)
         _require_unchanged_text(folder, jobs, corpus)
         write_json(folder / SETTINGS, {"corpus": corpus_spec.identity(), "shards": spec.identity()})
@@ -224,18 +226,27 @@ def _is_whole(folder: Path, number: int, identity: str) -> bool:
     return description.fingerprint == identity
 
 
-def _make(jobs: list[Json], workers: int, progress: Progress) -> None:
+def _processes_here(spec: ShardsSpec) -> Workers:
+    """Return worker processes of this machine."""
+
+    def work(function: str, jobs: Sequence[Json], advance: Advance) -> Iterator[Json]:
+        if jobs:
+            warn_if_slow()
+        return in_processes(function, jobs, spec.workers or num_cores(), advance)
+
+    return work
+
+
+def _make(jobs: list[Json], workers: Workers, progress: Progress) -> None:
     total = sum(_text_bytes(job) for job in jobs)
     done = 0
-    if jobs:
-        warn_if_slow()
 
     def advance(text_bytes: int) -> None:
         nonlocal done
         done += text_bytes
         progress("bytes of text tokenised", done, total)
 
-    for _ in in_processes("t5train.data.shard_worker:write_shard", jobs, workers, advance):
+    for _ in workers("t5train.data.shard_worker:write_shard", jobs, advance):
         pass
 
 

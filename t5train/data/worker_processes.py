@@ -28,6 +28,8 @@ from t5train.errors import T5TrainError, WorkerLost, error_of
 Json = dict[str, Any]
 Advance = Callable[[int], None]
 _Worker = subprocess.Popen[str]
+Workers = Callable[[str, Sequence[Json], Advance], Iterator[Json]]
+"""Does jobs as ``in_processes`` does, in workers of its own, which may be on other machines."""
 
 
 def in_processes(function: str, jobs: Sequence[Json], workers: int, advance: Advance) -> Iterator[Json]:

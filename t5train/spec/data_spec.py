@@ -337,7 +337,7 @@ class TokenizerSpec(SpecPart):
 class ShardsSpec(SpecPart):
     """How token ids are cut into files."""
 
-    execution = frozenset({"workers"})
+    execution = frozenset({"workers", "executor"})
 
     shard_tokens: int = Field(
         128 << 20,
@@ -346,4 +346,11 @@ class ShardsSpec(SpecPart):
         title="Tokens per shard",
         description="Tokens per file, about; a file ends at the end of a document",
     )
-    workers: int | None = Field(None, ge=1, title="Workers", description="Processes that tokenize. null: one per core")
+    workers: int | None = Field(
+        None, ge=1, title="Workers", description="Processes that tokenize, on each machine. null: one per core"
+    )
+    executor: Literal["local", "dask"] = Field(
+        "local",
+        title="Executor",
+        description="local: this machine tokenizes; dask: all hosts of the hostfile do, which have to share the root",
+    )

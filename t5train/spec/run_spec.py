@@ -81,6 +81,15 @@ class RunSpec(SpecPart):
         return self
 
     @model_validator(mode="after")
+    def _dask_has_hosts(self) -> Self:
+        if self.shards.executor == "dask" and self.cluster.hostfile is None:
+            raise ValueError(
+                "shards.executor is dask, but cluster.hostfile is not set: give --hostfile, or set "
+                "shards.executor=local"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _pipelines_have_their_own_ways(self) -> Self:
         stages = self.layout.pipeline_stages
         refused = {

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from infra.head.preflight.findings import HostReplies, names, outliers
 from infra.node.inspection.facts import Facts, Software
-from infra.node.inspection.software import PACKAGES, WANDB
+from infra.node.inspection.software import DASK, PACKAGES, WANDB
 
 _DIGITS = 12
 
@@ -40,6 +40,22 @@ def same_packages(replies: HostReplies, head: Software) -> Iterator[str]:
         for hosts, value, rest, right in outliers(values, head.packages.get(package)):
             remedy = f"Install {package}=={right}" if right else f"Remove {package}"
             yield f"{names(hosts)}: {package} {value or 'missing'}, {rest} have {right or 'none'}. {remedy} there"
+
+
+def same_dask(replies: HostReplies, head: Software) -> Iterator[str]:
+    """Versions of the package distributed that differ from the head's, if the spec asks for it."""
+    right = head.packages.get(DASK)
+    otherwise = "or set shards.executor=local"
+    if right == "":
+        yield f"{DASK} missing on this machine, but shards.executor is dask. Install t5-pretrain[dask], {otherwise}"
+    elif right is not None:
+        values = {host: reply.facts.software.packages.get(DASK, "") for host, reply in replies.items()}
+        for value in sorted({*values.values()} - {right}):
+            hosts = [host for host, its in values.items() if its == value]
+            yield (
+                f"{names(hosts)}: {DASK} {value or 'missing'}, the head has {right}, and shards.executor is dask. "
+                f"Install {DASK}=={right} there, {otherwise}"
+            )
 
 
 def same_runtime(replies: HostReplies) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from infra.head.preflight import agreement, capacity, compilation, storage_checks
 from infra.head.preflight.findings import Finding, HostReplies
@@ -115,7 +116,7 @@ def _problems(
         "machines": agreement.distinct_machines(replies),
         PORT: _port(replies, requirements),
         "python": agreement.same_python(replies, head),
-        "packages": agreement.same_packages(replies, head),
+        "packages": chain(agreement.same_packages(replies, head), agreement.same_dask(replies, head)),
         "runtime": agreement.same_runtime(replies),
         "code": agreement.same_code(replies, head, requirements.code is not None),
         "spec": agreement.same_spec(replies, head),
@@ -126,7 +127,7 @@ def _problems(
         "compile locks": compilation.foreign_locks(replies),
         "architectures": compilation.architectures(requirements),
         "openmp": compilation.openmp(replies, requirements),
-        "root": storage_checks.problems(replies, requirements, found),
+        "root": chain(storage_checks.problems(replies, requirements, found), storage_checks.dask(requirements, found)),
         "disks": storage_checks.disks(replies, requirements, found),
         "memory": capacity.memory(replies, requirements),
         "shared memory": capacity.shared_memory(replies, requirements),

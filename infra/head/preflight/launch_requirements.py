@@ -45,6 +45,8 @@ class LaunchRequirements:
     """Disk space for the checkpoints of each host's ranks on its own disk, if it does not share the root."""
     staged_bytes: int = 0
     """Size of the token shards that are staged to each host, if it does not share the root."""
+    tokenises: bool = False
+    """Whether the hosts tokenise the text, for which they have to share the root."""
     run_on_nodes: str | None = None
     """The run's name on nodes, once it has begun."""
     operators: tuple[str, ...] = ()
@@ -73,6 +75,7 @@ class LaunchRequirements:
             shared_memory_bytes=_shared_memory(spec, hosts),
             checkpoint_bytes={host: bytes_held(spec, shape, its) for host, its in ranks.items()},
             staged_bytes=staged_bytes,
+            tokenises=spec.shards.executor == "dask",
             run_on_nodes=name_on_nodes(spec.run_name, begun) if begun else None,
             operators=operators_of(spec),
             master_address=cluster.master_address,

@@ -53,6 +53,18 @@ def problems(replies: HostReplies, requirements: LaunchRequirements, storage: St
         yield from of_each(replies, lambda _, facts: _write_error(facts, requirements))
 
 
+def dask(requirements: LaunchRequirements, storage: Storage) -> Iterator[str]:
+    """Hosts that are to tokenise, but do not share the root.
+
+    With ``storage.node_local`` it is not known here whether they do: their workers find out when they start.
+    """
+    if requirements.tokenises and storage.is_node_local and not requirements.node_local:
+        yield (
+            f"{names(storage.not_sharing)}: {_called(storage)} no storage with the head, but shards.executor is dask. "
+            f"Mount {requirements.root} on every host, or set shards.executor=local"
+        )
+
+
 def remark(storage: Storage, requirements: LaunchRequirements) -> Iterator[str]:
     """A note that the run needs staging and gathering."""
     if storage.is_node_local:

@@ -24,6 +24,8 @@ PACKAGES = (
 """The packages that ranks import; others may differ between hosts."""
 WANDB = "wandb"
 """The package that ranks import if ``monitor.wandb`` is true."""
+DASK = "distributed"
+"""The package that hosts import to tokenise if ``shards.executor`` is dask."""
 _CODE = Path(__file__).parents[3]
 """The folder that this project is imported from."""
 _RUNTIMES = ("cuda", "hip", "xpu")
@@ -45,7 +47,9 @@ def software(spec: str) -> Software:
 def _asked_for(spec: str) -> tuple[str, ...]:
     """The packages that only this spec needs."""
     try:
-        return (WANDB,) if json.loads(spec)["monitor"]["wandb"] else ()
+        settings = json.loads(spec)
+        asked = {WANDB: settings["monitor"]["wandb"], DASK: settings["shards"]["executor"] == "dask"}
+        return tuple(package for package, is_needed in asked.items() if is_needed)
     except (ValueError, KeyError, TypeError):  # no spec, or one that ``spec_digest`` refuses
         return ()
 

@@ -118,6 +118,7 @@ OTHER_HOSTS: dict[str, Any] = {
     "cluster.num_nodes": 2,
     "cluster.spares": 1,
     "cluster.ship_code": True,
+    "shards.executor": "dask",
 }
 # The same for settings that need passages to be removed.
 OTHER_REMOVAL: dict[str, Any] = {"corpus.test_sets": ["questions.jsonl"]}
@@ -140,6 +141,7 @@ EXECUTION = {
     "corpus.languages",
     "corpus.workers",
     "shards.workers",
+    "shards.executor",
     "model.activation_checkpointing",
     "model.compile",
     *(name for name in EVERY if name.startswith(("layout.", "storage.", "cluster.", "monitor.", "profile."))),

@@ -1,0 +1,199 @@
+"""Makes shards on all hosts of a hostfile, as ``shards.executor=dask`` asks for.
+
+A job is a shard, which is a range of the documents. Shards of a host that is lost are made by the others. Shards that
+are complete are recognised by their descriptions, so after an error, the next run makes only what is missing.
+"""
+
+import logging
+import secrets
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from queue import SimpleQueue
+
+from infra.head.hosts.hostfile import chosen_hosts
+from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.reached_nodes import reached_nodes
+from infra.head.tokenising.host_workers import host_workers
+from infra.head.tokenising.scheduler_process import SchedulerProcess, scheduler_process
+from infra.node.tokenising.worker_messages import WorkerReady, WorkerStart
+from t5train.data.segments import stretches_of
+from t5train.data.vocabulary import segmenter_build
+from t5train.data.worker_processes import Advance, Json, Workers
+from t5train.errors import HostError, HostUnreachable, WorkerLost, error_of
+from t5train.files.atomic import write_text
+from t5train.spec import ClusterSpec, MachinesSpec, RunSpec, ShardsSpec
+
+_log = logging.getLogger(__name__)
+
+
+def shard_workers(spec: RunSpec) -> Workers | None:
+    """Return who makes the shards of a run; None if this machine does."""
+    return workers_for(spec.shards, spec.cluster, spec.storage.root)
+
+
+def workers_for(shards: ShardsSpec, cluster: ClusterSpec, root: Path) -> Workers | None:
+    """Return who makes shards below a root; None if this machine does. Raises SpecError if the hostfile is not valid.
+
+    The workers raise the HostError of a host that cannot begin, and WorkerLost when no host is left.
+    """
+    if shards.executor == "local":
+        return None
+    names = chosen_hosts(cluster).names
+    return partial(_on_hosts, _Chosen(names, MachinesSpec(cluster=cluster), root.absolute(), shards.workers))
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The hosts, and what the settings say about them."""
+
+    names: tuple[str, ...]
+    machines: MachinesSpec
+    root: Path
+    processes: int | None
+
+
+@dataclass(frozen=True)
+class _Event:
+    """A report of a host's worker (``host``), or of the scheduler; None: the scheduler has ended."""
+
+    report: WorkerReady | HostError | Json | None
+    host: str | None = None
+
+
+def _on_hosts(chosen: _Chosen, function: str, jobs: Sequence[Json], advance: Advance) -> Iterator[Json]:
+    if not jobs:
+        return
+    events, lease = SimpleQueue[_Event](), chosen.machines.cluster.lease_seconds
+    with ExitStack() as stack:
+        nodes, lacking = stack.enter_context(reached_nodes(chosen.machines, chosen.names))
+        for error in lacking.values():
+            raise error
+        scheduler = stack.enter_context(scheduler_process(lease, lambda message: events.put(_Event(message))))
+        nonce, probe = stack.enter_context(_probe(chosen.root))
+        starts = {name: _start(chosen, name, scheduler, (nonce, probe), _sources(jobs)) for name in chosen.names}
+        _run_workers(stack, nodes, starts, events)
+        _await_workers(chosen.names, events)
+        scheduler.begin(function, jobs)
+        yield from _Progress(len(jobs), chosen.names, advance).results(events)
+
+
+def _run_workers(stack: ExitStack, nodes: Nodes, starts: dict[str, WorkerStart], events: "SimpleQueue[_Event]") -> None:
+    stack.enter_context(host_workers(nodes, starts, lambda host, report: events.put(_Event(report, host))))
+
+
+def _start(
+    chosen: _Chosen, name: str, scheduler: SchedulerProcess, probe: tuple[str, Path], sources: dict[str, int]
+) -> WorkerStart:
+    return WorkerStart(
+        name=name,
+        port=scheduler.port,
+        credentials=scheduler.credentials,
+        lease_seconds=chosen.machines.cluster.lease_seconds,
+        distributed=version("distributed"),
+        processes=chosen.processes,
+        root=chosen.root,
+        probe=probe[1],
+        nonce=probe[0],
+        sources=sources,
+    )
+
+
+def _sources(jobs: Sequence[Json]) -> dict[str, int]:
+    """Return the files with the text, and their sizes."""
+    paths = {source.path for job in jobs for source, _ in stretches_of(job)}
+    return {str(path): path.stat().st_size for path in sorted(paths)}
+
+
+@contextmanager
+def _probe(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the text and path of a file under the root, by which hosts notice whether they share it."""
+    nonce = secrets.token_hex(16)
+    path = root / f".tokenising-{nonce[:8]}"
+    write_text(path, nonce)
+    try:
+        yield nonce, path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _await_workers(names: Sequence[str], events: "SimpleQueue[_Event]") -> None:
+    """Wait until the workers of all hosts are ready. Raises the error of the first host that cannot begin."""
+    ready: dict[str, WorkerReady] = {}
+    while len(ready) < len(names):
+        event = events.get()
+        if isinstance(event.report, HostError):
+            raise event.report
+        if isinstance(event.report, WorkerReady) and event.host is not None:
+            ready[event.host] = event.report
+        else:
+            raise _lost_scheduler()
+    _log.info("processes that tokenise: %s", ", ".join(f"{each.processes} on {name}" for name, each in ready.items()))
+    if slow := [name for name, each in ready.items() if not each.is_compiled]:
+        _log.warning(
+            "%s: text is tokenised at a third of the usual speed or less, because the segmenter is not compiled "
+            "there. Install this project there, and run %s; code that --ship-code sends is not compiled",
+            ", ".join(slow),
+            segmenter_build.COMMAND,
+        )
+
+
+@dataclass
+class _Progress:
+    """What is done of the jobs, and which hosts are lost."""
+
+    unfinished: int
+    hosts: Sequence[str]
+    advance: Advance
+    done: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    finished: set[int] = field(default_factory=set)
+    lost: dict[str, HostError] = field(default_factory=dict)
+
+    def results(self, events: "SimpleQueue[_Event]") -> Iterator[Json]:
+        """Yield the result of each job. Raises the error of a job that failed, and WorkerLost when no host is left."""
+        while self.unfinished:
+            event = events.get()
+            if isinstance(event.report, HostError) and event.host is not None:
+                self._lose(event.host, event.report)
+            elif isinstance(event.report, dict):
+                yield from self._of_scheduler(event.report)
+            else:
+                raise _lost_scheduler()
+
+    def _of_scheduler(self, message: Json) -> Iterator[Json]:
+        if "error" in message:
+            raise error_of(message["error"], message["message"])
+        if "left" in message:
+            host = message["left"]
+            self._lose(host, HostUnreachable(f"{host}: its worker has ended, or does not answer", [host]))
+            return
+        job, units = message["job"], message["done"]
+        if units > self.done[job]:  # a job that is done again has been counted before
+            self.advance(units - self.done[job])
+            self.done[job] = units
+        if "result" in message and job not in self.finished:
+            self.finished.add(job)
+            self.unfinished -= 1
+            yield message["result"]
+
+    def _lose(self, host: str, error: HostError) -> None:
+        if host in self.lost:
+            return
+        self.lost[host] = error
+        if len(self.lost) == len(self.hosts):
+            raise WorkerLost(
+                f"no host is left to tokenise: {'; '.join(map(str, self.lost.values()))}. Finished shards are kept: "
+                "run this again to make the rest, without such hosts (--exclude) or with shards.executor=local"
+            )
+        _log.warning("%s. The other hosts make its shards", error)
+
+
+def _lost_scheduler() -> WorkerLost:
+    return WorkerLost(
+        "Dask's scheduler on this machine has ended. The standard error output of this program shows why; finished "
+        "shards are kept, so run this again to make the rest"
+    )

@@ -1,0 +1,64 @@
+"""How all processes of Dask in a run are set up: TLS with the run's credentials, and no other open port.
+
+Dask executes whatever code a client sends, so every connection is encrypted and both sides must present the run's
+certificate.
+"""
+
+import logging
+import ssl
+from typing import TYPE_CHECKING, Any
+
+from infra.node.tokenising.worker_messages import Credentials
+
+if TYPE_CHECKING:
+    from distributed import Security
+
+_MIN_TCP_SECONDS = 12  # Dask refuses less than its number of probes and one
+
+
+def configure(lease_seconds: float) -> None:
+    """Set Dask up for this process: from its defaults, not from configuration files and variables of the user.
+
+    These could start programs (``preload``) and open ports. A peer is given up after ``lease_seconds`` without contact.
+    """
+    import dask
+    import distributed  # adds its defaults to those of dask
+
+    logging.getLogger(distributed.__name__).setLevel(logging.ERROR)  # losses are reported by the head
+    dask.config.refresh(paths=[], env={})
+    dask.config.set(
+        {
+            "distributed.comm.require-encryption": True,
+            "distributed.comm.timeouts.tcp": f"{max(lease_seconds, _MIN_TCP_SECONDS)} s",
+            "distributed.diagnostics.nvml": False,
+            "distributed.scheduler.worker-ttl": f"{lease_seconds} s",
+            "distributed.scheduler.worker-saturation": 1.0,  # a shard that no process is free for waits on the head
+            "distributed.scheduler.http.routes": [],
+            "distributed.worker.http.routes": [],
+            "distributed.worker.profile.enabled": False,
+        }
+    )
+
+
+def security(credentials: Credentials) -> "Security":
+    """Return what makes Dask refuse every peer that does not hold the run's key."""
+    from distributed import Security
+
+    own = {"cert": credentials.certificate, "key": credentials.key}
+    files = {f"tls_{role}_{what}": text for role in ("client", "scheduler", "worker") for what, text in own.items()}
+    return Security(
+        require_encryption=True,
+        tls_ca_file=credentials.certificate,
+        tls_min_version=ssl.TLSVersion.TLSv1_3,
+        **files,
+    )
+
+
+def without_http(server: type[Any]) -> type[Any]:
+    """Return a class of servers of Dask that do not open a port for HTTP, which would have no TLS."""
+
+    class WithoutHttp(server):  # type: ignore[misc]  # the class is an argument
+        def start_http_server(self, *_: object, **__: object) -> None:
+            pass
+
+    return WithoutHttp

@@ -1,0 +1,125 @@
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.head.tokenising.hosts_executor import workers_for
+from t5train.data.worker_processes import Workers
+from t5train.spec import ClusterSpec, ShardsSpec
+
+ROOT = Path(__file__).parents[4]
+# In the place of ssh: the command runs on this machine, with the variable that sshd sets. {folder} gets a file of each
+# host with the pid of its connection.
+SSH = """#!/bin/sh
+export SSH_CONNECTION="127.0.0.1 50000 127.0.0.1 22"
+echo $$ > "{folder}/$4.pid"
+cd /
+exec sh -c "$5"
+"""
+# What jobs do. They hold no range of text here: "folder" is where they leave traces.
+JOBS = """
+import os, signal, time
+from pathlib import Path
+from t5train.errors import InputError
+
+def begun(job):
+    path = Path(job["folder"]) / f"{job['number']}.begun"
+    with open(path, "a") as file:
+        print(os.getpid(), file=file)
+    return len(path.read_text().splitlines())
+
+def finish(job, advance):
+    advance(job["number"])
+    begun(job)
+    time.sleep(job["seconds"])
+    advance(10)
+    return {"number": job["number"]}
+
+def refuse(job, advance):
+    begun(job)
+    raise InputError("the file has no text. Name another")
+
+def die_once(job, advance):
+    if begun(job) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"number": job["number"]}
+
+def die(job, advance):
+    begun(job)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Site:
+    """Two names of this machine, as hosts, and the folder of the jobs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.hostfile = folder, folder / "hosts"
+        self.hostfile.write_text("one slots=1\ntwo slots=1\n")
+
+    def workers(self, processes: int = 1, lease_seconds: float = 5) -> Workers:
+        cluster = ClusterSpec(hostfile=self.hostfile, lease_seconds=lease_seconds)
+        found = workers_for(ShardsSpec(executor="dask", workers=processes), cluster, self.folder)
+        assert found is not None
+        return found
+
+    def jobs(self, number: int, seconds: float = 0) -> list[dict[str, object]]:
+        return [
+            {"number": each, "seconds": seconds, "folder": str(self.folder), "stretches": []} for each in range(number)
+        ]
+
+    def begun(self) -> int:
+        """How many jobs have begun."""
+        return len(list(self.folder.glob("*.begun")))
+
+    def kill(self, *hosts: str, begun: int) -> None:
+        """Kill all processes of hosts when so many jobs have begun."""
+        deadline = time.monotonic() + 60
+        while self.begun() < begun:
+            assert time.monotonic() < deadline, "no job has begun"
+            time.sleep(0.02)
+        for host in hosts:
+            self._kill(host)
+
+    def _kill(self, host: str) -> None:
+        connection = psutil.Process(int((self.folder / f"{host}.pid").read_text()))
+        for process in [connection, *connection.children(recursive=True)]:
+            process.kill()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A site of the test's own, of which no process is left when the test ends."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(SSH.format(folder=tmp_path))
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    (tmp_path / "some_jobs.py").write_text(JOBS)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    before = set(psutil.Process().children(recursive=True))
+    yield Site(tmp_path)
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not psutil.wait_procs(left, timeout=10)[1]
+    pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+@pytest.fixture
+def do(site: Site) -> Callable[..., list[dict[str, object]]]:
+    """``do(name, jobs)`` has the jobs done by the function of that name, and returns the results."""
+
+    def do(name: str, jobs: list[dict[str, object]], advance: Callable[[int], None] = int) -> list[dict[str, object]]:
+        return list(site.workers()(f"some_jobs:{name}", jobs, advance))
+
+    return do
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    caplog.set_level(logging.INFO)
+    return partial(getattr, caplog, "text")

@@ -1,0 +1,118 @@
+"""Hosts make the same shards as this machine. What a lost host has begun is done by others, and errors end the work."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.head.tokenising.hosts_executor import workers_for
+from t5train.data.corpus import build_corpus
+from t5train.data.shards import build_shards
+from t5train.data.vocabulary.tokenizer import build_tokenizer
+from t5train.errors import InputError, RemoteFailed, WorkerLost
+from t5train.spec import ClusterSpec, CorpusSpec, ShardsSpec, TokenizerSpec
+from tests.infra.head.tokenising.conftest import Site
+from tests.support.generated_text import write_jsonl
+
+Do = Callable[..., list[dict[str, object]]]
+
+
+def test_this_machine_makes_shards_by_default_and_needs_no_hostfile(tmp_path: Path) -> None:
+    assert workers_for(ShardsSpec(), ClusterSpec(), tmp_path) is None
+
+
+def test_two_hosts_make_the_same_files_as_this_machine(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # hosts begin elsewhere, so relative paths have to be made absolute
+    root, spec = Path("root"), ShardsSpec(shard_tokens=30_000, workers=1)
+    text = write_jsonl(Path("text.jsonl"), 1000)
+    text.write_text(text.read_text("utf-8") + '{"id": "copy", "text": "a b"}\n' * 2, "utf-8")
+    corpus_spec = CorpusSpec(source=str(text), remove=("duplicates",))  # what stays is stored in the root
+    corpus = build_corpus(corpus_spec, root)
+    tokenizer = build_tokenizer(TokenizerSpec(vocab_size=300), corpus_spec, corpus, root)
+    made = corpus_spec, corpus, tokenizer, root
+    here = build_shards(spec, *made, out=Path("here"))
+    done = list[int]()
+    there = build_shards(
+        spec, *made, lambda _, count, total: done.append(total - count), out=Path("there"), workers=site.workers()
+    )
+    assert (there.fingerprint, there.files, there.counts) == (here.fingerprint, here.files, here.counts)
+    assert here.counts["num_shards"] == 3
+    assert done[-1] == 0
+
+
+def test_progress_and_results_are_those_of_the_jobs(do: Do, site: Site) -> None:
+    advanced = list[int]()
+    results = do("finish", site.jobs(3), advanced.append)
+    assert sorted(str(each["number"]) for each in results) == ["0", "1", "2"]
+    assert sum(advanced) == 0 + 1 + 2 + 3 * 10
+
+
+def test_jobs_of_a_lost_host_are_done_by_the_other_and_counted_once(
+    do: Do, site: Site, logged: Callable[[], str]
+) -> None:
+    advanced = list[int]()
+
+    killer = threading.Thread(target=lambda: site.kill("two", begun=2))
+    killer.start()
+    results = do("finish", site.jobs(4, seconds=1), advanced.append)
+    killer.join()
+    assert sorted(str(each["number"]) for each in results) == ["0", "1", "2", "3"]
+    assert sum(advanced) == 0 + 1 + 2 + 3 + 4 * 10
+    assert "two: " in logged()
+    assert "The other hosts make its shards" in logged()
+
+
+def test_when_all_hosts_are_lost_the_error_names_them_and_what_to_do(do: Do, site: Site) -> None:
+    threading.Thread(target=lambda: site.kill("one", "two", begun=2)).start()
+    with pytest.raises(WorkerLost, match=r"no host is left to tokenise: .*run this again") as raised:
+        do("finish", site.jobs(2, seconds=60))
+    assert "one: " in str(raised.value)
+    assert "two: " in str(raised.value)
+
+
+def test_an_error_of_a_job_is_raised_here_and_not_tried_again(do: Do, site: Site) -> None:
+    with pytest.raises(InputError, match=r"^the file has no text\. Name another$"):
+        do("refuse", site.jobs(1))
+    assert len((site.folder / "0.begun").read_text().splitlines()) == 1
+
+
+def test_a_job_whose_process_is_killed_is_tried_again(do: Do, site: Site) -> None:
+    assert do("die_once", site.jobs(1)) == [{"number": 0}]
+
+
+def test_a_job_whose_process_is_always_killed_ends_the_work(do: Do, site: Site) -> None:
+    with pytest.raises(WorkerLost, match=r"^(one|two): a worker process was killed by SIGKILL"):
+        do("die", site.jobs(1))
+    assert len((site.folder / "0.begun").read_text().splitlines()) == 3
+
+
+def test_a_host_that_reads_other_files_is_refused_before_anything_begins(do: Do, site: Site) -> None:
+    text = site.folder / "text"
+    text.write_text("text")
+    (job,) = site.jobs(1)
+    job["stretches"] = [(str(text), "text", (0, 1, 0, 4))]
+    ssh = site.folder / "bin" / "ssh"
+    ssh.write_text(ssh.read_text().replace("exec sh", f'[ "$4" = one ] || echo more >> {text}\nexec sh'))
+    with pytest.raises(RemoteFailed, match=r"^(one|two): .*text has 9 bytes here, and 4 on the head\. Mount"):
+        do("finish", [job])
+    assert not site.begun()
+
+
+def test_a_host_without_dask_is_refused_with_the_command_that_installs_it(
+    do: Do, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.head.tokenising.hosts_executor.version", lambda _: "2020.1")
+    with pytest.raises(RemoteFailed, match=r"the head has 2020\.1\. .*pip install distributed==2020"):
+        do("finish", site.jobs(1))
+    assert not site.begun()
+
+
+def test_without_dask_on_this_machine_the_error_says_what_to_install(
+    do: Do, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.head.tokenising.scheduler_process.find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"distributed and cryptography cannot be imported.*t5-pretrain\[dask\]"):
+        do("finish", site.jobs(1))
