@@ -129,7 +129,7 @@ def test_an_impossible_target_is_refused(python: str | None, platforms: list[str
 
 
 def test_an_unknown_part_of_the_project_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="--extra is 'flow': it must be one of dev, flows"):
+    with pytest.raises(SpecError, match="--extra is 'flow': it must be one of dask, dev, flows"):
         collect_project(tmp_path, Target.of(None, None), ["flow"], silent)
 
 

@@ -93,7 +93,7 @@ def test_a_host_that_reads_other_files_is_refused_before_anything_begins(do: Do,
     text = site.folder / "text"
     text.write_text("text")
     (job,) = site.jobs(1)
-    job["stretches"] = [(str(text), "text", (0, 1, 0, 4))]
+    job["stretches"] = [(str(text), "text", (0, 1, 0, 4), 0)]
     ssh = site.folder / "bin" / "ssh"
     ssh.write_text(ssh.read_text().replace("exec sh", f'[ "$4" = one ] || echo more >> {text}\nexec sh'))
     with pytest.raises(RemoteFailed, match=r"^(one|two): .*text has 9 bytes here, and 4 on the head\. Mount"):
