@@ -20,8 +20,8 @@ Those that are not installed are left out. In a folder of their own:
 
 --packages is this folder, and --megatron the clone, which needs triton. The programs take turns, and each round begins
 with another one. Numbers are medians of the rounds; "of ours" is the speed as a share of t5-pretrain's. Memory is
-VmHWM, which is looked up every 50 ms: of the largest process, and the sum of all processes, in which memory that they
-share counts several times.
+looked up every 50 ms: VmHWM of the largest process, and the sum of VmRSS of the processes that run at the same time, in
+which memory that they share counts several times.
 """
 
 import argparse
@@ -76,7 +76,9 @@ with open(text, encoding="utf-8") as lines, open(out + "/tokens.bin", "wb") as f
     tokens += encode(batch) if batch else 0
 print(tokens)
 """,
-    "datasets.map, Hugging Face tokenizer": MAP + "print(sum(map(len, tokens.with_format('numpy')['input_ids'])))",
+    "datasets.map, Hugging Face tokenizer": MAP
+    + "import pyarrow.compute\n"
+    + "print(pyarrow.compute.sum(pyarrow.compute.list_value_length(tokens.data.column('input_ids'))).as_py())",
     "datatrove, DocumentTokenizer": """
 import pathlib
 from datatrove.executor.local import LocalPipelineExecutor
@@ -288,7 +290,7 @@ def run(
     """Run a program; None if it fails, for example because it is not installed."""
     code = START + PEERS[name].replace("PROCESSES", str(processes))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"OMP_NUM_THREADS": "1", "MEGATRON": str(megatron)}
+    environment |= {"OMP_NUM_THREADS": "1", "MEGATRON": str(megatron and megatron.absolute())}
     if packages is not None and name.startswith(("datatrove", "Megatron")):
         environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), str(packages.absolute())])
     before, started = os.times(), time.monotonic()
@@ -305,7 +307,8 @@ def run(
         said.seek(0)
         errors.seek(0)
         if program.returncode:
-            print(f"{name}: {errors.read().strip().splitlines()[-1]}", flush=True)
+            last = errors.read().strip().splitlines()[-1:]
+            print(f"{name}: exit status {program.returncode}. {' '.join(last)}", flush=True)
             return None
         used = after.children_user + after.children_system - before.children_user - before.children_system
         done = Run(used, wall, peak, int(said.read().split()[-1]))
@@ -315,21 +318,22 @@ def run(
 
 def watched(program: subprocess.Popen[bytes] | subprocess.Popen[str]) -> Peak:
     """Wait for a program, and return the peak memory of its processes."""
-    peaks = dict[int, int]()
+    largest = together = 0
     while program.poll() is None:
-        for process in _with_descendants(program.pid):
-            peaks[process] = max(peaks.get(process, 0), peak_memory(process))
+        processes = list(_with_descendants(program.pid))
+        largest = max([largest, *(memory_of(each, "VmHWM") for each in processes)])
+        together = max(together, sum(memory_of(each, "VmRSS") for each in processes))
         time.sleep(_PAUSE_SECONDS)
-    return Peak(max(peaks.values(), default=0), sum(peaks.values()))
+    return Peak(largest, together)
 
 
-def peak_memory(process: int) -> int:
-    """Return VmHWM of a process in bytes; 0 if it has ended."""
+def memory_of(process: int, kind: str) -> int:
+    """Return VmHWM or VmRSS of a process in bytes; 0 if it has ended."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:
         return 0
-    found = re.search(r"^VmHWM:\s+([0-9]+) kB", status, re.MULTILINE)
+    found = re.search(rf"^{kind}:\s+([0-9]+) kB", status, re.MULTILINE)
     return int(found[1]) << 10 if found else 0
 
 

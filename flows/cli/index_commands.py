@@ -8,6 +8,7 @@ import typer
 
 from flows.cli.options import JsonOption, RootOption, root_of
 from flows.cli.terminal import say, show_json, show_rows, show_table, stage_display
+from t5train.data.checks.unchanged_files import stamps_of
 from t5train.data.corpus import content_of
 from t5train.data.readers import rows
 from t5train.data.vectors.embeddings import Embeddings, embeddings_of
@@ -146,8 +147,16 @@ def duplicates(  # noqa: PLR0913, PLR0917 - one for each option
         embeddings = embeddings_of(embedding_sources(source, revision, folder, progress))
         next(rows(embeddings.files[0].source), None)  # raises an error if there is no column of texts
         search = _search(path, embeddings, seed, progress)
-        about["files"] = content_of([each.source for each in embeddings.files], progress)
+        sources = [each.source for each in embeddings.files]
+        stamps = stamps_of(sources)
+        about["files"] = content_of(sources, progress)
         result = find_near_duplicates(embeddings, search, thresholds, out.absolute(), about=about, progress=progress)
+        if stamps_of(sources) != stamps:
+            out.unlink()
+            raise InputError(
+                f"a file of {redacted(source)} was changed during the search, so its pairs may be of two states of the "
+                "text. Start again, and leave the files as they are until the search ends"
+            )
     _write_plot(plot, lambda: similarity_plot(result, thresholds))
     if as_json:
         show_json({"out": str(out.absolute()), **near_duplicate_values(result, thresholds)})

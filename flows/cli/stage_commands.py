@@ -61,6 +61,7 @@ from t5train.report.data_report import data_lines, train_split_facts
 from t5train.spec import CorpusSpec, MachinesSpec, RunSpec, ShardsSpec
 from t5train.spec.objective_spec import MIXING
 
+_LISTED = "corpus.remove_listed"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -277,6 +278,11 @@ def _spec_on(shards: TokenShards, choice: Chosen) -> RunSpec:
     Raises SpecError if another text was chosen, or if the shards do not record theirs and none was chosen.
     """
     recorded = settings_of(shards)
+    if recorded.get(_LISTED) and _LISTED not in choice.named:
+        raise SpecError(
+            f"the token shards in {shards.path} were made without passages that a file of pairs lists. Name that file: "
+            f"add --set {_LISTED}=FILE"
+        )
     made_with = {name: json.dumps(value) for name, value in recorded.items() if name not in choice.named}
     spec = choice._replace(settings=made_with | choice.settings).spec()
     for name, value in _with_unset(recorded).items():
@@ -314,6 +320,8 @@ def _is_same(name: str, asked: Any, recorded: Any) -> bool:
     """Whether a chosen setting agrees with the shards'. Text may have been moved, and its revision is only a name."""
     if name == "corpus.source":
         return shareable_source(asked) == shareable_source(recorded)
+    if name == _LISTED:
+        return bool(asked) == bool(recorded)  # shards record only that there was one
     if name == "corpus.mixed_with":
         return list(map(shareable_source, asked)) == list(map(shareable_source, recorded))
     return name == "corpus.revision" or bool(asked == recorded)

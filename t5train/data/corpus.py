@@ -95,7 +95,6 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         with _of_mixture(spec):
             text = read_whole(sources, folder, spec.workers or num_cores(), progress)
         _require_text(spec, text)
-        require_documents(spec, text.few_ids)
         if spec.removes_passages:
             text = _without_repetitions(spec, text, compared, listed, folder, progress)
         require_unchanged(stamps, digests)
@@ -297,7 +296,8 @@ def _without_repetitions(
         pairs = [] if listed is None else [f"those of corpus.remove_listed {listed.path}"]
         raise InputError(
             f"all {quantity(before, 'passage')} of the training split repeat others (removed are "
-            f"{', '.join([*spec.remove, *pairs])}), so none is left. Change corpus.remove, corpus.test_sets or the text"
+            f"{', '.join([*spec.remove, *pairs])}), so none is left. Change corpus.remove, "
+            "corpus.remove_listed, corpus.test_sets or the text"
         )
     _log.log(logging.WARNING if removed > _MANY_REMOVED * before else logging.INFO, "%s", share)
     files = write_without(found, folder, spec.workers or num_cores(), progress)
@@ -356,6 +356,7 @@ def _require_text(spec: CorpusSpec, text: ReadText) -> None:
                 )
             if (known := known_texts().get(source)) is not None:
                 _require_rows(source, known, own)
+            require_documents(spec, [each for each in text.few_ids if each.file.part == part])
     passages, empty = text.findings.passages, text.findings.empty_passages
     if empty:
         _log.warning("empty passages, which are skipped: %d of %d", empty, passages + empty)

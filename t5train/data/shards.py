@@ -14,7 +14,7 @@ shards: whoever trains on the folder alone learns from it what the text is.
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from t5train.data.checks.unchanged_files import require_recorded
+from t5train.data.checks.unchanged_files import TextStamps, require_recorded
 from t5train.data.corpus import corpus_name
 from t5train.data.held_out import HELD_OUT, comparable, write_held_out
 from t5train.data.passages import SPLITS, Passage, SourceFile, SplitRule, split_of
@@ -116,6 +116,8 @@ def build_shards(  # noqa: PLR0913 - what is made, of what, where, and by whom
         keep_changed_files(folder)
         (folder / MANIFEST).unlink(missing_ok=True)
         plan = plan_shards(read_segments(corpus.path), spec.shard_tokens)
+        stamps = TextStamps(folder, (stretch.path for stretches in plan for stretch in stretches))
+        _discard_made_of(folder, plan, stamps.changed())
         common = {
             "folder": str(folder.absolute()),
             "fingerprint": identity,
@@ -139,20 +141,28 @@ def build_shards(  # noqa: PLR0913 - what is made, of what, where, and by whom
         _log.info("shards to make: %d of %d", len(jobs), len(plan))
         tokens = sum(_text_bytes(job) for job in jobs) // TEXT_BYTES_PER_TOKEN
         require_space(folder, tokens * _bytes_per_token(tokenizer), "the token shards")
+        stamps.keep()
         _make(jobs, workers or _processes_here(spec), progress)
+        _require_unchanged_text(folder, plan, stamps.changed(), corpus)
         _record_held_out(folder, plan, corpus_spec, tokenizer)
-        _require_unchanged_text(folder, jobs, corpus)
+        stamps.forget()
         write_json(folder / SETTINGS, {"corpus": corpus_spec.identity(), "shards": spec.identity()})
         return _committed(folder, identity, len(plan), corpus, tokenizer)
 
 
-def _require_unchanged_text(folder: Path, jobs: list[Json], corpus: Corpus) -> None:
-    """Raise InputError if the text is another one than the corpus records. The shards just made do not count then."""
+def _discard_made_of(folder: Path, plan: list[list[Stretch]], changed: Collection[str]) -> None:
+    """Let shards that were made of changed files not count."""
+    for number, stretches in enumerate(plan):
+        if any(stretch.path in changed for stretch in stretches):
+            (folder / shard_name(number)).unlink(missing_ok=True)
+
+
+def _require_unchanged_text(folder: Path, plan: list[list[Stretch]], changed: Collection[str], corpus: Corpus) -> None:
+    """Raise InputError if files that were changed meanwhile are not those that the corpus records."""
     try:
-        require_recorded((stretch.path for job in jobs for stretch in job["stretches"]), corpus.files)
+        require_recorded(changed, corpus.files)
     except InputError:
-        for job in jobs:
-            (folder / job["description"]).unlink()
+        _discard_made_of(folder, plan, changed)
         raise
 
 

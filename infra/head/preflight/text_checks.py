@@ -138,7 +138,6 @@ def require_text(spec: RunSpec) -> TextFacts:
         return facts
     look = _joined(looks)
     if look.is_whole:
-        require_documents(spec.corpus, look.ids)
         _require_passages(spec, look)
         _require_windows(spec, look)
         local = [file for source in facts.sources for file in source.local]
@@ -173,6 +172,8 @@ def _looked_at(spec: RunSpec, part: int, files: Sequence[SourceFile]) -> TextLoo
     try:
         with of_part(part, spec.corpus.texts()[part]):
             look = look_at(files, spec.corpus)
+            if look.is_whole:
+                require_documents(spec.corpus, look.ids)
     except InputError as error:
         raise InputError(f"{error}{_other_faults(files)}") from None
     if spec.corpus.mixed_with and look.is_whole:

@@ -33,8 +33,8 @@ def require_documents(rule: SplitRule, files: Iterable[IdsOfFile]) -> None:
             passages[name] += rows.passages
             where = f"{file.path}, rows {rows.first} to {rows.last}: {rows.passages:,} passages have the id {name!r}"
             most = max(most, (rows.passages, where))
-    if passages.total() == len(passages):
-        return
+    if not passages or passages.total() < _MANY_PASSAGES * len(passages):
+        return  # it is not for its ids that a split is empty
     splits = Counter[Split]()
     for name, number in passages.items():
         splits[split_of(rule, name)] += number
@@ -49,6 +49,6 @@ def require_documents(rule: SplitRule, files: Iterable[IdsOfFile]) -> None:
                 "own, or leave ids out: then each passage is a document"
             )
     expected = len(passages) * rule.split[1] / 1000
-    if passages.total() >= _MANY_PASSAGES * len(passages) and expected < _FEW_HELD_OUT:
+    if expected < _FEW_HELD_OUT:
         shares = ", ".join(f"{split} {splits[split] / passages.total():.1%}" for split in SPLITS)
         _log.warning("%s. %s: so the shares of passages are %s", most[1], few, shares)

@@ -85,7 +85,7 @@ class Listed(NamedTuple):
             elif sizes[name] not in {None, listed[name].size}:
                 difference = f"{name} had {quantity(listed[name].size, 'byte')} then, and has {sizes[name]:,} now"
             elif sha256s is not None and sha256s[name] != listed[name].sha256:
-                difference = f"{name} has another content now (sha256)"
+                difference = f"{name} has different content now (sha256)"
             else:
                 continue
             raise InputError(
@@ -96,6 +96,8 @@ class Listed(NamedTuple):
 
 def open_listed(path: Path) -> Listed:
     """Read the first line of a file of pairs, and hash the file. Raises InputError if it is no such file."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"corpus.remove_listed: {path} is not a file. Correct the path")
     try:
         with open(path, "rb") as file:
             first = file.readline(_MOST_LINE_BYTES)
@@ -150,12 +152,12 @@ class ListedRows(NamedTuple):
 
 
 def read_rows(listed: Listed, files: Sequence[FileSegments]) -> ListedRows:
-    """Read the pairs. Raises InputError if the file was changed, or names what is no row of the text."""
+    """Read the pairs. Raises InputError if the file was changed, or names a row that the text does not have."""
     starts, ends = first_rows(files), {each.source.name: each.passages + each.empty_passages for each in files}
     digest, rows, ids = hashlib.sha256(), array("q"), array("Q")
     with open(listed.path, "rb") as file:
-        digest.update(file.readline())
-        for number, line in enumerate(file, start=2):
+        digest.update(file.readline(_MOST_LINE_BYTES))
+        for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), start=2):
             digest.update(line)
             try:
                 value = orjson.loads(line)
@@ -205,8 +207,8 @@ def passages_at(listed: Listed, wanted: ListedRows, parts: Iterable[tuple[np.nda
     wrong = np.flatnonzero(((passages[of_pair] < 0) | (ids[of_pair] != wanted.ids)).any(axis=1))
     if len(wrong):
         raise InputError(
-            f"corpus.remove_listed: {listed.path} line {wrong[0] + 2} names a row that has no text or another id: "
-            f"{_rows_of_line(listed.path, int(wrong[0]) + 1)}. {_MAKE_AGAIN}"
+            f"corpus.remove_listed: {listed.path} line {wrong[0] + 2} names a row that has no text, or whose id "
+            f"differs: {_rows_of_line(listed.path, int(wrong[0]) + 1)}. {_MAKE_AGAIN}"
         )
     return np.asarray(passages[of_pair])
 

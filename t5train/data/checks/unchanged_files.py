@@ -1,5 +1,6 @@
 """Notices files that are changed while they are read: what was recorded of them would not be what was read."""
 
+import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import NamedTuple
 
 from t5train.data.passages import SourceFile
 from t5train.errors import DigestMismatch, InputError
+from t5train.files.atomic import write_json
 from t5train.host_resources import num_cores
 from t5train.records.digests import FileDigest, verify_file
 
@@ -16,6 +18,7 @@ class FileStamp(NamedTuple):
 
     size: int
     modified_ns: int
+    changed_ns: int
     inode: int
 
 
@@ -27,22 +30,54 @@ def stamps_of(sources: Iterable[SourceFile]) -> dict[Path, FileStamp]:
             status = source.path.stat()
         except OSError:
             continue
-        found[source.path] = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+        found[source.path] = FileStamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
     return found
 
 
 def require_unchanged(before: Mapping[Path, FileStamp], digests: Mapping[SourceFile, FileDigest]) -> None:
-    """Raise InputError if a file has another stamp than before, and another content than its digest says."""
+    """Raise InputError if a file has another stamp than before, and its content differs from its digest."""
     now = stamps_of(digests)
     _require({each.path: digest for each, digest in digests.items() if now.get(each.path) != before.get(each.path)})
 
 
 def require_recorded(paths: Iterable[str], recorded: Mapping[str, FileDigest]) -> None:
-    """Raise InputError if one of the files at ``paths`` has another content than was recorded under its path.
+    """Raise InputError if the content of one of the files at ``paths`` differs from what was recorded under its path.
 
     Paths without a record are those of files that the corpus stage made.
     """
-    _require({Path(each): recorded[each] for each in {*paths} & recorded.keys()})
+    of_path = {str(Path(path).absolute()): digest for path, digest in recorded.items()}
+    _require({Path(each): of_path[each] for each in {*paths} & of_path.keys()})
+
+
+class TextStamps:
+    """The stamps of the files that the shards in a folder are made of, kept there while they are made.
+
+    Files that were changed since may have been changed back, so shards that were made of them meanwhile do not count.
+    """
+
+    NAME = ".text-stamps.json"
+
+    def __init__(self, folder: Path, paths: Iterable[str]) -> None:
+        self._file = folder / self.NAME
+        self._paths = sorted({*paths})
+
+    def changed(self) -> set[str]:
+        """Return the files that were changed since ``keep``; none if it was not called."""
+        kept = json.loads(self._file.read_bytes()) if self._file.exists() else {}
+        now = self._now()
+        return {path for path in self._paths if path in kept and kept[path] != now.get(path)}
+
+    def keep(self) -> None:
+        """Keep the present stamps."""
+        write_json(self._file, self._now())
+
+    def forget(self) -> None:
+        """Keep no stamps, because all shards are made."""
+        self._file.unlink(missing_ok=True)
+
+    def _now(self) -> dict[str, list[int]]:
+        found = stamps_of(SourceFile(Path(path), path) for path in self._paths)
+        return {str(path): list(stamp) for path, stamp in found.items()}
 
 
 def _require(expected: Mapping[Path, FileDigest]) -> None:

@@ -23,6 +23,8 @@ TEXT_FINDINGS = "text-findings.json"
 FRAMED_FROM_BYTES = 128 << 20
 """Compressed files of this size or more, and all dumps of Wikipedia, also get a seekable copy of their passages.
 Without the copy, each shard would read the file from the beginning."""
+_MOST_IDS = 10_000
+"""Different ids that are kept to compare them. A text that has more has documents in every split."""
 _FRAMES_SIZE = 2.2
 """Largest size of that copy relative to the compressed file. Measured: 1.1 to 1.6 for .gz, up to 2.1 for .xz."""
 
@@ -167,8 +169,13 @@ def _results(jobs: Sequence[Json], total: int, workers: int, progress: Progress)
         done += read_bytes
         progress("bytes of text read and checked", done, total)
 
-    found = in_processes("t5train.data.segments:scan_file", jobs, workers, advance)
-    return {result["digests"]: result for result in found}  # names may be those of files of another text, too
+    results, kept = dict[str, Json](), 0
+    for result in in_processes("t5train.data.segments:scan_file", jobs, workers, advance):
+        kept += len(result["few_ids"] or ())
+        if kept > _MOST_IDS:
+            result["few_ids"] = None
+        results[result["digests"]] = result  # names may be those of files of another text, too
+    return results
 
 
 def _findings(files: Sequence[FileSegments], results: Sequence[Json], repeated: int) -> TextFindings:

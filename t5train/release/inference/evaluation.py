@@ -185,8 +185,8 @@ def _split_as_trained(run: RecordedRun, split: Split | None, text: EvaluationTex
     corpus = run.settings.get("corpus", {})
     if recorded is not None and (corpus.get("remove") or corpus.get("remove_listed")):
         _log.warning(
-            "passages were removed from this model's training text (corpus.remove), but are in this one: its passages "
-            "are cut into other sequences than in training, and its train split is larger"
+            "passages were removed from this model's training text (corpus.remove, remove_listed), but are in this "
+            "one: its passages are cut into other sequences than in training, and its train split is larger"
         )
     if recorded is not None and corpus.get("mixed_with"):
         _log.warning(

@@ -4,11 +4,15 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from flows.cli import stage_commands
 from flows.cli.options import chosen
 from flows.cli.stage_commands import _spec_on
+from t5train.errors import SpecError
 from t5train.records.stage_records import TokenShards
 from tests.support.generated_text import write_jsonl
 
@@ -165,3 +169,17 @@ def test_a_run_on_token_shards_of_a_mixture_takes_its_texts_from_them_and_rates_
         assert "corpus.mixed_with is" in capsys.readouterr().err
     assert t5_pretrain("train", "smoke", "--root", str(alone), "--set", "objective.mixing_weights=1,3") == 2
     assert "objective.mixing_weights is set, but there is one text" in capsys.readouterr().err
+
+
+def test_a_run_on_token_shards_without_listed_passages_needs_the_list_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards: Any = SimpleNamespace(path=tmp_path)  # its settings are given below
+    monkeypatch.setattr(stage_commands, "settings_of", lambda _: {"corpus.source": "a", "corpus.remove_listed": True})
+    with pytest.raises(SpecError, match=r"add --set corpus.remove_listed=FILE"):
+        _spec_on(shards, chosen("smoke", None, {}))
+    named = chosen("smoke", None, {"corpus.remove_listed": "pairs.jsonl"})
+    assert _spec_on(shards, named).corpus.remove_listed == "pairs.jsonl"
+    monkeypatch.setattr(stage_commands, "settings_of", lambda _: {"corpus.source": "a"})
+    with pytest.raises(SpecError, match=r"corpus.remove_listed is 'pairs.jsonl', but the token shards in"):
+        _spec_on(shards, named)

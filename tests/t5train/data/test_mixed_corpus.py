@@ -119,6 +119,13 @@ def test_texts_that_have_a_file_in_common_are_refused(folder: Path, other: str) 
         build_corpus(spec, folder / "root")
 
 
+def test_one_id_for_a_whole_text_is_noticed_beside_a_text_with_many(folder: Path) -> None:
+    write_jsonl(folder / "many.jsonl", 1500, 3)
+    (folder / "same.jsonl").write_text('{"id": "x", "text": "some words"}\n' * 500)
+    with pytest.raises(InputError, match=r"same.jsonl, rows 0 to 499: 500 passages have the id 'x'"):
+        build_corpus(corpus_of(folder, "many.jsonl", "same.jsonl"), folder / "root")
+
+
 def test_a_file_that_cannot_be_read_is_reported_with_both_settings(folder: Path) -> None:
     (folder / "bad.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(InputError, match=r"bad.parquet"):

@@ -80,3 +80,31 @@ def test_a_change_after_the_corpus_was_made_is_noticed_when_shards_are_made(
     assert not [*(tmp_path / "root").glob("shards/*/shard-*.json")], "what was made of it does not count"
     text.write_text(whole)
     assert not shards().reused
+
+
+def test_shards_made_of_a_text_that_was_changed_and_changed_back_are_made_again(
+    tmp_path: Path, data_chain: DataChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = write_jsonl(tmp_path / "text.jsonl", 2000)
+    spec = CorpusSpec(source=str(text), workers=1, split=(700, 200, 100))
+    corpus = build_corpus(spec, tmp_path / "root")
+    whole, make = text.read_text(), shards_stage._make
+
+    def shards(root: str) -> Any:
+        settings = ShardsSpec(workers=1, shard_tokens=8192)
+        return build_shards(settings, spec, corpus, data_chain.tokenizer, tmp_path / "root", out=tmp_path / root)
+
+    def interrupted(jobs: Any, *rest: Any) -> None:
+        change_a_word(text)
+        make(jobs[:2], *rest)
+        raise KeyboardInterrupt
+
+    expected = shards("clean").files
+    with monkeypatch.context() as broken:
+        broken.setattr(shards_stage, "_make", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            shards("other")
+    assert (tmp_path / "other" / "shard-00000.json").exists()
+    text.write_text(whole)
+    assert shards("other").files == expected
+    assert not [*(tmp_path / "other").glob(".*stamps*")]
