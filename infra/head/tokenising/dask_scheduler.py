@@ -7,7 +7,7 @@ process that started it, even if that is killed. Each message is a line of JSON:
              {"function": "package.module:name", "jobs": [...]}
     stdout   {"port": 40001, "certificate": "...", "key": "..."}
              {"job": 3, "done": 1048576}                 progress; at the end of a job also "result"
-             {"left": "node1"}                           the scheduler has lost the worker of this host; it may have a "reason"
+             {"left": "node1"}                           the scheduler has lost this host, perhaps with "reason"
              {"error": "InputError", "message": "..."}   a job failed for good
 
 The jobs of a worker that is lost are given to others. A job whose process was killed is tried again elsewhere, and a

@@ -56,7 +56,7 @@ def test_a_host_that_cannot_write_shards_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(dask_worker, "try_writing", refuse)
     with hosts_executor._probe(tmp_path) as (nonce, probe):
         start = WorkerStart("one", 1, Credentials("", ""), 5, own_makers(), 0o022, 1, probe, nonce, {})
-        with pytest.raises(HostMisconfigured, match="shards cannot be written: .*Read-only file system"):
+        with pytest.raises(HostMisconfigured, match=r"shards cannot be written: .*Read-only file system"):
             dask_worker._require_shared_files(start)
 
 
