@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -132,6 +133,7 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     """Schedule until stdin ends."""
+    warnings.filterwarnings("ignore", "Couldn't detect a suitable IP address", RuntimeWarning)  # hosts need none
     configure(json.loads(sys.stdin.readline())["lease_seconds"])
     asyncio.run(_serve())
 

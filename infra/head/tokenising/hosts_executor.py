@@ -24,29 +24,37 @@ from infra.node.tokenising.worker_messages import Makers, WorkerReady, WorkerSta
 from t5train.data.segments import stretches_of
 from t5train.data.vocabulary import segmenter_build
 from t5train.data.worker_processes import Advance, Json, Workers
-from t5train.errors import HostError, HostUnreachable, WorkerLost, error_of
+from t5train.errors import HostError, HostUnreachable, StorageError, WorkerLost, error_of
 from t5train.files.atomic import write_text
+from t5train.files.os_errors import explain
 from t5train.spec import ClusterSpec, MachinesSpec, RunSpec, ShardsSpec
 
+_CHECKED_FILES = 1000
 _log = logging.getLogger(__name__)
 
 
 def shard_workers(spec: RunSpec) -> Workers | None:
-    """Return who makes the shards of a run; None if this machine does."""
-    return workers_for(spec.shards, spec.cluster)
-
-
-def workers_for(shards: ShardsSpec, cluster: ClusterSpec) -> Workers | None:
-    """Return who makes shards; None if this machine does. Raises SpecError if the hostfile is not
-    valid, and InputError if Dask is not installed on this machine.
+    """Return who makes the shards of a run; None if this machine does. Whether they can is checked with the first jobs.
 
     The workers raise the HostError of a host that cannot begin, and WorkerLost when no host is left.
     """
+    return None if spec.shards.executor == "local" else partial(_on_hosts, spec.shards, spec.cluster)
+
+
+def workers_for(shards: ShardsSpec, cluster: ClusterSpec) -> Workers | None:
+    """Return who makes shards, as ``shard_workers`` does.
+
+    Raises SpecError if the hostfile is not valid, and InputError if Dask is not installed on this machine.
+    """
     if shards.executor == "local":
         return None
+    _choose(shards, cluster)
+    return partial(_on_hosts, shards, cluster)
+
+
+def _choose(shards: ShardsSpec, cluster: ClusterSpec) -> "_Chosen":
     require_packages()
-    names = chosen_hosts(cluster).names
-    return partial(_on_hosts, _Chosen(names, MachinesSpec(cluster=cluster), shards.workers))
+    return _Chosen(chosen_hosts(cluster).names, MachinesSpec(cluster=cluster), shards.workers)
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,12 @@ class _Event:
     host: str | None = None
 
 
-def _on_hosts(chosen: _Chosen, function: str, jobs: Sequence[Json], advance: Advance) -> Iterator[Json]:
+def _on_hosts(
+    shards: ShardsSpec, cluster: ClusterSpec, function: str, jobs: Sequence[Json], advance: Advance
+) -> Iterator[Json]:
     if not jobs:
         return
-    events, lease = SimpleQueue[_Event](), chosen.machines.cluster.lease_seconds
+    chosen, events, lease = _choose(shards, cluster), SimpleQueue[_Event](), cluster.lease_seconds
     with ExitStack() as stack:
         nodes, lacking = stack.enter_context(reached_nodes(chosen.machines, chosen.names))
         for error in lacking.values():
@@ -119,9 +129,13 @@ def _umask() -> int:
 
 
 def _sources(jobs: Sequence[Json]) -> dict[str, int]:
-    """Return the files with the text, and their sizes."""
-    paths = {source.path for job in jobs for source, _ in stretches_of(job)}
-    return {str(path): path.stat().st_size for path in sorted(paths)}
+    """Return files with the text, spread over all of it, and their sizes. More would delay the start of every host."""
+    paths = sorted({source.path for job in jobs for source, _ in stretches_of(job)})
+    sample = {*paths[:: len(paths) // _CHECKED_FILES + 1], *paths[-1:]}
+    try:
+        return {str(path): path.stat().st_size for path in sorted(sample)}
+    except OSError as error:
+        raise StorageError(f"the text cannot be read: {explain(error)}") from error
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from infra.head.tokenising.run_credentials import new_credentials
 from infra.node.tokenising import dask_worker
 from infra.node.tokenising.makers import own_makers
 from infra.node.tokenising.worker_messages import Credentials, WorkerStart
-from t5train.errors import HostMisconfigured, HostUnreachable
+from t5train.errors import HostMisconfigured, HostUnreachable, StorageError
 from t5train.files.output_folder import making
+from t5train.spec.recipes import recipe
 from tests.infra.head.tokenising.conftest import Site
 
 
@@ -71,3 +72,26 @@ def test_a_closed_port_is_told_from_a_connection_that_is_refused_by_tls() -> Non
 def test_a_clock_that_is_hours_behind_does_not_invalidate_the_certificate() -> None:
     certificate = load_pem_x509_certificate(new_credentials().certificate.encode())
     assert certificate.not_valid_before_utc < datetime.now(UTC) - timedelta(hours=23)
+
+
+def test_not_every_file_of_a_large_text_is_compared(tmp_path: Path) -> None:
+    names = [tmp_path / f"{number:05}" for number in range(2500)]
+    for name in names:
+        name.write_text("text")
+    job = {"stretches": [(str(name), "text", (0, 1, 0, 4), 0) for name in names]}
+    compared = hosts_executor._sources([job])
+    assert len(compared) < 1002
+    assert {str(names[0]), str(names[-1])} <= compared.keys()
+
+
+def test_a_text_that_has_vanished_is_named(tmp_path: Path) -> None:
+    job = {"stretches": [(str(tmp_path / "gone"), "text", (0, 1, 0, 4), 0)]}
+    with pytest.raises(StorageError, match=r"the text cannot be read: .*gone"):
+        hosts_executor._sources([job])
+
+
+def test_a_run_without_jobs_needs_neither_dask_nor_its_hosts() -> None:
+    spec = recipe("smoke", {"shards.executor": "dask", "cluster.hostfile": "/none"})
+    workers = hosts_executor.shard_workers(spec)
+    assert workers is not None
+    assert not list(workers("some_jobs:finish", [], lambda _: None))
