@@ -121,12 +121,12 @@ def tokenize(  # noqa: PLR0913, PLR0917 - one for each option
     text_spec, root = CorpusSpec(source=source, workers=workers), out.absolute()
     changed = settings(changes) | host_settings(hostfile, include, exclude, None, None, ship_code=ship_code)
     cluster = MachinesSpec.of(changed).cluster
+    executor: Literal["local", "dask"] = "local" if cluster.hostfile is None else "dask"
+    shards = ShardsSpec(workers=workers, shard_tokens=shard_tokens, executor=executor)
+    on_hosts = workers_for(shards, cluster)
     with stage_display() as progress:
         pieces = given_tokenizer(vocabulary, root, progress, out=root / "tokenizer")
         text = build_corpus(text_spec, root, progress, out=root / "corpus")
-        executor: Literal["local", "dask"] = "local" if cluster.hostfile is None else "dask"
-        shards = ShardsSpec(workers=workers, shard_tokens=shard_tokens, executor=executor)
-        on_hosts = workers_for(shards, cluster, root)
         made = build_shards(shards, text_spec, text, pieces, root, progress, out=root / "shards", workers=on_hosts)
     _say(made)
 

@@ -8,7 +8,7 @@
         locks/{accelerator}-{slot}.lock held by the rank that uses the accelerator
         code/{digest}/                  code that a head has sent here (infra.head.hosts.code_shipping)
         operators/{key}/                operators that DeepSpeed has compiled (infra.node.operator_folder)
-        dask/                           folders of Dask's workers, which remain empty (infra.node.tokenising)
+        dask/                           folders of Dask's workers, with nothing but locks (infra.node.tokenising)
         inductor/{key}/, triton/{key}/  what torch.compile and Triton have generated
 
     {scratch}/                          ``storage.scratch``, by default within the node folder

@@ -23,23 +23,28 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import IO, Any
 
-from t5train.errors import T5TrainError, WorkerLost, error_of
+from t5train.errors import StorageError, T5TrainError, WorkerLost, error_of
+from t5train.files.os_errors import explain
 
 Json = dict[str, Any]
 Advance = Callable[[int], None]
+OWN_UMASK = -1
+"""Stands for the umask of this process."""
 _Worker = subprocess.Popen[str]
 Workers = Callable[[str, Sequence[Json], Advance], Iterator[Json]]
 """Does jobs as ``in_processes`` does, in workers of its own, which may be on other machines."""
 
 
-def in_processes(function: str, jobs: Sequence[Json], workers: int, advance: Advance) -> Iterator[Json]:
+def in_processes(
+    function: str, jobs: Sequence[Json], workers: int, advance: Advance, *, umask: int = OWN_UMASK
+) -> Iterator[Json]:
     """Yield the result of ``function`` (``"package.module:name"``) for each job, in the order in which jobs finish.
 
     The function is called as ``function(job, advance)`` in a worker. Each call of its ``advance`` is repeated here with
-    the caller's ``advance``. A T5TrainError that it raises is raised here, too. Raises WorkerLost if a worker is killed
-    or fails in any other way.
+    the caller's ``advance``. A T5TrainError that it raises is raised here, too, and an OSError as StorageError. Raises
+    WorkerLost if a worker is killed or fails in any other way. Workers have the given umask.
     """
-    running = [_start(function) for _ in range(min(workers, len(jobs)))]
+    running = [_start(function, umask) for _ in range(min(workers, len(jobs)))]
     events: SimpleQueue[tuple[_Worker, Json | None]] = SimpleQueue()
     try:
         with ThreadPoolExecutor(max(1, len(running))) as listeners:
@@ -77,11 +82,17 @@ def _share(
         yield message["result"]
 
 
-def _start(function: str) -> _Worker:
+def _start(function: str, umask: int) -> _Worker:
     command = [sys.executable, "-P", "-m", "t5train.data.worker_processes", function]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        env=environment,
+        umask=umask,
     )
 
 
@@ -143,6 +154,8 @@ def _work(function: str) -> None:
             result = perform(json.loads(line), lambda units: _answer({"advance": units}))
         except T5TrainError as error:
             _answer({"error": type(error).__name__, "message": str(error)})
+        except OSError as error:
+            _answer({"error": StorageError.__name__, "message": explain(error)})
         else:
             _answer({"result": result})
 

@@ -87,6 +87,11 @@ class RunSpec(SpecPart):
                 "shards.executor is dask, but cluster.hostfile is not set: give --hostfile, or set "
                 "shards.executor=local"
             )
+        if self.shards.executor == "dask" and self.storage.node_local:
+            raise ValueError(
+                "shards.executor is dask, but storage.node_local says that hosts share no storage, which it needs: set "
+                "shards.executor=local"
+            )
         return self
 
     @model_validator(mode="after")

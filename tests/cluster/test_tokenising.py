@@ -26,11 +26,13 @@ pytestmark = pytest.mark.cluster
 
 SHARDS = 16
 CLIENT = """
-import sys
+import socket, sys
 from distributed import Client, Security
 from infra.head.tokenising.run_credentials import new_credentials
 from infra.node.tokenising.dask_settings import security
 
+socket.create_connection(("head", int(sys.argv[1])), timeout=4).close()
+print("reached")
 for scheme, given in (("tcp", Security()), ("tls", security(new_credentials()))):
     try:
         with Client(f"{scheme}://head:{sys.argv[1]}", security=given, timeout=4) as client:
@@ -100,7 +102,7 @@ def test_half_of_the_hosts_is_killed_half_way_and_strangers_are_refused(tokenisi
     tokenising.await_shards(out, SHARDS // 2, process)
     cluster.power_cut("node1")
     assert len(list((out / "shards").glob("shard-*.json"))) < SHARDS
-    assert client.communicate(timeout=60)[0].splitlines() == [b"refused", b"refused"]
+    assert client.communicate(timeout=60)[0].splitlines() == [b"reached", b"refused", b"refused"]
     assert process.wait(120) == 0, tokenising.log(out)
     assert "node1: " in tokenising.log(out)
     assert "The other hosts make its shards" in tokenising.log(out)

@@ -7,10 +7,11 @@ process that started it, even if that is killed. Each message is a line of JSON:
              {"function": "package.module:name", "jobs": [...]}
     stdout   {"port": 40001, "certificate": "...", "key": "..."}
              {"job": 3, "done": 1048576}                 progress; at the end of a job also "result"
-             {"left": "node1"}                           the scheduler has lost the worker of this host
+             {"left": "node1"}                           the scheduler has lost this host, perhaps with "reason"
              {"error": "InputError", "message": "..."}   a job failed for good
 
-The jobs of a worker that is lost are given to others. A job whose process was killed is tried again, also elsewhere.
+The jobs of a worker that is lost are given to others. A job whose process was killed is tried again elsewhere, and a
+worker on which several were killed gets no more.
 """
 
 import asyncio
@@ -18,7 +19,10 @@ import json
 import os
 import sys
 import threading
+import warnings
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from distributed import Client, Scheduler, SchedulerPlugin, as_completed
@@ -32,11 +36,12 @@ _TRIES = 3
 Json = dict[str, Any]
 
 
-class _Departures(SchedulerPlugin):  # type: ignore[misc]  # Dask has no types
-    """Reports the hosts whose workers the scheduler has lost."""
+class _Watched(SchedulerPlugin):  # type: ignore[misc]  # Dask has no types
+    """Reports the hosts whose workers the scheduler has lost, and counts the jobs in a row that workers have lost."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
+        self.losses = Counter[str]()
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         self._names[worker] = scheduler.workers[worker].name
@@ -44,12 +49,17 @@ class _Departures(SchedulerPlugin):  # type: ignore[misc]  # Dask has no types
     def remove_worker(self, scheduler: Any, worker: str, **_: object) -> None:  # noqa: ARG002 - Dask names it
         _say({"left": self._names[worker]})
 
+    def transition(self, key: object, start: str, finish: str, **about: Any) -> None:  # noqa: ARG002 - Dask names them
+        if finish == "memory":
+            self.losses.pop(about.get("worker", ""), None)
+
 
 async def _serve() -> None:
     credentials = new_credentials()
     secure = security(credentials)
     async with without_http(Scheduler)(protocol="tls", port=0, security=secure) as scheduler:
-        scheduler.add_plugin(_Departures())
+        watched = _Watched()
+        scheduler.add_plugin(watched)
         _say({"port": scheduler.port, "certificate": credentials.certificate, "key": credentials.key})
         line = await asyncio.to_thread(sys.stdin.readline)
         threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
@@ -57,34 +67,58 @@ async def _serve() -> None:
         address = f"tls://127.0.0.1:{scheduler.port}"
         async with Client(address, asynchronous=True, security=secure) as client:
             client.subscribe_topic(PROGRESS, lambda event: _say(event[1]))
-            await _perform(client, work["function"], work["jobs"])
+            await _perform(client, scheduler.workers, watched.losses, work["function"], work["jobs"])
             await asyncio.Event().wait()  # the last results may still be on their way; the parent ends this process
 
 
-async def _perform(client: Any, function: str, jobs: list[Json]) -> None:
+async def _perform(
+    client: Any, workers: Mapping[str, Any], losses: Counter[str], function: str, jobs: list[Json]
+) -> None:
     """Have all jobs done. What is done is released at once: Dask would do it again if its worker were lost later."""
-    tries = Counter[int]()
-
-    def submit(number: int) -> Any:
-        tries[number] += 1
-        return client.submit(perform, function, jobs[number], number, key=(f"try-{tries[number]}", number), pure=False)
-
-    unfinished = as_completed([submit(number) for number in range(len(jobs))])
+    tries = [_Tries(number, job) for number, job in enumerate(jobs)]
+    unfinished = as_completed([one.submit(client, function, workers) for one in tries])
     async for future in unfinished:
-        if future.status != "finished":
-            _, number = future.key
-            error, message = _failure(await future.exception())
-            if error == WorkerLost.__name__ and tries[number] < _TRIES:
-                unfinished.add(submit(number))
-            else:
-                _say({"error": error, "message": message})
+        _, number = future.key
+        if future.status == "finished":
+            continue
+        error, message, worker = _failure(await future.exception(), number)
+        tries[number].failed.append(worker)
+        if error != WorkerLost.__name__ or len(tries[number].failed) == _TRIES:
+            _say({"error": error, "message": message})
+            continue
+        losses[worker] += 1
+        if losses[worker] >= _TRIES and worker in workers and len(workers) > 1:
+            await _retire(client, workers[worker].name, worker, message)
+        unfinished.add(tries[number].submit(client, function, workers))
 
 
-def _failure(error: BaseException) -> tuple[str, str]:
+@dataclass
+class _Tries:
+    """The tries of a job, and the addresses of the workers on which it has failed."""
+
+    number: int
+    job: Json
+    failed: list[str] = field(default_factory=list)
+
+    def submit(self, client: Any, function: str, workers: Mapping[str, Any]) -> Any:
+        """Try it, on a worker on which it has not failed if there is one."""
+        key = (f"try-{len(self.failed) + 1}", self.number)
+        others = [each for each in workers if each not in self.failed] if self.failed else []
+        where = {"workers": others, "allow_other_workers": True} if others else {}
+        return client.submit(perform, function, self.job, self.number, key=key, pure=False, **where)
+
+
+async def _retire(client: Any, host: str, worker: str, reason: str) -> None:
+    """Give no more jobs to a worker that fails at all of them."""
+    _say({"left": host, "reason": f"{_TRIES} shards in a row could not be made there: {reason}"})
+    await client.retire_workers([worker])
+
+
+def _failure(error: BaseException, number: int) -> tuple[str, str, str]:
     if isinstance(error, JobFailed):
-        kind, message = error.args
-        return kind, message
-    return WorkerLost.__name__, f"a shard could not be made: {' '.join(str(error).split())}"
+        kind, message, worker = error.args
+        return kind, message, worker
+    return WorkerLost.__name__, f"shard {number} could not be made: {' '.join(str(error).split())}", ""
 
 
 def _say(message: Json) -> None:
@@ -99,6 +133,7 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     """Schedule until stdin ends."""
+    warnings.filterwarnings("ignore", "Couldn't detect a suitable IP address", RuntimeWarning)  # hosts need none
     configure(json.loads(sys.stdin.readline())["lease_seconds"])
     asyncio.run(_serve())
 

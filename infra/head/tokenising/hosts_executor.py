@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -19,32 +18,43 @@ from infra.head.hosts.hostfile import chosen_hosts
 from infra.head.hosts.node_client import Nodes
 from infra.head.hosts.reached_nodes import reached_nodes
 from infra.head.tokenising.host_workers import host_workers
-from infra.head.tokenising.scheduler_process import SchedulerProcess, scheduler_process
-from infra.node.tokenising.worker_messages import WorkerReady, WorkerStart
+from infra.head.tokenising.scheduler_process import SchedulerProcess, require_packages, scheduler_process
+from infra.node.tokenising.makers import own_makers
+from infra.node.tokenising.worker_messages import Makers, WorkerReady, WorkerStart
 from t5train.data.segments import stretches_of
 from t5train.data.vocabulary import segmenter_build
 from t5train.data.worker_processes import Advance, Json, Workers
-from t5train.errors import HostError, HostUnreachable, WorkerLost, error_of
+from t5train.errors import HostError, HostUnreachable, StorageError, WorkerLost, error_of
 from t5train.files.atomic import write_text
+from t5train.files.os_errors import explain
 from t5train.spec import ClusterSpec, MachinesSpec, RunSpec, ShardsSpec
 
+_CHECKED_FILES = 1000
 _log = logging.getLogger(__name__)
 
 
 def shard_workers(spec: RunSpec) -> Workers | None:
-    """Return who makes the shards of a run; None if this machine does."""
-    return workers_for(spec.shards, spec.cluster, spec.storage.root)
-
-
-def workers_for(shards: ShardsSpec, cluster: ClusterSpec, root: Path) -> Workers | None:
-    """Return who makes shards below a root; None if this machine does. Raises SpecError if the hostfile is not valid.
+    """Return who makes the shards of a run; None if this machine does. Whether they can is checked with the first jobs.
 
     The workers raise the HostError of a host that cannot begin, and WorkerLost when no host is left.
     """
+    return None if spec.shards.executor == "local" else partial(_on_hosts, spec.shards, spec.cluster)
+
+
+def workers_for(shards: ShardsSpec, cluster: ClusterSpec) -> Workers | None:
+    """Return who makes shards, as ``shard_workers`` does.
+
+    Raises SpecError if the hostfile is not valid, and InputError if Dask is not installed on this machine.
+    """
     if shards.executor == "local":
         return None
-    names = chosen_hosts(cluster).names
-    return partial(_on_hosts, _Chosen(names, MachinesSpec(cluster=cluster), root.absolute(), shards.workers))
+    _choose(shards, cluster)
+    return partial(_on_hosts, shards, cluster)
+
+
+def _choose(shards: ShardsSpec, cluster: ClusterSpec) -> "_Chosen":
+    require_packages()
+    return _Chosen(chosen_hosts(cluster).names, MachinesSpec(cluster=cluster), shards.workers)
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,6 @@ class _Chosen:
 
     names: tuple[str, ...]
     machines: MachinesSpec
-    root: Path
     processes: int | None
 
 
@@ -65,17 +74,22 @@ class _Event:
     host: str | None = None
 
 
-def _on_hosts(chosen: _Chosen, function: str, jobs: Sequence[Json], advance: Advance) -> Iterator[Json]:
+def _on_hosts(
+    shards: ShardsSpec, cluster: ClusterSpec, function: str, jobs: Sequence[Json], advance: Advance
+) -> Iterator[Json]:
     if not jobs:
         return
-    events, lease = SimpleQueue[_Event](), chosen.machines.cluster.lease_seconds
+    chosen, events, lease = _choose(shards, cluster), SimpleQueue[_Event](), cluster.lease_seconds
     with ExitStack() as stack:
         nodes, lacking = stack.enter_context(reached_nodes(chosen.machines, chosen.names))
         for error in lacking.values():
             raise error
+        makers = own_makers(nodes.code)
         scheduler = stack.enter_context(scheduler_process(lease, lambda message: events.put(_Event(message))))
-        nonce, probe = stack.enter_context(_probe(chosen.root))
-        starts = {name: _start(chosen, name, scheduler, (nonce, probe), _sources(jobs)) for name in chosen.names}
+        nonce, probe = stack.enter_context(_probe(Path(jobs[0]["folder"])))
+        starts = {
+            name: _start(chosen, name, scheduler, (nonce, probe), _sources(jobs), makers) for name in chosen.names
+        }
         _run_workers(stack, nodes, starts, events)
         _await_workers(chosen.names, events)
         scheduler.begin(function, jobs)
@@ -87,33 +101,52 @@ def _run_workers(stack: ExitStack, nodes: Nodes, starts: dict[str, WorkerStart],
 
 
 def _start(
-    chosen: _Chosen, name: str, scheduler: SchedulerProcess, probe: tuple[str, Path], sources: dict[str, int]
+    chosen: _Chosen,
+    name: str,
+    scheduler: SchedulerProcess,
+    probe: tuple[str, Path],
+    sources: dict[str, int],
+    makers: Makers,
 ) -> WorkerStart:
     return WorkerStart(
         name=name,
         port=scheduler.port,
         credentials=scheduler.credentials,
         lease_seconds=chosen.machines.cluster.lease_seconds,
-        distributed=version("distributed"),
+        makers=makers,
+        umask=_umask(),
         processes=chosen.processes,
-        root=chosen.root,
         probe=probe[1],
         nonce=probe[0],
         sources=sources,
     )
 
 
+def _umask() -> int:
+    """Return the umask of this process. ``os.umask`` would change it for a moment, for all threads."""
+    status = Path("/proc/self/status").read_text("ascii")
+    return int(status.partition("Umask:")[2].split()[0], 8)
+
+
 def _sources(jobs: Sequence[Json]) -> dict[str, int]:
-    """Return the files with the text, and their sizes."""
-    paths = {source.path for job in jobs for source, _ in stretches_of(job)}
-    return {str(path): path.stat().st_size for path in sorted(paths)}
+    """Return files with the text, spread over all of it, and their sizes. More would delay the start of every host."""
+    paths = sorted({source.path for job in jobs for source, _ in stretches_of(job)})
+    sample = {*paths[:: len(paths) // _CHECKED_FILES + 1], *paths[-1:]}
+    try:
+        return {str(path): path.stat().st_size for path in sorted(sample)}
+    except OSError as error:
+        raise StorageError(f"the text cannot be read: {explain(error)}") from error
 
 
 @contextmanager
-def _probe(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the text and path of a file under the root, by which hosts notice whether they share it."""
+def _probe(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the text and path of a file in a folder, by which hosts notice whether they share it.
+
+    Whoever makes the folder next removes the file if this process is killed, because its name is that of a temporary
+    file of ``replacing``.
+    """
     nonce = secrets.token_hex(16)
-    path = root / f".tokenising-{nonce[:8]}"
+    path = folder / f".hosts.{nonce[:8]}.tmp"
     write_text(path, nonce)
     try:
         yield nonce, path
@@ -130,6 +163,8 @@ def _await_workers(names: Sequence[str], events: "SimpleQueue[_Event]") -> None:
             raise event.report
         if isinstance(event.report, WorkerReady) and event.host is not None:
             ready[event.host] = event.report
+        elif isinstance(event.report, dict):
+            raise _left(event.report["left"])
         else:
             raise _lost_scheduler()
     _log.info("processes that tokenise: %s", ", ".join(f"{each.processes} on {name}" for name, each in ready.items()))
@@ -168,8 +203,7 @@ class _Progress:
         if "error" in message:
             raise error_of(message["error"], message["message"])
         if "left" in message:
-            host = message["left"]
-            self._lose(host, HostUnreachable(f"{host}: its worker has ended, or does not answer", [host]))
+            self._lose(message["left"], _left(message["left"], message.get("reason")))
             return
         job, units = message["job"], message["done"]
         if units > self.done[job]:  # a job that is done again has been counted before
@@ -190,6 +224,10 @@ class _Progress:
                 "run this again to make the rest, without such hosts (--exclude) or with shards.executor=local"
             )
         _log.warning("%s. The other hosts make its shards", error)
+
+
+def _left(host: str, reason: str | None = None) -> HostUnreachable:
+    return HostUnreachable(f"{host}: {reason or 'its worker has ended, or does not answer'}", [host])
 
 
 def _lost_scheduler() -> WorkerLost:

@@ -14,7 +14,7 @@ from cryptography.x509.oid import NameOID
 from infra.node.tokenising.worker_messages import Credentials
 
 _VALID = timedelta(days=7)
-_CLOCK_DIFFERENCE = timedelta(hours=1)
+_CLOCK_DIFFERENCE = timedelta(days=1)
 
 
 def new_credentials() -> Credentials:

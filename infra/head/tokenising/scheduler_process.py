@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import IO
 
 from infra.head.tokenising import PACKAGES
+from infra.node.tokenising.dask_settings import unconfigured
 from infra.node.tokenising.worker_messages import Credentials
 from t5train.data.worker_processes import Json
 from t5train.errors import InputError, WorkerLost
@@ -32,24 +33,28 @@ class SchedulerProcess:
             _send(self._stdin, {"function": function, "jobs": jobs})
 
 
-@contextmanager
-def scheduler_process(lease_seconds: float, on_message: Callable[[Json | None], None]) -> Iterator[SchedulerProcess]:
-    """Run a scheduler. ``on_message`` is called in a thread with what it reports, and with None when it has ended.
-
-    Raises InputError if Dask is not installed on this machine, and WorkerLost if the scheduler does not start.
-    """
+def require_packages() -> None:
+    """Raise InputError if Dask is not installed on this machine."""
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         raise InputError(
             f"shards.executor is dask, but {' and '.join(missing)} cannot be imported on this machine. Install "
             "t5-pretrain[dask] here and on the hosts, or set shards.executor=local"
         )
+
+
+@contextmanager
+def scheduler_process(lease_seconds: float, on_message: Callable[[Json | None], None]) -> Iterator[SchedulerProcess]:
+    """Run a scheduler. ``on_message`` is called in a thread with what it reports, and with None when it has ended.
+
+    Raises WorkerLost if the scheduler does not start.
+    """
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", _MODULE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**unconfigured(os.environ), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         start_new_session=True,  # Ctrl-C in a terminal does not reach it
     )
     assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018 - both are pipes

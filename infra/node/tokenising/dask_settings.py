@@ -5,7 +5,10 @@ certificate.
 """
 
 import logging
+import os
 import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from infra.node.tokenising.worker_messages import Credentials
@@ -13,7 +16,30 @@ from infra.node.tokenising.worker_messages import Credentials
 if TYPE_CHECKING:
     from distributed import Security
 
+_NOWHERE = "/dev/null/none"  # no file can have this name
+_LEASES = 5
+"""After so many leases without a heartbeat the scheduler gives up a worker whose connection is still open. Not one: the
+scheduler counts the time for which it was itself stopped, too."""
 _MIN_TCP_SECONDS = 12  # Dask refuses less than its number of probes and one
+
+
+def unconfigured(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which the import of Dask finds no variables and files of the user or of the machine."""
+    kept = {name: value for name, value in environment.items() if not name.startswith("DASK_")}
+    return kept | {"HOME": _NOWHERE, "DASK_CONFIG": _NOWHERE, "DASK_ROOT_CONFIG": _NOWHERE}
+
+
+@contextmanager
+def unconfigured_import() -> Iterator[None]:
+    """In the block, the environment of this process is ``unconfigured``."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(unconfigured(before))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def configure(lease_seconds: float) -> None:
@@ -24,15 +50,16 @@ def configure(lease_seconds: float) -> None:
     import dask
     import distributed  # adds its defaults to those of dask
 
-    logging.getLogger(distributed.__name__).setLevel(logging.ERROR)  # losses are reported by the head
     dask.config.refresh(paths=[], env={})
+    logging.getLogger(distributed.__name__).setLevel(logging.ERROR)  # losses are reported by the head
     dask.config.set(
         {
             "distributed.comm.require-encryption": True,
             "distributed.comm.timeouts.tcp": f"{max(lease_seconds, _MIN_TCP_SECONDS)} s",
             "distributed.diagnostics.nvml": False,
-            "distributed.scheduler.worker-ttl": f"{lease_seconds} s",
-            "distributed.scheduler.worker-saturation": 1.0,  # a shard that no process is free for waits on the head
+            "distributed.scheduler.worker-ttl": f"{_LEASES * lease_seconds} s",
+            "distributed.scheduler.work-stealing": False,  # it would give a shard back to a host that failed at it
+            "distributed.scheduler.worker-saturation": 1.0,  # shards wait on the head until a process is free
             "distributed.scheduler.http.routes": [],
             "distributed.worker.http.routes": [],
             "distributed.worker.profile.enabled": False,

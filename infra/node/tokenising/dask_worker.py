@@ -10,18 +10,19 @@ write the same bytes, each to a file of its own, which then replaces the shard's
 import asyncio
 import os
 import shutil
-import sys
 import threading
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from socket import create_connection
 from typing import Any, NoReturn
 
 from infra.node.channel import Channel
 from infra.node.node_folders import node_folder
-from infra.node.tokenising.dask_settings import configure, security, without_http
+from infra.node.tokenising.dask_settings import configure, security, unconfigured_import, without_http
+from infra.node.tokenising.makers import require_same
 from infra.node.tokenising.worker_messages import WorkerReady, WorkerStart
 from t5train.errors import HostMisconfigured, HostUnreachable, T5TrainError, WorkerLost
+from t5train.files.atomic import try_writing
 from t5train.files.locks import private_folder
 from t5train.files.os_errors import explain
 from t5train.host_resources import num_cores
@@ -33,22 +34,23 @@ _START_SECONDS = 30
 
 
 class JobFailed(Exception):
-    """A job failed on a worker. Its arguments are the name of a class in t5train.errors, and the message."""
+    """A job failed on a worker: the name of a class in t5train.errors, the message, and the worker's address."""
 
 
 def tokenise(request: WorkerStart, head: Channel) -> None:
     """Join the scheduler, and work for it until it is gone or the head closes the connection."""
-    _require_same_version(request)
+    require_same(request.makers)
     _require_shared_files(request)
     here, there = _addresses()
+    _require_reachable(there, request.port)
     folder = private_folder(node_folder() / "dask")
     _leave(asyncio.run(_work(request, head, folder, here, f"tls://{there}:{request.port}")))
 
 
 async def _work(request: WorkerStart, head: Channel, folder: Path, here: str, scheduler: str) -> Path:
     """Work until the scheduler is gone, and return the folder of the worker."""
-    from distributed import Worker
-
+    with unconfigured_import():
+        from distributed import Worker
     configure(request.lease_seconds)
     processes = request.processes or num_cores()
     worker = without_http(Worker)(
@@ -61,6 +63,7 @@ async def _work(request: WorkerStart, head: Channel, folder: Path, here: str, sc
         memory_limit=None,
         death_timeout=_START_SECONDS,
     )
+    worker.umask_of_jobs = request.umask
     own = Path(worker.local_directory)
     threading.Thread(target=_end_with_head, args=[own], name="end-with-head", daemon=True).start()
     try:
@@ -68,36 +71,31 @@ async def _work(request: WorkerStart, head: Channel, folder: Path, here: str, sc
     except (OSError, RuntimeError, TimeoutError) as error:
         raise HostUnreachable(
             f"the head's scheduler of Dask at {scheduler} did not answer within {_START_SECONDS} s "
-            f"({' '.join(str(error).split()) or type(error).__name__}). Allow connections from this host to the head "
-            "on ports above 1023"
+            f"({' '.join(str(error).split()) or type(error).__name__}), although the port can be reached. Compare the "
+            "clocks of both: the certificate of a run is valid from a day before its start"
         ) from error
     head.send(WorkerReady(processes, _segmenter_is_compiled()))
     await worker.finished()
     return own
 
 
-def _require_same_version(request: WorkerStart) -> None:
-    try:
-        found = version("distributed")
-    except PackageNotFoundError:
-        found = ""
-    if found != request.distributed:
-        raise HostMisconfigured(
-            f"distributed {found or 'missing'}, the head has {request.distributed}. Install it there "
-            f"({sys.executable} -m pip install distributed=={request.distributed}), leave the host out with "
-            "cluster.exclude, or set shards.executor=local"
-        )
-
-
 def _require_shared_files(request: WorkerStart) -> None:
-    """Raise HostMisconfigured unless this host reads the head's root, and the files with the text."""
+    """Raise HostMisconfigured unless this host shares the folder of the shards with the head, and the text."""
+    folder = request.probe.parent
     remedy = "Mount the head's storage at the same path on every host, or set shards.executor=local"
     try:
         is_shared = request.probe.read_text("utf-8") == request.nonce
     except OSError:
         is_shared = False
     if not is_shared:
-        raise HostMisconfigured(f"{request.root} is not shared with the head, where the shards are made. {remedy}")
+        raise HostMisconfigured(f"{folder} is not shared with the head, and shards are made there. {remedy}")
+    try:
+        try_writing(folder)
+    except OSError as error:
+        raise HostMisconfigured(
+            f"shards cannot be written: {folder}: {explain(error)}. Let this user write there, leave the host out with "
+            "cluster.exclude, or set shards.executor=local"
+        ) from error
     for path, size in request.sources.items():
         try:
             found = Path(path).stat().st_size
@@ -111,9 +109,22 @@ def _addresses() -> tuple[str, str]:
     """Return the addresses of this host and of the head by which the head has reached this host."""
     found = os.environ.get("SSH_CONNECTION", "").split()
     if len(found) != 4:
-        raise HostMisconfigured("sshd there does not set SSH_CONNECTION, which holds the head's address")
+        raise HostMisconfigured(
+            "sshd there does not set SSH_CONNECTION, which holds the head's address. Have the "
+            "head connect to sshd directly, not through a program that replaces it"
+        )
     head, _, own, _ = (f"[{each}]" if ":" in each else each for each in found)
     return own, head
+
+
+def _require_reachable(head: str, port: int) -> None:
+    try:
+        create_connection((head.strip("[]"), port), timeout=_START_SECONDS).close()
+    except OSError as error:
+        raise HostUnreachable(
+            f"the head cannot be reached at {head}, port {port}: {explain(error)}. Allow connections from this host to "
+            "the head on ports above 1023; a jump host between them does not forward these"
+        ) from error
 
 
 def _segmenter_is_compiled() -> bool:
@@ -141,11 +152,11 @@ def perform(function: str, job: dict[str, Any], number: int) -> None:
             worker.log_event(PROGRESS, {"job": number, "done": done})
 
     try:
-        (result,) = in_processes(function, [job], 1, advance)
+        (result,) = in_processes(function, [job], 1, advance, umask=worker.umask_of_jobs)
     except WorkerLost as error:
-        raise JobFailed(WorkerLost.__name__, f"{worker.name}: {error}") from None
+        raise JobFailed(WorkerLost.__name__, f"{worker.name}: {error}", worker.address) from None
     except T5TrainError as error:
-        raise JobFailed(type(error).__name__, str(error)) from None
+        raise JobFailed(type(error).__name__, str(error), worker.address) from None
     worker.log_event(PROGRESS, {"job": number, "done": done, "result": result})
 
 

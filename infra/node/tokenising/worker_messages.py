@@ -20,6 +20,16 @@ class Credentials:
 
 
 @dataclass(frozen=True)
+class Makers:
+    """What the bytes of shards depend on, so the head and all hosts must have the same."""
+
+    code: str
+    """The digest of this project's code."""
+    versions: Mapping[str, str]
+    """The versions of Python and of packages; empty for a package that is missing."""
+
+
+@dataclass(frozen=True)
 class WorkerStart(Request):
     """Starts a conversation: a worker for the scheduler that listens on ``port`` of the head, until stdin ends."""
 
@@ -30,13 +40,14 @@ class WorkerStart(Request):
     credentials: Credentials
     lease_seconds: float
     """After this time without contact, the worker and the scheduler give each other up."""
-    distributed: str
-    """The head's version of the package ``distributed``."""
+    makers: Makers
+    """Those of the head."""
+    umask: int
+    """The umask of the head, with which files of shards are created."""
     processes: int | None
     """How many shards are made at the same time; None: one per core."""
-    root: Path
     probe: Path
-    """A file under the root that the head has just written."""
+    """A file in the folder of the shards that the head has just written."""
     nonce: str
     """The content of that file."""
     sources: Mapping[str, int]

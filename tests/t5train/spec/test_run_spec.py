@@ -238,3 +238,10 @@ def test_languages_may_be_given_as_one_text_or_as_a_list(languages: Any) -> None
 def test_a_licence_or_language_that_would_break_the_model_card_is_refused(setting: str, value: str) -> None:
     with pytest.raises(SpecError, match=setting):
         smoke().with_settings({setting: value})
+
+
+def test_hosts_that_share_no_storage_do_not_tokenise() -> None:
+    settings = {"shards.executor": "dask", "cluster.hostfile": "/hosts"}
+    assert recipe("smoke", settings).shards.executor == "dask"
+    with pytest.raises(SpecError, match=r"shards\.executor is dask, but storage\.node_local"):
+        recipe("smoke", {**settings, "storage.node_local": True})

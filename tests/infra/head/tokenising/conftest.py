@@ -49,6 +49,16 @@ def die_once(job, advance):
         os.kill(os.getpid(), signal.SIGKILL)
     return {"number": job["number"]}
 
+def die_on_sick_host(job, advance):
+    time.sleep(0.1)
+    if "SICK" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.4)
+    return {"number": job["number"]}
+
+def read_nothing(job, advance):
+    Path("/dev/null/none").read_bytes()
+
 def die(job, advance):
     begun(job)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -64,7 +74,7 @@ class Site:
 
     def workers(self, processes: int = 1, lease_seconds: float = 5) -> Workers:
         cluster = ClusterSpec(hostfile=self.hostfile, lease_seconds=lease_seconds)
-        found = workers_for(ShardsSpec(executor="dask", workers=processes), cluster, self.folder)
+        found = workers_for(ShardsSpec(executor="dask", workers=processes), cluster)
         assert found is not None
         return found
 

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from infra.head.tokenising.hosts_executor import workers_for
+from infra.node.tokenising.makers import own_makers
+from infra.node.tokenising.worker_messages import Makers
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
-from t5train.errors import InputError, RemoteFailed, WorkerLost
+from t5train.errors import InputError, RemoteFailed, StorageError, WorkerLost
 from t5train.spec import ClusterSpec, CorpusSpec, ShardsSpec, TokenizerSpec
 from tests.infra.head.tokenising.conftest import Site
 from tests.support.generated_text import write_jsonl
@@ -18,8 +20,12 @@ from tests.support.generated_text import write_jsonl
 Do = Callable[..., list[dict[str, object]]]
 
 
-def test_this_machine_makes_shards_by_default_and_needs_no_hostfile(tmp_path: Path) -> None:
-    assert workers_for(ShardsSpec(), ClusterSpec(), tmp_path) is None
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mode for path in folder.iterdir()}
+
+
+def test_this_machine_makes_shards_by_default_and_needs_no_hostfile() -> None:
+    assert workers_for(ShardsSpec(), ClusterSpec()) is None
 
 
 def test_two_hosts_make_the_same_files_as_this_machine(
@@ -39,6 +45,7 @@ def test_two_hosts_make_the_same_files_as_this_machine(
         spec, *made, lambda _, count, total: done.append(total - count), out=Path("there"), workers=site.workers()
     )
     assert (there.fingerprint, there.files, there.counts) == (here.fingerprint, here.files, here.counts)
+    assert modes(Path("there")) == modes(Path("here"))
     assert here.counts["num_shards"] == 3
     assert done[-1] == 0
 
@@ -104,8 +111,9 @@ def test_a_host_that_reads_other_files_is_refused_before_anything_begins(do: Do,
 def test_a_host_without_dask_is_refused_with_the_command_that_installs_it(
     do: Do, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.head.tokenising.hosts_executor.version", lambda _: "2020.1")
-    with pytest.raises(RemoteFailed, match=r"the head has 2020\.1\. .*pip install distributed==2020"):
+    makers = Makers(own_makers().code, own_makers().versions | {"distributed": "2020.1"})
+    monkeypatch.setattr("infra.head.tokenising.hosts_executor.own_makers", lambda _: makers)
+    with pytest.raises(RemoteFailed, match=r"the head has distributed 2020\.1\. .*pip install distributed==2020"):
         do("finish", site.jobs(1))
     assert not site.begun()
 
@@ -116,3 +124,24 @@ def test_without_dask_on_this_machine_the_error_says_what_to_install(
     monkeypatch.setattr("infra.head.tokenising.scheduler_process.find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"distributed and cryptography cannot be imported.*t5-pretrain\[dask\]"):
         do("finish", site.jobs(1))
+
+
+def test_a_host_with_other_code_is_refused(do: Do, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    makers = Makers("0" * 64, own_makers().versions)
+    monkeypatch.setattr("infra.head.tokenising.hosts_executor.own_makers", lambda _: makers)
+    with pytest.raises(RemoteFailed, match=r"^(one|two): .*code of this project is not the head's.*--ship-code"):
+        do("finish", site.jobs(1))
+    assert not site.begun()
+
+
+def test_a_host_on_which_all_processes_die_gets_no_more_jobs(do: Do, site: Site, logged: Callable[[], str]) -> None:
+    ssh = site.folder / "bin" / "ssh"
+    ssh.write_text(ssh.read_text().replace("exec sh", '[ "$4" = two ] || export SICK=1\nexec sh'))
+    results = do("die_on_sick_host", site.jobs(6))
+    assert sorted(str(each["number"]) for each in results) == [str(number) for number in range(6)]
+    assert "one: 3 shards in a row could not be made there: one: a worker process was killed by SIGKILL" in logged()
+
+
+def test_the_reason_of_a_failed_read_is_in_the_error(do: Do, site: Site) -> None:
+    with pytest.raises(StorageError, match="/dev/null/none: Not a directory"):
+        do("read_nothing", site.jobs(1))
