@@ -127,11 +127,11 @@ def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFil
                 _require_columns(known, files)
         found += [each._replace(part=part) for each in files]
     if spec.mixed_with:
-        _require_different(spec, found)
+        require_different(spec, found)
     return found
 
 
-def _require_different(spec: CorpusSpec, files: Sequence[SourceFile]) -> None:
+def require_different(spec: CorpusSpec, files: Sequence[SourceFile]) -> None:
     """Raise InputError if a file belongs to two texts: passages held out in one could be trained on in the other."""
     owners: dict[Path, int] = {}
     for each in files:
@@ -306,7 +306,7 @@ def _without_repetitions(
             remove_folder(folder / _SCRATCH)
             raise InputError(
                 f"all passages of {redacted(source)!r} repeat other text, and corpus.remove is "
-                f"{', '.join(spec.remove)}, so none is left. Leave it out of corpus.mixed_with, or change corpus.remove"
+                f"{', '.join(spec.remove)}, so none is left. Leave it out of the mixture, or change corpus.remove"
             )
     for file in read.files:
         if _is_made(file.source, folder):

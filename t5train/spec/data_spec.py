@@ -81,7 +81,7 @@ class CorpusSpec(SpecPart):
     mixed_with: tuple[str, ...] = Field(
         (),
         title="Mixed with",
-        description="More texts to train on, named as source is: one, or a list such as "
+        description="More texts to train on, named as source is: one, or a JSON list such as "
         '["a.txt", "b.txt"]. objective.mixing_temperature, mixing_limit or '
         "mixing_weights decide how much of each is trained on. A dataset of the Hugging Face Hub can name its "
         "configuration, split, column and revision: hf://OWNER/NAME#config=en&split=train&column=text&revision=v2. "
@@ -352,5 +352,6 @@ class ShardsSpec(SpecPart):
     executor: Literal["local", "dask"] = Field(
         "local",
         title="Executor",
-        description="local: this machine tokenizes; dask: all hosts of the hostfile do, which have to share the root",
+        description="local: this machine tokenizes; dask: all hosts of the hostfile do. They have to share the root "
+        "and the text, and need the extra dask",
     )

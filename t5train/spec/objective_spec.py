@@ -31,21 +31,21 @@ class ObjectiveSpec(SpecPart):
         ge=1,
         le=1000,
         title="Mixing temperature",
-        description="With corpus.mixed_with: T of the rates at which texts are trained on, each proportional to "
-        "min(samples of the text, mixing_limit)^(1/T). 1: as large as they are; more: small texts more often",
+        description="With corpus.mixed_with: temperature T. Texts are trained on in proportion to min(samples, "
+        "mixing_limit)^(1/T). 1: in proportion to their sizes; more: small texts more often. Not with mixing_weights",
     )
     mixing_limit: int | None = Field(
         None,
         ge=1,
         title="Mixing limit",
-        description="With corpus.mixed_with: the number of samples up to which the size of a text counts for its rate. "
-        "null: no limit",
+        description="With corpus.mixed_with: the largest number of samples that counts as the size of a text, so that "
+        "a huge one does not crowd out the others. null: no limit. Not with mixing_weights",
     )
     mixing_weights: tuple[Annotated[float, Field(gt=0, le=1e9, description="positive numbers")], ...] | None = Field(
         None,
         title="Mixing weights",
-        description="With corpus.mixed_with: the rates themselves, for corpus.source and each of mixed_with in order, "
-        "such as 0.7,0.3; only their ratios count. null: rates follow from sizes",
+        description="With corpus.mixed_with: weights of corpus.source and of each text in mixed_with, in order, such "
+        "as 0.7,0.3. Only their ratios count. null: shares follow from sizes",
     )
 
     @field_validator("mixing_weights", mode="before")
@@ -55,10 +55,13 @@ class ObjectiveSpec(SpecPart):
 
     @model_validator(mode="after")
     def _rates_are_decided_once(self) -> Self:
-        if self.mixing_weights is not None and (self.mixing_temperature != 1 or self.mixing_limit is not None):
+        others = {"mixing_temperature": self.mixing_temperature, "mixing_limit": self.mixing_limit}
+        given = [f"objective.{name} is {value}" for name, value in others.items() if value not in (None, 1)]
+        if self.mixing_weights is not None and given:
+            weights = ",".join(f"{weight:g}" for weight in self.mixing_weights)
             raise ValueError(
-                "objective.mixing_weights are the rates themselves: leave objective.mixing_temperature and "
-                "objective.mixing_limit out"
+                f"objective.mixing_weights is {weights}, but {' and '.join(given)}: weights are the rates themselves, "
+                "so leave the others out, or the weights"
             )
         return self
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from t5train.data.checks.document_ids import IdsOfFile, require_documents
 from t5train.data.checks.listed_pairs import open_listed
 from t5train.data.checks.test_sets import of_test_set
-from t5train.data.corpus import of_part
+from t5train.data.corpus import of_part, require_different
 from t5train.data.download.partial_file import whole_digest
 from t5train.data.passages import SPLITS, FewIds, Row, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import PLAIN_FORMATS, format_of, is_dump, rows
@@ -161,6 +161,9 @@ def require_sources(spec: RunSpec) -> list[SourceFacts | None]:
             is_made = text.source == PYDOCS
             root = spec.storage.root
             found.append(None if is_made else require_source(text.source, text.revision, root, text.hub_text))
+    if spec.corpus.mixed_with:
+        local = [each._replace(part=part) for part, facts in enumerate(found) if facts for each in facts.local]
+        require_different(spec.corpus, local)
     if listed is not None and (facts := found[0]) is not None:
         wholes = {each.name: whole_digest(each.path) for each in facts.local}  # of downloads, columns may be kept only
         listed.require_text(facts.sizes | {name: whole.size for name, whole in wholes.items() if whole is not None})

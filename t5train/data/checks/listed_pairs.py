@@ -111,8 +111,8 @@ def open_listed(path: Path) -> Listed:
         is_pairs = False
     if not is_pairs:
         raise InputError(
-            f"corpus.remove_listed: {path} does not begin with the first line of a file of near-duplicates. Name a "
-            "file that `t5-pretrain data index duplicates` wrote"
+            f"corpus.remove_listed: {path} is not a file of pairs of near-duplicates. Name one that `t5-pretrain data "
+            "index duplicates` wrote"
         )
     if value.get("schema_version") != PAIRS_VERSION:
         raise InputError(

@@ -117,6 +117,8 @@ def test_texts_that_have_a_file_in_common_are_refused(folder: Path, other: str) 
     spec = corpus_of(folder, "one.jsonl", other.format(name=folder.name))
     with pytest.raises(InputError, match=r"one.jsonl belongs to two texts of the mixture"):
         build_corpus(spec, folder / "root")
+    with pytest.raises(InputError, match=r"one.jsonl belongs to two texts of the mixture"):
+        require_text(run_of(folder, "one.jsonl", other.format(name=folder.name)))
 
 
 def test_one_id_for_a_whole_text_is_noticed_beside_a_text_with_many(folder: Path) -> None:

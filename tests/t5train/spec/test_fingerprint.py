@@ -23,7 +23,6 @@ OTHER: dict[str, Any] = {
     "corpus.license": "cc-by-4.0",
     "corpus.languages": ["en", "de"],
     "corpus.remove": ["duplicates"],
-    "corpus.mixed_with": ["more.txt"],
     "corpus.remove_listed": "pairs.jsonl",
     "corpus.workers": 3,
     "tokenizer.path": "spiece.model",
@@ -131,7 +130,7 @@ OTHER_MIXTURE: dict[str, Any] = {
     "objective.mixing_weights": [0.7, 0.3],
 }
 # The same for settings that cannot be combined with the values above.
-OTHER_ALONE: dict[str, Any] = {"layout.pipeline_stages": 2}
+OTHER_ALONE: dict[str, Any] = {"layout.pipeline_stages": 2, "corpus.mixed_with": ["more.txt"]}
 EVERY = OTHER | OTHER_EXPERTS | OTHER_HOSTS | OTHER_REMOVAL | OTHER_DATASET | OTHER_MIXTURE | OTHER_ALONE
 # These settings decide where and how a run executes. All others decide its result.
 EXECUTION = {

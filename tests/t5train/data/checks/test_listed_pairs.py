@@ -153,7 +153,7 @@ def change_first(**values: object) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_in_header("kind", "other"), "does not begin with the first line of a file of near-duplicates"),
+        (set_in_header("kind", "other"), "is not a file of pairs of near-duplicates"),
         (set_in_header("schema_version", 1), "was written by another version"),
         (set_in_header("cosine", "high"), r"is damaged \(cosine in its first line\)"),
         (set_in_header("pairs", 2), "has 1 pair, but should have 2 by its first line"),
