@@ -230,11 +230,11 @@ class _Text(HTMLParser):
         self.found = list[str]()
         self._is_code = False
 
-    def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002 - HTMLParser gives attributes
+    def handle_starttag(self, tag: str, _attrs: object) -> None:
         self._is_code = tag in {"script", "style"}
 
-    def handle_endtag(self, tag: str) -> None:  # noqa: ARG002 - the end of any tag ends code
-        self._is_code = False
+    def handle_endtag(self, _tag: str) -> None:
+        self._is_code = False  # no other element begins inside of scripts and styles
 
     def handle_data(self, data: str) -> None:
         if not self._is_code:

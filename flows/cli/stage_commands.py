@@ -96,7 +96,7 @@ def tokenizer(
     _say(made)
 
 
-def tokenize(  # noqa: PLR0913, PLR0917 - one for each option
+def tokenize(  # noqa: PLR0913, PLR0917 - Typer makes an option of each parameter
     source: Annotated[str, typer.Option("--corpus", metavar="FILES", help="Text: path, pattern or URL")],
     vocabulary: Annotated[
         Path, typer.Option("--tokenizer", help="A spiece.model or a Hugging Face folder", readable=False)

@@ -72,7 +72,7 @@ class ShardDescription(BaseModel):
     files: dict[str, FileDigest]
 
 
-def build_shards(  # noqa: PLR0913 - what is made, of what, where, and by whom
+def build_shards(  # noqa: PLR0913 - two specs, two records, and where and how they become a third one
     spec: ShardsSpec,
     corpus_spec: CorpusSpec,
     corpus: Corpus,

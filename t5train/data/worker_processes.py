@@ -137,7 +137,7 @@ def _answer(message: Json) -> None:
         os._exit(1)
 
 
-def _end_with_parent(descriptor: int) -> None:
+def end_with_parent(descriptor: int) -> None:
     """End this process when no process has the other end of a pipe open. Reads nothing of the pipe."""
     hung_up = select.poll()
     hung_up.register(descriptor, 0)  # for POLLHUP, which is always reported
@@ -164,5 +164,5 @@ if __name__ == "__main__":
     # Ctrl-C in a terminal reaches workers too, but the process that started them decides when they end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # a worker's input is a pipe of text
-    threading.Thread(target=_end_with_parent, args=[sys.stdin.fileno()], name="end-with-parent", daemon=True).start()
+    threading.Thread(target=end_with_parent, args=[sys.stdin.fileno()], name="end-with-parent", daemon=True).start()
     _work(sys.argv[1])

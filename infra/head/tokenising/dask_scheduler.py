@@ -16,7 +16,6 @@ worker on which several were killed gets no more.
 
 import asyncio
 import json
-import os
 import sys
 import threading
 import warnings
@@ -30,13 +29,14 @@ from distributed import Client, Scheduler, SchedulerPlugin, as_completed
 from infra.head.tokenising.run_credentials import new_credentials
 from infra.node.tokenising.dask_settings import configure, security, without_http
 from infra.node.tokenising.dask_worker import PROGRESS, JobFailed, perform
+from t5train.data.worker_processes import end_with_parent
 from t5train.errors import WorkerLost
 
 _TRIES = 3
 Json = dict[str, Any]
 
 
-class _Watched(SchedulerPlugin):  # type: ignore[misc]  # Dask has no types
+class _Watched(SchedulerPlugin):  # type: ignore[misc]  # Dask has no types, so its classes count as Any
     """Reports the hosts whose workers the scheduler has lost, and counts the jobs in a row that workers have lost."""
 
     def __init__(self) -> None:
@@ -46,10 +46,10 @@ class _Watched(SchedulerPlugin):  # type: ignore[misc]  # Dask has no types
     def add_worker(self, scheduler: Any, worker: str) -> None:
         self._names[worker] = scheduler.workers[worker].name
 
-    def remove_worker(self, scheduler: Any, worker: str, **_: object) -> None:  # noqa: ARG002 - Dask names it
+    def remove_worker(self, *, worker: str, **_: object) -> None:
         _say({"left": self._names[worker]})
 
-    def transition(self, key: object, start: str, finish: str, **about: Any) -> None:  # noqa: ARG002 - Dask names them
+    def transition(self, _key: object, _start: str, finish: str, **about: Any) -> None:
         if finish == "memory":
             self.losses.pop(about.get("worker", ""), None)
 
@@ -62,7 +62,7 @@ async def _serve() -> None:
         scheduler.add_plugin(watched)
         _say({"port": scheduler.port, "certificate": credentials.certificate, "key": credentials.key})
         line = await asyncio.to_thread(sys.stdin.readline)
-        threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+        threading.Thread(target=end_with_parent, args=[sys.stdin.fileno()], name="end-with-parent", daemon=True).start()
         work = json.loads(line or "null")
         address = f"tls://127.0.0.1:{scheduler.port}"
         async with Client(address, asynchronous=True, security=secure) as client:
@@ -124,11 +124,6 @@ def _failure(error: BaseException, number: int) -> tuple[str, str, str]:
 def _say(message: Json) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
 
 
 def main() -> None:

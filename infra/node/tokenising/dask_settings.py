@@ -83,9 +83,4 @@ def security(credentials: Credentials) -> "Security":
 
 def without_http(server: type[Any]) -> type[Any]:
     """Return a class of servers of Dask that do not open a port for HTTP, which would have no TLS."""
-
-    class WithoutHttp(server):  # type: ignore[misc]  # the class is an argument
-        def start_http_server(self, *_: object, **__: object) -> None:
-            pass
-
-    return WithoutHttp
+    return type(server.__name__, (server,), {"start_http_server": lambda *_, **__: None})

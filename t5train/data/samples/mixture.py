@@ -1,9 +1,10 @@
 """The order of samples of several texts, each of which is trained on at a rate of its own.
 
 Rates are those of T5 (Raffel et al. 2020, section 3.5.2): proportional to the number of samples of a text, but of no
-more than a limit, and to the power of 1/T, or as given. The endless sequence of samples is divided into blocks. How
-many samples of each text a block has follows from the rates, and their order within the block is permuted anew. The
-samples of a text follow each other as if it were trained on alone: none is repeated before all its others were used.
+more than a limit, and to the power of 1/T, or as given. The endless sequence of samples is divided into blocks. The
+rates determine how many samples of each text a block contains, and each block is shuffled with its own permutation.
+Within a text, samples come in the order in which they would come if it were the only one: none is repeated until all
+have been used.
 
 Like the order of one text, nothing is stored: which sample is at a position is computed from the position alone.
 """

@@ -96,7 +96,7 @@ def test_shards_made_of_a_text_that_was_changed_and_changed_back_are_made_again(
 
     def interrupted(jobs: Any, *rest: Any) -> None:
         change_a_word(text)
-        make(jobs[:2], *rest)
+        make(jobs[-2:], *rest)  # the last one has the word
         raise KeyboardInterrupt
 
     expected = shards("clean").files
@@ -104,7 +104,7 @@ def test_shards_made_of_a_text_that_was_changed_and_changed_back_are_made_again(
         broken.setattr(shards_stage, "_make", interrupted)
         with pytest.raises(KeyboardInterrupt):
             shards("other")
-    assert (tmp_path / "other" / "shard-00000.json").exists()
+    assert len([*(tmp_path / "other").glob("shard-*.json")]) == 2
     text.write_text(whole)
     assert shards("other").files == expected
     assert not [*(tmp_path / "other").glob(".*stamps*")]
