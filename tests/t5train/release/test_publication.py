@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -305,13 +306,14 @@ class TestCheckDestination:
             check_destination(destination, spec_fingerprint="f" * 64)
 
     @pytest.mark.parametrize(
-        ("url", "remedy"), [("s3://bucket/t5", "pip install 's3fs>="), ("gs://bucket/t5", "pip install gcsfs")]
+        ("url", "remedy"), [("s3://bucket/t5", "pip install 'boto3>="), ("gs://bucket/t5", "pip install gcsfs")]
     )
     def test_a_missing_package_is_named(self, url: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def missing(url: str) -> None:
             raise ImportError("Install it")
 
         monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+        monkeypatch.setitem(sys.modules, "boto3.session", None)
         with pytest.raises(PublicationError, match=remedy):
             check_destination(url)
 

@@ -1,0 +1,75 @@
+"""A plain boto3 reader of the object store."""
+
+import hashlib
+import json
+from typing import Any
+
+import boto3
+import pytest
+
+MIB = 1 << 20
+PART_BYTES = 5 * MIB
+
+
+class Reader:
+    """What a program sees that knows the bucket's URL and the form of the manifest, and nothing of this project."""
+
+    def __init__(self, bucket: str) -> None:
+        self.bucket, self.client = bucket, boto3.session.Session().client("s3")
+
+    def keys(self, destination: str) -> set[str]:
+        """Names of the objects below a destination."""
+        prefix = self._prefix(destination)
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix)
+        return {entry["Key"].removeprefix(prefix) for page in pages for entry in page.get("Contents", [])}
+
+    def uploads(self, destination: str) -> list[str]:
+        """Names of the unfinished multipart uploads below a destination."""
+        found = self.client.list_multipart_uploads(Bucket=self.bucket, Prefix=self._prefix(destination))
+        return [entry["Key"] for entry in found.get("Uploads", [])]
+
+    def content(self, destination: str, name: str) -> bytes:
+        key = self._prefix(destination) + name
+        return bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
+
+    def put(self, destination: str, name: str, content: bytes) -> None:
+        self.client.put_object(Bucket=self.bucket, Key=self._prefix(destination) + name, Body=content)
+
+    def delete(self, destination: str, name: str) -> None:
+        self.client.delete_object(Bucket=self.bucket, Key=self._prefix(destination) + name)
+
+    def require_all_or_nothing(self, destination: str) -> dict[str, Any] | None:
+        """Return the manifest, if there is one, after comparing every object that it names."""
+        try:
+            manifest: dict[str, Any] = json.loads(self.content(destination, "manifest.json"))
+        except self.client.exceptions.NoSuchKey:
+            return None
+        for name, digest in manifest["files"].items():
+            content = self.content(destination, f"{manifest['folder']}/{name}")
+            assert (len(content), hashlib.sha256(content).hexdigest()) == (digest["size"], digest["sha256"]), name
+        return manifest
+
+    def require_only(self, destination: str) -> dict[str, Any]:
+        """Return the manifest, after checking that there is nothing but the publication."""
+        manifest = self.require_all_or_nothing(destination)
+        assert manifest is not None
+        assert self.keys(destination) == {
+            "manifest.json",
+            *(f"{manifest['folder']}/{name}" for name in manifest["files"]),
+        }
+        assert not self.uploads(destination)
+        return manifest
+
+    def _prefix(self, destination: str) -> str:
+        return destination.removeprefix(f"s3://{self.bucket}/") + "/"
+
+
+@pytest.fixture
+def reader(s3: Any) -> Reader:
+    return Reader(s3.url.removeprefix("s3://"))
+
+
+@pytest.fixture
+def destination(s3: Any, request: pytest.FixtureRequest) -> str:
+    """A destination that only this test uses."""
+    return f"{s3.url}/{request.node.name.replace('[', '-').replace(']', '')}/t5"
