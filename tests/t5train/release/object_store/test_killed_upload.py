@@ -88,7 +88,7 @@ def test_an_upload_killed_at_any_request_is_completed_by_the_next_and_readers_se
     request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
-    every = 1 if request.config.getoption("--kill-rounds") > 1 else 4
+    every = 1 if request.config.getoption("--kill-rounds") > 1 else 5
     for number in range(0, 1000, every):
         when, url = ("before", "after")[number // every % 2], f"{destination}-{number}"
         with watched(reader, url) as faults:
