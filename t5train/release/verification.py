@@ -68,7 +68,7 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
         if is_there(holds_files / CERTIFICATE):  # otherwise a fault by now
             with reading(holds_files / CERTIFICATE):
                 content = (holds_files / CERTIFICATE).read_bytes()
-            faults += _faults_of(_require_certified, record, content, str(folder))
+            faults += _faults_of(require_certified, record, content, str(folder))
         record = record.model_copy(update={"url": str(folder)})
     _raise_all(faults, str(folder))
     return record
@@ -97,7 +97,7 @@ def verify_remote(url: str, progress: Progress = silent) -> Record:
             faults += _faults_of(_require_whole, record, object_names(filesystem, folder), where)
             if filesystem.exists(f"{folder}/{CERTIFICATE}"):  # otherwise a fault by now
                 content = filesystem.cat_file(f"{folder}/{CERTIFICATE}")
-                faults += _faults_of(_require_certified, record, content, where)
+                faults += _faults_of(require_certified, record, content, where)
             record = record.model_copy(update={"url": where})
         _raise_all(faults, where)
     return record
@@ -120,7 +120,7 @@ def verify_bucket(bucket: BucketFolder, progress: Progress = silent) -> Record:
         present += bucket.names(below=False)
     faults += _faults_of(_require_whole, record, present, where)
     if (content := bucket.read(record.name_beside_manifest(CERTIFICATE))) is not None:  # otherwise a fault by now
-        faults += _faults_of(_require_certified, record, content, where)
+        faults += _faults_of(require_certified, record, content, where)
     _raise_all(faults, where)
     return record.model_copy(update={"url": where})
 
@@ -211,7 +211,8 @@ def _require_whole(record: Publication, present: Iterable[str], where: str) -> N
         )
 
 
-def _require_certified(record: Publication, content: bytes, where: str) -> None:
+def require_certified(record: Publication, content: bytes, where: str) -> None:
+    """Raise PublicationError unless ``content`` is a certificate that vouches for the record's files."""
     try:
         certificate = Certificate.parse(content, f"{where}/{CERTIFICATE}")
         certificate.require_vouching(record.inputs.get("export", ""), record.files, f"{where}/{CERTIFICATE}")

@@ -16,7 +16,7 @@ from t5train.records.stage_records import MANIFEST, Export, Publication
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import MeasuredFile, crc_of, encoded
 from t5train.release.object_store.file_upload import FileUploads
-from t5train.release.object_store.store_errors import CONTENDED, NOT_DONE, PRECONDITION_FAILED, UNKNOWN_UPLOAD
+from t5train.release.object_store.store_errors import CONTENDED, PRECONDITION_FAILED, TRANSIENT, UNKNOWN_UPLOAD
 from t5train.release.object_store.stored_objects import prove, read_back
 from t5train.release.object_store.upload_journal import UploadJournal
 from t5train.release.published_manifest import not_empty, occupied, publication_in
@@ -112,7 +112,7 @@ def _commit(bucket: BucketFolder, record: Publication) -> Publication:
             failure = error
         if (found := published_in(bucket)) is not None:
             return found
-        if failure is not None and failure.code not in (*CONTENDED, *PRECONDITION_FAILED, *NOT_DONE):
+        if failure is not None and failure.code not in (*CONTENDED, *PRECONDITION_FAILED, *TRANSIENT):
             raise failure
         time.sleep(_FIRST_PAUSE_SECONDS * 2**number)
     raise failure or PublicationError(

@@ -11,11 +11,22 @@ CONTENDED = ("ConditionalRequestConflict", "409")
 """Codes of a conditional write that collided with another one. Neither may have been done."""
 MISSING = ("NoSuchKey", "404")
 """Codes of an object that does not exist."""
-NOT_DONE = (
+TRANSIENT = (
     *("ReadTimeoutError", "ConnectTimeoutError", "ConnectionClosedError", "EndpointConnectionError", "HTTPClientError"),
-    *("RequestTimeout", "SlowDown", "ServiceUnavailable", "InternalError", "500", "502", "503", "504"),
+    *(
+        "ResponseStreamingError",
+        "IncompleteReadError",
+        "RequestTimeout",
+        "SlowDown",
+        "ServiceUnavailable",
+        "InternalError",
+        "500",
+        "502",
+        "503",
+        "504",
+    ),
 )
-"""Codes of requests of which only the server knows whether they were done."""
+"""Codes of failures that can pass. Only the server knows whether the request was done."""
 PRECONDITION_FAILED = ("PreconditionFailed", "412")
 """Codes of a conditional write to a name that is taken."""
 UNKNOWN_UPLOAD = "NoSuchUpload"

@@ -56,10 +56,15 @@ def read_back(
             raise missing(bucket, name, expected) from None
         raise
     if (found := FileDigest(size=size, sha256=sha256.hexdigest())) != expected:
-        raise DigestMismatch(
-            f"{bucket.url}/{name} has {found.size:,} bytes and {found}, but {expected.size:,} bytes and {expected} "
-            "were recorded: restore the object or publish again"
-        )
+        raise differs(bucket, name, found, expected)
+
+
+def differs(bucket: BucketFolder, name: str, found: FileDigest, expected: FileDigest) -> DigestMismatch:
+    """The error for an object with other content."""
+    return DigestMismatch(
+        f"{bucket.url}/{name} has {found.size:,} bytes and {found}, but {expected.size:,} bytes and {expected} "
+        "were recorded: restore the object or publish again"
+    )
 
 
 def missing(bucket: BucketFolder, name: str, expected: FileDigest) -> DigestMismatch:

@@ -28,12 +28,6 @@ def store(s3: Any) -> S3FileSystem:
     return S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
 
 
-@pytest.fixture
-def destination(s3: Any, request: pytest.FixtureRequest) -> str:
-    """A destination that only this test uses."""
-    return f"{s3.url}/{request.node.originalname}/t5"
-
-
 @pytest.mark.parametrize(
     ("setting", "value", "named_setting"),
     [

@@ -18,9 +18,11 @@ from t5train.release.object_store.checksums import crc_of, encoded
 from t5train.release.object_store.upload_journal import UploadJournal
 from t5train.release.publication import check_destination, publish
 from t5train.release.verification import verify
-from tests.t5train.release.object_store.conftest import MIB, PART_BYTES, Reader
+from tests.support.s3_reader import Reader
 
 pytestmark = pytest.mark.slow
+
+PART_BYTES = 5 << 20
 
 MakeExport = Callable[..., Export]
 SMALL = {"config.json": 700, "model.safetensors": 40_000, "tokenizer/spiece.model": 3_000}
@@ -277,7 +279,7 @@ def test_the_server_rejects_bytes_with_a_wrong_checksum(destination: str, reader
 def test_a_file_that_is_changed_after_its_certificate_was_checked_is_not_published(
     make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, position in (("model.safetensors", 21 * MIB), ("config.json", 3)):
+    for name, position in (("model.safetensors", 21 << 20), ("config.json", 3)):
         exported = make_random_export(f"run-{name}")
 
         def changed(

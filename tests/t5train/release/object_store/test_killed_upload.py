@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from t5train.records.stage_records import Export
-from tests.t5train.release.object_store.conftest import PART_BYTES, Reader
+from tests.support.s3_reader import Reader
 
 pytestmark = pytest.mark.slow
+
+PART_BYTES = 5 << 20
 
 THREADS = 4
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from t5train.records.stage_records import Export
-from tests.t5train.release.object_store.conftest import Reader
+from tests.support.s3_reader import Reader
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from t5train.errors import PublicationError, StoreError
 from t5train.release.object_store import bucket
 from t5train.release.publication import check_destination
 from tests.support import s3_answers
-from tests.t5train.release.object_store.conftest import Reader
+from tests.support.s3_reader import Reader
 
 pytestmark = pytest.mark.slow
 

@@ -1,14 +1,10 @@
-"""A plain boto3 reader of the object store."""
+"""A plain boto3 reader of an object store, independent of the project's own client."""
 
 import hashlib
 import json
 from typing import Any
 
 import boto3
-import pytest
-
-MIB = 1 << 20
-PART_BYTES = 5 * MIB
 
 
 class Reader:
@@ -62,14 +58,3 @@ class Reader:
 
     def _prefix(self, destination: str) -> str:
         return destination.removeprefix(f"s3://{self.bucket}/") + "/"
-
-
-@pytest.fixture
-def reader(s3: Any) -> Reader:
-    return Reader(s3.url.removeprefix("s3://"))
-
-
-@pytest.fixture
-def destination(s3: Any, request: pytest.FixtureRequest) -> str:
-    """A destination that only this test uses."""
-    return f"{s3.url}/{request.node.name.replace('[', '-').replace(']', '')}/t5"
