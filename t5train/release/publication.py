@@ -1,7 +1,8 @@
-"""Publishes a certified export to a folder or an object store.
+"""Publishes a certified export to a folder, to S3 (``t5train.release.object_store``) or to another store.
 
-The destination is checked before a run trains. The certificate is uploaded first, to claim the destination, and
-``manifest.json`` last. Each uploaded file is read back. Files that are not of this export are never overwritten.
+The destination is checked before a run trains. Stores other than S3 are written through fsspec: the certificate is
+uploaded first, to claim the destination, and ``manifest.json`` last. Each uploaded file is read back. Files that are
+not of this export are never overwritten.
 """
 
 import logging
@@ -152,6 +153,7 @@ def _try_writing(url: str, needed_bytes: int) -> None:
     if is_in_s3(url):
         check_writing(BucketFolder(url))
     elif folder is None:
+        _warn_of_no_guarantee(url)
         _try_store(url)
     else:
         _try_folder(folder, needed_bytes)
@@ -200,12 +202,12 @@ def _try_store(url: str) -> None:
 def publish(export: Export, url: str, progress: Progress = silent) -> Publication:
     """Copy a certified export to a folder or an object store.
 
-    A local folder appears atomically, by one rename. An intact publication of the same export is reused. Secrets in the
-    URL never appear in records, logs or errors.
+    A local folder appears atomically, by one rename, and a publication in S3 by one conditional write. An intact
+    publication of the same export is reused. Secrets in the URL never appear in records, logs or errors.
 
     Args:
         export: The certified export.
-        url: Folder or fsspec URL.
+        url: Folder, ``s3://BUCKET/FOLDER`` or another fsspec URL.
         progress: Called with the number of bytes copied or sent, and verified.
 
     Returns:
@@ -228,10 +230,19 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
         return existing
     folder = local_folder(url)
     if folder is None:
+        _warn_of_no_guarantee(url)
         upload(export.path, record, url, progress)
         return record
     _copy(export, record, folder, progress)
     return record.model_copy(update={"path": folder, "url": str(folder)})
+
+
+def _warn_of_no_guarantee(url: str) -> None:
+    _log.warning(
+        "%s is not in S3: its store has no write that only one of several processes can do. Let only one run publish "
+        "there at a time. Readers should wait for %s and verify its files",
+        redacted(url), MANIFEST,
+    )  # fmt: skip
 
 
 def _record(export: Export, url: str) -> Publication:

@@ -10,8 +10,15 @@ import boto3
 class Reader:
     """What a program sees that knows the bucket's URL and the form of the manifest, and nothing of this project."""
 
-    def __init__(self, bucket: str) -> None:
-        self.bucket, self.client = bucket, boto3.session.Session().client("s3")
+    def __init__(self, bucket: str, environment: dict[str, str]) -> None:
+        self.bucket = bucket
+        self.client = boto3.session.Session().client(
+            "s3",
+            endpoint_url=environment["AWS_ENDPOINT_URL"],
+            region_name=environment["AWS_DEFAULT_REGION"],
+            aws_access_key_id=environment["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
+        )
 
     def keys(self, destination: str) -> set[str]:
         """Names of the objects below a destination."""

@@ -69,11 +69,14 @@ class BucketFolder:
             raise
 
     def names(self, folder: str = "", *, below: bool = True) -> list[str]:
-        """Return the names of the objects in ``folder``, relative to it; unless ``below``, not those in its folders."""
+        """Return the names of the objects in ``folder``, relative to it; unless ``below``, not those in its folders.
+
+        Objects that stand for folders, which some programs make, are left out.
+        """
         prefix = self._key(folder) + "/" if self._key(folder) else ""
         arguments = {"Prefix": prefix} | ({} if below else {"Delimiter": "/"})
         pages = self._pages("list_objects_v2", "Contents", {"ContinuationToken": "NextContinuationToken"}, arguments)
-        return [str(entry["Key"]).removeprefix(prefix) for entry in pages]
+        return [key.removeprefix(prefix) for entry in pages if not (key := str(entry["Key"])).endswith("/")]
 
     def uploads(self, folder: str = "") -> list[tuple[str, str]]:
         """Return the names and ids of the unfinished multipart uploads below ``folder``; the names include it."""

@@ -74,12 +74,10 @@ def published_in(bucket: BucketFolder) -> Publication | None:
 
     Raises PublicationError for anything else: other files, another kind of record, a damaged manifest.
     """
-    content = bucket.read(MANIFEST)
-    if content is not None:
+    present = bucket.names(below=False)  # to read what does not exist may be denied
+    if MANIFEST in present and (content := bucket.read(MANIFEST)) is not None:
         return publication_in(content, bucket.url)
-    if present := bucket.names(below=False):
-        if MANIFEST in present:  # it was written since
-            return published_in(bucket)
+    if present and MANIFEST not in present:
         raise not_empty(bucket.url, present)
     return None
 

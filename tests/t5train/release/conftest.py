@@ -24,9 +24,9 @@ def make_random_export(tmp_path: Path) -> Callable[..., Export]:
     return make
 
 
-@pytest.fixture
-def reader(s3: Any) -> Reader:
-    return Reader(s3.url.removeprefix("s3://"))
+@pytest.fixture(scope="session")
+def reader(object_store: Any) -> Reader:
+    return Reader(object_store.url.removeprefix("s3://"), object_store.environment)
 
 
 @pytest.fixture

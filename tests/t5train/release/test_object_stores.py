@@ -55,9 +55,7 @@ def test_wrong_credentials_are_reported_without_their_values(
 
 def test_a_missing_bucket_is_named(s3: Any, make_random_export: MakeExport) -> None:
     for attempt in (check_destination, verify, lambda url: publish(make_random_export(), url)):
-        with pytest.raises(
-            StoreError, match=r"s3://nowhere/t5/manifest.json cannot be read: the bucket does not exist"
-        ):
+        with pytest.raises(StoreError, match=r"s3://nowhere/t5\S* cannot be read: the bucket does not exist"):
             attempt("s3://nowhere/t5")
     with pytest.raises(InputError, match=r"s3://nowhere/\*\.txt"):
         require_source("s3://nowhere/*.txt")

@@ -317,6 +317,16 @@ class TestCheckDestination:
         with pytest.raises(PublicationError, match=remedy):
             check_destination(url)
 
+    def test_a_store_that_cannot_guarantee_all_or_nothing_is_warned_of(
+        self, store: MemoryFileSystem, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert not store.store
+        check_destination(str(tmp_path / "published"))
+        assert not caplog.records
+        check_destination(STORE)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert f"{STORE} is not in S3" in caplog.text
+
     def test_an_unknown_protocol_is_refused(self) -> None:
         with pytest.raises(PublicationError, match=r"nowhere://a/b .*Protocol not known: nowhere"):
             check_destination("nowhere://a/b")
