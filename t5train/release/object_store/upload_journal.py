@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,8 @@ from t5train.errors import PublicationError, StorageError
 from t5train.files.atomic import sync_folder
 from t5train.files.locks import try_lock
 from t5train.files.os_errors import explain
+from t5train.records.digests import FileDigest
+from t5train.records.identity import fingerprint
 
 _LOCK_SECONDS = 1.0
 
@@ -42,10 +44,10 @@ class OpenUpload:
 
 @dataclass
 class Attempt:
-    """An attempt to publish an export: the folder of its objects, and the names of its files."""
+    """An attempt to publish files: the folder of their objects, a digest of their content, and their names."""
 
     name: str
-    export: str
+    content: str
     files: list[str]
 
 
@@ -76,7 +78,8 @@ class UploadJournal:
             StorageError: The journal cannot be written.
 
         """
-        path = folder.with_name(f".{folder.name}.upload-{hashlib.sha256(destination.encode()).hexdigest()[:16]}.jsonl")
+        key = hashlib.sha256(destination.encode()).hexdigest()[:16]
+        path = folder.absolute().with_name(f".{folder.absolute().name}.upload-{key}.jsonl")
         try:
             descriptor = _open_locked(path)
         except OSError as error:
@@ -86,11 +89,12 @@ class UploadJournal:
         finally:
             os.close(descriptor)
 
-    def continue_attempt(self, export: str, files: Iterable[str]) -> str:
-        """Return the name of the current attempt. Unless it is of this export, a new one is begun."""
-        if not self.attempts or self.attempts[-1].export != export:
+    def continue_attempt(self, export: str, files: Mapping[str, FileDigest]) -> str:
+        """Return the name of the current attempt. Unless it is of exactly these files, a new one is begun."""
+        content = fingerprint({name: digest.sha256 for name, digest in files.items()})
+        if not self.attempts or self.attempts[-1].content != content:
             name = f"{export[:12]}-{secrets.token_hex(8)}"
-            self._record({"attempt": name, "export": export, "files": sorted(files)})
+            self._record({"attempt": name, "content": content, "files": sorted(files)})
         return self.attempts[-1].name
 
     def begin(self, file: str, upload_id: str, part_bytes: int) -> None:
@@ -137,8 +141,8 @@ class UploadJournal:
 
     def _apply(self, event: dict[str, Any]) -> None:
         match event:
-            case {"attempt": name, "export": export, "files": files}:
-                self.attempts.append(Attempt(name, export, files))
+            case {"attempt": name, "content": content, "files": files}:
+                self.attempts.append(Attempt(name, content, files))
                 self.uploads.clear()
                 self.stored.clear()
             case {"begun": file, "upload_id": upload_id, "part_bytes": part_bytes}:
