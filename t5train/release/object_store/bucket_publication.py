@@ -54,7 +54,6 @@ def publish_to_bucket(
         found, is_new = published_in(bucket), False
         if found is None:
             attempt = journal.continue_attempt(export.fingerprint, export.files)
-            _abort_unrecorded_uploads(bucket, attempt, journal)
             uploads = FileUploads(bucket, attempt, export.path, files, journal, progress)
             found = _publication_of_another(bucket, uploads, part_bytes)
             if found is None:
@@ -119,7 +118,10 @@ def _commit(bucket: BucketFolder, record: Publication) -> Publication:
 
 
 def _clean_up(bucket: BucketFolder, journal: UploadJournal, found: Publication) -> None:
-    """Remove what can no longer become a publication: all unfinished uploads, and the objects of other own attempts."""
+    """Remove what can no longer become a publication: all unfinished uploads, and the objects of other own attempts.
+
+    An upload may be in no journal, because its process was killed before it could record the server's answer.
+    """
     for name, upload_id in bucket.uploads():
         if _ATTEMPT.fullmatch(name.partition("/")[0]):
             bucket.abort(name, upload_id)
@@ -131,14 +133,6 @@ def _clean_up(bucket: BucketFolder, journal: UploadJournal, found: Publication) 
             )  # fmt: skip
             for name in attempt.files:
                 bucket.call("delete_object", f"{attempt.name}/{name}")
-
-
-def _abort_unrecorded_uploads(bucket: BucketFolder, attempt: str, journal: UploadJournal) -> None:
-    """Abort multipart uploads of this attempt that a killed process began and could not record."""
-    known = {upload.upload_id for upload in journal.uploads.values()}
-    for name, upload_id in bucket.uploads(attempt):
-        if upload_id not in known:
-            bucket.abort(name, upload_id)
 
 
 def _prove(bucket: BucketFolder, found: Publication, files: Mapping[str, MeasuredFile]) -> None:

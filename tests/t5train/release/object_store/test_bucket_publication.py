@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from t5train.errors import DigestMismatch, PublicationError, RecordError, StoreError
 from t5train.records.stage_records import Export, Publication
 from t5train.release import publication
+from t5train.release.fetching import fetch
 from t5train.release.object_store import bucket_publication
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import crc_of, encoded
@@ -134,6 +136,7 @@ def test_a_publication_of_an_earlier_version_without_a_folder_is_verified_and_re
     assert b'"folder"' not in reader.content(destination, "manifest.json")
     assert verify(destination).files == exported.files
     assert publish(exported, destination).reused
+    assert fetch(destination, tmp_path / "fetched").files == exported.files
 
 
 def test_of_two_exports_the_first_to_write_the_manifest_wins_and_the_other_removes_its_objects(
@@ -227,6 +230,47 @@ def test_an_upload_that_the_server_no_longer_knows_is_begun_again(
     reader.require_only(destination)
 
 
+def test_unfinished_uploads_of_any_attempt_are_aborted_once_the_publication_is_decided_and_no_others(
+    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("0123456789ab-0123456789abcdef/model.safetensors", "mine/notes.txt"):
+        BucketFolder(destination).call("create_multipart_upload", name)
+    exported = make_random_export()
+
+    def killed(send: Callable[[], Any], name: str | None) -> Any:
+        send()
+        raise KeyboardInterrupt  # before the journal has the upload's id
+
+    with monkeypatch.context() as patch:
+        answering(patch, "create_multipart_upload", killed)
+        with pytest.raises(KeyboardInterrupt):
+            publish(exported, destination)
+    assert len(reader.uploads(destination)) == 3
+    publish(exported, destination)
+    assert [name.rpartition("/t5/")[2] for name in reader.uploads(destination)] == ["mine/notes.txt"]
+
+
+def test_a_copy_that_other_tools_made_is_verified(
+    make_random_export: MakeExport, destination: str, reader: Reader, tmp_path: Path
+) -> None:
+    publish(make_random_export(sizes=SMALL), destination)
+    store = fsspec.filesystem("memory")
+    for name in reader.keys(destination):
+        content = reader.content(destination, name)
+        (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / name).write_bytes(content)
+        store.pipe_file(f"/copies/t5/{name}", content)
+    for copy in (str(tmp_path / "copy"), "memory://copies/t5"):
+        verify(copy)
+    (weights,) = (tmp_path / "copy").rglob("model.safetensors")
+    weights.write_bytes(b"changed")
+    store.pipe_file(f"/copies/t5/{weights.parent.name}/model.safetensors", b"changed")
+    for copy in (str(tmp_path / "copy"), "memory://copies/t5"):
+        with pytest.raises(DigestMismatch, match=r"model\.safetensors"):
+            verify(copy)
+    store.rm("/copies", recursive=True)
+
+
 def test_the_journal_is_private_and_one_of_another_export_is_not_used_but_its_objects_are_removed(
     make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +335,7 @@ def test_a_file_that_is_changed_after_its_certificate_was_checked_is_not_publish
             return send()
 
         with monkeypatch.context() as patch:
-            answering(patch, "list_multipart_uploads", changed)
+            answering(patch, "list_objects_v2", changed)
             with pytest.raises(DigestMismatch, match=f"{name} was changed while"):
                 publish(exported, destination)
         assert reader.require_all_or_nothing(destination) is None
