@@ -115,6 +115,7 @@ def verify_bucket(bucket: BucketFolder, progress: Progress = silent) -> Record:
         return []
 
     run_jobs((partial(compare, name, digest) for name, digest in record.files.items()), read)
+    faults.sort(key=str)  # threads find them in any order
     present = bucket.names(record.folder)
     if record.folder:
         present += bucket.names(below=False)

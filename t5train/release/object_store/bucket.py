@@ -107,8 +107,8 @@ class BucketFolder:
         while True:
             page = self.call(operation, **arguments)
             yield from page.get(entries, [])
-            if not page.get("IsTruncated"):
-                return
+            if not page.get("IsTruncated") or not page.keys() >= set(following.values()):
+                return  # SeaweedFS does not say where the next page of uploads begins
             arguments = arguments | {marker: page[found] for marker, found in following.items()}
 
     def _key(self, name: str) -> str:
