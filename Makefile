@@ -19,7 +19,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills operation-faults regression-faults regression-quiet io-faults settings-page recording up clean
+.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills operation-faults regression-faults regression-quiet io-faults upload-faults settings-page recording up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -90,6 +90,9 @@ resumes: setup ## Resume runs after every kind of damage (needs root), and write
 kills: setup ## Kill processes that save, gather, consolidate, publish and tokenise, 220 times at random moments
 	@$(BIN)/python -m tests.acceptance.kills.kill_all
 	$(BIN)/python -m tests.acceptance.kills.kill_tokenising
+
+upload-faults: setup ## Kill uploads to an S3 server at every request, and let eight processes race for one destination 100 times
+	$(BIN)/python -m pytest -n 0 tests/t5train/release/object_store --kill-rounds 100
 
 operation-faults: setup ## Kill worker, server, flow and head 100 times while a run trains (needs root); continues where it was interrupted
 	@$(BIN)/python -m tests.acceptance.operation.operation_kills --root $(ROOT)/operation-faults --into docs/operation-faults.md

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from t5train.errors import T5TrainError
     from t5train.release.certification import certify_in_fresh_process as certify
     from t5train.release.export import export
+    from t5train.release.fetching import fetch
     from t5train.release.inference.evaluation import evaluate
     from t5train.release.inference.generation import generate
     from t5train.release.publication import publish
@@ -41,6 +42,7 @@ _SOURCES = {
     "consolidate": "t5train.checkpoint.consolidate.consolidation:consolidate",
     "evaluate": "t5train.release.inference.evaluation:evaluate",
     "export": "t5train.release.export:export",
+    "fetch": "t5train.release.fetching:fetch",
     "generate": "t5train.release.inference.generation:generate",
     "load_run_spec": "t5train.checkpoint.resume:load_run_spec",
     "publish": "t5train.release.publication:publish",
@@ -56,6 +58,7 @@ __all__ = [
     "consolidate",
     "evaluate",
     "export",
+    "fetch",
     "generate",
     "load_run_spec",
     "publish",

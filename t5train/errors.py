@@ -50,6 +50,7 @@
     │   └── UnknownLayout
     ├── CertificationError       the exported model is not the one that was trained
     └── PublicationError         a published folder is incomplete, damaged or in the way
+        └── StoreError           an object store refused a request, or did not answer
 
 A message names the value, the constraint it breaks and the remedy. ``retryable`` says whether retrying can
 help; an error in a spec or an input stays an error.
@@ -328,6 +329,15 @@ class PublicationError(T5TrainError):
     """A published folder is incomplete, damaged, or holds something else."""
 
     exit_code = 12
+
+
+class StoreError(PublicationError):
+    """An object store refused a request, or did not answer."""
+
+    def __init__(self, message: str, hosts: Iterable[str] = (), code: str = "") -> None:
+        """``code`` is the store's own code for the error, such as ``NoSuchKey``, or the name of the client's error."""
+        super().__init__(message, hosts)
+        self.code = code
 
 
 class RegressionError(T5TrainError):

@@ -58,7 +58,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kill-rounds", type=int, default=1, help="rounds of tests/flows/test_kill.py")
+    parser.addoption("--kill-rounds", type=int, default=1, help="rounds of tests that kill or race processes")
     parser.addoption("--kill-variant", default="zero1", help="what tests/flows/test_kill.py trains")
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew instead of comparing")
 

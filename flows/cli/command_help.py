@@ -118,6 +118,7 @@ COMMANDS = {
     "verify": CommandHelp(
         _STAGES, ("t5-pretrain verify work/published/mine", "t5-pretrain verify s3://bucket/t5/mine --json")
     ),
+    "fetch": CommandHelp(_STAGES, ("t5-pretrain fetch s3://bucket/t5/mine model",)),
     "gc": CommandHelp(
         _OPERATE, ("t5-pretrain gc", "t5-pretrain gc --free", "t5-pretrain gc --hostfile hosts --root /data/t5")
     ),

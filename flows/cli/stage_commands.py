@@ -55,6 +55,7 @@ from t5train.records.stage_records import MANIFEST, Export, Record, TokenizerFil
 from t5train.records.witness import Witness
 from t5train.release.certification import certify_in_fresh_process
 from t5train.release.export import export as export_folder
+from t5train.release.fetching import fetch as fetch_publication
 from t5train.release.publication import publish as publish_export
 from t5train.release.verification import verify as verify_record
 from t5train.report.data_report import data_lines, train_split_facts
@@ -67,7 +68,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module, in the order of the stages."""
-    for command in (corpus, tokenizer, tokenize, train, consolidate, export, certify, publish, verify):
+    for command in (corpus, tokenizer, tokenize, train, consolidate, export, certify, publish, verify, fetch):
         app.command()(command)
 
 
@@ -246,6 +247,16 @@ def verify(
         return
     what = "last checkpoint of" if record.kind == "checkpoint" else record.kind
     say(f"verified: {what} {place}, {quantity(len(record.files), 'file')}, {quantity(total, 'byte')}")
+
+
+def fetch(
+    url: Annotated[str, typer.Argument(metavar="URL", help="s3://BUCKET/FOLDER of a publication")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create", readable=False)],
+) -> None:
+    """Copy a publication from S3 to a folder, verified. An interrupted copy continues."""
+    with stage_display() as progress:
+        made = fetch_publication(url, folder, progress)
+    say(f"fetched: {made.path}{' (there already, verified)' if made.reused else ''}")
 
 
 def _require_finished(place: str) -> None:

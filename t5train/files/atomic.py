@@ -92,22 +92,23 @@ def try_writing(folder: Path, num_bytes: int = 1) -> None:
 
 
 @contextmanager
-def filling(path: Path) -> Iterator[Path]:
+def filling(path: Path, *, keep_unfinished: bool = False) -> Iterator[Path]:
     """Yield the ``partial_folder`` of ``path``, which becomes ``path`` on success.
 
     At that point, ``path`` must be absent or an empty folder, and the bytes of the files must already be on disk
     (``copy_durably`` ensures that). This function makes their names durable.
     """
-    with partial_folder(path) as partial:
+    with partial_folder(path, keep_unfinished=keep_unfinished) as partial:
         yield partial
         _take_place(partial, path)
 
 
 @contextmanager
-def partial_folder(path: Path) -> Iterator[Path]:
+def partial_folder(path: Path, *, keep_unfinished: bool = False) -> Iterator[Path]:
     """Yield an empty folder ``.{name}.partial`` beside ``path``, and remove it at the end unless it was moved.
 
-    Files that a killed process left in it are removed first. Raises StorageError if another live process is filling the
+    Files that a killed process left in it are removed first. With ``keep_unfinished``, the folder and its files stay
+    instead, so that the next call can continue with them. Raises StorageError if another live process is filling the
     same folder, or if it cannot be created.
     """
     partial = path.with_name(f".{path.name}.partial")
@@ -117,10 +118,13 @@ def partial_folder(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {explain(error)}") from error
     try:
-        _clear(partial)
+        if not keep_unfinished:
+            _clear(partial)
         yield partial
     finally:
-        if _is_open_as(partial, lock):  # otherwise it was moved, and a folder of this name is another process's
+        if not keep_unfinished and _is_open_as(
+            partial, lock
+        ):  # otherwise it was moved, and a folder of this name is another process's
             shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
 

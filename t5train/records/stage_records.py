@@ -9,13 +9,21 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+)
 
 from t5train.errors import DigestMismatch, RecordError, UnknownVersion
 from t5train.files.atomic import rename_aside, write_text
-from t5train.files.confined import confined
+from t5train.files.confined import child, confined
 from t5train.files.presence import ABSENT, is_there, reading
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, SafetensorsDigest, verify_file
@@ -188,11 +196,30 @@ class Export(PlainRecord):
 class Publication(PlainRecord):
     """An export that was published to ``url``, an object store or folder.
 
-    The manifest is published with it; in that copy, ``path`` is ``.``.
+    The manifest is published with it; in that copy, ``path`` is ``.``. The files are in ``folder`` beside the manifest,
+    or directly beside it if ``folder`` is empty, as on disk. Then ``folder`` is left out, so that the manifests of
+    earlier versions stay valid.
     """
 
     kind: Literal["publication"] = "publication"
     url: str
+    folder: str = ""
+
+    @field_validator("folder")
+    @classmethod
+    def _folder_lies_beside_the_manifest(cls, folder: str) -> str:
+        if folder:
+            child(Path(), folder, "the manifest", RecordError)
+        return folder
+
+    def name_beside_manifest(self, file: str) -> str:
+        """The name of a file relative to the folder that holds the manifest."""
+        return f"{self.folder}/{file}" if self.folder else file
+
+    @model_serializer(mode="wrap")
+    def _without_an_empty_folder(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = serialize(self)
+        return {name: value for name, value in document.items() if name != "folder" or value}
 
 
 R = TypeVar("R", bound=Record)

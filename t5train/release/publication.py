@@ -1,17 +1,19 @@
-"""Publishes a certified export to a folder or an object store.
+"""Publishes a certified export to a folder, to S3 (``t5train.release.object_store``) or to another store.
 
-The destination is checked before a run trains. The certificate is uploaded first, to claim the destination, and
-``manifest.json`` last. Each uploaded file is read back. Files that are not of this export are never overwritten.
+The destination is checked before a run trains. Stores other than S3 are written through fsspec: the certificate is
+uploaded first, to claim the destination, and ``manifest.json`` last. Each uploaded file is read back. Files that are
+not of this export are never overwritten.
 """
 
 import logging
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from t5train.errors import CertificationError, DigestMismatch, PublicationError, RecordError, StorageError
+from t5train.errors import CertificationError, DigestMismatch, PublicationError, StorageError
 from t5train.files.atomic import copy_durably, filling, try_writing
 from t5train.files.os_errors import explain
 from t5train.files.presence import reading
@@ -19,8 +21,13 @@ from t5train.locations import Counted, explained, local_folder, redacted, remote
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, verify_file
 from t5train.records.identity import current_provenance, fingerprint
-from t5train.records.stage_records import MANIFEST, Export, Publication, Record, parse_manifest
+from t5train.records.stage_records import MANIFEST, Export, Publication
 from t5train.release.certificate import CERTIFICATE, Certificate
+from t5train.release.object_store.bucket import BucketFolder, is_in_s3
+from t5train.release.object_store.bucket_publication import publish_to_bucket, published_in
+from t5train.release.object_store.checksums import measure
+from t5train.release.object_store.write_check import check_writing
+from t5train.release.published_manifest import not_empty, occupied, publication_in
 from t5train.release.verification import object_names, verify, verify_object
 
 _log = logging.getLogger(__name__)
@@ -56,10 +63,7 @@ def _claim(filesystem: Any, folder: str, certificate: bytes, record: Publication
         return {CERTIFICATE}
     foreign = sorted(present - record.files.keys())
     if foreign or CERTIFICATE not in present or filesystem.cat_file(f"{folder}/{CERTIFICATE}") != certificate:
-        raise PublicationError(
-            f"{record.url} is not empty and holds no publication ({', '.join((foreign or sorted(present))[:5])}). "
-            "Publish to another destination, or remove these files yourself"
-        )
+        raise not_empty(record.url, foreign or sorted(present))
     _log.info("completing an unfinished upload: %s holds %d of the export's files", record.url, len(present))
     return present
 
@@ -104,7 +108,7 @@ def check_destination(url: str, needed_bytes: int = 0, spec_fingerprint: str | N
     if published is None:
         _try_writing(url, needed_bytes)
     elif spec_fingerprint is not None and published.inputs.get("spec") != spec_fingerprint:
-        raise _occupied(url, published)
+        raise occupied(url, published)
 
 
 def publication_at(url: str) -> Publication | None:
@@ -112,31 +116,11 @@ def publication_at(url: str) -> Publication | None:
 
     Raises PublicationError for anything else: a folder with other files, another kind of record, a damaged manifest.
     """
+    if is_in_s3(url):
+        return published_in(BucketFolder(url))
     folder = local_folder(url)
     content = _stored_manifest(url) if folder is None else _local_manifest(folder)
-    if content is None:
-        return None
-    try:
-        record = parse_manifest(content, f"{redacted(url)}/{MANIFEST}")
-    except (RecordError, DigestMismatch) as error:
-        raise PublicationError(
-            f"{redacted(url)} holds no intact publication: {error}. Publish to another destination"
-        ) from error
-    if not isinstance(record, Publication):
-        raise _occupied(url, record)
-    return record
-
-
-def _occupied(url: str, record: Record) -> PublicationError:
-    return PublicationError(
-        f"{redacted(url)} holds {described(record)}: publish to another destination (`run` has --publish-to and "
-        "--name), or remove that one yourself"
-    )
-
-
-def described(record: Record) -> str:
-    """Return a description of the record that is in the way."""
-    return f"another {record.kind} ({record.fingerprint[:12]}, made {record.provenance.created_at})"
+    return None if content is None else publication_in(content, url)
 
 
 def _local_manifest(folder: Path) -> bytes | None:
@@ -160,16 +144,16 @@ def _stored_manifest(url: str) -> bytes | None:
             return bytes(filesystem.cat_file(path))
         present = object_names(filesystem, folder)
     if present and CERTIFICATE not in present:
-        raise PublicationError(
-            f"{redacted(url)} is not empty and holds no publication ({', '.join(sorted(present)[:5])}): publish to "
-            "another destination"
-        )
+        raise not_empty(url, present)
     return None
 
 
 def _try_writing(url: str, needed_bytes: int) -> None:
     folder = local_folder(url)
-    if folder is None:
+    if is_in_s3(url):
+        check_writing(BucketFolder(url))
+    elif folder is None:
+        _warn_of_no_guarantee(url)
         _try_store(url)
     else:
         _try_folder(folder, needed_bytes)
@@ -218,12 +202,12 @@ def _try_store(url: str) -> None:
 def publish(export: Export, url: str, progress: Progress = silent) -> Publication:
     """Copy a certified export to a folder or an object store.
 
-    A local folder appears atomically, by one rename. An intact publication of the same export is reused. Secrets in the
-    URL never appear in records, logs or errors.
+    A local folder appears atomically, by one rename, and a publication in S3 by one conditional write. An intact
+    publication of the same export is reused. Secrets in the URL never appear in records, logs or errors.
 
     Args:
         export: The certified export.
-        url: Folder or fsspec URL.
+        url: Folder, ``s3://BUCKET/FOLDER`` or another fsspec URL.
         progress: Called with the number of bytes copied or sent, and verified.
 
     Returns:
@@ -235,16 +219,30 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
         StorageError: The local folder cannot be written, or is too small.
 
     """
+    if is_in_s3(url):
+        bucket = BucketFolder(url)  # before the files are read, to report at once what is missing
+        files = measure(export.path, export.files, progress)
+        _require_certified(export, progress, {name: file.digest for name, file in files.items()})
+        return publish_to_bucket(bucket, export, _record(export, url), files, progress)
     _require_certified(export, progress)
     record = _record(export, url)
     if (existing := _existing(url, record.fingerprint, progress)) is not None:
         return existing
     folder = local_folder(url)
     if folder is None:
+        _warn_of_no_guarantee(url)
         upload(export.path, record, url, progress)
         return record
     _copy(export, record, folder, progress)
     return record.model_copy(update={"path": folder, "url": str(folder)})
+
+
+def _warn_of_no_guarantee(url: str) -> None:
+    _log.warning(
+        "%s is not in S3: its store has no write that only one of several processes can do. Let only one run publish "
+        "there at a time. Readers should wait for %s and verify its files",
+        redacted(url), MANIFEST,
+    )  # fmt: skip
 
 
 def _record(export: Export, url: str) -> Publication:
@@ -260,12 +258,12 @@ def _record(export: Export, url: str) -> Publication:
     ).sealed()
 
 
-def _require_certified(export: Export, progress: Progress) -> None:
+def _require_certified(export: Export, progress: Progress, known: Mapping[str, FileDigest] | None = None) -> None:
     if CERTIFICATE not in export.files:
         raise PublicationError(f"{export.path} cannot be published, because it has no certificate. Certify it first")
     path = export.path / CERTIFICATE
     try:
-        export.verify(progress)
+        export.verify(progress, known)
         with reading(path):
             content = path.read_bytes()
         Certificate.parse(content, str(path)).require_vouching(export.fingerprint, export.files, str(path))
@@ -279,7 +277,7 @@ def _existing(url: str, identity: str, progress: Progress) -> Publication | None
     if found is None:
         return None
     if found.fingerprint != identity:
-        raise _occupied(url, found)
+        raise occupied(url, found)
     try:
         verified = verify(url, progress)
     except (DigestMismatch, PublicationError) as error:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -13,6 +14,9 @@ from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, SafetensorsDigest, digest_safetensors_stream
 from t5train.records.stage_records import MANIFEST, Publication, Record, parse_manifest
 from t5train.release.certificate import CERTIFICATE, Certificate
+from t5train.release.object_store.bucket import BucketFolder, is_in_s3
+from t5train.release.object_store.stored_objects import read_back
+from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
 
 _CHUNK_BYTES = 8 << 20
 _SHOWN_FAULTS = 50
@@ -40,7 +44,9 @@ def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
     """
     url = str(path_or_url)
     folder = local_folder(url)
-    return verify_remote(url, progress) if folder is None else verify_local(folder, progress)
+    if folder is not None:
+        return verify_local(folder, progress)
+    return verify_bucket(BucketFolder(url), progress) if is_in_s3(url) else verify_remote(url, progress)
 
 
 def verify_local(folder: Path, progress: Progress = silent) -> Record:
@@ -53,14 +59,16 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
             f"{folder / MANIFEST} cannot be read ({error.strerror}): {folder} "
             f"{'is not the folder of a finished stage' if folder.is_dir() else 'does not exist'}. Check the path"
         ) from None
-    record = parse_manifest(content, str(folder / MANIFEST)).model_copy(update={"path": folder})
+    record = parse_manifest(content, str(folder / MANIFEST))
+    holds_files = folder / record.folder if isinstance(record, Publication) else folder
+    record = record.model_copy(update={"path": holds_files})
     faults: list[T5TrainError] = list(record.faults(progress))
     if isinstance(record, Publication):
-        faults += _faults_of(_require_whole, record, files_below(folder), str(folder))
-        if is_there(folder / CERTIFICATE):  # otherwise a fault by now
-            with reading(folder / CERTIFICATE):
-                content = (folder / CERTIFICATE).read_bytes()
-            faults += _faults_of(_require_certified, record, content, str(folder))
+        faults += _faults_of(_require_whole, record, files_below(holds_files), str(holds_files))
+        if is_there(holds_files / CERTIFICATE):  # otherwise a fault by now
+            with reading(holds_files / CERTIFICATE):
+                content = (holds_files / CERTIFICATE).read_bytes()
+            faults += _faults_of(require_certified, record, content, str(folder))
         record = record.model_copy(update={"url": str(folder)})
     _raise_all(faults, str(folder))
     return record
@@ -80,6 +88,8 @@ def verify_remote(url: str, progress: Progress = silent) -> Record:
         record = parse_manifest(content, f"{where}/{MANIFEST}")
         for name in record.files:  # a corpus may name files anywhere, but only on its own machine
             confined(Path(folder), name, f"{where}/{MANIFEST}", RecordError)
+        if isinstance(record, Publication) and record.folder:
+            folder, where = f"{folder}/{record.folder}", f"{where}/{record.folder}"
         faults: list[T5TrainError] = []
         for name, digest in record.files.items():
             faults += _faults_of(verify_object, filesystem, f"{folder}/{name}", digest, f"{where}/{name}", progress)
@@ -87,9 +97,43 @@ def verify_remote(url: str, progress: Progress = silent) -> Record:
             faults += _faults_of(_require_whole, record, object_names(filesystem, folder), where)
             if filesystem.exists(f"{folder}/{CERTIFICATE}"):  # otherwise a fault by now
                 content = filesystem.cat_file(f"{folder}/{CERTIFICATE}")
-                faults += _faults_of(_require_certified, record, content, where)
+                faults += _faults_of(require_certified, record, content, where)
             record = record.model_copy(update={"url": where})
         _raise_all(faults, where)
+    return record
+
+
+def verify_bucket(bucket: BucketFolder, progress: Progress = silent) -> Record:
+    """``verify`` for a folder of an S3 bucket. Several objects are read at a time, and not stored."""
+    where = bucket.url
+    record = manifest_in(bucket)
+    faults: list[T5TrainError] = []
+    read = ByteCount("bytes verified", sum(digest.size for digest in record.files.values()), progress)
+
+    def compare(name: str, digest: FileDigest) -> list[Job]:
+        faults.extend(_faults_of(read_back, bucket, record.name_beside_manifest(name), digest, read.add))
+        return []
+
+    run_jobs((partial(compare, name, digest) for name, digest in record.files.items()), read)
+    faults.sort(key=str)  # threads find them in any order
+    present = bucket.names(record.folder)
+    if record.folder:
+        present += bucket.names(below=False)
+    faults += _faults_of(_require_whole, record, present, where)
+    if (content := bucket.read(record.name_beside_manifest(CERTIFICATE))) is not None:  # otherwise a fault by now
+        faults += _faults_of(require_certified, record, content, where)
+    _raise_all(faults, where)
+    return record.model_copy(update={"url": where})
+
+
+def manifest_in(bucket: BucketFolder) -> Publication:
+    """Return the record of the publication in a bucket. Raises RecordError if there is none."""
+    where = f"{bucket.url}/{MANIFEST}"
+    if (content := bucket.read(MANIFEST)) is None:
+        raise RecordError(f"{where} does not exist: no stage was finished there. Check the URL")
+    record = parse_manifest(content, where)
+    if not isinstance(record, Publication):
+        raise RecordError(f"{where} is that of a {record.kind}. Only publications can be read from S3: check the URL")
     return record
 
 
@@ -168,7 +212,8 @@ def _require_whole(record: Publication, present: Iterable[str], where: str) -> N
         )
 
 
-def _require_certified(record: Publication, content: bytes, where: str) -> None:
+def require_certified(record: Publication, content: bytes, where: str) -> None:
+    """Raise PublicationError unless ``content`` is a certificate that vouches for the record's files."""
     try:
         certificate = Certificate.parse(content, f"{where}/{CERTIFICATE}")
         certificate.require_vouching(record.inputs.get("export", ""), record.files, f"{where}/{CERTIFICATE}")

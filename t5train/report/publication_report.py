@@ -5,6 +5,7 @@ import shlex
 from t5train.locations import local_folder
 from t5train.records.stage_records import Publication
 from t5train.release.markdown import code, code_block, escaped, page, table
+from t5train.release.object_store.bucket import is_in_s3
 
 _LOADS = """\
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -18,6 +19,12 @@ import fsspec
 filesystem, path = fsspec.url_to_fs({url!r})
 filesystem.get(path + "/", {folder!r} + "/", recursive=True)
 """
+
+
+def _fetching(url: str, folder: str) -> str:
+    if is_in_s3(url):
+        return code_block(f"t5-pretrain fetch {shlex.quote(url)} {shlex.quote(folder)}", "sh")
+    return code_block(_FETCHES.format(url=url, folder=folder), "python")
 
 
 def publication_report(publication: Publication, run_name: str) -> str:
@@ -34,7 +41,7 @@ def publication_report(publication: Publication, run_name: str) -> str:
         "Verify every byte of it:",
         code_block(f"t5-pretrain verify {shlex.quote(publication.url)}", "sh"),
         "" if local else "Fetch it, with credentials where the store's own client reads them:",
-        "" if local else code_block(_FETCHES.format(url=publication.url, folder=folder), "python"),
+        "" if local else _fetching(publication.url, folder),
         "Load it:",
         code_block(_LOADS.format(folder=folder), "python"),
         table(

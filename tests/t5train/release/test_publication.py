@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -305,15 +306,26 @@ class TestCheckDestination:
             check_destination(destination, spec_fingerprint="f" * 64)
 
     @pytest.mark.parametrize(
-        ("url", "remedy"), [("s3://bucket/t5", "pip install 's3fs>="), ("gs://bucket/t5", "pip install gcsfs")]
+        ("url", "remedy"), [("s3://bucket/t5", "pip install 'boto3>="), ("gs://bucket/t5", "pip install gcsfs")]
     )
     def test_a_missing_package_is_named(self, url: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def missing(url: str) -> None:
             raise ImportError("Install it")
 
         monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+        monkeypatch.setitem(sys.modules, "boto3.session", None)
         with pytest.raises(PublicationError, match=remedy):
             check_destination(url)
+
+    def test_a_store_that_cannot_guarantee_all_or_nothing_is_warned_of(
+        self, store: MemoryFileSystem, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert not store.store
+        check_destination(str(tmp_path / "published"))
+        assert not caplog.records
+        check_destination(STORE)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert f"{STORE} is not in S3" in caplog.text
 
     def test_an_unknown_protocol_is_refused(self) -> None:
         with pytest.raises(PublicationError, match=r"nowhere://a/b .*Protocol not known: nowhere"):

@@ -12,3 +12,4 @@ def test_the_location_is_shown_as_it_is(tmp_path: Path) -> None:
     report = publication_report(published, "mine")
     assert "\npublished: s3://models/\\_t5\\_\\`x\\`\n" in report
     assert f"\nt5-pretrain verify '{url}'\n" in report
+    assert f"\nt5-pretrain fetch '{url}' mine\n" in report

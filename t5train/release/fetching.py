@@ -1,0 +1,148 @@
+"""Restores a publication from S3 to a local folder."""
+
+import hashlib
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+from t5train.errors import InputError, PublicationError, RecordError, StorageError, StoreError
+from t5train.files.atomic import filling
+from t5train.files.confined import confined, require_distinct
+from t5train.files.os_errors import explain
+from t5train.files.presence import files_below, is_there
+from t5train.locations import redacted
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest
+from t5train.records.stage_records import MANIFEST, Publication
+from t5train.release.certificate import CERTIFICATE
+from t5train.release.object_store.bucket import BucketFolder, is_in_s3
+from t5train.release.object_store.store_errors import MISSING, TRANSIENT
+from t5train.release.object_store.stored_objects import differs, missing
+from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
+from t5train.release.verification import manifest_in, require_certified, verify_local
+
+_TRIES = 5
+_CHUNK_BYTES = 1 << 20
+
+
+def fetch(url: str, folder: Path, progress: Progress = silent) -> Publication:
+    """Copy a publication from S3 to a new local folder, as if it had been published there.
+
+    The folder appears once every file has the size and sha256 in the manifest, and the certificate vouches for the
+    files. What an interrupted call has copied is kept beside it, and the next call continues.
+
+    Args:
+        url: ``s3://BUCKET/FOLDER`` of a publication.
+        folder: Folder to create. One that holds this publication already is verified and left as it is.
+        progress: Called with the number of bytes that are on disk.
+
+    Returns:
+        The record of the folder.
+
+    Raises:
+        InputError: The URL is not one of S3.
+        RecordError: There is no publication, or its manifest is damaged.
+        DigestMismatch: An object is not what the manifest says.
+        PublicationError: The folder holds something else, the publication is not certified, or the server refuses.
+        StorageError: The folder cannot be written, or is too small.
+
+    """
+    if not is_in_s3(url):
+        raise InputError(
+            f"{redacted(url)} is not in S3: copy it with the tools of its store, then `t5-pretrain verify` the copy"
+        )
+    bucket, folder = BucketFolder(url), folder.absolute()
+    published = manifest_in(bucket)
+    if is_there(folder) and any(folder.iterdir()):
+        return _already_there(folder, published, progress)
+    for name in published.files:
+        confined(folder, name, f"{bucket.url}/{MANIFEST}")
+    require_distinct([*published.files, MANIFEST], f"{bucket.url}/{MANIFEST}")
+    copy = published.model_copy(update={"folder": "", "url": "."}).sealed()
+    try:
+        with filling(folder, keep_unfinished=True) as unfinished:
+            _copy_files(bucket, published, unfinished, progress)
+            require_certified(published, (unfinished / CERTIFICATE).read_bytes(), bucket.url)
+            copy.commit(unfinished)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {explain(error)}") from error
+    return copy.model_copy(update={"path": folder, "url": str(folder)})
+
+
+def _already_there(folder: Path, published: Publication, progress: Progress) -> Publication:
+    try:
+        found = Publication.load(folder)
+    except RecordError as error:
+        raise PublicationError(f"{folder} is not empty and holds no publication: fetch to another folder") from error
+    if found.files != published.files:
+        raise PublicationError(f"{folder} holds another publication: fetch to another folder")
+    return Publication.model_validate(verify_local(folder, progress)).model_copy(update={"reused": True})
+
+
+def _copy_files(bucket: BucketFolder, published: Publication, folder: Path, progress: Progress) -> None:
+    _remove_others(folder, published)
+    there = sum((folder / name).stat().st_size for name in published.files if (folder / name).exists())
+    total = sum(digest.size for digest in published.files.values())
+    if (free := shutil.disk_usage(folder).free) < total - there:
+        raise StorageError(
+            f"{folder} needs {total - there:,} more bytes, but {free:,} are free. Free some space, or fetch elsewhere"
+        )
+    count = ByteCount("bytes fetched", total, progress)
+
+    def copy(name: str, digest: FileDigest) -> list[Job]:
+        _copy_file(bucket, published.name_beside_manifest(name), folder / name, digest)
+        count.add(digest.size)
+        return []
+
+    run_jobs((partial(copy, name, digest) for name, digest in published.files.items()), count)
+
+
+def _remove_others(folder: Path, published: Publication) -> None:
+    """Remove files of another publication that was fetched to this folder and not finished."""
+    for name in files_below(folder):
+        if name not in published.files:
+            (folder / name).unlink()
+
+
+def _copy_file(bucket: BucketFolder, stored: str, path: Path, expected: FileDigest) -> None:
+    """Complete a file. Starts over once if what was there is not its beginning."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and path.stat().st_size > expected.size:
+        path.unlink()
+    was_begun = path.exists()
+    found = _completed(bucket, stored, path, expected)
+    if found != expected and was_begun:
+        path.unlink()
+        found = _completed(bucket, stored, path, expected)
+    if found != expected:
+        path.unlink()
+        raise differs(bucket, stored, found, expected)
+
+
+def _completed(bucket: BucketFolder, stored: str, path: Path, expected: FileDigest) -> FileDigest:
+    """Append to a file what it lacks, and return its digest. After a lost connection, continue from where it ended."""
+    sha256, failures = hashlib.sha256(), 0
+    with path.open("a+b") as file:
+        file.seek(0)
+        while chunk := file.read(_CHUNK_BYTES):
+            sha256.update(chunk)
+        size = file.tell()
+        while size < expected.size:
+            try:
+                for chunk in bucket.chunks(stored, size):
+                    file.write(chunk)
+                    sha256.update(chunk)
+                    size += len(chunk)
+                    if size > expected.size:
+                        break
+                break
+            except StoreError as error:
+                if error.code in MISSING:
+                    raise missing(bucket, stored, expected) from None
+                failures += 1
+                if error.code not in TRANSIENT or failures == _TRIES:
+                    raise
+        file.flush()
+        os.fsync(file.fileno())
+    return FileDigest(size=size, sha256=sha256.hexdigest())

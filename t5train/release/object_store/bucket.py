@@ -1,0 +1,145 @@
+"""A folder of an S3 bucket. Endpoint, region, profile and credentials are those that boto3 finds by itself."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from t5train.errors import PublicationError, StoreError
+from t5train.locations import redacted
+from t5train.release.object_store.store_errors import MISSING, UNKNOWN_UPLOAD, store_error
+
+_SCHEMES = ("s3://", "s3a://")
+_TRIES = 8
+_CONNECT_SECONDS, _READ_SECONDS = 10, 60
+_CHUNK_BYTES = 1 << 20
+_VERBS = {"get": "read", "head": "read", "list": "read", "delete": "deleted"}
+MOST_CONNECTIONS = 8
+
+
+def is_in_s3(url: str) -> bool:
+    """Whether a URL names a folder of a bucket."""
+    return url.startswith(_SCHEMES)
+
+
+class BucketFolder:
+    """A folder of a bucket, and the client for it. Threads can share it."""
+
+    def __init__(self, url: str) -> None:
+        """Raises PublicationError if the URL names no bucket or boto3 is missing, StoreError if it has no settings."""
+        self.url = redacted(url).rstrip("/")
+        self._bucket, _, prefix = url.partition("://")[2].partition("/")
+        self._prefix = prefix.strip("/")
+        if not self._bucket or "@" in self._bucket:
+            raise PublicationError(
+                f"{self.url} names no bucket: write s3://BUCKET/FOLDER, and give credentials where boto3 reads them "
+                "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws)"
+            )
+        self._client = _client(self.url)
+
+    @property
+    def endpoint(self) -> str:
+        """The server's URL."""
+        return redacted(str(self._client.meta.endpoint_url))
+
+    def call(self, operation: str, name: str | None = None, **arguments: Any) -> dict[str, Any]:
+        """Send a request about the object ``name``, or about the bucket. Raises StoreError."""
+        if name is not None:
+            arguments["Key"] = self._key(name)
+        try:
+            answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self._bucket, **arguments)
+        except Exception as error:  # boto3's errors share no base; a chained one would show what servers wrote
+            raise store_error(error, self._subject(operation, name)) from None
+        return answer
+
+    def chunks(self, name: str, start: int = 0) -> Iterator[bytes]:
+        """Yield the content of an object from ``start`` on. Raises StoreError."""
+        from_start = {"Range": f"bytes={start}-"} if start else {}
+        answer = self.call("get_object", name, **from_start)
+        try:
+            yield from answer["Body"].iter_chunks(_CHUNK_BYTES)
+        except Exception as error:  # as above
+            raise store_error(error, self._subject("get_object", name)) from None
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small object; None if it does not exist. Raises StoreError."""
+        try:
+            return b"".join(self.chunks(name))
+        except StoreError as error:
+            if error.code in MISSING:
+                return None
+            raise
+
+    def names(self, folder: str = "", *, below: bool = True) -> list[str]:
+        """Return the names of the objects in ``folder``, relative to it; unless ``below``, not those in its folders.
+
+        Objects that stand for folders, which some programs make, are left out.
+        """
+        prefix = self._key(folder) + "/" if self._key(folder) else ""
+        arguments = {"Prefix": prefix} | ({} if below else {"Delimiter": "/"})
+        pages = self._pages("list_objects_v2", "Contents", {"ContinuationToken": "NextContinuationToken"}, arguments)
+        return [key.removeprefix(prefix) for entry in pages if not (key := str(entry["Key"])).endswith("/")]
+
+    def uploads(self, folder: str = "") -> list[tuple[str, str]]:
+        """Return the names and ids of the unfinished multipart uploads below ``folder``; the names include it."""
+        prefix = self._key(folder) + "/" if self._key(folder) else ""
+        following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        pages = self._pages("list_multipart_uploads", "Uploads", following, {"Prefix": prefix})
+        own = self._key("") + "/" if self._key("") else ""
+        return [(str(entry["Key"]).removeprefix(own), str(entry["UploadId"])) for entry in pages]
+
+    def parts(self, name: str, upload_id: str) -> dict[int, tuple[str, int]]:
+        """Return ETag and size of the parts that the server has of a multipart upload, by number."""
+        following = {"PartNumberMarker": "NextPartNumberMarker"}
+        arguments = {"Key": self._key(name), "UploadId": upload_id}
+        pages = self._pages("list_parts", "Parts", following, arguments)
+        return {entry["PartNumber"]: (entry["ETag"], entry["Size"]) for entry in pages}
+
+    def abort(self, name: str, upload_id: str) -> None:
+        """Abort a multipart upload; one that the server does not know is ignored. Raises StoreError."""
+        try:
+            self.call("abort_multipart_upload", name, UploadId=upload_id)
+        except StoreError as error:
+            if error.code not in (UNKNOWN_UPLOAD, *MISSING):
+                raise
+
+    def _pages(
+        self, operation: str, entries: str, following: dict[str, str], arguments: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        while True:
+            page = self.call(operation, **arguments)
+            yield from page.get(entries, [])
+            if not page.get("IsTruncated") or not page.keys() >= set(following.values()):
+                return  # SeaweedFS does not say where the next page of uploads begins
+            arguments = arguments | {marker: page[found] for marker, found in following.items()}
+
+    def _key(self, name: str) -> str:
+        return "/".join(part for part in (self._prefix, name) if part)
+
+    def _subject(self, operation: str, name: str | None) -> str:
+        return f"{self.url}{f'/{name}' if name else ''} cannot be {_VERBS.get(operation.partition('_')[0], 'written')}"
+
+
+def _client(url: str) -> Any:
+    """Return a client with boto3's own settings for everything but retries, time limits and the payload's signature.
+
+    All payloads have a checksum that the server compares, and a signature covers the checksum. Without ``https``, a
+    signature of the payload would take another sha256 of each byte.
+    """
+    try:
+        import awscrt.checksums  # noqa: F401 - checked here, because botocore and the upload need it
+        from boto3.session import Session
+        from botocore.config import Config
+    except ImportError as error:
+        raise PublicationError(
+            f"{url} needs a package that is not installed ({error}): pip install 'boto3>=1.40,<2' 'awscrt>=0.38,<1'"
+        ) from None
+    config = Config(
+        retries={"mode": "standard", "total_max_attempts": _TRIES},
+        connect_timeout=_CONNECT_SECONDS,
+        read_timeout=_READ_SECONDS,
+        max_pool_connections=MOST_CONNECTIONS,
+        s3={"payload_signing_enabled": False},
+    )
+    try:
+        return Session().client("s3", config=config)
+    except Exception as error:  # boto3's errors share no base
+        raise store_error(error, f"{url} cannot be reached") from None

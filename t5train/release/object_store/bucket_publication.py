@@ -1,0 +1,154 @@
+"""Publishes an export to a bucket, so that readers see all of it or nothing.
+
+The objects are uploaded first, into a folder that only this attempt uses. Then one conditional write of
+``manifest.json``, which succeeds only if there is none, decides. Readers trust only the manifest, which names the
+folder.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+
+from t5train.errors import DigestMismatch, PublicationError, StoreError
+from t5train.progress import Progress
+from t5train.records.stage_records import MANIFEST, Export, Publication
+from t5train.release.object_store.bucket import BucketFolder
+from t5train.release.object_store.checksums import MeasuredFile, crc_of, encoded
+from t5train.release.object_store.file_upload import FileUploads
+from t5train.release.object_store.store_errors import CONTENDED, PRECONDITION_FAILED, TRANSIENT, UNKNOWN_UPLOAD
+from t5train.release.object_store.stored_objects import prove, read_back
+from t5train.release.object_store.upload_journal import UploadJournal
+from t5train.release.published_manifest import not_empty, occupied, publication_in
+
+PART_BYTES = 64 << 20
+_COMMIT_TRIES = 6
+_FIRST_PAUSE_SECONDS = 0.5
+_ATTEMPT = re.compile("[0-9a-f]{12}-[0-9a-f]{16}")
+_log = logging.getLogger(__name__)
+
+
+def publish_to_bucket(
+    bucket: BucketFolder, export: Export, record: Publication, files: Mapping[str, MeasuredFile], progress: Progress,
+    part_bytes: int = PART_BYTES,
+) -> Publication:  # fmt: skip
+    """Upload a certified export, or continue an interrupted upload of it, and commit its manifest.
+
+    Args:
+        bucket: The destination.
+        export: The export.
+        record: The record to publish.
+        files: What was measured when the certificate was checked. Only these bytes are published.
+        progress: Called with the number of bytes that are stored.
+        part_bytes: Files that are larger are sent in parts of this size.
+
+    Returns:
+        The record at the destination. It is reused if it was there already, or if another process was first.
+
+    Raises:
+        PublicationError: The destination holds something else, or another export was published there meanwhile.
+        StoreError: The server refuses, or does not answer. Publishing again continues.
+
+    """
+    with UploadJournal.opened(export.path, f"{bucket.endpoint} {bucket.url}") as journal:
+        found, is_new = published_in(bucket), False
+        if found is None:
+            attempt = journal.continue_attempt(export.fingerprint, export.files)
+            uploads = FileUploads(bucket, attempt, export.path, files, journal, progress)
+            found = _publication_of_another(bucket, uploads, part_bytes)
+            if found is None:
+                found = _commit(bucket, record.model_copy(update={"folder": attempt}).sealed())
+            is_new = found.folder == attempt
+        _clean_up(bucket, journal, found)
+        journal.remove()
+        if found.fingerprint != record.fingerprint:
+            raise occupied(bucket.url, found)
+        if not is_new:
+            _prove(bucket, found, files)
+    return found.model_copy(update={"reused": not is_new})
+
+
+def published_in(bucket: BucketFolder) -> Publication | None:
+    """Return the publication in a bucket's folder, without verifying it; None if there is none.
+
+    Raises PublicationError for anything else: other files, another kind of record, a damaged manifest.
+    """
+    present = bucket.names(below=False)  # to read what does not exist may be denied
+    if MANIFEST in present and (content := bucket.read(MANIFEST)) is not None:
+        return publication_in(content, bucket.url)
+    if present and MANIFEST not in present:
+        raise not_empty(bucket.url, present)
+    return None
+
+
+def _publication_of_another(bucket: BucketFolder, uploads: FileUploads, part_bytes: int) -> Publication | None:
+    """Upload the files. Returns the publication of another process that was first and aborted the uploads, if any."""
+    try:
+        uploads.send(part_bytes)
+    except StoreError as error:
+        if error.code == UNKNOWN_UPLOAD and (found := published_in(bucket)) is not None:
+            return found
+        raise
+    return None
+
+
+def _commit(bucket: BucketFolder, record: Publication) -> Publication:
+    """Write the manifest if there is none, and return the one that is there then.
+
+    After an error, only the server knows whether the manifest was written, so it is asked.
+    """
+    content = record.manifest_text().encode()
+    for number in range(_COMMIT_TRIES):
+        failure = None
+        try:
+            bucket.call(
+                "put_object", MANIFEST, Body=content, ContentType="application/json", IfNoneMatch="*",
+                ChecksumCRC64NVME=encoded(crc_of(content)),
+            )  # fmt: skip
+        except StoreError as error:
+            failure = error
+        if (found := published_in(bucket)) is not None:
+            return found
+        if failure is not None and failure.code not in (*CONTENDED, *PRECONDITION_FAILED, *TRANSIENT):
+            raise failure
+        time.sleep(_FIRST_PAUSE_SECONDS * 2**number)
+    raise failure or PublicationError(
+        f"{bucket.url}/{MANIFEST} was written, but the server does not return it. Check the server, then publish again"
+    )
+
+
+def _clean_up(bucket: BucketFolder, journal: UploadJournal, found: Publication) -> None:
+    """Remove what can no longer become a publication: all unfinished uploads, and the objects of other own attempts.
+
+    An upload may be in no journal, because its process was killed before it could record the server's answer.
+    """
+    for name, upload_id in bucket.uploads():
+        if _ATTEMPT.fullmatch(name.partition("/")[0]):
+            bucket.abort(name, upload_id)
+    for attempt in journal.attempts:
+        if attempt.name != found.folder:
+            _log.warning(
+                "%s was published by another process first (%s): removing what was uploaded to %s",
+                bucket.url, found.folder or "an earlier version", attempt.name,
+            )  # fmt: skip
+            for name in attempt.files:
+                bucket.call("delete_object", f"{attempt.name}/{name}")
+
+
+def _prove(bucket: BucketFolder, found: Publication, files: Mapping[str, MeasuredFile]) -> None:
+    """Raise PublicationError unless the objects of the publication are what its manifest says.
+
+    The server's checksums prove those that are the files here. Others, such as a certificate that was made again, are
+    read.
+    """
+    try:
+        for name, digest in found.files.items():
+            stored, here = found.name_beside_manifest(name), files.get(name)
+            if here is not None and here.digest == digest:
+                prove(bucket, stored, here)
+            else:
+                read_back(bucket, stored, digest)
+    except DigestMismatch as error:
+        raise PublicationError(
+            f"{bucket.url} holds a damaged copy of this publication: {error}. Remove that copy, then publish again"
+        ) from error

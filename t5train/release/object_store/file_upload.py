@@ -1,0 +1,78 @@
+"""Sends files to a bucket: several at a time, large ones in parts, each with a checksum that the server compares."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from t5train.errors import DigestMismatch
+from t5train.progress import Progress
+from t5train.release.object_store.bucket import BucketFolder
+from t5train.release.object_store.checksums import MeasuredFile, crc_of, encoded, read_exactly
+from t5train.release.object_store.parted_upload import PartedUpload
+from t5train.release.object_store.stored_objects import is_proven, prove
+from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
+from t5train.release.object_store.upload_journal import UploadJournal
+
+
+class FileUploads:
+    """The uploads of an attempt's files. Objects that are stored, and parts that were sent, are not sent again."""
+
+    def __init__(
+        self, bucket: BucketFolder, attempt: str, folder: Path, files: Mapping[str, MeasuredFile],
+        journal: UploadJournal, progress: Progress,
+    ) -> None:  # fmt: skip
+        self._bucket, self._attempt, self._folder, self._files = bucket, attempt, folder, files
+        self._journal = journal
+        self._stored = ByteCount("bytes stored", sum(file.size for file in files.values()), progress)
+
+    def send(self, part_bytes: int) -> None:
+        """Send all files, and prove each object.
+
+        Raises DigestMismatch if a file is changed meanwhile or an object is not its file. Raises StoreError, which has
+        the code NoSuchUpload if another process aborted an upload.
+        """
+        run_jobs((partial(self._begin, name, part_bytes) for name in self._files), self._stored)
+
+    def _begin(self, name: str, part_bytes: int) -> list[Job]:
+        file, target = self._files[name], self._target(name)
+        if name in self._journal.stored or name in self._journal.uploads:
+            if is_proven(self._bucket, target, file):  # perhaps completed by a process that was killed right after
+                self._journal.add_stored(name)
+                self._stored.add(file.size)
+                return []
+            if name in self._journal.stored:
+                self._journal.forget(name)
+        if file.size <= part_bytes:
+            return [partial(self._send_whole, name)]
+        upload = PartedUpload(self._bucket, target, self._folder / name, file, self._journal, name)
+        missing = upload.missing_parts(part_bytes)
+        self._stored.add(upload.sent_bytes)
+        if not missing:
+            return [partial(self._complete, name, upload)]
+        return [partial(self._send_part, name, upload, number) for number in missing]
+
+    def _send_whole(self, name: str) -> list[Job]:
+        file, path = self._files[name], self._folder / name
+        content = read_exactly(path, 0, file.size + 1)
+        if (len(content), crc_of(content)) != (file.size, file.crc):
+            raise DigestMismatch(f"{path} was changed while it was sent: restore it, then publish again")
+        self._bucket.call("put_object", self._target(name), Body=content, ChecksumCRC64NVME=encoded(file.crc))
+        self._stored.add(file.size)
+        return self._prove(name)
+
+    def _send_part(self, name: str, upload: PartedUpload, number: int) -> list[Job]:
+        was_last = upload.send(number)
+        self._stored.add(upload.size_of(number))
+        return [partial(self._complete, name, upload)] if was_last else []
+
+    def _complete(self, name: str, upload: PartedUpload) -> list[Job]:
+        upload.complete()
+        return self._prove(name)
+
+    def _prove(self, name: str) -> list[Job]:
+        prove(self._bucket, self._target(name), self._files[name])
+        self._journal.add_stored(name)
+        return []
+
+    def _target(self, name: str) -> str:
+        return f"{self._attempt}/{name}"

@@ -1,0 +1,115 @@
+"""The multipart upload of one file, which a later process can continue."""
+
+import threading
+from pathlib import Path
+
+from t5train.errors import DigestMismatch, StoreError
+from t5train.release.object_store.bucket import BucketFolder
+from t5train.release.object_store.checksums import MeasuredFile, crc_of, encoded, joined, read_exactly
+from t5train.release.object_store.store_errors import UNKNOWN_UPLOAD
+from t5train.release.object_store.stored_objects import is_proven
+from t5train.release.object_store.upload_journal import OpenUpload, UploadJournal
+
+_MOST_PARTS = 10_000  # S3's limit
+_REFUSED_PARTS = {"BadDigest", "InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
+
+
+class PartedUpload:
+    """Sends a file in parts, from several threads. The journal records each part that the server has confirmed."""
+
+    def __init__(
+        self, bucket: BucketFolder, target: str, path: Path, file: MeasuredFile, journal: UploadJournal, name: str
+    ) -> None:
+        """``target`` is the object's name, and ``name`` the file's name in the journal."""
+        self._bucket, self._target, self._path, self._file = bucket, target, path, file
+        self._journal, self._name = journal, name
+        self._counting, self._left = threading.Lock(), 0
+
+    def missing_parts(self, part_bytes: int) -> list[int]:
+        """Return the numbers of the parts to send, after continuing the file's upload, or beginning one."""
+        if not self._continues():
+            answer = self._bucket.call(
+                "create_multipart_upload", self._target, ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT"
+            )
+            at_least = -(-self._file.size // _MOST_PARTS)
+            self._journal.begin(self._name, answer["UploadId"], max(part_bytes, at_least))
+        upload = self._upload
+        numbers = range(1, -(-self._file.size // upload.part_bytes) + 1)
+        missing = [number for number in numbers if number not in upload.parts]
+        self._left = len(missing)
+        return missing
+
+    @property
+    def sent_bytes(self) -> int:
+        """Size of the parts that the server has."""
+        return sum(map(self.size_of, self._upload.parts))
+
+    def size_of(self, number: int) -> int:
+        """Size of a part in bytes."""
+        start = (number - 1) * self._upload.part_bytes
+        return min(self._upload.part_bytes, self._file.size - start)
+
+    def send(self, number: int) -> bool:
+        """Send one part. Returns whether it was the last one that was missing."""
+        upload, size = self._upload, self.size_of(number)
+        content = read_exactly(self._path, (number - 1) * upload.part_bytes, size)
+        crc = crc_of(content)
+        answer = self._bucket.call(
+            "upload_part", self._target, UploadId=upload.upload_id, PartNumber=number, Body=content,
+            ChecksumCRC64NVME=encoded(crc),
+        )  # fmt: skip
+        self._journal.add_part(self._name, number, answer["ETag"], crc)
+        with self._counting:
+            self._left -= 1
+            return self._left == 0
+
+    def complete(self) -> None:
+        """Make the object of the parts, if together they are the measured file.
+
+        Raises DigestMismatch if they are not. Otherwise, the server compares the whole object with the file's CRC.
+        """
+        upload = self._upload
+        parts = sorted(upload.parts.items())
+        if joined((part.crc, self.size_of(number)) for number, part in parts) != self._file.crc:
+            self._abort()
+            raise DigestMismatch(f"{self._path} was changed while it was sent: restore it, then publish again")
+        listed = [
+            {"PartNumber": number, "ETag": part.etag, "ChecksumCRC64NVME": encoded(part.crc)} for number, part in parts
+        ]
+        try:
+            self._bucket.call(
+                "complete_multipart_upload", self._target, UploadId=upload.upload_id, MultipartUpload={"Parts": listed},
+                ChecksumCRC64NVME=encoded(self._file.crc), ChecksumType="FULL_OBJECT", MpuObjectSize=self._file.size,
+            )  # fmt: skip
+        except StoreError as error:
+            if error.code == UNKNOWN_UPLOAD and is_proven(self._bucket, self._target, self._file):
+                return  # an earlier request completed it, and its answer was lost
+            if error.code in _REFUSED_PARTS:
+                self._abort()
+            raise
+
+    @property
+    def _upload(self) -> OpenUpload:
+        return self._journal.uploads[self._name]
+
+    def _continues(self) -> bool:
+        """Whether the server knows the upload in the journal. Parts that the server does not have are sent again."""
+        upload = self._journal.uploads.get(self._name)
+        if upload is None:
+            return False
+        try:
+            there = self._bucket.parts(self._target, upload.upload_id)
+        except StoreError as error:
+            if error.code != UNKNOWN_UPLOAD:
+                raise
+            self._journal.forget(self._name)
+            return False
+        for number, part in list(upload.parts.items()):
+            if there.get(number) != (part.etag, self.size_of(number)):
+                del upload.parts[number]
+        return True
+
+    def _abort(self) -> None:
+        """Abort the upload, so that the next attempt sends the file from its start."""
+        self._bucket.abort(self._target, self._upload.upload_id)
+        self._journal.forget(self._name)

@@ -1,0 +1,113 @@
+"""Explains the errors of S3 clients and servers: what happened, and what to do.
+
+Text of a server is never repeated, because it may contain keys. Its code and status are enough to look an error up.
+"""
+
+from typing import NamedTuple
+
+from t5train.errors import StoreError
+
+CONTENDED = ("ConditionalRequestConflict", "409")
+"""Codes of a conditional write that collided with another one. Neither may have been done."""
+MISSING = ("NoSuchKey", "404")
+"""Codes of an object that does not exist."""
+TRANSIENT = (
+    *("ReadTimeoutError", "ConnectTimeoutError", "ConnectionClosedError", "EndpointConnectionError", "HTTPClientError"),
+    *(
+        "ResponseStreamingError",
+        "IncompleteReadError",
+        "RequestTimeout",
+        "SlowDown",
+        "ServiceUnavailable",
+        "InternalError",
+        "500",
+        "502",
+        "503",
+        "504",
+    ),
+)
+"""Codes of failures that can pass. Only the server knows whether the request was done."""
+PRECONDITION_FAILED = ("PreconditionFailed", "412")
+"""Codes of a conditional write to a name that is taken."""
+UNKNOWN_UPLOAD = "NoSuchUpload"
+"""The code for a multipart upload that was completed or aborted, or never begun."""
+
+
+class _Explanation(NamedTuple):
+    cause: str
+    remedy: str
+
+
+_CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws"
+_NO_CREDENTIALS = _Explanation("no credentials were found", f"Set {_CREDENTIALS} (AWS_PROFILE selects one)")
+_EXPIRED = _Explanation("the credentials have expired", f"Renew them: {_CREDENTIALS}")
+_DENIED = _Explanation(
+    "access denied",
+    "Grant these credentials s3:PutObject, s3:GetObject, s3:ListBucket, s3:ListBucketMultipartUploads, "
+    "s3:ListMultipartUploadParts, s3:AbortMultipartUpload and s3:DeleteObject there, or set others: " + _CREDENTIALS,
+)
+_REGION = _Explanation(
+    "the bucket is in another region", "Set AWS_REGION, or region in ~/.aws/config, to the region of the bucket"
+)
+_UNREACHABLE = _Explanation("the server cannot be reached", "Check AWS_ENDPOINT_URL, the region and the network")
+_NO_ANSWER = _Explanation(
+    "the server did not answer in time, or closed the connection", "Check the server and the network, then try again"
+)
+_BUSY = _Explanation("the server is busy or failed, also after several tries", "Try again later")
+_DAMAGED = _Explanation(
+    "the server received other bytes than were sent", "Try again; if it happens again, check this machine's memory"
+)
+
+_BY_CODE = {
+    **dict.fromkeys(("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"), _NO_CREDENTIALS),
+    **dict.fromkeys(
+        ("ExpiredToken", "TokenRefreshRequired", "UnauthorizedSSOTokenError", "SSOTokenLoadError"), _EXPIRED
+    ),
+    **dict.fromkeys(("AccessDenied", "403", "AllAccessDisabled", "AccountProblem"), _DENIED),
+    **dict.fromkeys(
+        ("PermanentRedirect", "301", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"), _REGION
+    ),
+    **dict.fromkeys(("EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError"), _UNREACHABLE),
+    **dict.fromkeys(("ReadTimeoutError", "ConnectionClosedError", "HTTPClientError", "RequestTimeout"), _NO_ANSWER),
+    **dict.fromkeys(("ResponseStreamingError", "IncompleteReadError"), _NO_ANSWER),
+    **dict.fromkeys(("SlowDown", "ServiceUnavailable", "InternalError", "500", "502", "503", "504"), _BUSY),
+    **dict.fromkeys(("BadDigest", "XAmzContentChecksumMismatch", "FlexibleChecksumError"), _DAMAGED),
+    "InvalidAccessKeyId": _Explanation(
+        "the server does not know this AWS_ACCESS_KEY_ID", f"Check {_CREDENTIALS}, and AWS_ENDPOINT_URL"
+    ),
+    "SignatureDoesNotMatch": _Explanation(
+        "AWS_SECRET_ACCESS_KEY is not the one of this AWS_ACCESS_KEY_ID", f"Check {_CREDENTIALS}"
+    ),
+    "RequestTimeTooSkewed": _Explanation(
+        "this machine's clock differs too much from the server's", "Set the clock (chronyc or timedatectl shows it)"
+    ),
+    "NoSuchBucket": _Explanation(
+        "the bucket does not exist", "Create it, or check its name and AWS_ENDPOINT_URL; buckets are never created here"
+    ),
+    "ProfileNotFound": _Explanation("AWS_PROFILE names a profile that does not exist", "Add it to ~/.aws/config"),
+    "SSLError": _Explanation("the server's certificate is not accepted", "Check AWS_ENDPOINT_URL and AWS_CA_BUNDLE"),
+    "NotImplemented": _Explanation(
+        "the server does not support this request", "Use a store with conditional writes and CRC64NVME checksums"
+    ),
+    UNKNOWN_UPLOAD: _Explanation(
+        "another process aborted the upload", "Make sure that nothing else publishes there, then publish again"
+    ),
+}
+
+
+def code_of(error: Exception) -> str:
+    """The server's code for an error, or the class name of an error of the client."""
+    answer = getattr(error, "response", None)
+    return str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, dict) else type(error).__name__
+
+
+def store_error(error: Exception, subject: str) -> StoreError:
+    """The error to raise for an error of boto3. ``subject`` says what could not be done, as in "URL cannot be read"."""
+    code = code_of(error)
+    if (known := _BY_CODE.get(code)) is not None:
+        return StoreError(f"{subject}: {known.cause} ({code}). {known.remedy}", code=code)
+    answer = getattr(error, "response", None)
+    if isinstance(answer, dict):
+        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return StoreError(f"{subject}: the server answered {code} (status {status})", code=code)
+    return StoreError(f"{subject}: {code} in the S3 client. Check the URL, AWS_ENDPOINT_URL and ~/.aws", code=code)

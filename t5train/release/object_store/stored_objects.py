@@ -1,0 +1,75 @@
+"""Proves that an object of a bucket is the file that it should be."""
+
+import hashlib
+from collections.abc import Callable
+
+from t5train.errors import DigestMismatch, StoreError
+from t5train.records.digests import FileDigest
+from t5train.release.object_store.bucket import BucketFolder
+from t5train.release.object_store.checksums import MeasuredFile, encoded
+from t5train.release.object_store.store_errors import MISSING
+
+_CRC = "ChecksumCRC64NVME"
+
+
+def prove(bucket: BucketFolder, name: str, expected: MeasuredFile) -> None:
+    """Raise DigestMismatch unless an object has this size and the checksum that the server computed itself.
+
+    If the server returns no such checksum, the object is read back, and its sha256 compared.
+    """
+    try:
+        found = bucket.call("head_object", name, ChecksumMode="ENABLED")
+    except StoreError as error:
+        if error.code in (*MISSING, "403"):  # the answer for a missing object, without permission to list all of them
+            raise missing(bucket, name, expected.digest) from None
+        raise
+    if (crc := found.get(_CRC)) is None:
+        read_back(bucket, name, expected.digest)
+    elif (found["ContentLength"], crc) != (expected.size, encoded(expected.crc)):
+        raise DigestMismatch(
+            f"{bucket.url}/{name} has {found['ContentLength']:,} bytes and CRC64NVME {crc}, but {expected.size:,} "
+            f"bytes and {encoded(expected.crc)} were sent: publish again"
+        )
+
+
+def is_proven(bucket: BucketFolder, name: str, expected: MeasuredFile) -> bool:
+    """Whether ``prove`` accepts the object."""
+    try:
+        prove(bucket, name, expected)
+    except DigestMismatch:
+        return False
+    return True
+
+
+def read_back(
+    bucket: BucketFolder, name: str, expected: FileDigest, count: Callable[[int], None] = lambda _: None
+) -> None:
+    """Read an object, and raise DigestMismatch unless it has this size and sha256. ``count`` is called with sizes."""
+    sha256, size = hashlib.sha256(), 0
+    try:
+        for chunk in bucket.chunks(name):
+            sha256.update(chunk)
+            size += len(chunk)
+            count(len(chunk))
+    except StoreError as error:
+        if error.code in MISSING:
+            raise missing(bucket, name, expected) from None
+        raise
+    if (found := FileDigest(size=size, sha256=sha256.hexdigest())) != expected:
+        raise differs(bucket, name, found, expected)
+
+
+def differs(bucket: BucketFolder, name: str, found: FileDigest, expected: FileDigest) -> DigestMismatch:
+    """The error for an object with other content."""
+    return DigestMismatch(
+        f"{bucket.url}/{name} has {found.size:,} bytes and {found}, but {expected.size:,} bytes and {expected} "
+        "were recorded: restore the object or publish again"
+    )
+
+
+def missing(bucket: BucketFolder, name: str, expected: FileDigest) -> DigestMismatch:
+    """The error for an object that does not exist."""
+    return DigestMismatch(
+        f"{bucket.url}/{name} is missing, but {expected.size:,} bytes were recorded: restore the object or publish "
+        "again"
+    )

@@ -1,0 +1,47 @@
+"""Work on several objects at a time, and its progress."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from t5train.progress import Progress
+
+_THREADS = 4  # when sending, each holds one part in memory
+_REPORT_SECONDS = 0.5
+
+Job = Callable[[], "list[Job]"]
+"""Work for a thread. Returns the jobs that follow it."""
+
+
+class ByteCount:
+    """The number of bytes that all threads have transferred."""
+
+    def __init__(self, what: str, total: int, progress: Progress) -> None:
+        self._what, self._total, self._progress = what, total, progress
+        self._counting, self._done = threading.Lock(), 0
+
+    def add(self, size: int) -> None:
+        """Add bytes, from any thread."""
+        with self._counting:
+            self._done += size
+
+    def report(self) -> None:
+        """Report the progress."""
+        self._progress(self._what, self._done, self._total)
+
+
+def run_jobs(jobs: Iterable[Job], count: ByteCount) -> None:
+    """Run jobs in a few threads, and those that follow from a job before the others. This thread reports the progress.
+
+    The first error is raised after the jobs that are running have ended.
+    """
+    waiting, running = deque(jobs), set[Future[list[Job]]]()
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="transfer") as threads:
+        while waiting or running:
+            while waiting and len(running) < _THREADS:
+                running.add(threads.submit(waiting.popleft()))
+            finished, running = wait(running, _REPORT_SECONDS, FIRST_COMPLETED)
+            for job in finished:
+                waiting.extendleft(reversed(job.result()))
+            count.report()

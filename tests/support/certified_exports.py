@@ -1,0 +1,46 @@
+"""Exports of random bytes with a passing certificate, of any size and without a model."""
+
+import random
+from pathlib import Path
+
+from t5train.records.digests import digest_files
+from t5train.records.identity import current_provenance, fingerprint
+from t5train.records.stage_records import Export
+from t5train.release.certificate import CERTIFICATE, Certificate
+
+
+def make_certified(folder: Path, sizes: dict[str, int], seed: int = 0) -> Export:
+    """Write files of these sizes, a certificate that they pass, and their manifest."""
+    folder.mkdir(parents=True)
+    generator = random.Random(seed)
+    for name, size in sizes.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(generator.randbytes(size))
+    files = digest_files(folder, sizes)
+    identity = fingerprint({"files": {name: digest.sha256 for name, digest in files.items()}})
+    certificate = Certificate(
+        passed=True,
+        differences=[],
+        export_fingerprint=identity,
+        weights_fingerprint="b" * 64,
+        run_fingerprint="c" * 64,
+        step=3,
+        witness={},
+        files=files,
+        tensors_compared=0,
+        elements_compared=0,
+        ties={},
+        documents=(),
+        passages_compared=0,
+        probes={},
+        generation=None,
+        relative_tolerance=0.0,
+        witness_device="cpu",
+        device="cpu",
+        num_threads=1,
+        provenance=current_provenance(),
+    )
+    (folder / CERTIFICATE).write_text(certificate.model_dump_json(indent=1))
+    files |= digest_files(folder, [CERTIFICATE])
+    inputs = {"run": "c" * 64, "spec": "d" * 64}
+    return Export(path=folder, fingerprint=identity, inputs=inputs, files=files).commit()

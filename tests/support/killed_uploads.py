@@ -1,0 +1,59 @@
+"""Publishes in child processes that are killed at a chosen request, as a program: ``EXPORT PART_BYTES LOG``.
+
+For every line ``URL NUMBER before`` or ``URL NUMBER after`` on standard input, a new child publishes there. It is
+killed right before it sends the request of that number, or after the answer. The child's exit code is printed. Each
+child appends to LOG one line for each request: operation, name and bytes sent.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from t5train.records.stage_records import Export
+from t5train.release import publication
+from t5train.release.object_store.bucket import BucketFolder
+from t5train.release.publication import publish
+
+
+def killing_calls(left: int, when: str, log: Path) -> Callable[..., Any]:
+    """Return a replacement of ``BucketFolder.call`` that kills this process at the request after ``left`` others."""
+    counting, numbers, send = threading.Lock(), count(), BucketFolder.call
+
+    def call(bucket: BucketFolder, operation: str, name: str | None = None, **arguments: Any) -> Any:
+        with counting:
+            is_last = next(numbers) == left
+            if is_last and when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            with log.open("a") as file:
+                file.write(f"{operation} {name} {len(arguments.get('Body', b''))}\n")
+        answer = send(bucket, operation, name, **arguments)
+        if is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+
+    return call
+
+
+def main(export: str, part_bytes: str, log: str) -> None:
+    send = publication.publish_to_bucket
+
+    def in_small_parts(*given: Any) -> Any:
+        return send(*given, int(part_bytes))
+
+    publication.publish_to_bucket = in_small_parts  # type: ignore[assignment]
+    for line in sys.stdin:
+        url, number, when = line.split()
+        if (child := os.fork()) == 0:
+            BucketFolder.call = killing_calls(int(number), when, Path(log))  # type: ignore[method-assign]
+            publish(Export.load(Path(export)), url)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)  # noqa: T201 - the parent reads it
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,83 @@
+"""What is said of a store that refuses or does not answer, before anything is trained."""
+
+from typing import Any
+
+import pytest
+
+from infra.node.ports import free_port
+from t5train.errors import PublicationError, StoreError
+from t5train.release.object_store import bucket
+from t5train.release.publication import check_destination
+from tests.support import s3_answers
+from tests.support.s3_reader import Reader
+
+pytestmark = pytest.mark.slow
+
+URL = "s3://models/t5"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (301, "PermanentRedirect", r"the bucket is in another region .* Set AWS_REGION"),
+        (400, "AuthorizationHeaderMalformed", r"the bucket is in another region .* Set AWS_REGION"),
+        (403, "RequestTimeTooSkewed", r"this machine's clock differs too much .* Set the clock"),
+        (403, "AccessDenied", r"access denied .* Grant these credentials s3:PutObject"),
+        (403, "InvalidAccessKeyId", r"the server does not know this AWS_ACCESS_KEY_ID"),
+        (400, "ExpiredToken", r"the credentials have expired"),
+        (503, "SlowDown", r"the server is busy or failed, also after several tries .* Try again later"),
+        (418, "IAmATeapot", r"the server answered IAmATeapot \(status 418\)"),
+    ],
+)
+def test_an_error_of_the_server_is_explained_without_its_text(
+    s3: Any, monkeypatch: pytest.MonkeyPatch, status: int, code: str, said: str
+) -> None:
+    monkeypatch.setattr(bucket, "_TRIES", 2)
+    with s3_answers.answering(status, code, "the key AKIASECRET", {"x-amz-bucket-region": "eu-west-3"}) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        with pytest.raises(StoreError, match=rf"s3://models/t5 cannot be read: {said}") as caught:
+            check_destination(URL)
+    assert "AKIASECRET" not in str(caught.value)
+    assert caught.value.code == code
+
+
+def test_a_server_that_cannot_be_reached_is_explained(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "_TRIES", 1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(
+        StoreError, match=r"the server cannot be reached \(EndpointConnectionError\)\. Check AWS_ENDPOINT"
+    ):
+        check_destination(URL)
+
+
+def test_an_unknown_profile_is_explained(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(StoreError, match="AWS_PROFILE names a profile that does not exist"):
+        check_destination(URL)
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///t5", "s3://AKIAKEY:secret@models/t5"])
+def test_a_url_without_a_bucket_or_with_a_key_is_refused_and_the_key_not_shown(s3: Any, url: str) -> None:
+    with pytest.raises(PublicationError, match="names no bucket") as caught:
+        check_destination(url)
+    assert "secret" not in str(caught.value).lower().replace("aws_secret_access_key", "")
+
+
+@pytest.mark.parametrize("operation", ["put_object", "get_object", "delete_object", "list_multipart_uploads"])
+def test_what_publishing_needs_is_tried_before_training_and_nothing_is_left(
+    destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    call, refused = bucket.BucketFolder.call, []
+
+    def denied(self: bucket.BucketFolder, sent: str, name: str | None = None, **arguments: Any) -> Any:
+        if sent == operation and not (name or "").endswith("manifest.json"):
+            refused.append(name)
+            raise StoreError("access denied", code="AccessDenied")
+        return call(self, sent, name, **arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket.BucketFolder, "call", denied)
+        with pytest.raises(StoreError, match="access denied"):
+            check_destination(destination)
+    assert len(refused) == 1
+    assert bool(reader.keys(destination)) == (operation == "delete_object")
