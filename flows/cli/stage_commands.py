@@ -56,6 +56,7 @@ from t5train.records.witness import Witness
 from t5train.release.certification import certify_in_fresh_process
 from t5train.release.export import export as export_folder
 from t5train.release.fetching import fetch as fetch_publication
+from t5train.release.publication import check_destination
 from t5train.release.publication import publish as publish_export
 from t5train.release.verification import verify as verify_record
 from t5train.report.data_report import data_lines, train_split_facts
@@ -227,8 +228,10 @@ def publish(
     url: Annotated[str, typer.Argument(metavar="URL", help="Folder or fsspec URL")],
 ) -> None:
     """Publish a certified export to a folder or an object store."""
+    export_to_publish = Export.load(exported)
+    check_destination(url)
     with stage_display() as progress:
-        made = publish_export(Export.load(exported), url, progress)
+        made = publish_export(export_to_publish, url, progress)
     say(f"published: {made.url}")
 
 

@@ -1,24 +1,52 @@
-"""Checks a bucket before a run trains, by what publishing needs: write, read and delete."""
+"""Checks a bucket by what publishing needs: write, conditional write, read, delete and list."""
 
+import logging
 import secrets
 
-from t5train.errors import PublicationError
+from t5train.errors import PublicationError, StoreError
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import crc_of, encoded
+from t5train.release.object_store.store_errors import PRECONDITION_FAILED
 
 _CONTENT = b"t5-pretrain writes, reads and deletes this object to check that it can publish here.\n"
+_log = logging.getLogger(__name__)
 
 
 def check_writing(bucket: BucketFolder) -> None:
-    """Write, read and delete an object, and list unfinished uploads. Raises StoreError for what is not possible."""
+    """Write, read and delete an object, and list unfinished uploads. Raises StoreError for what is not possible.
+
+    Warns of a server that ignores the condition of a write: there, two processes could both publish.
+    """
     name = f"write-check-{secrets.token_hex(8)}/probe.txt"
-    bucket.call("put_object", name, Body=_CONTENT, IfNoneMatch="*", ChecksumCRC64NVME=encoded(crc_of(_CONTENT)))
+    _write(bucket, name)
     try:
         found = bucket.read(name)
+        is_conditional = _is_refused(bucket, name)
     finally:
         bucket.call("delete_object", name)
     if found != _CONTENT:
         raise PublicationError(
             f"{bucket.url}/{name} was not what had been written there: the store is not reliable. Check the server"
         )
+    if not is_conditional:
+        _log.warning(
+            "%s ignores the condition that an object must not exist yet (If-None-Match), so %s can be published twice. "
+            "Let only one run publish there at a time",
+            bucket.endpoint, bucket.url,
+        )  # fmt: skip
     bucket.uploads()
+
+
+def _write(bucket: BucketFolder, name: str, **condition: str) -> None:
+    bucket.call("put_object", name, Body=_CONTENT, ChecksumCRC64NVME=encoded(crc_of(_CONTENT)), **condition)
+
+
+def _is_refused(bucket: BucketFolder, name: str) -> bool:
+    """Whether the server refuses to create an object that exists."""
+    try:
+        _write(bucket, name, IfNoneMatch="*")
+    except StoreError as error:
+        if error.code in PRECONDITION_FAILED:
+            return True
+        raise
+    return False

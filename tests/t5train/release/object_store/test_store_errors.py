@@ -81,3 +81,19 @@ def test_what_publishing_needs_is_tried_before_training_and_nothing_is_left(
             check_destination(destination)
     assert len(refused) == 1
     assert bool(reader.keys(destination)) == (operation == "delete_object")
+
+
+def test_a_server_that_ignores_conditions_is_named_before_training(
+    destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_destination(destination)
+    assert not caplog.records
+    call = bucket.BucketFolder.call
+
+    def unconditional(self: bucket.BucketFolder, sent: str, name: str | None = None, **arguments: Any) -> Any:
+        return call(self, sent, name, **{key: value for key, value in arguments.items() if key != "IfNoneMatch"})
+
+    monkeypatch.setattr(bucket.BucketFolder, "call", unconditional)
+    check_destination(destination)
+    assert f"ignores the condition that an object must not exist yet (If-None-Match), so {destination}" in caplog.text
+    assert not reader.keys(destination)
