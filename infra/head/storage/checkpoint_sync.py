@@ -125,11 +125,10 @@ def bring_metrics(run: NodeRun) -> None:
 
 def bring_monitored(run: NodeRun) -> None:
     """Collect all that rank 0 writes for people to watch. What is replaced meanwhile is left for the next time."""
-    for name in MONITORED:
-        try:
-            collect(run.nodes, run.first, run.relative_path, (name,), run.folder)
-        except (DigestMismatch, Refused) as error:
-            _log.info("%s is collected later: %s", name, error)
+    try:
+        collect(run.nodes, run.first, run.relative_path, MONITORED, run.folder)
+    except (DigestMismatch, Refused) as error:
+        _log.info("the rest is collected, and this later: %s", error)
 
 
 def prune(run: NodeRun, found: Survey) -> None:

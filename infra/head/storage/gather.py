@@ -190,7 +190,8 @@ def collect(nodes: Nodes, host: str, relative_path: str, names: Iterable[str], i
     """Copy files and whole folders called ``names`` from ``relative_path`` on a host into the folder ``into``.
 
     Names that do not exist there are skipped. Returns the names of the files that were copied. A file that is growing
-    is copied as it was at one moment. Raises HostError.
+    is copied as it was at one moment. Raises HostError; and DigestMismatch or Refused, after all other files were
+    copied, if a file was replaced meanwhile.
     """
     asked = tuple(names)
     folders = tuple(f"{name}/" for name in asked)
@@ -199,7 +200,16 @@ def collect(nodes: Nodes, host: str, relative_path: str, names: Iterable[str], i
         raise answer
     if strange := [each.name for each in answer.files if each.name not in asked and not each.name.startswith(folders)]:
         raise RemoteFailed(f"{host} sent {strange[0]!r}, which was not requested. Check which code runs there", [host])
+    if not answer.files:  # a conversation takes a second on a busy host
+        return []
     into.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replaced: DigestMismatch | Refused | None = None
     with conversation(nodes, host, SendFiles(nodes.store, relative_path)) as node:
-        pull(fetch_over(node), answer.files, into, Watcher())
+        for each in answer.files:
+            try:
+                pull(fetch_over(node), [each], into, Watcher())
+            except (DigestMismatch, Refused) as error:
+                replaced = replaced or error
+    if replaced is not None:
+        raise replaced
     return [each.name for each in answer.files]

@@ -79,6 +79,8 @@ class Site:
     _client: subprocess.Popen[str]
     _services: dict[str, subprocess.Popen[bytes] | float]
     """For each host its service, or since when it has ended."""
+    _options: list[str]
+    """Hosts and settings of every run."""
 
     @classmethod
     @contextmanager
@@ -95,11 +97,12 @@ class Site:
                 Cluster.temporary(f"operation-{os.getpid()}", nodes=3, share=root) as cluster,
                 _client(cluster) as client,
             ):
-                site = cls(cluster, root, client, services)
+                settings = [f"--set={name}={value}" for name, value in {**SETTINGS, **RUN_SETTINGS, **changed}.items()]
+                options = ["--root", str(root), "--hostfile", str(root / "hosts"), *settings]
+                site = cls(cluster, root, client, services, options)
                 site.start(SERVER)
                 site.await_that(site.answers)
-                settings = [f"--set={name}={value}" for name, value in {**SETTINGS, **RUN_SETTINGS, **changed}.items()]
-                site.call("deploy", "--root", str(root), "--hostfile", str(root / "hosts"), *settings)
+                site.call("deploy", *options)
                 site.start(HEAD)
                 yield site
         finally:
@@ -148,6 +151,10 @@ class Site:
         """Run ``t5-pretrain`` on the head. Raises AssertionError with its errors if it fails."""
         result = self.cluster.exec(HEAD, ["t5-pretrain", *argv], self.client_environment(), timeout=_START_SECONDS)
         assert result.returncode == 0, result.stderr
+
+    def train(self, name: str) -> None:
+        """Train a run on the two hosts with what is deployed, but without Prefect."""
+        self.call("train", "smoke", "--name", name, *self._options)
 
     def ask(self, path: str, body: object = None, method: str = "POST") -> Any:
         """Ask the server's API, on the server's own host. Raises ServerError if it does not answer."""

@@ -32,6 +32,17 @@ class Cut:
         return ["sh", "-c", "exit 255"] if self.is_cut else list(self.transport.command(host, argv))
 
 
+class Counting:
+    """A transport that counts the commands that are sent to hosts."""
+
+    def __init__(self, transport: Any) -> None:
+        self.transport, self.commands = transport, 0
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        self.commands += 1
+        return list(self.transport.command(host, argv))
+
+
 def tags(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -120,6 +131,20 @@ def test_a_file_that_is_replaced_while_it_is_collected_is_left_for_the_next_time
     monkeypatch.undo()
     checkpoint_sync.bring_monitored(run)
     assert (run.folder / note).read_bytes() == (on_node / note).read_bytes()
+
+
+def test_what_people_watch_is_collected_with_two_commands_or_one_if_there_is_nothing(run: NodeRun, site: Site) -> None:
+    counting = Counting(site.nodes.transport)
+    counted = replace(run, nodes=replace(run.nodes, transport=counting))
+    checkpoint_sync.bring_monitored(counted)
+    assert counting.commands == 1
+    on_node = site.scratch("a") / run.relative_path
+    for name in ("metrics.jsonl", f"{PROFILES}/trace", f"{WANDB}/sent.json"):
+        (on_node / name).parent.mkdir(parents=True, exist_ok=True)
+        (on_node / name).write_bytes(b"1")
+    checkpoint_sync.bring_monitored(counted)
+    assert counting.commands == 1 + 2
+    assert (run.folder / f"{WANDB}/sent.json").exists()
 
 
 def test_a_failed_sync_is_retried_and_the_sync_ends_promptly(
