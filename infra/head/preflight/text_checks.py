@@ -102,7 +102,7 @@ class TextFacts(NamedTuple):
 
 
 def _stored_text_bytes(source: SourceFacts) -> int:
-    from t5train.data.parquet import stored_text_bytes  # pyarrow is slow to import
+    from t5train.data.formats.parquet import stored_text_bytes  # pyarrow is slow to import
 
     local = {file.name: file for file in source.local}
     sizes = [

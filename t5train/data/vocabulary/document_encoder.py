@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from t5train.data.vocabulary import segmenter_build
+from t5train.data.native import segmenter_build
 from t5train.data.vocabulary.sentencepiece_model import (
     SCORE_STEPS,
     SPACE,
@@ -81,7 +81,7 @@ def warn_if_slow() -> None:
 
 
 class _Segmenter(Protocol):
-    """The C++ class (``native/segmenter.cpp``)."""
+    """The C++ class (``t5train/data/native/segmenter.cpp``)."""
 
     num_words: int
     num_bytes: int

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
-from t5train.data.vocabulary import segmenter_build
+from t5train.data.native import segmenter_build
 from t5train.data.vocabulary.document_encoder import DocumentEncoder, warn_if_slow
 from t5train.data.vocabulary.sentencepiece_model import Encoder, train
 from t5train.spec import TokenizerSpec
@@ -240,7 +240,7 @@ def test_without_the_compiled_segmenter_ids_are_the_same_and_a_warning_names_the
     assert_same(encoder, Encoder(spiece), ["el il", "", "caf\u00e9"])
     with caplog.at_level(logging.WARNING):
         warn_if_slow()
-    assert "python -m t5train.data.vocabulary.segmenter_build" in caplog.text
+    assert "python -m t5train.data.native.segmenter_build" in caplog.text
 
 
 def test_with_the_compiled_segmenter_there_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:

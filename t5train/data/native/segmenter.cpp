@@ -16,9 +16,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "json_lines.h"
 #include "words.h"
-
-namespace py = pybind11;
 
 namespace {
 
@@ -329,6 +328,7 @@ void define(py::module_& module, const char* name) {
 
 PYBIND11_MODULE(segmenter, module) {
   module.def("rules_keep_words_apart", [](const py::bytes& table) { return Rules(table).keep_words_apart(); });
+  module.def("json_rows", &json_rows);
   define<uint16_t>(module, "Segmenter16");
   define<uint32_t>(module, "Segmenter32");
 }
