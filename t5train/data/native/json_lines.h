@@ -156,7 +156,7 @@ class JsonLine {
       return;
     }
     const int following = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
-    decoded_ += char((0xf00 >> following & 0xff) | code >> 6 * following);
+    decoded_ += char((0xff00 >> (following + 1) & 0xff) | code >> 6 * following);
     for (int at = following - 1; at >= 0; at--) decoded_ += char(0x80 | (code >> 6 * at & 0x3f));
   }
 

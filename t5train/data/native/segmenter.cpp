@@ -193,7 +193,9 @@ class Segmenter {
       const bool is_independent = plain || (!combines && word.find('\0') == word.npos);
       if (is_independent && word.size() <= kLongestWord) {
         if (pending.count == pending.keys.size()) look_up(pending, batch, sum);
-        words_.cache.prefetch(pending.keys[pending.count++] = Key(word, text.end, false));
+        Key& key = pending.keys[pending.count++];
+        key.assign(word, text.end, false);
+        words_.cache.prefetch(key);
       } else {
         look_up(pending, batch, sum);
         add_other(word, combines, batch, sum);

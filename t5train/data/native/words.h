@@ -81,33 +81,34 @@ class Words {
   // with punctuation are new in ever new combinations, but what they consist of is not.
   Segmented<Id> by_parts(std::string_view word, Id* ids) {
     if (pieces_.part_end(word, 0) == word.size()) return pieces_.cheapest(marked_.assign(1, ' ').append(word), ids);
-    std::array<Part, kLookedUpTogether> parts;
     size_t num_parts = 0;
     Joined joined{ids};
     marked_.clear();
     for (size_t start = 0, end = 0; start < word.size(); start = end) {
       end = pieces_.part_end(word, start);
       if (start > 0 && end == start + 1) {
-        parts[num_parts++].single = Byte(word[start]);
+        parts_[num_parts++].single = Byte(word[start]);
       } else {
-        parts[num_parts++] = marked_part(word.substr(start, end - start), start == 0);
-        cache.prefetch(parts[num_parts - 1].key);
+        mark_part(word.substr(start, end - start), start == 0, parts_[num_parts]);
+        cache.prefetch(parts_[num_parts++].key);
       }
-      if (num_parts < parts.size() && end < word.size()) continue;
-      for (size_t at = 0; at < num_parts; at++) append_part(parts[at], joined);
+      if (num_parts < parts_.size() && end < word.size()) continue;
+      for (size_t at = 0; at < num_parts; at++) append_part(parts_[at], joined);
       num_parts = 0;
     }
     return {ids, uint16_t(joined.count), uint16_t(std::min<uint32_t>(joined.quarter_nats, UINT16_MAX))};
   }
 
   // The first part is remembered as the word that it would be alone, others with a mark in place of its space.
-  Part marked_part(std::string_view part, bool is_first) {
+  void mark_part(std::string_view part, bool is_first, Part& marked) {
     const char* name = marked_.data() + marked_.size();
     marked_ += is_first ? ' ' : kContinues;
     marked_ += part;
     const std::string_view with_mark(name, part.size() + 1), without(name + 1, part.size());
     const auto* end = reinterpret_cast<const Byte*>(name + 1 + part.size());
-    return {0, Key(is_first ? without : with_mark, end, false), is_first ? with_mark : without};
+    marked.single = 0;
+    marked.key.assign(is_first ? without : with_mark, end, false);
+    marked.text = is_first ? with_mark : without;
   }
 
   void append_part(const Part& part, Joined& joined) {
@@ -130,6 +131,7 @@ class Words {
   Rules rules_;
   std::array<std::pair<Id, uint16_t>, 0x80> singles_{};  // ids and costs of characters of ASCII
   std::array<Id, kLongestWord + 1> ids_;
+  std::array<Part, kLookedUpTogether> parts_;
   std::string normalised_;
   std::string marked_;  // the parts of a word, each with a mark in front
 };

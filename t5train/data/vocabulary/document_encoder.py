@@ -35,7 +35,7 @@ from t5train.errors import SpecError
 _UNKNOWN_NATS = 10  # SentencePiece's kUnkPenalty: an unknown character costs this more than the rarest piece
 _CACHE_BYTES = 128 << 20
 _NEVER = frozenset(" \0")
-"""No piece of a word that is segmented in C++ has these: spaces become SPACE, and words with zeros are left to Encoder."""
+"""No piece of what is segmented in C++ has these: spaces become SPACE, and words with zeros are left to Encoder."""
 _log = logging.getLogger(__name__)
 
 
