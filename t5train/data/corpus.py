@@ -160,6 +160,8 @@ def of_part(part: int, text: TextSource) -> Iterator[None]:
         if not part:
             raise
         message = str(error).replace("corpus.source", "corpus.mixed_with")
+        if "," in text.source and "does not exist" in message:
+            message += '. If it stands for several texts, give them as a list: corpus.mixed_with=\'["A", "B"]\''
         if hub_dataset_name(text.source) is not None:
             message = re.sub(r"corpus\.(?:hub_)?(config|split|column|revision)\b", r"#\1=", message)
         raise type(error)(message) from error.__cause__

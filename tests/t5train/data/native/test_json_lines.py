@@ -1,7 +1,6 @@
 """JSON lines: reading them in C++ gives the rows and the errors of reading them in Python, whatever the lines."""
 
 import json
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -57,7 +56,7 @@ def read(source: SourceFile, native: ModuleType | None) -> list[Row | str]:
     """Return the rows of a file, and the error that ends reading."""
     found: list[Row | str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segmenter_build, "load", lambda path: native)
+        patch.setattr(segmenter_build, "load", lambda _: native)
         patch.setattr(readers, "_BLOCK_BYTES", 64)
         try:
             found.extend(readers.rows(source))
