@@ -25,8 +25,7 @@ class JsonLine {
       std::string_view key;
       if (!skip('"') || !plain_string(key) || !skip(':')) return {};
       py::object* value = key == "id" ? &id : key == "title" ? &title : key == "text" ? &text : nullptr;
-      py::object other;
-      if (value && *value) return {};  // the last of several values would count
+      py::object other;  // of several values of a key, the last one counts
       if (!(skip('"') ? string(value ? *value : other) : value == &id && number(id))) return {};
     } while (skip(','));
     if (!skip('}') || (skip_spaces(), at_ != end_) || !text) return {};
