@@ -116,7 +116,7 @@ up: setup ## Prefect server, pool and worker for this machine
 	@$(BIN)/t5-pretrain up
 
 clean: ## Remove .venv and what tools have cached; what runs have made stays
-	@rm -rf .venv t5train/data/vocabulary/native/*.so build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv t5train/data/native/*.so build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(ROOT)/*' -prune -exec rm -rf {} +
 
 .venv/.installed: pyproject.toml constraints.txt
@@ -140,8 +140,8 @@ clean: ## Remove .venv and what tools have cached; what runs have made stays
 	touch $@
 
 # Tokenising is three times as fast with it.
-.venv/.segmenter: .venv/.installed $(wildcard t5train/data/vocabulary/native/*.h t5train/data/vocabulary/native/*.cpp)
-	@$(BIN)/python -m t5train.data.vocabulary.segmenter_build
+.venv/.segmenter: .venv/.installed $(wildcard t5train/data/native/*.h t5train/data/native/*.cpp)
+	@$(BIN)/python -m t5train.data.native.segmenter_build
 	touch $@
 
 # DeepSpeed compiles its CPU communication and its Adam at first use; here they are compiled before anything waits.

@@ -89,18 +89,19 @@ encoder.encode = functools.partial(encoder.encode, return_type="numpy", add_eos=
     "t5train's work alone, in one process": """
 import pathlib
 from t5train.data import shard_worker
-from t5train.data.passages import SPLITS, SourceFile
-from t5train.data.segments import Segment, scan
+from t5train.data.passages import SPLITS
+from t5train.data.segments import Segment, scan_file
 from t5train.records.digests import digest_file
-spiece, source = pathlib.Path(tokenizer) / "spiece.model", SourceFile(pathlib.Path(text), "text.jsonl")
+spiece = pathlib.Path(tokenizer) / "spiece.model"
 shard_worker._encoder(spiece)
 started = os.times()
-digest_file(source.path)
-segments = scan(source).segments
+digest_file(pathlib.Path(text))
+scanned = {"path": text, "name": "text.jsonl", "frames": None, "digests": out + "/digests"}
+segments = scan_file(scanned, lambda read_bytes: None)["segments"]
 everything = Segment(0, sum(each.rows for each in segments), 0, sum(each.text_bytes for each in segments))
 shard_worker.write_shard({
     "folder": out, "files": {split: (split + ".bin", split + ".len") for split in SPLITS}, "unigram": "train.unigram",
-    "description": "shard.json", "stretches": [(text, "text.jsonl", everything)], "spiece": str(spiece),
+    "description": "shard.json", "stretches": [(text, "text.jsonl", everything, 0)], "spiece": str(spiece),
     "split": (950, 30, 20), "split_seed": 0, "bytes_per_token": 2, "vocab_size": 32100, "unigram_dtype": "<i8",
     "fingerprint": "",
 }, lambda text_bytes: None)

@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.tokenise import MAP, PASSAGE_WORDS, PROGRAMS, START, docstrings
-from t5train.data.vocabulary import segmenter_build
+from t5train.data.native import segmenter_build
 from t5train.data.vocabulary.tokenizer import given_tokenizer
 from tests.support.hardware import hardware
 

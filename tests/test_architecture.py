@@ -34,7 +34,7 @@ LAZY_IMPORTS = {  # imported only inside functions, when the head or a rank need
     "infra.node.inspection.network_interfaces": {"psutil"},
     "infra.node.tokenising.dask_settings": {"dask", "distributed"},
     "infra.node.tokenising.dask_worker": {
-        *("distributed", "t5train.data.worker_processes", "t5train.data.vocabulary.segmenter_build")
+        *("distributed", "t5train.data.worker_processes", "t5train.data.native.segmenter_build")
     },
 }
 KERNELS = ("t5train.engine.fused_update", "t5train.engine.partition_update", "t5train.engine.update_kernels")

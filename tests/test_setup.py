@@ -114,7 +114,7 @@ def test_setup_repeats_nothing_until_a_version_changes(checkout: Path) -> None:
     planned = make(checkout, "-n", "setup").stdout
     assert "pip install" in planned
     assert "infra.node.compiled_operators" in planned
-    assert "t5train.data.vocabulary.segmenter_build" in planned
+    assert "t5train.data.native.segmenter_build" in planned
 
 
 def test_every_make_target_is_documented() -> None:

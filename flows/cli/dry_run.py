@@ -19,6 +19,7 @@ from infra.node.attempts.run_lock import require_unused
 from infra.node.node_folders import SHARDS, node_path
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
 from t5train.data.samples.loader import num_windows
+from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.shards import TEXT_BYTES_PER_TOKEN, settings_of
 from t5train.data.sources import PYDOCS, skipped_line
@@ -110,6 +111,7 @@ def _plan(spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs)
         f"tokens, made from {sample.window_tokens} tokens of text",
         "the run": f"{quantity(spec.optimizer.num_steps, 'step')}, {spec.optimizer.num_steps * per_step:,} tokens",
         "epochs": epochs.said,
+        **({"shares": _shares_said(spec, text)} if spec.corpus.mixed_with else {}),
         "disk": f"up to {format_bytes(_disk_bytes(spec, shape, text))} under {spec.storage.root}, where "
         f"{format_bytes(free_space_bytes(spec.storage.root))} are free",
     }
@@ -139,6 +141,26 @@ def _epochs(spec: RunSpec, text: TextFacts) -> Epochs:
     before = ", before passages are removed" if spec.corpus.removes_passages else ""
     over = f"over the train split{_of_all(spec)}{before}, if a token is {TEXT_BYTES_PER_TOKEN} bytes of text"
     return Epochs(number, f"about {number:,.2f} {over}")
+
+
+def _shares(spec: RunSpec, text: TextFacts | None) -> list[float] | None:
+    """Return the share of each text of a mixture in what is trained on; None if it is unknown."""
+    sizes = None if text is None else text.bytes_of_texts()
+    if sizes is None and spec.objective.mixing_weights is None:
+        return None
+    window_bytes = geometry(spec.objective).window_tokens * TEXT_BYTES_PER_TOKEN
+    samples = [max(1, size * spec.corpus.split[0] // 1000 // window_bytes) for size in sizes or []]
+    return [float(share) for share in rates(samples, spec.objective)]
+
+
+def _shares_said(spec: RunSpec, text: TextFacts | None) -> str:
+    shares = _shares(spec, text)
+    if shares is None:
+        return "not known yet: they follow from the sizes of the texts, of which not all are known"
+    about = "" if spec.objective.mixing_weights else "about "
+    return ", ".join(
+        f"{about}{share:.1%} {shown_text(source)}" for source, share in zip(spec.corpus.named(), shares, strict=True)
+    )
 
 
 def _of_all(spec: RunSpec) -> str:
@@ -221,6 +243,7 @@ def as_values(
         "tokens_per_step": _tokens_per_step(spec),
         "tokens": _tokens_per_step(spec) * spec.optimizer.num_steps,
         "estimated_epochs": epochs.number,
+        "mixture_shares": _shares(spec, text) if spec.corpus.mixed_with else None,
         "disk_needed_bytes": _disk_bytes(spec, shape, text),
         "disk_free_bytes": free_space_bytes(spec.storage.root),
         "spec": spec.model_dump(mode="json"),

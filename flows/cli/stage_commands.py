@@ -122,6 +122,11 @@ def tokenize(  # noqa: PLR0913, PLR0917 - Typer makes an option of each paramete
     """
     text_spec, root = CorpusSpec(source=source, workers=workers), out.absolute()
     changed = settings(changes) | host_settings(hostfile, include, exclude, None, None, ship_code=ship_code)
+    if "shards.executor" in changed:
+        raise SpecError(
+            "--set shards.executor cannot be used here: with --hostfile FILE, all its hosts tokenise with Dask, and "
+            "without it, this machine does. Leave out --set shards.executor"
+        )
     cluster = MachinesSpec.of(changed).cluster
     executor: Literal["local", "dask"] = "local" if cluster.hostfile is None else "dask"
     shards = ShardsSpec(workers=workers, shard_tokens=shard_tokens, executor=executor)

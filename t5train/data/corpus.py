@@ -16,11 +16,11 @@ from t5train.data.checks.test_sets import files_of_test_set, read_test_sets
 from t5train.data.checks.unchanged_files import require_unchanged, stamps_of
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, Ids, ReadText, TextFindings, read_whole
 from t5train.data.download.partial_file import whole_digest
+from t5train.data.formats.wikipedia_dump import require_one_form
 from t5train.data.passages import SourceFile
 from t5train.data.readers import is_framed
 from t5train.data.segments import SEGMENTS, FileSegments, read_segments, write_segments
 from t5train.data.sources import PYDOCS, local_files, pydocs_files, write_pydocs
-from t5train.data.wikipedia_dump import require_one_form
 from t5train.errors import InputError
 from t5train.files.atomic import remove_folder
 from t5train.files.os_errors import explain
@@ -160,6 +160,8 @@ def of_part(part: int, text: TextSource) -> Iterator[None]:
         if not part:
             raise
         message = str(error).replace("corpus.source", "corpus.mixed_with")
+        if "," in text.source and "does not exist" in message:
+            message += '. If it stands for several texts, give them as a list: corpus.mixed_with=\'["A", "B"]\''
         if hub_dataset_name(text.source) is not None:
             message = re.sub(r"corpus\.(?:hub_)?(config|split|column|revision)\b", r"#\1=", message)
         raise type(error)(message) from error.__cause__
@@ -190,7 +192,7 @@ def _with_pydocs(
 
 
 def _require_columns(known: KnownText, sources: list[SourceFile]) -> None:
-    from t5train.data.parquet import require_columns  # pyarrow is slow to import
+    from t5train.data.formats.parquet import require_columns  # pyarrow is slow to import
 
     for source in sources:
         require_columns(source, known.columns)

@@ -20,6 +20,7 @@ import orjson
 from backports import zstd
 from isal.isal_zlib import IsalError
 
+from t5train.data.native import segmenter_build
 from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at
 from t5train.errors import InputError
 from t5train.host_resources import format_bytes, quantity
@@ -161,14 +162,33 @@ def _txt(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iter
 
 
 def _jsonl(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
-    for row, start, line in _raw_lines(source, number, offset, opened):
-        try:
-            value = orjson.loads(line)
-        except orjson.JSONDecodeError:  # or UTF-8, or blank
-            content = _decoded(source, row, start, line)
-            yield Row(row, start, _json_passage(source, row, _json_value(source, row, content)))
-        else:
-            yield Row(row, start, _json_passage(source, row, value))
+    native = None if is_compressed(source.path) else segmenter_build.load(segmenter_build.built())
+    if native is None:  # also where reading ahead would mean to decompress again
+        for row, start, line in _raw_lines(source, number, offset, opened):
+            yield _json_row(source, row, start, line)
+        return
+    file, block, at, ended = opened.at(source.path, offset), b"", 0, False
+    while not ended or at < len(block):
+        found, end = native.json_rows(block, at, source.name, number, offset, Row, Passage)
+        yield from found
+        number, offset, at = number + len(found), offset + end - at, end
+        line = block[at : block.find(b"\n", at) + 1] or (block[at:] if ended else b"")
+        if line:
+            _require_short(source, number, line)
+            yield _json_row(source, number, offset, line)
+            number, offset, at = number + 1, offset + len(line), at + len(line)
+        elif not ended:
+            _require_short(source, number, rest := block[at:])
+            more = file.read(max(_BLOCK_BYTES, len(rest)))  # twice as much each time, if a line is long
+            block, at, ended = rest + more, 0, not more
+
+
+def _json_row(source: SourceFile, row: int, start: int, line: bytes) -> Row:
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:  # or UTF-8, or blank
+        value = _json_value(source, row, _decoded(source, row, start, line))
+    return Row(row, start, _json_passage(source, row, value))
 
 
 def _json_value(source: SourceFile, row: int, line: str) -> Any:
@@ -221,13 +241,13 @@ def _unquoted(field: str) -> str:
 
 
 def _parquet(source: SourceFile, number: int, offset: int, _: OpenFile) -> Iterator[Row]:
-    from t5train.data.parquet import parquet_rows  # pyarrow is slow to import, and most processes do not need it
+    from t5train.data.formats.parquet import parquet_rows  # pyarrow is slow to import, and few processes need it
 
     return parquet_rows(source, number, offset)
 
 
 def _dump(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
-    from t5train.data.wikipedia_dump import dump_rows  # few texts are dumps
+    from t5train.data.formats.wikipedia_dump import dump_rows  # few texts are dumps
 
     return dump_rows(source, opened.at(source.path, offset), number)
 
@@ -284,14 +304,18 @@ def _raw_lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -
     """Yield the row number, byte offset and bytes (with line end) of each line."""
     file = opened.at(source.path, offset)
     while line := file.readline(MAX_LINE_BYTES + 1):
-        if len(line) > MAX_LINE_BYTES:
-            raise InputError(
-                f"{source.path} line {number + 1} has more than {format_bytes(MAX_LINE_BYTES)}, but a line is one "
-                "passage and is processed as a whole. Split it into lines, for example at paragraphs"
-            )
+        _require_short(source, number, line)
         yield number, offset, line
         number += 1
         offset += len(line)
+
+
+def _require_short(source: SourceFile, number: int, line: bytes) -> None:
+    if len(line) > MAX_LINE_BYTES:
+        raise InputError(
+            f"{source.path} line {number + 1} has more than {format_bytes(MAX_LINE_BYTES)}, but a line is one "
+            "passage and is processed as a whole. Split it into lines, for example at paragraphs"
+        )
 
 
 @contextmanager

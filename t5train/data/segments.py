@@ -17,7 +17,6 @@ from t5train.data.passages import (
     SourceFile,
     TextCounts,
     TextDigests,
-    nonblank_bytes,
     text_bytes,
 )
 from t5train.data.readers import SEGMENT_BYTES, OpenFile, PassageFrames, rows
@@ -58,6 +57,17 @@ class TextsSeen(NamedTuple):
     ids: IdSequence
     few_ids: FewIds
 
+    def add(self, row: Row, *, has_text: bool) -> None:
+        """Add the next row."""
+        self.ids.add(row)
+        if has_text and self.few_ids.found is not None:
+            self.few_ids.add(row)
+
+    def add_texts(self, texts: list[bytes]) -> None:
+        """Add the texts of a segment, without white space at their ends."""
+        self.digests.add(texts)
+        self.counts.add(texts)
+
 
 class Stretch(NamedTuple):
     """Consecutive rows of one file, in a form that a worker's job can hold."""
@@ -94,30 +104,31 @@ def scan(
     with OpenFile() as opened:
         for row in rows(source, opened=opened):
             first = first or row
-            size = nonblank_bytes(row.passage.text)
-            passages += size > 0
-            empty += size == 0
-            total += size
+            text = row.passage.text
+            stripped = text.strip()
+            if stripped:
+                content = stripped.encode()
+                texts.append(content)
+                total += len(content) if len(stripped) == len(text) else text_bytes(text)
+            else:
+                empty += 1
             if frames is not None:
                 frames.add(row.passage)
             if seen is not None:
-                seen.ids.add(row)
-            if seen is not None and size:
-                seen.few_ids.add(row)
-                texts.append(row.passage.text.strip().encode())
-                seen.digests.add(texts[-1])
+                seen.add(row, has_text=bool(stripped))
             if total >= SEGMENT_BYTES:
                 segments.append(_segment(first, row, total, frames))
-                first, total = None, 0
+                passages += len(texts)
                 if seen is not None:
-                    seen.counts.add(texts)
-                    texts = []
+                    seen.add_texts(texts)
+                first, total, texts = None, 0, []
                 advance(opened.stored_bytes_read - read_bytes)
                 read_bytes = opened.stored_bytes_read
     if first is not None and total:
         segments.append(_segment(first, row, total, frames))
+    passages += len(texts)
     if seen is not None:
-        seen.counts.add(texts)
+        seen.add_texts(texts)
     advance(source.path.stat().st_size - read_bytes)
     return FileSegments(source, passages, empty, segments)
 

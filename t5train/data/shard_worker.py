@@ -26,10 +26,9 @@ class _HashedFile:
         self._file, self._sha256, self._size = file, sha256(), 0
 
     def write(self, values: np.ndarray) -> None:
-        content = values.tobytes()
-        self._file.write(content)
-        self._sha256.update(content)
-        self._size += len(content)
+        self._file.write(values.data)
+        self._sha256.update(values.data)
+        self._size += values.nbytes
 
     def digest(self) -> Json:
         return {"size": self._size, "sha256": self._sha256.hexdigest()}
@@ -44,8 +43,8 @@ class _SplitWriter:
         self._documents = self._num_tokens = 0
 
     def write(self, documents: Documents) -> None:
-        self._tokens.write(documents.ids.astype(self._dtype))
-        self._lengths.write(documents.lengths.astype("<u4"))
+        self._tokens.write(documents.ids.astype(self._dtype, copy=False))
+        self._lengths.write(documents.lengths.astype("<u4", copy=False))
         self._documents += len(documents.lengths)
         self._num_tokens += len(documents.ids)
 
@@ -111,10 +110,7 @@ def _encoder(spiece: Path) -> DocumentEncoder:
 
 def _encoded(batch: list[Passage], encoder: DocumentEncoder, rule: SplitSettings) -> dict[Split, Documents]:
     """Return the ids of the passages of each split."""
-    documents = encoder.encode([passage.text for passage in batch])
-    splits = np.array([SPLITS.index(split_of(rule, passage.id)) for passage in batch], np.uint8)
-    splits_of_ids = np.repeat(splits, documents.lengths)
-    return {
-        split: Documents(documents.ids[splits_of_ids == number], documents.lengths[splits == number])
-        for number, split in enumerate(SPLITS)
-    }
+    texts: dict[Split, list[str]] = {split: [] for split in SPLITS}
+    for passage in batch:
+        texts[split_of(rule, passage.id)].append(passage.text)
+    return {split: encoder.encode(some) for split, some in texts.items()}

@@ -24,9 +24,9 @@ from t5train.data.download.downloads import Wanted, download
 from t5train.data.download.hub_shards import HubSource, hub_files, hub_source, kept_hub_files, look_at_dataset
 from t5train.data.download.kept_downloads import Downloads, download_places
 from t5train.data.download.remote_reading import Backoff, is_busy, is_web, message_of, storage_options
+from t5train.data.formats.wikipedia_dump import require_one_form
 from t5train.data.passages import READ_COLUMNS, Passage, SourceFile
 from t5train.data.readers import FORMATS, format_of
-from t5train.data.wikipedia_dump import require_one_form
 from t5train.errors import InputError
 from t5train.files.atomic import replacing
 from t5train.files.made_files import MadeFiles

@@ -9,6 +9,7 @@ ends it, also while it computes or waits.
 import the flow's main module in every worker, and workers could outlive a flow that is killed.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -149,6 +150,7 @@ def _work(function: str) -> None:
     """Process jobs, one per line of standard input, until the input ends."""
     module, name = function.split(":")
     perform = getattr(importlib.import_module(module), name)
+    gc.freeze()  # what was imported stays, so it is not searched for garbage each time
     for line in sys.stdin:
         try:
             result = perform(json.loads(line), lambda units: _answer({"advance": units}))

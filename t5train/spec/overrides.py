@@ -100,8 +100,14 @@ def explain(error: ValidationError, spec: type[BaseModel] | None = None) -> str:
             message = f"unknown setting{nearest(where, known)}"
         elif spec is not None and detail["type"] != "missing":
             message = _must_be(spec, where) or message
-        lines.append(f"{where} is {_shown(detail['input'])}: {message}")
+        lines.append(f"{_item_of_list(where)} is {_shown(detail['input'])}: {message}")
     return "; ".join(lines)
+
+
+def _item_of_list(where: str) -> str:
+    """Return how a setting is called, also if it is an item of a list, whose last step is a number from 0."""
+    setting, _, step = where.rpartition(".")
+    return f"item {int(step) + 1} of {setting}" if step.isdecimal() else where
 
 
 def _must_be(spec: type[BaseModel], where: str) -> str:

@@ -94,6 +94,10 @@ class TextFacts(NamedTuple):
             return None
         return sum(map(_stored_text_bytes, self.sources)) * spec.split[0] // 1000
 
+    def bytes_of_texts(self) -> list[int] | None:
+        """Return about how much text each of the texts has, from the files' sizes; None if that is unknown."""
+        return None if self.why_unknown() else [*map(_stored_text_bytes, self.sources)]
+
     def why_unknown(self) -> str:
         """Return why the size of a text that was not read to its end is unknown; empty if it is known."""
         if self.is_partly_made or not self.sources:
@@ -102,7 +106,7 @@ class TextFacts(NamedTuple):
 
 
 def _stored_text_bytes(source: SourceFacts) -> int:
-    from t5train.data.parquet import stored_text_bytes  # pyarrow is slow to import
+    from t5train.data.formats.parquet import stored_text_bytes  # pyarrow is slow to import
 
     local = {file.name: file for file in source.local}
     sizes = [

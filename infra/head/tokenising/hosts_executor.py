@@ -21,8 +21,8 @@ from infra.head.tokenising.host_workers import host_workers
 from infra.head.tokenising.scheduler_process import SchedulerProcess, require_packages, scheduler_process
 from infra.node.tokenising.makers import own_makers
 from infra.node.tokenising.worker_messages import Makers, WorkerReady, WorkerStart
+from t5train.data.native import segmenter_build
 from t5train.data.segments import stretches_of
-from t5train.data.vocabulary import segmenter_build
 from t5train.data.worker_processes import Advance, Json, Workers
 from t5train.errors import HostError, HostUnreachable, StorageError, WorkerLost, error_of
 from t5train.files.atomic import write_text

@@ -128,7 +128,7 @@ def _require_reachable(head: str, port: int) -> None:
 
 
 def _segmenter_is_compiled() -> bool:
-    from t5train.data.vocabulary import segmenter_build
+    from t5train.data.native import segmenter_build
 
     return segmenter_build.load(segmenter_build.built()) is not None
 

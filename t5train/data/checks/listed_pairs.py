@@ -103,7 +103,7 @@ def open_listed(path: Path) -> Listed:
             first = file.readline(_MOST_LINE_BYTES)
         sha256 = digest_file(path).sha256
     except OSError as error:
-        raise InputError(f"corpus.remove_listed: {path} cannot be read ({explain(error)}). Correct the path") from error
+        raise InputError(f"corpus.remove_listed cannot be read: {explain(error)}. Correct the path") from error
     try:
         value = orjson.loads(first)
         is_pairs = isinstance(value, dict) and value.get("kind") == PAIRS_KIND

@@ -1,27 +1,27 @@
 """Encodes documents in batches, with the compiled segmenter where it gives the same ids as ``Encoder``.
 
-The segmenter splits texts at spaces, segments words of printable ASCII itself and remembers the ids of words. That
-gives the ids of ``Encoder`` for these reasons:
+The segmenter splits texts at spaces, normalises words with SentencePiece's table, segments them and remembers their
+ids. That gives the ids of ``Encoder`` for these reasons:
 
 - Neither a piece nor an unknown run nor a rule of normalisation spans two words, so the ids of a text are those of its
   words. The segmenter is used only if that holds (``_can_segment``). A word then includes spaces next to a character
   that may combine with them. A text with U+2581, which is a space only after normalisation, is left to Encoder.
 - Encoder's sums are exact up to 8192 nats, so the ids of a word do not depend on the words before it. A text in which
   a sum of Encoder would exceed that is left to Encoder.
-- Other words than those of printable ASCII, which are normalised, are left to Encoder, too, and then remembered. It
-  normalises a text in one of two ways, which depends on the whole text; these words are encoded in the way of their
-  text. A text with a very long word, which could not be remembered, is left to Encoder as a whole: so are texts in
-  scripts without spaces.
+- ``Encoder`` normalises a text in one of two ways, which depends on the whole text. Where no character may combine with
+  others, SentencePiece does, and the segmenter does the same with its table. Otherwise, ``Encoder`` is asked for the
+  words that are not of printable ASCII, which are then remembered.
+- A text with a very long word, which could not be remembered, is left to Encoder as a whole: so are texts in scripts
+  without spaces.
 """
 
 import logging
-import re
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from t5train.data.vocabulary import segmenter_build
+from t5train.data.native import segmenter_build
 from t5train.data.vocabulary.sentencepiece_model import (
     SCORE_STEPS,
     SPACE,
@@ -33,13 +33,17 @@ from t5train.data.vocabulary.sentencepiece_model import (
 from t5train.errors import SpecError
 
 _UNKNOWN_NATS = 10  # SentencePiece's kUnkPenalty: an unknown character costs this more than the rarest piece
-_CACHE_BYTES = 64 << 20
-_PLAIN_PIECE = re.compile(f"{SPACE}[!-~]*|[!-~]+")
+_CACHE_BYTES = 128 << 20
+_NEVER = frozenset(" \0")
+"""No piece of what is segmented in C++ has these: spaces become SPACE, and words with zeros are left to Encoder."""
 _log = logging.getLogger(__name__)
 
 
 class Documents(NamedTuple):
-    """The ids of several documents one after the other, each with EOS, and the number of ids of each; both uint32."""
+    """The ids of several documents one after the other, each with EOS, and the number of ids of each (uint32).
+
+    Ids are uint16 if the segmenter has found them and the vocabulary is small enough; else uint32.
+    """
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -48,7 +52,7 @@ class Documents(NamedTuple):
 class DocumentEncoder:
     """Encodes documents to the ids of ``Encoder``. An object may be used by one thread at a time.
 
-    Each object remembers words in up to ``cache_bytes`` of memory (64 MiB).
+    Each object remembers words in up to ``cache_bytes`` of memory (128 MiB).
     """
 
     def __init__(self, spiece: Path, cache_bytes: int = _CACHE_BYTES) -> None:
@@ -77,7 +81,7 @@ def warn_if_slow() -> None:
 
 
 class _Segmenter(Protocol):
-    """The C++ class (``native/segmenter.cpp``)."""
+    """The C++ class (``t5train/data/native/segmenter.cpp``)."""
 
     num_words: int
     num_bytes: int
@@ -127,12 +131,13 @@ def _segmenter(encoder: Encoder, words: _Words, cache_bytes: int) -> _Segmenter 
     table = encoder.model.normalizer_spec.precompiled_charsmap
     if native is None or not _can_segment(encoder, words) or not native.rules_keep_words_apart(table):
         return None
-    plain = [
-        (piece.replace(SPACE, " ").encode("ascii"), number)
+    pieces = [
+        (piece.replace(SPACE, " ").encode(), number)
         for number, piece in enumerate(words.pieces)
-        if number > UNK_ID and _PLAIN_PIECE.fullmatch(piece)
+        if number > UNK_ID and _NEVER.isdisjoint(piece)
     ]
-    segmenter: _Segmenter = native.Segmenter(plain, words.costs, words.unknown_cost, _combining_bits(), cache_bytes)
+    kind = native.Segmenter16 if len(words.pieces) <= 1 << 16 else native.Segmenter32
+    segmenter: _Segmenter = kind(pieces, words.costs, words.unknown_cost, table, _combining_bits(), cache_bytes)
     return segmenter
 
 

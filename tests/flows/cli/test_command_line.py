@@ -66,6 +66,7 @@ for command in sys.argv[1:]:
 
 
 SWITCH = ("--set", "model.moe.num_experts=4", "--set", "model.version=v1.0")
+TOKENIZE = ["tokenize", "--corpus", "a.txt", "--tokenizer", "a.model", "--out", "tokens"]
 STAGES = ("--set", "layout.pipeline_stages=8", "--set", "cluster.ranks=8")
 
 
@@ -75,6 +76,11 @@ STAGES = ("--set", "layout.pipeline_stages=8", "--set", "cluster.ranks=8")
         (["run", "smok"], "unknown recipe 'smok' (did you mean 'smoke'?)"),
         (["run", "smoke", "--set", "optimizer.num_stepss=4"], "did you mean 'optimizer.num_steps'?"),
         (["run", "smoke", "--set", "seed=4"], "unknown setting 'seed' (did you mean 'optimizer.seed'?)"),
+        (
+            ["run", "smoke", "--set", "objective.mixing_weights=7,x"],
+            "item 2 of objective.mixing_weights is 'x': it must",
+        ),
+        ([*TOKENIZE, "--set", "shards.executor=dask"], "with --hostfile FILE, all its hosts tokenise with Dask"),
         (["run", "smoke", "--set", "cluster.accelerator=tpu"], "cluster.accelerator is 'tpu'"),
         (["run", "smoke", "--set", "optimizer.num_steps=many"], "optimizer.num_steps is 'many'"),
         (["run", "smoke", "--set", "optimizer.global_batch_sequences=65"], "must be a multiple of"),

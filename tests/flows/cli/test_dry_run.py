@@ -82,3 +82,28 @@ def test_the_hosts_determine_the_number_of_ranks_and_paths_are_made_absolute(
     # The hosts have 8 ranks for the 8 stages; the recipe itself has only 2.
     staged = resolve("smoke", {"cluster.hostfile": "hosts", "layout.pipeline_stages": 8})
     assert (staged.cluster.ranks, staged.data_parallel_size) == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"), [((), "about 75.0% {one}, about 25.0% {two}"), (("1,4",), "20.0% {one}, 80.0% {two}")]
+)
+def test_a_dry_run_shows_the_shares_of_a_mixture(
+    t5_pretrain: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    weights: tuple[str, ...],
+    said: str,
+) -> None:
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    one.write_text("".join(f"The first text, line {number}.\n" for number in range(100_000, 190_000)))
+    two.write_text("".join(f"The other text, line {number}.\n" for number in range(100_000, 130_000)))
+    texts = [
+        f"corpus.source={one}",
+        f"corpus.mixed_with={two}",
+        *(f"objective.mixing_weights={each}" for each in weights),
+    ]
+    t5_pretrain(
+        "run", "smoke", "--dry-run", "--root", str(tmp_path), *(part for text in texts for part in ("--set", text))
+    )
+    output = capsys.readouterr().out
+    assert f"shares   {said.format(one=one, two=two)}\n" in output, output

@@ -102,6 +102,13 @@ def test_a_text_that_cannot_be_mixed_is_named_before_anything_starts(
         require_text(run_of(folder, "one.jsonl", "two.jsonl", "bad.txt"))
 
 
+def test_texts_that_are_mixed_in_with_commas_between_them_have_to_be_a_list(folder: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"does not exist.* give them as a list: corpus\.mixed_with='\[\"A\", \"B\"\]'"
+    ):
+        require_text(run_of(folder, "one.jsonl", "two.jsonl,three.jsonl"))
+
+
 def test_a_text_of_which_nothing_is_left_is_named(tmp_path: Path) -> None:
     lines = write_jsonl(tmp_path / "one.jsonl", 400).read_text().splitlines()
     copies = [json.dumps(json.loads(line) | {"id": f"again-{number}"}) for number, line in enumerate(lines[:9])]

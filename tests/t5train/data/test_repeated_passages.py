@@ -15,8 +15,8 @@ from tests.support.generated_text import DataChain
 
 def digests_of(texts: list[str]) -> TextDigests:
     found = TextDigests()
-    for text in texts:
-        found.add(text.encode())
+    for first in range(0, len(texts), 100):
+        found.add([text.encode() for text in texts[first : first + 100]])
     return found
 
 

@@ -190,7 +190,10 @@ def test_a_file_of_another_text_is_refused_before_the_text_is_read(text: Path, t
     (text / "00300.parquet").write_bytes((text / "00200.parquet").read_bytes())
     with pytest.raises(InputError, match=r"was not made of 00300\.parquet, which corpus\.source includes"):
         require_sources(recipe("smoke").with_settings(settings))
-    with pytest.raises(InputError, match=r"absent\.jsonl cannot be read \(.*No such file.*\)\. Correct the path"):
+    with pytest.raises(
+        InputError,
+        match=r"^corpus\.remove_listed cannot be read: [^ ]*absent\.jsonl: No such file.*\. Correct the path",
+    ):
         require_sources(recipe("smoke").with_settings(settings | {"corpus.remove_listed": "absent.jsonl"}))
 
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
-from t5train.data.vocabulary import segmenter_build
+from t5train.data.native import segmenter_build
 from t5train.data.vocabulary.document_encoder import DocumentEncoder, warn_if_slow
 from t5train.data.vocabulary.sentencepiece_model import Encoder, train
 from t5train.spec import TokenizerSpec
@@ -93,7 +93,7 @@ def slow(request: pytest.FixtureRequest) -> tuple[Encoder, Path]:
     return Encoder(path), path
 
 
-@pytest.fixture(scope="module", params=[64 << 20, SMALL_CACHE], ids=["large cache", "small cache"])
+@pytest.fixture(scope="module", params=[1 << 22, SMALL_CACHE], ids=["large cache", "small cache"])
 def both(slow: tuple[Encoder, Path], request: pytest.FixtureRequest) -> tuple[DocumentEncoder, Encoder]:
     encoder, path = slow
     return DocumentEncoder(path, request.param), encoder
@@ -107,6 +107,8 @@ def both(slow: tuple[Encoder, Path], request: pytest.FixtureRequest) -> tuple[Do
 @example(["el\u2581 il", "\u2581 el", "el \u2581il \u2581"])
 @example(["\u00e9", "\u00e9\x00", "\u00e9\x00\x00 \u00e9"])
 @example(["el\u00a0 \u05a4il", "\x00 el\x00 \x00il"])
+@example(["{}.{{}}{", "el{}il.{el}", "{el,il.el}(el)"])
+@example(["\u65e5", "", "el\u00a0\u3000il\u3000", "\u00a8el\u2160", "\x01", "\x01el\x02"])
 def test_any_texts_have_the_ids_of_the_slow_encoder(both: tuple[DocumentEncoder, Encoder], texts: list[str]) -> None:
     assert both[0].segmenter is not None
     assert_same(*both, texts)
@@ -121,6 +123,8 @@ LONG = {
     "a word at the bound of the cache": "a" * 255,
     "a word above it": "el" * 128,
     "a word of other characters above it": "\u00e9" * 200,
+    "a word that becomes longer than the bound": "\ufdfa" * 80,
+    "a word of many parts": "el.il,(el):" * 20,
     "a word whose sum is rounded": "q\u017c" * 3000,
     "a stretch whose sum is rounded": "\u65e5\u672c \u8a9e" * 300,
     "unknown characters between words": "\u65e5 el il " * 500,
@@ -155,15 +159,25 @@ def test_a_text_with_a_word_that_could_not_be_remembered_is_left_to_the_slow_enc
     slowly, encode_words = encoder._slowly, encoder._words.encode
     monkeypatch.setattr(encoder, "_slowly", lambda texts: (asked.extend(texts), slowly(texts))[1])
     monkeypatch.setattr(encoder._words, "encode", lambda some, how: (words.extend(some), encode_words(some, how))[1])
-    encoder.encode(["\u65e5" * 300, "caf\u00e9"])
-    assert asked == ["\u65e5" * 300]
-    assert words == ["caf\u00e9"]
+    encoder.encode(["\u65e5" * 300, "cafe\u0301", "\ufdfa" * 80])
+    assert asked == ["\u65e5" * 300, "\ufdfa" * 80]
+    assert words == ["cafe\u0301"]
+
+
+def test_only_words_of_texts_with_characters_that_combine_are_asked_for(
+    foreign_spiece: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, words = DocumentEncoder(foreign_spiece), list[str]()
+    encode_words = encoder._words.encode
+    monkeypatch.setattr(encoder._words, "encode", lambda some, how: (words.extend(some), encode_words(some, how))[1])
+    encoder.encode(["caf\u00e9 \u65e5\u672c\u8a9e \uff21\ufb04 \x01", "caf\u00e9 el cafe\u0301"])
+    assert words == ["caf\u00e9", "cafe\u0301"]
 
 
 def test_the_cache_is_bounded_and_keeps_frequent_words(spiece: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = DocumentEncoder(spiece, 1 << 20)
     assert encoder.segmenter is not None
-    frequent = "caf\u00e9"  # a word that has to be asked for
+    frequent = "cafe\u0301s"  # a word that has to be asked for
     asked: list[str] = []
     encode_words = encoder._words.encode
     monkeypatch.setattr(encoder._words, "encode", lambda some, how: (asked.extend(some), encode_words(some, how))[1])
@@ -226,7 +240,7 @@ def test_without_the_compiled_segmenter_ids_are_the_same_and_a_warning_names_the
     assert_same(encoder, Encoder(spiece), ["el il", "", "caf\u00e9"])
     with caplog.at_level(logging.WARNING):
         warn_if_slow()
-    assert "python -m t5train.data.vocabulary.segmenter_build" in caplog.text
+    assert "python -m t5train.data.native.segmenter_build" in caplog.text
 
 
 def test_with_the_compiled_segmenter_there_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -239,6 +253,15 @@ def test_a_lone_surrogate_is_refused(spiece: Path) -> None:
         DocumentEncoder(spiece).encode(["el \ud800"])
 
 
-def test_ids_and_lengths_are_uint32(spiece: Path) -> None:
-    for array in DocumentEncoder(spiece).encode(["el"]):
-        assert array.dtype == np.uint32
+def many_pieces(model: Model) -> None:
+    for number in range(1 << 16):
+        model.pieces.add(piece=f"z{number}", score=-9.0)
+
+
+def test_ids_have_two_bytes_where_that_suffices(spiece: Path, tmp_path: Path) -> None:
+    large = changed(spiece, tmp_path, many_pieces)
+    for path, dtype in {spiece: np.uint16, large: np.uint32}.items():
+        encoder = DocumentEncoder(path)
+        assert encoder.segmenter is not None
+        assert [array.dtype for array in encoder.encode(["el"])] == [dtype, np.uint32]
+    assert_same(encoder, Encoder(large), ["z65535 z1z12 zel", f"{'z65534,' * 30}"])

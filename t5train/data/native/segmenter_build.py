@@ -1,8 +1,8 @@
-"""Compiles the segmenter, the C++ code in the folder ``native``, and loads it.
+"""Compiles the segmenter, the C++ code in this folder, and loads it.
 
 ::
 
-    python -m t5train.data.vocabulary.segmenter_build      compile it, which takes half a minute and a C++ compiler
+    python -m t5train.data.native.segmenter_build      compile it, which takes half a minute and a C++ compiler
 
 ``make setup`` does this. Without it, encoding gives the same ids more slowly. It is not compiled when it is needed:
 many worker processes need it at the same moment, and they may run where there is no compiler or where this package
@@ -28,8 +28,8 @@ from types import ModuleType
 from t5train.errors import InputError, T5TrainError
 from t5train.files.atomic import replacing, try_writing
 
-COMMAND = "python -m t5train.data.vocabulary.segmenter_build"
-_SOURCES = Path(__file__).parent / "native"
+COMMAND = "python -m t5train.data.native.segmenter_build"
+_SOURCES = Path(__file__).parent
 _COMPILERS = ("g++", "c++", "clang++")
 # Not -march=native: hosts with other CPUs may share this folder.
 _OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden")

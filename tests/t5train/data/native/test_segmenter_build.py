@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from t5train.data.vocabulary import segmenter_build
+from t5train.data.native import segmenter_build
 from t5train.errors import InputError
 
 

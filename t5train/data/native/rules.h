@@ -1,7 +1,10 @@
-// What has to be known of a vocabulary's rules of normalisation.
+// A vocabulary's rules of normalisation: whether words can be normalised one by one, and how.
 #pragma once
 
+#include <algorithm>
+#include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "word.h"
@@ -17,7 +20,7 @@ class Rules {
     if (size > table.size() - sizeof(size)) return;
     units_.resize(size / sizeof(uint32_t));
     std::memcpy(units_.data(), table.data() + sizeof(size), units_.size() * sizeof(uint32_t));
-    replacements_ = table.substr(sizeof(size) + size);
+    replacements_ = std::string(table.substr(sizeof(size) + size));
   }
 
   // Whether texts can be normalised word by word: the spaces of ASCII become ' ', its printable characters stay, no
@@ -37,7 +40,39 @@ class Rules {
     return !has_later_ascii(root);
   }
 
+  // Normalises a word as SentencePiece does, except that ' ' stands for U+2581, and that none is put before the word.
+  void normalise(std::string_view word, std::string& normalised) const {
+    normalised.clear();
+    bool is_after_space = true;
+    for (size_t at = 0; at < word.size();) {
+      auto [size, text] = longest_match(word.substr(at));
+      if (!size) {
+        size = std::min<size_t>(character_bytes(Byte(word[at])), word.size() - at);
+        text = word.substr(at, size);
+      }
+      at += size;
+      while (is_after_space && !text.empty() && text[0] == ' ') text.remove_prefix(1);
+      if (text.empty()) continue;
+      normalised += text;
+      is_after_space = text.back() == ' ';
+    }
+    while (!normalised.empty() && normalised.back() == ' ') normalised.pop_back();
+  }
+
  private:
+  // The size of the longest text that a rule replaces at the beginning, 0 if there is none, and what replaces it.
+  std::pair<size_t, std::string_view> longest_match(std::string_view text) const {
+    std::pair<size_t, std::string_view> longest{0, {}};
+    uint32_t base = offset(0);
+    for (size_t at = 0; at < text.size(); at++) {
+      const uint32_t node = child(base, Byte(text[at]));
+      if (!node) break;
+      if (has_value(node)) longest = {at + 1, replacement(node)};
+      base = node ^ offset(node);
+    }
+    return longest;
+  }
+
   uint32_t offset(uint32_t node) const { return units_[node] >> 10 << ((units_[node] & 1 << 9) >> 6); }
   bool has_value(uint32_t node) const { return units_[node] >> 8 & 1; }
   // The node that follows for a byte, 0 if there is none. `base` is that of the node before.
@@ -48,7 +83,8 @@ class Rules {
   std::string_view replacement(uint32_t node) const {
     const uint32_t leaf = node ^ offset(node);
     const uint32_t start = leaf < units_.size() ? units_[leaf] & 0x7fffffff : UINT32_MAX;
-    return start < replacements_.size() ? replacements_.substr(start, replacements_.find('\0', start) - start) : "";
+    if (start >= replacements_.size()) return {};
+    return std::string_view(replacements_).substr(start, replacements_.find('\0', start) - start);
   }
 
   // Whether a byte of ASCII follows another byte. Nodes that several rules share are visited once.
@@ -70,5 +106,5 @@ class Rules {
   }
 
   std::vector<uint32_t> units_;
-  std::string_view replacements_;
+  std::string replacements_;
 };

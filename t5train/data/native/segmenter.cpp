@@ -1,9 +1,9 @@
 // Segments texts into the pieces of a T5 vocabulary, word by word, and remembers the ids of words.
 //
 // document_encoder.py explains why this gives the ids of Encoder, and for which vocabularies.
-// segmenter_build.py compiles this file. Only words of printable ASCII are segmented here. Python is asked for the ids
-// of other words, and of whole texts where the sums of Encoder may have rounding errors. An object is for one thread:
-// calls hold Python's global lock and change the cache.
+// segmenter_build.py compiles this file. Python is asked for the ids of words of texts whose characters may combine, and
+// of whole texts where the sums of Encoder may have rounding errors. An object is for one thread: calls hold Python's
+// global lock and change the cache. Ids are of two bytes where that suffices, because then more words fit into a cache.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -16,37 +16,18 @@
 #include <unordered_map>
 #include <utility>
 
-#include "pieces.h"
-#include "rules.h"
-#include "word_cache.h"
-
-namespace py = pybind11;
+#include "json_lines.h"
+#include "words.h"
 
 namespace {
 
 constexpr uint32_t kExactQuarterNats = 8192 * 4 - 4;  // Encoder's float32 sums are exact up to 8192 nats
 constexpr int64_t kStretchCharacters = 1200;          // Encoder cuts a text at the next space, and begins a new sum
 constexpr uint32_t kWordMark = 0x2581;                // SentencePiece's symbol for a space
-constexpr size_t kLookedUpTogether = 16;              // words; their places in the cache are loaded at the same time
 constexpr size_t kKeptIds = 1 << 22;                  // 16 MiB, more than a batch of usual texts has
-constexpr char kCombines = '\xfe';                    // no byte of UTF-8
 
 bool is_space(Byte byte) { return byte == ' ' || (byte >= '\t' && byte <= '\r' && byte != '\v'); }
-bool is_plain(Byte byte) { return byte > ' ' && byte < 0x7f; }
 bool begins_character(Byte byte) { return (byte & 0xc0) != 0x80; }
-
-// The first byte in [at, end) that is not printable ASCII. Eight bytes are tested at a time: a byte below 0x21 borrows
-// into its highest bit, one above 0x7e carries into it. Only bits above the lowest one can be wrong.
-const Byte* plain_end(const Byte* at, const Byte* end) {
-  constexpr uint64_t ones = 0x0101010101010101, high = 0x8080808080808080;
-  for (; end - at >= 8; at += 8) {
-    const uint64_t bytes = load(at, 8, end);
-    const uint64_t other = (((bytes - 0x21 * ones) & ~bytes) | bytes | (bytes + ones)) & high;
-    if (other) return at + __builtin_ctzll(other) / 8;
-  }
-  while (at < end && is_plain(*at)) at++;
-  return at;
-}
 
 // The character that begins here, of valid UTF-8.
 uint32_t character(const Byte* at) {
@@ -71,6 +52,7 @@ struct Text {
 };
 
 // Arrays from Python: the ids of several texts or words one after the other, and the number of ids of each.
+template <typename Id>
 class Encoded {
  public:
   Encoded(const py::object& ids, const py::object& counts, size_t size)
@@ -84,7 +66,7 @@ class Encoded {
     const int64_t* ids = ids_.data();
     for (py::ssize_t at = 0; at < counts_.size(); ids += counts_.data()[at++]) {
       if (ids + counts_.data()[at] > ids_.data() + ids_.size()) throw std::invalid_argument("there are too few ids");
-      take(size_t(at), Ids(ids, ids + counts_.data()[at]));
+      take(size_t(at), std::vector<Id>(ids, ids + counts_.data()[at]));
     }
   }
 
@@ -94,7 +76,9 @@ class Encoded {
 };
 
 // One call's texts: the ids of texts in the order in which they were finished, and what Python has to encode.
+template <typename Id>
 struct Batch {
+  using Ids = std::vector<Id>;
   struct Slice {
     size_t start = 0, count = 0;
   };
@@ -108,7 +92,7 @@ struct Batch {
   std::unordered_map<std::string, Learned> learned;
   std::array<std::vector<std::string>, 2> unknown;  // names of words, by whether their text has combining characters
 
-  void append(const uint32_t* added, size_t count) {
+  void append(const Id* added, size_t count) {
     ids.insert(ids.end(), added, added + count);
   }
 
@@ -129,19 +113,18 @@ struct Sum {
   }
 };
 
-// Consecutive words of printable ASCII that have not been looked up yet.
+// Consecutive words that have not been looked up yet.
 struct Pending {
   std::array<Key, kLookedUpTogether> keys;
   size_t count = 0;
 };
 
+template <typename Id>
 class Segmenter {
  public:
-  Segmenter(Pieces::Numbered pieces, std::vector<int32_t> costs, int32_t unknown_cost, std::string combining,
-            size_t cache_bytes)
-      : pieces_(std::move(pieces), std::move(costs), unknown_cost),
-        combining_(std::move(combining)),
-        cache_(cache_bytes) {
+  Segmenter(Pieces::Numbered pieces, const std::vector<int32_t>& costs, int32_t unknown_cost, std::string_view table,
+            std::string combining, size_t cache_bytes)
+      : words_(std::move(pieces), costs, unknown_cost, table, cache_bytes), combining_(std::move(combining)) {
     if (combining_.size() != 0x10000 / 8) throw std::invalid_argument("the basic plane has one bit for each character");
   }
 
@@ -149,7 +132,7 @@ class Segmenter {
   // `encode_words(words, combines)` returns their ids, the numbers of ids and upper bounds of their costs.
   // `encode_texts(texts)` returns their ids and the numbers of ids, both with EOS.
   py::tuple encode(const py::list& texts, const py::function& encode_words, const py::function& encode_texts) {
-    Batch batch;
+    Batch<Id> batch;
     batch.ids = std::move(buffer_);  // keeps its memory from call to call
     batch.ids.clear();
     batch.slices.resize(texts.size());
@@ -164,14 +147,16 @@ class Segmenter {
     return result;
   }
 
-  size_t num_words() const { return cache_.num_words(); }
-  size_t num_bytes() const { return cache_.num_bytes(); }
+  size_t num_words() const { return words_.cache.num_words(); }
+  size_t num_bytes() const { return words_.cache.num_bytes(); }
 
  private:
+  using Ids = std::vector<Id>;
+
   bool is_combining(uint32_t one) const { return one >= 0x10000 || (combining_[one / 8] >> one % 8 & 1); }
 
   // Appends the ids of a text, or lists it as one that waits for words or that Encoder has to encode.
-  void segment(const Text& text, size_t number, Batch& batch) {
+  void segment(const Text& text, size_t number, Batch<Id>& batch) {
     const size_t start = batch.ids.size();
     bool combines = false, has_mark = false;
     for (const Byte* at = text.begin; !text.is_ascii && at < text.end; at++) {
@@ -186,7 +171,7 @@ class Segmenter {
     (has_mark || sum.is_rounded ? batch.rounded : batch.waiting).push_back(number);
   }
 
-  void add_words(const Text& text, bool combines, Batch& batch, Sum& sum) {
+  void add_words(const Text& text, bool combines, Batch<Id>& batch, Sum& sum) {
     int64_t characters = 0, stretch = 0;
     Pending pending;
     for (const Byte* at = text.begin;;) {
@@ -205,9 +190,12 @@ class Segmenter {
       if (combines) plain &= !join(text, begin, at);
       characters += text.is_ascii ? at - begin : std::count_if(begin, at, begins_character);
       const std::string_view word(reinterpret_cast<const char*>(begin), size_t(at - begin));
-      if (plain && word.size() <= kLongestWord) {
+      const bool is_independent = plain || (!combines && word.find('\0') == word.npos);
+      if (is_independent && word.size() <= kLongestWord) {
         if (pending.count == pending.keys.size()) look_up(pending, batch, sum);
-        cache_.prefetch(pending.keys[pending.count++] = Key(word, text.end, false));
+        Key& key = pending.keys[pending.count++];
+        key.assign(word, text.end, false);
+        words_.cache.prefetch(key);
       } else {
         look_up(pending, batch, sum);
         add_other(word, combines, batch, sum);
@@ -231,29 +219,34 @@ class Segmenter {
     return begin != first || end != last;
   }
 
-  void look_up(Pending& pending, Batch& batch, Sum& sum) {
-    const auto take = [&](const Segmented& found) {
-      batch.append(found.ids, found.count);
-      sum.add(found.quarter_nats);
+  void look_up(Pending& pending, Batch<Id>& batch, Sum& sum) {
+    std::array<Segmented<Id>, kLookedUpTogether> found;
+    const auto begin = [&](size_t first) {
+      for (size_t at = first; at < pending.count; at++) found[at] = words_.cache.find_young(pending.keys[at]);
     };
+    begin(0);
     for (size_t at = 0; at < pending.count; at++) {
-      const Key& key = pending.keys[at];
-      if (cache_.find(key, take)) continue;
-      std::array<uint32_t, kLongestWord + 1> ids;
-      const Segmented found = pieces_.cheapest(key.word, ids.data());
-      take(found);
-      cache_.insert(key, found);
+      if (found[at].ids) {
+        take(found[at], batch, sum);
+        continue;
+      }
+      const size_t turnovers = words_.cache.num_turnovers();
+      const auto segmented = words_.segment(pending.keys[at]);
+      if (segmented.ids) take(segmented, batch, sum);
+      else sum.is_rounded = true;  // Encoder encodes the whole text
+      if (turnovers != words_.cache.num_turnovers()) begin(at + 1);
     }
     pending.count = 0;
   }
 
-  // Where characters combine, the whole text is normalised in another way, which may change the ids of this word, too:
-  // it is remembered under another name.
-  void add_other(std::string_view word, bool combines, Batch& batch, Sum& sum) {
-    const auto take = [&](const Segmented& found) {
-      batch.append(found.ids, found.count);
-      sum.add(found.quarter_nats);
-    };
+  static void take(const Segmented<Id>& found, Batch<Id>& batch, Sum& sum) {
+    batch.append(found.ids, found.count);
+    sum.add(found.quarter_nats);
+  }
+
+  // Appends the ids of a word that Python encodes. Where characters combine, the whole text is normalised in another
+  // way, which may change the ids of this word, too: it is remembered under another name.
+  void add_other(std::string_view word, bool combines, Batch<Id>& batch, Sum& sum) {
     std::string name(combines, kCombines);
     name += word;
     if (name.size() > kLongestWord) {  // it would not be remembered, so Encoder encodes the whole text at once
@@ -262,7 +255,7 @@ class Segmenter {
     }
     const bool has_zeros = name.find('\0') != name.npos;
     const Key key(name, reinterpret_cast<const Byte*>(name.data() + name.size()), has_zeros);
-    if (cache_.find(key, take)) return;
+    if (const auto found = words_.cache.find(key); found.ids) return take(found, batch, sum);
     const auto [entry, is_new] = batch.learned.try_emplace(name);
     const auto& [ids, quarter_nats] = entry->second;
     if (is_new) batch.unknown[combines].push_back(name);
@@ -272,10 +265,10 @@ class Segmenter {
     }
     batch.append(ids.data(), ids.size());
     sum.add(quarter_nats);
-    if (ids.size() <= UINT16_MAX) cache_.insert(key, {ids.data(), uint16_t(ids.size()), quarter_nats});
+    if (ids.size() <= UINT16_MAX) words_.cache.insert(key, {ids.data(), uint16_t(ids.size()), quarter_nats});
   }
 
-  static void learn(Batch& batch, const py::function& encode_words) {
+  static void learn(Batch<Id>& batch, const py::function& encode_words) {
     for (const bool combines : {false, true}) {
       const auto names = std::exchange(batch.unknown[combines], {});
       if (names.empty()) continue;
@@ -284,28 +277,30 @@ class Segmenter {
       const py::tuple answer = encode_words(words, combines);
       const auto costs = answer[2].cast<std::vector<int64_t>>();
       if (costs.size() != names.size()) throw std::invalid_argument("not the costs of these words");
-      Encoded(answer[0], answer[1], names.size()).each([&](size_t at, Ids found) {
+      Encoded<Id>(answer[0], answer[1], names.size()).each([&](size_t at, Ids found) {
         batch.learned[names[at]] = {std::move(found), std::max<uint16_t>(quarter_nats(costs[at]), 1)};
       });
     }
   }
 
-  static void take_rounded(const py::list& texts, Batch& batch, const py::function& encode_texts) {
+  static void take_rounded(const py::list& texts, Batch<Id>& batch, const py::function& encode_texts) {
     if (batch.rounded.empty()) return;
     py::list asked;
     for (const size_t number : batch.rounded) asked.append(texts[number]);
     const py::tuple answer = encode_texts(asked);
-    Encoded(answer[0], answer[1], asked.size()).each([&](size_t at, const Ids& found) {
+    Encoded<Id>(answer[0], answer[1], asked.size()).each([&](size_t at, const Ids& found) {
       batch.slices[batch.rounded[at]] = {batch.ids.size(), found.size()};
       batch.append(found.data(), found.size());
     });
   }
 
-  static py::tuple assembled(const Ids& all, const std::vector<Batch::Slice>& slices) {
+  static py::tuple assembled(const Ids& all, const std::vector<typename Batch<Id>::Slice>& slices) {
     size_t total = 0;
     for (const auto& slice : slices) total += slice.count;
-    py::array_t<uint32_t> ids(static_cast<py::ssize_t>(total)), counts(static_cast<py::ssize_t>(slices.size()));
-    uint32_t *to = ids.mutable_data(), *count = counts.mutable_data();
+    py::array_t<Id> ids(static_cast<py::ssize_t>(total));
+    py::array_t<uint32_t> counts(static_cast<py::ssize_t>(slices.size()));
+    Id* to = ids.mutable_data();
+    uint32_t* count = counts.mutable_data();
     for (const auto& slice : slices) {
       to = std::copy_n(all.data() + slice.start, slice.count, to);
       *count++ = uint32_t(slice.count);
@@ -313,23 +308,29 @@ class Segmenter {
     return py::make_tuple(ids, counts);
   }
 
-  Pieces pieces_;
+  Words<Id> words_;
   std::string combining_;
-  WordCache cache_;
   Ids buffer_;
 };
+
+template <typename Id>
+void define(py::module_& module, const char* name) {
+  py::class_<Segmenter<Id>>(module, name)
+      .def(py::init([](const std::vector<std::pair<py::bytes, uint32_t>>& pieces, const std::vector<int32_t>& costs,
+                       int32_t unknown_cost, const py::bytes& table, const py::bytes& combining, size_t cache_bytes) {
+        Pieces::Numbered numbered(pieces.begin(), pieces.end());
+        return Segmenter<Id>(std::move(numbered), costs, unknown_cost, table, combining, cache_bytes);
+      }))
+      .def("encode", &Segmenter<Id>::encode)
+      .def_property_readonly("num_words", &Segmenter<Id>::num_words)
+      .def_property_readonly("num_bytes", &Segmenter<Id>::num_bytes);
+}
 
 }  // namespace
 
 PYBIND11_MODULE(segmenter, module) {
   module.def("rules_keep_words_apart", [](const py::bytes& table) { return Rules(table).keep_words_apart(); });
-  py::class_<Segmenter>(module, "Segmenter")
-      .def(py::init([](const std::vector<std::pair<py::bytes, uint32_t>>& pieces, std::vector<int32_t> costs,
-                       int32_t unknown_cost, const py::bytes& combining, size_t cache_bytes) {
-        Pieces::Numbered numbered(pieces.begin(), pieces.end());
-        return Segmenter(std::move(numbered), std::move(costs), unknown_cost, combining, cache_bytes);
-      }))
-      .def("encode", &Segmenter::encode)
-      .def_property_readonly("num_words", &Segmenter::num_words)
-      .def_property_readonly("num_bytes", &Segmenter::num_bytes);
+  module.def("json_rows", &json_rows);
+  define<uint16_t>(module, "Segmenter16");
+  define<uint32_t>(module, "Segmenter32");
 }

@@ -12,20 +12,26 @@
 #endif
 
 using Byte = unsigned char;
-using Ids = std::vector<uint32_t>;
 
 constexpr uint32_t kEos = 1, kUnknown = 2;
-constexpr size_t kLongestWord = 255;         // bytes; longer ones are neither segmented here nor cached
+constexpr size_t kLongestWord = 255;         // bytes; longer ones are neither segmented nor cached
 constexpr int kStepsPerQuarterNat = 1 << 9;  // costs, which are negative scores, have 2048 steps a nat
 
 // The ids of a word, and an upper bound of its cost; a cost of UINT16_MAX may be higher.
+template <typename Id>
 struct Segmented {
-  const uint32_t* ids;
-  uint16_t count, quarter_nats;
+  const Id* ids = nullptr;
+  uint16_t count = 0, quarter_nats = 0;
 };
 
 inline uint16_t quarter_nats(int64_t cost) {
   return uint16_t(std::min<int64_t>((cost + kStepsPerQuarterNat - 1) / kStepsPerQuarterNat, UINT16_MAX));
+}
+
+// The number of bytes of the character of valid UTF-8 that begins with `first`.
+inline uint32_t character_bytes(Byte first) {
+  if (first < 0x80) return 1;
+  return first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
 }
 
 // Up to eight bytes as a number. Bytes before `readable` can be read, even if they are not used.

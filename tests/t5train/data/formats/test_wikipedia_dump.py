@@ -8,11 +8,11 @@ import pytest
 
 from infra.head.preflight.text_checks import look_at
 from t5train.data.corpus import build_corpus
+from t5train.data.formats.wikipedia_dump import plain_text
 from t5train.data.passages import Passage, SourceFile
 from t5train.data.readers import format_of, rows
 from t5train.data.segments import passages_in, read_segments
 from t5train.data.sources import require_source
-from t5train.data.wikipedia_dump import plain_text
 from t5train.errors import InputError
 from t5train.spec import CorpusSpec
 
