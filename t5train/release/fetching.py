@@ -3,6 +3,8 @@
 import hashlib
 import os
 import shutil
+import stat
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from t5train.errors import InputError, PublicationError, RecordError, StorageErr
 from t5train.files.atomic import filling
 from t5train.files.confined import confined, require_distinct
 from t5train.files.os_errors import explain
-from t5train.files.presence import files_below, is_there
+from t5train.files.presence import files_below, is_folder, is_there
 from t5train.locations import redacted
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest
@@ -54,8 +56,12 @@ def fetch(url: str, folder: Path, progress: Progress = silent) -> Publication:
         )
     bucket, folder = BucketFolder(url), folder.absolute()
     published = manifest_in(bucket)
+    if is_there(folder) and not is_folder(folder):
+        raise PublicationError(f"{folder} is a file: fetch to another folder")
     if is_there(folder) and any(folder.iterdir()):
         return _already_there(folder, published, progress)
+    content = bucket.read(published.name_beside_manifest(CERTIFICATE)) or b""
+    require_certified(published, content, bucket.url)
     for name in published.files:
         confined(folder, name, f"{bucket.url}/{MANIFEST}")
     require_distinct([*published.files, MANIFEST], f"{bucket.url}/{MANIFEST}")
@@ -63,7 +69,6 @@ def fetch(url: str, folder: Path, progress: Progress = silent) -> Publication:
     try:
         with filling(folder, keep_unfinished=True) as unfinished:
             _copy_files(bucket, published, unfinished, progress)
-            require_certified(published, (unfinished / CERTIFICATE).read_bytes(), bucket.url)
             copy.commit(unfinished)
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {explain(error)}") from error
@@ -91,42 +96,50 @@ def _copy_files(bucket: BucketFolder, published: Publication, folder: Path, prog
     count = ByteCount("bytes fetched", total, progress)
 
     def copy(name: str, digest: FileDigest) -> list[Job]:
-        _copy_file(bucket, published.name_beside_manifest(name), folder / name, digest)
-        count.add(digest.size)
+        _copy_file(bucket, published.name_beside_manifest(name), folder / name, digest, count.add)
         return []
 
     run_jobs((partial(copy, name, digest) for name, digest in published.files.items()), count)
 
 
 def _remove_others(folder: Path, published: Publication) -> None:
-    """Remove files of another publication that was fetched to this folder and not finished."""
+    """Remove what is not a file of this publication: what was fetched of another one, and links."""
     for name in files_below(folder):
-        if name not in published.files:
+        if name not in published.files or not stat.S_ISREG((folder / name).lstat().st_mode):
             (folder / name).unlink()
+    for parent, _, _ in os.walk(folder, topdown=False):
+        if Path(parent) != folder and not any(Path(parent).iterdir()):
+            Path(parent).rmdir()
 
 
-def _copy_file(bucket: BucketFolder, stored: str, path: Path, expected: FileDigest) -> None:
-    """Complete a file. Starts over once if what was there is not its beginning."""
+def _copy_file(
+    bucket: BucketFolder, stored: str, path: Path, expected: FileDigest, count: Callable[[int], None]
+) -> None:
+    """Complete a file. Starts over once if what was there is not its beginning. ``count`` is called with sizes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size > expected.size:
         path.unlink()
     was_begun = path.exists()
-    found = _completed(bucket, stored, path, expected)
+    found = _completed(bucket, stored, path, expected, count)
     if found != expected and was_begun:
         path.unlink()
-        found = _completed(bucket, stored, path, expected)
+        count(-found.size)
+        found = _completed(bucket, stored, path, expected, count)
     if found != expected:
         path.unlink()
         raise differs(bucket, stored, found, expected)
 
 
-def _completed(bucket: BucketFolder, stored: str, path: Path, expected: FileDigest) -> FileDigest:
+def _completed(
+    bucket: BucketFolder, stored: str, path: Path, expected: FileDigest, count: Callable[[int], None]
+) -> FileDigest:
     """Append to a file what it lacks, and return its digest. After a lost connection, continue from where it ended."""
     sha256, failures = hashlib.sha256(), 0
-    with path.open("a+b") as file:
+    with open(path, "a+b", opener=_without_following) as file:
         file.seek(0)
         while chunk := file.read(_CHUNK_BYTES):
             sha256.update(chunk)
+            count(len(chunk))
         size = file.tell()
         while size < expected.size:
             try:
@@ -134,6 +147,7 @@ def _completed(bucket: BucketFolder, stored: str, path: Path, expected: FileDige
                     file.write(chunk)
                     sha256.update(chunk)
                     size += len(chunk)
+                    count(len(chunk))
                     if size > expected.size:
                         break
                 break
@@ -146,3 +160,8 @@ def _completed(bucket: BucketFolder, stored: str, path: Path, expected: FileDige
         file.flush()
         os.fsync(file.fileno())
     return FileDigest(size=size, sha256=sha256.hexdigest())
+
+
+def _without_following(path: str, flags: int) -> int:
+    """Open a file that is no link, which somebody may have put there meanwhile."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

@@ -15,6 +15,7 @@ from typing import Any
 
 from t5train.errors import CertificationError, DigestMismatch, PublicationError, StorageError
 from t5train.files.atomic import copy_durably, filling, try_writing
+from t5train.files.confined import require_distinct
 from t5train.files.os_errors import explain
 from t5train.files.presence import reading
 from t5train.locations import Counted, explained, local_folder, redacted, remote_folder
@@ -221,6 +222,7 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
     """
     if is_in_s3(url):
         bucket = BucketFolder(url)  # before the files are read, to report at once what is missing
+        require_distinct([*export.files, MANIFEST], str(export.path), PublicationError)
         files = measure(export.path, export.files, progress)
         _require_certified(export, progress, {name: file.digest for name, file in files.items()})
         return publish_to_bucket(bucket, export, _record(export, url), files, progress)

@@ -6,7 +6,14 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from t5train.errors import CertificationError, DigestMismatch, PublicationError, RecordError, T5TrainError
+from t5train.errors import (
+    CertificationError,
+    DigestMismatch,
+    PublicationError,
+    RecordError,
+    StoreError,
+    T5TrainError,
+)
 from t5train.files.confined import confined
 from t5train.files.presence import ABSENT, files_below, is_there, reading
 from t5train.locations import explained, local_folder, redacted, remote_folder
@@ -138,9 +145,14 @@ def manifest_in(bucket: BucketFolder) -> Publication:
 
 
 def _faults_of(require: Callable[..., None], *given: Any) -> list[T5TrainError]:
-    """Call a function that raises DigestMismatch or PublicationError for a fault, and return the fault, if any."""
+    """Call a function that raises DigestMismatch or PublicationError for a fault, and return the fault, if any.
+
+    A store that does not answer is no fault of the data, so StoreError is raised.
+    """
     try:
         require(*given)
+    except StoreError:
+        raise
     except (DigestMismatch, PublicationError) as fault:
         return [fault]
     return []

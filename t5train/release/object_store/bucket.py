@@ -1,16 +1,21 @@
 """A folder of an S3 bucket. Endpoint, region, profile and credentials are those that boto3 finds by itself."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from t5train.errors import PublicationError, StoreError
+from t5train.files.confined import confined
 from t5train.locations import redacted
 from t5train.release.object_store.store_errors import MISSING, UNKNOWN_UPLOAD, store_error
 
 _SCHEMES = ("s3://", "s3a://")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
 _TRIES = 8
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
 _CHUNK_BYTES = 1 << 20
+_SMALL_BYTES = 64 << 20
 _VERBS = {"get": "read", "head": "read", "list": "read", "delete": "deleted"}
 MOST_CONNECTIONS = 8
 
@@ -25,14 +30,17 @@ class BucketFolder:
 
     def __init__(self, url: str) -> None:
         """Raises PublicationError if the URL names no bucket or boto3 is missing, StoreError if it has no settings."""
-        self.url = redacted(url).rstrip("/")
-        self._bucket, _, prefix = url.partition("://")[2].partition("/")
-        self._prefix = prefix.strip("/")
-        if not self._bucket or "@" in self._bucket:
+        self._bucket, _, folder = url.partition("://")[2].partition("/")
+        if not _BUCKET.fullmatch(self._bucket):  # it may be a key, so the URL is not shown
             raise PublicationError(
-                f"{self.url} names no bucket: write s3://BUCKET/FOLDER, and give credentials where boto3 reads them "
+                "a URL of S3 names no bucket: write s3://BUCKET/FOLDER, and give credentials where boto3 reads them "
                 "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws)"
             )
+        self.url, self._prefix = redacted(url).rstrip("/"), folder.rstrip("/")
+        if redacted(url) != url:
+            raise PublicationError(f"{self.url} was given with a query, a fragment or a key: write s3://BUCKET/FOLDER")
+        if self._prefix:
+            confined(Path(), self._prefix, "the URL of S3", PublicationError)
         self._client = _client(self.url)
 
     @property
@@ -61,12 +69,21 @@ class BucketFolder:
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small object; None if it does not exist. Raises StoreError."""
+        content = b""
         try:
-            return b"".join(self.chunks(name))
+            for chunk in self.chunks(name):
+                content += chunk
+                if len(content) > _SMALL_BYTES:
+                    break
         except StoreError as error:
             if error.code in MISSING:
                 return None
             raise
+        if len(content) > _SMALL_BYTES:
+            raise StoreError(
+                f"{self.url}/{name} has more than {_SMALL_BYTES:,} bytes, so no publication has it: check the URL"
+            )
+        return content
 
     def names(self, folder: str = "", *, below: bool = True) -> list[str]:
         """Return the names of the objects in ``folder``, relative to it; unless ``below``, not those in its folders.
@@ -109,7 +126,10 @@ class BucketFolder:
             yield from page.get(entries, [])
             if not page.get("IsTruncated") or not page.keys() >= set(following.values()):
                 return  # SeaweedFS does not say where the next page of uploads begins
-            arguments = arguments | {marker: page[found] for marker, found in following.items()}
+            markers = {marker: page[found] for marker, found in following.items()}
+            if markers.items() <= arguments.items():
+                raise StoreError(f"{self._subject(operation, None)}: the server repeats a page of its list. Check it")
+            arguments = arguments | markers
 
     def _key(self, name: str) -> str:
         return "/".join(part for part in (self._prefix, name) if part)

@@ -10,9 +10,10 @@ import re
 import time
 from collections.abc import Mapping
 
-from t5train.errors import DigestMismatch, PublicationError, StoreError
+from t5train.errors import CertificationError, DigestMismatch, PublicationError, StoreError
 from t5train.progress import Progress
 from t5train.records.stage_records import MANIFEST, Export, Publication
+from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import MeasuredFile, crc_of, encoded
 from t5train.release.object_store.file_upload import FileUploads
@@ -59,12 +60,12 @@ def publish_to_bucket(
             if found is None:
                 found = _commit(bucket, record.model_copy(update={"folder": attempt}).sealed())
             is_new = found.folder == attempt
-        _clean_up(bucket, journal, found)
-        journal.remove()
+        if found.fingerprint == record.fingerprint and not is_new:
+            _prove(bucket, found, files)
+        if _is_cleaned_up(bucket, journal, found):
+            journal.remove()
         if found.fingerprint != record.fingerprint:
             raise occupied(bucket.url, found)
-        if not is_new:
-            _prove(bucket, found, files)
     return found.model_copy(update={"reused": not is_new})
 
 
@@ -107,7 +108,13 @@ def _commit(bucket: BucketFolder, record: Publication) -> Publication:
             )  # fmt: skip
         except StoreError as error:
             failure = error
-        if (found := published_in(bucket)) is not None:
+        try:
+            found = published_in(bucket)
+        except StoreError as error:
+            if error.code not in TRANSIENT:
+                raise
+            failure, found = error, None
+        if found is not None:
             return found
         if failure is not None and failure.code not in (*CONTENDED, *PRECONDITION_FAILED, *TRANSIENT):
             raise failure
@@ -117,18 +124,33 @@ def _commit(bucket: BucketFolder, record: Publication) -> Publication:
     )
 
 
+def _is_cleaned_up(bucket: BucketFolder, journal: UploadJournal, found: Publication) -> bool:
+    """Whether ``_clean_up`` succeeded. If it did not, that changes nothing of what is published."""
+    try:
+        _clean_up(bucket, journal, found)
+    except StoreError as error:
+        _log.warning(
+            "%s is published, but what other uploads left there could not be removed: %s. To remove it, publish again",
+            bucket.url, error,
+        )  # fmt: skip
+        return False
+    return True
+
+
 def _clean_up(bucket: BucketFolder, journal: UploadJournal, found: Publication) -> None:
     """Remove what can no longer become a publication: all unfinished uploads, and the objects of other own attempts.
 
     An upload may be in no journal, because its process was killed before it could record the server's answer.
     """
+    for name, upload_id in journal.open_uploads():
+        bucket.abort(name, upload_id)
     for name, upload_id in bucket.uploads():
         if _ATTEMPT.fullmatch(name.partition("/")[0]):
             bucket.abort(name, upload_id)
     for attempt in journal.attempts:
-        if attempt.name != found.folder:
+        if attempt.name != found.folder and _ATTEMPT.fullmatch(attempt.name):
             _log.warning(
-                "%s was published by another process first (%s): removing what was uploaded to %s",
+                "%s is published from %s, which was first: removing what was uploaded to %s",
                 bucket.url, found.folder or "an earlier version", attempt.name,
             )  # fmt: skip
             for name in attempt.files:
@@ -139,7 +161,7 @@ def _prove(bucket: BucketFolder, found: Publication, files: Mapping[str, Measure
     """Raise PublicationError unless the objects of the publication are what its manifest says.
 
     The server's checksums prove those that are the files here. Others, such as a certificate that was made again, are
-    read.
+    read. A certificate has to vouch for all of them.
     """
     try:
         for name, digest in found.files.items():
@@ -148,7 +170,10 @@ def _prove(bucket: BucketFolder, found: Publication, files: Mapping[str, Measure
                 prove(bucket, stored, here)
             else:
                 read_back(bucket, stored, digest)
-    except DigestMismatch as error:
+        where = found.name_beside_manifest(CERTIFICATE)
+        certificate = Certificate.parse(bucket.read(where) or b"", f"{bucket.url}/{where}")
+        certificate.require_vouching(found.inputs.get("export", ""), found.files, f"{bucket.url}/{where}")
+    except (CertificationError, DigestMismatch) as error:
         raise PublicationError(
             f"{bucket.url} holds a damaged copy of this publication: {error}. Remove that copy, then publish again"
         ) from error

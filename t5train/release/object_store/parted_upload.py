@@ -105,7 +105,8 @@ class PartedUpload:
             self._journal.forget(self._name)
             return False
         for number, part in list(upload.parts.items()):
-            if there.get(number) != (part.etag, self.size_of(number)):
+            etag, size = there.get(number, ("", 0))  # some servers quote the ETag in only one of the two answers
+            if (etag.strip('"'), size) != (part.etag.strip('"'), self.size_of(number)):
                 del upload.parts[number]
         return True
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from t5train.errors import StoreError
 
-CONTENDED = ("ConditionalRequestConflict", "409")
+CONTENDED = ("ConditionalRequestConflict", "OperationAborted", "409")
 """Codes of a conditional write that collided with another one. Neither may have been done."""
 MISSING = ("NoSuchKey", "404")
 """Codes of an object that does not exist."""
@@ -18,6 +18,9 @@ TRANSIENT = (
         "IncompleteReadError",
         "RequestTimeout",
         "SlowDown",
+        "Throttling",
+        "TooManyRequests",
+        "429",
         "ServiceUnavailable",
         "InternalError",
         "500",

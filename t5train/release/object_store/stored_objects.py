@@ -20,7 +20,8 @@ def prove(bucket: BucketFolder, name: str, expected: MeasuredFile) -> None:
     try:
         found = bucket.call("head_object", name, ChecksumMode="ENABLED")
     except StoreError as error:
-        if error.code in (*MISSING, "403"):  # the answer for a missing object, without permission to list all of them
+        is_unclear = error.code == "403"  # also for a missing object, without permission to list the whole bucket
+        if error.code in MISSING or (is_unclear and not _is_listed(bucket, name)):
             raise missing(bucket, name, expected.digest) from None
         raise
     if (crc := found.get(_CRC)) is None:
@@ -30,6 +31,11 @@ def prove(bucket: BucketFolder, name: str, expected: MeasuredFile) -> None:
             f"{bucket.url}/{name} has {found['ContentLength']:,} bytes and CRC64NVME {crc}, but {expected.size:,} "
             f"bytes and {encoded(expected.crc)} were sent: publish again"
         )
+
+
+def _is_listed(bucket: BucketFolder, name: str) -> bool:
+    folder, _, file = name.rpartition("/")
+    return file in bucket.names(folder, below=False)
 
 
 def is_proven(bucket: BucketFolder, name: str, expected: MeasuredFile) -> bool:
@@ -51,6 +57,8 @@ def read_back(
             sha256.update(chunk)
             size += len(chunk)
             count(len(chunk))
+            if size > expected.size:
+                break
     except StoreError as error:
         if error.code in MISSING:
             raise missing(bucket, name, expected) from None

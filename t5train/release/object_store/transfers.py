@@ -14,17 +14,28 @@ Job = Callable[[], "list[Job]"]
 """Work for a thread. Returns the jobs that follow it."""
 
 
+class Stopped(Exception):
+    """Another thread has failed, or the user has interrupted the command."""
+
+
 class ByteCount:
-    """The number of bytes that all threads have transferred."""
+    """The number of bytes that all threads have transferred, and where they notice that they should stop."""
 
     def __init__(self, what: str, total: int, progress: Progress) -> None:
         self._what, self._total, self._progress = what, total, progress
         self._counting, self._done = threading.Lock(), 0
+        self._stopping = threading.Event()
 
     def add(self, size: int) -> None:
-        """Add bytes, from any thread."""
+        """Add bytes, from any thread. Raises Stopped after ``stop``, so call it for each piece of a large file."""
         with self._counting:
             self._done += size
+        if self._stopping.is_set():
+            raise Stopped
+
+    def stop(self) -> None:
+        """Let threads end soon."""
+        self._stopping.set()
 
     def report(self) -> None:
         """Report the progress."""
@@ -34,14 +45,18 @@ class ByteCount:
 def run_jobs(jobs: Iterable[Job], count: ByteCount) -> None:
     """Run jobs in a few threads, and those that follow from a job before the others. This thread reports the progress.
 
-    The first error is raised after the jobs that are running have ended.
+    The first error is raised after the jobs that are running have ended, which they do when they next count bytes.
     """
     waiting, running = deque(jobs), set[Future[list[Job]]]()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="transfer") as threads:
-        while waiting or running:
-            while waiting and len(running) < _THREADS:
-                running.add(threads.submit(waiting.popleft()))
-            finished, running = wait(running, _REPORT_SECONDS, FIRST_COMPLETED)
-            for job in finished:
-                waiting.extendleft(reversed(job.result()))
-            count.report()
+        try:
+            while waiting or running:
+                while waiting and len(running) < _THREADS:
+                    running.add(threads.submit(waiting.popleft()))
+                finished, running = wait(running, _REPORT_SECONDS, FIRST_COMPLETED)
+                for job in finished:
+                    waiting.extendleft(reversed(job.result()))
+                count.report()
+        except BaseException:
+            count.stop()
+            raise

@@ -4,6 +4,7 @@ The journal is a private file beside the export, with one JSON line for each eve
 what follows it, is ignored: at most, parts that it names are sent again.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -17,10 +18,12 @@ from typing import Any, Self
 
 from t5train.errors import PublicationError, StorageError
 from t5train.files.atomic import sync_folder
+from t5train.files.confined import confined
 from t5train.files.locks import try_lock
 from t5train.files.os_errors import explain
 from t5train.records.digests import FileDigest
 from t5train.records.identity import fingerprint
+from t5train.release.object_store.transfers import Stopped
 
 _LOCK_SECONDS = 1.0
 
@@ -61,7 +64,8 @@ class UploadJournal:
         self.stored: set[str] = set()
         self.attempts: list[Attempt] = []
         """The attempts that may have left objects at the destination; the current one is the last."""
-        self._descriptor, self._writing = descriptor, threading.Lock()
+        self._abandoned: list[tuple[str, str]] = []
+        self._descriptor, self._writing, self._is_closed = descriptor, threading.Lock(), False
         self._replay()
 
     @classmethod
@@ -84,9 +88,13 @@ class UploadJournal:
             descriptor = _open_locked(path)
         except OSError as error:
             raise StorageError(f"{path}, the journal of the upload, cannot be written: {explain(error)}") from error
+        journal = None
         try:
-            yield cls(path, descriptor)
+            journal = cls(path, descriptor)
+            yield journal
         finally:
+            if journal is not None:
+                journal.close()
             os.close(descriptor)
 
     def continue_attempt(self, export: str, files: Mapping[str, FileDigest]) -> str:
@@ -113,18 +121,39 @@ class UploadJournal:
         """Record that the object of a file is complete and proven."""
         self._record({"stored": file})
 
+    def open_uploads(self) -> list[tuple[str, str]]:
+        """Names and ids of the multipart uploads of all attempts that may still be open."""
+        return [*self._abandoned, *self._begun()]
+
+    def close(self) -> None:
+        """Accept no more events. A thread that is still sending would write to whatever file gets the descriptor."""
+        with self._writing:
+            self._is_closed = True
+
     def remove(self) -> None:
         """Remove the journal, after the publication was decided."""
         self.path.unlink(missing_ok=True)
 
+    def _begun(self) -> list[tuple[str, str]]:
+        return [(f"{self.attempts[-1].name}/{file}", upload.upload_id) for file, upload in self.uploads.items()]
+
     def _record(self, event: dict[str, Any]) -> None:
+        line = json.dumps(event).encode() + b"\n"
         with self._writing:
+            if self._is_closed:
+                raise Stopped
             try:
-                os.write(self._descriptor, json.dumps(event).encode() + b"\n")
-                os.fdatasync(self._descriptor)
+                self._append(line)
             except OSError as error:
                 raise StorageError(f"{self.path} cannot be written: {explain(error)}") from error
             self._apply(event)
+
+    def _append(self, line: bytes) -> None:
+        """Append a whole line, or nothing."""
+        if (written := os.write(self._descriptor, line)) != len(line):
+            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fdatasync(self._descriptor)
 
     def _replay(self) -> None:
         """Apply the events in the file, and cut off what cannot be read."""
@@ -142,6 +171,9 @@ class UploadJournal:
     def _apply(self, event: dict[str, Any]) -> None:
         match event:
             case {"attempt": name, "content": content, "files": files}:
+                for file in files:
+                    confined(Path(), file, str(self.path))
+                self._abandoned += self._begun()
                 self.attempts.append(Attempt(name, content, files))
                 self.uploads.clear()
                 self.stored.clear()
@@ -162,7 +194,7 @@ class UploadJournal:
 def _open_locked(path: Path) -> int:
     """Return a descriptor that holds the file's lock. If the file is missing, it is created, for its owner only."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         locked = try_lock(descriptor, _LOCK_SECONDS)
         if locked and path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             sync_folder(path.parent)

@@ -18,8 +18,8 @@ def check_writing(bucket: BucketFolder) -> None:
     Warns of a server that ignores the condition of a write: there, two processes could both publish.
     """
     name = f"write-check-{secrets.token_hex(8)}/probe.txt"
-    _write(bucket, name)
     try:
+        _write(bucket, name)
         found = bucket.read(name)
         is_conditional = _is_refused(bucket, name)
     finally:

@@ -131,3 +131,32 @@ def test_a_folder_in_use_and_a_url_of_another_store_are_refused(
         fetch(destination, tmp_path)
     with pytest.raises(InputError, match="memory://bucket/t5 is not in S3"):
         fetch("memory://bucket/t5", tmp_path / "fetched")
+
+
+def test_links_and_folders_that_were_left_are_not_followed_or_kept(
+    published: Export, destination: str, tmp_path: Path
+) -> None:
+    victim, left = tmp_path / "victim", tmp_path / ".fetched.partial"
+    victim.write_bytes(b"mine")
+    (left / "config.json.old/empty").mkdir(parents=True)
+    (left / "config.json").symlink_to(victim)
+    (left / "model.safetensors").symlink_to(tmp_path / "created")
+    fetch(destination, tmp_path / "fetched")
+    assert victim.read_bytes() == b"mine"
+    assert not (tmp_path / "created").exists()
+    assert not any(path.is_symlink() for path in (tmp_path / "fetched").rglob("*"))
+    assert not (tmp_path / "fetched/config.json.old").exists()
+
+
+def test_nothing_is_fetched_of_a_publication_without_a_valid_certificate_or_onto_a_file(
+    published: Export, destination: str, tmp_path: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(PublicationError, match="file is a file: fetch to another folder"):
+        fetch(destination, tmp_path / "file")
+    starts = interrupting(monkeypatch, "AccessDenied", after=100 << 20)
+    (name,) = [name for name in reader.keys(destination) if name.endswith("certificate.json")]
+    reader.put(destination, name, b"{}")
+    with pytest.raises(PublicationError, match="is not a certificate"):
+        fetch(destination, tmp_path / "fetched")
+    assert not starts

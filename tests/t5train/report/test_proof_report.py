@@ -38,13 +38,17 @@ def test_the_proof_has_the_counts_comparisons_and_digests_of_the_certificate(
     assert exported.files[CERTIFICATE].sha256 in report
 
 
-def test_a_publication_in_a_store_is_fetched_before_it_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "fetches"),
+    [("s3", """t5-pretrain fetch 's3://bucket/it'"'"'s' mine"""), ("gs", """url_to_fs("gs://bucket/it's")""")],
+)
+def test_a_publication_in_a_store_is_fetched_before_it_is_loaded(tmp_path: Path, scheme: str, fetches: str) -> None:
     files = {"model.safetensors": FileDigest(size=12_345, sha256="a" * 64)}
-    published = Publication(path=tmp_path, fingerprint="d" * 64, files=files, url="s3://bucket/it's").sealed()
+    published = Publication(path=tmp_path, fingerprint="d" * 64, files=files, url=f"{scheme}://bucket/it's").sealed()
     report = publication_report(published, "mine")
-    assert "\n```\ns3://bucket/it's\n```\n" in report
-    assert """t5-pretrain verify 's3://bucket/it'"'"'s'""" in report
-    assert """url_to_fs("s3://bucket/it's")""" in report
+    assert f"\n```\n{scheme}://bucket/it's\n```\n" in report
+    assert f"""t5-pretrain verify '{scheme}://bucket/it'"'"'s'""" in report
+    assert fetches in report
     assert "from_pretrained('mine')" in report
     assert "| bytes | 12,345 |" in report
 

@@ -178,7 +178,7 @@ def test_of_two_uploads_of_the_same_export_the_second_uses_the_publication_of_th
         published = publish(second, destination)
     assert published.reused
     assert published.folder == winner[0].folder
-    assert "was published by another process first" in caplog.text
+    assert f"is published from {winner[0].folder}, which was first: removing" in caplog.text
     reader.require_only(destination)
 
 

@@ -56,11 +56,20 @@ def test_an_unknown_profile_is_explained(s3: Any, monkeypatch: pytest.MonkeyPatc
         check_destination(URL)
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///t5", "s3://AKIAKEY:secret@models/t5"])
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///t5", "s3://AKIAKEY:secret@models/t5", "s3://AKIAKEY:abc/secret@models/t5"]
+)
 def test_a_url_without_a_bucket_or_with_a_key_is_refused_and_the_key_not_shown(s3: Any, url: str) -> None:
     with pytest.raises(PublicationError, match="names no bucket") as caught:
         check_destination(url)
     assert "secret" not in str(caught.value).lower().replace("aws_secret_access_key", "")
+
+
+@pytest.mark.parametrize("rest", ["t5?X-Amz-Signature=secret", "t5#secret", "a/../b", "/t5", "a//b", "a\nb"])
+def test_a_url_whose_folder_is_unclear_is_refused(s3: Any, rest: str) -> None:
+    with pytest.raises(PublicationError, match=r"the URL of S3|with a query, a fragment or a key") as caught:
+        check_destination(f"s3://models/{rest}")
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("operation", ["put_object", "get_object", "delete_object", "list_multipart_uploads"])

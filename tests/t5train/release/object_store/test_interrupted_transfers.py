@@ -1,0 +1,61 @@
+"""What threads do after an error or an interruption, and what the journal accepts then."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from t5train.errors import StorageError
+from t5train.progress import silent
+from t5train.release.object_store.transfers import ByteCount, Job, Stopped, run_jobs
+from t5train.release.object_store.upload_journal import UploadJournal
+
+DESTINATION = "http://server s3://bucket/t5"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_after_an_error_other_threads_end_in_the_middle_of_their_files(error: type[BaseException]) -> None:
+    count, started, ended = ByteCount("bytes", 0, silent), threading.Barrier(3, timeout=30), []
+
+    def long() -> list[Job]:
+        started.wait()
+        try:
+            while True:
+                count.add(1)
+        finally:
+            ended.append(1)
+
+    def fail() -> list[Job]:
+        started.wait()
+        raise error
+
+    with pytest.raises(error):
+        run_jobs([long, long, fail], count)
+    assert len(ended) == 2
+
+
+def test_a_closed_journal_writes_nothing_to_the_file_that_has_its_descriptor_now(tmp_path: Path) -> None:
+    with UploadJournal.opened(tmp_path / "export", DESTINATION) as journal:
+        journal.continue_attempt("0" * 64, {})
+    other = tmp_path / "other"
+    with open(other, "wb"), pytest.raises(Stopped):
+        journal.add_stored("config.json")
+    assert not other.read_bytes()
+
+
+def test_a_journal_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    with UploadJournal.opened(tmp_path / "export", DESTINATION) as journal:
+        path = journal.path
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="the journal of the upload, cannot be written"):
+        UploadJournal.opened(tmp_path / "export", DESTINATION).__enter__()
+
+
+def test_a_journal_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> None:
+    with UploadJournal.opened(tmp_path / "export", DESTINATION) as journal:
+        journal.continue_attempt("0" * 64, {})
+    with open(journal.path, "a") as file:
+        file.write('{"attempt": "000000000000-0000000000000000", "content": "", "files": ["../a"]}\n')
+    with pytest.raises(StorageError, match=r"names '\.\./a'"):
+        UploadJournal.opened(tmp_path / "export", DESTINATION).__enter__()
