@@ -49,7 +49,7 @@ screenshots: setup ## Take the documentation's pictures of Prefect's pages, in t
 	SCREENSHOTS=docs/images $(BIN)/pytest -m ui
 
 test-cluster: setup ## The tests that need several hosts, made of namespaces on this machine (root)
-	@$(PYTEST) -m cluster
+	@$(BIN)/pytest -m cluster
 
 test-slurm: setup ## Submit the example for Slurm to a Slurm of this machine (root)
 	@.ci/slurm
