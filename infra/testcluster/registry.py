@@ -4,9 +4,12 @@ Every process of a cluster has the cluster's mark in its environment, or runs in
 When these processes end, the kernel removes the namespaces, mounts and cables, so only the folder is left to remove.
 """
 
+import fcntl
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,14 +50,15 @@ def mark(name: str) -> dict[str, str]:
 
 def create(name: str, state: State) -> None:
     """Remove abandoned clusters, then make a cluster's folder. Raises TestClusterError if the name is taken."""
-    _remove_abandoned()
     path = folder(name)
-    try:
-        path.mkdir(parents=True, mode=0o700)
-    except FileExistsError:
-        remedy = f"end it (python -m infra.testcluster down --name {name}) or choose another --name"
-        raise TestClusterError(f"a test cluster {name!r} already exists: {remedy}") from None
-    write_json(path / _STATE, asdict(state))
+    with _alone():
+        _remove_abandoned()
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            remedy = f"end it (python -m infra.testcluster down --name {name}) or choose another --name"
+            raise TestClusterError(f"a test cluster {name!r} already exists: {remedy}") from None
+        write_json(path / _STATE, asdict(state))
 
 
 def read(name: str) -> State:
@@ -78,8 +82,22 @@ def read_switch(name: str) -> ProcessIdentity:
     return ProcessIdentity(**json.loads((folder(name) / _SWITCH).read_text("utf-8")))
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Let one process at a time make and remove folders of clusters: two could find the same abandoned cluster."""
+    FOLDER.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with open(FOLDER / ".lock", "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def end(name: str) -> None:
     """End a cluster, whatever state it is in, and remove its folder with all disks."""
+    with _alone():
+        _end(name)
+
+
+def _end(name: str) -> None:
     left = processes.end(_belongs(name), grace_seconds=0)
     if left:
         raise TestClusterError(f"processes of test cluster {name!r} survived SIGKILL: {' '.join(map(str, left))}")
@@ -97,4 +115,4 @@ def _remove_abandoned() -> None:
     for path in FOLDER.glob(f"*/{_STATE}"):
         name = path.parent.name
         if not read(name).creator.is_alive() and not processes.find(_belongs(name)):
-            end(name)
+            _end(name)

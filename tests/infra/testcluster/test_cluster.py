@@ -1,11 +1,16 @@
 """If a machine cannot run a test cluster, the error says why and what to do."""
 
 import os
+import subprocess
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from infra.node.processes import ProcessIdentity
 from infra.testcluster import Cluster, namespaces, registry
 from t5train.errors import TestClusterError
 
@@ -51,3 +56,26 @@ def test_in_an_unprivileged_container_the_error_names_the_missing_option(program
 def test_an_invalid_cluster_name_is_refused(name: str) -> None:
     with pytest.raises(TestClusterError, match="is not a valid name"):
         registry.end(name)
+
+
+def test_clusters_that_start_together_remove_an_abandoned_one_without_disturbing_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "FOLDER", tmp_path / "clusters")
+    ended = subprocess.Popen(["true"])
+    state = registry.State(2, None, True, {}, ProcessIdentity.of(ended.pid))
+    ended.wait()
+    registry.create("abandoned", state)
+    for number in range(2000):
+        (registry.FOLDER / "abandoned" / f"file-{number}").touch()
+    together = threading.Barrier(4)
+
+    def start(number: int) -> None:
+        together.wait(30)
+        registry.create(f"new-{number}", replace(state, creator=ProcessIdentity.of(os.getpid())))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(start, range(4)))
+    assert sorted(path.parent.name for path in registry.FOLDER.glob("*/cluster.json")) == [
+        f"new-{number}" for number in range(4)
+    ]
