@@ -244,10 +244,17 @@ def test_the_publications_url_is_shown_and_it_can_be_verified_fetched_and_loaded
     page.open(page.value(f"{link}.href"))
     page.text(f"t5-pretrain verify {watched.published}", f"published: {watched.published}")
     verify(watched.published)
-    blocks = (watched.root / "runs").glob("moe-*/report/publication.md").__next__().read_text().split("```python\n")
-    code = "\n".join(block.partition("```")[0] for block in blocks[1:])
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    (report,) = (watched.root / "runs").glob("moe-*/report/publication.md")
+    blocks = dict(
+        re.findall("```(python|sh)\n(.*?)```", report.read_text(), re.DOTALL)
+    )  # the last one of each language
+    assert blocks["sh"].startswith(f"t5-pretrain fetch {watched.published} ")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for command in (["sh", "-c", blocks["sh"]], [sys.executable, "-c", blocks["python"]]):
+        result = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stderr
 
 
 def test_a_run_cannot_replace_the_command_of_its_process(watched: Watched) -> None:
