@@ -13,6 +13,7 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from t5train.records.stage_records import Export
 from t5train.release import publication
@@ -45,14 +46,15 @@ def main(export: str, part_bytes: str, log: str) -> None:
     def in_small_parts(*given: Any) -> Any:
         return send(*given, int(part_bytes))
 
-    publication.publish_to_bucket = in_small_parts  # type: ignore[assignment]
+    patch.object(publication, "publish_to_bucket", in_small_parts).start()
     for line in sys.stdin:
         url, number, when = line.split()
         if (child := os.fork()) == 0:
-            BucketFolder.call = killing_calls(int(number), when, Path(log))  # type: ignore[method-assign]
+            patch.object(BucketFolder, "call", killing_calls(int(number), when, Path(log))).start()
             publish(Export.load(Path(export)), url)
             os._exit(0)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)  # noqa: T201 - the parent reads it
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

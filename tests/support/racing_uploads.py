@@ -10,6 +10,7 @@ import sys
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from t5train.errors import PublicationError
 from t5train.records.stage_records import MANIFEST, Export
@@ -43,7 +44,7 @@ def main(exports: list[str]) -> None:
         for export in exports:
             read, write = os.pipe()
             if os.fork() == 0:
-                BucketFolder.call = waiting_calls(barrier)  # type: ignore[method-assign]
+                patch.object(BucketFolder, "call", waiting_calls(barrier)).start()
                 os.write(write, outcome(export, line.strip()).encode())
                 os._exit(0)
             os.close(write)
@@ -52,7 +53,8 @@ def main(exports: list[str]) -> None:
         for end in ends:
             os.close(end)
             os.wait()
-        print(*outcomes, flush=True)  # noqa: T201 - the parent reads it
+        sys.stdout.write(" ".join(outcomes) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

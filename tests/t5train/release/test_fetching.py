@@ -111,7 +111,7 @@ def test_a_damaged_object_is_named_and_no_folder_appears(
     assert not (tmp_path / "fetched").exists()
 
 
-@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/../../escaped"])  # noqa: S108 - nothing is written
+@pytest.mark.parametrize("name", ["../escaped", "/escaped", "a/../../escaped"])
 def test_a_manifest_that_names_files_elsewhere_is_refused(
     published: Export, destination: str, tmp_path: Path, reader: Reader, name: str
 ) -> None:
