@@ -108,6 +108,7 @@ def _stages(spec: RunSpec, run: HeldRun, progress: Progress, adopt: bool) -> Pub
         weights = table.add(stages.CONSOLIDATE, consolidate_weights(spec, checkpoint, progress))
         exported = table.add(stages.EXPORT, export_model(spec, weights, tokenizer, progress))
         certified = table.add(stages.CERTIFY, certify_export(spec, weights, exported, progress))
+        run.confirm_held()
         publication = publish_export(spec, certified, publish_url(spec), progress)
         table.add(stages.PUBLISH, publication)
         summarise(spec, table.records, publication)

@@ -3,6 +3,8 @@
 import json
 import logging
 import shlex
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -12,6 +14,7 @@ from flows.cli.interruption import explaining_interruption
 from flows.cli.options import (
     AdoptOption,
     BeginAgainOption,
+    Chosen,
     ConfigOption,
     CorpusOption,
     ExcludeOption,
@@ -36,6 +39,7 @@ from flows.cli.terminal import BarProgress, complain, progress_display, say, sho
 from flows.run_parameters import RunParameters
 from flows.server import prefect_server
 from infra.head.launch.held_run import HeldRun
+from infra.head.storage.continued_run import StoredRun, config_file, stored_run, take_identity
 from infra.head.training_run import hold_ready_run, train_again
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
 from t5train.files.run_folder import WITNESS_FOLDER
@@ -80,6 +84,15 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     ship_code: ShipCodeOption = None,
     begin_again: BeginAgainOption = False,
     adopt: AdoptOption = False,
+    stored: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Continue a run whose machines are lost, from its checkpoints in S3: s3://BUCKET/FOLDER/NAME",
+            metavar="URL",
+            show_default=False,
+        ),
+    ] = None,
     trial: Annotated[
         bool, typer.Option("--trial", help="Train a tiny model with the recipe's layout on this machine's CPUs")
     ] = False,
@@ -92,7 +105,16 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     changed |= {} if publish_to is None else {"storage.publish_to": json.dumps(publish_to)}
     if trial and config is not None:
         raise typer.BadParameter("it replaces most settings of a file: use `run RECIPE --trial`", param_hint="--trial")
-    choice = chosen(recipe, config, changed, root=root, name=name)
+    if stored is None:
+        lost, choice = None, chosen(recipe, config, changed, root=root, name=name)
+    else:
+        if recipe or config or name or trial or begin_again:
+            raise typer.BadParameter(
+                "the run's own settings are used: leave RECIPE, --config, --name, --trial and --begin-again out",
+                param_hint="--from",
+            )
+        lost = stored_run(stored)
+        choice = _chosen_from(lost, changed, root)
     parameters = RunParameters(
         recipe=choice.recipe,
         root=root_of(choice.root),
@@ -106,6 +128,8 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         show_dry_run(parameters, as_json, begin_again)
         return
     spec = parameters.spec_for_this_machine()
+    if lost is not None:
+        take_identity(spec, lost)
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)
     with (
@@ -122,6 +146,13 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
         say(line)
     say(f"published: {publication.url}")
+
+
+def _chosen_from(lost: StoredRun, changed: dict[str, str], root: Path | None) -> Chosen:
+    with TemporaryDirectory(prefix="t5-run-") as folder:
+        config = config_file(lost, Path(folder))
+        changed |= {"storage.publish_checkpoints_under": json.dumps(lost.under)}
+        return chosen(None, config, changed, root=root, name=lost.name)
 
 
 def _login(api_url: str) -> str:

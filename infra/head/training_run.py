@@ -30,11 +30,12 @@ from infra.head.preflight.run_checks import (
 )
 from infra.head.preflight.text_checks import TextFacts, require_text
 from infra.head.progress_report import ProgressReport
+from infra.head.storage.checkpoint_copies import begin_copies, check_bucket
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.run_storage import NodeLocalStorage, RunStorage, SharedStorage
 from infra.head.storage.staged_bytes import StagedBytes
 from t5train.checkpoint import resume
-from t5train.checkpoint.resume import has_finished, require_same_settings
+from t5train.checkpoint.resume import has_begun, has_finished, require_same_settings
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.data.samples.loader import require_enough_samples
 from t5train.errors import HostError, LaunchError, SpecError
@@ -68,9 +69,14 @@ def train_run(
     the last week, which spares then replace.
     """
     resume.open_run(spec, shards, progress)
+    run.copies = run.copies or begin_copies(spec)
     if (checkpoint := resume.finished(spec, shards, progress)) is not None:
+        _store_last(run, progress)
         return checkpoint
     require_enough_samples(spec, shards)
+    if run.copies is not None:
+        run.copies.prepare(progress)
+        run.copies.start()
     report = ProgressReport(spec, progress)
     try:
         _Training(spec, shards, run, progress, report, adopt, staged or StagedBytes()).to_the_end()
@@ -81,7 +87,14 @@ def train_run(
             raise
         raise judged from error
     report.report()
-    return resume.conclude(spec, shards, progress)
+    checkpoint = resume.conclude(spec, shards, progress)
+    _store_last(run, progress)
+    return checkpoint
+
+
+def _store_last(run: HeldRun, progress: Progress) -> None:
+    if run.copies is not None:
+        run.copies.catch_up(progress)
 
 
 def train_again(spec: RunSpec, run: HeldRun) -> None:
@@ -210,9 +223,13 @@ def require_startable_now(
 
 
 def require_destination(spec: RunSpec, of_model: T5Shape) -> None:
-    """Raise PublicationError if the run could not be published."""
+    """Raise PublicationError if the run could not be published, or its checkpoints could not be stored.
+
+    Raises RunOwned if another head may be storing the run's checkpoints.
+    """
     weight_bytes = WEIGHT_BYTES * model_shape.count_parameters(of_model)
     check_destination(publish_url(spec), weight_bytes, spec.fingerprint())
+    check_bucket(spec)
 
 
 def require_ready(spec: RunSpec, run: HeldRun | None = None, text: TextFacts | None = None) -> set[str]:
@@ -249,4 +266,6 @@ def hold_ready_run(spec: RunSpec, held: HeldRun | None = None, text: TextFacts |
         silent_hosts = require_ready(spec, held, text)
         run = held or stack.enter_context(hold_run(spec.run_folder))
         run.silent_hosts |= silent_hosts
+        if run.copies is None and has_begun(spec.run_folder):  # nobody else may continue it while text is prepared
+            run.copies = begin_copies(spec)
         yield run

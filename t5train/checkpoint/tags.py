@@ -86,6 +86,11 @@ def complete_tags(checkpoints: Path) -> list[str]:
     return [name for _, name in sorted(found, reverse=True)]
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether a tag is complete, by its sidecars and file sizes, as ``complete_tags`` compares them."""
+    return _if_complete(folder) is not None
+
+
 def files_of(sidecars: Sequence[Sidecar]) -> dict[str, FileDigest]:
     """The files of all ranks. Raises IncompleteCheckpoint if two ranks recorded different digests of one file."""
     files: dict[str, FileDigest] = {}

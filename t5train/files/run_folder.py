@@ -33,6 +33,8 @@ MONITORED = (METRICS, METRICS_CSV, TENSORBOARD, PROFILES, WANDB)
 """What rank 0 writes for people to watch training."""
 CHECKPOINTS = "checkpoints"
 """DeepSpeed's save folder, with one folder per tag."""
+STORING = "storing"
+"""Folder with links to the files of checkpoints that are being copied to an object store."""
 SET_ASIDE = "set-aside"
 """Folder for files that must be neither used nor deleted, such as a damaged checkpoint; beside a run's checkpoints."""
 LAST_COMPLETE = "last-seen.json"

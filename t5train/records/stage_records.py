@@ -193,15 +193,14 @@ class Export(PlainRecord):
     kind: Literal["export"] = "export"
 
 
-class Publication(PlainRecord):
-    """An export that was published to ``url``, an object store or folder.
+class Published(PlainRecord):
+    """Files that were published to ``url``, an object store or folder.
 
-    The manifest is published with it; in that copy, ``path`` is ``.``. The files are in ``folder`` beside the manifest,
-    or directly beside it if ``folder`` is empty, as on disk. Then ``folder`` is left out, so that the manifests of
-    earlier versions stay valid.
+    The manifest is published with them; in that copy, ``path`` is ``.``. The files are in ``folder`` beside the
+    manifest, or directly beside it if ``folder`` is empty, as on disk. Then ``folder`` is left out, so that the
+    manifests of earlier versions stay valid.
     """
 
-    kind: Literal["publication"] = "publication"
     url: str
     folder: str = ""
 
@@ -220,6 +219,20 @@ class Publication(PlainRecord):
     def _without_an_empty_folder(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         document: dict[str, Any] = serialize(self)
         return {name: value for name, value in document.items() if name != "folder" or value}
+
+
+class Publication(Published):
+    """An export that was published."""
+
+    kind: Literal["publication"] = "publication"
+
+
+class StoredCheckpoint(Published):
+    """A checkpoint of a run that may still be training, in an object store."""
+
+    kind: Literal["stored-checkpoint"] = "stored-checkpoint"
+    step: int
+    tag: str
 
 
 R = TypeVar("R", bound=Record)
@@ -282,7 +295,7 @@ def _kind_name(cls: type[Record]) -> str:
 
 _KINDS: dict[str, type[Record]] = {
     kind.model_fields["kind"].default: kind
-    for kind in (Corpus, TokenizerFiles, TokenShards, Checkpoint, Weights, Export, Publication)
+    for kind in (Corpus, TokenizerFiles, TokenShards, Checkpoint, Weights, Export, Publication, StoredCheckpoint)
 }
 
 

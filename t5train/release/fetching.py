@@ -16,7 +16,7 @@ from t5train.files.presence import files_below, is_folder, is_there
 from t5train.locations import redacted
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest
-from t5train.records.stage_records import MANIFEST, Publication
+from t5train.records.stage_records import MANIFEST, Publication, Published
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.object_store.bucket import BucketFolder, is_in_s3
 from t5train.release.object_store.store_errors import MISSING, TRANSIENT
@@ -28,14 +28,14 @@ _TRIES = 5
 _CHUNK_BYTES = 1 << 20
 
 
-def fetch(url: str, folder: Path, progress: Progress = silent) -> Publication:
-    """Copy a publication from S3 to a new local folder, as if it had been published there.
+def fetch(url: str, folder: Path, progress: Progress = silent) -> Published:
+    """Copy a publication or a checkpoint from S3 to a new local folder, as if it had been published there.
 
-    The folder appears once every file has the size and sha256 in the manifest, and the certificate vouches for the
-    files. What an interrupted call has copied is kept beside it, and the next call continues.
+    The folder appears once every file has the size and sha256 in the manifest. The certificate of a publication has to
+    vouch for its files. What an interrupted call has copied is kept beside it, and the next call continues.
 
     Args:
-        url: ``s3://BUCKET/FOLDER`` of a publication.
+        url: ``s3://BUCKET/FOLDER`` of a publication, or of one checkpoint.
         folder: Folder to create. One that holds this publication already is verified and left as it is.
         progress: Called with the number of bytes that are on disk.
 
@@ -60,32 +60,38 @@ def fetch(url: str, folder: Path, progress: Progress = silent) -> Publication:
         raise PublicationError(f"{folder} is a file: fetch to another folder")
     if is_there(folder) and any(folder.iterdir()):
         return _already_there(folder, published, progress)
-    content = bucket.read(published.name_beside_manifest(CERTIFICATE)) or b""
-    require_certified(published, content, bucket.url)
+    if isinstance(published, Publication):
+        content = bucket.read(published.name_beside_manifest(CERTIFICATE)) or b""
+        require_certified(published, content, bucket.url)
     for name in published.files:
         confined(folder, name, f"{bucket.url}/{MANIFEST}")
     require_distinct([*published.files, MANIFEST], f"{bucket.url}/{MANIFEST}")
     copy = published.model_copy(update={"folder": "", "url": "."}).sealed()
     try:
         with filling(folder, keep_unfinished=True) as unfinished:
-            _copy_files(bucket, published, unfinished, progress)
+            copy_files(bucket, published, unfinished, progress)
             copy.commit(unfinished)
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {explain(error)}") from error
     return copy.model_copy(update={"path": folder, "url": str(folder)})
 
 
-def _already_there(folder: Path, published: Publication, progress: Progress) -> Publication:
+def _already_there(folder: Path, published: Published, progress: Progress) -> Published:
     try:
-        found = Publication.load(folder)
+        found = type(published).load(folder)
     except RecordError as error:
         raise PublicationError(f"{folder} is not empty and holds no publication: fetch to another folder") from error
     if found.files != published.files:
         raise PublicationError(f"{folder} holds another publication: fetch to another folder")
-    return Publication.model_validate(verify_local(folder, progress)).model_copy(update={"reused": True})
+    return type(published).model_validate(verify_local(folder, progress)).model_copy(update={"reused": True})
 
 
-def _copy_files(bucket: BucketFolder, published: Publication, folder: Path, progress: Progress) -> None:
+def copy_files(bucket: BucketFolder, published: Published, folder: Path, progress: Progress) -> None:
+    """Copy the files of a publication to a folder, several at a time, verify each, and continue what was interrupted.
+
+    Their names must be ``confined`` to the folder. Files of other names are removed from it. Raises DigestMismatch,
+    StoreError, and StorageError if the disk is too small.
+    """
     _remove_others(folder, published)
     there = sum((folder / name).stat().st_size for name in published.files if (folder / name).exists())
     total = sum(digest.size for digest in published.files.values())
@@ -102,7 +108,7 @@ def _copy_files(bucket: BucketFolder, published: Publication, folder: Path, prog
     run_jobs((partial(copy, name, digest) for name, digest in published.files.items()), count)
 
 
-def _remove_others(folder: Path, published: Publication) -> None:
+def _remove_others(folder: Path, published: Published) -> None:
     """Remove what is not a file of this publication: what was fetched of another one, and links."""
     for name in files_below(folder):
         if name not in published.files or not stat.S_ISREG((folder / name).lstat().st_mode):

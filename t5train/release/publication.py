@@ -27,8 +27,8 @@ from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.object_store.bucket import BucketFolder, is_in_s3
 from t5train.release.object_store.bucket_publication import publish_to_bucket, published_in
 from t5train.release.object_store.checksums import measure
+from t5train.release.object_store.published_manifest import not_empty, occupied, publication_in
 from t5train.release.object_store.write_check import check_writing
-from t5train.release.published_manifest import not_empty, occupied, publication_in
 from t5train.release.verification import object_names, verify, verify_object
 
 _log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def publication_at(url: str) -> Publication | None:
     Raises PublicationError for anything else: a folder with other files, another kind of record, a damaged manifest.
     """
     if is_in_s3(url):
-        return published_in(BucketFolder(url))
+        return published_in(BucketFolder(url), Publication)
     folder = local_folder(url)
     content = _stored_manifest(url) if folder is None else _local_manifest(folder)
     return None if content is None else publication_in(content, url)
@@ -225,7 +225,7 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
         require_distinct([*export.files, MANIFEST], str(export.path), PublicationError)
         files = measure(export.path, export.files, progress)
         _require_certified(export, progress, {name: file.digest for name, file in files.items()})
-        return publish_to_bucket(bucket, export, _record(export, url), files, progress)
+        return publish_to_bucket(bucket, export.path, _record(export, url), files, progress)
     _require_certified(export, progress)
     record = _record(export, url)
     if (existing := _existing(url, record.fingerprint, progress)) is not None:

@@ -19,7 +19,7 @@ from t5train.files.presence import ABSENT, files_below, is_there, reading
 from t5train.locations import explained, local_folder, redacted, remote_folder
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, SafetensorsDigest, digest_safetensors_stream
-from t5train.records.stage_records import MANIFEST, Publication, Record, parse_manifest
+from t5train.records.stage_records import MANIFEST, Publication, Published, Record, parse_manifest
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.object_store.bucket import BucketFolder, is_in_s3
 from t5train.release.object_store.stored_objects import read_back
@@ -126,20 +126,23 @@ def verify_bucket(bucket: BucketFolder, progress: Progress = silent) -> Record:
     present = bucket.names(record.folder)
     if record.folder:
         present += bucket.names(below=False)
-    faults += _faults_of(_require_whole, record, present, where)
-    if (content := bucket.read(record.name_beside_manifest(CERTIFICATE))) is not None:  # otherwise a fault by now
-        faults += _faults_of(require_certified, record, content, where)
+    if isinstance(record, Publication):
+        faults += _faults_of(_require_whole, record, present, where)
+        if (content := bucket.read(record.name_beside_manifest(CERTIFICATE))) is not None:  # otherwise a fault by now
+            faults += _faults_of(require_certified, record, content, where)
+    else:
+        faults += _faults_of(_require_only, record, present, where)
     _raise_all(faults, where)
     return record.model_copy(update={"url": where})
 
 
-def manifest_in(bucket: BucketFolder) -> Publication:
-    """Return the record of the publication in a bucket. Raises RecordError if there is none."""
+def manifest_in(bucket: BucketFolder) -> Published:
+    """Return the record of what is published in a bucket's folder. Raises RecordError if there is nothing."""
     where = f"{bucket.url}/{MANIFEST}"
     if (content := bucket.read(MANIFEST)) is None:
         raise RecordError(f"{where} does not exist: no stage was finished there. Check the URL")
     record = parse_manifest(content, where)
-    if not isinstance(record, Publication):
+    if not isinstance(record, Published):
         raise RecordError(f"{where} is that of a {record.kind}. Only publications can be read from S3: check the URL")
     return record
 
@@ -210,12 +213,17 @@ def object_names(filesystem: Any, folder: str) -> list[str]:
 
 
 def _require_whole(record: Publication, present: Iterable[str], where: str) -> None:
-    """Raise PublicationError unless the record lists a certificate, and no unlisted files are present."""
+    """Raise PublicationError unless the record lists a certificate, and only listed files are present."""
     if CERTIFICATE not in record.files:
         raise PublicationError(
             f"{where} is not certified: {MANIFEST} lists no {CERTIFICATE}. Certify the export and publish to another "
             "destination, or remove this publication first"
         )
+    _require_only(record, present, where)
+
+
+def _require_only(record: Published, present: Iterable[str], where: str) -> None:
+    """Raise PublicationError if unlisted files are present."""
     unknown = sorted(set(present) - {*record.files, MANIFEST})
     if extra := [name for name in unknown if name.split("/")[0] not in _OF_TRANSPORT]:
         more = f" and {len(extra) - 5:,} more" if extra[5:] else ""

@@ -23,6 +23,7 @@ class StorageSpec(SpecPart):
             "scratch",
             "node_local",
             "publish_to",
+            "publish_checkpoints_under",
             "checkpoint_every_steps",
             "keep_last",
             "keep_every_steps",
@@ -47,6 +48,12 @@ class StorageSpec(SpecPart):
     )
     publish_to: str | None = Field(
         None, title="Publish to", description="Folder or fsspec URL to publish to. null: {root}/published/{name}"
+    )
+    publish_checkpoints_under: str | None = Field(
+        None,
+        title="Publish checkpoints under",
+        description="URL of a folder in S3 in which the run stores its complete checkpoints while it trains, in a "
+        "folder of its name, so that it can be continued if its machines are lost. null: none",
     )
     checkpoint_every_steps: int = Field(
         1000,
@@ -111,10 +118,20 @@ class StorageSpec(SpecPart):
             )
         return self
 
-    @field_validator("publish_to")
+    @field_validator("publish_to", "publish_checkpoints_under")
     @classmethod
-    def _destination_holds_no_secret(cls, url: str | None) -> str | None:
-        return url if url is None else without_secret("storage.publish_to", url)
+    def _destination_holds_no_secret(cls, url: str | None, info: ValidationInfo) -> str | None:
+        return url if url is None else without_secret(f"storage.{info.field_name}", url)
+
+    @field_validator("publish_checkpoints_under")
+    @classmethod
+    def _checkpoints_are_in_s3(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith("s3://"):
+            raise ValueError(
+                f"storage.publish_checkpoints_under is {url!r}: give s3://BUCKET/FOLDER, because other stores have no "
+                "write that keeps two heads from changing the same checkpoints"
+            )
+        return url
 
 
 Accelerator = Literal["cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu"]

@@ -166,6 +166,12 @@ class RunSpec(SpecPart):
         return self.name or f"{self.recipe}-{self.fingerprint()[:8]}"
 
     @property
+    def checkpoints_url(self) -> str | None:
+        """Where the run stores its checkpoints while it trains; None if it does not."""
+        under = self.storage.publish_checkpoints_under
+        return None if under is None else f"{under.rstrip('/')}/{self.run_name}"
+
+    @property
     def run_folder(self) -> Path:
         """``{root}/runs/{run_name}``."""
         return self.storage.root / RUNS / self.run_name

@@ -17,6 +17,7 @@ from infra.head.launch.earlier_attempts import end, end_earlier, unended
 from infra.head.launch.start_record import recording_start
 from infra.head.launch.supervision import Supervision
 from infra.head.stop_signal import stoppable
+from infra.head.storage.checkpoint_copies import CheckpointCopies
 from infra.head.storage.claim import Claim
 from infra.node.attempts import head_lease
 from infra.node.attempts.attempt import Attempt
@@ -37,6 +38,8 @@ class HeldRun:
         self.folder = folder
         self.claim = Claim()
         """The head's claim to the run's files on hosts."""
+        self.copies: CheckpointCopies | None = None
+        """The copies of the run's checkpoints in a bucket, if there are to be any and the bucket is claimed."""
         self.silent_hosts = set[str]()
         """Hosts that did not answer before the run began."""
         self.at_release = at_release
@@ -46,6 +49,14 @@ class HeldRun:
     def require_held(self) -> None:
         """Raise RunLocked if a head on another machine has taken over the run."""
         self._lease.require_held()
+        if self.copies is not None:
+            self.copies.require_kept()
+
+    def confirm_held(self) -> None:
+        """Raise RunLocked unless no other head has taken over the run, also in its bucket, which is asked."""
+        self.require_held()
+        if self.copies is not None:
+            self.copies.confirm()
 
     @property
     def running_hosts(self) -> Hosts | None:
@@ -74,6 +85,8 @@ def hold_run(run_folder: Path) -> Iterator[HeldRun]:
                 _end_found(run)
             finally:
                 run.claim.end()
+                if run.copies is not None:
+                    run.copies.end()
 
 
 def end_all(run: HeldRun, cluster: ClusterSpec, on_tick: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ class BucketFolder:
         if self._prefix:
             confined(Path(), self._prefix, "the URL of S3", PublicationError)
         self._client = _client(self.url)
+
+    def below(self, folder: str) -> "BucketFolder":
+        """Return the folder of this name in this one. The client is shared."""
+        below = copy(self)
+        below.url, below._prefix = f"{self.url}/{folder}", self._key(folder)
+        return below
 
     @property
     def endpoint(self) -> str:

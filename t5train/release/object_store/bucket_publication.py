@@ -1,4 +1,4 @@
-"""Publishes an export to a bucket, so that readers see all of it or nothing.
+"""Publishes an export or a checkpoint to a bucket, so that readers see all of it or nothing.
 
 The objects are uploaded first, into a folder that only this attempt uses. Then one conditional write of
 ``manifest.json``, which succeeds only if there is none, decides. Readers trust only the manifest, which names the
@@ -9,18 +9,19 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from t5train.errors import CertificationError, DigestMismatch, PublicationError, StoreError
 from t5train.progress import Progress
-from t5train.records.stage_records import MANIFEST, Export, Publication
+from t5train.records.stage_records import MANIFEST, Publication, Published
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import MeasuredFile, crc_of, encoded
 from t5train.release.object_store.file_upload import FileUploads
+from t5train.release.object_store.published_manifest import P, not_empty, occupied, published_as
 from t5train.release.object_store.store_errors import CONTENDED, PRECONDITION_FAILED, TRANSIENT, UNKNOWN_UPLOAD
 from t5train.release.object_store.stored_objects import prove, read_back
 from t5train.release.object_store.upload_journal import UploadJournal
-from t5train.release.published_manifest import not_empty, occupied, publication_in
 
 PART_BYTES = 64 << 20
 _COMMIT_TRIES = 6
@@ -30,14 +31,14 @@ _log = logging.getLogger(__name__)
 
 
 def publish_to_bucket(
-    bucket: BucketFolder, export: Export, record: Publication, files: Mapping[str, MeasuredFile], progress: Progress,
+    bucket: BucketFolder, folder: Path, record: P, files: Mapping[str, MeasuredFile], progress: Progress,
     part_bytes: int = PART_BYTES,
-) -> Publication:  # fmt: skip
-    """Upload a certified export, or continue an interrupted upload of it, and commit its manifest.
+) -> P:  # fmt: skip
+    """Upload a certified export or a checkpoint, or continue an interrupted upload of it, and commit its manifest.
 
     Args:
         bucket: The destination.
-        export: The export.
+        folder: The folder with the files.
         record: The record to publish.
         files: What was measured when the certificate was checked. Only these bytes are published.
         progress: Called with the number of bytes that are stored.
@@ -47,16 +48,16 @@ def publish_to_bucket(
         The record at the destination. It is reused if it was there already, or if another process was first.
 
     Raises:
-        PublicationError: The destination holds something else, or another export was published there meanwhile.
+        PublicationError: The destination holds something else, or something else was published there meanwhile.
         StoreError: The server refuses, or does not answer. Publishing again continues.
 
     """
-    with UploadJournal.opened(export.path, f"{bucket.endpoint} {bucket.url}") as journal:
-        found, is_new = published_in(bucket), False
+    with UploadJournal.opened(folder, f"{bucket.endpoint} {bucket.url}") as journal:
+        found, is_new = published_in(bucket, type(record)), False
         if found is None:
-            attempt = journal.continue_attempt(export.fingerprint, export.files)
-            uploads = FileUploads(bucket, attempt, export.path, files, journal, progress)
-            found = _publication_of_another(bucket, uploads, part_bytes)
+            attempt = journal.continue_attempt(record.fingerprint, record.files)
+            uploads = FileUploads(bucket, attempt, folder, files, journal, progress)
+            found = _publication_of_another(bucket, uploads, part_bytes, type(record))
             if found is None:
                 found = _commit(bucket, record.model_copy(update={"folder": attempt}).sealed())
             is_new = found.folder == attempt
@@ -69,31 +70,31 @@ def publish_to_bucket(
     return found.model_copy(update={"reused": not is_new})
 
 
-def published_in(bucket: BucketFolder) -> Publication | None:
-    """Return the publication in a bucket's folder, without verifying it; None if there is none.
+def published_in(bucket: BucketFolder, kind: type[P]) -> P | None:
+    """Return the record of what is published in a bucket's folder, without verifying it; None if there is nothing.
 
     Raises PublicationError for anything else: other files, another kind of record, a damaged manifest.
     """
     present = bucket.names(below=False)  # to read what does not exist may be denied
     if MANIFEST in present and (content := bucket.read(MANIFEST)) is not None:
-        return publication_in(content, bucket.url)
+        return published_as(kind, content, bucket.url)
     if present and MANIFEST not in present:
         raise not_empty(bucket.url, present)
     return None
 
 
-def _publication_of_another(bucket: BucketFolder, uploads: FileUploads, part_bytes: int) -> Publication | None:
+def _publication_of_another(bucket: BucketFolder, uploads: FileUploads, part_bytes: int, kind: type[P]) -> P | None:
     """Upload the files. Returns the publication of another process that was first and aborted the uploads, if any."""
     try:
         uploads.send(part_bytes)
     except StoreError as error:
-        if error.code == UNKNOWN_UPLOAD and (found := published_in(bucket)) is not None:
+        if error.code == UNKNOWN_UPLOAD and (found := published_in(bucket, kind)) is not None:
             return found
         raise
     return None
 
 
-def _commit(bucket: BucketFolder, record: Publication) -> Publication:
+def _commit(bucket: BucketFolder, record: P) -> P:
     """Write the manifest if there is none, and return the one that is there then.
 
     After an error, only the server knows whether the manifest was written, so it is asked.
@@ -109,7 +110,7 @@ def _commit(bucket: BucketFolder, record: Publication) -> Publication:
         except StoreError as error:
             failure = error
         try:
-            found = published_in(bucket)
+            found = published_in(bucket, type(record))
         except StoreError as error:
             if error.code not in TRANSIENT:
                 raise
@@ -124,7 +125,7 @@ def _commit(bucket: BucketFolder, record: Publication) -> Publication:
     )
 
 
-def _is_cleaned_up(bucket: BucketFolder, journal: UploadJournal, found: Publication) -> bool:
+def _is_cleaned_up(bucket: BucketFolder, journal: UploadJournal, found: Published) -> bool:
     """Whether ``_clean_up`` succeeded. If it did not, that changes nothing of what is published."""
     try:
         _clean_up(bucket, journal, found)
@@ -137,7 +138,7 @@ def _is_cleaned_up(bucket: BucketFolder, journal: UploadJournal, found: Publicat
     return True
 
 
-def _clean_up(bucket: BucketFolder, journal: UploadJournal, found: Publication) -> None:
+def _clean_up(bucket: BucketFolder, journal: UploadJournal, found: Published) -> None:
     """Remove what can no longer become a publication: all unfinished uploads, and the objects of other own attempts.
 
     An upload may be in no journal, because its process was killed before it could record the server's answer.
@@ -157,11 +158,11 @@ def _clean_up(bucket: BucketFolder, journal: UploadJournal, found: Publication) 
                 bucket.call("delete_object", f"{attempt.name}/{name}")
 
 
-def _prove(bucket: BucketFolder, found: Publication, files: Mapping[str, MeasuredFile]) -> None:
+def _prove(bucket: BucketFolder, found: Published, files: Mapping[str, MeasuredFile]) -> None:
     """Raise PublicationError unless the objects of the publication are what its manifest says.
 
     The server's checksums prove those that are the files here. Others, such as a certificate that was made again, are
-    read. A certificate has to vouch for all of them.
+    read. A certificate has to vouch for all files of an export.
     """
     try:
         for name, digest in found.files.items():
@@ -170,6 +171,8 @@ def _prove(bucket: BucketFolder, found: Publication, files: Mapping[str, Measure
                 prove(bucket, stored, here)
             else:
                 read_back(bucket, stored, digest)
+        if not isinstance(found, Publication):
+            return
         where = found.name_beside_manifest(CERTIFICATE)
         certificate = Certificate.parse(bucket.read(where) or b"", f"{bucket.url}/{where}")
         certificate.require_vouching(found.inputs.get("export", ""), found.files, f"{bucket.url}/{where}")

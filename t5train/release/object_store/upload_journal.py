@@ -97,11 +97,14 @@ class UploadJournal:
                 journal.close()
             os.close(descriptor)
 
-    def continue_attempt(self, export: str, files: Mapping[str, FileDigest]) -> str:
-        """Return the name of the current attempt. Unless it is of exactly these files, a new one is begun."""
+    def continue_attempt(self, identity: str, files: Mapping[str, FileDigest]) -> str:
+        """Return the name of the current attempt. Unless it is of exactly these files, a new one is begun.
+
+        ``identity`` is the fingerprint of what is published, with which the name begins.
+        """
         content = fingerprint({name: digest.sha256 for name, digest in files.items()})
         if not self.attempts or self.attempts[-1].content != content:
-            name = f"{export[:12]}-{secrets.token_hex(8)}"
+            name = f"{identity[:12]}-{secrets.token_hex(8)}"
             self._record({"attempt": name, "content": content, "files": sorted(files)})
         return self.attempts[-1].name
 

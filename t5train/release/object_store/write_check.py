@@ -37,6 +37,26 @@ def check_writing(bucket: BucketFolder) -> None:
     bucket.uploads()
 
 
+def require_replacing(bucket: BucketFolder) -> None:
+    """Raise PublicationError if the server replaces an object although it is not the one that the writer has read."""
+    name = f"write-check-{secrets.token_hex(8)}/probe.txt"
+    try:
+        _write(bucket, name)
+        try:
+            _write(bucket, name, IfMatch=f'"{"0" * 32}"')
+        except StoreError as error:
+            if error.code not in PRECONDITION_FAILED:
+                raise
+        else:
+            raise PublicationError(
+                f"{bucket.endpoint} ignores the condition that an object must not have changed (If-Match), so two "
+                "heads could change the checkpoints of one run. Use another server, or leave "
+                "storage.publish_checkpoints_under out"
+            )
+    finally:
+        bucket.call("delete_object", name)
+
+
 def _write(bucket: BucketFolder, name: str, **condition: str) -> None:
     bucket.call("put_object", name, Body=_CONTENT, ChecksumCRC64NVME=encoded(crc_of(_CONTENT)), **condition)
 

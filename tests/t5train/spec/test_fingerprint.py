@@ -69,6 +69,7 @@ OTHER: dict[str, Any] = {
     "storage.scratch": "/local/t5",
     "storage.node_local": True,
     "storage.publish_to": "memory://bucket",
+    "storage.publish_checkpoints_under": "s3://bucket/checkpoints",
     "storage.checkpoint_every_steps": 7,
     "storage.keep_last": 5,
     "storage.keep_every_steps": 7,

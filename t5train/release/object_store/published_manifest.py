@@ -1,19 +1,28 @@
 """The manifest at a destination, and the error for one that is in the way."""
 
+from typing import TypeVar
+
 from t5train.errors import DigestMismatch, PublicationError, RecordError
 from t5train.locations import redacted
-from t5train.records.stage_records import MANIFEST, Publication, Record, parse_manifest
+from t5train.records.stage_records import MANIFEST, Publication, Published, Record, parse_manifest
+
+P = TypeVar("P", bound=Published)
 
 
 def publication_in(content: bytes, url: str) -> Publication:
     """Return the publication that a manifest at ``url`` describes. Raises PublicationError for anything else."""
+    return published_as(Publication, content, url)
+
+
+def published_as(kind: type[P], content: bytes, url: str) -> P:
+    """Return the record of this kind that a manifest at ``url`` describes. Raises PublicationError for others."""
     try:
         record = parse_manifest(content, f"{redacted(url)}/{MANIFEST}")
     except (RecordError, DigestMismatch) as error:
         raise PublicationError(
             f"{redacted(url)} holds no intact publication: {error}. Publish to another destination"
         ) from error
-    if not isinstance(record, Publication):
+    if not isinstance(record, kind):
         raise occupied(url, record)
     return record
 

@@ -1,0 +1,176 @@
+"""Copies a complete checkpoint to the bucket of its run, and removes old ones there."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from t5train.checkpoint import sidecar, tags
+from t5train.checkpoint.retention import kept
+from t5train.errors import DigestMismatch, IncompleteCheckpoint, StorageError
+from t5train.files.atomic import filling
+from t5train.files.os_errors import explain
+from t5train.files.presence import is_there
+from t5train.files.run_folder import CHECKPOINTS, METRICS, STORING, step_of
+from t5train.progress import Progress
+from t5train.records.identity import current_provenance, fingerprint
+from t5train.records.stage_records import MANIFEST, StoredCheckpoint
+from t5train.release.checkpoint_store.ledger import Ledger, StoredTag, folder_of, is_checkpoint_folder
+from t5train.release.checkpoint_store.store_claim import StoreClaim
+from t5train.release.object_store.bucket_publication import PART_BYTES, publish_to_bucket
+from t5train.release.object_store.checksums import measure
+
+_log = logging.getLogger(__name__)
+
+
+class Kept(NamedTuple):
+    """Which checkpoints stay in the bucket; see ``t5train.checkpoint.retention.kept``."""
+
+    keep_last: int
+    keep_every_steps: int | None
+
+
+def linked(run_folder: Path, tag: str) -> Path:
+    """Return a folder with the files of a complete checkpoint, which the run can remove without disturbing an upload.
+
+    The files are hard links, or copies if the file system has none. The metrics so far are copied with them. Raises IncompleteCheckpoint if the checkpoint was
+    removed meanwhile, and StorageError.
+    """
+    source, target = run_folder / CHECKPOINTS / tag, run_folder / STORING / tag
+    if is_there(target):
+        return target
+    names = [
+        *tags.files_of(sidecars := sidecar.read_all(source)),
+        *(sidecar.sidecar_name(one.rank) for one in sidecars),
+    ]
+    try:
+        with filling(target) as partial:
+            for name in names:
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                _link(source / name, partial / name)
+            if is_there(run_folder / METRICS):
+                shutil.copyfile(run_folder / METRICS, partial / METRICS)  # it grows, so no link
+    except FileNotFoundError as error:
+        raise IncompleteCheckpoint(f"{source} was removed before it could be stored") from error
+    except OSError as error:
+        raise StorageError(f"{target} cannot be written: {explain(error)}") from error
+    return target
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # some network file systems have no hard links
+        shutil.copyfile(source, target)
+
+
+def store_checkpoint(claim: StoreClaim, folder: Path, progress: Progress, part_bytes: int = PART_BYTES) -> StoredTag:
+    """Copy a checkpoint to the bucket, or continue to, and add it to the ledger.
+
+    Every file has the digest that its rank recorded, and the server's checksums prove every object, before the ledger
+    names the checkpoint.
+
+    Args:
+        claim: This head's claim to the bucket.
+        folder: The folder of the checkpoint's files, as ``linked`` returns it.
+        progress: Called with the number of bytes that are stored.
+        part_bytes: Files that are larger are sent in parts of this size.
+
+    Returns:
+        The entry in the ledger.
+
+    Raises:
+        IncompleteCheckpoint: The files are not those of one complete checkpoint.
+        DigestMismatch: A file is not what its rank recorded.
+        RunOwned: Another head has taken over the run; its ledger is unchanged.
+        StoreError: The server refuses, or does not answer. Calling this again continues.
+
+    """
+    tag = folder.name
+    sidecars = tags.require_agreement(sidecar.read_all(folder), folder)
+    recorded = tags.files_of(sidecars)
+    others = [*(sidecar.sidecar_name(one.rank) for one in sidecars), METRICS]
+    files = measure(folder, [*recorded, *others], progress)
+    for name, digest in recorded.items():
+        if name not in files or files[name].digest != digest:
+            raise DigestMismatch(f"{folder / name} is not the file that its rank recorded, so {tag} is not stored")
+    beside_ledger = folder_of(tag, claim.ledger.times_begun_again)
+    bucket = claim.bucket.below(beside_ledger)
+    of_run = sidecars[0].run_fingerprint
+    record = StoredCheckpoint(
+        path=Path(),
+        url=bucket.url,
+        fingerprint=fingerprint({"stage": "stored-checkpoint", "schema_version": 1, "run": of_run, "tag": tag}),
+        inputs={"run": of_run, "shards": sidecars[0].data.shards_fingerprint},
+        files={name: file.digest for name, file in files.items()},
+        counts={"ranks": len(sidecars), "samples": sidecars[0].data.samples_consumed},
+        provenance=current_provenance(),
+        step=sidecars[0].step,
+        tag=tag,
+    ).sealed()
+    claim.renew()  # a head that was superseded during the upload commits nothing
+    publish_to_bucket(bucket, folder, record, files, progress, part_bytes)
+    entry = StoredTag(tag=tag, folder=beside_ledger, size=sum(file.size for file in files.values()))
+    claim.change(lambda ledger: _with(ledger, entry))
+    return entry
+
+
+def _with(ledger: Ledger, entry: StoredTag) -> Ledger:
+    others = [one for one in ledger.checkpoints if one.tag != entry.tag]
+    return ledger.changed(
+        checkpoints=tuple(sorted([*others, entry], key=lambda one: one.tag)),
+        removing=tuple(name for name in ledger.removing if name != entry.folder),
+    )
+
+
+def prune_store(claim: StoreClaim, keep: Kept) -> None:
+    """Remove checkpoints that are not to be kept, and what earlier removals left.
+
+    A checkpoint is removed from the ledger first, which only the run's own head can do, then its manifest, then its
+    objects. So nobody begins to read what is about to vanish, and a head that was superseded removes nothing. Raises
+    RunOwned and StoreError.
+    """
+    sizes = {step_of(one.tag): one.size for one in claim.ledger.checkpoints}
+    steps = kept(sizes, keep.keep_last, keep.keep_every_steps)
+    old = [one for one in claim.ledger.checkpoints if step_of(one.tag) not in steps]
+    if old:
+        claim.change(lambda ledger: _without(ledger, {one.folder for one in old}))
+    remove_abandoned(claim)
+
+
+def _without(ledger: Ledger, folders: set[str]) -> Ledger:
+    staying = tuple(one for one in ledger.checkpoints if one.folder not in folders)
+    return ledger.changed(checkpoints=staying, removing=tuple(sorted({*ledger.removing, *folders})))
+
+
+def remove_abandoned(claim: StoreClaim) -> None:
+    """Remove the folders that the ledger lists as to be removed. Raises RunOwned and StoreError."""
+    for folder in claim.ledger.removing:
+        claim.require_kept()
+        bucket = claim.bucket.below(folder)
+        for name, upload_id in bucket.uploads():
+            bucket.abort(name, upload_id)
+        names = bucket.names()
+        for name in sorted(names, key=lambda name: name != MANIFEST):
+            bucket.call("delete_object", name)
+    if claim.ledger.removing:
+        _log.info("removed from %s: %s", claim.bucket.url, ", ".join(claim.ledger.removing))
+        claim.change(lambda ledger: ledger.changed(removing=()))
+
+
+def abandon_unlisted(claim: StoreClaim, unfinished: set[str]) -> None:
+    """Mark the folders of uploads for removal that no process can continue. Raises RunOwned and StoreError.
+
+    Call this right after the run was claimed. ``unfinished`` are the tags whose upload this head can continue.
+    """
+    again = claim.ledger.times_begun_again
+    continued = {folder_of(tag, again) for tag in unfinished} | {one.folder for one in claim.ledger.checkpoints}
+    found = {name.partition("/")[0] for name in claim.bucket.names()}
+    found |= {name.partition("/")[0] for name, _ in claim.bucket.uploads()}
+    # Those from before the run began again are kept, as on disk.
+    of_now = {name for name in found if is_checkpoint_folder(name) and name == folder_of(name[-13:], again)}
+    if left := of_now - continued - {*claim.ledger.removing}:
+        claim.change(lambda ledger: _without(ledger, left))
