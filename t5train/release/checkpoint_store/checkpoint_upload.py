@@ -34,16 +34,14 @@ class Kept(NamedTuple):
 def linked(run_folder: Path, tag: str) -> Path:
     """Return a folder with the files of a complete checkpoint, which the run can remove without disturbing an upload.
 
-    The files are hard links, or copies if the file system has none. The metrics so far are copied with them. Raises IncompleteCheckpoint if the checkpoint was
-    removed meanwhile, and StorageError.
+    The files are hard links, or copies if the file system has none. The metrics so far are copied, too. Raises
+    IncompleteCheckpoint if the checkpoint was removed meanwhile, and StorageError.
     """
     source, target = run_folder / CHECKPOINTS / tag, run_folder / STORING / tag
     if is_there(target):
         return target
-    names = [
-        *tags.files_of(sidecars := sidecar.read_all(source)),
-        *(sidecar.sidecar_name(one.rank) for one in sidecars),
-    ]
+    sidecars = tags.require_agreement(sidecar.read_all(source), source)
+    names = [*tags.files_of(sidecars), *(sidecar.sidecar_name(one.rank) for one in sidecars)]
     try:
         with filling(target) as partial:
             for name in names:

@@ -1,0 +1,160 @@
+"""Checkpoints in a real S3 server: what readers see, what is kept, and what is removed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from t5train.errors import DigestMismatch, IncompleteCheckpoint, StoreError
+from t5train.files.atomic import discard
+from t5train.files.run_folder import CHECKPOINTS, METRICS
+from t5train.progress import silent
+from t5train.release.checkpoint_store.checkpoint_upload import (
+    Kept,
+    abandon_unlisted,
+    linked,
+    prune_store,
+    remove_abandoned,
+    store_checkpoint,
+)
+from t5train.release.fetching import fetch
+from t5train.release.object_store.bucket import BucketFolder
+from t5train.release.verification import verify
+from tests.support.checkpoints import small_tags
+from tests.support.checkpoints.stored_runs import claim, ledger_at, store
+from tests.support.s3_reader import Reader
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_stored_checkpoint_is_a_publication_with_its_ranks_files_and_the_metrics(
+    destination: str, reader: Reader, tmp_path: Path
+) -> None:
+    (tmp_path / METRICS).write_text('{"step": 100}\n')
+    this = claim(destination)
+    entry = store(this, tmp_path, 100)
+    where = f"{destination}/{entry.folder}"
+    manifest = reader.require_only(where)
+    assert set(manifest["files"]) == {"part0.pt", "part1.pt", "rank-00000.json", "rank-00001.json", METRICS}
+    assert (manifest["tag"], manifest["step"], manifest["inputs"]["run"]) == ("step-00000100", 100, "r" * 64)
+    assert verify(where).kind == "stored-checkpoint"
+    copy = fetch(where, tmp_path / "copy").path
+    assert (copy / "part1.pt").read_bytes() == (tmp_path / CHECKPOINTS / "step-00000100" / "part1.pt").read_bytes()
+    this.end()
+
+
+def test_what_is_not_kept_leaves_the_ledger_first_then_its_manifest_then_its_objects(
+    destination: str, reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this = claim(destination, lease_seconds=600)
+    for step in (100, 200):
+        store(this, tmp_path, step)
+    sent: list[tuple[str, str]] = []
+    call = BucketFolder.call
+
+    def recorded(self: BucketFolder, operation: str, name: str | None = None, **arguments: Any) -> Any:
+        if operation in {"put_object", "delete_object"}:
+            listed = [one.tag for one in ledger_at(destination).checkpoints]
+            sent.append((f"{self.url.rpartition('/')[2]}/{name}", f"{'step-00000100' in listed}"))
+        return call(self, operation, name, **arguments)
+
+    store(this, tmp_path, 300, keep_last=3)
+    monkeypatch.setattr(BucketFolder, "call", recorded)
+    prune_store(this, Kept(2, None))
+    folder, ledger, *removed, last = sent[0][0].rpartition("/")[0], sent[0], *sent[1:]
+    assert ledger == (f"{folder}/run.json", "True")
+    assert removed[0] == ("step-00000100/manifest.json", "False")
+    assert len(removed) == 5
+    assert last[0].endswith("/run.json")
+    assert {name.partition("/")[0] for name in reader.keys(destination)} == {
+        "run.json",
+        "step-00000200",
+        "step-00000300",
+    }
+    this.end()
+
+
+def test_every_so_many_steps_a_checkpoint_is_kept(destination: str, tmp_path: Path) -> None:
+    this = claim(destination)
+    for step in (100, 200, 300, 400):
+        store(this, tmp_path, step, keep_last=4)
+    prune_store(this, Kept(1, 200))
+    assert [one.tag for one in ledger_at(destination).checkpoints] == ["step-00000200", "step-00000400"]
+    this.end()
+
+
+def test_a_removal_that_was_interrupted_is_completed_later(
+    destination: str, reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this = claim(destination)
+    store(this, tmp_path, 100)
+    call = BucketFolder.call
+
+    def failing(self: BucketFolder, operation: str, name: str | None = None, **arguments: Any) -> Any:
+        if operation == "delete_object":
+            raise StoreError("busy", code="SlowDown")
+        return call(self, operation, name, **arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BucketFolder, "call", failing)
+        with pytest.raises(StoreError):
+            store(this, tmp_path, 200, keep_last=1)
+    assert [one.tag for one in ledger_at(destination).checkpoints] == ["step-00000200"]
+    assert any(name.startswith("step-00000100/") for name in reader.keys(destination))
+    prune_store(this, Kept(1, None))
+    assert not any(name.startswith("step-00000100/") for name in reader.keys(destination))
+    this.end()
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_stored_nevertheless(
+    destination: str, reader: Reader, tmp_path: Path
+) -> None:
+    this = claim(destination)
+    tag = small_tags.save(tmp_path / CHECKPOINTS, 100)
+    folder = linked(tmp_path, tag.name)
+    discard(tag)
+    entry = store_checkpoint(this, folder, silent)
+    reader.require_only(f"{destination}/{entry.folder}")
+    with pytest.raises(IncompleteCheckpoint):
+        linked(tmp_path, "step-00000200")
+    this.end()
+
+
+def _altered(folder: Path) -> None:
+    (folder / "part1.pt").write_bytes(b"x" * 100)
+
+
+def _without_a_sidecar(folder: Path) -> None:
+    (folder / "rank-00001.json").unlink()
+
+
+@pytest.mark.parametrize(("damage", "error"), [(_altered, DigestMismatch), (_without_a_sidecar, IncompleteCheckpoint)])
+def test_a_damaged_checkpoint_is_not_stored(
+    destination: str, reader: Reader, tmp_path: Path, damage: Callable[[Path], None], error: type[Exception]
+) -> None:
+    this = claim(destination)
+    small_tags.save(tmp_path / CHECKPOINTS, 100)
+    folder = linked(tmp_path, "step-00000100")
+    damage(folder)
+    with pytest.raises(error):
+        store_checkpoint(this, folder, silent)
+    assert not ledger_at(destination).checkpoints
+    assert reader.keys(destination) == {"run.json"}
+    this.end()
+
+
+def test_what_a_lost_head_uploaded_and_did_not_finish_is_removed_and_nothing_else(
+    destination: str, reader: Reader, tmp_path: Path
+) -> None:
+    this = claim(destination)
+    store(this, tmp_path, 100)
+    for name in ("step-00000150/attempt/part0.pt", "step-00000160/attempt/part0.pt", "notes/step-00000170.txt"):
+        reader.put(destination, name, b"left")
+    abandon_unlisted(this, {"step-00000160"})
+    remove_abandoned(this)
+    left = {name.partition("/")[0] for name in reader.keys(destination)}
+    assert left == {"run.json", "step-00000100", "step-00000160", "notes"}
+    assert json.loads(reader.content(destination, "run.json"))["removing"] == []
+    this.end()

@@ -1,0 +1,126 @@
+"""The ledger of a run in a real S3 server: which head may change it, and what a superseded head can still do."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from t5train.errors import DigestMismatch, PublicationError, RunOwned, StoreError, T5TrainError
+from t5train.release.checkpoint_store.ledger import LEDGER
+from t5train.release.checkpoint_store.store_claim import StoreClaim
+from t5train.release.object_store.bucket import BucketFolder
+from tests.support.checkpoints.stored_runs import LEASE_SECONDS, claim, is_superseded, kill, ledger_at, store
+from tests.support.s3_reader import Reader
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_is_refused_while_the_lease_of_its_head_is_valid_and_taken_over_after_that(destination: str) -> None:
+    first = claim(destination, "/a")
+    time.sleep(LEASE_SECONDS + 2)  # a living head renews its lease
+    with pytest.raises(RunOwned, match=r"belong to head .*, root /a, .* is valid for another \d s"):
+        claim(destination, "/b")
+    kill(first)
+    time.sleep(LEASE_SECONDS + 2)
+    second = claim(destination, "/b")
+    assert is_superseded(first)
+    assert not is_superseded(second)
+    second.end()
+
+
+def test_a_superseded_head_changes_nothing_and_says_who_took_over(destination: str, tmp_path: Path) -> None:
+    first = claim(destination, "/a")
+    store(first, tmp_path, 100)
+    kill(first)
+    time.sleep(LEASE_SECONDS + 2)
+    second = claim(destination, "/b")
+    with pytest.raises(RunOwned, match=r"now belong to head .*, root /b"):
+        store(first, tmp_path, 200, keep_last=1)
+    assert [one.tag for one in ledger_at(destination).checkpoints] == ["step-00000100"]
+    with pytest.raises(RunOwned):
+        first.require_kept()
+    second.end()
+
+
+def test_of_eight_heads_that_take_a_run_over_at_once_exactly_one_gets_it(destination: str) -> None:
+    kill(claim(destination, "/gone", lease_seconds=0.2))
+    time.sleep(2)
+    barrier, won, refused = threading.Barrier(8), list[StoreClaim](), list[T5TrainError]()
+
+    def take_over(number: int) -> None:
+        barrier.wait()
+        try:
+            won.append(claim(destination, f"/{number}", lease_seconds=60))
+        except (RunOwned, StoreError) as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=take_over, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(won), len(refused)) == (1, 7)
+    assert not is_superseded(won[0])
+    won[0].end()
+
+
+def test_a_released_run_and_one_of_the_same_head_and_root_are_claimed_at_once(destination: str) -> None:
+    claim(destination, "/a").end()
+    second = claim(destination, "/b")
+    again = claim(destination, "/b")
+    assert is_superseded(second)
+    kill(second)
+    again.end()
+
+
+def test_a_ledger_of_another_run_and_a_folder_with_other_files_are_refused(destination: str, reader: Reader) -> None:
+    claim(destination).end()
+    with pytest.raises(PublicationError, match=r"checkpoints of another run .* run --from"):
+        claim(destination, unique_id="2" * 32)
+    reader.put(f"{destination}-model", "manifest.json", b"{}")
+    with pytest.raises(PublicationError, match=r"holds no checkpoints of a run \(manifest\.json\)"):
+        claim(f"{destination}-model")
+
+
+def test_a_write_whose_answer_is_lost_counts(destination: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    this = claim(destination)
+    call, lost = BucketFolder.call, [StoreError("no answer", code="ReadTimeoutError")]
+
+    def losing(self: BucketFolder, operation: str, name: str | None = None, **arguments: Any) -> Any:
+        answer = call(self, operation, name, **arguments)
+        if operation == "put_object" and lost:
+            raise lost.pop()
+        return answer
+
+    monkeypatch.setattr(BucketFolder, "call", losing)
+    this.change(lambda ledger: ledger.changed(removing=("step-00000100",)))
+    assert not lost
+    assert ledger_at(destination).removing == ("step-00000100",)
+    assert not is_superseded(this)
+    this.end()
+
+
+def _changed(content: bytes) -> bytes:
+    return content.replace(b'"times_begun_again": 0', b'"times_begun_again": 1')
+
+
+def _with_another_folder(content: bytes) -> bytes:
+    return content.replace(b'"removing": []', b'"removing": ["../step-00000100"]')
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [(_changed, DigestMismatch, "was altered"), (_with_another_folder, T5TrainError, "is not the folder of a check")],
+)
+def test_an_altered_ledger_is_refused_and_not_replaced(
+    destination: str, reader: Reader, change: Callable[[bytes], bytes], error: type[T5TrainError], said: str
+) -> None:
+    claim(destination).end()
+    altered = change(reader.content(destination, LEDGER))
+    reader.put(destination, LEDGER, altered)
+    with pytest.raises(error, match=said):
+        claim(destination)
+    assert reader.content(destination, LEDGER) == altered
