@@ -9,7 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -215,3 +216,17 @@ def s3(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[O
     S3FileSystem.clear_instance_cache()  # cached clients keep their old credentials
     yield object_store
     S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture(scope="session")
+def reader(object_store: ObjectStore) -> Any:
+    """A plain boto3 reader of the object store (tests.support.s3_reader)."""
+    from tests.support.s3_reader import Reader  # imports boto3, which few tests need
+
+    return Reader(object_store.url.removeprefix("s3://"), object_store.environment)
+
+
+@pytest.fixture
+def destination(s3: ObjectStore, request: pytest.FixtureRequest) -> str:
+    """A destination in the object store that only this test uses."""
+    return f"{s3.url}/{request.node.originalname}-{crc32(request.node.name.encode()):08x}/t5"
