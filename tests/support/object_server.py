@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infra.node.ports import free_port
+from tests.support.small_disk import NAMESPACE
 
 BUCKET = "models"
 _WEED = Path(sys.executable).with_name("weed")
@@ -30,7 +31,7 @@ class ObjectServer:
     """A server that speaks S3, with an empty bucket. Credentials stored on this machine are not used."""
 
     def __init__(self, folder: Path, disk_bytes: int | None = None) -> None:
-        """``folder`` is for the server's data. With ``disk_bytes``, a disk of this size is mounted there (root)."""
+        """``folder`` is for the server's data. With ``disk_bytes``, only the server has a disk of this size there."""
         self.url = f"s3://{BUCKET}"
         self._folder, self._disk_bytes = folder, disk_bytes
         self._ports = {f"{service}.{port}": free_port() for service in _SERVICES for port in ("port", "port.grpc")}
@@ -62,7 +63,7 @@ class ObjectServer:
         command = [str(_WEED), "mini", *self._options()]
         if self._disk_bytes is not None:
             mount = f"mount -t tmpfs -o size={self._disk_bytes} tmpfs {shlex.quote(str(self._folder))}"
-            command = ["/usr/bin/env", "unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", *command]
+            command = ["/usr/bin/env", *NAMESPACE, "sh", "-c", f'{mount} && exec "$@"', "sh", *command]
         log = self._folder.with_name(f"{self._folder.name}.log")
         with open(log, "ab") as output:
             self._process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """A folder of an S3 bucket. Endpoint, region, profile and credentials are those that boto3 finds by itself."""
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ class BucketFolder:
         if self._prefix:
             confined(Path(), self._prefix, "the URL of S3", PublicationError)
         self._client = _client(self.url)
+        self.stopping = threading.Event()
+        """Set when requests should not be tried again, because another thread has failed."""
 
     @property
     def endpoint(self) -> str:

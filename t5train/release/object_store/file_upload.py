@@ -23,7 +23,8 @@ class FileUploads:
     ) -> None:  # fmt: skip
         self._bucket, self._attempt, self._folder, self._files = bucket, attempt, folder, files
         self._journal = journal
-        self._stored = ByteCount("bytes stored", sum(file.size for file in files.values()), progress)
+        total = sum(file.size for file in files.values())
+        self._stored = ByteCount("bytes stored", total, progress, bucket.stopping)
 
     def send(self, part_bytes: int) -> None:
         """Send all files, and prove each object.
