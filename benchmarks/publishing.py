@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -41,6 +42,7 @@ UPLOADS = {
 }
 OURS, S5CMD, BOTO3 = "ours", "s5cmd", "boto3"
 CLIENTS = (OURS, S5CMD, BOTO3)
+URL = f"s3://{BUCKET}/benchmark"
 _SERVER_BYTES = 4 << 30
 
 
@@ -58,15 +60,6 @@ Round = Mapping[tuple[str, str], Upload]
 def main() -> None:
     """Measure, and print the table."""
     given = _arguments()
-    if given.client == OURS:
-        _publish(given.export)
-    elif given.client == BOTO3:
-        _upload_with_boto3(given.export)
-    else:
-        _compare(given)
-
-
-def _compare(given: argparse.Namespace) -> None:
     s5cmd = given.s5cmd or shutil.which("s5cmd") or shutil.which("s5cmd", path=str(Path(sys.executable).parent))
     clients = [client for client in given.only.split(",") if client != S5CMD or s5cmd]
     load = os.getloadavg()
@@ -96,16 +89,14 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--only", default=",".join(CLIENTS), help=f"comma-separated clients: {', '.join(CLIENTS)}")
     made.add_argument("--s5cmd", help="the program, if it is not on PATH")
     made.add_argument("--into", type=Path, help="a document to write the table to")
-    made.add_argument("--client", choices=(OURS, BOTO3), help=argparse.SUPPRESS)
-    made.add_argument("--export", type=Path, help=argparse.SUPPRESS)
     return made.parse_args()
 
 
 def _command(client: str, export: Path, s5cmd: str | None) -> Sequence[str]:
     if client == S5CMD:
         assert s5cmd is not None
-        return [s5cmd, "--log", "error", "cp", f"{export}/", f"s3://{BUCKET}/benchmark/"]
-    return [sys.executable, "-m", NAME, "--client", client, "--export", str(export)]
+        return [s5cmd, "--log", "error", "cp", f"{export}/", f"{URL}/"]
+    return [sys.executable, "-m", f"{NAME}_clients", client, str(export), URL]
 
 
 def measured(command: Sequence[str], server_folder: Path, export: Path) -> Upload:
@@ -121,24 +112,6 @@ def measured(command: Sequence[str], server_folder: Path, export: Path) -> Uploa
             raise SystemExit(f"{command} failed")
         _require_stored(server.environment, export)
     return Upload(seconds, usage.ru_utime + usage.ru_stime)
-
-
-def _publish(folder: Path) -> None:
-    from t5train.records.stage_records import Export
-    from t5train.release.publication import publish
-
-    publish(Export.load(folder), f"s3://{BUCKET}/benchmark")
-
-
-def _upload_with_boto3(folder: Path) -> None:
-    import boto3
-    from boto3.s3.transfer import TransferConfig, create_transfer_manager
-
-    client = boto3.session.Session().client("s3")
-    with create_transfer_manager(client, TransferConfig(preferred_transfer_client="classic")) as manager:
-        names = (path.name for path in folder.iterdir())
-        for sent in [manager.upload(str(folder / name), BUCKET, f"benchmark/{name}") for name in names]:
-            sent.result()
 
 
 def _require_stored(environment: Mapping[str, str], export: Path) -> None:
@@ -192,12 +165,15 @@ def _conditions(rounds: int, load: Sequence[float], s5cmd: str | None) -> str:
         peers.append(
             "s5cmd " + subprocess.run([s5cmd, "version"], capture_output=True, text=True, check=True).stdout.strip()
         )
-    now = datetime.now(UTC).date()
-    return (
-        f"{now}, {hardware()}, commit {commit()}, {', '.join(peers)}: `python -m {NAME} --rounds {rounds}`. "
-        f"Load averages (1, 5, 15 min): {', '.join(f'{one:.1f}' for one in load)} before, "
-        f"{', '.join(f'{one:.1f}' for one in os.getloadavg())} after."
+    text = (
+        f"{datetime.now(UTC).date()}, {hardware()}, commit {commit()}, {', '.join(peers)}: `python -m {NAME} --rounds "
+        f"{rounds}`. Load averages over 1, 5 and 15 minutes: {_averages(load)} before, {_averages(os.getloadavg())} after."
     )
+    return textwrap.fill(text, 120, break_on_hyphens=False)
+
+
+def _averages(load: Sequence[float]) -> str:
+    return ", ".join(f"{average:.1f}" for average in load)
 
 
 if __name__ == "__main__":
