@@ -19,7 +19,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills upload-faults operation-faults regression-faults regression-quiet io-faults settings-page recording up clean
+.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults bench-consolidate bench-publish variants-table faults resumes kills upload-faults operation-faults regression-faults regression-quiet io-faults settings-page recording up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -78,6 +78,9 @@ certificate-faults: setup ## Change exports before certification, one fault at a
 bench-consolidate: setup ## Compare consolidation of 1.1 billion parameters with cp and zero_to_fp32, then 3 billion alone; 50 GB of disk
 	@$(BIN)/python -m benchmarks.consolidate --parameters 1.1e9 --rounds 5 --alone 0.25e9 1.1e9 3e9
 
+bench-publish: setup ## Compare publishing to an S3 server with s5cmd, if it is installed, and boto3; writes docs/measurements.md
+	@$(BIN)/python -m benchmarks.publishing --into docs/measurements.md
+
 variants-table: setup ## Train every layout and plain data parallelism, and write the table in docs/variants.md
 	@$(BIN)/python -m tests.acceptance.layout_equality --into docs/variants.md
 
@@ -91,7 +94,7 @@ kills: setup ## Kill processes that save, gather, consolidate, publish and token
 	@$(BIN)/python -m tests.acceptance.kills.kill_all
 	$(BIN)/python -m tests.acceptance.kills.kill_tokenising
 
-upload-faults: setup ## Kill uploads to an S3 server at every request, and let eight processes race for one destination 100 times
+upload-faults: setup ## Kill and disturb uploads to an S3 server, kill the server, fill its disk, and let uploads race; 15 minutes
 	$(BIN)/python -m pytest -n 0 tests/t5train/release/object_store --kill-rounds 100
 
 operation-faults: setup ## Kill worker, server, flow and head 100 times while a run trains (needs root); continues where it was interrupted

@@ -1,15 +1,12 @@
 """Fixtures and switches that every test may use."""
 
 import os
-import secrets
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from zlib import crc32
 
 import pytest
@@ -17,12 +14,12 @@ from hypothesis import settings
 
 from infra.node.attempts.rank_environment import search_path
 from infra.node.operator_folder import VARIABLE, operator_folder
-from infra.node.ports import free_port
 from infra.testcluster import namespaces
 from t5train.checkpoint import sidecar
 from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.model.parameters import ParameterSlot
 from t5train.records.digests import digest_files
+from tests.support.object_server import ObjectServer, running_server
 
 # Put this Python's ninja first, as ranks do: with another ninja, operators are compiled again, which takes minutes.
 os.environ["PATH"] = search_path()
@@ -34,24 +31,6 @@ os.environ[VARIABLE] = str(operator_folder())
 
 SHOWN_FILES, SHOWN_SECONDS = 40, 3.0
 GOLDEN = Path(__file__).parent / "golden"
-WEED = Path(sys.executable).with_name("weed")
-DIE_WITH_PARENT = """
-import os, signal, sys
-from infra.node.processes import die_with_parent
-
-die_with_parent(signal.SIGKILL)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-
-
-class ObjectStore(NamedTuple):
-    """A server that speaks S3, with an empty bucket."""
-
-    url: str
-    """URL of the bucket."""
-    environment: dict[str, str]
-    """Environment variables that S3 clients read: endpoint and credentials."""
-
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
@@ -139,73 +118,14 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="session")
-def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
     """A SeaweedFS server that only this machine can reach."""
-    folder, ports = tmp_path_factory.mktemp("object-store"), {}
-    for service in ("s3", "master", "filer", "volume", "admin"):
-        ports |= {f"{service}.port": free_port(), f"{service}.port.grpc": free_port()}
-    store = _client_settings(ports["s3.port"])
-    with open(folder / "log", "wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-c", DIE_WITH_PARENT, str(WEED), "mini", *_server_options(folder, ports)],
-            env={**os.environ, **store.environment, "TMPDIR": str(folder)},
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        _await_bucket(store, server, folder / "log")
-        yield store
-    finally:
-        server.send_signal(signal.SIGKILL)
-        server.wait()
-        for port in ports.values():  # the server ignores TMPDIR for its sockets
-            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # noqa: S108 - the server chooses that folder
-                left.unlink()
-
-
-def _client_settings(port: int) -> ObjectStore:
-    """New credentials for this test session. Credentials stored on this machine are not read."""
-    return ObjectStore(
-        "s3://models",
-        {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ACCESS_KEY_ID": f"key-{secrets.token_hex(8)}",
-            "AWS_SECRET_ACCESS_KEY": f"secret-{secrets.token_hex(16)}",
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-            "AWS_CONFIG_FILE": os.devnull,
-            "AWS_EC2_METADATA_DISABLED": "true",
-        },
-    )
-
-
-def _server_options(folder: Path, ports: dict[str, int]) -> list[str]:
-    """Listen on loopback only, without telemetry and without services other than S3."""
-    options = {"dir": folder, "bucket": "models", "ip": "127.0.0.1", "ip.bind": "127.0.0.1", **ports}
-    options |= {"s3.port.iceberg": 0, "s3.port.lance": 0}
-    off = ("master.telemetry", "admin.ui", "webdav", "s3.autoCreateBucket")
-    return [f"-{name}={value}" for name, value in options.items()] + [f"-{name}=false" for name in off]
-
-
-def _await_bucket(store: ObjectStore, server: subprocess.Popen[bytes], log: Path) -> None:
-    from s3fs import S3FileSystem
-
-    settings = store.environment
-    client = S3FileSystem(
-        key=settings["AWS_ACCESS_KEY_ID"],
-        secret=settings["AWS_SECRET_ACCESS_KEY"],
-        endpoint_url=settings["AWS_ENDPOINT_URL"],
-        config_kwargs={"retries": {"max_attempts": 0}},
-        skip_instance_cache=True,
-    )
-    deadline = time.monotonic() + 180
-    while not client.exists(store.url):
-        alive = server.poll() is None and time.monotonic() < deadline
-        assert alive, f"no object store: {log.read_text('utf-8', 'replace')[-2000:]}"
+    with running_server(tmp_path_factory.mktemp("object-store")) as server:
+        yield server
 
 
 @pytest.fixture
-def s3(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+def s3(object_store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
     """The object store, with its endpoint and credentials in the environment of this process and its children."""
     from s3fs import S3FileSystem
 
@@ -219,7 +139,7 @@ def s3(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[O
 
 
 @pytest.fixture(scope="session")
-def reader(object_store: ObjectStore) -> Any:
+def reader(object_store: ObjectServer) -> Any:
     """A plain boto3 reader of the object store (tests.support.s3_reader)."""
     from tests.support.s3_reader import Reader  # imports boto3, which few tests need
 
@@ -227,6 +147,6 @@ def reader(object_store: ObjectStore) -> Any:
 
 
 @pytest.fixture
-def destination(s3: ObjectStore, request: pytest.FixtureRequest) -> str:
+def destination(s3: ObjectServer, request: pytest.FixtureRequest) -> str:
     """A destination in the object store that only this test uses."""
     return f"{s3.url}/{request.node.originalname}-{crc32(request.node.name.encode()):08x}/t5"

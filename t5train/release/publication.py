@@ -27,6 +27,7 @@ from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.object_store.bucket import BucketFolder, is_in_s3
 from t5train.release.object_store.bucket_publication import publish_to_bucket, published_in
 from t5train.release.object_store.checksums import measure
+from t5train.release.object_store.insistent_bucket import InsistentBucket
 from t5train.release.object_store.published_manifest import not_empty, occupied, publication_in
 from t5train.release.object_store.write_check import check_writing
 from t5train.release.verification import object_names, verify, verify_object
@@ -221,7 +222,7 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
 
     """
     if is_in_s3(url):
-        bucket = BucketFolder(url)  # before the files are read, to report at once what is missing
+        bucket = InsistentBucket(url)  # before the files are read, to report at once what is missing
         require_distinct([*export.files, MANIFEST], str(export.path), PublicationError)
         files = measure(export.path, export.files, progress)
         _require_certified(export, progress, {name: file.digest for name, file in files.items()})

@@ -8,6 +8,8 @@ from t5train.records.identity import current_provenance, fingerprint
 from t5train.records.stage_records import Export
 from t5train.release.certificate import CERTIFICATE, Certificate
 
+_CHUNK_BYTES = 64 << 20
+
 
 def make_certified(folder: Path, sizes: dict[str, int], seed: int = 0) -> Export:
     """Write files of these sizes, a certificate that they pass, and their manifest."""
@@ -15,7 +17,9 @@ def make_certified(folder: Path, sizes: dict[str, int], seed: int = 0) -> Export
     generator = random.Random(seed)
     for name, size in sizes.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(generator.randbytes(size))
+        with open(folder / name, "wb") as file:
+            for start in range(0, size, _CHUNK_BYTES):
+                file.write(generator.randbytes(min(_CHUNK_BYTES, size - start)))
     files = digest_files(folder, sizes)
     identity = fingerprint({"files": {name: digest.sha256 for name, digest in files.items()}})
     certificate = Certificate(

@@ -1,14 +1,15 @@
-"""Publishes in child processes that are killed at a chosen request, as a program: ``EXPORT PART_BYTES LOG``.
+"""Publishes in child processes that are killed at a chosen moment, as a program: ``EXPORT PART_BYTES``.
 
 For every line ``URL NUMBER before`` or ``URL NUMBER after`` on standard input, a new child publishes there. It is
-killed right before it sends the request of that number, or after the answer. The child's exit code is printed. Each
-child appends to LOG one line for each request: operation, name and bytes sent.
+killed right before it sends the request of that number, or after the answer. With ``URL SECONDS at``, it is killed so
+many seconds after its start. The child's exit code is printed.
 """
 
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -21,7 +22,7 @@ from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.publication import publish
 
 
-def killing_calls(left: int, when: str, log: Path) -> Callable[..., Any]:
+def killing_calls(left: int, when: str) -> Callable[..., Any]:
     """Return a replacement of ``BucketFolder.call`` that kills this process at the request after ``left`` others."""
     counting, numbers, send = threading.Lock(), count(), BucketFolder.call
 
@@ -30,8 +31,6 @@ def killing_calls(left: int, when: str, log: Path) -> Callable[..., Any]:
             is_last = next(numbers) == left
             if is_last and when == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
-            with log.open("a") as file:
-                file.write(f"{operation} {name} {len(arguments.get('Body', b''))}\n")
         answer = send(bucket, operation, name, **arguments)
         if is_last:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -40,7 +39,7 @@ def killing_calls(left: int, when: str, log: Path) -> Callable[..., Any]:
     return call
 
 
-def main(export: str, part_bytes: str, log: str) -> None:
+def main(export: str, part_bytes: str) -> None:
     send = publication.publish_to_bucket
 
     def in_small_parts(*given: Any) -> Any:
@@ -48,11 +47,15 @@ def main(export: str, part_bytes: str, log: str) -> None:
 
     patch.object(publication, "publish_to_bucket", in_small_parts).start()
     for line in sys.stdin:
-        url, number, when = line.split()
+        url, moment, when = line.split()
         if (child := os.fork()) == 0:
-            patch.object(BucketFolder, "call", killing_calls(int(number), when, Path(log))).start()
+            if when != "at":
+                patch.object(BucketFolder, "call", killing_calls(int(moment), when)).start()
             publish(Export.load(Path(export)), url)
             os._exit(0)
+        if when == "at":
+            time.sleep(float(moment))
+            os.kill(child, signal.SIGKILL)  # if it has ended, it is a zombie until the next line
         sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
         sys.stdout.flush()
 

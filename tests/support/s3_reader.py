@@ -2,9 +2,13 @@
 
 import hashlib
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import boto3
+from botocore.exceptions import BotoCoreError, ClientError
 
 
 class Reader:
@@ -65,3 +69,36 @@ class Reader:
 
     def _prefix(self, destination: str) -> str:
         return destination.removeprefix(f"s3://{self.bucket}/") + "/"
+
+
+def _is_outage(fault: BaseException) -> bool:
+    """Whether the server failed or did not answer, as opposed to an answer that should not be."""
+    if isinstance(fault, ClientError):
+        return int(fault.response["ResponseMetadata"]["HTTPStatusCode"]) >= 500
+    return isinstance(fault, BotoCoreError)
+
+
+@contextmanager
+def watched(reader: Reader, destination: str, *, may_fail: bool = False) -> Iterator[list[BaseException]]:
+    """Read the destination again and again, and collect what readers may never see.
+
+    With ``may_fail``, the server may also refuse to answer for a while.
+    """
+    faults: list[BaseException] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            try:
+                reader.require_all_or_nothing(destination)
+            except BaseException as fault:  # reported by the test
+                if not (may_fail and _is_outage(fault)):
+                    faults.append(fault)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield faults
+    finally:
+        ended.set()
+        watcher.join()

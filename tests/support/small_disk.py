@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 
+NAMESPACE = ("unshare", "--map-root-user", "--mount")
 _MOUNT = 'mount -t tmpfs -o "size=$1" tmpfs "$2" && shift 2 && exec "$@"'
+
+
+def require_namespaces() -> None:
+    """Skip the test if this machine does not allow mount namespaces."""
+    if subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mount namespaces are not allowed here")
 
 
 def run_with_disk(folder: Path, size: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a Python program with an empty disk of ``size`` mounted on ``folder``. The program may remount it."""
-    namespace = ["unshare", "--map-root-user", "--mount"]
-    if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("mount namespaces are not allowed here")
-    command = [*namespace, "sh", "-c", _MOUNT, "sh", size, str(folder), sys.executable, "-c", program, *arguments]
+    require_namespaces()
+    command = [*NAMESPACE, "sh", "-c", _MOUNT, "sh", size, str(folder), sys.executable, "-c", program, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

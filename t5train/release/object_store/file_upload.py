@@ -8,10 +8,13 @@ from t5train.errors import DigestMismatch
 from t5train.progress import Progress
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import MeasuredFile, crc_of, encoded, read_exactly
+from t5train.release.object_store.file_body import FileBody
 from t5train.release.object_store.parted_upload import PartedUpload
 from t5train.release.object_store.stored_objects import is_proven, prove
 from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
 from t5train.release.object_store.upload_journal import UploadJournal
+
+_SMALL_BYTES = 1 << 20
 
 
 class FileUploads:
@@ -23,7 +26,8 @@ class FileUploads:
     ) -> None:  # fmt: skip
         self._bucket, self._attempt, self._folder, self._files = bucket, attempt, folder, files
         self._journal = journal
-        self._stored = ByteCount("bytes stored", sum(file.size for file in files.values()), progress)
+        total = sum(file.size for file in files.values())
+        self._stored = ByteCount("bytes stored", total, progress, bucket.stopping)
 
     def send(self, part_bytes: int) -> None:
         """Send all files, and prove each object.
@@ -53,12 +57,24 @@ class FileUploads:
 
     def _send_whole(self, name: str) -> list[Job]:
         file, path = self._files[name], self._folder / name
+        if file.size <= _SMALL_BYTES:
+            self._send_small(name)
+        else:
+            with FileBody.opened(path, 0, file.size, file.crc) as body:
+                self._put(name, body)
+        self._stored.add(file.size)
+        return self._prove(name)
+
+    def _send_small(self, name: str) -> None:
+        """Send a file from memory. For other bodies, botocore first asks the server whether it may send (Expect)."""
+        file, path = self._files[name], self._folder / name
         content = read_exactly(path, 0, file.size + 1)
         if (len(content), crc_of(content)) != (file.size, file.crc):
             raise DigestMismatch(f"{path} was changed while it was sent: restore it, then publish again")
-        self._bucket.call("put_object", self._target(name), Body=content, ChecksumCRC64NVME=encoded(file.crc))
-        self._stored.add(file.size)
-        return self._prove(name)
+        self._put(name, content)
+
+    def _put(self, name: str, body: bytes | FileBody) -> None:
+        self._bucket.call("put_object", self._target(name), Body=body, ChecksumCRC64NVME=encoded(self._files[name].crc))
 
     def _send_part(self, name: str, upload: PartedUpload, number: int) -> list[Job]:
         was_last = upload.send(number)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from t5train.errors import DigestMismatch, StoreError
 from t5train.release.object_store.bucket import BucketFolder
-from t5train.release.object_store.checksums import MeasuredFile, crc_of, encoded, joined, read_exactly
+from t5train.release.object_store.checksums import BLOCK_BYTES, MeasuredFile, crc_of_part, encoded, joined
+from t5train.release.object_store.file_body import FileBody
 from t5train.release.object_store.store_errors import UNKNOWN_UPLOAD
 from t5train.release.object_store.stored_objects import is_proven
 from t5train.release.object_store.upload_journal import OpenUpload, UploadJournal
@@ -31,7 +32,7 @@ class PartedUpload:
             answer = self._bucket.call(
                 "create_multipart_upload", self._target, ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT"
             )
-            at_least = -(-self._file.size // _MOST_PARTS)
+            at_least = -(-self._file.size // _MOST_PARTS // BLOCK_BYTES) * BLOCK_BYTES
             self._journal.begin(self._name, answer["UploadId"], max(part_bytes, at_least))
         upload = self._upload
         numbers = range(1, -(-self._file.size // upload.part_bytes) + 1)
@@ -51,13 +52,13 @@ class PartedUpload:
 
     def send(self, number: int) -> bool:
         """Send one part. Returns whether it was the last one that was missing."""
-        upload, size = self._upload, self.size_of(number)
-        content = read_exactly(self._path, (number - 1) * upload.part_bytes, size)
-        crc = crc_of(content)
-        answer = self._bucket.call(
-            "upload_part", self._target, UploadId=upload.upload_id, PartNumber=number, Body=content,
-            ChecksumCRC64NVME=encoded(crc),
-        )  # fmt: skip
+        upload, start, size = self._upload, (number - 1) * self._upload.part_bytes, self.size_of(number)
+        crc = crc_of_part(self._path, self._file, start, size)
+        with FileBody.opened(self._path, start, size, crc) as body:
+            answer = self._bucket.call(
+                "upload_part", self._target, UploadId=upload.upload_id, PartNumber=number, Body=body,
+                ChecksumCRC64NVME=encoded(crc),
+            )  # fmt: skip
         self._journal.add_part(self._name, number, answer["ETag"], crc)
         with self._counting:
             self._left -= 1

@@ -21,10 +21,13 @@ class Stopped(Exception):
 class ByteCount:
     """The number of bytes that all threads have transferred, and where they notice that they should stop."""
 
-    def __init__(self, what: str, total: int, progress: Progress) -> None:
+    def __init__(
+        self, what: str, total: int, progress: Progress, stopping: threading.Event | None = None
+    ) -> None:  # fmt: skip
+        """``stopping`` is set by ``stop``, for what else should end then."""
         self._what, self._total, self._progress = what, total, progress
         self._counting, self._done = threading.Lock(), 0
-        self._stopping = threading.Event()
+        self._stopping = stopping or threading.Event()
 
     def add(self, size: int) -> None:
         """Add bytes, from any thread. Raises Stopped after ``stop``, so call it for each piece of a large file."""

@@ -1,12 +1,13 @@
 """Certified exports that are not of a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from t5train.records.stage_records import Export
 from tests.support.certified_exports import make_certified
+from tests.support.faulty_proxy import FaultyProxy, running_proxy
 
 IN_PARTS = {"config.json": 700, "model.safetensors": 22 << 20, "tokenizer/spiece.model": 30_000}
 
@@ -19,3 +20,17 @@ def make_random_export(tmp_path: Path) -> Callable[..., Export]:
         return make_certified(tmp_path / name / "export", sizes, seed)
 
     return make
+
+
+@pytest.fixture
+def proxy(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy in front of the object store. Clients of this process and its children use it; ``reader`` does not."""
+    with running_proxy(s3.port) as running:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", running.url)
+        yield running
+
+
+@pytest.fixture
+def rounds(request: pytest.FixtureRequest) -> int:
+    """How often to repeat a fault: once, or as often as ``--kill-rounds`` says."""
+    return int(request.config.getoption("--kill-rounds"))

@@ -17,15 +17,14 @@ SEEDS = (0, 0, 0, 0, 1, 2, 3, 4)  # four processes have the same export
 
 
 def test_of_eight_processes_exactly_one_publishes_and_the_others_leave_nothing(
-    s3: Any, make_random_export: Callable[..., Export], reader: Reader, destination: str, request: pytest.FixtureRequest
+    s3: Any, make_random_export: Callable[..., Export], reader: Reader, destination: str, rounds: int
 ) -> None:
     exports = [make_random_export(f"run-{number}", seed, SIZES) for number, seed in enumerate(SEEDS)]
     command = [sys.executable, "-m", "tests.support.racing_uploads", *(str(export.path) for export in exports)]
-    rounds = max(2, request.config.getoption("--kill-rounds"))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        for number in range(rounds):
+        for number in range(max(2, rounds)):
             process.stdin.write(f"{destination}-{number}\n")
             outcomes = process.stdout.readline().split()
             assert outcomes.count("new") == 1, outcomes

@@ -1,0 +1,42 @@
+"""Requests that insist: an upload outlasts a store that is busy, restarting or unreachable for some minutes."""
+
+import logging
+import random
+import time
+from typing import Any
+
+from t5train.errors import StoreError
+from t5train.release.object_store.bucket import BucketFolder
+from t5train.release.object_store.store_errors import TRANSIENT
+
+INSIST_SECONDS = 600.0
+"""How long one request is tried again after transient failures."""
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 15.0
+_log = logging.getLogger(__name__)
+
+
+class InsistentBucket(BucketFolder):
+    """A folder of a bucket whose requests are repeated for minutes, in addition to the client's own repetitions.
+
+    A store that has never answered is not waited for, because its URL may be wrong.
+    """
+
+    _has_answered = False
+
+    def call(self, operation: str, name: str | None = None, **arguments: Any) -> dict[str, Any]:
+        """Send a request until it is answered. Raises StoreError for other failures, and after ``INSIST_SECONDS``."""
+        started, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                answer = super().call(operation, name, **arguments)
+            except StoreError as error:
+                left = started + INSIST_SECONDS - time.monotonic()
+                if error.code not in TRANSIENT or not self._has_answered or left <= 0:
+                    raise
+                _log.warning("retrying for up to %.0f s: %s", left, error)
+                if self.stopping.wait(min(left, pause * random.uniform(0.5, 1))):
+                    raise
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            else:
+                self._has_answered = True
+                return answer
