@@ -1,4 +1,4 @@
-"""Certified exports that are not of a model."""
+"""Certified exports that are not of a model, and a proxy that disturbs connections to the object store."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from t5train.records.stage_records import Export
 from tests.support.certified_exports import make_certified
 from tests.support.faulty_proxy import FaultyProxy, running_proxy
+from tests.support.object_server import ObjectServer
 
 IN_PARTS = {"config.json": 700, "model.safetensors": 22 << 20, "tokenizer/spiece.model": 30_000}
 
@@ -23,7 +24,7 @@ def make_random_export(tmp_path: Path) -> Callable[..., Export]:
 
 
 @pytest.fixture
-def proxy(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+def proxy(s3: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """A proxy in front of the object store. Clients of this process and its children use it; ``reader`` does not."""
     with running_proxy(s3.port) as running:
         monkeypatch.setenv("AWS_ENDPOINT_URL", running.url)
