@@ -30,13 +30,13 @@ os.execv(sys.argv[1], sys.argv[1:])
 class ObjectServer:
     """A server that speaks S3, with an empty bucket. Credentials stored on this machine are not used."""
 
-    def __init__(self, folder: Path, disk_bytes: int | None = None) -> None:
+    def __init__(self, folder: Path, disk_bytes: int | None = None, address: str = "127.0.0.1") -> None:
         """``folder`` is for the server's data. With ``disk_bytes``, only the server has a disk of this size there."""
         self.url = f"s3://{BUCKET}"
-        self._folder, self._disk_bytes = folder, disk_bytes
+        self._folder, self._disk_bytes, self._address = folder, disk_bytes, address
         self._ports = {f"{service}.{port}": free_port() for service in _SERVICES for port in ("port", "port.grpc")}
         self.environment = {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._ports['s3.port']}",
+            "AWS_ENDPOINT_URL": f"http://{address}:{self._ports['s3.port']}",
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ACCESS_KEY_ID": f"key-{secrets.token_hex(8)}",
             "AWS_SECRET_ACCESS_KEY": f"secret-{secrets.token_hex(16)}",
@@ -58,9 +58,14 @@ class ObjectServer:
         assert self._process is not None
         return Path(f"/proc/{self._process.pid}/root/{self._folder}")
 
+    @property
+    def command(self) -> list[str]:
+        """The command that runs the server."""
+        return [str(_WEED), "mini", *self._options()]
+
     def start(self) -> None:
         """Start the server, and wait until it has its bucket."""
-        command = [str(_WEED), "mini", *self._options()]
+        command = self.command
         if self._disk_bytes is not None:
             mount = f"mount -t tmpfs -o size={self._disk_bytes} tmpfs {shlex.quote(str(self._folder))}"
             command = ["/usr/bin/env", *NAMESPACE, "sh", "-c", f'{mount} && exec "$@"', "sh", *command]
@@ -84,8 +89,8 @@ class ObjectServer:
                 left.unlink()
 
     def _options(self) -> list[str]:
-        """Listen on loopback only, without telemetry and without services other than S3."""
-        options = {"dir": self._folder, "bucket": BUCKET, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", **self._ports}
+        """Listen at one address only, without telemetry and without services other than S3."""
+        options = {"dir": self._folder, "bucket": BUCKET, "ip": self._address, "ip.bind": self._address, **self._ports}
         options |= {"s3.port.iceberg": 0, "s3.port.lance": 0}
         off = ("master.telemetry", "admin.ui", "webdav", "s3.autoCreateBucket")
         return [f"-{name}={value}" for name, value in options.items()] + [f"-{name}=false" for name in off]
