@@ -167,7 +167,8 @@ def _conditions(rounds: int, load: Sequence[float], s5cmd: str | None) -> str:
         )
     text = (
         f"{datetime.now(UTC).date()}, {hardware()}, commit {commit()}, {', '.join(peers)}: `python -m {NAME} --rounds "
-        f"{rounds}`. Load averages over 1, 5 and 15 minutes: {_averages(load)} before, {_averages(os.getloadavg())} after."
+        f"{rounds}`. Load averages over 1, 5 and 15 minutes: {_averages(load)} before and {_averages(os.getloadavg())} "
+        "after."
     )
     return textwrap.fill(text, 120, break_on_hyphens=False)
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from t5train.errors import StorageError
+from t5train.errors import StorageError, StoreError
 from t5train.progress import silent
+from t5train.release.object_store.bucket import BucketFolder
+from t5train.release.object_store.insistent_bucket import InsistentBucket
 from t5train.release.object_store.transfers import ByteCount, Job, Stopped, run_jobs
 from t5train.release.object_store.upload_journal import UploadJournal
 
@@ -32,6 +34,33 @@ def test_after_an_error_other_threads_end_in_the_middle_of_their_files(error: ty
     with pytest.raises(error):
         run_jobs([long, long, fail], count)
     assert len(ended) == 2
+
+
+def test_after_an_error_other_threads_do_not_wait_for_a_busy_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    bucket, tries = InsistentBucket("s3://models/t5"), []
+    monkeypatch.setattr(BucketFolder, "call", lambda *_, **__: {})
+    bucket.call("list_objects_v2")
+
+    def busy(*_: object, **__: object) -> None:
+        tries.append(1)
+        raise StoreError("busy", code="SlowDown")
+
+    monkeypatch.setattr(BucketFolder, "call", busy)
+    count = ByteCount("bytes", 0, silent, bucket.stopping)
+
+    def fail() -> list[Job]:
+        while not tries:
+            pass
+        raise KeyboardInterrupt
+
+    def wait() -> list[Job]:
+        bucket.call("put_object", "a")
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([wait, fail], count)
+    assert len(tries) == 1
 
 
 def test_a_closed_journal_writes_nothing_to_the_file_that_has_its_descriptor_now(tmp_path: Path) -> None:
