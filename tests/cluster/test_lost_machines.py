@@ -39,7 +39,7 @@ def machines(tmp_path: Path, prepared: Path) -> Iterator[ClusterRunner]:
 
 
 @pytest.fixture
-def store(machines: ClusterRunner, tmp_path: Path) -> dict[str, str]:
+def store(machines: ClusterRunner, tmp_path: Path) -> Iterator[dict[str, str]]:
     """The environment of S3 clients, for a server on a host of the cluster."""
     cluster = machines.cluster
     server = ObjectServer(Path("/var/tmp/store"), address=cluster.address(STORE))
@@ -51,7 +51,9 @@ def store(machines: ClusterRunner, tmp_path: Path) -> dict[str, str]:
     while cluster.exec("head", [python, "-c", ANSWERS], server.environment).returncode:
         alive = running.poll() is None and time.monotonic() < deadline
         assert alive, (tmp_path / "store.log").read_text()[-2000:]
-    return server.environment
+    yield server.environment
+    cluster.power_cut(STORE)
+    running.wait()
 
 
 def continued(machines: ClusterRunner, store: dict[str, str]) -> Ended:
