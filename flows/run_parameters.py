@@ -23,7 +23,7 @@ _WITHOUT_SECRETS = r"^(?!(.*::)?[\w+.-]+://[^/]*:[^/]*@)(?!(.*::)?(https?|s3a?|g
 
 LOCATIONS = (
     *("corpus.source", "corpus.mixed_with", "corpus.test_sets", "corpus.remove_listed"),
-    *("storage.publish_to", "model.start_from", "tokenizer.path"),
+    *("storage.publish_to", "storage.publish_checkpoints_under", "model.start_from", "tokenizer.path"),
 )
 """Settings that name files, of which some can be URLs, and all could be given one. Some are lists."""
 

@@ -35,7 +35,7 @@ from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.run_storage import NodeLocalStorage, RunStorage, SharedStorage
 from infra.head.storage.staged_bytes import StagedBytes
 from t5train.checkpoint import resume
-from t5train.checkpoint.resume import has_begun, has_finished, require_same_settings
+from t5train.checkpoint.resume import has_finished, require_same_settings
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.data.samples.loader import require_enough_samples
 from t5train.errors import HostError, LaunchError, SpecError
@@ -266,6 +266,7 @@ def hold_ready_run(spec: RunSpec, held: HeldRun | None = None, text: TextFacts |
         silent_hosts = require_ready(spec, held, text)
         run = held or stack.enter_context(hold_run(spec.run_folder))
         run.silent_hosts |= silent_hosts
-        if run.copies is None and has_begun(spec.run_folder):  # nobody else may continue it while text is prepared
+        if run.copies is None and resume.unique_id(spec.run_folder) is not None:
+            # From now on, nobody else can continue it, although making text and tokens may take hours.
             run.copies = begin_copies(spec)
         yield run

@@ -105,11 +105,6 @@ def begun_fingerprint(run_folder: Path) -> str | None:
     return _begun(path, lambda begun: str(begun["fingerprint"])) if is_there(path) else None
 
 
-def has_begun(run_folder: Path) -> bool:
-    """Whether the run's folder has an identity."""
-    return is_there(run_folder / RUN)
-
-
 def has_finished(run_folder: Path) -> bool:
     """Whether the run's manifest records that training has ended. ``finished`` also verifies the files."""
     try:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from t5train.checkpoint import sidecar, tags
 from t5train.checkpoint.last_complete import LastComplete, last_complete, note, nothing_verifies
-from t5train.errors import IncompleteCheckpoint, SpecError
+from t5train.errors import IncompleteCheckpoint, RecordError, SpecError
 from t5train.files.atomic import sync_folder, write_text
-from t5train.files.presence import is_folder, is_there, names_in
-from t5train.files.run_folder import BEGIN_AGAIN, CHECKPOINTS, LAST_COMPLETE, SET_ASIDE, is_tag
+from t5train.files.presence import ABSENT, is_folder, is_there, names_in, reading
+from t5train.files.run_folder import BEGIN_AGAIN, CHECKPOINTS, LAST_COMPLETE, SET_ASIDE, TIMES_BEGUN_AGAIN, is_tag
 from t5train.files.set_aside import set_aside
 from t5train.progress import Progress, silent
 from t5train.records.stage_records import MANIFEST
@@ -104,6 +104,28 @@ def is_asked_to_begin_again(run_folder: Path) -> bool:
     return is_there(run_folder / BEGIN_AGAIN)
 
 
+def times_begun_again(run_folder: Path) -> int:
+    """How often the run has begun again. Stored checkpoints from before must not be resumed from.
+
+    Raises Unreadable, and RecordError if the file is damaged.
+    """
+    path = run_folder / TIMES_BEGUN_AGAIN
+    try:
+        with reading(path):
+            return int(path.read_bytes())
+    except ABSENT:
+        return 0
+    except ValueError as error:
+        raise RecordError(
+            f"{path} is damaged ({error}). It must have the number of times that the run began again. Write it there"
+        ) from error
+
+
+def note_times_begun_again(run_folder: Path, times: int) -> None:
+    """Record how often the run has begun again, durably."""
+    write_text(run_folder / TIMES_BEGUN_AGAIN, f"{times}\n")
+
+
 def require_no_pending_begin_again(run_folder: Path) -> None:
     """Raise SpecError if an earlier command with --begin-again failed before it took effect."""
     if is_asked_to_begin_again(run_folder):
@@ -118,6 +140,7 @@ def _begin_again(run_folder: Path) -> None:
     for tag in tags_in(checkpoints):
         set_aside(checkpoints / tag, aside, "the run begins again at step 0")
     set_aside(run_folder / LAST_COMPLETE, aside, "the run begins again at step 0")
+    note_times_begun_again(run_folder, times_begun_again(run_folder) + 1)
     (run_folder / BEGIN_AGAIN).unlink()  # last, so that the next start repeats this if it is interrupted
     sync_folder(run_folder)
 

@@ -75,6 +75,11 @@ def bytes_held(spec: RunSpec, shape: T5Shape, ranks: range) -> int:
     return round(count * written) + _bytes(spec, shape, ranks, is_read=True) - written
 
 
+def bytes_of_one(spec: RunSpec, shape: T5Shape) -> int:
+    """The size of one checkpoint in bytes, on a disk to which all ranks write."""
+    return _bytes(spec, shape, range(spec.cluster.ranks))
+
+
 def _bytes(spec: RunSpec, shape: T5Shape, ranks: range, is_read: bool = False) -> int:
     """The size in bytes of the files of one checkpoint that ``ranks`` write or, if ``is_read``, read."""
     weight = 4 if spec.optimizer.precision == "fp32" else 2

@@ -111,7 +111,7 @@ def partial_folder(path: Path, *, keep_unfinished: bool = False) -> Iterator[Pat
     instead, so that the next call can continue with them. Raises StorageError if another live process is filling the
     same folder, or if it cannot be created.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     try:
         partial.mkdir(parents=True, exist_ok=True)
         lock = _lock(partial)
@@ -127,6 +127,11 @@ def partial_folder(path: Path, *, keep_unfinished: bool = False) -> Iterator[Pat
         ):  # otherwise it was moved, and a folder of this name is another process's
             shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
+
+
+def partial_of(path: Path) -> Path:
+    """The path of the folder that ``partial_folder`` yields."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def discard(path: Path) -> None:

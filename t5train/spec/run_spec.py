@@ -143,6 +143,18 @@ class RunSpec(SpecPart):
         return self
 
     @model_validator(mode="after")
+    def _model_and_checkpoints_have_their_own_folders(self) -> Self:
+        publish_to, stored = self.storage.publish_to, self.storage.publish_checkpoints_under
+        if publish_to is None or stored is None or self.checkpoints_url is None:
+            return self
+        if publish_to.replace("s3a://", "s3://", 1).rstrip("/") == self.checkpoints_url:
+            raise ValueError(
+                f"storage.publish_to is {publish_to!r}, and storage.publish_checkpoints_under is {stored!r}, so that "
+                "model and checkpoints would be in one folder: change one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _profiled_steps_exist(self) -> Self:
         steps, num_steps = self.profile.range, self.optimizer.num_steps
         if steps is not None and steps.last > num_steps:

@@ -7,7 +7,7 @@ from infra.node.attempts import shared_memory
 from infra.node.inspection.accelerators import can_have_any
 from infra.node.storage.garbage import size_of
 from t5train.checkpoint.resume import has_finished
-from t5train.checkpoint.retention import bytes_held
+from t5train.checkpoint.retention import bytes_held, bytes_of_one
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.tokenizer import expected_vocab_size, spiece_in
 from t5train.engine import memory_estimate
@@ -148,4 +148,6 @@ def _checkpoint_bytes(spec: RunSpec, of_model: T5Shape) -> int:
     if has_finished(spec.run_folder):
         return 0
     held = size_of(spec.run_folder / CHECKPOINTS)
-    return max(0, bytes_held(spec, of_model, range(spec.cluster.ranks)) - held)
+    # While a checkpoint is copied to a bucket, its files stay, even if the run removes it.
+    copied = bytes_of_one(spec, of_model) if spec.checkpoints_url else 0
+    return max(0, bytes_held(spec, of_model, range(spec.cluster.ranks)) + copied - held)

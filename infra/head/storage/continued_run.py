@@ -1,17 +1,24 @@
 """Continues a run whose machines are lost, from what it stored in a bucket."""
 
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
+from t5train.checkpoint import last_complete
 from t5train.checkpoint.resume import unique_id
+from t5train.checkpoint.resume_point import note_times_begun_again
 from t5train.errors import InputError, RecordError, SpecError
 from t5train.files.atomic import write_json
 from t5train.files.presence import visible_in
-from t5train.files.run_folder import RUN
+from t5train.files.run_folder import LAST_COMPLETE, LAST_START, RUN, TIMES_BEGUN_AGAIN
 from t5train.release.checkpoint_store.ledger import FoundLedger, read_ledger
 from t5train.release.checkpoint_store.store_claim import require_expired
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.spec import RunSpec, build
+
+_WRITTEN_FIRST = {LAST_COMPLETE, LAST_START, TIMES_BEGUN_AGAIN}
+"""What ``take_identity`` writes before the run has an identity."""
+_log = logging.getLogger(__name__)
 
 
 class StoredRun(NamedTuple):
@@ -28,7 +35,7 @@ class StoredRun(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the run."""
-        return build(self.found.ledger.run["spec"]).run_name
+        return build(self.found.ledger.run.get("spec", {})).run_name
 
     @property
     def under(self) -> str:
@@ -70,13 +77,18 @@ def take_identity(spec: RunSpec, stored: StoredRun) -> None:
     here = unique_id(folder)
     if here == ledger.unique_id:
         return
-    if here is not None or (folder.exists() and visible_in(folder)):
+    if here is not None or (folder.exists() and {path.name for path in visible_in(folder)} - _WRITTEN_FIRST):
         raise SpecError(
-            f"{folder} is that of another run, so the run in {stored.bucket.url} cannot be continued there: choose "
+            f"{folder} has files of another run, so the run in {stored.bucket.url} cannot be continued there: choose "
             "another --root, or move that folder away"
         )
     require_expired(stored.bucket, stored.found)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    note_times_begun_again(folder, ledger.times_begun_again)
+    if ledger.newest is None:
+        _log.warning("%s has no checkpoint yet, so the run begins at step 0", stored.bucket.url)
+    else:
+        last_complete.note(folder, ledger.newest.tag)  # without it, the run must not begin at step 0
     write_json(folder / RUN, ledger.run)
 
 

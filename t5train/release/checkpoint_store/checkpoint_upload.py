@@ -3,12 +3,14 @@
 import logging
 import os
 import shutil
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from t5train.checkpoint import sidecar, tags
 from t5train.checkpoint.retention import kept
-from t5train.errors import DigestMismatch, IncompleteCheckpoint, StorageError
+from t5train.errors import DigestMismatch, IncompleteCheckpoint, StorageError, StoreError, T5TrainError
 from t5train.files.atomic import filling
 from t5train.files.os_errors import explain
 from t5train.files.presence import is_there
@@ -18,7 +20,7 @@ from t5train.records.identity import current_provenance, fingerprint
 from t5train.records.stage_records import MANIFEST, StoredCheckpoint
 from t5train.release.checkpoint_store.ledger import Ledger, StoredTag, folder_of, is_checkpoint_folder
 from t5train.release.checkpoint_store.store_claim import StoreClaim
-from t5train.release.object_store.bucket_publication import PART_BYTES, publish_to_bucket
+from t5train.release.object_store.bucket_publication import PART_BYTES, publish_to_bucket, published_in
 from t5train.release.object_store.checksums import measure
 
 _log = logging.getLogger(__name__)
@@ -43,12 +45,12 @@ def linked(run_folder: Path, tag: str) -> Path:
     sidecars = tags.require_agreement(sidecar.read_all(source), source)
     names = [*tags.files_of(sidecars), *(sidecar.sidecar_name(one.rank) for one in sidecars)]
     try:
-        with filling(target) as partial:
+        with filling(target) as unfinished:
             for name in names:
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                _link(source / name, partial / name)
+                (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+                _link(source / name, unfinished / name)
             if is_there(run_folder / METRICS):
-                shutil.copyfile(run_folder / METRICS, partial / METRICS)  # it grows, so no link
+                shutil.copyfile(run_folder / METRICS, unfinished / METRICS)  # it grows, so no link
     except FileNotFoundError as error:
         raise IncompleteCheckpoint(f"{source} was removed before it could be stored") from error
     except OSError as error:
@@ -95,21 +97,23 @@ def store_checkpoint(claim: StoreClaim, folder: Path, progress: Progress, part_b
     for name, digest in recorded.items():
         if name not in files or files[name].digest != digest:
             raise DigestMismatch(f"{folder / name} is not the file that its rank recorded, so {tag} is not stored")
-    beside_ledger = folder_of(tag, claim.ledger.times_begun_again)
+    of_run, shards = sidecars[0].run_fingerprint, sidecars[0].data.shards_fingerprint
+    content = {name: file.digest.sha256 for name, file in files.items()}
+    identity = fingerprint({"stage": "stored-checkpoint", "run": of_run, "tag": tag, "files": content})
+    beside_ledger = folder_of(tag, identity)
     bucket = claim.bucket.below(beside_ledger)
-    of_run = sidecars[0].run_fingerprint
     record = StoredCheckpoint(
         path=Path(),
         url=bucket.url,
-        fingerprint=fingerprint({"stage": "stored-checkpoint", "schema_version": 1, "run": of_run, "tag": tag}),
-        inputs={"run": of_run, "shards": sidecars[0].data.shards_fingerprint},
+        fingerprint=identity,
+        inputs={"run": of_run, "shards": shards},
         files={name: file.digest for name, file in files.items()},
         counts={"ranks": len(sidecars), "samples": sidecars[0].data.samples_consumed},
         provenance=current_provenance(),
         step=sidecars[0].step,
         tag=tag,
     ).sealed()
-    claim.renew()  # a head that was superseded during the upload commits nothing
+    claim.renew()  # measuring takes a while, and a head that was superseded meanwhile sends nothing
     publish_to_bucket(bucket, folder, record, files, progress, part_bytes)
     entry = StoredTag(tag=tag, folder=beside_ledger, size=sum(file.size for file in files.values()))
     claim.change(lambda ledger: _with(ledger, entry))
@@ -118,9 +122,11 @@ def store_checkpoint(claim: StoreClaim, folder: Path, progress: Progress, part_b
 
 def _with(ledger: Ledger, entry: StoredTag) -> Ledger:
     others = [one for one in ledger.checkpoints if one.tag != entry.tag]
+    replaced = {one.folder for one in ledger.checkpoints if one.tag == entry.tag and one.folder != entry.folder}
     return ledger.changed(
         checkpoints=tuple(sorted([*others, entry], key=lambda one: one.tag)),
         removing=tuple(name for name in ledger.removing if name != entry.folder),
+        set_aside=tuple(sorted({*ledger.set_aside, *replaced} - {entry.folder})),
     )
 
 
@@ -159,16 +165,56 @@ def remove_abandoned(claim: StoreClaim) -> None:
         claim.change(lambda ledger: ledger.changed(removing=()))
 
 
-def abandon_unlisted(claim: StoreClaim, unfinished: set[str]) -> None:
-    """Mark the folders of uploads for removal that no process can continue. Raises RunOwned and StoreError.
+def take_stock(claim: StoreClaim, unfinished: set[str]) -> None:
+    """Decide about the folders that the ledger does not list, which heads have left that were lost.
 
-    Call this right after the run was claimed. ``unfinished`` are the tags whose upload this head can continue.
+    If a checkpoint is complete, its head was lost before the ledger could name it: the ledger does from now on. Others
+    are marked for removal, except those of the tags in ``unfinished``, whose upload this head can continue. Call this
+    right after the run was claimed. Raises RunOwned and StoreError.
     """
-    again = claim.ledger.times_begun_again
-    continued = {folder_of(tag, again) for tag in unfinished} | {one.folder for one in claim.ledger.checkpoints}
-    found = {name.partition("/")[0] for name in claim.bucket.names()}
-    found |= {name.partition("/")[0] for name, _ in claim.bucket.uploads()}
-    # Those from before the run began again are kept, as on disk.
-    of_now = {name for name in found if is_checkpoint_folder(name) and name == folder_of(name[-13:], again)}
-    if left := of_now - continued - {*claim.ledger.removing}:
-        claim.change(lambda ledger: _without(ledger, left))
+    ledger, bucket = claim.ledger, claim.bucket
+    known = {one.folder for one in ledger.checkpoints} | {*ledger.removing, *ledger.set_aside}
+    found = {name.partition("/")[0] for name in bucket.names()}
+    found |= {name.partition("/")[0] for name, _ in bucket.uploads()}
+    left = {name for name in found if is_checkpoint_folder(name) and name not in known}
+    finished = {name for name in left if MANIFEST in bucket.below(name).names(below=False)}
+    for name in sorted(finished):
+        if (entry := _entry_of(claim, name)) is not None:
+            claim.change(partial(_with, entry=entry))
+    if abandoned := {name for name in left - finished if name.rpartition("-")[0] not in unfinished}:
+        claim.change(lambda ledger: _without(ledger, abandoned))
+
+
+def _entry_of(claim: StoreClaim, folder: str) -> StoredTag | None:
+    """The entry for a checkpoint that is complete; None, with a log line, if its manifest is not of this run."""
+    bucket = claim.bucket.below(folder)
+    try:
+        record = published_in(bucket, StoredCheckpoint)
+    except StoreError:
+        raise
+    except T5TrainError as error:
+        _log.warning("%s is not used, and not removed: %s", bucket.url, error)
+        return None
+    if record is None or record.inputs.get("run") != claim.ledger.fingerprint:
+        _log.warning("%s is not used, and not removed: it is not a checkpoint of this run", bucket.url)
+        return None
+    return StoredTag(tag=record.tag, folder=folder, size=sum(digest.size for digest in record.files.values()))
+
+
+def set_aside_stored(claim: StoreClaim, tags_to_leave: Collection[str]) -> None:
+    """Resume no longer from these checkpoints, and remove nothing of them. Raises RunOwned and StoreError."""
+    if leaving := {one.folder for one in claim.ledger.checkpoints if one.tag in tags_to_leave}:
+        claim.change(lambda ledger: _leaving(ledger, leaving))
+
+
+def _leaving(ledger: Ledger, folders: set[str], **values: int) -> Ledger:
+    staying = tuple(one for one in ledger.checkpoints if one.folder not in folders)
+    return ledger.changed(checkpoints=staying, set_aside=tuple(sorted({*ledger.set_aside, *folders})), **values)
+
+
+def begin_again_stored(claim: StoreClaim, times: int) -> None:
+    """Resume from none of the checkpoints that are there now, because the run begins again for the ``times``-th time.
+
+    Nothing is removed. Raises RunOwned and StoreError.
+    """
+    claim.change(lambda ledger: _leaving(ledger, {one.folder for one in ledger.checkpoints}, times_begun_again=times))

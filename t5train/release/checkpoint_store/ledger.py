@@ -5,6 +5,7 @@ ledger since it was read. So a head that was superseded can neither add a checkp
 request arrives.
 """
 
+import re
 import secrets
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -35,6 +36,8 @@ class Holder(_Part):
     head: str
     """Name of the head's machine."""
     root: str
+    boot_id: str
+    """Changes when the machine is booted, and differs in copies of it."""
     since: str
     lease_seconds: float
 
@@ -66,15 +69,20 @@ class StoredTag(_Part):
         return folder
 
 
-def folder_of(tag: str, times_begun_again: int) -> str:
-    """The folder of a checkpoint, relative to the ledger."""
-    return f"again-{times_begun_again}-{tag}" if times_begun_again else tag
+_FOLDER = re.compile("step-[0-9]{8}-[0-9a-f]{12}")
+
+
+def folder_of(tag: str, content: str) -> str:
+    """The folder of a checkpoint, relative to the ledger. ``content`` is a fingerprint that all of its files decide.
+
+    So heads that store different files of one step write to different folders.
+    """
+    return f"{tag}-{content[:12]}"
 
 
 def is_checkpoint_folder(name: str) -> bool:
     """Whether a name is one that ``folder_of`` returns."""
-    again, is_again, tag = name.rpartition("-step-")
-    return is_tag(name) or (bool(is_again) and again.removeprefix("again-").isdigit() and is_tag(f"step-{tag}"))
+    return _FOLDER.fullmatch(name) is not None
 
 
 class Ledger(_Part):
@@ -91,12 +99,15 @@ class Ledger(_Part):
     """Those that can be resumed from, oldest first."""
     removing: tuple[str, ...] = ()
     """Folders that are no longer a checkpoint's, and may not be removed yet."""
+    set_aside: tuple[str, ...] = ()
+    """Folders that are neither resumed from nor removed: damaged checkpoints, and those before the run began again."""
     times_begun_again: int = 0
+    """How often the run has begun again; see t5train.checkpoint.resume_point.times_begun_again."""
     nonce: str = ""
     """Makes every version of the ledger different, so that its ETag is, too."""
     seal: str = ""
 
-    @field_validator("removing")
+    @field_validator("removing", "set_aside")
     @classmethod
     def _are_folders_of_checkpoints(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
@@ -158,16 +169,17 @@ def read_ledger(bucket: BucketFolder) -> FoundLedger | None:
         if present:
             raise PublicationError(
                 f"{bucket.url} is not empty and holds no checkpoints of a run ({', '.join(sorted(present)[:5])}): "
-                "choose another folder with storage.publish_checkpoints_under"
+                "check the URL, or choose another folder with storage.publish_checkpoints_under"
             )
         return None
     try:
         answer = bucket.call("get_object", LEDGER)
+        content = bucket.content_of(answer, LEDGER)
     except StoreError as error:
         if error.code in MISSING:
             return None
         raise
-    return FoundLedger(_parsed(answer["Body"].read(), f"{bucket.url}/{LEDGER}"), answer["ETag"], _age(answer))
+    return FoundLedger(_parsed(content, f"{bucket.url}/{LEDGER}"), answer["ETag"], _age(answer))
 
 
 def _parsed(content: bytes, where: str) -> Ledger:

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from t5train.errors import DigestMismatch, NothingVerifies, RecordError, StorageError
-from t5train.files.atomic import filling
+from t5train.files.atomic import discard, filling, partial_of
 from t5train.files.confined import confined, require_distinct
 from t5train.files.os_errors import explain
 from t5train.files.presence import is_there
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 def restore_newest(
     bucket: BucketFolder, ledger: Ledger, run_folder: Path, held: str | None, progress: Progress
-) -> None:
+) -> list[str]:
     """Copy the newest intact checkpoint to a run's folder, unless the run has it, or a newer one.
 
     Every file is verified as it is written, and an interrupted copy is continued. What is in the way, such as an
@@ -35,29 +35,35 @@ def restore_newest(
         held: The newest complete checkpoint that the run has; None if it has none.
         progress: Called with the number of bytes that are on disk.
 
+    Returns:
+        The newer checkpoints in the bucket that are damaged.
+
     Raises:
         NothingVerifies: There are checkpoints, but none is intact, and the run has none.
         StoreError: The server does not answer.
         StorageError: The folder cannot be written, or is too small.
 
     """
-    damaged = []
+    damaged = dict[str, str]()
     for stored in sorted(ledger.checkpoints, key=lambda one: one.tag, reverse=True):
         if held is not None and stored.tag <= held:
-            return
+            break
         try:
             _restore(bucket, ledger, stored, run_folder, progress)
         except (DigestMismatch, RecordError) as error:
             _log.warning("%s in %s is damaged: %s", stored.tag, bucket.url, error)
-            damaged.append(f"{stored.tag}: {error}")
+            damaged[stored.tag] = str(error)
+            discard(partial_of(run_folder / CHECKPOINTS / stored.tag))
             continue
         _log.info("%s was restored from %s", stored.tag, bucket.url)
-        return
+        return [*damaged]
     if damaged and held is None:
+        reasons = "; ".join(f"{tag}: {why}" for tag, why in damaged.items())
         raise NothingVerifies(
-            f"run {run_folder.name} has no intact checkpoint, neither here nor in {bucket.url}: {'; '.join(damaged)}. "
-            "Restore the objects, or begin at step 0 with --begin-again"
+            f"run {run_folder.name} has no intact checkpoint, neither here nor in {bucket.url}: {reasons}. Restore the "
+            "objects, or begin at step 0 with --begin-again"
         )
+    return [*damaged]
 
 
 def _restore(bucket: BucketFolder, ledger: Ledger, stored: StoredTag, run_folder: Path, progress: Progress) -> None:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from t5train.errors import PublicationError, RunOwned, StoreError, T5TrainError
+from t5train.files.os_errors import in_one_line
 from t5train.release.checkpoint_store.ledger import Change, FoundLedger, Holder, Ledger, read_ledger, write_ledger
 from t5train.release.object_store.bucket import BucketFolder
 
@@ -26,6 +27,7 @@ class Claimant:
     """The file ``run.json`` of the run's folder."""
     config: str
     root: str
+    boot_id: str
     lease_seconds: float
 
     def holder(self) -> Holder:
@@ -34,6 +36,7 @@ class Claimant:
             token=secrets.token_hex(16),
             head=socket.gethostname(),
             root=self.root,
+            boot_id=self.boot_id,
             since=datetime.now(UTC).isoformat(timespec="seconds"),
             lease_seconds=self.lease_seconds,
         )
@@ -42,7 +45,7 @@ class Claimant:
 class StoreClaim:
     """The claim to a run's ledger. Threads can share it."""
 
-    def __init__(self, bucket: BucketFolder, ledger: Ledger, etag: str) -> None:
+    def __init__(self, bucket: BucketFolder, ledger: Ledger, etag: str | None) -> None:
         """Renew the claim from now on. ``ledger`` was just written by this head, and has this ETag."""
         self.bucket = bucket
         self._ledger, self._etag = ledger, etag
@@ -81,25 +84,42 @@ class StoreClaim:
         self.change(lambda ledger: ledger.changed())
 
     def end(self) -> None:
-        """Stop renewing, and release the run, so that another head need not wait for the lease to expire."""
+        """Stop renewing, and release the run, so that another head need not wait for the lease to expire.
+
+        Tries to for a few seconds.
+        """
         self._ended.set()
-        self._thread.join(_END_SECONDS)
+        releasing = threading.Thread(target=self._release, name="release in the store", daemon=True)
+        releasing.start()
+        releasing.join(_END_SECONDS)  # no longer: a store that does not answer must not delay the end of a command
+
+    def _release(self) -> None:
+        if self._lost is not None:
+            return
         try:
             self.change(lambda ledger: ledger.changed(holder=None))
+        except RunOwned:
+            return  # it is the other head's now
         except T5TrainError as error:
             _log.warning("the claim to %s is not released, and expires by itself: %s", self.bucket.url, error)
 
     def _read_again(self) -> None:
-        """Read the ledger, because it is not what this head wrote last. A write whose answer was lost is its own."""
+        """Read the ledger, because it is not what this head wrote last. A write whose answer was lost is its own.
+
+        If somebody has deleted the ledger, it is written again.
+        """
         found = read_ledger(self.bucket)
         holder = found.ledger.holder if found else None
-        if found is not None and holder is not None and holder.token == self._token:
+        if found is None:
+            self._etag = None
+            return
+        if holder is not None and holder.token == self._token:
             self._ledger, self._etag = found.ledger, found.etag
             return
-        by = f"now belong to {holder}" if holder else "were released or removed by another head"
+        by = f"now belong to {holder}" if holder else "were taken over and released by another head"
         self._lost = RunOwned(
-            f"the checkpoints in {self.bucket.url} {by}: this head stops, and stores nothing more. If the run is to be "
-            "continued here, end the other head first"
+            f"the checkpoints in {self.bucket.url} {by}: this process ends, and stores nothing more. To continue the "
+            "run here, end the other process first"
         )
         raise self._lost
 
@@ -112,9 +132,11 @@ class StoreClaim:
             except RunOwned as error:
                 _log.error("%s", error)
                 return
-            except T5TrainError as error:
+            except Exception as error:  # whatever it is, the lease has to be renewed
                 if not was_silent:
-                    _log.warning("the claim to %s cannot be renewed, will retry: %s", self.bucket.url, error)
+                    _log.warning(
+                        "the claim to %s cannot be renewed, will retry: %s", self.bucket.url, in_one_line(error)
+                    )
                 was_silent = True
             else:
                 was_silent = False
@@ -123,7 +145,8 @@ class StoreClaim:
 def claim_store(bucket: BucketFolder, claimant: Claimant) -> StoreClaim:
     """Claim the ledger of a run for this head, and renew the claim until ``StoreClaim.end``.
 
-    A claim of the same head and root is replaced at once, because only one process at a time holds a run's folder.
+    A claim of the same root on the same machine, since it was booted, is replaced at once, because only one process at
+    a time holds a run's folder.
 
     Raises RunOwned if the lease of another head is valid, PublicationError if the ledger is another run's, and the
     errors of ``read_ledger``.
@@ -150,12 +173,13 @@ def require_claimable(bucket: BucketFolder, found: FoundLedger | None, claimant:
         return
     if found.ledger.unique_id != claimant.run.get("unique_id"):
         raise PublicationError(
-            f"{bucket.url} holds checkpoints of another run with this name (of {found.ledger.holder or 'no head'}): "
-            "choose another --name, or another folder with storage.publish_checkpoints_under. To continue that run "
-            f"here, use `t5-pretrain run --from {bucket.url}`"
+            f"{bucket.url} holds checkpoints of another run with this name, which this machine does not have: choose "
+            "another --name, or another folder with storage.publish_checkpoints_under. To continue that run here, use "
+            f"`t5-pretrain run --from {bucket.url}`"
         )
     holder = found.ledger.holder
-    if holder is not None and (holder.head, holder.root) != (socket.gethostname(), claimant.root):
+    here = (socket.gethostname(), claimant.root, claimant.boot_id)
+    if holder is not None and (holder.head, holder.root, holder.boot_id) != here:
         require_expired(bucket, found)
 
 

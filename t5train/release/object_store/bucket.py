@@ -30,8 +30,11 @@ def is_in_s3(url: str) -> bool:
 class BucketFolder:
     """A folder of a bucket, and the client for it. Threads can share it."""
 
-    def __init__(self, url: str) -> None:
-        """Raises PublicationError if the URL names no bucket or boto3 is missing, StoreError if it has no settings."""
+    def __init__(self, url: str, tries: int = _TRIES) -> None:
+        """``tries`` is how often a request is sent before it fails.
+
+        Raises PublicationError if the URL names no bucket or boto3 is missing, StoreError if it has no settings.
+        """
         self._bucket, _, folder = url.partition("://")[2].partition("/")
         if not _BUCKET.fullmatch(self._bucket):  # it may be a key, so the URL is not shown
             raise PublicationError(
@@ -43,7 +46,7 @@ class BucketFolder:
             raise PublicationError(f"{self.url} was given with a query, a fragment or a key: write s3://BUCKET/FOLDER")
         if self._prefix:
             confined(Path(), self._prefix, "the URL of S3", PublicationError)
-        self._client = _client(self.url)
+        self._client = _client(self.url, tries)
         self.stopping = threading.Event()
         """Set when requests should not be tried again, because another thread has failed."""
 
@@ -71,7 +74,9 @@ class BucketFolder:
     def chunks(self, name: str, start: int = 0) -> Iterator[bytes]:
         """Yield the content of an object from ``start`` on. Raises StoreError."""
         from_start = {"Range": f"bytes={start}-"} if start else {}
-        answer = self.call("get_object", name, **from_start)
+        yield from self._read(self.call("get_object", name, **from_start), name)
+
+    def _read(self, answer: dict[str, Any], name: str) -> Iterator[bytes]:
         try:
             yield from answer["Body"].iter_chunks(_CHUNK_BYTES)
         except Exception as error:  # as above
@@ -79,20 +84,22 @@ class BucketFolder:
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small object; None if it does not exist. Raises StoreError."""
-        content = b""
         try:
-            for chunk in self.chunks(name):
-                content += chunk
-                if len(content) > _SMALL_BYTES:
-                    break
+            return self.content_of(self.call("get_object", name), name)
         except StoreError as error:
             if error.code in MISSING:
                 return None
             raise
-        if len(content) > _SMALL_BYTES:
-            raise StoreError(
-                f"{self.url}/{name} has more than {_SMALL_BYTES:,} bytes, so no publication has it: check the URL"
-            )
+
+    def content_of(self, answer: dict[str, Any], name: str) -> bytes:
+        """Return the content of a small object from the answer to ``get_object``. Raises StoreError."""
+        content = b""
+        for chunk in self._read(answer, name):
+            content += chunk
+            if len(content) > _SMALL_BYTES:
+                raise StoreError(
+                    f"{self.url}/{name} has more than {_SMALL_BYTES:,} bytes, so no publication has it: check the URL"
+                )
         return content
 
     def names(self, folder: str = "", *, below: bool = True) -> list[str]:
@@ -148,7 +155,7 @@ class BucketFolder:
         return f"{self.url}{f'/{name}' if name else ''} cannot be {_VERBS.get(operation.partition('_')[0], 'written')}"
 
 
-def _client(url: str) -> Any:
+def _client(url: str, tries: int) -> Any:
     """Return a client with boto3's own settings for everything but retries, time limits and the payload's signature.
 
     All payloads have a checksum that the server compares, and a signature covers the checksum. Without ``https``, a
@@ -164,7 +171,7 @@ def _client(url: str) -> Any:
             f"{url} needs a package that is not installed ({error}): pip install 'boto3>=1.40,<2' 'awscrt>=0.38,<1'"
         ) from None
     config = Config(
-        retries={"mode": "standard", "total_max_attempts": _TRIES},
+        retries={"mode": "standard", "total_max_attempts": tries},
         connect_timeout=_CONNECT_SECONDS,
         read_timeout=_READ_SECONDS,
         max_pool_connections=MOST_CONNECTIONS,

@@ -18,7 +18,7 @@ LEASE_SECONDS = 4.0
 
 def claimant(root: str = "/a", lease_seconds: float = LEASE_SECONDS, **of_run: str) -> Claimant:
     """A head that wants to store the checkpoints of a run. Heads with different roots are different ones."""
-    return Claimant(RUN | of_run, "recipe: smoke\n", root, lease_seconds)
+    return Claimant(RUN | of_run, "recipe: smoke\n", root, "a boot", lease_seconds)
 
 
 def claim(url: str, root: str = "/a", lease_seconds: float = LEASE_SECONDS, **of_run: str) -> StoreClaim:

@@ -1,6 +1,7 @@
 """The head copies checkpoints to a real S3 server while ranks run, and continues runs from there."""
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,20 +12,29 @@ import pytest
 from infra.head.storage.checkpoint_copies import CheckpointCopies, begin_copies, check_bucket
 from infra.head.storage.continued_run import stored_run, take_identity
 from t5train.checkpoint import tags
-from t5train.checkpoint.resume_point import ask_to_begin_again
-from t5train.errors import InputError, PublicationError, RecordError, RunOwned, SpecError, StoreError
+from t5train.checkpoint.resume_point import ask_to_begin_again, resume_tag
+from t5train.errors import (
+    InputError,
+    NothingVerifies,
+    PublicationError,
+    RecordError,
+    RunChanged,
+    RunOwned,
+    SpecError,
+    StoreError,
+)
 from t5train.files.run_folder import CHECKPOINTS, RUN, STORING
 from t5train.progress import silent
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 from tests.support.checkpoints import small_tags
-from tests.support.checkpoints.stored_runs import claim, ledger_at
+from tests.support.checkpoints.stored_runs import kill, ledger_at
 from tests.support.s3_reader import Reader
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 30
+SECONDS, LEASE_SECONDS = 30, 5
 
 
 @pytest.fixture
@@ -36,7 +46,7 @@ def make_spec(tmp_path: Path, destination: str) -> Callable[[str], RunSpec]:
             "storage.root": json.dumps(str(tmp_path / root)),
             "name": "wiki",
             "storage.publish_checkpoints_under": destination,
-            "cluster.lease_seconds": 5,
+            "cluster.lease_seconds": LEASE_SECONDS,
             **settings,
         }
         spec = recipe("smoke").with_settings(changes)
@@ -110,7 +120,8 @@ def test_a_head_that_was_superseded_stops(make_spec: Callable[..., RunSpec]) -> 
     spec, other = make_spec(), make_spec("b")
     copies = copies_of(spec)
     small_tags.save(spec.run_folder / CHECKPOINTS, 100)
-    claim(str(spec.checkpoints_url), str(spec.storage.root.resolve())).end()  # as if by a copy of this machine
+    kill(copies.claim())
+    time.sleep(LEASE_SECONDS + 2)
     taken = copies_of(other)
     for act in (copies.confirm, copies.require_kept, lambda: copies.catch_up(silent)):
         with pytest.raises(RunOwned):
@@ -135,25 +146,145 @@ def test_a_run_that_has_lost_its_checkpoints_gets_the_newest_one_back(make_spec:
     continued.end()
 
 
-def test_a_run_that_begins_again_keeps_what_is_stored_and_restores_nothing(
+def test_a_run_that_begins_again_keeps_what_is_stored_and_uses_none_of_it(
     make_spec: Callable[..., RunSpec], reader: Reader
 ) -> None:
     spec = make_spec()
     copies = copies_of(spec)
-    small_tags.save(spec.run_folder / CHECKPOINTS, 100).rename(spec.run_folder / "step-00000100")
-    (spec.run_folder / CHECKPOINTS).joinpath("step-00000100").symlink_to(spec.run_folder / "step-00000100")
-    copies.catch_up(silent)
-    before = reader.keys(str(spec.checkpoints_url))
-    (spec.run_folder / CHECKPOINTS / "step-00000100").unlink()
-    ask_to_begin_again(spec.run_folder)
-    copies.prepare(silent)
-    assert not tags.complete_tags(spec.run_folder / CHECKPOINTS)
     small_tags.save(spec.run_folder / CHECKPOINTS, 100)
     copies.catch_up(silent)
-    (again,) = ledger_at(str(spec.checkpoints_url)).checkpoints
-    assert (again.tag, again.folder) == ("step-00000100", "again-1-step-00000100")
-    assert before <= reader.keys(str(spec.checkpoints_url))
+    before = reader.keys(str(spec.checkpoints_url))
+    ask_to_begin_again(spec.run_folder)
+    copies.prepare(silent)
+    copies.start()
+    time.sleep(1)
+    assert stored_tags(spec) == []  # the old one is still there, until ranks are started
+    assert resume_tag(spec.run_folder) is None
+    small_tags.save(spec.run_folder / CHECKPOINTS, 50)
+    await_stored(spec, "step-00000050")
     copies.end()
+    assert before <= reader.keys(str(spec.checkpoints_url))
+    again = copies_of(spec)
+    again.prepare(silent)
+    assert stored_tags(spec) == ["step-00000050"]
+    again.end()
+
+
+def test_a_run_that_began_again_while_nothing_was_stored_is_not_resumed_from_before_that(
+    make_spec: Callable[..., RunSpec],
+) -> None:
+    spec = make_spec()
+    copies = copies_of(spec)
+    small_tags.save(spec.run_folder / CHECKPOINTS, 100)
+    copies.catch_up(silent)
+    copies.end()
+    ask_to_begin_again(spec.run_folder)
+    resume_tag(spec.run_folder)
+    again = copies_of(spec)
+    again.prepare(silent)
+    assert not tags.complete_tags(spec.run_folder / CHECKPOINTS)
+    again.end()
+
+
+def test_a_root_from_before_the_run_began_again_elsewhere_is_refused(make_spec: Callable[..., RunSpec]) -> None:
+    spec, stale = make_spec(), make_spec("b")
+    copies = copies_of(spec)
+    ask_to_begin_again(spec.run_folder)
+    copies.prepare(silent)
+    copies.end()
+    outdated = copies_of(stale)
+    with pytest.raises(RunChanged, match=r"has begun again elsewhere .* with another --root"):
+        outdated.prepare(silent)
+    outdated.end()
+
+
+def test_a_damaged_checkpoint_does_not_keep_others_from_being_stored(
+    make_spec: Callable[..., RunSpec], caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = make_spec()
+    copies = copies_of(spec)
+    damaged = small_tags.save(spec.run_folder / CHECKPOINTS, 100)
+    (damaged / "part0.pt").write_bytes(b"x" * 100)
+    with pytest.raises(PublicationError, match=r"part0\.pt is not the file that its rank recorded"):
+        copies.catch_up(silent)
+    small_tags.save(spec.run_folder / CHECKPOINTS, 200)
+    copies.catch_up(silent)
+    assert stored_tags(spec) == ["step-00000200"]
+    copies.end()
+
+
+def test_a_checkpoint_that_is_damaged_in_the_bucket_is_stored_again_and_no_intact_one_pruned_for_it(
+    make_spec: Callable[..., RunSpec], reader: Reader
+) -> None:
+    spec, fresh = make_spec(), make_spec("fresh")
+    copies = copies_of(spec)
+    for step in (100, 200):
+        small_tags.save(spec.run_folder / CHECKPOINTS, step)
+        copies.catch_up(silent)
+    copies.end()
+    url = str(spec.checkpoints_url)
+    name = next(name for name in reader.keys(url) if name.startswith("step-00000200") and name.endswith("part0.pt"))
+    reader.put(url, name, bytes(100))
+    take_identity(fresh, stored_run(url))
+    continued = copies_of(fresh)
+    continued.prepare(silent)
+    assert tags.complete_tags(fresh.run_folder / CHECKPOINTS) == ["step-00000100"]
+    assert not list((fresh.run_folder / CHECKPOINTS).glob(".*"))
+    small_tags.save(fresh.run_folder / CHECKPOINTS, 200, versions={"torch": "another"})
+    continued.catch_up(silent)
+    assert stored_tags(spec) == ["step-00000100", "step-00000200"]
+    assert name in reader.keys(url)
+    continued.end()
+
+
+def test_a_run_resumes_without_its_store_only_if_it_has_a_checkpoint_itself(
+    make_spec: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = make_spec()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(StoreError):
+        begin_copies(spec)
+    small_tags.save(spec.run_folder / CHECKPOINTS, 100)
+    copies = copies_of(spec)
+    check_bucket(spec)
+    copies.prepare(silent)
+    copies.require_kept()
+    assert "checkpoints are not stored for now" in caplog.text
+    copies.end()
+
+
+def test_a_run_taken_from_the_store_does_not_begin_at_step_0_without_it(make_spec: Callable[..., RunSpec]) -> None:
+    spec, fresh = make_spec(), make_spec("fresh")
+    copies = copies_of(spec)
+    small_tags.save(spec.run_folder / CHECKPOINTS, 100)
+    copies.catch_up(silent)
+    copies.end()
+    take_identity(fresh, stored_run(str(spec.checkpoints_url)))
+    with pytest.raises(NothingVerifies, match="step-00000100"):
+        resume_tag(fresh.run_folder)
+
+
+def test_stopping_does_not_wait_for_a_store_that_does_not_answer(
+    make_spec: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec()
+    copies = copies_of(spec)
+    answering, called = threading.Event(), threading.Event()
+
+    def hanging(*_: object, **__: object) -> object:
+        called.set()
+        answering.wait()
+        raise StoreError("no answer", code="ReadTimeoutError")
+
+    monkeypatch.setattr(BucketFolder, "call", hanging)
+    monkeypatch.setattr("infra.head.storage.checkpoint_copies._STOP_SECONDS", 1)
+    small_tags.save(spec.run_folder / CHECKPOINTS, 100)
+    copies.start()
+    assert called.wait(SECONDS)
+    began = time.monotonic()
+    copies.end()
+    assert time.monotonic() - began < 15
+    answering.set()
 
 
 def test_another_head_is_refused_before_training_while_the_lease_is_valid(make_spec: Callable[..., RunSpec]) -> None:
@@ -175,7 +306,7 @@ def test_a_folder_of_another_run_is_not_continued(make_spec: Callable[..., RunSp
     copies_of(spec).end()
     begun = json.loads((other.run_folder / RUN).read_text())
     (other.run_folder / RUN).write_text(json.dumps(begun | {"unique_id": "2" * 32}))
-    with pytest.raises(SpecError, match=r"is that of another run, .* choose another --root"):
+    with pytest.raises(SpecError, match=r"has files of another run, .* choose another --root"):
         take_identity(other, stored_run(str(spec.checkpoints_url)))
 
 

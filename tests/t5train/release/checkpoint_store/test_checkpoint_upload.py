@@ -1,6 +1,5 @@
 """Checkpoints in a real S3 server: what readers see, what is kept, and what is removed."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from t5train.files.run_folder import CHECKPOINTS, METRICS
 from t5train.progress import silent
 from t5train.release.checkpoint_store.checkpoint_upload import (
     Kept,
-    abandon_unlisted,
     linked,
     prune_store,
     remove_abandoned,
     store_checkpoint,
+    take_stock,
 )
 from t5train.release.fetching import fetch
 from t5train.release.object_store.bucket import BucketFolder
@@ -65,11 +64,14 @@ def test_what_is_not_kept_leaves_the_ledger_first_then_its_manifest_then_its_obj
     prune_store(this, Kept(2, None))
     folder, ledger, *removed, last = sent[0][0].rpartition("/")[0], sent[0], *sent[1:]
     assert ledger == (f"{folder}/run.json", "True")
-    assert removed[0] == ("step-00000100/manifest.json", "False")
+    (gone,) = {name.partition("/")[0] for name, _ in removed}
+    assert gone.startswith("step-00000100-")
+    assert removed[0] == (f"{gone}/manifest.json", "False")
     assert len(removed) == 5
     assert last[0].endswith("/run.json")
     left = {name.partition("/")[0] for name in reader.keys(destination)}
-    assert left == {"run.json", "step-00000200", "step-00000300"}
+    assert left == {"run.json", *(one.folder for one in ledger_at(destination).checkpoints)}
+    assert len(left) == 3
     this.end()
 
 
@@ -99,9 +101,9 @@ def test_a_removal_that_was_interrupted_is_completed_later(
         with pytest.raises(StoreError):
             store(this, tmp_path, 200, keep_last=1)
     assert [one.tag for one in ledger_at(destination).checkpoints] == ["step-00000200"]
-    assert any(name.startswith("step-00000100/") for name in reader.keys(destination))
+    assert any(name.startswith("step-00000100-") for name in reader.keys(destination))
     prune_store(this, Kept(1, None))
-    assert not any(name.startswith("step-00000100/") for name in reader.keys(destination))
+    assert not any(name.startswith("step-00000100-") for name in reader.keys(destination))
     this.end()
 
 
@@ -142,16 +144,44 @@ def test_a_damaged_checkpoint_is_not_stored(
     this.end()
 
 
-def test_what_a_lost_head_uploaded_and_did_not_finish_is_removed_and_nothing_else(
+ABANDONED, CONTINUED = "step-00000150-0123456789ab", "step-00000160-0123456789ab"
+
+
+def test_what_a_lost_head_did_not_finish_is_removed_and_what_it_finished_is_used(
     destination: str, reader: Reader, tmp_path: Path
 ) -> None:
     this = claim(destination)
-    store(this, tmp_path, 100)
-    for name in ("step-00000150/attempt/part0.pt", "step-00000160/attempt/part0.pt", "notes/step-00000170.txt"):
+    first, second = (store(this, tmp_path, step) for step in (100, 200))
+    this.change(lambda ledger: ledger.changed(checkpoints=()))  # as if it was lost right before it named them
+    others = (f"{ABANDONED}/attempt/part0.pt", f"{CONTINUED}/attempt/part0.pt", "notes/step-00000170.txt")
+    for name in others:
         reader.put(destination, name, b"left")
-    abandon_unlisted(this, {"step-00000160"})
+    take_stock(this, {"step-00000160"})
     remove_abandoned(this)
     left = {name.partition("/")[0] for name in reader.keys(destination)}
-    assert left == {"run.json", "step-00000100", "step-00000160", "notes"}
-    assert json.loads(reader.content(destination, "run.json"))["removing"] == []
+    assert left == {"run.json", first.folder, second.folder, CONTINUED, "notes"}
+    assert ledger_at(destination).checkpoints == (first, second)
+    assert ledger_at(destination).removing == ()
+    this.end()
+
+
+def test_a_complete_folder_that_is_not_this_runs_is_neither_used_nor_removed(
+    destination: str, reader: Reader, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    this = claim(destination)
+    reader.put(destination, f"{ABANDONED}/manifest.json", b"{}")
+    take_stock(this, set())
+    assert ledger_at(destination).checkpoints == ledger_at(destination).removing == ()
+    assert f"{ABANDONED} is not used, and not removed" in caplog.text
+    this.end()
+
+
+def test_heads_that_store_different_files_of_one_step_do_not_mix_them(destination: str, tmp_path: Path) -> None:
+    this = claim(destination)
+    first = store(this, tmp_path / "one", 100)
+    small_tags.save(tmp_path / "two" / CHECKPOINTS, 100, skipped_steps=0, versions={"torch": "another"})
+    second = store_checkpoint(this, linked(tmp_path / "two", first.tag), silent)
+    assert first.folder != second.folder
+    assert ledger_at(destination).checkpoints == (second,)
+    assert ledger_at(destination).set_aside == (first.folder,)
     this.end()
