@@ -7,6 +7,7 @@ from typing import Any
 
 from t5train.errors import StoreError
 from t5train.release.object_store.bucket import BucketFolder
+from t5train.release.object_store.file_body import FileBody
 from t5train.release.object_store.store_errors import TRANSIENT
 
 INSIST_SECONDS = 600.0
@@ -37,6 +38,8 @@ class InsistentBucket(BucketFolder):
                 if self.stopping.wait(min(left, pause * random.uniform(0.5, 1))):
                     raise
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                if isinstance(body := arguments.get("Body"), FileBody):
+                    body.seek(0)  # botocore does that only between its own tries
             else:
                 self._has_answered = True
                 return answer

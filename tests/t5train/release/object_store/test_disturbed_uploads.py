@@ -109,6 +109,31 @@ def test_a_store_that_has_never_answered_is_not_waited_for(
     assert "retrying" not in caplog.text
 
 
+def test_a_part_whose_answer_is_lost_is_sent_again_from_its_start(
+    make_random_export: Callable[..., Export],
+    proxy: FaultyProxy,
+    reader: Reader,
+    destination: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exported, lost = make_random_export(), []
+    monkeypatch.setattr(bucket, "_TRIES", 1)
+    monkeypatch.setattr(bucket, "_READ_SECONDS", 20)
+
+    def disturb(request: Request) -> Fault | None:
+        if lost or request.size != PART_BYTES:
+            return None
+        lost.append(request)
+        return LoseAnswer()
+
+    proxy.disturb = disturb
+    started = time.monotonic()
+    assert not publish(exported, destination).reused
+    assert time.monotonic() - started < 20, "nothing waits for a body that is not sent"
+    reader.require_only(destination)
+    assert proxy.arrived_bytes(destination) == total_bytes(exported) + PART_BYTES
+
+
 def test_dropped_connections_and_lost_answers_change_nothing_of_what_is_published(
     make_random_export: Callable[..., Export],
     proxy: FaultyProxy,
