@@ -30,8 +30,8 @@ def is_in_s3(url: str) -> bool:
 class BucketFolder:
     """A folder of a bucket, and the client for it. Threads can share it."""
 
-    def __init__(self, url: str, tries: int = _TRIES) -> None:
-        """``tries`` is how often a request is sent before it fails.
+    def __init__(self, url: str, tries: int | None = None) -> None:
+        """``tries`` is how often a request is sent before it fails; None: eight times.
 
         Raises PublicationError if the URL names no bucket or boto3 is missing, StoreError if it has no settings.
         """
@@ -46,7 +46,7 @@ class BucketFolder:
             raise PublicationError(f"{self.url} was given with a query, a fragment or a key: write s3://BUCKET/FOLDER")
         if self._prefix:
             confined(Path(), self._prefix, "the URL of S3", PublicationError)
-        self._client = _client(self.url, tries)
+        self._client = _client(self.url, tries or _TRIES)
         self.stopping = threading.Event()
         """Set when requests should not be tried again, because another thread has failed."""
 

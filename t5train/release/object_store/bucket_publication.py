@@ -24,7 +24,7 @@ from t5train.release.object_store.stored_objects import prove, read_back
 from t5train.release.object_store.upload_journal import UploadJournal
 
 PART_BYTES = 64 << 20
-_COMMIT_TRIES = 6
+_COMMIT_TRIES, _COMMIT_SECONDS = 6, 900.0
 _FIRST_PAUSE_SECONDS = 0.5
 _ATTEMPT = re.compile("[0-9a-f]{12}-[0-9a-f]{16}")
 _log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def _commit(bucket: BucketFolder, record: P) -> P:
 
     After an error, only the server knows whether the manifest was written, so it is asked.
     """
-    content = record.manifest_text().encode()
+    content, started = record.manifest_text().encode(), time.monotonic()
     for number in range(_COMMIT_TRIES):
         failure = None
         try:
@@ -119,6 +119,8 @@ def _commit(bucket: BucketFolder, record: P) -> P:
             return found
         if failure is not None and failure.code not in (*CONTENDED, *PRECONDITION_FAILED, *TRANSIENT):
             raise failure
+        if time.monotonic() - started > _COMMIT_SECONDS:  # each request insists for minutes
+            break
         time.sleep(_FIRST_PAUSE_SECONDS * 2**number)
     raise failure or PublicationError(
         f"{bucket.url}/{MANIFEST} was written, but the server does not return it. Check the server, then publish again"

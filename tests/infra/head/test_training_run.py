@@ -65,3 +65,7 @@ def test_a_resumed_run_needs_no_disk_space_for_the_checkpoints_that_it_has(tmp_p
     folder.mkdir(parents=True)
     (folder / "file").write_bytes(bytes(1_000_000))
     assert required_bytes(tmp_path) == 3 * CHECKPOINT + REST - 1_000_000
+
+
+def test_a_run_that_stores_its_checkpoints_needs_space_for_one_more(tmp_path: Path) -> None:
+    assert required_bytes(tmp_path, publish_checkpoints_under="s3://bucket/runs") == 4 * CHECKPOINT + REST

@@ -104,6 +104,7 @@ def test_a_store_that_does_not_answer_is_logged_once_and_nothing_else_ends_until
     with monkeypatch.context() as patched:
         patched.setattr(BucketFolder, "call", failing)
         patched.setattr("infra.head.storage.checkpoint_copies._RETRY_SECONDS", 0.1)
+        patched.setattr("infra.head.storage.checkpoint_copies._INSIST_SECONDS", 1)
         small_tags.save(spec.run_folder / CHECKPOINTS, 100)
         copies.start()
         time.sleep(2)
@@ -295,7 +296,7 @@ def test_another_head_is_refused_before_training_while_the_lease_is_valid(make_s
     with pytest.raises(RunOwned, match="lease is valid for another"):
         take_identity(fresh, stored_run(str(spec.checkpoints_url)))
     assert not fresh.run_folder.exists()
-    with pytest.raises(PublicationError, match=r"another run with this name .* `t5-pretrain run --from s3://"):
+    with pytest.raises(PublicationError, match=r"another run with this name, .* `t5-pretrain run --from s3://"):
         check_bucket(fresh)
     copies.end()
     check_bucket(other)

@@ -96,9 +96,9 @@ def test_a_write_whose_answer_is_lost_counts(destination: str, monkeypatch: pyte
         return answer
 
     monkeypatch.setattr(BucketFolder, "call", losing)
-    this.change(lambda ledger: ledger.changed(removing=("step-00000100",)))
+    this.change(lambda ledger: ledger.changed(removing=("step-00000100-0123456789ab",)))
     assert not lost
-    assert ledger_at(destination).removing == ("step-00000100",)
+    assert ledger_at(destination).removing == ("step-00000100-0123456789ab",)
     assert not is_superseded(this)
     this.end()
 

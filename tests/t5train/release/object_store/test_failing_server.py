@@ -90,16 +90,17 @@ def test_an_upload_that_a_full_disk_of_the_server_ends_is_completed_by_the_next_
 ) -> None:
     require_namespaces()
     exported = make_random_export(sizes=IN_PARTS)
-    monkeypatch.setattr(bucket, "_TRIES", 2)
-    monkeypatch.setattr(insistent_bucket, "INSIST_SECONDS", 1)
     with running_server(tmp_path / "server", DISK_BYTES) as server, running_proxy(server.port) as proxy:
         reader, url = use(server, proxy, monkeypatch), f"{server.url}/t5"
         filler = server.disk / "filler"
         used = sum(path.stat().st_blocks * 512 for path in server.disk.rglob("*") if path.is_file())
         filler.write_bytes(bytes(DISK_BYTES - used - LEFT_BYTES))
         with watched(reader, url, may_fail=True) as faults:
-            with pytest.raises(StoreError) as caught:
-                publish(exported, url)
+            with monkeypatch.context() as patched:
+                patched.setattr(bucket, "_TRIES", 2)
+                patched.setattr(insistent_bucket, "INSIST_SECONDS", 1)
+                with pytest.raises(StoreError) as caught:
+                    publish(exported, url)
             filler.unlink()
             assert not publish(exported, url).reused
         assert not faults
