@@ -49,7 +49,7 @@ screenshots: setup ## Take the documentation's pictures of Prefect's pages, in t
 	SCREENSHOTS=docs/images $(BIN)/pytest -m ui
 
 test-cluster: setup ## The tests that need several hosts, made of namespaces on this machine (root)
-	@$(BIN)/pytest -m cluster
+	@$(PYTEST) -m cluster
 
 test-slurm: setup ## Submit the example for Slurm to a Slurm of this machine (root)
 	@.ci/slurm
@@ -94,7 +94,7 @@ kills: setup ## Kill processes that save, gather, consolidate, publish and token
 	@$(BIN)/python -m tests.acceptance.kills.kill_all
 	$(BIN)/python -m tests.acceptance.kills.kill_tokenising
 
-upload-faults: setup ## Kill and disturb uploads to an S3 server, kill the server, fill its disk, and let uploads race; 15 minutes
+upload-faults: setup ## Kill and disturb uploads to an S3 server, kill the server, fill its disk, and let uploads race; half an hour
 	$(BIN)/python -m pytest -n 0 tests/t5train/release/object_store --kill-rounds 100
 
 operation-faults: setup ## Kill worker, server, flow and head 100 times while a run trains (needs root); continues where it was interrupted
