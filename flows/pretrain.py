@@ -109,10 +109,20 @@ def _stages(spec: RunSpec, run: HeldRun, progress: Progress, adopt: bool) -> Pub
         exported = table.add(stages.EXPORT, export_model(spec, weights, tokenizer, progress))
         certified = table.add(stages.CERTIFY, certify_export(spec, weights, exported, progress))
         run.confirm_held()
-        publication = publish_export(spec, certified, publish_url(spec), progress)
+        publication = publish_export(spec, certified, publish_url(spec), _while_held(run, progress))
         table.add(stages.PUBLISH, publication)
         summarise(spec, table.records, publication)
         return publication
+
+
+def _while_held(run: HeldRun, progress: Progress) -> Progress:
+    """Return a callback that ends the work that reports to it once another head has taken over the run."""
+
+    def report(what: str, done: int, total: int | None) -> None:
+        run.require_held()
+        progress(what, done, total)
+
+    return report
 
 
 @contextmanager

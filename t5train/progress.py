@@ -17,6 +17,9 @@ def silent(what: str, done: int, total: int | None) -> None:
     """Ignore progress."""
 
 
+Report = tuple[str, int, int | None]
+"""The arguments of a call of Progress."""
+
 _REPORT_SECONDS = 0.5
 Result = TypeVar("Result")
 
@@ -30,18 +33,18 @@ class Interruptible:
 
     def __init__(self) -> None:
         self.must_stop = False
-        self._last: tuple[str, int, int | None] | None = None
+        self.last: Report | None = None
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         """Keep the report. Raises Interrupted if the work is to stop."""
         if self.must_stop:
             raise Interrupted
-        self._last = (what, done, total)
+        self.last = (what, done, total)
 
     def pass_on(self, progress: Progress) -> None:
         """Forward the latest report."""
-        if self._last is not None:
-            progress(*self._last)
+        if self.last is not None:
+            progress(*self.last)
 
 
 def relayed(act: Callable[[Progress], Result], progress: Progress) -> Result:

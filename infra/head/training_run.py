@@ -3,6 +3,7 @@
 Does not use Prefect: both the flow's task and the command line call it.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from infra.head.preflight.run_checks import (
 )
 from infra.head.preflight.text_checks import TextFacts, require_text
 from infra.head.progress_report import ProgressReport
-from infra.head.storage.checkpoint_copies import begin_copies, check_bucket
+from infra.head.storage.checkpoint_copies import begin_copies, can_do_without, check_bucket
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.run_storage import NodeLocalStorage, RunStorage, SharedStorage
 from infra.head.storage.staged_bytes import StagedBytes
@@ -38,7 +39,7 @@ from t5train.checkpoint import resume
 from t5train.checkpoint.resume import has_finished, require_same_settings
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.data.samples.loader import require_enough_samples
-from t5train.errors import HostError, LaunchError, SpecError
+from t5train.errors import HostError, LaunchError, SpecError, StoreError
 from t5train.host_resources import make_root, require_free_space, require_writable
 from t5train.model import model_shape
 from t5train.model.model_shape import T5Shape, resolve
@@ -46,6 +47,8 @@ from t5train.progress import Progress, silent
 from t5train.records.stage_records import Checkpoint, TokenShards
 from t5train.release.publication import check_destination
 from t5train.spec import RunSpec
+
+_log = logging.getLogger(__name__)
 
 
 def train_run(
@@ -228,7 +231,12 @@ def require_destination(spec: RunSpec, of_model: T5Shape) -> None:
     Raises RunOwned if another head may be storing the run's checkpoints.
     """
     weight_bytes = WEIGHT_BYTES * model_shape.count_parameters(of_model)
-    check_destination(publish_url(spec), weight_bytes, spec.fingerprint())
+    try:
+        check_destination(publish_url(spec), weight_bytes, spec.fingerprint())
+    except StoreError as error:
+        if not can_do_without(spec, error):
+            raise
+        _log.warning("the run cannot be published now: %s", error)
     check_bucket(spec)
 
 

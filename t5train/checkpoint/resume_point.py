@@ -4,16 +4,19 @@ A checkpoint is skipped only if a part of it is provably missing or changed. If 
 does not start. Nothing here deletes anything or imports torch.
 """
 
+import json
 import logging
+import secrets
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from t5train.checkpoint import sidecar, tags
 from t5train.checkpoint.last_complete import LastComplete, last_complete, note, nothing_verifies
 from t5train.errors import IncompleteCheckpoint, RecordError, SpecError
-from t5train.files.atomic import sync_folder, write_text
+from t5train.files.atomic import discard, sync_folder, write_json, write_text
 from t5train.files.presence import ABSENT, is_folder, is_there, names_in, reading
-from t5train.files.run_folder import BEGIN_AGAIN, CHECKPOINTS, LAST_COMPLETE, SET_ASIDE, TIMES_BEGUN_AGAIN, is_tag
+from t5train.files.run_folder import BEGIN_AGAIN, BEGINNINGS, CHECKPOINTS, LAST_COMPLETE, SET_ASIDE, STORING, is_tag
 from t5train.files.set_aside import set_aside
 from t5train.progress import Progress, silent
 from t5train.records.stage_records import MANIFEST
@@ -104,26 +107,27 @@ def is_asked_to_begin_again(run_folder: Path) -> bool:
     return is_there(run_folder / BEGIN_AGAIN)
 
 
-def times_begun_again(run_folder: Path) -> int:
-    """How often the run has begun again. Stored checkpoints from before must not be resumed from.
+def beginnings(run_folder: Path) -> tuple[str, ...]:
+    """An id for each time that the run has begun again. Checkpoints of other beginnings must not be resumed from.
 
     Raises Unreadable, and RecordError if the file is damaged.
     """
-    path = run_folder / TIMES_BEGUN_AGAIN
+    path = run_folder / BEGINNINGS
     try:
         with reading(path):
-            return int(path.read_bytes())
+            return tuple(map(str, json.loads(path.read_bytes())))
     except ABSENT:
-        return 0
-    except ValueError as error:
+        return ()
+    except (ValueError, TypeError) as error:
         raise RecordError(
-            f"{path} is damaged ({error}). It must have the number of times that the run began again. Write it there"
+            f"{path} is damaged ({error}). It must have a JSON list with an id for each time that the run began again. "
+            "Restore it, or move it away and begin again with --begin-again"
         ) from error
 
 
-def note_times_begun_again(run_folder: Path, times: int) -> None:
-    """Record how often the run has begun again, durably."""
-    write_text(run_folder / TIMES_BEGUN_AGAIN, f"{times}\n")
+def note_beginnings(run_folder: Path, ids: Sequence[str]) -> None:
+    """Record the ids of a run's beginnings, durably."""
+    write_json(run_folder / BEGINNINGS, list(ids))
 
 
 def require_no_pending_begin_again(run_folder: Path) -> None:
@@ -140,7 +144,8 @@ def _begin_again(run_folder: Path) -> None:
     for tag in tags_in(checkpoints):
         set_aside(checkpoints / tag, aside, "the run begins again at step 0")
     set_aside(run_folder / LAST_COMPLETE, aside, "the run begins again at step 0")
-    note_times_begun_again(run_folder, times_begun_again(run_folder) + 1)
+    discard(run_folder / STORING)
+    note_beginnings(run_folder, (*beginnings(run_folder), secrets.token_hex(8)))
     (run_folder / BEGIN_AGAIN).unlink()  # last, so that the next start repeats this if it is interrupted
     sync_folder(run_folder)
 

@@ -7,11 +7,12 @@ never wait for a copy, and a store that does not answer neither ends a run that 
 import logging
 import threading
 import time
+from dataclasses import dataclass
 from functools import partial
 
 from infra.head.storage.store_claimant import claimant
 from t5train.checkpoint import tags
-from t5train.checkpoint.resume_point import is_asked_to_begin_again, tags_in, times_begun_again
+from t5train.checkpoint.resume_point import beginnings, is_asked_to_begin_again, tags_in
 from t5train.errors import (
     DigestMismatch,
     IncompleteCheckpoint,
@@ -25,7 +26,7 @@ from t5train.files.atomic import discard
 from t5train.files.os_errors import in_one_line
 from t5train.files.presence import names_in
 from t5train.files.run_folder import CHECKPOINTS, STORING, is_tag
-from t5train.progress import Interrupted, Interruptible, Progress, relayed
+from t5train.progress import Interrupted, Interruptible, Progress, Report, relayed
 from t5train.release.checkpoint_store.checkpoint_upload import (
     Kept,
     begin_again_stored,
@@ -39,7 +40,7 @@ from t5train.release.checkpoint_store.ledger import read_ledger
 from t5train.release.checkpoint_store.restoring import restore_newest
 from t5train.release.checkpoint_store.store_claim import StoreClaim, claim_store, require_claimable
 from t5train.release.object_store.bucket import BucketFolder
-from t5train.release.object_store.store_errors import TRANSIENT
+from t5train.release.object_store.store_errors import IN_PROGRESS, TRANSIENT
 from t5train.release.object_store.write_check import check_writing, require_replacing
 from t5train.spec import RunSpec
 
@@ -48,7 +49,26 @@ _LOOK_SECONDS = 5.0
 _RETRY_SECONDS = 30.0
 _INSIST_SECONDS = 600.0
 _STOP_SECONDS = 15.0
+_CONFIRM_SECONDS, _POLL_SECONDS = 10.0, 0.5
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why nothing is copied for now."""
+
+    error: Exception
+    since: float
+    """When the first of the failures since the last progress was, by time.monotonic."""
+    reported: Report | None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+
+def _may_pass(error: Exception) -> bool:
+    return isinstance(error, StoreError) and error.code in (*TRANSIENT, IN_PROGRESS)
 
 
 class CheckpointCopies:
@@ -57,42 +77,53 @@ class CheckpointCopies:
     def __init__(self, spec: RunSpec, bucket: BucketFolder) -> None:
         self._spec, self._folder, self._bucket = spec, spec.run_folder, bucket
         self._keep = Kept(spec.storage.keep_last, spec.storage.keep_every_steps)
+        self._claiming = threading.Lock()
         self._claim: StoreClaim | None = None
-        self._lost: RunOwned | None = None
+        self._lost: T5TrainError | None = None
         self._failed = dict[str, str]()
         """Why a checkpoint that is complete here cannot be stored."""
+        self._failure: _Failure | None = None
         self._thread: threading.Thread | None = None
-        self._stop_requested, self._progress = threading.Event(), Interruptible()
+        self._stop_requested, self._wake, self._progress = threading.Event(), threading.Event(), Interruptible()
 
     def claim(self) -> StoreClaim:
         """Claim the bucket, if it is not claimed yet. Raises the errors of ``claim_store``."""
-        if self._claim is None:
-            claim = claim_store(self._bucket, claimant(self._spec))
-            try:
-                take_stock(claim, set(names_in(self._folder / STORING)))
-            except BaseException:
-                claim.end()
-                raise
-            self._claim = claim
-        return self._claim
+        with self._claiming:
+            if self._claim is None:
+                claim = claim_store(self._bucket, claimant(self._spec))
+                try:
+                    take_stock(claim, set(names_in(self._folder / STORING)))
+                except BaseException:
+                    claim.end()
+                    raise
+                self._claim = claim
+            return self._claim
 
     def require_kept(self) -> None:
-        """Raise RunOwned if another head has taken over the run."""
+        """Raise RunOwned if another head has taken over the run, and RunChanged if it has begun again elsewhere."""
         if self._lost is not None:
             raise self._lost
         if self._claim is not None:
             self._claim.require_kept()
 
     def confirm(self) -> None:
-        """Renew the claim. Raises RunOwned if another head has taken over the run, and StoreError."""
-        self.claim().renew()
+        """Renew the claim, and insist for ten minutes. Raises RunOwned if another head has taken over the run."""
+        deadline = time.monotonic() + _INSIST_SECONDS
+        while True:
+            try:
+                return self.claim().renew()
+            except StoreError as error:
+                if not _may_pass(error) or time.monotonic() > deadline:
+                    raise
+                _log.warning("cannot confirm that this head still has the run, will retry: %s", error)
+            time.sleep(_CONFIRM_SECONDS)
 
     def prepare(self, progress: Progress) -> None:
         """Restore the newest checkpoint, unless the run has it or a newer one. Call this before ranks start.
 
-        If the user asked to begin again, nothing is restored, and what is stored is set aside. Raises the errors of
-        ``claim`` and ``restore_newest``, but only logs that the store does not answer if the run can resume without it;
-        RunChanged if the run has begun again under another root.
+        If the user asked to begin again, nothing is restored. If the store does not answer, this is only logged if the
+        run can resume without it. Raises the errors of ``claim`` and ``restore_newest``, and RunChanged if the run has
+        begun again under another root.
         """
         self._failed.clear()
         try:
@@ -109,24 +140,27 @@ class CheckpointCopies:
             set_aside_stored(claim, damaged)
 
     def _ready(self) -> StoreClaim:
-        """Claim the bucket, and set aside what it has from before the run began again."""
-        claim, asked = self.claim(), is_asked_to_begin_again(self._folder)
-        times, stored = times_begun_again(self._folder) + asked, claim.ledger.times_begun_again
-        if stored > times:
+        """Claim the bucket, and set aside what it has from before the run began again, once that has taken effect."""
+        claim = self.claim()
+        if is_asked_to_begin_again(self._folder):  # removed last, so that the beginnings are read after that
+            return claim
+        here, stored = beginnings(self._folder), claim.ledger.beginnings
+        if here[: len(stored)] != stored:
             raise RunChanged(
                 f"run {self._folder.name} has begun again elsewhere since its checkpoints in {self._folder} were made, "
                 f"and {claim.bucket.url} has those of the new beginning. To continue from them, use `t5-pretrain run "
                 f"--from {claim.bucket.url}` with another --root"
             )
-        if stored < times:
-            begin_again_stored(claim, times)
+        if here != stored:
+            begin_again_stored(claim, here)
         return claim
 
     def start(self) -> None:
         """Copy complete checkpoints from now on, in a thread."""
-        if self._thread is None:
-            self._stop_requested, self._progress = threading.Event(), Interruptible()
-            given = (self._stop_requested, self._progress)
+        if self._thread is None or not self._thread.is_alive():
+            self._stop_requested, self._wake, self._progress = threading.Event(), threading.Event(), Interruptible()
+            self._failure = None
+            given = (self._stop_requested, self._wake, self._progress)
             self._thread = threading.Thread(
                 target=self._copy_until_stopped, args=given, name="checkpoint copies", daemon=True
             )
@@ -139,34 +173,36 @@ class CheckpointCopies:
         """
         self._progress.must_stop = True
         self._stop_requested.set()
+        self._wake.set()
         if self._thread is not None:
             self._thread.join(_STOP_SECONDS)
             self._thread = None
 
     def catch_up(self, progress: Progress) -> None:
-        """Copy the last checkpoint of a run that has finished.
+        """Wait until the last checkpoint of a run that has finished is copied.
 
-        Insists for ten minutes if the store does not answer. Raises PublicationError, and RunOwned.
+        Insists for ten minutes after the store has answered last. Raises PublicationError, and the errors of
+        ``require_kept``.
         """
-        self.stop()
-        deadline = time.monotonic() + _INSIST_SECONDS
-        while True:
-            try:
-                self._ready()
-                while relayed(self._copy_newest, progress):
-                    pass
-                break
-            except RunOwned:
-                raise
-            except T5TrainError as error:
-                left = deadline - time.monotonic()
-                if not (isinstance(error, StoreError) and error.code in TRANSIENT) or left <= 0:
-                    raise self._not_stored(str(error)) from error
-                _log.warning("the last checkpoint is not stored yet, retrying for up to %.0f s: %s", left, error)
-                time.sleep(min(left, _RETRY_SECONDS))
+        self._failed.clear()
+        self._failure = None  # one from while ranks were running does not count
+        self.start()
+        self._wake.set()
         last = next(iter(tags.complete_tags(self._folder / CHECKPOINTS)), None)
-        if last in self._failed:
-            raise self._not_stored(self._failed[last])
+        while last is not None and not self._has(last):
+            self.require_kept()
+            if last in self._failed:
+                raise self._not_stored(self._failed[last])
+            failure = self._failure
+            if failure is not None and not (_may_pass(failure.error) and failure.seconds < _INSIST_SECONDS):
+                raise self._not_stored(in_one_line(failure.error)) from failure.error
+            self._progress.pass_on(progress)
+            time.sleep(_POLL_SECONDS)
+
+    def _has(self, tag: str) -> bool:
+        """Whether a checkpoint, or a newer one, is in the bucket."""
+        newest = None if self._claim is None else self._claim.ledger.newest
+        return newest is not None and newest.tag >= tag
 
     def _not_stored(self, why: str) -> PublicationError:
         return PublicationError(
@@ -181,23 +217,35 @@ class CheckpointCopies:
         if self._claim is not None:
             self._claim.end()
 
-    def _copy_until_stopped(self, stop_requested: threading.Event, progress: Interruptible) -> None:
-        said, seconds = "", 0.0
-        while not stop_requested.wait(seconds):
+    def _copy_until_stopped(
+        self, stop_requested: threading.Event, wake: threading.Event, progress: Interruptible
+    ) -> None:
+        seconds = 0.0
+        while not stop_requested.is_set():
             try:
                 self._ready()
                 was_copied = self._copy_newest(progress)
             except Interrupted:
                 return
-            except RunOwned as error:
+            except (RunOwned, RunChanged) as error:
                 self._lost = error  # the head ends the run when it looks next
                 return
             except Exception as error:
-                if (text := in_one_line(error)) != said:
-                    _log.warning("cannot store the newest checkpoint, will retry: %s", text)
-                said, seconds = text, _RETRY_SECONDS
+                self._note(error, progress)
+                seconds = _RETRY_SECONDS
             else:
-                said, seconds = "", 0.0 if was_copied else _LOOK_SECONDS
+                self._failure, seconds = None, 0.0 if was_copied else _LOOK_SECONDS
+            wake.wait(seconds)
+            wake.clear()
+
+    def _note(self, error: Exception, progress: Interruptible) -> None:
+        """Note a failure, and log it unless it is the last one again."""
+        before, reported = self._failure, progress.last
+        if before is None or in_one_line(before.error) != in_one_line(error):
+            _log.warning("cannot store the newest checkpoint, will retry: %s", in_one_line(error))
+        has_progressed = before is None or before.reported != reported
+        since = time.monotonic() if before is None or has_progressed else before.since
+        self._failure = _Failure(error, since, reported)
 
     def _copy_newest(self, progress: Progress) -> bool:
         """Copy the newest complete checkpoint that is not in the bucket. Returns whether there was one."""
@@ -271,7 +319,7 @@ def check_bucket(spec: RunSpec) -> None:
     """Raise the errors that storing checkpoints would raise: StoreError, PublicationError, RunOwned. Claims nothing."""
     if spec.checkpoints_url is None:
         return
-    bucket = BucketFolder(spec.checkpoints_url)
+    bucket = BucketFolder(spec.checkpoints_url, _TRIES)
     try:
         require_claimable(bucket, read_ledger(bucket), claimant(spec))
         check_writing(bucket)

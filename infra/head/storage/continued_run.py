@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 from t5train.checkpoint import last_complete
 from t5train.checkpoint.resume import unique_id
-from t5train.checkpoint.resume_point import note_times_begun_again
+from t5train.checkpoint.resume_point import note_beginnings
 from t5train.errors import InputError, RecordError, SpecError
 from t5train.files.atomic import write_json
 from t5train.files.presence import visible_in
-from t5train.files.run_folder import LAST_COMPLETE, LAST_START, RUN, TIMES_BEGUN_AGAIN
+from t5train.files.run_folder import BEGINNINGS, LAST_COMPLETE, LAST_START, RUN
 from t5train.release.checkpoint_store.ledger import FoundLedger, read_ledger
 from t5train.release.checkpoint_store.store_claim import require_expired
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.spec import RunSpec, build
 
-_WRITTEN_FIRST = {LAST_COMPLETE, LAST_START, TIMES_BEGUN_AGAIN}
+_WRITTEN_FIRST = {LAST_COMPLETE, LAST_START, BEGINNINGS}
 """What ``take_identity`` writes before the run has an identity."""
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ def take_identity(spec: RunSpec, stored: StoredRun) -> None:
         )
     require_expired(stored.bucket, stored.found)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    note_times_begun_again(folder, ledger.times_begun_again)
+    note_beginnings(folder, ledger.beginnings)
+    (folder / LAST_COMPLETE).unlink(missing_ok=True)  # of an earlier call that was killed
     if ledger.newest is None:
         _log.warning("%s has no checkpoint yet, so the run begins at step 0", stored.bucket.url)
     else:

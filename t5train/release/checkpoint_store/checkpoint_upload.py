@@ -106,7 +106,7 @@ def store_checkpoint(claim: StoreClaim, folder: Path, progress: Progress, part_b
         path=Path(),
         url=bucket.url,
         fingerprint=identity,
-        inputs={"run": of_run, "shards": shards},
+        inputs={"run": of_run, "shards": shards, "beginning": _beginning(claim.ledger)},
         files={name: file.digest for name, file in files.items()},
         counts={"ranks": len(sidecars), "samples": sidecars[0].data.samples_consumed},
         provenance=current_provenance(),
@@ -168,26 +168,27 @@ def remove_abandoned(claim: StoreClaim) -> None:
 def take_stock(claim: StoreClaim, unfinished: set[str]) -> None:
     """Decide about the folders that the ledger does not list, which heads have left that were lost.
 
-    If a checkpoint is complete, its head was lost before the ledger could name it: the ledger does from now on. Others
-    are marked for removal, except those of the tags in ``unfinished``, whose upload this head can continue. Call this
-    right after the run was claimed. Raises RunOwned and StoreError.
+    If a checkpoint is complete, its head was lost before the ledger could name it: the ledger does from now on, unless
+    it names another one of that step, or the run has begun again since. Folders without a manifest are marked for
+    removal, except those of the tags in ``unfinished``, whose upload this head can continue. Call this right after the
+    run was claimed. Raises RunOwned and StoreError.
     """
     ledger, bucket = claim.ledger, claim.bucket
     known = {one.folder for one in ledger.checkpoints} | {*ledger.removing, *ledger.set_aside}
-    found = {name.partition("/")[0] for name in bucket.names()}
-    found |= {name.partition("/")[0] for name, _ in bucket.uploads()}
-    left = {name for name in found if is_checkpoint_folder(name) and name not in known}
-    finished = {name for name in left if MANIFEST in bucket.below(name).names(below=False)}
+    present = set(bucket.names())
+    folders = {name.partition("/")[0] for name in (*present, *(name for name, _ in bucket.uploads()))}
+    left = {name for name in folders if is_checkpoint_folder(name) and name not in known}
+    finished = {name for name in left if f"{name}/{MANIFEST}" in present}
     for name in sorted(finished):
-        if (entry := _entry_of(claim, name)) is not None:
+        if (entry := _entry_of(claim, name, present)) is not None:
             claim.change(partial(_with, entry=entry))
     if abandoned := {name for name in left - finished if name.rpartition("-")[0] not in unfinished}:
         claim.change(lambda ledger: _without(ledger, abandoned))
 
 
-def _entry_of(claim: StoreClaim, folder: str) -> StoredTag | None:
-    """The entry for a checkpoint that is complete; None, with a log line, if its manifest is not of this run."""
-    bucket = claim.bucket.below(folder)
+def _entry_of(claim: StoreClaim, folder: str, present: Collection[str]) -> StoredTag | None:
+    """The entry for a checkpoint that has a manifest; None, with a log line, if it must not be resumed from."""
+    bucket, ledger = claim.bucket.below(folder), claim.ledger
     try:
         record = published_in(bucket, StoredCheckpoint)
     except StoreError:
@@ -195,10 +196,24 @@ def _entry_of(claim: StoreClaim, folder: str) -> StoredTag | None:
     except T5TrainError as error:
         _log.warning("%s is not used, and not removed: %s", bucket.url, error)
         return None
-    if record is None or record.inputs.get("run") != claim.ledger.fingerprint:
-        _log.warning("%s is not used, and not removed: it is not a checkpoint of this run", bucket.url)
-        return None
-    return StoredTag(tag=record.tag, folder=folder, size=sum(digest.size for digest in record.files.values()))
+    if record is None or (record.inputs.get("run"), record.inputs.get("beginning")) != (
+        ledger.fingerprint,
+        _beginning(ledger),
+    ):
+        why = "it is not a checkpoint of this run, or the run has begun again since"
+    elif any(one.tag == record.tag for one in ledger.checkpoints):
+        why = f"the run has another {record.tag}"
+    elif not {f"{folder}/{record.name_beside_manifest(name)}" for name in record.files} <= {*present}:
+        why = "some of its files are missing"
+    else:
+        return StoredTag(tag=record.tag, folder=folder, size=sum(digest.size for digest in record.files.values()))
+    _log.warning("%s is not used, and not removed: %s", bucket.url, why)
+    return None
+
+
+def _beginning(ledger: Ledger) -> str:
+    """The id of the run's current beginning; empty for the first one."""
+    return ledger.beginnings[-1] if ledger.beginnings else ""
 
 
 def set_aside_stored(claim: StoreClaim, tags_to_leave: Collection[str]) -> None:
@@ -207,14 +222,14 @@ def set_aside_stored(claim: StoreClaim, tags_to_leave: Collection[str]) -> None:
         claim.change(lambda ledger: _leaving(ledger, leaving))
 
 
-def _leaving(ledger: Ledger, folders: set[str], **values: int) -> Ledger:
+def _leaving(ledger: Ledger, folders: set[str], **values: tuple[str, ...]) -> Ledger:
     staying = tuple(one for one in ledger.checkpoints if one.folder not in folders)
     return ledger.changed(checkpoints=staying, set_aside=tuple(sorted({*ledger.set_aside, *folders})), **values)
 
 
-def begin_again_stored(claim: StoreClaim, times: int) -> None:
-    """Resume from none of the checkpoints that are there now, because the run begins again for the ``times``-th time.
+def begin_again_stored(claim: StoreClaim, beginnings: tuple[str, ...]) -> None:
+    """Resume from none of the checkpoints that are there now, because the run has begun again.
 
     Nothing is removed. Raises RunOwned and StoreError.
     """
-    claim.change(lambda ledger: _leaving(ledger, {one.folder for one in ledger.checkpoints}, times_begun_again=times))
+    claim.change(lambda ledger: _leaving(ledger, {one.folder for one in ledger.checkpoints}, beginnings=beginnings))

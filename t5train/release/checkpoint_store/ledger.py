@@ -101,8 +101,8 @@ class Ledger(_Part):
     """Folders that are no longer a checkpoint's, and may not be removed yet."""
     set_aside: tuple[str, ...] = ()
     """Folders that are neither resumed from nor removed: damaged checkpoints, and those before the run began again."""
-    times_begun_again: int = 0
-    """How often the run has begun again; see t5train.checkpoint.resume_point.times_begun_again."""
+    beginnings: tuple[str, ...] = ()
+    """The beginnings of the run; see t5train.checkpoint.resume_point.beginnings."""
     nonce: str = ""
     """Makes every version of the ledger different, so that its ETag is, too."""
     seal: str = ""

@@ -16,6 +16,7 @@ from t5train.release.object_store.bucket import BucketFolder
 
 _RENEWALS_IN_A_LEASE = 4
 _END_SECONDS = 5.0
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 2.0, 15.0
 _log = logging.getLogger(__name__)
 
 
@@ -45,9 +46,9 @@ class Claimant:
 class StoreClaim:
     """The claim to a run's ledger. Threads can share it."""
 
-    def __init__(self, bucket: BucketFolder, ledger: Ledger, etag: str | None) -> None:
-        """Renew the claim from now on. ``ledger`` was just written by this head, and has this ETag."""
-        self.bucket = bucket
+    def __init__(self, bucket: BucketFolder, of_ledger: BucketFolder, ledger: Ledger, etag: str | None) -> None:
+        """Renew the claim from now on. ``ledger`` was just written by this head to ``of_ledger``, and has this ETag."""
+        self.bucket, self._of_ledger = bucket, of_ledger
         self._ledger, self._etag = ledger, etag
         self._token = ledger.holder.token if ledger.holder else ""
         self._lost: RunOwned | None = None
@@ -74,7 +75,7 @@ class StoreClaim:
             while True:
                 self.require_kept()
                 wanted = change(self._ledger)
-                if (etag := write_ledger(self.bucket, wanted, self._etag)) is not None:
+                if (etag := write_ledger(self._of_ledger, wanted, self._etag)) is not None:
                     self._ledger, self._etag = wanted, etag
                     return
                 self._read_again()
@@ -108,7 +109,7 @@ class StoreClaim:
 
         If somebody has deleted the ledger, it is written again.
         """
-        found = read_ledger(self.bucket)
+        found = read_ledger(self._of_ledger)
         holder = found.ledger.holder if found else None
         if found is None:
             self._etag = None
@@ -153,6 +154,9 @@ def claim_store(bucket: BucketFolder, claimant: Claimant) -> StoreClaim:
     """
     found = read_ledger(bucket)
     require_claimable(bucket, found, claimant)
+    # Renewals must not wait for one lost answer until the lease has expired.
+    wait_seconds = min(max(claimant.lease_seconds / _RENEWALS_IN_A_LEASE, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+    of_ledger = BucketFolder(bucket.url, 1, wait_seconds)
     holder = claimant.holder()
     if found is None:
         wanted = Ledger(run=dict(claimant.run), config=claimant.config, holder=None).changed(holder=holder)
@@ -164,7 +168,7 @@ def claim_store(bucket: BucketFolder, claimant: Claimant) -> StoreClaim:
         raise StoreError(f"{bucket.url} was claimed by another head at the same time. Start again")
     if found is not None and found.ledger.holder is not None:
         _log.warning("%s was taken over from %s", bucket.url, found.ledger.holder)
-    return StoreClaim(bucket, wanted, etag)
+    return StoreClaim(bucket, of_ledger, wanted, etag)
 
 
 def require_claimable(bucket: BucketFolder, found: FoundLedger | None, claimant: Claimant) -> None:

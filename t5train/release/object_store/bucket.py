@@ -30,8 +30,10 @@ def is_in_s3(url: str) -> bool:
 class BucketFolder:
     """A folder of a bucket, and the client for it. Threads can share it."""
 
-    def __init__(self, url: str, tries: int | None = None) -> None:
+    def __init__(self, url: str, tries: int | None = None, wait_seconds: float = _READ_SECONDS) -> None:
         """``tries`` is how often a request is sent before it fails; None: eight times.
+
+        ``wait_seconds`` is how long an answer may take each time.
 
         Raises PublicationError if the URL names no bucket or boto3 is missing, StoreError if it has no settings.
         """
@@ -46,7 +48,7 @@ class BucketFolder:
             raise PublicationError(f"{self.url} was given with a query, a fragment or a key: write s3://BUCKET/FOLDER")
         if self._prefix:
             confined(Path(), self._prefix, "the URL of S3", PublicationError)
-        self._client = _client(self.url, tries or _TRIES)
+        self._client = _client(self.url, tries or _TRIES, wait_seconds)
         self.stopping = threading.Event()
         """Set when requests should not be tried again, because another thread has failed."""
 
@@ -155,7 +157,7 @@ class BucketFolder:
         return f"{self.url}{f'/{name}' if name else ''} cannot be {_VERBS.get(operation.partition('_')[0], 'written')}"
 
 
-def _client(url: str, tries: int) -> Any:
+def _client(url: str, tries: int, wait_seconds: float) -> Any:
     """Return a client with boto3's own settings for everything but retries, time limits and the payload's signature.
 
     All payloads have a checksum that the server compares, and a signature covers the checksum. Without ``https``, a
@@ -172,8 +174,8 @@ def _client(url: str, tries: int) -> Any:
         ) from None
     config = Config(
         retries={"mode": "standard", "total_max_attempts": tries},
-        connect_timeout=_CONNECT_SECONDS,
-        read_timeout=_READ_SECONDS,
+        connect_timeout=min(_CONNECT_SECONDS, wait_seconds),
+        read_timeout=wait_seconds,
         max_pool_connections=MOST_CONNECTIONS,
         user_agent=f"t5-pretrain boto3/{__version__}",  # botocore's own takes a tenth of a small request's CPU time
         s3={"payload_signing_enabled": False},

@@ -30,6 +30,8 @@ TRANSIENT = (
     ),
 )
 """Codes of failures that can pass. Only the server knows whether the request was done."""
+IN_PROGRESS = "UploadInProgress"
+"""The code for an upload that another process on this machine is making."""
 PRECONDITION_FAILED = ("PreconditionFailed", "412")
 """Codes of a conditional write to a name that is taken."""
 UNKNOWN_UPLOAD = "NoSuchUpload"

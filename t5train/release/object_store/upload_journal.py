@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from t5train.errors import PublicationError, StorageError
+from t5train.errors import StorageError, StoreError
 from t5train.files.atomic import sync_folder
 from t5train.files.confined import confined
 from t5train.files.locks import try_lock
 from t5train.files.os_errors import explain
 from t5train.records.digests import FileDigest
 from t5train.records.identity import fingerprint
+from t5train.release.object_store.store_errors import IN_PROGRESS
 from t5train.release.object_store.transfers import Stopped
 
 _LOCK_SECONDS = 1.0
@@ -78,7 +79,7 @@ class UploadJournal:
             destination: The server and the URL; each destination has its own journal.
 
         Raises:
-            PublicationError: Another process is publishing this export to this destination.
+            StoreError: Another process is publishing this export to this destination.
             StorageError: The journal cannot be written.
 
         """
@@ -204,7 +205,8 @@ def _open_locked(path: Path) -> int:
             return descriptor
         os.close(descriptor)
         if not locked:
-            raise PublicationError(
+            raise StoreError(
                 f"another process is publishing this export to the same destination ({path} is locked): wait for it to "
-                "end, then publish again"
+                "end, then publish again",
+                code=IN_PROGRESS,
             )

@@ -3,18 +3,20 @@
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
 from infra.head import training_run
 from infra.head.launch.held_run import hold_run
-from infra.head.training_run import hold_ready_run, require_ready
+from infra.head.training_run import hold_ready_run, require_destination, require_ready
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
-from t5train.errors import SpecError, StorageError
+from t5train.errors import SpecError, StorageError, StoreError
+from t5train.files.run_folder import CHECKPOINTS
 from t5train.model.model_shape import count_parameters, resolve
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
+from tests.support.checkpoints import small_tags
 
 RUN = {"optimizer.num_steps": 100, "storage.checkpoint_every_steps": 10, "storage.keep_last": 2}
 SMOKE = recipe("smoke")
@@ -69,3 +71,16 @@ def test_a_resumed_run_needs_no_disk_space_for_the_checkpoints_that_it_has(tmp_p
 
 def test_a_run_that_stores_its_checkpoints_needs_space_for_one_more(tmp_path: Path) -> None:
     assert required_bytes(tmp_path, publish_checkpoints_under="s3://bucket/runs") == 4 * CHECKPOINT + REST
+
+
+def test_a_store_that_does_not_answer_keeps_only_a_run_without_checkpoints_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, busy = _spec(tmp_path), StoreError("s3://bucket cannot be read: the server is busy", code="SlowDown")
+    monkeypatch.setattr(training_run, "check_destination", Mock(side_effect=busy))
+    of_model = resolve(spec.model, expected_vocab_size(spec.tokenizer))
+    with pytest.raises(StoreError):
+        require_destination(spec, of_model)
+    small_tags.save(spec.run_folder / CHECKPOINTS, 10)
+    require_destination(spec, of_model)
+    assert "the run cannot be published now: s3://bucket cannot be read" in caplog.text

@@ -25,6 +25,7 @@ from t5train.errors import (
 )
 from t5train.files.run_folder import CHECKPOINTS, RUN, STORING
 from t5train.progress import silent
+from t5train.release.checkpoint_store.checkpoint_upload import linked
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
@@ -154,12 +155,15 @@ def test_a_run_that_begins_again_keeps_what_is_stored_and_uses_none_of_it(
     copies = copies_of(spec)
     small_tags.save(spec.run_folder / CHECKPOINTS, 100)
     copies.catch_up(silent)
+    copies.stop()
     before = reader.keys(str(spec.checkpoints_url))
     ask_to_begin_again(spec.run_folder)
     copies.prepare(silent)
     copies.start()
     time.sleep(1)
-    assert stored_tags(spec) == []  # the old one is still there, until ranks are started
+    small_tags.save(spec.run_folder / CHECKPOINTS, 200)  # is not copied: the old ones are there until ranks are started
+    time.sleep(1)
+    assert stored_tags(spec) == ["step-00000100"]
     assert resume_tag(spec.run_folder) is None
     small_tags.save(spec.run_folder / CHECKPOINTS, 50)
     await_stored(spec, "step-00000050")
@@ -187,15 +191,32 @@ def test_a_run_that_began_again_while_nothing_was_stored_is_not_resumed_from_bef
     again.end()
 
 
+def test_an_interrupted_copy_is_not_continued_after_the_run_has_begun_again(make_spec: Callable[..., RunSpec]) -> None:
+    spec = make_spec()
+    small_tags.save(spec.run_folder / CHECKPOINTS, 100)
+    linked(spec.run_folder, "step-00000100")
+    ask_to_begin_again(spec.run_folder)
+    resume_tag(spec.run_folder)
+    copies = copies_of(spec)
+    copies.prepare(silent)
+    copies.catch_up(silent)
+    assert stored_tags(spec) == []
+    copies.end()
+
+
 def test_a_root_from_before_the_run_began_again_elsewhere_is_refused(make_spec: Callable[..., RunSpec]) -> None:
     spec, stale = make_spec(), make_spec("b")
     copies = copies_of(spec)
     ask_to_begin_again(spec.run_folder)
+    resume_tag(spec.run_folder)
     copies.prepare(silent)
     copies.end()
     outdated = copies_of(stale)
-    with pytest.raises(RunChanged, match=r"has begun again elsewhere .* with another --root"):
-        outdated.prepare(silent)
+    for _ in range(2):  # it may begin again itself, but not use what the other has stored
+        with pytest.raises(RunChanged, match=r"has begun again elsewhere .* with another --root"):
+            outdated.prepare(silent)
+        ask_to_begin_again(stale.run_folder)
+        resume_tag(stale.run_folder)
     outdated.end()
 
 

@@ -176,6 +176,38 @@ def test_a_complete_folder_that_is_not_this_runs_is_neither_used_nor_removed(
     this.end()
 
 
+def test_a_checkpoint_that_the_ledger_did_not_get_to_name_does_not_replace_a_later_one_of_its_step(
+    destination: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    this = claim(destination)
+    unnamed = store(this, tmp_path / "one", 100)
+    this.change(lambda ledger: ledger.changed(checkpoints=()))
+    small_tags.save(tmp_path / "two" / CHECKPOINTS, 100, versions={"torch": "another"})
+    named = store_checkpoint(this, linked(tmp_path / "two", unnamed.tag), silent)
+    take_stock(this, set())
+    assert ledger_at(destination).checkpoints == (named,)
+    assert f"{unnamed.folder} is not used, and not removed: the run has another step-00000100" in caplog.text
+    this.end()
+
+
+def test_a_checkpoint_of_an_earlier_beginning_or_without_its_files_is_not_used(
+    destination: str, reader: Reader, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    this = claim(destination)
+    early, hollow = store(this, tmp_path, 100), store(this, tmp_path, 200)
+    reader.delete(
+        destination, next(name for name in reader.keys(destination) if hollow.folder in name and "part0" in name)
+    )
+    this.change(lambda ledger: ledger.changed(checkpoints=()))
+    take_stock(this, set())
+    assert ledger_at(destination).checkpoints == (early,)
+    assert "some of its files are missing" in caplog.text
+    this.change(lambda ledger: ledger.changed(checkpoints=(), beginnings=("0123456789abcdef",)))
+    take_stock(this, set())
+    assert ledger_at(destination).checkpoints == ()
+    this.end()
+
+
 def test_heads_that_store_different_files_of_one_step_do_not_mix_them(destination: str, tmp_path: Path) -> None:
     this = claim(destination)
     first = store(this, tmp_path / "one", 100)
