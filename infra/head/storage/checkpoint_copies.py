@@ -125,7 +125,7 @@ class CheckpointCopies:
         run can resume without it. Raises the errors of ``claim`` and ``restore_newest``, and RunChanged if the run has
         begun again under another root.
         """
-        self._failed.clear()
+        self._forget_failures()
         try:
             claim = self._ready()
         except StoreError as error:
@@ -184,8 +184,7 @@ class CheckpointCopies:
         Insists for ten minutes after the store has answered last. Raises PublicationError, and the errors of
         ``require_kept``.
         """
-        self._failed.clear()
-        self._failure = None  # one from while ranks were running does not count
+        self._forget_failures()  # those from while ranks were running do not count
         self.start()
         self._wake.set()
         last = next(iter(tags.complete_tags(self._folder / CHECKPOINTS)), None)
@@ -198,6 +197,10 @@ class CheckpointCopies:
                 raise self._not_stored(in_one_line(failure.error)) from failure.error
             self._progress.pass_on(progress)
             time.sleep(_POLL_SECONDS)
+
+    def _forget_failures(self) -> None:
+        self._failed.clear()
+        self._failure = None
 
     def _has(self, tag: str) -> bool:
         """Whether a checkpoint, or a newer one, is in the bucket."""

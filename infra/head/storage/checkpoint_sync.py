@@ -20,7 +20,7 @@ from infra.head.storage.gather import collect, gather
 from infra.head.storage.node_paths import NodeRun
 from infra.node.storage.file_channel import Refused
 from infra.node.storage.stored_checkpoints import HEAD, inventory_of
-from t5train.errors import DigestMismatch, IncompleteCheckpoint, StorageError, Unreadable
+from t5train.errors import DigestMismatch, IncompleteCheckpoint, StorageError, T5TrainError, Unreadable
 from t5train.files.atomic import discard, remove_discarded
 from t5train.files.os_errors import in_one_line
 from t5train.files.run_folder import METRICS, METRICS_CSV, MONITORED, TENSORBOARD, is_tag, is_tag_or_removed
@@ -86,6 +86,7 @@ def keep_up(run: NodeRun, progress: Progress) -> None:
     passed_over = set[str]()
     for tag in _lacking(run, found):
         _log.info("gathering %s", tag.name)
+        _try_to_bring_metrics(run)
         try:
             gather(run.nodes, run.name, tag, run.checkpoints, progress)
         except IncompleteCheckpoint as error:
@@ -95,6 +96,14 @@ def keep_up(run: NodeRun, progress: Progress) -> None:
         bring_monitored(run)
     prune(run, found)
     _require_known(found, passed_over)
+
+
+def _try_to_bring_metrics(run: NodeRun) -> None:
+    """Collect the metrics until a checkpoint, which are stored with it (infra.head.storage.checkpoint_copies)."""
+    try:
+        bring_metrics(run)
+    except T5TrainError as error:
+        _log.info("the metrics are collected later: %s", error)
 
 
 def _require_known(found: Survey, passed_over: set[str]) -> None:
