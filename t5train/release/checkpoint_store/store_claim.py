@@ -16,7 +16,7 @@ from t5train.release.object_store.bucket import BucketFolder
 
 _RENEWALS_IN_A_LEASE = 4
 _END_SECONDS = 5.0
-_SHORTEST_SECONDS, _LONGEST_SECONDS = 2.0, 15.0
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 5.0, 15.0
 _log = logging.getLogger(__name__)
 
 
