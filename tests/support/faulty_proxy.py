@@ -154,7 +154,8 @@ def _parsed(head: bytes) -> Request:
 
 
 def _refuse(fault: Refuse, head: bytes, request: Request, requests: BinaryIO, client: socket.socket) -> None:
-    if not re.search(rb"\r\nexpect: *100-continue", head, re.IGNORECASE):  # else the client waits before it sends
+    # A client that sent "Expect: 100-continue" has not sent the body yet.
+    if not re.search(rb"\r\nexpect: *100-continue", head, re.IGNORECASE):
         requests.read(request.size)
     content = b"" if request.method == "HEAD" else _ERROR.format(code=fault.code).encode()
     answer = f"HTTP/1.1 {fault.status}\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode()

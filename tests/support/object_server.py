@@ -56,7 +56,7 @@ class ObjectServer:
     def disk(self) -> Path:
         """The server's data folder. It can also be reached if the disk is mounted for the server only."""
         assert self._process is not None
-        return Path(f"/proc/{self._process.pid}/root/{self._folder}")
+        return Path("/proc", str(self._process.pid), "root", *self._folder.parts[1:])
 
     @property
     def command(self) -> list[str]:
@@ -84,8 +84,9 @@ class ObjectServer:
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
-        for port in self._ports.values():  # the server ignores TMPDIR for its sockets
-            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # noqa: S108 - the server chooses that folder
+        for port in self._ports.values():
+            # SeaweedFS ignores TMPDIR for its sockets.
+            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # noqa: S108 - SeaweedFS chooses this folder
                 left.unlink()
 
     def _options(self) -> list[str]:

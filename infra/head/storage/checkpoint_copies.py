@@ -272,7 +272,10 @@ class CheckpointCopies:
         return True
 
     def _next(self) -> str | None:
-        """The checkpoint to copy: one whose copy was interrupted, else the newest complete one."""
+        """Return the checkpoint to copy next, or None.
+
+        An interrupted copy is continued first. After that comes the newest complete checkpoint.
+        """
         if is_asked_to_begin_again(self._folder):
             return None  # until the old ones are set aside
         newest = self.claim().ledger.newest

@@ -10,9 +10,9 @@ import secrets
 from collections.abc import Callable
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from t5train.errors import DigestMismatch, PublicationError, StoreError, UnknownVersion
 from t5train.files.run_folder import RUN, is_tag
@@ -45,30 +45,6 @@ class Holder(_Part):
         return f"head {self.head}, root {self.root}, since {self.since}"
 
 
-class StoredTag(_Part):
-    """A checkpoint in the bucket."""
-
-    tag: str
-    folder: str
-    """The folder with its manifest, relative to the ledger."""
-    size: int
-    """In bytes."""
-
-    @field_validator("tag")
-    @classmethod
-    def _is_a_tag(cls, tag: str) -> str:
-        if not is_tag(tag):
-            raise ValueError(f"{tag!r} is not the name of a checkpoint")
-        return tag
-
-    @field_validator("folder")
-    @classmethod
-    def _lies_beside_the_ledger(cls, folder: str) -> str:
-        if not is_checkpoint_folder(folder):
-            raise ValueError(f"{folder!r} is not the folder of a checkpoint")
-        return folder
-
-
 _FOLDER = re.compile("step-[0-9]{8}-[0-9a-f]{12}")
 
 
@@ -85,6 +61,31 @@ def is_checkpoint_folder(name: str) -> bool:
     return _FOLDER.fullmatch(name) is not None
 
 
+def _tag(name: str) -> str:
+    if not is_tag(name):
+        raise ValueError(f"{name!r} is not the name of a checkpoint")
+    return name
+
+
+def _folder(name: str) -> str:
+    if not is_checkpoint_folder(name):
+        raise ValueError(f"{name!r} is not the folder of a checkpoint")
+    return name
+
+
+_Folder = Annotated[str, AfterValidator(_folder)]
+
+
+class StoredTag(_Part):
+    """A checkpoint in the bucket."""
+
+    tag: Annotated[str, AfterValidator(_tag)]
+    folder: _Folder
+    """The folder with its manifest, relative to the ledger."""
+    size: int
+    """In bytes."""
+
+
 class Ledger(_Part):
     """The content of the ledger. ``seal`` is the sha256 of everything else."""
 
@@ -97,23 +98,15 @@ class Ledger(_Part):
     holder: Holder | None
     checkpoints: tuple[StoredTag, ...] = ()
     """Those that can be resumed from, oldest first."""
-    removing: tuple[str, ...] = ()
+    removing: tuple[_Folder, ...] = ()
     """Folders that are no longer a checkpoint's, and may not be removed yet."""
-    set_aside: tuple[str, ...] = ()
+    set_aside: tuple[_Folder, ...] = ()
     """Folders that are neither resumed from nor removed: damaged checkpoints, and those before the run began again."""
     beginnings: tuple[str, ...] = ()
     """The beginnings of the run; see t5train.checkpoint.resume_point.beginnings."""
     nonce: str = ""
     """Makes every version of the ledger different, so that its ETag is, too."""
     seal: str = ""
-
-    @field_validator("removing", "set_aside")
-    @classmethod
-    def _are_folders_of_checkpoints(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            if not is_checkpoint_folder(name):
-                raise ValueError(f"{name!r} is not the folder of a checkpoint")
-        return names
 
     @property
     def newest(self) -> StoredTag | None:

@@ -66,6 +66,14 @@ def copies_of(spec: RunSpec) -> CheckpointCopies:
     return copies
 
 
+def store_one(spec: RunSpec) -> None:
+    """Store a checkpoint of step 100, and release the run."""
+    copies = copies_of(spec)
+    small_tags.save(spec.run_folder / CHECKPOINTS, 100)
+    copies.catch_up(silent)
+    copies.end()
+
+
 def stored_tags(spec: RunSpec) -> list[str]:
     return [one.tag for one in ledger_at(str(spec.checkpoints_url)).checkpoints]
 
@@ -136,10 +144,7 @@ def test_a_head_that_was_superseded_stops(make_spec: Callable[..., RunSpec]) -> 
 
 def test_a_run_that_has_lost_its_checkpoints_gets_the_newest_one_back(make_spec: Callable[..., RunSpec]) -> None:
     spec, fresh = make_spec(), make_spec("fresh")
-    copies = copies_of(spec)
-    small_tags.save(spec.run_folder / CHECKPOINTS, 100)
-    copies.catch_up(silent)
-    copies.end()
+    store_one(spec)
     take_identity(fresh, stored_run(str(spec.checkpoints_url)))
     continued = copies_of(fresh)
     continued.prepare(silent)
@@ -179,10 +184,7 @@ def test_a_run_that_began_again_while_nothing_was_stored_is_not_resumed_from_bef
     make_spec: Callable[..., RunSpec],
 ) -> None:
     spec = make_spec()
-    copies = copies_of(spec)
-    small_tags.save(spec.run_folder / CHECKPOINTS, 100)
-    copies.catch_up(silent)
-    copies.end()
+    store_one(spec)
     ask_to_begin_again(spec.run_folder)
     resume_tag(spec.run_folder)
     again = copies_of(spec)
@@ -277,10 +279,7 @@ def test_a_run_resumes_without_its_store_only_if_it_has_a_checkpoint_itself(
 
 def test_a_run_taken_from_the_store_does_not_begin_at_step_0_without_it(make_spec: Callable[..., RunSpec]) -> None:
     spec, fresh = make_spec(), make_spec("fresh")
-    copies = copies_of(spec)
-    small_tags.save(spec.run_folder / CHECKPOINTS, 100)
-    copies.catch_up(silent)
-    copies.end()
+    store_one(spec)
     take_identity(fresh, stored_run(str(spec.checkpoints_url)))
     with pytest.raises(NothingVerifies, match="step-00000100"):
         resume_tag(fresh.run_folder)
