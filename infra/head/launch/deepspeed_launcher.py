@@ -117,7 +117,7 @@ def _require_plain(words: Sequence[str]) -> None:
 
 
 _END_SECONDS = 10.0
-_RECORD_SECONDS = 2.0
+_RECORD_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 # Only what ssh needs, and srun within an allocation: DeepSpeed puts some variables into a shell line on every host.
 _ALLOWED = re.compile("LANG|LD_LIBRARY_PATH|LC_.*|HOME|LOGNAME|PATH|SLURM_.*|SSH_AUTH_SOCK|TMPDIR|TZ|USER")
@@ -156,7 +156,7 @@ class ClusterLauncher:
         """Whether the launcher's guard is still running."""
         if self._guard is not None:
             return self._guard.poll() is None
-        guard = self._guard_identity
+        guard = self._recorded_guard
         return guard is not None and guard.is_alive()
 
     def await_end(self) -> None:
@@ -167,10 +167,10 @@ class ClusterLauncher:
 
     def end(self) -> None:
         """Kill the launcher: the guarded process first, so that the guard can record how it ended."""
-        guard = self._guard_identity
-        processes.end(lambda pid: self._processes(pid) and guard is not None and pid != guard.pid, grace_seconds=0)
         deadline = time.monotonic() + _RECORD_SECONDS
         while self.is_alive and time.monotonic() < deadline:
+            guard = self._guard_pid
+            processes.end(lambda pid: self._processes(pid) and guard not in (None, pid), grace_seconds=0)
             time.sleep(_LOOK_SECONDS)
         if left := processes.end(self._processes, grace_seconds=0):
             _log.error(
@@ -182,7 +182,15 @@ class ClusterLauncher:
             self._guard.wait()
 
     @property
-    def _guard_identity(self) -> ProcessIdentity | None:
+    def _guard_pid(self) -> int | None:
+        """Of a guard that this process started, known before the guard has recorded it."""
+        if self._guard is not None:
+            return self._guard.pid
+        guard = self._recorded_guard
+        return None if guard is None else guard.pid
+
+    @property
+    def _recorded_guard(self) -> ProcessIdentity | None:
         recorded = self.folder / f"{attempt.LAUNCHER}.pid"
         return ProcessIdentity(**json.loads(recorded.read_text("utf-8"))["guard"]) if recorded.exists() else None
 

@@ -67,6 +67,19 @@ def test_the_launcher_has_a_minimal_environment_and_is_ended_only_by_sigkill(
     assert record.returncode == -9
 
 
+def test_a_launcher_that_its_guard_has_not_recorded_yet_is_ended_before_its_guard(
+    launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until
+) -> None:
+    launch(launcher, this, tmp_path, until)
+    recorded = launcher.folder / f"{attempt.LAUNCHER}.pid"
+    until(recorded.exists)
+    recorded.unlink()
+    launcher.end()
+    record = attempt.read(launcher.folder).exit_record(attempt.LAUNCHER)
+    assert record is not None
+    assert record.returncode == -9
+
+
 def test_a_restarted_head_renews_the_lease_at_once_and_ends_ranks_that_are_not_adopted(
     launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
