@@ -353,7 +353,9 @@ def _root_of(choice: Chosen) -> Path:
 
 
 def _only_shards(root: Path) -> Path:
-    found = [folder for folder in visible_in(root / "shards") if (folder / MANIFEST).exists()]
+    """Return the folder that a run has made, or that ``tokenize --out`` of this root has."""
+    folders = (root / "shards", *visible_in(root / "shards"))
+    found = [folder for folder in folders if (folder / MANIFEST).exists()]
     if not found:
         raise InputError(
             f"there are no token shards under {root / 'shards'}: name a folder of them with --shards, or use `run`"

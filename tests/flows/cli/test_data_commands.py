@@ -151,6 +151,20 @@ def test_a_run_on_token_shards_is_one_on_the_text_that_they_were_made_of(
     assert not (root / "runs").exists()
 
 
+def test_train_finds_the_token_shards_that_tokenize_has_made_at_the_same_root(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text, root = write_jsonl(tmp_path / "text.jsonl", 300), tmp_path / "root"
+    small = ("--set", "tokenizer.vocab_size=300", "--root", str(root))
+    assert t5_pretrain("tokenizer", "smoke", "--set", f"corpus.source={text}", *small) == 0
+    (vocabulary,) = root.glob("tokenizer/*/spiece.model")
+    made = ("--corpus", str(text), "--tokenizer", str(vocabulary), "--out", str(tmp_path / "out"))
+    assert t5_pretrain("tokenize", *made) == 0
+    other_text = ("--set", f"corpus.source={tmp_path / 'other.txt'}")
+    assert t5_pretrain("train", "smoke", "--root", str(tmp_path / "out"), *other_text) == 2
+    assert f"but the token shards in {tmp_path / 'out/shards'} were made with" in capsys.readouterr().err
+
+
 def test_a_run_on_token_shards_of_a_mixture_takes_its_texts_from_them_and_rates_from_its_user(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
