@@ -207,6 +207,14 @@ _MAY_HAVE: dict[str, Callable[[bytes], bool]] = {
 }
 
 
+_DIGEST_BYTES = 8
+_DIGESTS_AT_ONCE = 1 << 17
+
+
+def _multiples(digests: np.ndarray, power_of_two: int) -> np.ndarray:
+    return digests[digests & np.uint64(power_of_two - 1) == 0]
+
+
 class TextDigests:
     """The 64-bit digests of texts, to count those that occur more than once.
 
@@ -235,20 +243,26 @@ class TextDigests:
         """Read what ``write`` wrote to several files."""
         found = cls()
         for path, step in parts:
-            found._digests.frombytes(path.read_bytes())
-            found._keep_multiples_of(max(found._step, step))
-            found._thin()
+            if step > found._step:
+                found._keep_multiples_of(step)
+            with path.open("rb") as file:
+                while some := file.read(_DIGEST_BYTES * _DIGESTS_AT_ONCE):
+                    found._digests.frombytes(_multiples(np.frombuffer(some, np.uint64), found._step).tobytes())
+                    found._thin()
         return found
 
     def repeated(self) -> int:
         """Return about how many texts are not the first of their kind; exactly if no digest was left out."""
         digests = np.frombuffer(self._digests, dtype=np.uint64)
-        return int(len(digests) - len(np.unique(digests))) * self._step
+        digests.sort()  # in place: a copy of the most that are kept would be 32 MiB
+        return int(np.count_nonzero(digests[1:] == digests[:-1])) * self._step
 
     def _thin(self) -> None:
         while len(self._digests) > self.MOST:
             self._keep_multiples_of(2 * self._step)
 
     def _keep_multiples_of(self, step: int) -> None:
-        digests = np.frombuffer(self._digests, dtype=np.uint64)
-        self._step, self._digests = step, array("Q", digests[digests % np.uint64(step) == 0].tobytes())
+        kept = _multiples(np.frombuffer(self._digests, dtype=np.uint64), step)
+        np.frombuffer(self._digests, dtype=np.uint64)[: len(kept)] = kept
+        del self._digests[len(kept) :]
+        self._step = step

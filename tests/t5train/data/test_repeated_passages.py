@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from t5train.data import passages
 from t5train.data.corpus import build_corpus
 from t5train.data.passages import TextDigests
 from t5train.data.shards import build_shards
@@ -25,6 +26,7 @@ def test_repeated_texts_are_counted_exactly_and_about_if_there_are_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr(TextDigests, "MOST", most)
+    monkeypatch.setattr(passages, "_DIGESTS_AT_ONCE", 70)
     texts = [f"text {number % 3000}" for number in range(4000)]
     parts = []
     for number in range(4):
