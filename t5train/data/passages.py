@@ -231,10 +231,10 @@ class TextDigests:
         return self._step
 
     @classmethod
-    def joined(cls, parts: Iterable[tuple[Path, int]]) -> Self:
+    def joined(cls, written: Iterable[tuple[Path, int]]) -> Self:
         """Read what ``write`` wrote to several files."""
         found = cls()
-        for path, step in parts:
+        for path, step in written:
             found._digests.frombytes(path.read_bytes())
             found._keep_multiples_of(max(found._step, step))
             found._thin()
