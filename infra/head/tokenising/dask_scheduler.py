@@ -103,8 +103,8 @@ class _HangWatch:
             await asyncio.sleep(self._hang_seconds / _CHECKS)
             busy = [worker for worker in self._scheduler.workers.values() if worker.processing]
             self._silent_checks = Counter({each.address: self._silent_checks[each.address] + 1 for each in busy})
-            hung = {each: self._jobs_on(each) for each in busy if self._silent_checks[each.address] > _CHECKS}
-            for worker, numbers in hung.items():
+            hung = [(each, self._jobs_on(each)) for each in busy if self._silent_checks[each.address] > _CHECKS]
+            for worker, numbers in hung:
                 await self._give_up(worker, numbers)
 
     def _jobs_on(self, worker: Any) -> list[int]:
