@@ -88,7 +88,7 @@ def preflight(  # noqa: PLR0913, PLR0917 - one for each option
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
     spec = chosen(recipe, config, changed, root=root, default="smoke").spec()
     of_model = require_possible(spec)
-    with asked(spec, read_hosts(spec.cluster), of_model, require_text(spec).size_bytes) as (needs, transport):
+    with asked(spec, read_hosts(spec.cluster), of_model, require_text(spec)) as (needs, transport):
         checked = needs
         if install is not None:
             place = require_environment_path(into or Path(sys.prefix))

@@ -11,6 +11,9 @@ from infra.head.hosts.hostfile import Host, Hosts, read_hosts, spare_hosts
 from infra.head.hosts.ssh import Ssh, Transport
 from infra.head.preflight.host_preflight import require_agreement
 from infra.head.preflight.launch_requirements import LaunchRequirements
+from infra.head.preflight.text_checks import NOT_READ, TextFacts
+from t5train.checkpoint.resume import begun_shards
+from t5train.data.shards import are_made
 from t5train.errors import PreflightError
 from t5train.model.model_shape import T5Shape
 from t5train.spec import RunSpec
@@ -51,7 +54,7 @@ def training_hosts(spec: RunSpec, running: Hosts | None = None, silent: Collecti
 
 
 def require_hosts(
-    spec: RunSpec, of_model: T5Shape, text_bytes: int, running: Hosts | None = None, silent: Collection[str] = ()
+    spec: RunSpec, of_model: T5Shape, text: TextFacts, running: Hosts | None = None, silent: Collection[str] = ()
 ) -> set[str]:
     """Raise PreflightError unless the hosts can train together, as far as this can be checked now.
 
@@ -62,7 +65,7 @@ def require_hosts(
     hosts, answers, excluded = training_hosts(spec, running, silent), dict[str, str](), set(silent)
     if hosts == running:
         return excluded
-    while found := _silent(spec, hosts, of_model, text_bytes):
+    while found := _silent(spec, hosts, of_model, text):
         for said in found.values():
             _log.warning("%s", said)
         answers |= found
@@ -75,18 +78,30 @@ def require_hosts(
 
 @contextmanager
 def asked(
-    spec: RunSpec, hosts: Hosts, of_model: T5Shape, text_bytes: int
+    spec: RunSpec, hosts: Hosts, of_model: T5Shape, text: TextFacts
 ) -> Iterator[tuple[LaunchRequirements, Transport]]:
-    """Yield the requirements of a run with ``text_bytes`` of text on these hosts, and the transport to the hosts.
+    """Yield the requirements of a run with this text on these hosts, and the transport to the hosts.
 
     The size of the text stands for that of the token shards, which take no more disk space than plain text.
     """
     with tempfile.TemporaryDirectory(prefix="t5-preflight-") as folder:
-        yield LaunchRequirements.of_run(spec, hosts, of_model, text_bytes), Ssh.configured(spec.cluster, Path(folder))
+        needs = LaunchRequirements.of_run(spec, hosts, of_model, text.size_bytes, tokenises=_tokenises(spec, text))
+        yield needs, Ssh.configured(spec.cluster, Path(folder))
 
 
-def _silent(spec: RunSpec, hosts: Hosts, of_model: T5Shape, text_bytes: int) -> dict[str, str]:
-    with asked(spec, hosts, of_model, text_bytes) as (needs, transport):
+def _tokenises(spec: RunSpec, text: TextFacts) -> bool:
+    """Whether hosts are to tokenise the text. They are not if the run was begun with token shards that still exist.
+
+    Before a run has begun, only reading the whole text would show whether another run has made the same shards.
+    """
+    if spec.shards.executor == "local" or text == NOT_READ:
+        return False
+    begun = begun_shards(spec.run_folder)
+    return begun is None or not are_made(spec.storage.root, spec.corpus, begun)
+
+
+def _silent(spec: RunSpec, hosts: Hosts, of_model: T5Shape, text: TextFacts) -> dict[str, str]:
+    with asked(spec, hosts, of_model, text) as (needs, transport):
         return require_agreement(needs, transport)
 
 

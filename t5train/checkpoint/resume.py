@@ -105,6 +105,16 @@ def begun_fingerprint(run_folder: Path) -> str | None:
     return _begun(path, lambda begun: str(begun["fingerprint"])) if is_there(path) else None
 
 
+def begun_shards(run_folder: Path) -> str | None:
+    """The fingerprint of the token shards that a run was begun with; None if it has not begun.
+
+    Raises SpecError if its file is damaged.
+    """
+    path = run_folder / RUN
+    found = _begun(path, lambda begun: begun["identity"].get("shards")) if is_there(path) else None
+    return None if found is None else str(found)
+
+
 def has_finished(run_folder: Path) -> bool:
     """Whether the run's manifest records that training has ended. ``finished`` also verifies the files."""
     try:

@@ -5,6 +5,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
+from math import isnan
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, Self
 
@@ -93,8 +94,11 @@ class IdSequence:
 
 
 def id_at(found: object, source: SourceFile, row: int) -> str:
-    """Return the id of a row: its place if it has none, because one id would put every such row into one split."""
-    name = "" if found is None else str(found)
+    """Return the id of a row: its place if it has none, because one id would put every such row into one split.
+
+    In a column of floating point numbers, NaN usually stands for a missing id.
+    """
+    name = "" if found is None or (isinstance(found, float) and isnan(found)) else str(found)
     return name if name.strip() else f"{source.name}:{row}"
 
 
@@ -239,10 +243,10 @@ class TextDigests:
         return self._step
 
     @classmethod
-    def joined(cls, parts: Iterable[tuple[Path, int]]) -> Self:
+    def joined(cls, written: Iterable[tuple[Path, int]]) -> Self:
         """Read what ``write`` wrote to several files."""
         found = cls()
-        for path, step in parts:
+        for path, step in written:
             if step > found._step:
                 found._keep_multiples_of(step)
             with path.open("rb") as file:

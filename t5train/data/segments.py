@@ -247,29 +247,29 @@ def size_of_text(files: Iterable[FileSegments]) -> int:
     return sum(segment.text_bytes for file in files for segment in file.segments)
 
 
-def divided(files: Sequence[FileSegments], parts: int) -> list[list[Stretch]]:
-    """Distribute consecutive segments over about ``parts`` parts of equal size, at least one."""
+def divided(files: Sequence[FileSegments], number: int) -> list[list[Stretch]]:
+    """Distribute consecutive segments evenly over about ``number`` lists, at least one."""
     segments = [(file.source, segment) for file in files for segment in file.segments]
     total = size_of_text(files)
-    parts = max(1, min(len(segments), parts))
-    found: list[list[Stretch]] = [[] for _ in range(parts)]
+    number = max(1, min(len(segments), number))
+    found: list[list[Stretch]] = [[] for _ in range(number)]
     before = 0
     for source, segment in segments:
         middle = before + segment.text_bytes // 2
         stretch = Stretch(str(source.path.absolute()), source.name, segment, source.part)
-        _extend(found[middle * parts // total], stretch)
+        _extend(found[middle * number // total], stretch)
         before += segment.text_bytes
-    return [part for part in found if part]
+    return [stretches for stretches in found if stretches]
 
 
-def _extend(part: list[Stretch], stretch: Stretch) -> None:
+def _extend(stretches: list[Stretch], stretch: Stretch) -> None:
     """Append a stretch, or extend the last one if that is of the same file."""
-    if part and part[-1]._replace(segment=stretch.segment) == stretch:
-        last, new = part[-1].segment, stretch.segment
+    if stretches and stretches[-1]._replace(segment=stretch.segment) == stretch:
+        last, new = stretches[-1].segment, stretch.segment
         joined = Segment(last.first_row, last.rows + new.rows, last.offset, last.text_bytes + new.text_bytes)
-        part[-1] = part[-1]._replace(segment=joined)
+        stretches[-1] = stretches[-1]._replace(segment=joined)
     else:
-        part.append(stretch)
+        stretches.append(stretch)
 
 
 def stretches_of(job: Json) -> list[tuple[SourceFile, Segment]]:

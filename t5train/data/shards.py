@@ -31,7 +31,7 @@ from t5train.data.vocabulary.document_encoder import warn_if_slow
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
 from t5train.data.worker_processes import Advance, Json, Workers, in_processes
-from t5train.errors import DigestMismatch, InputError
+from t5train.errors import DigestMismatch, InputError, RecordError
 from t5train.files.atomic import write_json
 from t5train.files.output_folder import making, stage_folder
 from t5train.host_resources import num_cores, require_space
@@ -109,7 +109,7 @@ def build_shards(  # noqa: PLR0913 - two specs, two records, and where and how t
     inputs = {"corpus": corpus.fingerprint, "tokenizer": tokenizer.files[SPIECE].sha256}
     settings = spec.identity() | corpus_spec.split_identity()
     identity = fingerprint({"kind": "shards", "stage": _STAGE_VERSION, "settings": settings, "inputs": inputs})
-    folder = out or stage_folder(root, "shards", corpus_name(corpus_spec), identity)
+    folder = out or _folder(root, corpus_spec, identity)
     with making(folder, identity):
         if found := reusable(TokenShards, folder, identity, progress):
             return found
@@ -148,6 +148,18 @@ def build_shards(  # noqa: PLR0913 - two specs, two records, and where and how t
         stamps.forget()
         write_json(folder / SETTINGS, {"corpus": corpus_spec.identity(), "shards": spec.identity()})
         return _committed(folder, identity, len(plan), corpus, tokenizer)
+
+
+def are_made(root: Path, corpus_spec: CorpusSpec, identity: str) -> bool:
+    """Whether ``build_shards`` would find shards with this fingerprint finished. Only the manifest is read."""
+    try:
+        return TokenShards.load(_folder(root, corpus_spec, identity)).fingerprint == identity
+    except RecordError:
+        return False
+
+
+def _folder(root: Path, corpus_spec: CorpusSpec, identity: str) -> Path:
+    return stage_folder(root, "shards", corpus_name(corpus_spec), identity)
 
 
 def _discard_made_of(folder: Path, plan: list[list[Stretch]], changed: Collection[str]) -> None:

@@ -43,7 +43,7 @@ def same_packages(replies: HostReplies, head: Software) -> Iterator[str]:
 
 
 def same_dask(replies: HostReplies, head: Software) -> Iterator[str]:
-    """Versions of the package distributed that differ from the head's, if the spec asks for it."""
+    """Versions of the package distributed, with which hosts tokenise, that differ from the head's."""
     right = head.packages.get(DASK)
     otherwise = "or set shards.executor=local"
     if right == "":

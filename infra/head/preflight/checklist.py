@@ -116,7 +116,7 @@ def _problems(
         "machines": agreement.distinct_machines(replies),
         PORT: _port(replies, requirements),
         "python": agreement.same_python(replies, head),
-        "packages": chain(agreement.same_packages(replies, head), agreement.same_dask(replies, head)),
+        "packages": _packages(replies, requirements, head),
         "runtime": agreement.same_runtime(replies),
         "code": agreement.same_code(replies, head, requirements.code is not None),
         "spec": agreement.same_spec(replies, head),
@@ -134,6 +134,12 @@ def _problems(
         "open files": capacity.open_files(replies, requirements),
         "clock": agreement.clocks(replies),
     }
+
+
+def _packages(replies: HostReplies, requirements: LaunchRequirements, head: Software) -> Iterator[str]:
+    yield from agreement.same_packages(replies, head)
+    if requirements.tokenises:
+        yield from agreement.same_dask(replies, head)
 
 
 def _accelerators(replies: HostReplies, requirements: LaunchRequirements) -> Iterator[str]:

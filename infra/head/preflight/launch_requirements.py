@@ -46,7 +46,7 @@ class LaunchRequirements:
     staged_bytes: int = 0
     """Size of the token shards that are staged to each host, if it does not share the root."""
     tokenises: bool = False
-    """Whether the hosts tokenise the text, for which they have to share the root."""
+    """Whether the hosts are still to tokenise the text, for which they need Dask and have to share the root."""
     run_on_nodes: str | None = None
     """The run's name on nodes, once it has begun."""
     operators: tuple[str, ...] = ()
@@ -58,8 +58,13 @@ class LaunchRequirements:
     """Path of Python on the hosts, for checks before a run; None if it is the same as here, as launches need it."""
 
     @classmethod
-    def of_run(cls, spec: RunSpec, hosts: Hosts, shape: T5Shape, staged_bytes: int = 0) -> Self:
-        """Return the requirements of a run with this model shape and ``staged_bytes`` of token shards."""
+    def of_run(
+        cls, spec: RunSpec, hosts: Hosts, shape: T5Shape, staged_bytes: int = 0, *, tokenises: bool = False
+    ) -> Self:
+        """Return the requirements of a run with this model shape and ``staged_bytes`` of token shards.
+
+        ``tokenises`` is as in the fields: once the token shards exist, hosts need nothing that makes them.
+        """
         cluster, begun = spec.cluster, begun_fingerprint(spec.run_folder)
         ranks = dict(zip(hosts.names, hosts.ranks(), strict=True))
         return cls(
@@ -75,7 +80,7 @@ class LaunchRequirements:
             shared_memory_bytes=_shared_memory(spec, hosts),
             checkpoint_bytes={host: bytes_held(spec, shape, its) for host, its in ranks.items()},
             staged_bytes=staged_bytes,
-            tokenises=spec.shards.executor == "dask",
+            tokenises=tokenises,
             run_on_nodes=name_on_nodes(spec.run_name, begun) if begun else None,
             operators=operators_of(spec),
             master_address=cluster.master_address,

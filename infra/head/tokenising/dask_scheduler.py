@@ -3,15 +3,16 @@
 A process of its own, so that Dask's threads, loggers and warnings stay out of the flow, and the scheduler ends with the
 process that started it, even if that is killed. Each message is a line of JSON::
 
-    stdin    {"lease_seconds": 60}                       to start; then
-             {"function": "package.module:name", "jobs": [...]}
+    stdin    {"lease_seconds": 60}                         to start; then
+             {"function": "package.module:name", "jobs": [...], "hang_seconds": 900}
     stdout   {"port": 40001, "certificate": "...", "key": "..."}
-             {"job": 3, "done": 1048576}                 progress; at the end of a job also "result"
-             {"left": "node1"}                           the scheduler has lost this host, perhaps with "reason"
-             {"error": "InputError", "message": "..."}   a job failed for good
+             {"job": 3, "done": 1048576, "worker": "..."}  progress; at the end of a job also "result"
+             {"left": "node1"}                             the scheduler has lost this host, perhaps with "reason"
+             {"error": "InputError", "message": "..."}     a job failed for good
 
 The jobs of a worker that is lost are given to others. A job whose process was killed is tried again elsewhere, and a
-worker on which several were killed gets no more.
+worker on which several were killed gets no more. A worker on which all jobs hang is given up, and its jobs are given to
+others.
 """
 
 import asyncio
@@ -19,8 +20,8 @@ import json
 import sys
 import threading
 import warnings
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +30,13 @@ from distributed import Client, Scheduler, SchedulerPlugin, as_completed
 from infra.head.tokenising.run_credentials import new_credentials
 from infra.node.tokenising.dask_settings import configure, security, without_http
 from infra.node.tokenising.dask_worker import PROGRESS, JobFailed, perform
+from t5train.data.sources import few
 from t5train.data.worker_processes import end_with_parent
 from t5train.errors import WorkerLost
 
 _TRIES = 3
+_CHECKS = 10
+"""How many times progress is checked within the time after which a worker counts as hung."""
 Json = dict[str, Any]
 
 
@@ -66,9 +70,72 @@ async def _serve() -> None:
         work = json.loads(line or "null")
         address = f"tls://127.0.0.1:{scheduler.port}"
         async with Client(address, asynchronous=True, security=secure) as client:
-            client.subscribe_topic(PROGRESS, lambda event: _say(event[1]))
-            await _perform(client, scheduler.workers, watched.losses, work["function"], work["jobs"])
-            await asyncio.Event().wait()  # the last results may still be on their way; the parent ends this process
+            hangs = _HangWatch(scheduler, work["jobs"], work["hang_seconds"])
+            client.subscribe_topic(PROGRESS, lambda event: _report(event[1], hangs))
+            # The watch does not end: the last results may still be on their way, and the parent ends this process.
+            performed = _perform(client, scheduler.workers, watched.losses, work["function"], work["jobs"])
+            await asyncio.gather(hangs.watch(), performed)
+
+
+class _HangWatch:
+    """Gives up workers that have jobs, but make no progress with any of them.
+
+    A worker with one job that hangs is still useful until its other jobs are done, so it is given up only then.
+    """
+
+    def __init__(self, scheduler: Any, jobs: Sequence[Json], hang_seconds: float) -> None:
+        self._scheduler, self._jobs, self._hang_seconds = scheduler, jobs, hang_seconds
+        self._silent_checks = Counter[str]()
+        self._begun_on = dict[int, str]()
+        self._hung_on = defaultdict[int, list[str]](list)
+
+    def note_progress(self, worker: str, number: int) -> None:
+        """Note that a job has begun, progressed or ended on a worker."""
+        self._silent_checks.pop(worker, None)
+        self._begun_on[number] = worker
+
+    async def watch(self) -> None:
+        """Watch the workers, without end.
+
+        Checks are counted, not seconds: after a time for which this process was itself stopped, no worker has hung.
+        """
+        while True:
+            await asyncio.sleep(self._hang_seconds / _CHECKS)
+            busy = [worker for worker in self._scheduler.workers.values() if worker.processing]
+            self._silent_checks = Counter({each.address: self._silent_checks[each.address] + 1 for each in busy})
+            hung = [(each, self._jobs_on(each)) for each in busy if self._silent_checks[each.address] > _CHECKS]
+            for worker, numbers in hung:
+                await self._give_up(worker, numbers)
+
+    def _jobs_on(self, worker: Any) -> list[int]:
+        """Return the jobs that a worker has begun, or those that wait for it if it has begun none."""
+        numbers = sorted(number for _, number in (job.key for job in worker.processing))
+        return [number for number in numbers if self._begun_on.get(number) == worker.address] or numbers
+
+    async def _give_up(self, worker: Any, numbers: list[int]) -> None:
+        """Have other workers do the jobs of a worker. A job with which several have hung ends the work."""
+        silence = f"made no progress for {self._hang_seconds:g} s"
+        names = few([_shard(self._jobs[number]) for number in numbers])
+        _say({"left": worker.name, "reason": f"{names} {silence}. Check whether its disks or the shared storage hang"})
+        for number in numbers:
+            self._hung_on[number].append(worker.name)
+            if len(hosts := self._hung_on[number]) == _TRIES:
+                message = (
+                    f"{_shard(self._jobs[number])} {silence} on each of {', '.join(hosts)}. Check whether the storage "
+                    "with the text or the shards hangs. Finished shards are kept: run this again to make the rest"
+                )
+                _say({"error": WorkerLost.__name__, "message": message})
+        await self._scheduler.remove_worker(worker.address, stimulus_id="hang")
+
+
+def _report(progress: Json, hangs: _HangWatch) -> None:
+    hangs.note_progress(progress["worker"], progress["job"])
+    _say(progress)
+
+
+def _shard(job: Json) -> str:
+    """Return the name of a shard, as in the names of its files."""
+    return str(job["description"]).removesuffix(".json")
 
 
 async def _perform(
@@ -81,7 +148,7 @@ async def _perform(
         _, number = future.key
         if future.status == "finished":
             continue
-        error, message, worker = _failure(await future.exception(), number)
+        error, message, worker = _failure(await future.exception(), jobs[number])
         tries[number].failed.append(worker)
         if error != WorkerLost.__name__ or len(tries[number].failed) == _TRIES:
             _say({"error": error, "message": message})
@@ -114,11 +181,11 @@ async def _retire(client: Any, host: str, worker: str, reason: str) -> None:
     await client.retire_workers([worker])
 
 
-def _failure(error: BaseException, number: int) -> tuple[str, str, str]:
+def _failure(error: BaseException, job: Json) -> tuple[str, str, str]:
     if isinstance(error, JobFailed):
         kind, message, worker = error.args
         return kind, message, worker
-    return WorkerLost.__name__, f"shard {number} could not be made: {' '.join(str(error).split())}", ""
+    return WorkerLost.__name__, f"{_shard(job)} could not be made: {' '.join(str(error).split())}", ""
 
 
 def _say(message: Json) -> None:

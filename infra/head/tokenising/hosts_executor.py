@@ -8,11 +8,11 @@ import logging
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from infra.head.hosts.hostfile import chosen_hosts
 from infra.head.hosts.node_client import Nodes
@@ -30,6 +30,11 @@ from t5train.files.os_errors import explain
 from t5train.spec import ClusterSpec, MachinesSpec, RunSpec, ShardsSpec
 
 _CHECKED_FILES = 1000
+_HANG_SECONDS = 900.0
+"""A host counts as hung after this time without progress. Usually there is progress twice a second. There is none for
+longer only at the start of a shard, when a file of up to 128 MiB may have to be decompressed up to its text, and at the
+end, when its files are written to disk."""
+_SCHEDULER_CHECKS = 20
 _log = logging.getLogger(__name__)
 
 
@@ -92,7 +97,7 @@ def _on_hosts(
         }
         _run_workers(stack, nodes, starts, events)
         _await_workers(chosen.names, events)
-        scheduler.begin(function, jobs)
+        scheduler.begin(function, jobs, _HANG_SECONDS)
         yield from _Progress(len(jobs), chosen.names, advance).results(events)
 
 
@@ -191,7 +196,7 @@ class _Progress:
     def results(self, events: "SimpleQueue[_Event]") -> Iterator[Json]:
         """Yield the result of each job. Raises the error of a job that failed, and WorkerLost when no host is left."""
         while self.unfinished:
-            event = events.get()
+            event = _next(events)
             if isinstance(event.report, HostError) and event.host is not None:
                 self._lose(event.host, event.report)
             elif isinstance(event.report, dict):
@@ -224,6 +229,18 @@ class _Progress:
                 "run this again to make the rest, without such hosts (--exclude) or with shards.executor=local"
             )
         _log.warning("%s. The other hosts make its shards", error)
+
+
+def _next(events: "SimpleQueue[_Event]") -> _Event:
+    """Wait for an event. Raises WorkerLost if the scheduler has hung: it reports progress, or hosts without any."""
+    limit_seconds = 2 * _HANG_SECONDS
+    for _ in range(_SCHEDULER_CHECKS):  # one long wait would be over at once after a time for which this was stopped
+        with suppress(Empty):
+            return events.get(timeout=limit_seconds / _SCHEDULER_CHECKS)
+    raise WorkerLost(
+        f"Dask's scheduler on this machine has reported nothing for {limit_seconds:g} s. Check whether this machine is "
+        "out of memory. Finished shards are kept: run this again to make the rest"
+    )
 
 
 def _left(host: str, reason: str | None = None) -> HostUnreachable:

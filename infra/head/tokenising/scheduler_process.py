@@ -27,10 +27,10 @@ class SchedulerProcess:
         self.port: int = opening["port"]
         self.credentials = Credentials(opening["certificate"], opening["key"])
 
-    def begin(self, function: str, jobs: Sequence[Json]) -> None:
-        """Give it the jobs, once."""
+    def begin(self, function: str, jobs: Sequence[Json], hang_seconds: float) -> None:
+        """Give it the jobs, once. It gives up workers that make no progress with any job for ``hang_seconds``."""
         with suppress(BrokenPipeError):  # its end is reported as such
-            _send(self._stdin, {"function": function, "jobs": jobs})
+            _send(self._stdin, {"function": function, "jobs": jobs, "hang_seconds": hang_seconds})
 
 
 def require_packages() -> None:

@@ -144,20 +144,24 @@ def perform(function: str, job: dict[str, Any], number: int) -> None:
 
     worker, done, reported_at = get_worker(), 0, time.monotonic()
 
+    def report(**result: Any) -> None:
+        worker.log_event(PROGRESS, {"job": number, "done": done, "worker": worker.address, **result})
+
     def advance(units: int) -> None:
         nonlocal done, reported_at
         done += units
         if (now := time.monotonic()) - reported_at >= _REPORT_SECONDS:
             reported_at = now
-            worker.log_event(PROGRESS, {"job": number, "done": done})
+            report()
 
+    report()  # this host takes part: the scheduler gives up a host that reports nothing
     try:
         (result,) = in_processes(function, [job], 1, advance, umask=worker.umask_of_jobs)
     except WorkerLost as error:
         raise JobFailed(WorkerLost.__name__, f"{worker.name}: {error}", worker.address) from None
     except T5TrainError as error:
         raise JobFailed(type(error).__name__, str(error), worker.address) from None
-    worker.log_event(PROGRESS, {"job": number, "done": done, "result": result})
+    report(result=result)
 
 
 def _end_with_head(folder: Path) -> None:

@@ -11,24 +11,24 @@ Keys = tuple[np.ndarray, ...]
 together, and 0 there stands for none."""
 
 
-def equal_pairs(parts: Callable[[], Iterator[Keys]], count: int) -> Iterator[np.ndarray]:
+def equal_pairs(chunks: Callable[[], Iterator[Keys]], count: int) -> Iterator[np.ndarray]:
     """Yield pairs of passages with equal keys: int64 of shape (pairs, 2).
 
     A group of n passages gives n - 1 pairs that connect it, each with the earlier passage first.
 
     Args:
-        parts: Yields the keys of consecutive passages. It is called once for every ``MOST_KEYS`` passages.
+        chunks: Yields the keys of consecutive passages. It is called once for every ``MOST_KEYS`` passages.
         count: The number of all passages.
 
     """
     rounds = max(1, -(-count // MOST_KEYS))
     for number in range(rounds):
-        yield _pairs_of_round(parts(), number, rounds)
+        yield _pairs_of_round(chunks(), number, rounds)
 
 
-def _pairs_of_round(parts: Iterator[Keys], number: int, rounds: int) -> np.ndarray:
+def _pairs_of_round(chunks: Iterator[Keys], number: int, rounds: int) -> np.ndarray:
     chosen, before = list[tuple[Keys, np.ndarray]](), 0
-    for keys in parts:
+    for keys in chunks:
         first = keys[0]
         inside = np.flatnonzero((first != 0) & (first % np.uint64(rounds) == number))
         chosen.append((tuple(each[inside] for each in keys), inside + before))

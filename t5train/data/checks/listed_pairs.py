@@ -127,7 +127,7 @@ def open_listed(path: Path) -> Listed:
 
 
 def write_rows(job: Json, advance: Advance) -> Json:
-    """Note which rows of a part of a text are passages. ``find_repetitions`` makes the job.
+    """Note which rows of a chunk of a text are passages. ``find_repetitions`` makes the job.
 
     The arrays are ``rows`` (int64), counted over all files of the text, and ``ids`` (uint64), digests of the ids.
     """
@@ -189,20 +189,20 @@ def first_rows(files: Sequence[FileSegments]) -> dict[str, int]:
     return found
 
 
-def passages_at(listed: Listed, wanted: ListedRows, parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+def passages_at(listed: Listed, wanted: ListedRows, chunks: Iterable[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
     """Return the numbers of the passages of all pairs: int64 of shape (pairs, 2).
 
-    ``parts`` are what ``write_rows`` wrote of consecutive parts. Raises InputError if a row has no text, or another id.
+    ``chunks`` are what ``write_rows`` wrote of them, in order. Raises InputError if a row has no text, or another id.
     """
     rows, of_pair = np.unique(wanted.rows, return_inverse=True)
     passages, ids, before = np.full(len(rows), -1, np.int64), np.zeros(len(rows), np.uint64), 0
-    for rows_of_part, ids_of_part in parts:
-        first, end = np.searchsorted(rows, [rows_of_part[0], rows_of_part[-1] + 1])
-        places = np.searchsorted(rows_of_part, rows[first:end])
-        is_there = rows_of_part[places] == rows[first:end]
+    for rows_of_chunk, ids_of_chunk in chunks:
+        first, end = np.searchsorted(rows, [rows_of_chunk[0], rows_of_chunk[-1] + 1])
+        places = np.searchsorted(rows_of_chunk, rows[first:end])
+        is_there = rows_of_chunk[places] == rows[first:end]
         passages[first:end][is_there] = before + places[is_there]
-        ids[first:end] = ids_of_part[places]
-        before += len(rows_of_part)
+        ids[first:end] = ids_of_chunk[places]
+        before += len(rows_of_chunk)
     of_pair = of_pair.reshape(wanted.rows.shape)
     wrong = np.flatnonzero(((passages[of_pair] < 0) | (ids[of_pair] != wanted.ids)).any(axis=1))
     if len(wrong):

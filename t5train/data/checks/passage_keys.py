@@ -1,6 +1,6 @@
 """The worker process that computes the keys that passages are compared by: digests, MinHash, and runs of 13 words.
 
-Its result for a part of a text is one .npz file. Passages without text are left out everywhere.
+Its result for a chunk of a text is one .npz file. Passages without text are left out everywhere.
 """
 
 from functools import cache
@@ -24,7 +24,7 @@ _Arrays = dict[str, np.ndarray]
 
 
 def write_keys(job: Json, advance: Advance) -> Json:
-    """Compute the keys of a part of a text. ``find_repetitions`` makes the job.
+    """Compute the keys of a chunk of a text. ``find_repetitions`` makes the job.
 
     The arrays are ``splits`` (uint8), and the halves ``first`` and ``second`` (uint64) of a digest, and on request
     ``bucket_NN`` (uint64) and, of held-out text, ``runs`` (uint64) with the passage (uint32) of each, and ``short``
@@ -106,7 +106,7 @@ class KnownRuns:
 
 @cache
 def _words() -> WordHashes:
-    """Keep the hashes of words for all parts that a process works on."""
+    """Keep the hashes of words for all chunks that a process works on."""
     return WordHashes()
 
 

@@ -18,16 +18,16 @@ _STORED_SHARE, _STORED_BYTES_A_PASSAGE = 0.6, 60
 
 
 def write_without(found: Repetitions, folder: Path, workers: int, progress: Progress) -> list[FileSegments]:
-    """Store the passages that stay in ``folder``, one file for each part of the text, and return these files.
+    """Store the passages that stay in ``folder``, one file for each chunk of the text, and return these files.
 
     Their names are ``kept-NNNNN`` with the suffix of frames. Passages keep their ids, so they stay in their splits.
     """
-    text_bytes = sum(stretch.segment.text_bytes for stretches, _ in found.parts for stretch in stretches)
-    passages = sum(len(is_removed) - int(np.count_nonzero(is_removed)) for _, is_removed in found.parts)
+    text_bytes = sum(stretch.segment.text_bytes for stretches, _ in found.chunks for stretch in stretches)
+    passages = sum(len(is_removed) - int(np.count_nonzero(is_removed)) for _, is_removed in found.chunks)
     needed = int(text_bytes * _STORED_SHARE) + _STORED_BYTES_A_PASSAGE * passages
     require_free_space(folder, needed, "the passages that stay")
     jobs = list[Json]()
-    for number, (stretches, is_removed) in enumerate(found.parts):
+    for number, (stretches, is_removed) in enumerate(found.chunks):
         removed = folder / f".removed.{number:08x}.tmp"
         np.packbits(is_removed).tofile(removed)
         out = folder / f"kept-{number:05d}{FRAMES}"
@@ -46,7 +46,7 @@ def write_without(found: Repetitions, folder: Path, workers: int, progress: Prog
     }
     for job in jobs:
         Path(job["removed"]).unlink()
-    parts = [stretches[0].part for stretches, _ in found.parts]
+    parts = [stretches[0].part for stretches, _ in found.chunks]
     return [
         _file_segments(SourceFile(out := Path(job["out"]), out.name, part), results[number])
         for number, (job, part) in enumerate(zip(jobs, parts, strict=True))
@@ -54,7 +54,7 @@ def write_without(found: Repetitions, folder: Path, workers: int, progress: Prog
 
 
 def write_kept(job: Json, advance: Advance) -> Json:
-    """Store the passages of a part that are not removed. ``write_without`` makes the job."""
+    """Store the passages of a chunk that are not removed. ``write_without`` makes the job."""
     stretches = stretches_of(job)
     passages = passages_in(stretches)
     is_removed = np.unpackbits(np.fromfile(job["removed"], np.uint8), count=job["passages"]).tolist()

@@ -31,7 +31,7 @@ from t5train.progress import Progress
 from t5train.records.stage_records import REMOVED
 from t5train.spec.data_spec import Repetition
 
-PART_BYTES = 64 << 20
+CHUNK_BYTES = 64 << 20
 MOST_RUNS = 64 << 20
 """Of more different runs of 13 words in held-out text, only those are searched for whose hash is a multiple of a power
 of two. What is found then is less than there is."""
@@ -43,7 +43,7 @@ COMPARED_SPLITS = (*SPLITS, "test_sets")
 """What passages belong to, as the names of counts begin."""
 
 
-class Part(NamedTuple):
+class Chunk(NamedTuple):
     """About 64 MiB of the text."""
 
     stretches: list[Stretch]
@@ -56,8 +56,8 @@ class Part(NamedTuple):
 class Repetitions(NamedTuple):
     """What was found."""
 
-    parts: list[tuple[list[Stretch], np.ndarray]]
-    """For each part of the text, bool for each passage that has text: whether it is to be removed from training."""
+    chunks: list[tuple[list[Stretch], np.ndarray]]
+    """For each chunk of the text, bool for each passage that has text: whether it is to be removed from training."""
     counts: dict[str, int]
     """Passages of each of ``COMPARED_SPLITS``, as ``{split}_{kind}``. The kinds are ``passages``; ``duplicates``,
     ``near_duplicates`` and ``listed``, those like an earlier passage of the split; the same with ``_across``, those of
@@ -104,16 +104,16 @@ def find_repetitions(
     scratch.mkdir(exist_ok=True)
     passages = sum(each.passages for each in (*files, *test_sets))
     _require_scratch(search, files, test_sets)
-    parts = _parts(files, scratch, is_test_set=False) + _parts(test_sets, scratch, is_test_set=True)
+    chunks = _chunks(files, scratch, is_test_set=False) + _chunks(test_sets, scratch, is_test_set=True)
     common: Json = {"near": "near_duplicates" in kinds, "shared": "contaminated" in kinds}
     common |= {"split": list(rule.split), "split_seed": rule.split_seed}
     jobs = [
         common | {"out": str(each.keys), "is_test_set": each.is_test_set, "stretches": each.stretches}
-        for each in parts
+        for each in chunks
         if not each.keys.exists()
     ]
     _work("passage_keys:write_keys", jobs, search.workers, progress, "bytes of text compared")
-    found = _Found(parts)
+    found = _Found(chunks)
     if found.num_passages != passages:
         remove_folder(scratch)  # its keys are not those of the text
         raise InputError(
@@ -134,8 +134,8 @@ def find_repetitions(
 class _Found:
     """Marks of all passages, in the order of the text."""
 
-    def __init__(self, parts: list[Part]) -> None:
-        self._parts = parts
+    def __init__(self, chunks: list[Chunk]) -> None:
+        self._chunks = chunks
         splits = [each for (each,) in self._keys("splits")]
         self._ends = np.cumsum([len(each) for each in splits])
         self._splits = np.concatenate(splits)
@@ -171,15 +171,15 @@ class _Found:
     def mark_listed(self, listed: Listed, files: Sequence[FileSegments], workers: int, progress: Progress) -> None:
         """Mark the passages of listed pairs, and those that are like them by what was marked before."""
         wanted, starts = read_rows(listed, files), first_rows(files)
-        parts = [part for part in self._parts if not part.is_test_set]
+        chunks = [chunk for chunk in self._chunks if not chunk.is_test_set]
         jobs: list[Json] = [
-            {"out": str(part.rows), "stretches": part.stretches}
-            | {"first_rows": [starts[stretch.name] for stretch in part.stretches]}
-            for part in parts
-            if not part.rows.exists()
+            {"out": str(chunk.rows), "stretches": chunk.stretches}
+            | {"first_rows": [starts[stretch.name] for stretch in chunk.stretches]}
+            for chunk in chunks
+            if not chunk.rows.exists()
         ]
         _work("listed_pairs:write_rows", jobs, workers, progress, "bytes of text searched for listed passages")
-        join_groups(self._firsts, passages_at(listed, wanted, (_rows_and_ids(part.rows) for part in parts)))
+        join_groups(self._firsts, passages_at(listed, wanted, (_rows_and_ids(chunk.rows) for chunk in chunks)))
         self._mark_groups("listed", are_removed=True)
 
     def mark_shared(self, scratch: Path, workers: int, progress: Progress) -> None:
@@ -191,30 +191,30 @@ class _Found:
             self._count_shared(np.zeros(len(self._splits), bool), step)
             return
         jobs: list[Json] = [
-            {"keys": str(part.keys), "runs": str(runs), "bits": str(bits), "out": str(part.shared)}
-            | {"stretches": part.stretches}
-            for part in self._parts
-            if not part.is_test_set and not part.shared.exists()
+            {"keys": str(chunk.keys), "runs": str(runs), "bits": str(bits), "out": str(chunk.shared)}
+            | {"stretches": chunk.stretches}
+            for chunk in self._chunks
+            if not chunk.is_test_set and not chunk.shared.exists()
         ]
         _work("passage_keys:write_shared", jobs, workers, progress, "bytes of text searched for held-out text")
-        found = [_arrays(part.shared, "is_shared", "runs") for part in self._parts if not part.is_test_set]
+        found = [_arrays(chunk.shared, "is_shared", "runs") for chunk in self._chunks if not chunk.is_test_set]
         in_training = np.unique(np.concatenate([each for _, each in found]))
         is_shared = np.zeros(len(self._splits), bool)
         of_text = np.concatenate([each for each, _ in found])
         is_shared[: len(of_text)] = of_text
-        for (passages, of_part), first in zip(self._keys("run_passages", "runs"), [0, *self._ends[:-1]], strict=True):
-            is_shared[first + passages.astype(np.int64)[np.isin(of_part, in_training)]] = True
+        for (passages, of_chunk), first in zip(self._keys("run_passages", "runs"), [0, *self._ends[:-1]], strict=True):
+            is_shared[first + passages.astype(np.int64)[np.isin(of_chunk, in_training)]] = True
         self._count_shared(is_shared, step)
 
     def result(self) -> Repetitions:
         """Return what was marked."""
-        marks = zip(self._parts, np.split(self._is_removed, self._ends[:-1]), strict=True)
-        parts = [(part.stretches, removed) for part, removed in marks if not part.is_test_set]
+        marks = zip(self._chunks, np.split(self._is_removed, self._ends[:-1]), strict=True)
+        chunks = [(chunk.stretches, removed) for chunk, removed in marks if not chunk.is_test_set]
         counts = self._counts | {REMOVED: self._number(self._is_removed)}
-        return Repetitions(parts, counts)
+        return Repetitions(chunks, counts)
 
     def _keys(self, *names: str) -> Iterator[tuple[np.ndarray, ...]]:
-        return (_arrays(part.keys, *names) for part in self._parts)
+        return (_arrays(chunk.keys, *names) for chunk in self._chunks)
 
     def _mark_groups(self, kind: str, *, are_removed: bool) -> None:
         firsts = self._firsts
@@ -236,8 +236,8 @@ class _Found:
     def _write_runs(self, runs: Path, bits: Path) -> int:
         """Write the runs of words to search for, and return the power of two that they are multiples of; 0 if none."""
         step, kept, merged = 1, np.empty(0, np.uint64), list[np.ndarray]()
-        for (of_part,) in self._keys("runs"):
-            merged.append(np.unique(of_part[of_part % np.uint64(step) == 0]))
+        for (of_chunk,) in self._keys("runs"):
+            merged.append(np.unique(of_chunk[of_chunk % np.uint64(step) == 0]))
             if sum(map(len, merged)) > MOST_RUNS // 4:
                 kept, merged = np.unique(np.concatenate([kept, *merged])), []
             while len(kept) > MOST_RUNS:
@@ -280,21 +280,22 @@ def _rows_and_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return rows, ids
 
 
-def _files_of_part(place: Path) -> tuple[Path, Path, Path]:
+def _files_of_chunk(place: Path) -> tuple[Path, Path, Path]:
     return place.with_suffix(".keys.npz"), place.with_suffix(".shared.npz"), place.with_suffix(".rows.npz")
 
 
-def _parts(files: Sequence[FileSegments], scratch: Path, *, is_test_set: bool) -> list[Part]:
-    name = "test" if is_test_set else "part"
+def _chunks(files: Sequence[FileSegments], scratch: Path, *, is_test_set: bool) -> list[Chunk]:
+    name = "test" if is_test_set else "part"  # as earlier versions named the files, with which a search continues
     divisions = [
         stretches
         for each in by_part(files)
         if (size := size_of_text(each))
-        for stretches in divided(each, -(-size // PART_BYTES))
+        for stretches in divided(each, -(-size // CHUNK_BYTES))
     ]
     places = [scratch / f"{name}-{number:05d}" for number in range(len(divisions))]
     return [
-        Part(stretches, *_files_of_part(place), is_test_set) for place, stretches in zip(places, divisions, strict=True)
+        Chunk(stretches, *_files_of_chunk(place), is_test_set)
+        for place, stretches in zip(places, divisions, strict=True)
     ]
 
 

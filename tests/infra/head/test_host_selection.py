@@ -11,6 +11,7 @@ from infra.head import host_selection
 from infra.head.host_selection import require_hosts, training_hosts
 from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.preflight.run_checks import require_possible
+from infra.head.preflight.text_checks import NOT_READ
 from infra.head.training_run import require_ready
 from t5train.data.samples.loader import ORDER_VERSION
 from t5train.errors import PreflightError
@@ -54,7 +55,7 @@ def test_a_host_that_does_not_answer_is_replaced_by_a_spare_that_does(
 ) -> None:
     calls, down = asked_hosts
     down.update("bc")
-    silent = require_hosts(spec(2), require_possible(spec(2)), 0)
+    silent = require_hosts(spec(2), require_possible(spec(2)), NOT_READ)
     assert calls == [("a", "b"), ("a", "c"), ("a", "d")]
     assert caplog.messages[0] == "b: no answer"
     assert caplog.messages[-1] == "b does not answer: d takes its place"
@@ -68,10 +69,10 @@ def test_without_a_spare_that_answers_the_run_is_refused_with_what_to_do(
     calls, down = asked_hosts
     down.update("bd")
     with pytest.raises(PreflightError, match=r"b: no answer\n  d: no answer\nFix .*--exclude.*--spares"):
-        require_hosts(spec(1), require_possible(spec(1)), 0)
+        require_hosts(spec(1), require_possible(spec(1)), NOT_READ)
     assert calls == [("a", "b", "c"), ("a", "d", "c")]
     down.clear()
-    require_hosts(spec(1), require_possible(spec(1)), 0)
+    require_hosts(spec(1), require_possible(spec(1)), NOT_READ)
 
 
 @pytest.mark.parametrize("spares", [0, 1])
@@ -81,7 +82,7 @@ def test_hosts_with_running_ranks_are_kept_even_if_they_do_not_answer(
     calls, down = asked_hosts
     down.add("b")
     hosts = training_hosts(spec(spares))
-    require_hosts(spec(spares), require_possible(spec(spares)), 0, running=hosts)
+    require_hosts(spec(spares), require_possible(spec(spares)), NOT_READ, running=hosts)
     assert calls == []
     assert training_hosts(spec(spares), running=hosts) == hosts
 

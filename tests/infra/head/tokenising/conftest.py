@@ -56,6 +56,18 @@ def die_on_sick_host(job, advance):
     time.sleep(0.4)
     return {"number": job["number"]}
 
+def hang_on_sick_host(job, advance):
+    begun(job)
+    time.sleep(600 if "SICK" in os.environ else 0)
+    return {"number": job["number"]}
+
+def advance_slowly(job, advance):
+    begun(job)
+    for _ in range(20):
+        time.sleep(1)
+        advance(1)
+    return {"number": job["number"]}
+
 def read_nothing(job, advance):
     Path("/dev/null/none").read_bytes()
 
@@ -79,9 +91,8 @@ class Site:
         return found
 
     def jobs(self, number: int, seconds: float = 0) -> list[dict[str, object]]:
-        return [
-            {"number": each, "seconds": seconds, "folder": str(self.folder), "stretches": []} for each in range(number)
-        ]
+        common = {"seconds": seconds, "folder": str(self.folder), "stretches": []}
+        return [common | {"number": each, "description": f"shard-{each:05d}.json"} for each in range(number)]
 
     def begun(self) -> int:
         """How many jobs have begun."""

@@ -41,6 +41,12 @@ def test_a_row_with_a_blank_id_is_identified_by_its_place(tmp_path: Path, suffix
     assert found == [f"{path.name}:{first}", f"{path.name}:{first + 1}", "x"]
 
 
+def test_a_row_of_parquet_whose_id_is_nan_or_null_is_identified_by_its_place(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [1.0, float("nan"), None])
+    found = [row.passage.id for row in rows(SourceFile(path, path.name))]
+    assert found == ["1.0", "a.parquet:1", "a.parquet:2"]
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".tsv", ".parquet"])
 def test_a_text_with_one_id_is_refused_with_file_rows_id_and_remedy(tmp_path: Path, suffix: str) -> None:
     path = write(tmp_path / f"a{suffix}", ["wiki"] * ROWS)

@@ -40,8 +40,8 @@ def made_texts(count: int = 300) -> list[str]:
 def write_text(folder: Path, texts: list[str], ids: Callable[[int], str] = str) -> Path:
     folder.mkdir(parents=True)
     for first in range(0, len(texts), FILE_ROWS):
-        part = texts[first : first + FILE_ROWS]
-        columns = {"id": [ids(first + row) for row in range(len(part))], "text": part}
+        of_file = texts[first : first + FILE_ROWS]
+        columns = {"id": [ids(first + row) for row in range(len(of_file))], "text": of_file}
         pyarrow.parquet.write_table(pyarrow.table(columns), folder / f"{first:05d}.parquet")
     return folder
 
@@ -84,11 +84,11 @@ def text(tmp_path: Path) -> Path:
     return write_text(tmp_path / "text", TEXTS)
 
 
-@pytest.mark.parametrize("part_bytes", [64 << 20, 3000])
+@pytest.mark.parametrize("chunk_bytes", [64 << 20, 3000])
 def test_of_connected_passages_the_first_stays_and_none_if_one_is_held_out(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(repetitions, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(repetitions, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr("t5train.data.readers.SEGMENT_BYTES", 1000)
     monkeypatch.setattr("t5train.data.segments.SEGMENT_BYTES", 1000)
     of_training = [TRAIN[1], TRAIN[60], TRAIN[150]]

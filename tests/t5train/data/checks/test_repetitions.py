@@ -128,7 +128,7 @@ def test_what_is_kept_depends_neither_on_workers_nor_on_parts_nor_on_a_restart(
     path = write(tmp_path / "text.jsonl", texts)
     every = spec_of(path, "duplicates", "near_duplicates", "contaminated")
     whole = build_corpus(every, tmp_path / "whole")
-    monkeypatch.setattr(repetitions, "PART_BYTES", 100_000)
+    monkeypatch.setattr(repetitions, "CHUNK_BYTES", 100_000)
     divided = build_corpus(every.model_copy(update={"workers": 1}), tmp_path / "divided")
     assert kept(divided) == kept(whole)
     assert len(list(divided.path.glob("kept-*"))) > 3
