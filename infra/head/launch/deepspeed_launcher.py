@@ -169,8 +169,7 @@ class ClusterLauncher:
         """Kill the launcher: the guarded process first, so that the guard can record how it ended."""
         deadline = time.monotonic() + _RECORD_SECONDS
         while self.is_alive and time.monotonic() < deadline:
-            guard = self._guard_pid
-            processes.end(lambda pid: self._processes(pid) and guard not in (None, pid), grace_seconds=0)
+            processes.end(self._guarded(), grace_seconds=0)
             time.sleep(_LOOK_SECONDS)
         if left := processes.end(self._processes, grace_seconds=0):
             _log.error(
@@ -181,13 +180,10 @@ class ClusterLauncher:
         elif self._guard is not None:
             self._guard.wait()
 
-    @property
-    def _guard_pid(self) -> int | None:
-        """Of a guard that this process started, known before the guard has recorded it."""
-        if self._guard is not None:
-            return self._guard.pid
-        guard = self._recorded_guard
-        return None if guard is None else guard.pid
+    def _guarded(self) -> processes.Belongs:
+        """Select all processes but the guard. One that this process started may not have recorded itself yet."""
+        guard = self._guard or self._recorded_guard
+        return lambda pid: guard is not None and pid != guard.pid and self._processes(pid)
 
     @property
     def _recorded_guard(self) -> ProcessIdentity | None:
