@@ -1,8 +1,10 @@
 """A folder of an S3 bucket. Endpoint, region, profile and credentials are those that boto3 finds by itself."""
 
+import logging
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ from t5train.release.object_store.store_errors import MISSING, UNKNOWN_UPLOAD, s
 
 _SCHEMES = ("s3://", "s3a://")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
+_FIRST_BYTE = re.compile(r"bytes (\d+)-")
 _TRIES = 8
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
 _CHUNK_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 20
 _VERBS = {"get": "read", "head": "read", "list": "read", "delete": "deleted"}
 MOST_CONNECTIONS = 8
+_log = logging.getLogger(__name__)
 
 
 def is_in_s3(url: str) -> bool:
@@ -74,9 +78,32 @@ class BucketFolder:
         return answer
 
     def chunks(self, name: str, start: int = 0) -> Iterator[bytes]:
-        """Yield the content of an object from ``start`` on. Raises StoreError."""
+        """Yield the content of an object from ``start`` on, whatever the server sends of it. Raises StoreError."""
         from_start = {"Range": f"bytes={start}-"} if start else {}
-        yield from self._read(self.call("get_object", name, **from_start), name)
+        answer = self.call("get_object", name, **from_start)
+        with closing(answer["Body"]):
+            superfluous = start - self._first_byte(answer, name, start)
+            for chunk in self._read(answer, name):
+                if wanted := chunk[superfluous:]:
+                    yield wanted
+                superfluous = max(0, superfluous - len(chunk))
+
+    def _first_byte(self, answer: dict[str, Any], name: str, start: int) -> int:
+        """Where the content in an answer begins. Servers may ignore the Range header, and send the whole object."""
+        if not start:
+            return 0
+        found = _FIRST_BYTE.match(given := str(answer.get("ContentRange", "bytes 0-")))
+        if found is None or int(found[1]) > start:
+            raise StoreError(
+                f"{self.url}/{name} cannot be read: asked for the bytes from {start:,} on, the server sent {given!r}. "
+                "Check the server, and proxies before it"
+            )
+        if int(found[1]) < start:
+            _log.warning(
+                "%s/%s is read from byte %s on, and not from byte %s: %s ignores Range headers",
+                self.url, name, found[1], start, self.endpoint,
+            )  # fmt: skip
+        return int(found[1])
 
     def _read(self, answer: dict[str, Any], name: str) -> Iterator[bytes]:
         try:

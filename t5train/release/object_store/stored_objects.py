@@ -7,6 +7,7 @@ from t5train.errors import DigestMismatch, StoreError
 from t5train.records.digests import FileDigest
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import MeasuredFile, encoded
+from t5train.release.object_store.insistent_bucket import insistent_chunks
 from t5train.release.object_store.store_errors import MISSING
 
 _CRC = "ChecksumCRC64NVME"
@@ -53,7 +54,7 @@ def read_back(
     """Read an object, and raise DigestMismatch unless it has this size and sha256. ``count`` is called with sizes."""
     sha256, size = hashlib.sha256(), 0
     try:
-        for chunk in bucket.chunks(name):
+        for chunk in insistent_chunks(bucket, name):
             sha256.update(chunk)
             size += len(chunk)
             count(len(chunk))
