@@ -137,9 +137,20 @@ class BucketFolder:
         Objects that stand for folders, which some programs make, are left out.
         """
         prefix = self._key(folder) + "/" if self._key(folder) else ""
-        arguments = {"Prefix": prefix} | ({} if below else {"Delimiter": "/"})
+        return [*self._sizes(prefix, {"Prefix": prefix} | ({} if below else {"Delimiter": "/"}))]
+
+    def sizes(self, beginning: str = "") -> dict[str, int]:
+        """Return the sizes of the objects whose names begin so, those in folders included, by name.
+
+        Objects that stand for folders are left out.
+        """
+        own = self._key("") + "/" if self._key("") else ""
+        return self._sizes(own, {"Prefix": own + beginning})
+
+    def _sizes(self, above: str, arguments: dict[str, str]) -> dict[str, int]:
         pages = self._pages("list_objects_v2", "Contents", {"ContinuationToken": "NextContinuationToken"}, arguments)
-        return [key.removeprefix(prefix) for entry in pages if not (key := str(entry["Key"])).endswith("/")]
+        found = {str(entry["Key"]): int(entry["Size"]) for entry in pages}
+        return {key.removeprefix(above): size for key, size in found.items() if not key.endswith("/")}
 
     def uploads(self, folder: str = "") -> list[tuple[str, str]]:
         """Return the names and ids of the unfinished multipart uploads below ``folder``; the names include it."""
