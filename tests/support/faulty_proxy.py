@@ -25,8 +25,9 @@ class Request(NamedTuple):
 
     @property
     def is_upload(self) -> bool:
-        """Whether it sends an object other than a manifest, or a part of one."""
-        return self.method == "PUT" and self.size > 0 and not urlsplit(self.target).path.endswith("/manifest.json")
+        """Whether it sends an object other than a manifest or a probe of the server, or a part of one."""
+        path = urlsplit(self.target).path
+        return self.method == "PUT" and self.size > 0 and not path.endswith(("/manifest.json", "/probe.txt"))
 
 
 class Refuse(NamedTuple):
@@ -72,7 +73,7 @@ class FaultyProxy:
                 self._arrived[urlsplit(request.target).path] += size
 
     def arrived_bytes(self, destination: str) -> int:
-        """Bytes of objects and parts that arrived below a destination, ``s3://BUCKET/FOLDER``; manifests left out."""
+        """Bytes of objects and parts that arrived below a destination, ``s3://BUCKET/FOLDER``; see ``is_upload``."""
         prefix = destination.removeprefix("s3:/") + "/"
         with self._counting:
             return sum(size for path, size in self._arrived.items() if path.startswith(prefix))

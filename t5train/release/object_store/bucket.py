@@ -34,6 +34,9 @@ def is_in_s3(url: str) -> bool:
 class BucketFolder:
     """A folder of a bucket, and the client for it. Threads can share it."""
 
+    compares_checksums = True
+    """Whether the server compares checksums with what it receives. If not, those that it returns prove nothing."""
+
     def __init__(self, url: str, tries: int | None = None, wait_seconds: float = _READ_SECONDS) -> None:
         """``tries`` is how often a request is sent before it fails; None: eight times.
 

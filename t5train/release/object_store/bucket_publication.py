@@ -22,6 +22,7 @@ from t5train.release.object_store.published_manifest import P, not_empty, occupi
 from t5train.release.object_store.store_errors import CONTENDED, PRECONDITION_FAILED, TRANSIENT, UNKNOWN_UPLOAD
 from t5train.release.object_store.stored_objects import prove, read_back
 from t5train.release.object_store.upload_journal import UploadJournal
+from t5train.release.object_store.write_check import compares_checksums
 
 PART_BYTES = 64 << 20
 _COMMIT_TRIES, _COMMIT_SECONDS = 6, 900.0
@@ -54,6 +55,7 @@ def publish_to_bucket(
     """
     with UploadJournal.opened(folder, f"{bucket.endpoint} {bucket.url}") as journal:
         found, is_new = published_in(bucket, type(record)), False
+        bucket.compares_checksums = compares_checksums(bucket)
         if found is None:
             attempt = journal.continue_attempt(record.fingerprint, record.files)
             uploads = FileUploads(bucket, attempt, folder, files, journal, progress)

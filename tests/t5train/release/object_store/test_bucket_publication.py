@@ -89,7 +89,8 @@ def test_publishing_again_sends_nothing_and_compares_the_servers_checksums(
     again = publish(exported, destination)
     assert again.reused
     assert again.folder == first.folder
-    assert not [name for operation, name in requests if operation in {"put_object", "create_multipart_upload"}]
+    sent = [name for operation, name in requests if operation in {"put_object", "create_multipart_upload"}]
+    assert not [name for name in sent if "/probe.txt" not in str(name)]
     assert sum(operation == "head_object" for operation, _ in requests) == len(exported.files)
 
 
@@ -294,6 +295,37 @@ def test_the_journal_is_private_and_one_of_another_export_is_not_used_but_its_ob
     publish(Export.load(exported.path), destination)
     assert reader.require_only(destination)["inputs"]["export"] == other.fingerprint
     assert not journal.exists()
+
+
+@pytest.mark.parametrize("is_intact", [True, False])
+def test_what_a_server_stores_without_comparing_checksums_is_read_back(
+    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, is_intact: bool,
+) -> None:  # fmt: skip
+    call, claimed, read = BucketFolder.call, dict[str | None, str](), set[str | None]()
+
+    def believing(self: BucketFolder, sent: str, name: str | None = None, **arguments: Any) -> Any:
+        if sent == "put_object":
+            claimed[name] = arguments.pop("ChecksumCRC64NVME")
+            if str(name).endswith("config.json") and not is_intact:
+                arguments["Body"] = arguments["Body"][:-1] + b"!"
+        read.update({name} if sent == "get_object" else ())
+        answer = call(self, sent, name, **arguments)
+        return answer | {"ChecksumCRC64NVME": claimed.get(name)} if sent == "head_object" else answer
+
+    exported = make_random_export(sizes=SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(BucketFolder, "call", believing)
+        check_destination(destination)
+        assert f"wrong checksum (CRC64NVME), so what is published to {destination} is read back" in caplog.text
+        assert not reader.keys(destination)
+        if not is_intact:
+            with pytest.raises(DigestMismatch, match=r"config\.json has 700 bytes and sha256"):
+                publish(exported, destination)
+            return
+        folder = publish(exported, destination).folder
+    assert {f"{folder}/{name}" for name in exported.files} <= read
+    reader.require_only(destination)
 
 
 def test_a_second_process_with_the_same_export_and_destination_is_refused(
