@@ -60,6 +60,16 @@ def compares_checksums(bucket: BucketFolder) -> bool:
     return False
 
 
+def ignores_conditions(bucket: BucketFolder) -> bool:
+    """Whether the server replaces an object although it must not exist yet. Raises StoreError."""
+    name = _probe_name()
+    try:
+        _write(bucket, name)
+        return not _is_refused(bucket, name)
+    finally:
+        bucket.call("delete_object", name)
+
+
 def require_replacing(bucket: BucketFolder) -> None:
     """Raise PublicationError if the server replaces an object although it is not the one that the writer has read."""
     name = _probe_name()
