@@ -474,11 +474,20 @@ def test_without_a_checksum_from_the_server_objects_are_read_back(
         publish(exported, destination)
 
 
-def test_no_credentials_are_in_any_log_object_or_journal(
+@pytest.mark.parametrize("are_in_a_profile", [False, True])
+def test_no_credentials_are_in_any_log_object_journal_or_copy(
     s3: Any, make_random_export: MakeExport, destination: str, reader: Reader, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, are_in_a_profile: bool,
 ) -> None:  # fmt: skip
     exported, journals = make_random_export(), []
+    key, secret = s3.environment["AWS_ACCESS_KEY_ID"], s3.environment["AWS_SECRET_ACCESS_KEY"]
+    if are_in_a_profile:
+        profile = exported.path.parent / "credentials"
+        profile.write_text(f"[publisher]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
+        monkeypatch.setenv("AWS_PROFILE", "publisher")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
 
     def read_journal(send: Callable[[], Any], _: str | None) -> Any:
         journals.extend(path.read_text() for path in exported.path.parent.glob(".export.upload-*.jsonl"))
@@ -488,9 +497,10 @@ def test_no_credentials_are_in_any_log_object_or_journal(
     with caplog.at_level(logging.DEBUG):
         publish(exported, destination)
         verify(destination)
+        copied = fetch(destination, exported.path.with_name("copy")).path
     assert json.loads(journals[0].splitlines()[0])["files"] == sorted(exported.files)
     assert "manifest.json" in caplog.text
     stored = "".join(reader.content(destination, name).decode("latin-1") for name in reader.keys(destination))
-    key, secret = s3.environment["AWS_ACCESS_KEY_ID"], s3.environment["AWS_SECRET_ACCESS_KEY"]
+    stored += "".join(path.read_bytes().decode("latin-1") for path in copied.rglob("*") if path.is_file())
     assert secret not in caplog.text + stored + "".join(journals)
     assert key not in stored + "".join(journals)
