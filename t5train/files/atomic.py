@@ -109,16 +109,20 @@ def partial_folder(path: Path, *, keep_unfinished: bool = False) -> Iterator[Pat
 
     Files that a killed process left in it are removed first. With ``keep_unfinished``, the folder and its files stay
     instead, so that the next call can continue with them. Raises StorageError if another live process is filling the
-    same folder, or if it cannot be created.
+    same folder, if it cannot be created, or if it is a link; with ``keep_unfinished``, also if it is another user's.
     """
     partial = partial_of(path)
+    if partial.is_symlink():
+        raise StorageError(f"{partial} is a symbolic link, which would be followed: remove it, then try again")
     try:
         partial.mkdir(parents=True, exist_ok=True)
         lock = _lock(partial)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {explain(error)}") from error
     try:
-        if not keep_unfinished:
+        if keep_unfinished:
+            _require_own(partial)
+        else:
             _clear(partial)
         yield partial
     finally:
@@ -197,13 +201,31 @@ def copy_durably(source: Path, target: Path) -> None:
 
 def _lock(partial: Path) -> int:
     """A descriptor that holds the folder's lock. The kernel releases the lock however this process ends."""
-    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     locked = try_lock(descriptor)
     # The previous holder of the lock may have renamed the folder. Then it is finished and must not be cleared.
     if not (locked and _is_open_as(partial, descriptor)):
         os.close(descriptor)
         raise StorageError(f"{partial} is being filled by another process: wait for it to end, then try again")
     return descriptor
+
+
+def _require_own(folder: Path) -> None:
+    """Raise StorageError if another user can change what is in a folder, because it is theirs.
+
+    The owner of new files is compared, because some network file systems give them to another user than this one.
+    """
+    owner = folder.stat().st_uid
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            is_own = os.fstat(file.fileno()).st_uid == owner
+    except PermissionError:
+        is_own = False
+    if not is_own:
+        raise StorageError(
+            f"{folder} belongs to another user ({owner}), who could change what is in it: remove it, or choose another "
+            "folder"
+        )
 
 
 def _is_open_as(path: Path, descriptor: int) -> bool:

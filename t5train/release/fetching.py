@@ -19,12 +19,12 @@ from t5train.records.digests import FileDigest
 from t5train.records.stage_records import MANIFEST, Publication, Published
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.object_store.bucket import BucketFolder, is_in_s3
-from t5train.release.object_store.store_errors import MISSING, TRANSIENT
+from t5train.release.object_store.insistent_bucket import insistent_chunks
+from t5train.release.object_store.store_errors import MISSING
 from t5train.release.object_store.stored_objects import differs, missing
 from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
 from t5train.release.verification import manifest_in, require_certified, verify_local
 
-_TRIES = 5
 _CHUNK_BYTES = 1 << 20
 
 
@@ -99,7 +99,7 @@ def copy_files(bucket: BucketFolder, published: Published, folder: Path, progres
         raise StorageError(
             f"{folder} needs {total - there:,} more bytes, but {free:,} are free. Free some space, or fetch elsewhere"
         )
-    count = ByteCount("bytes fetched", total, progress)
+    count = ByteCount("bytes fetched", total, progress, bucket.stopping)
 
     def copy(name: str, digest: FileDigest) -> list[Job]:
         _copy_file(bucket, published.name_beside_manifest(name), folder / name, digest, count.add)
@@ -109,9 +109,15 @@ def copy_files(bucket: BucketFolder, published: Published, folder: Path, progres
 
 
 def _remove_others(folder: Path, published: Published) -> None:
-    """Remove what is not a file of this publication: what was fetched of another one, and links."""
+    """Remove what is not a file of this publication: what was fetched of another one, links, and files of other users.
+
+    To append to a file that has a second name elsewhere would change it there.
+    """
+    owner = folder.stat().st_uid
     for name in files_below(folder):
-        if name not in published.files or not stat.S_ISREG((folder / name).lstat().st_mode):
+        found = (folder / name).lstat()
+        is_own = stat.S_ISREG(found.st_mode) and (found.st_nlink, found.st_uid) == (1, owner)
+        if name not in published.files or not is_own:
             (folder / name).unlink()
     for parent, _, _ in os.walk(folder, topdown=False):
         if Path(parent) != folder and not any(Path(parent).iterdir()):
@@ -139,30 +145,26 @@ def _copy_file(
 def _completed(
     bucket: BucketFolder, stored: str, path: Path, expected: FileDigest, count: Callable[[int], None]
 ) -> FileDigest:
-    """Append to a file what it lacks, and return its digest. After a lost connection, continue from where it ended."""
-    sha256, failures = hashlib.sha256(), 0
+    """Append to a file what it lacks, and return its digest."""
+    sha256 = hashlib.sha256()
     with open(path, "a+b", opener=_without_following) as file:
         file.seek(0)
         while chunk := file.read(_CHUNK_BYTES):
             sha256.update(chunk)
             count(len(chunk))
         size = file.tell()
-        while size < expected.size:
-            try:
-                for chunk in bucket.chunks(stored, size):
-                    file.write(chunk)
-                    sha256.update(chunk)
-                    size += len(chunk)
-                    count(len(chunk))
-                    if size > expected.size:
-                        break
-                break
-            except StoreError as error:
-                if error.code in MISSING:
-                    raise missing(bucket, stored, expected) from None
-                failures += 1
-                if error.code not in TRANSIENT or failures == _TRIES:
-                    raise
+        try:
+            for chunk in insistent_chunks(bucket, stored, size) if size < expected.size else ():
+                file.write(chunk)
+                sha256.update(chunk)
+                size += len(chunk)
+                count(len(chunk))
+                if size > expected.size:
+                    break
+        except StoreError as error:
+            if error.code in MISSING:
+                raise missing(bucket, stored, expected) from None
+            raise
         file.flush()
         os.fsync(file.fileno())
     return FileDigest(size=size, sha256=sha256.hexdigest())

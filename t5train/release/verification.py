@@ -115,7 +115,8 @@ def verify_bucket(bucket: BucketFolder, progress: Progress = silent) -> Record:
     where = bucket.url
     record = manifest_in(bucket)
     faults: list[T5TrainError] = []
-    read = ByteCount("bytes verified", sum(digest.size for digest in record.files.values()), progress)
+    total = sum(digest.size for digest in record.files.values())
+    read = ByteCount("bytes verified", total, progress, bucket.stopping)
 
     def compare(name: str, digest: FileDigest) -> list[Job]:
         faults.extend(_faults_of(read_back, bucket, record.name_beside_manifest(name), digest, read.add))

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import BinaryIO, NamedTuple, cast
 from urllib.parse import urlsplit
@@ -24,8 +25,9 @@ class Request(NamedTuple):
 
     @property
     def is_upload(self) -> bool:
-        """Whether it sends an object other than a manifest, or a part of one."""
-        return self.method == "PUT" and self.size > 0 and not urlsplit(self.target).path.endswith("/manifest.json")
+        """Whether it sends an object other than a manifest or a probe of the server, or a part of one."""
+        path = urlsplit(self.target).path
+        return self.method == "PUT" and self.size > 0 and not path.endswith(("/manifest.json", "/probe.txt"))
 
 
 class Refuse(NamedTuple):
@@ -45,7 +47,13 @@ class LoseAnswer(NamedTuple):
     """Forward the whole request, but drop the connection when the server answers."""
 
 
-Fault = Refuse | Cut | LoseAnswer
+class CutAnswer(NamedTuple):
+    """Forward the whole request, but drop the connection after some bytes of the answer, its head included."""
+
+    after_bytes: int
+
+
+Fault = Refuse | Cut | LoseAnswer | CutAnswer
 
 
 class FaultyProxy:
@@ -65,7 +73,7 @@ class FaultyProxy:
                 self._arrived[urlsplit(request.target).path] += size
 
     def arrived_bytes(self, destination: str) -> int:
-        """Bytes of objects and parts that arrived below a destination, ``s3://BUCKET/FOLDER``; manifests left out."""
+        """Bytes of objects and parts that arrived below a destination, ``s3://BUCKET/FOLDER``; see ``is_upload``."""
         prefix = destination.removeprefix("s3:/") + "/"
         with self._counting:
             return sum(size for path, size in self._arrived.items() if path.startswith(prefix))
@@ -99,8 +107,8 @@ def running_proxy(server_port: int) -> Iterator[FaultyProxy]:
 
 def _forward(proxy: FaultyProxy, requests: BinaryIO, client: socket.socket, server: socket.socket) -> None:
     """Forward the requests of one connection until one of them is disturbed or a side closes it."""
-    is_lost = threading.Event()
-    answers = threading.Thread(target=_forward_answers, args=(server, client, is_lost), daemon=True)
+    allowed = _Allowed()
+    answers = threading.Thread(target=_forward_answers, args=(server, client, allowed), daemon=True)
     answers.start()
     while head := _head(requests):
         request = _parsed(head)
@@ -109,13 +117,15 @@ def _forward(proxy: FaultyProxy, requests: BinaryIO, client: socket.socket, serv
             _refuse(fault, head, request, requests, client)
             return
         if isinstance(fault, LoseAnswer) and not request.size:
-            is_lost.set()
+            allowed.bytes = 0
+        if isinstance(fault, CutAnswer):
+            allowed.bytes = fault.after_bytes
         server.sendall(head)
         left = min(request.size, fault.after_bytes) if isinstance(fault, Cut) else request.size
         while left and (chunk := requests.read(min(left, _CHUNK_BYTES))):
             left -= len(chunk)
             if isinstance(fault, LoseAnswer) and not left:
-                is_lost.set()
+                allowed.bytes = 0
             server.sendall(chunk)
             proxy.count(request, len(chunk))
         if left or isinstance(fault, Cut):
@@ -124,9 +134,19 @@ def _forward(proxy: FaultyProxy, requests: BinaryIO, client: socket.socket, serv
     answers.join()
 
 
-def _forward_answers(server: socket.socket, client: socket.socket, is_lost: threading.Event) -> None:
+@dataclass
+class _Allowed:
+    """How much of the answers on a connection the client may still get; None: all."""
+
+    bytes: int | None = None
+
+
+def _forward_answers(server: socket.socket, client: socket.socket, allowed: _Allowed) -> None:
     with suppress(OSError):
-        while (content := server.recv(_CHUNK_BYTES)) and not is_lost.is_set():
+        while (content := server.recv(_CHUNK_BYTES)) and allowed.bytes != 0:
+            if allowed.bytes is not None:
+                content = content[: allowed.bytes]
+                allowed.bytes -= len(content)
             client.sendall(content)
     _end(client)
 

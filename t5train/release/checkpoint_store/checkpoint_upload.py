@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -175,7 +175,7 @@ def take_stock(claim: StoreClaim, unfinished: set[str]) -> None:
     """
     ledger, bucket = claim.ledger, claim.bucket
     known = {one.folder for one in ledger.checkpoints} | {*ledger.removing, *ledger.set_aside}
-    present = set(bucket.names())
+    present = bucket.sizes()
     folders = {name.partition("/")[0] for name in (*present, *(name for name, _ in bucket.uploads()))}
     left = {name for name in folders if is_checkpoint_folder(name) and name not in known}
     finished = {name for name in left if f"{name}/{MANIFEST}" in present}
@@ -186,8 +186,11 @@ def take_stock(claim: StoreClaim, unfinished: set[str]) -> None:
         claim.change(lambda ledger: _without(ledger, abandoned))
 
 
-def _entry_of(claim: StoreClaim, folder: str, present: Collection[str]) -> StoredTag | None:
-    """The entry for a checkpoint that has a manifest; None, with a log line, if it must not be resumed from."""
+def _entry_of(claim: StoreClaim, folder: str, present: Mapping[str, int]) -> StoredTag | None:
+    """The entry for a checkpoint that has a manifest; None, with a log line, if it must not be resumed from.
+
+    ``present`` has the sizes of all objects.
+    """
     bucket, ledger = claim.bucket.below(folder), claim.ledger
     try:
         record = published_in(bucket, StoredCheckpoint)
@@ -203,8 +206,12 @@ def _entry_of(claim: StoreClaim, folder: str, present: Collection[str]) -> Store
         why = "it is not a checkpoint of this run, or the run has begun again since"
     elif any(one.tag == record.tag for one in ledger.checkpoints):
         why = f"the run has another {record.tag}"
-    elif not {f"{folder}/{record.name_beside_manifest(name)}" for name in record.files} <= {*present}:
-        why = "some of its files are missing"
+    elif damaged := [
+        f"{name} has {present.get(stored, 0):,} of {digest.size:,} bytes"
+        for name, digest in record.files.items()
+        if present.get(stored := f"{folder}/{record.name_beside_manifest(name)}") != digest.size
+    ]:
+        why = f"some of its files are missing or have another size ({', '.join(damaged[:5])})"
     else:
         return StoredTag(tag=record.tag, folder=folder, size=sum(digest.size for digest in record.files.values()))
     _log.warning("%s is not used, and not removed: %s", bucket.url, why)

@@ -1,8 +1,10 @@
 """A folder of an S3 bucket. Endpoint, region, profile and credentials are those that boto3 finds by itself."""
 
+import logging
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ from t5train.release.object_store.store_errors import MISSING, UNKNOWN_UPLOAD, s
 
 _SCHEMES = ("s3://", "s3a://")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
+_FIRST_BYTE = re.compile(r"bytes (\d+)-")
 _TRIES = 8
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
 _CHUNK_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 20
 _VERBS = {"get": "read", "head": "read", "list": "read", "delete": "deleted"}
 MOST_CONNECTIONS = 8
+_log = logging.getLogger(__name__)
 
 
 def is_in_s3(url: str) -> bool:
@@ -29,6 +33,9 @@ def is_in_s3(url: str) -> bool:
 
 class BucketFolder:
     """A folder of a bucket, and the client for it. Threads can share it."""
+
+    compares_checksums = True
+    """Whether the server compares checksums with what it receives. If not, those that it returns prove nothing."""
 
     def __init__(self, url: str, tries: int | None = None, wait_seconds: float = _READ_SECONDS) -> None:
         """``tries`` is how often a request is sent before it fails; None: eight times.
@@ -74,9 +81,32 @@ class BucketFolder:
         return answer
 
     def chunks(self, name: str, start: int = 0) -> Iterator[bytes]:
-        """Yield the content of an object from ``start`` on. Raises StoreError."""
+        """Yield the content of an object from ``start`` on, whatever the server sends of it. Raises StoreError."""
         from_start = {"Range": f"bytes={start}-"} if start else {}
-        yield from self._read(self.call("get_object", name, **from_start), name)
+        answer = self.call("get_object", name, **from_start)
+        with closing(answer["Body"]):
+            superfluous = start - self._first_byte(answer, name, start)
+            for chunk in self._read(answer, name):
+                if wanted := chunk[superfluous:]:
+                    yield wanted
+                superfluous = max(0, superfluous - len(chunk))
+
+    def _first_byte(self, answer: dict[str, Any], name: str, start: int) -> int:
+        """Where the content in an answer begins. Servers may ignore the Range header, and send the whole object."""
+        if not start:
+            return 0
+        found = _FIRST_BYTE.match(given := str(answer.get("ContentRange", "bytes 0-")))
+        if found is None or int(found[1]) > start:
+            raise StoreError(
+                f"{self.url}/{name} cannot be read: asked for the bytes from {start:,} on, the server sent {given!r}. "
+                "Check the server, and proxies before it"
+            )
+        if int(found[1]) < start:
+            _log.warning(
+                "%s/%s is read from byte %s on, and not from byte %s: %s ignores Range headers",
+                self.url, name, found[1], start, self.endpoint,
+            )  # fmt: skip
+        return int(found[1])
 
     def _read(self, answer: dict[str, Any], name: str) -> Iterator[bytes]:
         try:
@@ -110,9 +140,20 @@ class BucketFolder:
         Objects that stand for folders, which some programs make, are left out.
         """
         prefix = self._key(folder) + "/" if self._key(folder) else ""
-        arguments = {"Prefix": prefix} | ({} if below else {"Delimiter": "/"})
+        return [*self._sizes(prefix, {"Prefix": prefix} | ({} if below else {"Delimiter": "/"}))]
+
+    def sizes(self, beginning: str = "") -> dict[str, int]:
+        """Return the sizes of the objects whose names begin so, those in folders included, by name.
+
+        Objects that stand for folders are left out.
+        """
+        own = self._key("") + "/" if self._key("") else ""
+        return self._sizes(own, {"Prefix": own + beginning})
+
+    def _sizes(self, above: str, arguments: dict[str, str]) -> dict[str, int]:
         pages = self._pages("list_objects_v2", "Contents", {"ContinuationToken": "NextContinuationToken"}, arguments)
-        return [key.removeprefix(prefix) for entry in pages if not (key := str(entry["Key"])).endswith("/")]
+        found = {str(entry["Key"]): int(entry["Size"]) for entry in pages}
+        return {key.removeprefix(above): size for key, size in found.items() if not key.endswith("/")}
 
     def uploads(self, folder: str = "") -> list[tuple[str, str]]:
         """Return the names and ids of the unfinished multipart uploads below ``folder``; the names include it."""

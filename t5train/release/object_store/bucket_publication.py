@@ -22,6 +22,7 @@ from t5train.release.object_store.published_manifest import P, not_empty, occupi
 from t5train.release.object_store.store_errors import CONTENDED, PRECONDITION_FAILED, TRANSIENT, UNKNOWN_UPLOAD
 from t5train.release.object_store.stored_objects import prove, read_back
 from t5train.release.object_store.upload_journal import UploadJournal
+from t5train.release.object_store.write_check import compares_checksums, ignores_conditions
 
 PART_BYTES = 64 << 20
 _COMMIT_TRIES, _COMMIT_SECONDS = 6, 900.0
@@ -54,6 +55,7 @@ def publish_to_bucket(
     """
     with UploadJournal.opened(folder, f"{bucket.endpoint} {bucket.url}") as journal:
         found, is_new = published_in(bucket, type(record)), False
+        bucket.compares_checksums = compares_checksums(bucket)
         if found is None:
             attempt = journal.continue_attempt(record.fingerprint, record.files)
             uploads = FileUploads(bucket, attempt, folder, files, journal, progress)
@@ -63,7 +65,7 @@ def publish_to_bucket(
             is_new = found.folder == attempt
         if found.fingerprint == record.fingerprint and not is_new:
             _prove(bucket, found, files)
-        if _is_cleaned_up(bucket, journal, found):
+        if _is_cleaned_up(bucket, journal, record, found):
             journal.remove()
         if found.fingerprint != record.fingerprint:
             raise occupied(bucket.url, found)
@@ -84,11 +86,12 @@ def published_in(bucket: BucketFolder, kind: type[P]) -> P | None:
 
 
 def _publication_of_another(bucket: BucketFolder, uploads: FileUploads, part_bytes: int, kind: type[P]) -> P | None:
-    """Upload the files. Returns the publication of another process that was first and aborted the uploads, if any."""
+    """Upload the files. Returns the publication of another process that was first, if it removed what was uploaded."""
     try:
         uploads.send(part_bytes)
-    except StoreError as error:
-        if error.code == UNKNOWN_UPLOAD and (found := published_in(bucket, kind)) is not None:
+    except (DigestMismatch, StoreError) as error:
+        is_removed = isinstance(error, DigestMismatch) or error.code == UNKNOWN_UPLOAD
+        if is_removed and (found := published_in(bucket, kind)) is not None:
             return found
         raise
     return None
@@ -127,11 +130,12 @@ def _commit(bucket: BucketFolder, record: P) -> P:
     )
 
 
-def _is_cleaned_up(bucket: BucketFolder, journal: UploadJournal, found: Published) -> bool:
-    """Whether ``_clean_up`` succeeded. If it did not, that changes nothing of what is published."""
+def _is_cleaned_up(bucket: BucketFolder, journal: UploadJournal, record: Published, found: Published) -> bool:
+    """Whether what other uploads left was removed. If it was not, that changes nothing of what is published."""
     try:
         _clean_up(bucket, journal, found)
-    except StoreError as error:
+        _remove_orphans(bucket, record, found)
+    except PublicationError as error:
         _log.warning(
             "%s is published, but what other uploads left there could not be removed: %s. To remove it, publish again",
             bucket.url, error,
@@ -158,6 +162,31 @@ def _clean_up(bucket: BucketFolder, journal: UploadJournal, found: Published) ->
             )  # fmt: skip
             for name in attempt.files:
                 bucket.call("delete_object", f"{attempt.name}/{name}")
+
+
+def _remove_orphans(bucket: BucketFolder, record: Published, found: Published) -> None:
+    """Remove the objects of other uploads of ``record``, whose journals may be lost together with their machines.
+
+    One of them may still be going on, but as long as the manifest of ``found`` is there, it cannot be committed any
+    more, and its process will use that publication. Nothing is removed from servers that would replace the manifest.
+    """
+    orphans = {
+        name: folder
+        for name in bucket.sizes(f"{record.fingerprint[:12]}-")
+        if _ATTEMPT.fullmatch(folder := name.partition("/")[0]) and folder != found.folder
+    }
+    if not orphans or ignores_conditions(bucket):
+        return
+    # Asked after the list was made: an upload that began after somebody removed the manifest is not in it.
+    now = published_in(bucket, type(found))
+    if now is None or now.seal != found.seal:
+        return
+    _log.warning(
+        "removing what uploads that were not published left in %s: %s",
+        bucket.url, ", ".join(sorted({*orphans.values()})),
+    )  # fmt: skip
+    for name in orphans:
+        bucket.call("delete_object", name)
 
 
 def _prove(bucket: BucketFolder, found: Published, files: Mapping[str, MeasuredFile]) -> None:

@@ -1,8 +1,9 @@
-"""Requests that insist: an upload outlasts a store that is busy, restarting or unreachable for some minutes."""
+"""Requests that insist: they outlast a store that is busy, restarting or unreachable for some minutes."""
 
 import logging
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from t5train.errors import StoreError
@@ -11,7 +12,7 @@ from t5train.release.object_store.file_body import FileBody
 from t5train.release.object_store.store_errors import TRANSIENT
 
 INSIST_SECONDS = 600.0
-"""How long one request is tried again after transient failures."""
+"""How long one request is tried again after transient failures, and a stream since its last byte."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 15.0
 _log = logging.getLogger(__name__)
 
@@ -43,3 +44,27 @@ class InsistentBucket(BucketFolder):
             else:
                 self._has_answered = True
                 return answer
+
+
+def insistent_chunks(bucket: BucketFolder, name: str, start: int = 0) -> Iterator[bytes]:
+    """Yield the content of an object from ``start`` on. A stream that breaks is continued where it broke.
+
+    Raises StoreError for failures that are not transient, and after ``INSIST_SECONDS`` without a byte.
+    """
+    last, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            for chunk in bucket.chunks(name, start):
+                start += len(chunk)
+                last, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+                yield chunk
+        except StoreError as error:
+            left = last + INSIST_SECONDS - time.monotonic()
+            if error.code not in TRANSIENT or left <= 0:
+                raise
+            _log.warning("retrying from byte %s for up to %.0f s: %s", f"{start:,}", left, error)
+            if bucket.stopping.wait(min(left, pause * random.uniform(0.5, 1))):
+                raise
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        else:
+            return

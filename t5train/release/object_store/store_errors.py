@@ -9,6 +9,8 @@ from t5train.errors import StoreError
 
 CONTENDED = ("ConditionalRequestConflict", "OperationAborted", "409")
 """Codes of a conditional write that collided with another one. Neither may have been done."""
+WRONG_CHECKSUM = ("BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "FlexibleChecksumError")
+"""Codes of a server that compares a checksum with what it received, and finds that it is another one."""
 MISSING = ("NoSuchKey", "404")
 """Codes of an object that does not exist."""
 TRANSIENT = (
@@ -76,7 +78,7 @@ _BY_CODE = {
     **dict.fromkeys(("ReadTimeoutError", "ConnectionClosedError", "HTTPClientError", "RequestTimeout"), _NO_ANSWER),
     **dict.fromkeys(("ResponseStreamingError", "IncompleteReadError"), _NO_ANSWER),
     **dict.fromkeys(("SlowDown", "ServiceUnavailable", "InternalError", "500", "502", "503", "504"), _BUSY),
-    **dict.fromkeys(("BadDigest", "XAmzContentChecksumMismatch", "FlexibleChecksumError"), _DAMAGED),
+    **dict.fromkeys(WRONG_CHECKSUM, _DAMAGED),
     "InvalidAccessKeyId": _Explanation(
         "the server does not know this AWS_ACCESS_KEY_ID", f"Check {_CREDENTIALS}, and AWS_ENDPOINT_URL"
     ),

@@ -7,6 +7,7 @@ from t5train.errors import DigestMismatch, StoreError
 from t5train.records.digests import FileDigest
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import MeasuredFile, encoded
+from t5train.release.object_store.insistent_bucket import insistent_chunks
 from t5train.release.object_store.store_errors import MISSING
 
 _CRC = "ChecksumCRC64NVME"
@@ -15,7 +16,8 @@ _CRC = "ChecksumCRC64NVME"
 def prove(bucket: BucketFolder, name: str, expected: MeasuredFile) -> None:
     """Raise DigestMismatch unless an object has this size and the checksum that the server computed itself.
 
-    If the server returns no such checksum, the object is read back, and its sha256 compared.
+    If the server returns no such checksum, or does not compare it with what it receives, the object is read back, and
+    its sha256 compared.
     """
     try:
         found = bucket.call("head_object", name, ChecksumMode="ENABLED")
@@ -24,7 +26,7 @@ def prove(bucket: BucketFolder, name: str, expected: MeasuredFile) -> None:
         if error.code in MISSING or (is_unclear and not _is_listed(bucket, name)):
             raise missing(bucket, name, expected.digest) from None
         raise
-    if (crc := found.get(_CRC)) is None:
+    if (crc := found.get(_CRC)) is None or not bucket.compares_checksums:
         read_back(bucket, name, expected.digest)
     elif (found["ContentLength"], crc) != (expected.size, encoded(expected.crc)):
         raise DigestMismatch(
@@ -53,7 +55,7 @@ def read_back(
     """Read an object, and raise DigestMismatch unless it has this size and sha256. ``count`` is called with sizes."""
     sha256, size = hashlib.sha256(), 0
     try:
-        for chunk in bucket.chunks(name):
+        for chunk in insistent_chunks(bucket, name):
             sha256.update(chunk)
             size += len(chunk)
             count(len(chunk))

@@ -6,7 +6,7 @@ import secrets
 from t5train.errors import PublicationError, StoreError
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import crc_of, encoded
-from t5train.release.object_store.store_errors import PRECONDITION_FAILED
+from t5train.release.object_store.store_errors import PRECONDITION_FAILED, WRONG_CHECKSUM
 
 _CONTENT = b"t5-pretrain writes, reads and deletes this object to check that it can publish here.\n"
 _log = logging.getLogger(__name__)
@@ -15,9 +15,10 @@ _log = logging.getLogger(__name__)
 def check_writing(bucket: BucketFolder) -> None:
     """Write, read and delete an object, and list unfinished uploads. Raises StoreError for what is not possible.
 
-    Warns of a server that ignores the condition of a write: there, two processes could both publish.
+    Warns of a server that ignores the condition of a write, where two processes could both publish, and of one that
+    does not compare checksums.
     """
-    name = f"write-check-{secrets.token_hex(8)}/probe.txt"
+    name = _probe_name()
     try:
         _write(bucket, name)
         found = bucket.read(name)
@@ -34,12 +35,44 @@ def check_writing(bucket: BucketFolder) -> None:
             "Let only one run publish there at a time",
             bucket.endpoint, bucket.url,
         )  # fmt: skip
+    compares_checksums(bucket)
     bucket.uploads()
+
+
+def compares_checksums(bucket: BucketFolder) -> bool:
+    """Whether the server refuses an object whose checksum is wrong; warns if it does not. Raises StoreError.
+
+    A server that only stores the checksum returns it for any content, so there it proves nothing.
+    """
+    name = _probe_name()
+    try:
+        _write(bucket, name, ChecksumCRC64NVME=encoded(crc_of(_CONTENT) ^ 1))
+    except StoreError as error:
+        if error.code in WRONG_CHECKSUM:
+            return True
+        raise
+    bucket.call("delete_object", name)
+    _log.warning(
+        "%s accepts an object with a wrong checksum (CRC64NVME), so what is published to %s is read back, which takes "
+        "as long again",
+        bucket.endpoint, bucket.url,
+    )  # fmt: skip
+    return False
+
+
+def ignores_conditions(bucket: BucketFolder) -> bool:
+    """Whether the server replaces an object although it must not exist yet. Raises StoreError."""
+    name = _probe_name()
+    try:
+        _write(bucket, name)
+        return not _is_refused(bucket, name)
+    finally:
+        bucket.call("delete_object", name)
 
 
 def require_replacing(bucket: BucketFolder) -> None:
     """Raise PublicationError if the server replaces an object although it is not the one that the writer has read."""
-    name = f"write-check-{secrets.token_hex(8)}/probe.txt"
+    name = _probe_name()
     try:
         _write(bucket, name)
         try:
@@ -57,8 +90,12 @@ def require_replacing(bucket: BucketFolder) -> None:
         bucket.call("delete_object", name)
 
 
-def _write(bucket: BucketFolder, name: str, **condition: str) -> None:
-    bucket.call("put_object", name, Body=_CONTENT, ChecksumCRC64NVME=encoded(crc_of(_CONTENT)), **condition)
+def _probe_name() -> str:
+    return f"write-check-{secrets.token_hex(8)}/probe.txt"
+
+
+def _write(bucket: BucketFolder, name: str, **arguments: str) -> None:
+    bucket.call("put_object", name, Body=_CONTENT, **{"ChecksumCRC64NVME": encoded(crc_of(_CONTENT)), **arguments})
 
 
 def _is_refused(bucket: BucketFolder, name: str) -> bool:

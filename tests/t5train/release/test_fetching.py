@@ -1,18 +1,23 @@
 """Fetch publications from a real S3 server."""
 
 import json
-from collections.abc import Callable
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from t5train.errors import DigestMismatch, InputError, PublicationError, RecordError, StoreError
+from t5train.errors import DigestMismatch, InputError, PublicationError, RecordError, StorageError, StoreError
 from t5train.records.stage_records import Export, Publication
 from t5train.release.fetching import fetch
+from t5train.release.object_store import bucket, insistent_bucket
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.publication import publish
 from t5train.release.verification import verify
+from tests.support.faulty_proxy import CutAnswer, Fault, FaultyProxy, Refuse, Request
 from tests.support.s3_reader import Reader
 
 pytestmark = pytest.mark.slow
@@ -77,13 +82,117 @@ def test_an_interrupted_fetch_leaves_no_folder_and_continues_where_it_ended(
     assert not (tmp_path / ".fetched.partial").exists()
 
 
-def test_a_lost_connection_is_continued_at_once(
-    published: Export, destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    starts = interrupting(monkeypatch, "ResponseStreamingError", after=1 << 20)
-    fetch(destination, tmp_path / "fetched")
-    assert starts == [0, 1 << 20, 2 << 20]
+def test_a_stream_that_breaks_is_continued_where_it_broke_also_many_times(
+    published: Export, destination: str, tmp_path: Path, proxy: FaultyProxy, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    starts, chunks = list[int](), BucketFolder.chunks
+
+    def noted(self: BucketFolder, name: str, start: int = 0) -> Iterator[bytes]:
+        if name.endswith("model.safetensors"):
+            starts.append(start)
+        return chunks(self, name, start)
+
+    monkeypatch.setattr(BucketFolder, "chunks", noted)
+    monkeypatch.setattr(insistent_bucket, "_FIRST_PAUSE_SECONDS", 0.05)
+    proxy.disturb = lambda request: CutAnswer(400_000) if "model.safetensors" in request.target else None
+    for operation in (verify, lambda url: fetch(url, tmp_path / "fetched")):
+        starts.clear()
+        operation(destination)
+        assert len(starts) > 5
+        assert starts == sorted({*starts}), "each continues after the one before"
+        assert f"retrying from byte {starts[1]:,} for up to 600 s: {destination}/" in caplog.text
     verify(tmp_path / "fetched")
+
+
+def test_a_stream_that_stays_broken_ends_the_fetch_which_continues_later(
+    published: Export, destination: str, tmp_path: Path, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(insistent_bucket, "INSIST_SECONDS", 1.0)
+    monkeypatch.setattr(bucket, "_TRIES", 1)
+    reads = list[str]()
+
+    def disturb(request: Request) -> Fault | None:
+        if "model.safetensors" not in request.target:
+            return None
+        reads.append(request.target)
+        return CutAnswer(400_000) if len(reads) == 1 else Refuse()
+
+    proxy.disturb = disturb
+    with pytest.raises(StoreError, match=r"model\.safetensors cannot be read: the server is busy"):
+        fetch(destination, tmp_path / "fetched")
+    assert len(reads) > 2
+    assert (tmp_path / ".fetched.partial/model.safetensors").stat().st_size > 300_000
+    proxy.disturb = lambda _: None
+    fetch(destination, tmp_path / "fetched")
+    verify(tmp_path / "fetched")
+
+
+def test_after_an_error_no_other_file_waits_for_its_stream(
+    published: Export, destination: str, tmp_path: Path, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(insistent_bucket, "_FIRST_PAUSE_SECONDS", 300.0)
+    refused = Refuse("AccessDenied", "403 Forbidden")
+    broken = threading.Event()
+
+    def disturb(request: Request) -> Fault | None:
+        if "model.safetensors" in request.target:
+            broken.set()
+            return CutAnswer(400_000)
+        if "spiece.model" in request.target and broken.wait(30):
+            time.sleep(1)
+            return refused
+        return None
+
+    proxy.disturb = disturb
+    started = time.monotonic()
+    with pytest.raises(StoreError, match="access denied"):
+        fetch(destination, tmp_path / "fetched")
+    assert time.monotonic() - started < 60
+
+
+def asking_for(monkeypatch: pytest.MonkeyPatch, asked: str | None) -> None:
+    """Have the server asked for these bytes wherever the client asks for some; None: for all."""
+    call = BucketFolder.call
+
+    def changed(self: BucketFolder, operation: str, name: str | None = None, **arguments: Any) -> Any:
+        if arguments.pop("Range", None) and asked is not None:
+            arguments["Range"] = asked
+        return call(self, operation, name, **arguments)
+
+    monkeypatch.setattr(BucketFolder, "call", changed)
+
+
+@pytest.fixture
+def half(published: Export, tmp_path: Path) -> Path:
+    """The first 1,500,000 bytes of the weights, as an interrupted fetch leaves them."""
+    partial = tmp_path / ".fetched.partial/model.safetensors"
+    partial.parent.mkdir()
+    partial.write_bytes((published.path / "model.safetensors").read_bytes()[:1_500_000])
+    return partial
+
+
+@pytest.mark.parametrize("asked", [None, "bytes=1000000-"])
+def test_of_a_server_that_sends_more_than_was_asked_for_only_that_is_used(
+    half: Path, destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    asked: str | None,
+) -> None:  # fmt: skip
+    inode = half.stat().st_ino
+    asking_for(monkeypatch, asked)
+    fetch(destination, tmp_path / "fetched")
+    assert (tmp_path / "fetched/model.safetensors").stat().st_ino == inode, "continued, and not fetched again"
+    assert "ignores Range headers" in caplog.text
+    verify(tmp_path / "fetched")
+
+
+def test_a_server_that_sends_other_bytes_than_were_asked_for_is_refused_and_nothing_lost(
+    half: Path, destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = half.read_bytes()
+    asking_for(monkeypatch, "bytes=2000000-")
+    with pytest.raises(StoreError, match=r"asked for the bytes from 1,500,000 on, .* 'bytes 2000000-"):
+        fetch(destination, tmp_path / "fetched")
+    assert half.read_bytes() == content
 
 
 def test_what_is_left_of_another_fetch_is_not_used(published: Export, destination: str, tmp_path: Path) -> None:
@@ -146,6 +255,46 @@ def test_links_and_folders_that_were_left_are_not_followed_or_kept(
     assert not (tmp_path / "created").exists()
     assert not any(path.is_symlink() for path in (tmp_path / "fetched").rglob("*"))
     assert not (tmp_path / "fetched/config.json.old").exists()
+
+
+def test_a_file_with_a_second_name_elsewhere_is_not_appended_to(
+    published: Export, destination: str, tmp_path: Path
+) -> None:
+    mine, left = tmp_path / "mine", tmp_path / ".fetched.partial"
+    left.mkdir()
+    mine.write_bytes(content := (published.path / "model.safetensors").read_bytes()[:1000])
+    (left / "model.safetensors").hardlink_to(mine)
+    fetch(destination, tmp_path / "fetched")
+    assert mine.read_bytes() == content
+    assert (tmp_path / "fetched/model.safetensors").stat().st_nlink == 1
+
+
+def test_a_partial_folder_that_is_a_link_or_another_users_is_refused_and_left_alone(
+    published: Export, destination: str, tmp_path: Path
+) -> None:
+    mine, left = tmp_path / "mine", tmp_path / ".fetched.partial"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("mine")
+    left.symlink_to(mine)
+    with pytest.raises(
+        StorageError, match=r"\.fetched\.partial is a symbolic link, which would be followed: remove it"
+    ):
+        fetch(destination, tmp_path / "fetched")
+    assert (mine / "thesis.txt").read_text() == "mine"
+    left.unlink()
+    if os.geteuid() != 0:
+        pytest.skip("only root can make another user's folder")
+    left.mkdir()
+    (left / "thesis.txt").write_text("theirs")
+    os.chown(left, 12345, -1)
+    with pytest.raises(StorageError, match=r"\.fetched\.partial belongs to another user \(12345\)"):
+        fetch(destination, tmp_path / "fetched")
+    assert (left / "thesis.txt").read_text() == "theirs"
+    os.chown(left, 0, -1)
+    (left / "config.json").write_bytes((published.path / "config.json").read_bytes())
+    os.chown(left / "config.json", 12345, -1)
+    fetch(destination, tmp_path / "fetched")
+    assert (tmp_path / "fetched/config.json").stat().st_uid == 0
 
 
 def test_nothing_is_fetched_of_a_publication_without_a_valid_certificate_or_onto_a_file(

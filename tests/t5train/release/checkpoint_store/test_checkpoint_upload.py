@@ -195,13 +195,16 @@ def test_a_checkpoint_of_an_earlier_beginning_or_without_its_files_is_not_used(
 ) -> None:
     this = claim(destination)
     early, hollow = store(this, tmp_path, 100), store(this, tmp_path, 200)
-    reader.delete(
-        destination, next(name for name in reader.keys(destination) if hollow.folder in name and "part0" in name)
-    )
+    gone = next(name for name in reader.keys(destination) if hollow.folder in name and "part0" in name)
+    reader.delete(destination, gone)
     this.change(lambda ledger: ledger.changed(checkpoints=()))
     take_stock(this, set())
     assert ledger_at(destination).checkpoints == (early,)
-    assert "some of its files are missing" in caplog.text
+    assert "some of its files are missing or have another size (part0.pt has 0 of 100 bytes)" in caplog.text
+    reader.put(destination, gone, b"cut off")
+    take_stock(this, set())
+    assert ledger_at(destination).checkpoints == (early,)
+    assert "(part0.pt has 7 of 100 bytes)" in caplog.text
     this.change(lambda ledger: ledger.changed(checkpoints=(), beginnings=("0123456789abcdef",)))
     take_stock(this, set())
     assert ledger_at(destination).checkpoints == ()

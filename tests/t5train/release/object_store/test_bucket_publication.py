@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +90,8 @@ def test_publishing_again_sends_nothing_and_compares_the_servers_checksums(
     again = publish(exported, destination)
     assert again.reused
     assert again.folder == first.folder
-    assert not [name for operation, name in requests if operation in {"put_object", "create_multipart_upload"}]
+    sent = [name for operation, name in requests if operation in {"put_object", "create_multipart_upload"}]
+    assert not [name for name in sent if "/probe.txt" not in str(name)]
     assert sum(operation == "head_object" for operation, _ in requests) == len(exported.files)
 
 
@@ -296,6 +298,114 @@ def test_the_journal_is_private_and_one_of_another_export_is_not_used_but_its_ob
     assert not journal.exists()
 
 
+def lose_machine(exported: Export, destination: str) -> None:
+    """Upload an export, and lose it and its journal right before its manifest is written."""
+
+    def lost(send: Callable[[], Any], name: str | None) -> Any:
+        if name == "manifest.json":
+            raise KeyboardInterrupt
+        return send()
+
+    with pytest.MonkeyPatch.context() as patch:
+        answering(patch, "put_object", lost)
+        with pytest.raises(KeyboardInterrupt):
+            publish(exported, destination)
+    shutil.rmtree(exported.path.parent)
+
+
+def test_what_a_lost_machine_uploaded_is_removed_once_the_same_export_is_published_and_nothing_else(
+    make_random_export: MakeExport, destination: str, reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    lose_machine(make_random_export(sizes=SMALL), destination)
+    (folder,) = {name.partition("/")[0] for name in reader.keys(destination)}
+    others = {"0123456789ab-0123456789abcdef/model.safetensors", f"{folder[:12]}-notes/mine.txt", f"{folder}x/mine.txt"}
+    for name in others:
+        reader.put(destination, name, b"of somebody else")
+    publish(make_random_export(sizes=SMALL), destination)  # its certificate is another one
+    assert f"removing what uploads that were not published left in {destination}: {folder}" in caplog.text
+    manifest = reader.require_all_or_nothing(destination)
+    assert manifest is not None
+    assert manifest["folder"] != folder
+    published = {f"{manifest['folder']}/{name}" for name in manifest["files"]}
+    assert reader.keys(destination) == {"manifest.json", *published, *others}
+
+
+def test_nothing_of_others_is_removed_where_they_could_still_win(
+    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_machine(make_random_export(sizes=SMALL), destination)
+    left, call = reader.keys(destination), BucketFolder.call
+
+    def unconditional(self: BucketFolder, sent: str, name: str | None = None, **arguments: Any) -> Any:
+        return call(self, sent, name, **{key: value for key, value in arguments.items() if key != "IfNoneMatch"})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BucketFolder, "call", unconditional)
+        publish(make_random_export(sizes=SMALL), destination)
+    assert left < reader.keys(destination)
+
+    def removed(send: Callable[[], Any], name: str | None) -> Any:
+        if "/probe.txt" in str(name):
+            reader.delete(destination, "manifest.json")
+        return send()
+
+    with monkeypatch.context() as patch:
+        answering(patch, "delete_object", removed)  # right before it would be decided what to remove
+        publish(make_random_export("again", sizes=SMALL), destination)
+    assert left < reader.keys(destination)
+
+
+def test_an_upload_whose_objects_the_winner_removed_uses_the_publication_of_the_winner(
+    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make_random_export("first", sizes=SMALL), make_random_export("second", sizes=SMALL)
+    winner = list[Publication]()
+
+    def overtaken(send: Callable[[], Any], name: str | None) -> Any:
+        if name is not None and name.endswith("model.safetensors") and not winner:
+            patch.undo()
+            winner.append(publish(first, destination))
+        return send()
+
+    with monkeypatch.context() as patch:
+        answering(patch, "head_object", overtaken)  # the object was sent, and is looked up after it was removed
+        published = publish(second, destination)
+    assert published.reused
+    assert published.folder == winner[0].folder
+    reader.require_only(destination)
+
+
+@pytest.mark.parametrize("is_intact", [True, False])
+def test_what_a_server_stores_without_comparing_checksums_is_read_back(
+    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, is_intact: bool,
+) -> None:  # fmt: skip
+    call, claimed, read = BucketFolder.call, dict[str | None, str](), set[str | None]()
+
+    def believing(self: BucketFolder, sent: str, name: str | None = None, **arguments: Any) -> Any:
+        if sent == "put_object":
+            claimed[name] = arguments.pop("ChecksumCRC64NVME")
+            if str(name).endswith("config.json") and not is_intact:
+                arguments["Body"] = arguments["Body"][:-1] + b"!"
+        read.update({name} if sent == "get_object" else ())
+        answer = call(self, sent, name, **arguments)
+        return answer | {"ChecksumCRC64NVME": claimed.get(name)} if sent == "head_object" else answer
+
+    exported = make_random_export(sizes=SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(BucketFolder, "call", believing)
+        check_destination(destination)
+        assert f"wrong checksum (CRC64NVME), so what is published to {destination} is read back" in caplog.text
+        assert not reader.keys(destination)
+        if not is_intact:
+            with pytest.raises(DigestMismatch, match=r"config\.json has 700 bytes and sha256"):
+                publish(exported, destination)
+            return
+        folder = publish(exported, destination).folder
+    assert {f"{folder}/{name}" for name in exported.files} <= read
+    reader.require_only(destination)
+
+
 def test_a_second_process_with_the_same_export_and_destination_is_refused(
     make_random_export: MakeExport, destination: str
 ) -> None:
@@ -364,11 +474,20 @@ def test_without_a_checksum_from_the_server_objects_are_read_back(
         publish(exported, destination)
 
 
-def test_no_credentials_are_in_any_log_object_or_journal(
+@pytest.mark.parametrize("are_in_a_profile", [False, True])
+def test_no_credentials_are_in_any_log_object_journal_or_copy(
     s3: Any, make_random_export: MakeExport, destination: str, reader: Reader, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, are_in_a_profile: bool,
 ) -> None:  # fmt: skip
     exported, journals = make_random_export(), []
+    key, secret = s3.environment["AWS_ACCESS_KEY_ID"], s3.environment["AWS_SECRET_ACCESS_KEY"]
+    if are_in_a_profile:
+        profile = exported.path.parent / "credentials"
+        profile.write_text(f"[publisher]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
+        monkeypatch.setenv("AWS_PROFILE", "publisher")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
 
     def read_journal(send: Callable[[], Any], _: str | None) -> Any:
         journals.extend(path.read_text() for path in exported.path.parent.glob(".export.upload-*.jsonl"))
@@ -378,9 +497,10 @@ def test_no_credentials_are_in_any_log_object_or_journal(
     with caplog.at_level(logging.DEBUG):
         publish(exported, destination)
         verify(destination)
+        copied = fetch(destination, exported.path.with_name("copy")).path
     assert json.loads(journals[0].splitlines()[0])["files"] == sorted(exported.files)
     assert "manifest.json" in caplog.text
     stored = "".join(reader.content(destination, name).decode("latin-1") for name in reader.keys(destination))
-    key, secret = s3.environment["AWS_ACCESS_KEY_ID"], s3.environment["AWS_SECRET_ACCESS_KEY"]
+    stored += "".join(path.read_bytes().decode("latin-1") for path in copied.rglob("*") if path.is_file())
     assert secret not in caplog.text + stored + "".join(journals)
     assert key not in stored + "".join(journals)

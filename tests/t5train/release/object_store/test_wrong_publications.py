@@ -7,6 +7,7 @@ import pytest
 
 from t5train.errors import PublicationError, StoreError
 from t5train.records.stage_records import Export, Publication, parse_manifest
+from t5train.release.object_store import insistent_bucket
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.upload_journal import UploadJournal
 from t5train.release.publication import publish
@@ -89,5 +90,6 @@ def test_a_server_that_does_not_answer_is_no_fault_of_the_data(
         return chunks(self, name, start)
 
     monkeypatch.setattr(BucketFolder, "chunks", lost)
+    monkeypatch.setattr(insistent_bucket, "INSIST_SECONDS", 1)
     with pytest.raises(StoreError, match=r"^the server cannot be reached$"):
         verify(destination)
