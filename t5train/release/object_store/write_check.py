@@ -6,7 +6,7 @@ import secrets
 from t5train.errors import PublicationError, StoreError
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import crc_of, encoded
-from t5train.release.object_store.store_errors import PRECONDITION_FAILED, WRONG_CHECKSUM
+from t5train.release.object_store.store_errors import PRECONDITION_FAILED, TRANSIENT, WRONG_CHECKSUM
 
 _CONTENT = b"t5-pretrain writes, reads and deletes this object to check that it can publish here.\n"
 _log = logging.getLogger(__name__)
@@ -48,9 +48,12 @@ def compares_checksums(bucket: BucketFolder) -> bool:
     try:
         _write(bucket, name, ChecksumCRC64NVME=encoded(crc_of(_CONTENT) ^ 1))
     except StoreError as error:
-        if error.code in WRONG_CHECKSUM:
-            return True
-        raise
+        if error.code in TRANSIENT:
+            raise
+        if error.code not in WRONG_CHECKSUM:  # servers may have another code: was it really the checksum?
+            _write(bucket, name)
+            bucket.call("delete_object", name)
+        return True
     bucket.call("delete_object", name)
     _log.warning(
         "%s accepts an object with a wrong checksum (CRC64NVME), so what is published to %s is read back, which takes "

@@ -19,6 +19,7 @@ from t5train.release.object_store import bucket_publication
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import crc_of, encoded
 from t5train.release.object_store.upload_journal import UploadJournal
+from t5train.release.object_store.write_check import compares_checksums
 from t5train.release.publication import check_destination, publish
 from t5train.release.verification import verify
 from tests.support.s3_reader import Reader
@@ -404,6 +405,24 @@ def test_what_a_server_stores_without_comparing_checksums_is_read_back(
         folder = publish(exported, destination).folder
     assert {f"{folder}/{name}" for name in exported.files} <= read
     reader.require_only(destination)
+
+
+def test_a_server_that_refuses_a_wrong_checksum_with_a_code_of_its_own_compares_it(
+    destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, code = BucketFolder.call, "XMinioInvalidChecksum"
+
+    def refusing(self: BucketFolder, sent: str, name: str | None = None, **arguments: Any) -> Any:
+        if sent == "put_object" and arguments["ChecksumCRC64NVME"] != encoded(crc_of(arguments["Body"])):
+            raise StoreError("refused", code=code)
+        return call(self, sent, name, **arguments)
+
+    monkeypatch.setattr(BucketFolder, "call", refusing)
+    assert compares_checksums(BucketFolder(destination))
+    assert not reader.keys(destination)
+    code = "SlowDown"
+    with pytest.raises(StoreError, match="refused"):
+        compares_checksums(BucketFolder(destination))
 
 
 def test_a_second_process_with_the_same_export_and_destination_is_refused(

@@ -107,9 +107,12 @@ def test_an_upload_killed_at_any_moment_is_completed_by_the_next_and_readers_see
     while kills < max(2, rounds):
         url = f"{destination}-{len(sent_twice)}"
         with watched(reader, url) as faults:
+            started = time.monotonic()
             if publish_and_kill(url, generator.uniform(0, seconds), "at"):
                 kills += 1
                 assert publish_and_kill(url, 10_000, "before") == 0
+            else:
+                seconds = min(seconds, time.monotonic() - started)  # the machine is less busy than it was
         assert not faults
         reader.require_only(url)
         sent_twice.append(proxy.arrived_bytes(url) - total)
