@@ -42,7 +42,7 @@ test-fast: setup ## The tests that start neither DeepSpeed nor a server
 
 test-ui: setup ## The tests that look at Prefect's pages in a browser
 	@.ci/browser
-	$(BIN)/pytest -m ui
+	$(PYTEST) -m ui
 
 screenshots: setup ## Take the documentation's pictures of Prefect's pages, in the same tests
 	@.ci/browser

@@ -10,80 +10,22 @@ from typing import Any
 
 import pytest
 
+from infra.node.node_folders import node_path
 from infra.testcluster import Cluster
-from infra.testcluster.__main__ import run_demo
-from infra.testcluster.host_files import HOME, HOSTFILE, ROOT
+from infra.testcluster.host_files import HOSTFILE, ROOT
 from t5train.checkpoint import tags
 from t5train.checkpoint.last_complete import last_complete
-from t5train.files.run_folder import FAILURES, is_tag
+from t5train.files.run_folder import is_tag
 from t5train.records import metrics
-from t5train.release.certificate import CERTIFICATE, Certificate
-from t5train.release.verification import verify
 from t5train.spec.rank_job import TrainJob
-from tests.support.cluster_runs import SETTINGS, ClusterRunner, Ended, Started, weights
+from tests.support.cluster_runs import weights
+from tests.support.rolled_back_runs import FIRST, HOSTS, LAST, SCRATCH, SECONDS, UnsharedRun
 
 pytestmark = pytest.mark.cluster
 
-RUN, FIRST, LAST = "unshared", "step-00000015", "step-00000030"
-SCRATCH = "/var/tmp/t5-pretrain-0/scratch"
+RUN = "unshared"
 OPTIMIZER_FILE_OF_0 = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 OPTIMIZER_FILE_OF_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-HOSTS = ["--hostfile", HOSTFILE, "--num-nodes", "2"]
-SECONDS = 400
-VARIANTS: dict[str, dict[str, Any]] = {
-    "moe": {
-        "model.version": "v1.0",
-        "model.moe.num_experts": 4,
-        "layout.zero_stage": 2,
-        "layout.expert_parallel_size": 2,
-        "layout.micro_batch_sequences": 8,
-    },
-    "pipeline": {"layout.pipeline_stages": 2, "layout.micro_batch_sequences": 8},
-}
-"""Layouts in which some files are written on one node and read on both."""
-
-
-class UnsharedRun:
-    """A cluster whose hosts share no storage, and a run on it."""
-
-    def __init__(self, cluster: Cluster, logs: Path, name: str = RUN, **settings: Any) -> None:
-        self.cluster, self.name = cluster, name
-        self.root = cluster.disk("head", ROOT)
-        self.runner = ClusterRunner(cluster, logs, settings)
-        self.folder = self.root / "runs" / name
-
-    def start(self, command: str, options: list[str]) -> Started:
-        """Start the run on the head."""
-        return self.runner.start(command, self.name, options, root=Path(ROOT))
-
-    def train(self, options: list[str] = HOSTS) -> Ended:
-        """Start the run on the head, and wait for it to end."""
-        ended = self.start("train", options).wait(SECONDS)
-        assert not self.runner.left()
-        return ended
-
-    def folder_on(self, host: str) -> Path:
-        """The run's folder on a node's own disk."""
-        (found,) = self.cluster.disk(host, f"{SCRATCH}/runs").glob(f"{self.name}-*")
-        return found
-
-    def resumed_from(self) -> list[str | None]:
-        """The tag from which each attempt resumed; None for an attempt that began at step 0."""
-        specs = sorted(self.folder.glob("attempts/*/spec.json"))
-        return [TrainJob.read(path).resume_tag for path in specs]
-
-    def roll_back(self, hosts: list[str]) -> None:
-        """Make the run look as if it had ended after its first checkpoint, without any failure of a host."""
-        for name in ("manifest.json", FAILURES):
-            (self.folder / name).unlink(missing_ok=True)
-        for folder in (self.folder, *map(self.folder_on, hosts)):
-            shutil.rmtree(folder / "checkpoints" / LAST, ignore_errors=True)
-            shutil.rmtree(folder / "witness", ignore_errors=True)
-
-    def wipe(self, host: str) -> None:
-        """Replace a node's disk with an empty one."""
-        self.cluster.power_cut(host)
-        self.cluster.boot(host, new_disk=True)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +33,7 @@ def unshared(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Iterat
     """A head and three nodes, with token shards on the head."""
     with Cluster.temporary(f"unshared-{os.getpid()}", nodes=3) as cluster:
         shutil.copytree(prepared / "shards", cluster.disk("head", f"{ROOT}/shards"))
-        yield UnsharedRun(cluster, tmp_path_factory.mktemp("logs"))
+        yield UnsharedRun(cluster, tmp_path_factory.mktemp("logs"), RUN)
 
 
 @pytest.fixture(scope="module")
@@ -160,18 +102,6 @@ def test_another_head_is_refused_the_checkpoints_of_a_run_until_it_adopts_them(
     assert f"root {other}, since" in back.message
 
 
-def test_a_wiped_disk_a_flipped_bit_and_a_wrong_latest_are_repaired_from_the_gathered_copy(
-    trained: UnsharedRun, one_host_weights: Any
-) -> None:
-    trained.roll_back(["node0"])
-    trained.wipe("node1")
-    flip_bit(trained.folder_on("node0") / "checkpoints" / FIRST / OPTIMIZER_FILE_OF_0)
-    (trained.folder_on("node0") / "checkpoints" / "latest").write_text("step-00000099")
-    ended = trained.train([*HOSTS, "--adopt"])  # in case the other head owns the run
-    assert ended.exit_code == 0, ended.output[-4000:]
-    assert weights(trained.folder) == one_host_weights
-
-
 def test_a_run_resumes_from_an_ungathered_checkpoint_and_replaces_a_node_that_is_lost_twice(
     trained: UnsharedRun, one_host_weights: Any
 ) -> None:
@@ -180,8 +110,9 @@ def test_a_run_resumes_from_an_ungathered_checkpoint_and_replaces_a_node_that_is
     shutil.move(written, trained.folder_on("node0") / "checkpoints" / LAST)  # without the other node's part
     shutil.rmtree(trained.folder / "checkpoints")
     quick = ["--set", "cluster.lease_seconds=10", "--set", "cluster.grace_seconds=1"]
-    started = trained.start("run", ["--hostfile", HOSTFILE, "--spares", "1", *quick])
-    attempts = trained.cluster.disk("node1", "/var/tmp/t5-pretrain-0/attempts")
+    adopt = "--adopt"  # in case the other head owns the run
+    started = trained.start("run", ["--hostfile", HOSTFILE, "--spares", "1", adopt, *quick])
+    attempts = trained.cluster.disk("node1", f"{node_path()}/attempts")
     while not list(attempts.glob("*/rank-00001.pid")):
         assert started.process.poll() is None, started.log.read_text()[-4000:]
         time.sleep(0.1)
@@ -224,10 +155,12 @@ def test_a_run_that_lost_all_checkpoints_restarts_only_on_request_even_if_a_node
     assert tags_in(aside) == sorted(before + left)
 
 
-def test_a_node_that_is_down_at_the_start_is_replaced_by_a_spare_with_the_gathered_checkpoint(
+def test_a_node_that_is_down_at_the_start_a_flipped_bit_and_a_wrong_latest_are_made_good_from_the_gathered_checkpoint(
     trained: UnsharedRun, one_host_weights: Any
 ) -> None:
     trained.roll_back(["node0"])
+    flip_bit(trained.folder_on("node0") / "checkpoints" / FIRST / OPTIMIZER_FILE_OF_0)
+    (trained.folder_on("node0") / "checkpoints" / "latest").write_text("step-00000099")
     trained.wipe("node2")
     trained.cluster.power_cut("node1")
     ended = trained.train(["--hostfile", HOSTFILE, "--spares", "1"])
@@ -236,29 +169,3 @@ def test_a_node_that_is_down_at_the_start_is_replaced_by_a_spare_with_the_gather
     assert "node1 does not answer: node2 takes its place" in ended.output
     assert trained.resumed_from()[-1] == FIRST
     assert weights(trained.folder) == one_host_weights
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_files_written_on_one_node_are_restored_to_every_node_that_reads_them(
-    unshared: UnsharedRun, variant: str
-) -> None:
-    run = UnsharedRun(unshared.cluster, unshared.runner.root, variant, **VARIANTS[variant])
-    unshared.cluster.disk("head", f"{HOME}/two-slots").write_text(unshared.cluster.hostfile(slots=2))
-    hosts = ["--hostfile", f"{HOME}/two-slots", "--include", "node0@node2"]
-    first = run.train(hosts)
-    assert first.exit_code == 0, first.output[-4000:]
-    expected = weights(run.folder)
-    run.roll_back(["node0"])
-    run.wipe("node2")
-    again = run.train(hosts)
-    assert again.exit_code == 0, again.output[-4000:]
-    assert run.resumed_from() == [None, FIRST]
-    assert weights(run.folder) == expected
-
-
-def test_the_demonstration_ends_with_a_certified_publication(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_demo(tmp_path, [part for item in SETTINGS.items() for part in ("--set", "{}={}".format(*item))])
-    published = tmp_path / "published/demo-cluster"
-    assert capfd.readouterr().out.splitlines()[-1] == f"published: {published}"
-    verify(str(published))
-    assert Certificate.parse((published / CERTIFICATE).read_bytes(), "it").passed

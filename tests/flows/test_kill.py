@@ -122,10 +122,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_a_run_killed_three_times_leaves_nothing_and_ends_with_the_same_weights(
-    tmp_path: Path, undisturbed: Any, variant: str, seed: int, kill_table: list[str]
+    tmp_path: Path, data: Path, undisturbed: Any, variant: str, seed: int, kill_table: list[str]
 ) -> None:
     steps = sorted(random.Random(seed).sample(range(2, NUM_STEPS - 2), 3))
     run = tmp_path / "runs" / RUN
+    shutil.copytree(data, tmp_path, dirs_exist_ok=True)
     with _started(tmp_path, VARIANTS[variant]) as flow:
         rank_gone = _kill("rank", _wait_for(run, steps[0], 1), flow)
         launcher_gone = _kill("launcher", _wait_for(run, steps[1], 2), flow)

@@ -11,3 +11,6 @@ def require_triton() -> None:
     if os.environ.get("CI"):
         import_module("triton")
     pytest.importorskip("triton", reason="Triton is not installed; `make test` does it")
+    from tests.support.quick_interpreter import speed_up
+
+    speed_up()

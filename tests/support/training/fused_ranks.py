@@ -15,7 +15,9 @@ def fused(bucket_elements: int = 10_000) -> Iterator[None]:
     """
     from t5train.engine import fused_update  # needs Triton, which other tests do without
     from t5train.engine.fused_update import FusedUpdate
+    from tests.support.quick_interpreter import speed_up
 
+    speed_up()
     gather = FusedUpdate._gather_weights
 
     def round_and_gather(self: FusedUpdate) -> None:
