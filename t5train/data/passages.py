@@ -216,7 +216,8 @@ _DIGESTS_AT_ONCE = 1 << 17
 
 
 def _multiples(digests: np.ndarray, power_of_two: int) -> np.ndarray:
-    return digests[digests & np.uint64(power_of_two - 1) == 0]
+    kept: np.ndarray = digests[digests & np.uint64(power_of_two - 1) == 0]
+    return kept
 
 
 class TextDigests:

@@ -11,6 +11,14 @@ def require_triton() -> None:
     if os.environ.get("CI"):
         import_module("triton")
     pytest.importorskip("triton", reason="Triton is not installed; `make test` does it")
-    from tests.support.quick_interpreter import speed_up
+    speed_up_interpreter()
 
-    speed_up()
+
+def speed_up_interpreter() -> None:
+    """Speed up Triton's interpreter, if kernels are interpreted. With a GPU they are not, and Triton is another one."""
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        from tests.support.quick_interpreter import speed_up
+
+        speed_up()

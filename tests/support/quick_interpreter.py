@@ -1,7 +1,7 @@
 """Lets Triton's interpreter prepare its language once per launch, which halves the time of kernels in tests.
 
-Triton 3.9 also does it at every call of a device function, a thousand times in a launch, although nothing has changed
-it back in the meantime.
+Triton 3.9, which `make test` installs where there is no GPU, also does it at every call of a device function, a
+thousand times in a launch, although nothing has changed it back in the meantime.
 """
 
 from collections.abc import Callable

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from t5train.engine import engine
+from tests.support.needed_triton import speed_up_interpreter
 
 
 @contextmanager
@@ -15,9 +16,8 @@ def fused(bucket_elements: int = 10_000) -> Iterator[None]:
     """
     from t5train.engine import fused_update  # needs Triton, which other tests do without
     from t5train.engine.fused_update import FusedUpdate
-    from tests.support.quick_interpreter import speed_up
 
-    speed_up()
+    speed_up_interpreter()
     gather = FusedUpdate._gather_weights
 
     def round_and_gather(self: FusedUpdate) -> None:
