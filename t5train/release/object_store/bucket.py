@@ -22,7 +22,7 @@ _CONNECT_SECONDS, _READ_SECONDS = 10, 60
 _CHUNK_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 20
 _VERBS = {"get": "read", "head": "read", "list": "read", "delete": "deleted"}
-MOST_CONNECTIONS = 8
+MOST_CONNECTIONS = 10  # one for each thread that transfers, and for the thread that renews a lease
 _log = logging.getLogger(__name__)
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from t5train.progress import Progress
 
-_THREADS = 4  # when sending, each holds one part in memory
+_THREADS = 8  # each holds at most 1 MiB in memory, and mostly waits for the server
 _REPORT_SECONDS = 0.5
 
 Job = Callable[[], "list[Job]"]

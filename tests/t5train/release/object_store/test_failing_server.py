@@ -23,7 +23,7 @@ from tests.t5train.release.conftest import IN_PARTS
 pytestmark = pytest.mark.slow
 
 PART_BYTES = 5 << 20
-THREADS = 4
+THREADS = 8
 DISK_BYTES, LEFT_BYTES = 400 << 20, 12 << 20
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 PART_BYTES = 5 << 20  # the least that S3 accepts
 MANY_PARTS = {"config.json": 700, "model.safetensors": 52 << 20}
 
-THREADS = 4
+THREADS = 8
 
 
 @pytest.fixture
