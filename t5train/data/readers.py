@@ -42,6 +42,7 @@ _BLOCK_BYTES = 128 << 10
 SEGMENT_BYTES = 64 << 10
 """Text of a segment, and so of a frame: each ends with the passage that reaches this size."""
 MAX_LINE_BYTES = 64 << 20
+_SEEK_BYTES = 64 << 20
 """Longer lines are refused: a passage is read, encoded and held in memory as a whole, once per worker process."""
 _TSV_HEADER = "\t".join(READ_COLUMNS)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -81,7 +82,9 @@ def format_of(name: str) -> str | None:
 class OpenFile:
     """The file that was read last, decompressed; a context manager. Reading on in it decompresses nothing again."""
 
-    def __init__(self) -> None:
+    def __init__(self, seeking: Callable[[], None] = lambda: None) -> None:
+        """``seeking`` is called every few seconds while a compressed file is decompressed up to a place."""
+        self._seeking = seeking
         self._path: Path | None = None
         self._stack = ExitStack()
         self._stored: IO[bytes] | None = None
@@ -105,6 +108,9 @@ class OpenFile:
             self._path = path
             self._stored = self._stack.enter_context(open(path, "rb"))  # noqa: SIM115 - the stack closes it
             self._file = self._stack.enter_context(_decompressed(path, self._stored))
+        for place in range(self._file.tell() + _SEEK_BYTES, offset, _SEEK_BYTES):
+            self._file.seek(place)
+            self._seeking()
         self._file.seek(offset)
         return self._file
 

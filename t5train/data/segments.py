@@ -4,7 +4,7 @@ The table makes it possible to plan shards without reading the text again, and t
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -222,16 +222,20 @@ def _rows_of(source: SourceFile, segment: Segment, opened: OpenFile | None) -> I
             yield row
 
 
-def rows_in(segments: Iterable[tuple[SourceFile, Segment]]) -> Iterator[Row]:
-    """Yield the rows of segments that have text, in order."""
-    with OpenFile() as opened:
+def rows_in(
+    segments: Iterable[tuple[SourceFile, Segment]], seeking: Callable[[], None] = lambda: None
+) -> Iterator[Row]:
+    """Yield the rows of segments that have text, in order. ``seeking`` is as in OpenFile."""
+    with OpenFile(seeking) as opened:
         for source, segment in segments:
             yield from _rows_of(source, segment, opened)
 
 
-def passages_in(segments: Iterable[tuple[SourceFile, Segment]]) -> Iterator[Passage]:
-    """Yield the passages of segments that have text, in order."""
-    return (row.passage for row in rows_in(segments))
+def passages_in(
+    segments: Iterable[tuple[SourceFile, Segment]], seeking: Callable[[], None] = lambda: None
+) -> Iterator[Passage]:
+    """Yield the passages of segments that have text, in order. ``seeking`` is as in OpenFile."""
+    return (row.passage for row in rows_in(segments, seeking))
 
 
 def by_part(files: Iterable[FileSegments]) -> list[list[FileSegments]]:

@@ -5,7 +5,7 @@ settings.
 """
 
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import IO
@@ -79,7 +79,7 @@ def write_shard(job: Json, advance: Advance) -> Json:
     with ExitStack() as stack:
         writers = {split: _SplitWriter(folder, names[split], job["bytes_per_token"], stack) for split in SPLITS}
         unigram = _UnigramWriter(folder / job["unigram"], job["vocab_size"], job["unigram_dtype"], stack)
-        for batch in in_batches(passages_in(stretches)):
+        for batch in in_batches(passages_in(stretches, partial(advance, 0))):
             documents = _encoded(batch, _encoder(Path(job["spiece"])), rule)
             for split, writer in writers.items():
                 writer.write(documents[split])

@@ -151,11 +151,14 @@ def build_shards(  # noqa: PLR0913 - two specs, two records, and where and how t
 
 
 def are_made(root: Path, corpus_spec: CorpusSpec, identity: str) -> bool:
-    """Whether ``build_shards`` would find shards with this fingerprint finished. Only the manifest is read."""
+    """Whether ``build_shards`` would find shards with this fingerprint finished. Only sizes of files are compared."""
+    folder = _folder(root, corpus_spec, identity)
     try:
-        return TokenShards.load(_folder(root, corpus_spec, identity)).fingerprint == identity
-    except RecordError:
+        found = TokenShards.load(folder)
+        are_there = all((folder / name).stat().st_size == digest.size for name, digest in found.files.items())
+    except (RecordError, FileNotFoundError):
         return False
+    return are_there and found.fingerprint == identity
 
 
 def _folder(root: Path, corpus_spec: CorpusSpec, identity: str) -> Path:

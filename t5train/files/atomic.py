@@ -219,13 +219,12 @@ def _require_own(folder: Path) -> None:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             is_own = os.fstat(file.fileno()).st_uid == owner
-    except PermissionError:
+    except PermissionError as error:
+        if owner == os.geteuid():
+            raise StorageError(f"{folder} cannot be written: {explain(error)}") from error
         is_own = False
     if not is_own:
-        raise StorageError(
-            f"{folder} belongs to another user ({owner}), who could change what is in it: remove it, or choose another "
-            "folder"
-        )
+        raise StorageError(f"{folder} belongs to another user ({owner}), who could change what is in it: remove it")
 
 
 def _is_open_as(path: Path, descriptor: int) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,13 +29,15 @@ SETTINGS = {
     "storage.validate_sequences": 32,
 }
 POLL_SECONDS = 0.05
+RUN_SECONDS = 900
 
 
 class Processes:
     """What processes of this machine show to others while a run is going on."""
 
-    def __init__(self, canary: bytes) -> None:
-        self._canary = canary
+    def __init__(self, canary: bytes, folder: Path) -> None:
+        """``folder`` is the run's, which distinguishes its ranks from those of other tests."""
+        self._canary, self._folder = canary, bytes(folder)
         self.showing = set[bytes]()
         """Command lines that contain the canary, and those of processes of ranks that have it in their environment."""
         self.of_ranks = set[str]()
@@ -46,7 +49,7 @@ class Processes:
                 command, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
             except OSError:  # it has ended, or is another user's
                 continue
-            is_of_rank = f"{RUN_ID_VARIABLE}=".encode() in environment
+            is_of_rank = f"{RUN_ID_VARIABLE}=".encode() in environment and self._folder in command
             if is_of_rank:
                 self.of_ranks.add(process.name)
             if self._canary in command or (is_of_rank and self._canary in environment):
@@ -73,10 +76,13 @@ def test_a_published_run_leaves_its_credentials_nowhere(
     command = [sys.executable, "-c", PROGRAM, "run", "smoke", "--root", str(root), "--name", "canary", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment |= {"PREFECT_HOME": str(prefect), "TMPDIR": str(temporary), "PREFECT_LOGGING_LEVEL": "DEBUG"}
-    processes, output = Processes(secret), tmp_path / "output.log"
+    processes, output = Processes(secret, root), tmp_path / "output.log"
     with open(output, "wb") as log, subprocess.Popen(command, env=environment, stdout=log, stderr=log) as run:
+        deadline = time.monotonic() + RUN_SECONDS
         while run.poll() is None:
             processes.look()
+            if time.monotonic() > deadline:
+                run.kill()
             with suppress(subprocess.TimeoutExpired):
                 run.wait(POLL_SECONDS)
     assert run.returncode == 0, output.read_text()[-4000:]

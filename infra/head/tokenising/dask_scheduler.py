@@ -116,7 +116,12 @@ class _HangWatch:
         """Have other workers do the jobs of a worker. A job with which several have hung ends the work."""
         silence = f"made no progress for {self._hang_seconds:g} s"
         names = few([_shard(self._jobs[number]) for number in numbers])
-        _say({"left": worker.name, "reason": f"{names} {silence}. Check whether its disks or the shared storage hang"})
+        _say(
+            {
+                "left": worker.name,
+                "reason": f"{names} {silence}. If its disks or the shared storage hang, leave it out with --exclude",
+            }
+        )
         for number in numbers:
             self._hung_on[number].append(worker.name)
             if len(hosts := self._hung_on[number]) == _TRIES:

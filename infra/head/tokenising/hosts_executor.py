@@ -31,9 +31,9 @@ from t5train.spec import ClusterSpec, MachinesSpec, RunSpec, ShardsSpec
 
 _CHECKED_FILES = 1000
 _HANG_SECONDS = 900.0
-"""A host counts as hung after this time without progress. Usually there is progress twice a second. There is none for
-longer only at the start of a shard, when a file of up to 128 MiB may have to be decompressed up to its text, and at the
-end, when its files are written to disk."""
+"""A host counts as hung after this time without progress. Usually there is progress twice a second, and every few
+seconds while a file is decompressed up to a shard's text. There is none for longer only at the end of a shard, when its
+files are written to disk."""
 _SCHEDULER_CHECKS = 20
 _log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from copy import copy
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,17 @@ class BucketFolder:
             for chunk in self._read(answer, name):
                 if wanted := chunk[superfluous:]:
                     yield wanted
+                elif self.stopping.is_set():
+                    return
                 superfluous = max(0, superfluous - len(chunk))
 
     def _first_byte(self, answer: dict[str, Any], name: str, start: int) -> int:
         """Where the content in an answer begins. Servers may ignore the Range header, and send the whole object."""
         if not start:
             return 0
-        found = _FIRST_BYTE.match(given := str(answer.get("ContentRange", "bytes 0-")))
+        is_whole = answer["ResponseMetadata"]["HTTPStatusCode"] == HTTPStatus.OK
+        given = "bytes 0-" if is_whole else str(answer.get("ContentRange", "no Content-Range"))
+        found = _FIRST_BYTE.match(given)
         if found is None or int(found[1]) > start:
             raise StoreError(
                 f"{self.url}/{name} cannot be read: asked for the bytes from {start:,} on, the server sent {given!r}. "

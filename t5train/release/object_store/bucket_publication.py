@@ -55,7 +55,7 @@ def publish_to_bucket(
     """
     with UploadJournal.opened(folder, f"{bucket.endpoint} {bucket.url}") as journal:
         found, is_new = published_in(bucket, type(record)), False
-        bucket.compares_checksums = compares_checksums(bucket)
+        bucket.compares_checksums = _compares_checksums(bucket, is_published=found is not None)
         if found is None:
             attempt = journal.continue_attempt(record.fingerprint, record.files)
             uploads = FileUploads(bucket, attempt, folder, files, journal, progress)
@@ -63,9 +63,11 @@ def publish_to_bucket(
             if found is None:
                 found = _commit(bucket, record.model_copy(update={"folder": attempt}).sealed())
             is_new = found.folder == attempt
+            if is_new:
+                uploads.send_missing(part_bytes)
         if found.fingerprint == record.fingerprint and not is_new:
             _prove(bucket, found, files)
-        if _is_cleaned_up(bucket, journal, record, found):
+        if _is_cleaned_up(bucket, journal, found):
             journal.remove()
         if found.fingerprint != record.fingerprint:
             raise occupied(bucket.url, found)
@@ -85,10 +87,20 @@ def published_in(bucket: BucketFolder, kind: type[P]) -> P | None:
     return None
 
 
+def _compares_checksums(bucket: BucketFolder, *, is_published: bool) -> bool:
+    try:
+        return compares_checksums(bucket)
+    except StoreError:
+        if not is_published:
+            raise
+        return False  # what is there can be proven without the right to write
+
+
 def _publication_of_another(bucket: BucketFolder, uploads: FileUploads, part_bytes: int, kind: type[P]) -> P | None:
     """Upload the files. Returns the publication of another process that was first, if it removed what was uploaded."""
     try:
         uploads.send(part_bytes)
+        uploads.send_missing(part_bytes)
     except (DigestMismatch, StoreError) as error:
         is_removed = isinstance(error, DigestMismatch) or error.code == UNKNOWN_UPLOAD
         if is_removed and (found := published_in(bucket, kind)) is not None:
@@ -130,11 +142,11 @@ def _commit(bucket: BucketFolder, record: P) -> P:
     )
 
 
-def _is_cleaned_up(bucket: BucketFolder, journal: UploadJournal, record: Published, found: Published) -> bool:
+def _is_cleaned_up(bucket: BucketFolder, journal: UploadJournal, found: Published) -> bool:
     """Whether what other uploads left was removed. If it was not, that changes nothing of what is published."""
     try:
         _clean_up(bucket, journal, found)
-        _remove_orphans(bucket, record, found)
+        _remove_orphans(bucket, found)
     except PublicationError as error:
         _log.warning(
             "%s is published, but what other uploads left there could not be removed: %s. To remove it, publish again",
@@ -164,28 +176,29 @@ def _clean_up(bucket: BucketFolder, journal: UploadJournal, found: Published) ->
                 bucket.call("delete_object", f"{attempt.name}/{name}")
 
 
-def _remove_orphans(bucket: BucketFolder, record: Published, found: Published) -> None:
-    """Remove the objects of other uploads of ``record``, whose journals may be lost together with their machines.
+def _remove_orphans(bucket: BucketFolder, found: Published) -> None:
+    """Remove the objects of other uploads of what is published, whose journals may be lost with their machines.
 
-    One of them may still be going on, but as long as the manifest of ``found`` is there, it cannot be committed any
-    more, and its process will use that publication. Nothing is removed from servers that would replace the manifest.
+    One of them may still be going on, but as long as the manifest of ``found`` is there, it cannot be committed, and
+    its process will use that publication. If somebody removes the manifest, that process sends again what is missing.
+    Nothing is removed from servers that would replace the manifest.
     """
     orphans = {
         name: folder
-        for name in bucket.sizes(f"{record.fingerprint[:12]}-")
+        for name in bucket.sizes(f"{found.fingerprint[:12]}-")
         if _ATTEMPT.fullmatch(folder := name.partition("/")[0]) and folder != found.folder
     }
     if not orphans or ignores_conditions(bucket):
-        return
-    # Asked after the list was made: an upload that began after somebody removed the manifest is not in it.
-    now = published_in(bucket, type(found))
-    if now is None or now.seal != found.seal:
         return
     _log.warning(
         "removing what uploads that were not published left in %s: %s",
         bucket.url, ", ".join(sorted({*orphans.values()})),
     )  # fmt: skip
     for name in orphans:
+        # Asked each time: if somebody has removed the manifest, the upload may be committed.
+        now = published_in(bucket, type(found))
+        if now is None or now.seal != found.seal:
+            return
         bucket.call("delete_object", name)
 
 

@@ -26,8 +26,7 @@ class FileUploads:
     ) -> None:  # fmt: skip
         self._bucket, self._attempt, self._folder, self._files = bucket, attempt, folder, files
         self._journal = journal
-        total = sum(file.size for file in files.values())
-        self._stored = ByteCount("bytes stored", total, progress, bucket.stopping)
+        self._progress = progress
 
     def send(self, part_bytes: int) -> None:
         """Send all files, and prove each object.
@@ -35,7 +34,15 @@ class FileUploads:
         Raises DigestMismatch if a file is changed meanwhile or an object is not its file. Raises StoreError, which has
         the code NoSuchUpload if another process aborted an upload.
         """
+        total = sum(file.size for file in self._files.values())
+        self._stored = ByteCount("bytes stored", total, self._progress, self._bucket.stopping)
         run_jobs((partial(self._begin, name, part_bytes) for name in self._files), self._stored)
+
+    def send_missing(self, part_bytes: int) -> None:
+        """Send again what another process removed when something else was published here. Raises as ``send`` does."""
+        there = self._bucket.sizes(f"{self._attempt}/")
+        if any(there.get(self._target(name)) != file.size for name, file in self._files.items()):
+            self.send(part_bytes)
 
     def _begin(self, name: str, part_bytes: int) -> list[Job]:
         file, target = self._files[name], self._target(name)

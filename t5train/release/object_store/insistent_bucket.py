@@ -9,7 +9,7 @@ from typing import Any
 from t5train.errors import StoreError
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.file_body import FileBody
-from t5train.release.object_store.store_errors import TRANSIENT
+from t5train.release.object_store.store_errors import BEYOND_END, TRANSIENT
 
 INSIST_SECONDS = 600.0
 """How long one request is tried again after transient failures, and a stream since its last byte."""
@@ -56,9 +56,11 @@ def insistent_chunks(bucket: BucketFolder, name: str, start: int = 0) -> Iterato
         try:
             for chunk in bucket.chunks(name, start):
                 start += len(chunk)
-                last, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
                 yield chunk
+                last, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
         except StoreError as error:
+            if start and error.code in BEYOND_END:
+                return  # nothing is left, and a digest shows whether that is right
             left = last + INSIST_SECONDS - time.monotonic()
             if error.code not in TRANSIENT or left <= 0:
                 raise

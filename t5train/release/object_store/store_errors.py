@@ -11,6 +11,8 @@ CONTENDED = ("ConditionalRequestConflict", "OperationAborted", "409")
 """Codes of a conditional write that collided with another one. Neither may have been done."""
 WRONG_CHECKSUM = ("BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "FlexibleChecksumError")
 """Codes of a server that compares a checksum with what it received, and finds that it is another one."""
+BEYOND_END = ("InvalidRange", "416")
+"""Codes for a range that begins where an object ends, or after that."""
 MISSING = ("NoSuchKey", "404")
 """Codes of an object that does not exist."""
 TRANSIENT = (

@@ -126,6 +126,23 @@ def test_segments_in_their_order_decompress_a_file_once(
     assert sorted(passage.text for passage in passages_in(backwards)) == sorted(texts)
 
 
+@pytest.mark.parametrize("is_truncated", [False, True])
+def test_decompressing_up_to_a_segment_reports_that_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_truncated: bool
+) -> None:
+    path = tmp_path / "a.txt.bz2"
+    texts = [f"{number} {'word ' * (number % 50)}".strip() for number in range(20_000)]
+    path.write_bytes(bz2.compress("\n".join(texts).encode()))
+    last = scan(source(path)).segments[-1]
+    monkeypatch.setattr(readers, "_SEEK_BYTES", 100_000)
+    if is_truncated:
+        path.write_bytes(bz2.compress("\n".join(texts[:1000]).encode()))
+    steps: list[int] = []
+    found = list(passages_in([(source(path), last)], lambda: steps.append(1)))
+    assert len(steps) == (last.offset - 1) // 100_000
+    assert [passage.text for passage in found] == ([] if is_truncated else texts[-last.rows :])
+
+
 def test_frames_hold_the_same_passages_and_each_segment_is_read_alone(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"{number} " * (number % 60)}) for number in range(20_000)]
     path = tmp_path / "a.jsonl.gz"

@@ -89,6 +89,11 @@ def test_a_run_requires_dask_until_the_shards_that_it_was_begun_with_exist(spec:
     open_run(spec, shards)
     assert not tokenises(spec)
     assert make_shards(spec).reused
+    for damage in (lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink):
+        damage(next(shards.path.glob("*.bin")))
+        assert tokenises(spec)
+        assert not make_shards(spec).reused
+        assert not tokenises(spec)
     (shards.path / MANIFEST).unlink()
     assert tokenises(spec)
     assert not make_shards(spec).reused

@@ -164,9 +164,7 @@ def test_jobs_of_a_host_on_which_they_hang_are_done_by_the_other(
     make_sick("one")
     results = do("hang_on_sick_host", site.jobs(4))
     assert sorted(str(each["number"]) for each in results) == ["0", "1", "2", "3"]
-    assert re.search(
-        r"one: shard-0000\d.* made no progress for 12 s\. Check .*The other hosts make its shards", logged()
-    )
+    assert re.search(r"one: shard-0000\d.* made no progress for 12 s\. If .*The other hosts make its shards", logged())
 
 
 def test_when_jobs_hang_on_all_hosts_the_error_names_hosts_shards_and_time(
@@ -176,9 +174,7 @@ def test_when_jobs_hang_on_all_hosts_the_error_names_hosts_shards_and_time(
     with pytest.raises(WorkerLost, match=r"no host is left to tokenise: .*run this again") as raised:
         do("hang_on_sick_host", site.jobs(2))
     for host in "one", "two":
-        assert re.search(
-            rf"{host}: shard-0000\d made no progress for 12 s\. Check whether its disks", str(raised.value)
-        )
+        assert re.search(rf"{host}: shard-0000\d made no progress for 12 s\. If its disks", str(raised.value))
 
 
 def test_a_job_with_which_three_hosts_hang_ends_the_work(do: Do, site: Site, make_sick: Callable[[str], None]) -> None:
@@ -198,10 +194,9 @@ def test_a_host_that_is_slow_but_makes_progress_is_not_given_up(
 
 def test_a_scheduler_that_hangs_ends_the_work(do: Do, site: Site, make_sick: Callable[[str], None]) -> None:
     make_sick("none")
-    (scheduler_is_stopped := threading.Thread(target=stop_scheduler, args=[site])).start()
+    threading.Thread(target=stop_scheduler, args=[site], daemon=True).start()
     with pytest.raises(WorkerLost, match=r"scheduler on this machine has reported nothing for 24 s"):
         do("finish", site.jobs(2, seconds=600))
-    scheduler_is_stopped.join()
 
 
 def stop_scheduler(site: Site) -> None:
