@@ -31,10 +31,11 @@ def killing_calls(left: int, when: str) -> Callable[..., Any]:
             is_last = next(numbers) == left
             if is_last and when == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
-        answer = send(bucket, operation, name, **arguments)
-        if is_last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return answer
+        try:
+            return send(bucket, operation, name, **arguments)
+        finally:  # also after a refusal
+            if is_last:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     return call
 
