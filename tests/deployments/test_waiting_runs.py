@@ -34,7 +34,7 @@ if sys.argv[4]:
 runs = waiting_runs.WaitingRuns("somebody@here")
 for _ in sys.stdin:
     lines = runs.check()
-    print(json.dumps([lines, runs._machine_check is not None and runs._machine_check.is_alive()]), flush=True)
+    print(json.dumps([lines, runs._machine_check is not None]), flush=True)
 """
 HANG = """
 import sys, time
@@ -48,7 +48,7 @@ time.sleep(600)
 def checker(
     server: tuple[Path, str], skip_after_seconds: float = 3600, program: str = ""
 ) -> Iterator[Callable[[], tuple[list[str], bool]]]:
-    """Checks the waiting runs once per call. Returns the lines, and whether a check of the machine is going on.
+    """Checks the waiting runs once per call. Returns the lines, and whether a check of the machine is not concluded.
 
     ``program`` replaces what checks the machine.
     """
