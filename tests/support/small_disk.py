@@ -13,8 +13,7 @@ _MOUNT = 'mount -t tmpfs -o "size=$1" tmpfs "$2" && shift 2 && exec "$@"'
 def require_namespaces() -> None:
     """Skip the test if this machine does not allow mount namespaces."""
     if subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode:
-        # Containers usually forbid it, and without a disk of its own the test would have to fill the machine's.
-        pytest.skip("mount namespaces are not allowed on this machine")
+        pytest.skip("mount namespaces are not allowed on this machine")  # else the test would fill the machine's disk
 
 
 def run_with_disk(folder: Path, size: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +16,10 @@ from t5train.release import publication
 from t5train.release.fetching import fetch
 from t5train.release.object_store import bucket_publication
 from t5train.release.object_store.bucket import BucketFolder
-from t5train.release.object_store.checksums import crc_of, encoded
-from t5train.release.object_store.file_upload import FileUploads
 from t5train.release.object_store.upload_journal import UploadJournal
-from t5train.release.object_store.write_check import compares_checksums
 from t5train.release.publication import check_destination, publish
 from t5train.release.verification import verify
+from tests.support.changed_answers import answering
 from tests.support.s3_reader import Reader
 
 pytestmark = pytest.mark.slow
@@ -51,18 +48,6 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
 
     monkeypatch.setattr(BucketFolder, "call", recorded)
     return sent
-
-
-def answering(monkeypatch: pytest.MonkeyPatch, operation: str, change: Callable[..., Any]) -> None:
-    """Have ``change`` send the requests of one operation: it gets a function that does, and may change the answer."""
-    call = BucketFolder.call
-
-    def changed(self: BucketFolder, sent: str, name: str | None = None, **arguments: Any) -> Any:
-        if sent != operation:
-            return call(self, sent, name, **arguments)
-        return change(lambda: call(self, sent, name, **arguments), name)
-
-    monkeypatch.setattr(BucketFolder, "call", changed)
 
 
 def test_a_publication_is_one_folder_and_a_manifest_that_names_it(
@@ -300,103 +285,6 @@ def test_the_journal_is_private_and_one_of_another_export_is_not_used_but_its_ob
     assert not journal.exists()
 
 
-def lose_machine(exported: Export, destination: str) -> None:
-    """Upload an export, and lose it and its journal right before its manifest is written."""
-
-    def lost(send: Callable[[], Any], name: str | None) -> Any:
-        if name == "manifest.json":
-            raise KeyboardInterrupt
-        return send()
-
-    with pytest.MonkeyPatch.context() as patch:
-        answering(patch, "put_object", lost)
-        with pytest.raises(KeyboardInterrupt):
-            publish(exported, destination)
-    shutil.rmtree(exported.path.parent)
-
-
-def test_what_a_lost_machine_uploaded_is_removed_once_the_same_export_is_published_and_nothing_else(
-    make_random_export: MakeExport, destination: str, reader: Reader, caplog: pytest.LogCaptureFixture
-) -> None:
-    lose_machine(make_random_export(sizes=SMALL), destination)
-    (folder,) = {name.partition("/")[0] for name in reader.keys(destination)}
-    others = {"0123456789ab-0123456789abcdef/model.safetensors", f"{folder[:12]}-notes/mine.txt", f"{folder}x/mine.txt"}
-    for name in others:
-        reader.put(destination, name, b"of somebody else")
-    publish(make_random_export(sizes=SMALL), destination)  # its certificate is another one
-    assert f"removing what uploads that were not published left in {destination}: {folder}" in caplog.text
-    manifest = reader.require_all_or_nothing(destination)
-    assert manifest is not None
-    assert manifest["folder"] != folder
-    published = {f"{manifest['folder']}/{name}" for name in manifest["files"]}
-    assert reader.keys(destination) == {"manifest.json", *published, *others}
-
-
-def test_nothing_of_others_is_removed_where_they_could_still_win(
-    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lose_machine(make_random_export(sizes=SMALL), destination)
-    left, call = reader.keys(destination), BucketFolder.call
-
-    def unconditional(self: BucketFolder, sent: str, name: str | None = None, **arguments: Any) -> Any:
-        return call(self, sent, name, **{key: value for key, value in arguments.items() if key != "IfNoneMatch"})
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BucketFolder, "call", unconditional)
-        publish(make_random_export(sizes=SMALL), destination)
-    assert left < reader.keys(destination)
-
-    def removed(send: Callable[[], Any], name: str | None) -> Any:
-        if "/probe.txt" in str(name):
-            reader.delete(destination, "manifest.json")
-        return send()
-
-    with monkeypatch.context() as patch:
-        answering(patch, "delete_object", removed)  # right before it would be decided what to remove
-        publish(make_random_export("again", sizes=SMALL), destination)
-    assert left < reader.keys(destination)
-
-
-def test_an_upload_whose_objects_the_winner_removed_uses_the_publication_of_the_winner(
-    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = make_random_export("first", sizes=SMALL), make_random_export("second", sizes=SMALL)
-    winner = list[Publication]()
-
-    def overtaken(send: Callable[[], Any], name: str | None) -> Any:
-        if name is not None and name.endswith("model.safetensors") and not winner:
-            patch.undo()
-            winner.append(publish(first, destination))
-        return send()
-
-    with monkeypatch.context() as patch:
-        answering(patch, "head_object", overtaken)  # the object was sent, and is looked up after it was removed
-        published = publish(second, destination)
-    assert published.reused
-    assert published.folder == winner[0].folder
-    reader.require_only(destination)
-
-
-@pytest.mark.parametrize("moment", ["send_missing", "_commit"])
-def test_what_another_process_removed_before_somebody_removed_its_publication_is_sent_again(
-    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    owner = FileUploads if moment == "send_missing" else bucket_publication
-    removed, then = list[str](), getattr(owner, moment)
-
-    def remove_and(*arguments: Any) -> Any:
-        if not removed:
-            removed.extend(name for name in reader.keys(destination) if name.endswith("model.safetensors"))
-            reader.delete(destination, removed[0])
-        return then(*arguments)
-
-    monkeypatch.setattr(owner, moment, remove_and)
-    published = publish(make_random_export(sizes=SMALL), destination)
-    assert removed == [f"{published.folder}/model.safetensors"]
-    assert not published.reused
-    reader.require_only(destination)
-
-
 def test_what_is_published_already_is_proven_without_the_right_to_write(
     make_random_export: MakeExport, destination: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,55 +301,6 @@ def test_what_is_published_already_is_proven_without_the_right_to_write(
     assert (again.reused, again.folder) == (True, published.folder)
 
 
-@pytest.mark.parametrize("is_intact", [True, False])
-def test_what_a_server_stores_without_comparing_checksums_is_read_back(
-    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, is_intact: bool,
-) -> None:  # fmt: skip
-    call, claimed, read = BucketFolder.call, dict[str | None, str](), set[str | None]()
-
-    def believing(self: BucketFolder, sent: str, name: str | None = None, **arguments: Any) -> Any:
-        if sent == "put_object":
-            claimed[name] = arguments.pop("ChecksumCRC64NVME")
-            if str(name).endswith("config.json") and not is_intact:
-                arguments["Body"] = arguments["Body"][:-1] + b"!"
-        read.update({name} if sent == "get_object" else ())
-        answer = call(self, sent, name, **arguments)
-        return answer | {"ChecksumCRC64NVME": claimed.get(name)} if sent == "head_object" else answer
-
-    exported = make_random_export(sizes=SMALL)
-    with monkeypatch.context() as patch:
-        patch.setattr(BucketFolder, "call", believing)
-        check_destination(destination)
-        assert f"wrong checksum (CRC64NVME), so what is published to {destination} is read back" in caplog.text
-        assert not reader.keys(destination)
-        if not is_intact:
-            with pytest.raises(DigestMismatch, match=r"config\.json has 700 bytes and sha256"):
-                publish(exported, destination)
-            return
-        folder = publish(exported, destination).folder
-    assert {f"{folder}/{name}" for name in exported.files} <= read
-    reader.require_only(destination)
-
-
-def test_a_server_that_refuses_a_wrong_checksum_with_a_code_of_its_own_compares_it(
-    destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call, code = BucketFolder.call, "XMinioInvalidChecksum"
-
-    def refusing(self: BucketFolder, sent: str, name: str | None = None, **arguments: Any) -> Any:
-        if sent == "put_object" and arguments["ChecksumCRC64NVME"] != encoded(crc_of(arguments["Body"])):
-            raise StoreError("refused", code=code)
-        return call(self, sent, name, **arguments)
-
-    monkeypatch.setattr(BucketFolder, "call", refusing)
-    assert compares_checksums(BucketFolder(destination))
-    assert not reader.keys(destination)
-    code = "InternalError"  # usually transient, so it proves nothing
-    assert not compares_checksums(BucketFolder(destination))
-    assert not reader.keys(destination)
-
-
 def test_a_second_process_with_the_same_export_and_destination_is_refused(
     make_random_export: MakeExport, destination: str
 ) -> None:
@@ -472,18 +311,6 @@ def test_a_second_process_with_the_same_export_and_destination_is_refused(
         pytest.raises(PublicationError, match="another process is publishing this export to the same destination"),
     ):
         publish(exported, destination)
-
-
-def test_the_server_rejects_bytes_with_a_wrong_checksum(destination: str, reader: Reader) -> None:
-    bucket, wrong = BucketFolder(destination), encoded(crc_of(b"other"))
-    with pytest.raises(StoreError, match=r"a/x cannot be written: the server received other bytes") as caught:
-        bucket.call("put_object", "a/x", Body=b"bytes", ChecksumCRC64NVME=wrong)
-    assert caught.value.code == "BadDigest"
-    begun = bucket.call("create_multipart_upload", "a/y", ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT")
-    with pytest.raises(StoreError, match="the server received other bytes"):
-        bucket.call("upload_part", "a/y", UploadId=begun["UploadId"], PartNumber=1, Body=b"b", ChecksumCRC64NVME=wrong)
-    bucket.abort("a/y", begun["UploadId"])
-    assert not reader.keys(destination)
 
 
 def test_a_file_that_is_changed_after_its_certificate_was_checked_is_not_published(
