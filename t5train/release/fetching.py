@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from t5train.errors import InputError, PublicationError, RecordError, StorageError, StoreError
+from t5train.errors import InputError, PublicationError, RecordError, StorageError
 from t5train.files.atomic import filling
 from t5train.files.confined import confined, require_distinct
 from t5train.files.os_errors import explain
@@ -19,9 +19,7 @@ from t5train.records.digests import FileDigest
 from t5train.records.stage_records import MANIFEST, Publication, Published
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.object_store.bucket import BucketFolder, is_in_s3
-from t5train.release.object_store.insistent_bucket import insistent_chunks
-from t5train.release.object_store.store_errors import MISSING
-from t5train.release.object_store.stored_objects import differs, missing
+from t5train.release.object_store.stored_objects import differs, expected_chunks
 from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
 from t5train.release.verification import manifest_in, require_certified, verify_local
 
@@ -153,18 +151,11 @@ def _completed(
             sha256.update(chunk)
             count(len(chunk))
         size = file.tell()
-        try:
-            for chunk in insistent_chunks(bucket, stored, size) if size < expected.size else ():
-                file.write(chunk)
-                sha256.update(chunk)
-                size += len(chunk)
-                count(len(chunk))
-                if size > expected.size:
-                    break
-        except StoreError as error:
-            if error.code in MISSING:
-                raise missing(bucket, stored, expected) from None
-            raise
+        for chunk in expected_chunks(bucket, stored, expected, size) if size < expected.size else ():
+            file.write(chunk)
+            sha256.update(chunk)
+            size += len(chunk)
+            count(len(chunk))
         file.flush()
         os.fsync(file.fileno())
     return FileDigest(size=size, sha256=sha256.hexdigest())

@@ -1,7 +1,7 @@
 """Proves that an object of a bucket is the file that it should be."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from t5train.errors import DigestMismatch, StoreError
 from t5train.records.digests import FileDigest
@@ -54,19 +54,30 @@ def read_back(
 ) -> None:
     """Read an object, and raise DigestMismatch unless it has this size and sha256. ``count`` is called with sizes."""
     sha256, size = hashlib.sha256(), 0
+    for chunk in expected_chunks(bucket, name, expected):
+        sha256.update(chunk)
+        size += len(chunk)
+        count(len(chunk))
+    if (found := FileDigest(size=size, sha256=sha256.hexdigest())) != expected:
+        raise differs(bucket, name, found, expected)
+
+
+def expected_chunks(bucket: BucketFolder, name: str, expected: FileDigest, start: int = 0) -> Iterator[bytes]:
+    """Yield the content of an object from ``start`` on, until it is longer than expected.
+
+    Raises DigestMismatch if there is no such object, and StoreError as ``insistent_chunks`` does.
+    """
+    size = start
     try:
-        for chunk in insistent_chunks(bucket, name):
-            sha256.update(chunk)
+        for chunk in insistent_chunks(bucket, name, start):
+            yield chunk
             size += len(chunk)
-            count(len(chunk))
             if size > expected.size:
-                break
+                return
     except StoreError as error:
         if error.code in MISSING:
             raise missing(bucket, name, expected) from None
         raise
-    if (found := FileDigest(size=size, sha256=sha256.hexdigest())) != expected:
-        raise differs(bucket, name, found, expected)
 
 
 def differs(bucket: BucketFolder, name: str, found: FileDigest, expected: FileDigest) -> DigestMismatch:
