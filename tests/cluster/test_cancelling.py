@@ -26,16 +26,11 @@ CANCEL_SECONDS, SAVED_SECONDS = 30.0, 5.0
 LONG = {"optimizer.num_steps": 1_000_000, "storage.checkpoint_every_steps": 1_000_000}
 ON_TWO_HOSTS = {"cluster.hostfile": HOSTFILE, "cluster.num_nodes": 2, "storage.validate_every_steps": 1_000_000}
 API_CLIENT = """
-import base64, json, pathlib, sys, urllib.request
-api_url, key_file, path, method, body = sys.argv[1:]
-key = base64.b64encode(pathlib.Path(key_file).read_bytes().strip()).decode()
-headers = {"content-type": "application/json", "Authorization": f"Basic {key}"}
-def ask(path, body=None, method="GET"):
-    request = urllib.request.Request(f"{api_url}/{path}", body, headers, method=method)
-    return urllib.request.urlopen(request, timeout=120).read().decode()
-token = json.loads(ask("csrf-token?client=test"))["token"]
-headers |= {"Prefect-Csrf-Token": token, "Prefect-Csrf-Client": "test"}
-print(ask(path, body.encode() or None, method))
+import json, sys
+from pathlib import Path
+from tests.support import prefect_servers
+home, url, method, body = sys.argv[1:]
+print(json.dumps(prefect_servers.ask(Path(home), url, json.loads(body), method)))
 """
 
 
@@ -77,8 +72,9 @@ class Prefect:
 
     def ask(self, path: str, body: dict[str, object] | None = None) -> Any:
         """Return the API's answer to a GET, or to a POST if there is a ``body``."""
-        argv = ["python", "-c", API_CLIENT, URL, str(self._runner.root / "prefect/api-key"), path]
-        argv += ["GET", ""] if body is None else ["POST", json.dumps(body)]
+        method = "GET" if body is None else "POST"
+        home = str(self._runner.root / "prefect")
+        argv = ["python", "-c", API_CLIENT, home, f"{URL}/{path}", method, json.dumps(body)]
         answer = self._runner.cluster.exec("head", argv, timeout=300)
         assert answer.returncode == 0, answer.stderr
         return json.loads(answer.stdout)
