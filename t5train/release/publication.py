@@ -9,7 +9,8 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from t5train.records.stage_records import MANIFEST, Export, Publication
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.object_store.bucket import BucketFolder, is_in_s3
 from t5train.release.object_store.bucket_publication import publish_to_bucket, published_in
-from t5train.release.object_store.checksums import measure
 from t5train.release.object_store.insistent_bucket import InsistentBucket
+from t5train.release.object_store.measured_file import unread_files
 from t5train.release.object_store.published_manifest import not_empty, occupied, publication_in
 from t5train.release.object_store.write_check import check_writing
 from t5train.release.verification import object_names, verify, verify_object
@@ -224,10 +225,13 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
     if is_in_s3(url):
         bucket = InsistentBucket(url)  # before the files are read, to report at once what is missing
         require_distinct([*export.files, MANIFEST], str(export.path), PublicationError)
-        files = measure(export.path, export.files, progress)
-        _require_certified(export, progress, {name: file.digest for name, file in files.items()})
-        return publish_to_bucket(bucket, export.path, _record(export, url), files, progress)
-    _require_certified(export, progress)
+        with _naming_export(export):
+            _require_certificate(export)
+            files = unread_files(export.path, export.files)
+            return publish_to_bucket(bucket, export.path, _record(export, url), files, progress)
+    with _naming_export(export):
+        export.verify(progress)
+        _require_certificate(export)
     record = _record(export, url)
     if (existing := _existing(url, record.fingerprint, progress)) is not None:
         return existing
@@ -261,17 +265,23 @@ def _record(export: Export, url: str) -> Publication:
     ).sealed()
 
 
-def _require_certified(export: Export, progress: Progress, known: Mapping[str, FileDigest] | None = None) -> None:
+@contextmanager
+def _naming_export(export: Export) -> Iterator[None]:
+    try:
+        yield
+    except (CertificationError, DigestMismatch) as error:
+        raise PublicationError(f"{export.path} cannot be published: {error}") from error
+
+
+def _require_certificate(export: Export) -> None:
+    """Raise CertificationError if the certificate does not vouch for the digests of all files."""
     if CERTIFICATE not in export.files:
         raise PublicationError(f"{export.path} cannot be published, because it has no certificate. Certify it first")
     path = export.path / CERTIFICATE
-    try:
-        export.verify(progress, known)
-        with reading(path):
-            content = path.read_bytes()
-        Certificate.parse(content, str(path)).require_vouching(export.fingerprint, export.files, str(path))
-    except (CertificationError, DigestMismatch) as error:
-        raise PublicationError(f"{export.path} cannot be published: {error}") from error
+    verify_file(path, export.files[CERTIFICATE])
+    with reading(path):
+        content = path.read_bytes()
+    Certificate.parse(content, str(path)).require_vouching(export.fingerprint, export.files, str(path))
 
 
 def _existing(url: str, identity: str, progress: Progress) -> Publication | None:

@@ -8,6 +8,7 @@ from t5train.records.identity import current_provenance, fingerprint
 from t5train.records.stage_records import Export
 from t5train.release.certificate import CERTIFICATE, Certificate
 
+PART_BYTES = 5 << 20  # the least that S3 accepts
 _CHUNK_BYTES = 64 << 20
 
 

@@ -10,18 +10,19 @@ from typing import NamedTuple
 
 from t5train.checkpoint import sidecar, tags
 from t5train.checkpoint.retention import kept
-from t5train.errors import DigestMismatch, IncompleteCheckpoint, StorageError, StoreError, T5TrainError
+from t5train.errors import IncompleteCheckpoint, StorageError, StoreError, T5TrainError
 from t5train.files.atomic import filling
 from t5train.files.os_errors import explain
 from t5train.files.presence import is_there
 from t5train.files.run_folder import CHECKPOINTS, METRICS, STORING, step_of
 from t5train.progress import Progress
+from t5train.records.digests import digest_files
 from t5train.records.identity import current_provenance, fingerprint
 from t5train.records.stage_records import MANIFEST, StoredCheckpoint
 from t5train.release.checkpoint_store.ledger import Ledger, StoredTag, folder_of, is_checkpoint_folder
 from t5train.release.checkpoint_store.store_claim import StoreClaim
 from t5train.release.object_store.bucket_publication import PART_BYTES, publish_to_bucket, published_in
-from t5train.release.object_store.checksums import measure
+from t5train.release.object_store.measured_file import measure, unread_files
 
 _log = logging.getLogger(__name__)
 
@@ -93,12 +94,11 @@ def store_checkpoint(claim: StoreClaim, folder: Path, progress: Progress, part_b
     sidecars = tags.require_agreement(sidecar.read_all(folder), folder)
     recorded = tags.files_of(sidecars)
     others = [*(sidecar.sidecar_name(one.rank) for one in sidecars), METRICS]
-    files = measure(folder, [*recorded, *others], progress)
-    for name, digest in recorded.items():
-        if name not in files or files[name].digest != digest:
-            raise DigestMismatch(f"{folder / name} is not the file that its rank recorded, so {tag} is not stored")
+    digests = recorded | digest_files(folder, (name for name in others if is_there(folder / name)))
+    files = unread_files(folder, digests)
+    measure(files.values(), progress)  # first, as nothing would remove soon what was sent of a damaged checkpoint
     of_run, shards = sidecars[0].run_fingerprint, sidecars[0].data.shards_fingerprint
-    content = {name: file.digest.sha256 for name, file in files.items()}
+    content = {name: digest.sha256 for name, digest in digests.items()}
     identity = fingerprint({"stage": "stored-checkpoint", "run": of_run, "tag": tag, "files": content})
     beside_ledger = folder_of(tag, identity)
     bucket = claim.bucket.below(beside_ledger)
@@ -107,7 +107,7 @@ def store_checkpoint(claim: StoreClaim, folder: Path, progress: Progress, part_b
         url=bucket.url,
         fingerprint=identity,
         inputs={"run": of_run, "shards": shards, "beginning": _beginning(claim.ledger)},
-        files={name: file.digest for name, file in files.items()},
+        files=digests,
         counts={"ranks": len(sidecars), "samples": sidecars[0].data.samples_consumed},
         provenance=current_provenance(),
         step=sidecars[0].step,
@@ -115,7 +115,7 @@ def store_checkpoint(claim: StoreClaim, folder: Path, progress: Progress, part_b
     ).sealed()
     claim.renew()  # measuring takes a while, and a head that was superseded meanwhile sends nothing
     publish_to_bucket(bucket, folder, record, files, progress, part_bytes)
-    entry = StoredTag(tag=tag, folder=beside_ledger, size=sum(file.size for file in files.values()))
+    entry = StoredTag(tag=tag, folder=beside_ledger, size=sum(digest.size for digest in digests.values()))
     claim.change(lambda ledger: _with(ledger, entry))
     return entry
 

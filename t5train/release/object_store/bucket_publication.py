@@ -16,8 +16,9 @@ from t5train.progress import Progress
 from t5train.records.stage_records import MANIFEST, Publication, Published
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.object_store.bucket import BucketFolder
-from t5train.release.object_store.checksums import MeasuredFile, crc_of, encoded
+from t5train.release.object_store.checksums import crc_of, encoded
 from t5train.release.object_store.file_upload import FileUploads
+from t5train.release.object_store.measured_file import MeasuredFile, measure
 from t5train.release.object_store.published_manifest import P, not_empty, occupied, published_as
 from t5train.release.object_store.store_errors import CONTENDED, PRECONDITION_FAILED, TRANSIENT, UNKNOWN_UPLOAD
 from t5train.release.object_store.stored_objects import prove, read_back
@@ -41,7 +42,8 @@ def publish_to_bucket(
         bucket: The destination.
         folder: The folder with the files.
         record: The record to publish.
-        files: What was measured when the certificate was checked. Only these bytes are published.
+        files: Its files, which are published only if they have the digests in it. They are read while they are sent,
+            unless they were read before.
         progress: Called with the number of bytes that are stored.
         part_bytes: Files that are larger are sent in parts of this size.
 
@@ -49,16 +51,19 @@ def publish_to_bucket(
         The record at the destination. It is reused if it was there already, or if another process was first.
 
     Raises:
+        DigestMismatch: A file is not what was recorded, or its object is not the file.
         PublicationError: The destination holds something else, or something else was published there meanwhile.
         StoreError: The server refuses, or does not answer. Publishing again continues.
 
     """
+    for file in files.values():
+        file.require_size()  # before anything is sent
     with UploadJournal.opened(folder, f"{bucket.endpoint} {bucket.url}") as journal:
         found, is_new = published_in(bucket, type(record)), False
         bucket.compares_checksums = _compares_checksums(bucket, is_published=found is not None)
         if found is None:
             attempt = journal.continue_attempt(record.fingerprint, record.files)
-            uploads = FileUploads(bucket, attempt, folder, files, journal, progress)
+            uploads = FileUploads(bucket, attempt, files, journal, progress)
             found = _publication_of_another(bucket, uploads, part_bytes, type(record))
             if found is None:
                 found = _commit(bucket, record.model_copy(update={"folder": attempt}).sealed())
@@ -66,6 +71,7 @@ def publish_to_bucket(
             if is_new:
                 uploads.send_missing(part_bytes)
         if found.fingerprint == record.fingerprint and not is_new:
+            measure([file for file in files.values() if not file.is_read], progress)
             _prove(bucket, found, files)
         if _is_cleaned_up(bucket, journal, found):
             journal.remove()

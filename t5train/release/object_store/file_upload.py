@@ -1,14 +1,17 @@
-"""Sends files to a bucket: several at a time, large ones in parts, each with a checksum that the server compares."""
+"""Sends files to a bucket: several at a time, large ones in parts, each with a checksum that the server compares.
 
-from collections.abc import Mapping
+A large file is sent while its sha256 is computed: each part as soon as it has been read. Only a file that is what was
+recorded is completed, so its last part is sent after its sha256 was compared.
+"""
+
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 
-from t5train.errors import DigestMismatch
 from t5train.progress import Progress
 from t5train.release.object_store.bucket import BucketFolder
-from t5train.release.object_store.checksums import MeasuredFile, crc_of, encoded, read_exactly
+from t5train.release.object_store.checksums import encoded, read_exactly
 from t5train.release.object_store.file_body import FileBody
+from t5train.release.object_store.measured_file import MeasuredFile
 from t5train.release.object_store.parted_upload import PartedUpload
 from t5train.release.object_store.stored_objects import is_proven, prove
 from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
@@ -21,18 +24,18 @@ class FileUploads:
     """The uploads of an attempt's files. Objects that are stored, and parts that were sent, are not sent again."""
 
     def __init__(
-        self, bucket: BucketFolder, attempt: str, folder: Path, files: Mapping[str, MeasuredFile],
-        journal: UploadJournal, progress: Progress,
+        self, bucket: BucketFolder, attempt: str, files: Mapping[str, MeasuredFile], journal: UploadJournal,
+        progress: Progress,
     ) -> None:  # fmt: skip
-        self._bucket, self._attempt, self._folder, self._files = bucket, attempt, folder, files
+        self._bucket, self._attempt, self._files = bucket, attempt, files
         self._journal = journal
         self._progress = progress
 
     def send(self, part_bytes: int) -> None:
         """Send all files, and prove each object.
 
-        Raises DigestMismatch if a file is changed meanwhile or an object is not its file. Raises StoreError, which has
-        the code NoSuchUpload if another process aborted an upload.
+        Raises DigestMismatch if a file is not what was recorded, is changed meanwhile, or its object is something else.
+        Raises StoreError, which has the code NoSuchUpload if another process aborted an upload.
         """
         total = sum(file.size for file in self._files.values())
         self._stored = ByteCount("bytes stored", total, self._progress, self._bucket.stopping)
@@ -47,6 +50,7 @@ class FileUploads:
     def _begin(self, name: str, part_bytes: int) -> list[Job]:
         file, target = self._files[name], self._target(name)
         if name in self._journal.stored or name in self._journal.uploads:
+            self._read_to(file.size, file)
             if is_proven(self._bucket, target, file):  # perhaps completed by a process that was killed right after
                 self._journal.add_stored(name)
                 self._stored.add(file.size)
@@ -55,33 +59,43 @@ class FileUploads:
                 self._journal.forget(name)
         if file.size <= part_bytes:
             return [partial(self._send_whole, name)]
-        upload = PartedUpload(self._bucket, target, self._folder / name, file, self._journal, name)
+        upload = PartedUpload(self._bucket, target, file, self._journal, name)
         missing = upload.missing_parts(part_bytes)
         self._stored.add(upload.sent_bytes)
         if not missing:
             return [partial(self._complete, name, upload)]
-        return [partial(self._send_part, name, upload, number) for number in missing]
+        return self._read_part(name, upload, iter(missing))
+
+    def _read_to(self, end: int, file: MeasuredFile) -> None:
+        file.read_to(end, lambda _: self._stored.add(0))  # to end if another thread has failed
 
     def _send_whole(self, name: str) -> list[Job]:
-        file, path = self._files[name], self._folder / name
+        file = self._files[name]
         if file.size <= _SMALL_BYTES:
             self._send_small(name)
         else:
-            with FileBody.opened(path, 0, file.size, file.crc) as body:
+            self._read_to(file.size, file)
+            with FileBody.opened(file.path, 0, file.size, file.crc) as body:
                 self._put(name, body)
         self._stored.add(file.size)
         return self._prove(name)
 
     def _send_small(self, name: str) -> None:
         """Send a file from memory. For other bodies, botocore first asks the server whether it may send (Expect)."""
-        file, path = self._files[name], self._folder / name
-        content = read_exactly(path, 0, file.size + 1)
-        if (len(content), crc_of(content)) != (file.size, file.crc):
-            raise DigestMismatch(f"{path} was changed while it was sent: restore it, then publish again")
+        file = self._files[name]
+        content = read_exactly(file.path, 0, file.size + 1)
+        file.take(content)
         self._put(name, content)
 
     def _put(self, name: str, body: bytes | FileBody) -> None:
         self._bucket.call("put_object", self._target(name), Body=body, ChecksumCRC64NVME=encoded(self._files[name].crc))
+
+    def _read_part(self, name: str, upload: PartedUpload, missing: Iterator[int]) -> list[Job]:
+        """Read up to the end of the next part. It is sent before more is read, so that its bytes are still cached."""
+        if (number := next(missing, None)) is None:
+            return []
+        self._read_to(upload.end_of(number), self._files[name])
+        return [partial(self._send_part, name, upload, number), partial(self._read_part, name, upload, missing)]
 
     def _send_part(self, name: str, upload: PartedUpload, number: int) -> list[Job]:
         was_last = upload.send(number)

@@ -1,12 +1,12 @@
 """The multipart upload of one file, which a later process can continue."""
 
 import threading
-from pathlib import Path
 
-from t5train.errors import DigestMismatch, StoreError
+from t5train.errors import StoreError
 from t5train.release.object_store.bucket import BucketFolder
-from t5train.release.object_store.checksums import BLOCK_BYTES, MeasuredFile, crc_of_part, encoded, joined
+from t5train.release.object_store.checksums import encoded
 from t5train.release.object_store.file_body import FileBody
+from t5train.release.object_store.measured_file import BLOCK_BYTES, MeasuredFile
 from t5train.release.object_store.store_errors import UNKNOWN_UPLOAD
 from t5train.release.object_store.stored_objects import is_proven
 from t5train.release.object_store.upload_journal import OpenUpload, UploadJournal
@@ -19,15 +19,18 @@ class PartedUpload:
     """Sends a file in parts, from several threads. The journal records each part that the server has confirmed."""
 
     def __init__(
-        self, bucket: BucketFolder, target: str, path: Path, file: MeasuredFile, journal: UploadJournal, name: str
-    ) -> None:
+        self, bucket: BucketFolder, target: str, file: MeasuredFile, journal: UploadJournal, name: str
+    ) -> None:  # fmt: skip
         """``target`` is the object's name, and ``name`` the file's name in the journal."""
-        self._bucket, self._target, self._path, self._file = bucket, target, path, file
+        self._bucket, self._target, self._file = bucket, target, file
         self._journal, self._name = journal, name
         self._counting, self._left = threading.Lock(), 0
 
     def missing_parts(self, part_bytes: int) -> list[int]:
-        """Return the numbers of the parts to send, after continuing the file's upload, or beginning one."""
+        """Return the numbers of the parts to send, after continuing the file's upload, or beginning one.
+
+        A file whose upload is to be continued must have been read.
+        """
         if not self._continues():
             answer = self._bucket.call(
                 "create_multipart_upload", self._target, ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT"
@@ -47,14 +50,16 @@ class PartedUpload:
 
     def size_of(self, number: int) -> int:
         """Size of a part in bytes."""
-        start = (number - 1) * self._upload.part_bytes
-        return min(self._upload.part_bytes, self._file.size - start)
+        return self.end_of(number) - self._start_of(number)
+
+    def end_of(self, number: int) -> int:
+        """Where a part ends in the file."""
+        return min(number * self._upload.part_bytes, self._file.size)
 
     def send(self, number: int) -> bool:
-        """Send one part. Returns whether it was the last one that was missing."""
-        upload, start, size = self._upload, (number - 1) * self._upload.part_bytes, self.size_of(number)
-        crc = crc_of_part(self._path, self._file, start, size)
-        with FileBody.opened(self._path, start, size, crc) as body:
+        """Send one part, up to whose end the file has been read. Returns whether it was the last that was missing."""
+        upload, start, size, crc = self._upload, self._start_of(number), self.size_of(number), self._crc_of(number)
+        with FileBody.opened(self._file.path, start, size, crc) as body:
             answer = self._bucket.call(
                 "upload_part", self._target, UploadId=upload.upload_id, PartNumber=number, Body=body,
                 ChecksumCRC64NVME=encoded(crc),
@@ -65,17 +70,11 @@ class PartedUpload:
             return self._left == 0
 
     def complete(self) -> None:
-        """Make the object of the parts, if together they are the measured file.
-
-        Raises DigestMismatch if they are not. Otherwise, the server compares the whole object with the file's CRC.
-        """
+        """Make the object of the parts. The server compares the whole object with the CRC of the file."""
         upload = self._upload
-        parts = sorted(upload.parts.items())
-        if joined((part.crc, self.size_of(number)) for number, part in parts) != self._file.crc:
-            self._abort()
-            raise DigestMismatch(f"{self._path} was changed while it was sent: restore it, then publish again")
         listed = [
-            {"PartNumber": number, "ETag": part.etag, "ChecksumCRC64NVME": encoded(part.crc)} for number, part in parts
+            {"PartNumber": number, "ETag": part.etag, "ChecksumCRC64NVME": encoded(part.crc)}
+            for number, part in sorted(upload.parts.items())
         ]
         try:
             self._bucket.call(
@@ -93,8 +92,17 @@ class PartedUpload:
     def _upload(self) -> OpenUpload:
         return self._journal.uploads[self._name]
 
+    def _start_of(self, number: int) -> int:
+        return (number - 1) * self._upload.part_bytes
+
+    def _crc_of(self, number: int) -> int:
+        return self._file.crc_of(self._start_of(number), self.size_of(number))
+
     def _continues(self) -> bool:
-        """Whether the server knows the upload in the journal. Parts that the server does not have are sent again."""
+        """Whether the server knows the upload in the journal.
+
+        Parts that the server does not have, or that are not the file's (it may have been damaged), are sent again.
+        """
         upload = self._journal.uploads.get(self._name)
         if upload is None:
             return False
@@ -107,7 +115,8 @@ class PartedUpload:
             return False
         for number, part in list(upload.parts.items()):
             etag, size = there.get(number, ("", 0))  # some servers quote the ETag in only one of the two answers
-            if (etag.strip('"'), size) != (part.etag.strip('"'), self.size_of(number)):
+            is_there = (etag.strip('"'), size) == (part.etag.strip('"'), self.size_of(number))
+            if not is_there or part.crc != self._crc_of(number):
                 del upload.parts[number]
         return True
 

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from t5train.records.stage_records import Export
-from tests.support.certified_exports import make_certified
+from t5train.release import publication
+from t5train.release.object_store import bucket_publication
+from tests.support.certified_exports import PART_BYTES, make_certified
 from tests.support.faulty_proxy import FaultyProxy, running_proxy
 from tests.support.object_server import ObjectServer
 
@@ -21,6 +23,13 @@ def make_random_export(tmp_path: Path) -> Callable[..., Export]:
         return make_certified(tmp_path / name / "export", sizes, seed)
 
     return make
+
+
+@pytest.fixture
+def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends files in parts of 5 MiB."""
+    send = bucket_publication.publish_to_bucket
+    monkeypatch.setattr(publication, "publish_to_bucket", lambda *given: send(*given, PART_BYTES))
 
 
 @pytest.fixture

@@ -12,9 +12,7 @@ import pytest
 
 from t5train.errors import DigestMismatch, PublicationError, RecordError, StoreError
 from t5train.records.stage_records import Export, Publication
-from t5train.release import publication
 from t5train.release.fetching import fetch
-from t5train.release.object_store import bucket_publication
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.upload_journal import UploadJournal
 from t5train.release.publication import check_destination, publish
@@ -22,18 +20,11 @@ from t5train.release.verification import verify
 from tests.support.changed_answers import answering
 from tests.support.s3_reader import Reader
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_small_parts")]
 
-PART_BYTES = 5 << 20
 
 MakeExport = Callable[..., Export]
 SMALL = {"config.json": 700, "model.safetensors": 40_000, "tokenizer/spiece.model": 3_000}
-
-
-@pytest.fixture(autouse=True)
-def send_in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = bucket_publication.publish_to_bucket
-    monkeypatch.setattr(publication, "publish_to_bucket", lambda *given: send(*given, PART_BYTES))
 
 
 @pytest.fixture
@@ -311,27 +302,6 @@ def test_a_second_process_with_the_same_export_and_destination_is_refused(
         pytest.raises(PublicationError, match="another process is publishing this export to the same destination"),
     ):
         publish(exported, destination)
-
-
-def test_a_file_that_is_changed_after_its_certificate_was_checked_is_not_published(
-    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, position in (("model.safetensors", 21 << 20), ("config.json", 3)):
-        exported = make_random_export(f"run-{name}")
-
-        def changed(
-            send: Callable[[], Any], _: str | None, path: Path = exported.path / name, at: int = position
-        ) -> Any:
-            with path.open("r+b") as file:
-                file.seek(at)
-                file.write(b"changed")
-            return send()
-
-        with monkeypatch.context() as patch:
-            answering(patch, "list_objects_v2", changed)
-            with pytest.raises(DigestMismatch, match=f"{name} was changed while"):
-                publish(exported, destination)
-        assert reader.require_all_or_nothing(destination) is None
 
 
 def test_without_a_checksum_from_the_server_objects_are_read_back(

@@ -16,21 +16,13 @@ import pytest
 
 from t5train.errors import StoreError
 from t5train.records.stage_records import Export
-from t5train.release import publication
-from t5train.release.object_store import bucket, bucket_publication, insistent_bucket
+from t5train.release.object_store import bucket, insistent_bucket
 from t5train.release.publication import publish
+from tests.support.certified_exports import PART_BYTES
 from tests.support.faulty_proxy import Cut, Fault, FaultyProxy, LoseAnswer, Refuse, Request
 from tests.support.s3_reader import Reader, watched
 
-pytestmark = pytest.mark.slow
-
-PART_BYTES = 5 << 20
-
-
-@pytest.fixture(autouse=True)
-def send_in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = bucket_publication.publish_to_bucket
-    monkeypatch.setattr(publication, "publish_to_bucket", lambda *given: send(*given, PART_BYTES))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_small_parts")]
 
 
 def total_bytes(exported: Export) -> int:

@@ -11,26 +11,19 @@ import pytest
 
 from t5train.errors import StoreError
 from t5train.records.stage_records import Export
-from t5train.release import publication
-from t5train.release.object_store import bucket, bucket_publication, insistent_bucket
+from t5train.release.object_store import bucket, insistent_bucket
 from t5train.release.publication import publish
+from tests.support.certified_exports import PART_BYTES
 from tests.support.faulty_proxy import FaultyProxy, Request, running_proxy
 from tests.support.object_server import BUCKET, ObjectServer, running_server
 from tests.support.s3_reader import Reader, watched
 from tests.support.small_disk import require_namespaces
 from tests.t5train.release.conftest import IN_PARTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_small_parts")]
 
-PART_BYTES = 5 << 20
 THREADS = 8
 DISK_BYTES, LEFT_BYTES = 400 << 20, 12 << 20
-
-
-@pytest.fixture(autouse=True)
-def send_in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = bucket_publication.publish_to_bucket
-    monkeypatch.setattr(publication, "publish_to_bucket", lambda *given: send(*given, PART_BYTES))
 
 
 def use(server: ObjectServer, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Reader:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from t5train.errors import DigestMismatch
-from t5train.release.object_store.checksums import BLOCK_BYTES, crc_of, crc_of_part, measure
+from t5train.records.digests import digest_file
+from t5train.release.object_store.checksums import crc_of
 from t5train.release.object_store.file_body import FileBody
+from t5train.release.object_store.measured_file import BLOCK_BYTES, MeasuredFile
 
 SIZE = 3 * BLOCK_BYTES + 5
 
@@ -33,9 +35,9 @@ def sent(body: FileBody) -> bytes:
     [(0, SIZE), (0, BLOCK_BYTES), (BLOCK_BYTES, 2 * BLOCK_BYTES), (2 * BLOCK_BYTES, BLOCK_BYTES + 5), (7, 9), (0, 0)],
 )
 def test_a_part_is_sent_as_it_was_measured_and_again_after_an_error(path: Path, start: int, size: int) -> None:
-    measured, content = measure(path.parent, ["file"])["file"], path.read_bytes()
-    assert measured.crc == crc_of(content)
-    crc = crc_of_part(path, measured, start, size)
+    file, content = MeasuredFile(path, digest_file(path)), path.read_bytes()
+    file.read_to(min(SIZE, -(-(start + size) // BLOCK_BYTES) * BLOCK_BYTES))
+    crc = file.crc_of(start, size)
     assert crc == crc_of(content[start : start + size])
     with FileBody.opened(path, start, size, crc) as body:
         body.read()
@@ -64,7 +66,7 @@ def change(path: Path) -> None:
 def test_a_file_that_is_changed_while_it_is_sent_keeps_its_size_and_is_refused(
     path: Path, alter: Callable[[Path], None]
 ) -> None:
-    measured = measure(path.parent, ["file"])["file"]
+    crc = crc_of(path.read_bytes())
 
     def refuse(body: FileBody) -> None:
         alter(path)
@@ -72,7 +74,7 @@ def test_a_file_that_is_changed_while_it_is_sent_keeps_its_size_and_is_refused(
         raise OSError("what the server answers does not hide the cause")
 
     with pytest.raises(DigestMismatch, match="file was changed while it was sent"):
-        send(path, measured.crc, refuse)
+        send(path, crc, refuse)
 
 
 def test_a_file_that_cannot_be_read_keeps_its_size_and_the_error_is_raised(

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from t5train.records.stage_records import Export
+from tests.support.certified_exports import PART_BYTES
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.s3_reader import Reader, watched
 from tests.t5train.release.conftest import IN_PARTS
 
 pytestmark = pytest.mark.slow
 
-PART_BYTES = 5 << 20  # the least that S3 accepts
 MANY_PARTS = {"config.json": 700, "model.safetensors": 52 << 20}
 
 THREADS = 8

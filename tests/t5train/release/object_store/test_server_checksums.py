@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from t5train.errors import DigestMismatch, StoreError
+from t5train.errors import PublicationError, StoreError
 from t5train.records.stage_records import Export
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import crc_of, encoded
@@ -42,7 +42,7 @@ def test_what_a_server_stores_without_comparing_checksums_is_read_back(
         assert f"wrong checksum (CRC64NVME), so what is published to {destination} is read back" in caplog.text
         assert not reader.keys(destination)
         if not is_intact:
-            with pytest.raises(DigestMismatch, match=r"config\.json has 700 bytes and sha256"):
+            with pytest.raises(PublicationError, match=r"config\.json has 700 bytes and sha256"):
                 publish(exported, destination)
             return
         folder = publish(exported, destination).folder

@@ -1,0 +1,94 @@
+"""Files are read and compared with their digests while they are sent to a real S3 server."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from t5train.errors import PublicationError
+from t5train.records.stage_records import Export
+from t5train.release.object_store import transfers
+from t5train.release.object_store.measured_file import MeasuredFile
+from t5train.release.publication import publish
+from tests.support.certified_exports import PART_BYTES
+from tests.support.changed_answers import answering
+from tests.support.s3_reader import Reader
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_small_parts")]
+
+MakeExport = Callable[..., Export]
+
+
+@pytest.mark.parametrize(
+    ("name", "operation", "problem"),
+    [
+        ("config.json", "list_objects_v2", "has sha256"),
+        ("model.safetensors", "list_objects_v2", "has sha256"),
+        ("model.safetensors", "upload_part", "was changed while it was sent"),
+    ],
+)
+def test_a_file_that_is_changed_after_its_certificate_was_checked_is_not_published(
+    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch,
+    name: str, operation: str, problem: str,
+) -> None:  # fmt: skip
+    exported = make_random_export()
+
+    def changed(send: Callable[[], Any], _: str | None) -> Any:
+        _damage(exported.path / name, 3)
+        return send()
+
+    with monkeypatch.context() as patch:
+        answering(patch, operation, changed)
+        with pytest.raises(PublicationError, match=f"export cannot be published: .*{name} {problem}"):
+            publish(exported, destination)
+    assert reader.require_all_or_nothing(destination) is None
+
+
+def _damage(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(b"damaged")
+
+
+def _noted(sent: list[str | None], send: Callable[[], Any], name: str | None) -> Any:
+    sent.append(name)
+    return send()
+
+
+def test_of_a_damaged_file_that_is_restored_only_the_damaged_part_is_sent_again(
+    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = make_random_export()
+    weights = exported.path / "model.safetensors"
+    intact, sent = weights.read_bytes(), list[str | None]()
+    answering(monkeypatch, "upload_part", partial(_noted, sent))
+    _damage(weights, PART_BYTES + 7)
+    with pytest.raises(PublicationError, match=r"model\.safetensors has sha256 .*, but .* was recorded"):
+        publish(exported, destination)
+    assert reader.require_all_or_nothing(destination) is None
+    parts, before = -(-len(intact) // PART_BYTES), len(sent)
+    assert 0 < before < parts, "the last part is only sent of an intact file"
+    weights.write_bytes(intact)
+    publish(exported, destination)
+    reader.require_only(destination)
+    assert len(sent) == parts + 1
+
+
+def test_parts_are_sent_while_the_rest_of_the_file_is_still_unread(
+    make_random_export: MakeExport, destination: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, sent, ahead, read = 2, list[str | None](), list[int](), MeasuredFile.read_to
+
+    def reading(self: MeasuredFile, end: int, count: Callable[[int], None]) -> None:
+        if self.size > PART_BYTES:
+            ahead.append(end // PART_BYTES - len(sent))
+        read(self, end, count)
+
+    monkeypatch.setattr(transfers, "_THREADS", threads)
+    monkeypatch.setattr(MeasuredFile, "read_to", reading)
+    answering(monkeypatch, "upload_part", partial(_noted, sent))
+    publish(make_random_export(sizes={"model.safetensors": 8 * PART_BYTES}), destination)
+    assert len(ahead) == len(sent) == 8
+    assert max(ahead) <= threads
