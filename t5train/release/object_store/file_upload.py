@@ -75,7 +75,7 @@ class FileUploads:
             self._send_small(name)
         else:
             self._read_to(file.size, file)
-            with FileBody.opened(file.path, 0, file.size, file.crc) as body:
+            with FileBody.opened(file.path, 0, file.size, file.crc, self._bucket.stopping) as body:
                 self._put(name, body)
         self._stored.add(file.size)
         return self._prove(name)

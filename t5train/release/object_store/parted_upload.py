@@ -59,7 +59,7 @@ class PartedUpload:
     def send(self, number: int) -> bool:
         """Send one part, up to whose end the file has been read. Returns whether it was the last that was missing."""
         upload, start, size, crc = self._upload, self._start_of(number), self.size_of(number), self._crc_of(number)
-        with FileBody.opened(self._file.path, start, size, crc) as body:
+        with FileBody.opened(self._file.path, start, size, crc, self._bucket.stopping) as body:
             answer = self._bucket.call(
                 "upload_part", self._target, UploadId=upload.upload_id, PartNumber=number, Body=body,
                 ChecksumCRC64NVME=encoded(crc),

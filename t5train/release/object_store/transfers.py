@@ -14,8 +14,17 @@ Job = Callable[[], "list[Job]"]
 """Work for a thread. Returns the jobs that follow it."""
 
 
-class Stopped(Exception):
-    """Another thread has failed, or the user has interrupted the command."""
+class Stopped(BaseException):
+    """Another thread has failed, or the user has interrupted the command.
+
+    It is no Exception, so that botocore does not take it for a failure of the connection, and try again.
+    """
+
+
+def require_going_on(stopping: threading.Event) -> None:
+    """Raise Stopped if the event is set."""
+    if stopping.is_set():
+        raise Stopped
 
 
 class ByteCount:
@@ -33,8 +42,7 @@ class ByteCount:
         """Add bytes, from any thread. Raises Stopped after ``stop``, so call it for each piece of a large file."""
         with self._counting:
             self._done += size
-        if self._stopping.is_set():
-            raise Stopped
+        require_going_on(self._stopping)
 
     def stop(self) -> None:
         """Let threads end soon."""

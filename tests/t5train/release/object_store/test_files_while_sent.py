@@ -1,7 +1,7 @@
 """Files are read and compared with their digests while they are sent to a real S3 server."""
 
+import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,10 @@ import pytest
 from t5train.errors import PublicationError
 from t5train.records.stage_records import Export
 from t5train.release.object_store import transfers
+from t5train.release.object_store.bucket import BucketFolder
+from t5train.release.object_store.file_body import FileBody
 from t5train.release.object_store.measured_file import MeasuredFile
+from t5train.release.object_store.transfers import ByteCount
 from t5train.release.publication import publish
 from tests.support.certified_exports import PART_BYTES
 from tests.support.changed_answers import answering
@@ -52,28 +55,40 @@ def _damage(path: Path, position: int) -> None:
         file.write(b"damaged")
 
 
-def _noted(sent: list[str | None], send: Callable[[], Any], name: str | None) -> Any:
-    sent.append(name)
-    return send()
-
-
-def test_of_a_damaged_file_that_is_restored_only_the_damaged_part_is_sent_again(
+def test_of_a_damaged_file_that_is_restored_only_damaged_and_missing_parts_are_sent_again(
     make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exported = make_random_export()
+    exported, call, confirmed = make_random_export(), BucketFolder.call, list[int]()
     weights = exported.path / "model.safetensors"
-    intact, sent = weights.read_bytes(), list[str | None]()
-    answering(monkeypatch, "upload_part", partial(_noted, sent))
-    _damage(weights, PART_BYTES + 7)
-    with pytest.raises(PublicationError, match=r"model\.safetensors has sha256 .*, but .* was recorded"):
-        publish(exported, destination)
+    intact, damaged = weights.read_bytes(), 2
+
+    def noting(self: BucketFolder, operation: str, name: str | None = None, **arguments: Any) -> Any:
+        answer = call(self, operation, name, **arguments)
+        if operation == "upload_part":
+            confirmed.append(arguments["PartNumber"])
+        return answer
+
+    def read_after_the_damaged_part_was_sent(self: MeasuredFile, end: int, count: Callable[[int], None]) -> None:
+        while end == weights.stat().st_size and damaged not in confirmed:
+            time.sleep(0.01)
+        read(self, end, count)
+
+    monkeypatch.setattr(BucketFolder, "call", noting)
+    _damage(weights, (damaged - 1) * PART_BYTES + 7)
+    read = MeasuredFile.read_to
+    with monkeypatch.context() as patch:
+        patch.setattr(MeasuredFile, "read_to", read_after_the_damaged_part_was_sent)
+        with pytest.raises(PublicationError, match=r"model\.safetensors has sha256 .*, but .* was recorded"):
+            publish(exported, destination)
     assert reader.require_all_or_nothing(destination) is None
-    parts, before = -(-len(intact) // PART_BYTES), len(sent)
-    assert 0 < before < parts, "the last part is only sent of an intact file"
+    last = -(-len(intact) // PART_BYTES)
+    before, there = set(range(1, last)), set(confirmed)
+    assert damaged in there <= before, "the last part is only sent of an intact file"
     weights.write_bytes(intact)
+    confirmed.clear()
     publish(exported, destination)
     reader.require_only(destination)
-    assert len(sent) == parts + 1
+    assert sorted(confirmed) == sorted({*before - there, damaged, last})
 
 
 def test_parts_are_sent_while_the_rest_of_the_file_is_still_unread(
@@ -87,8 +102,39 @@ def test_parts_are_sent_while_the_rest_of_the_file_is_still_unread(
         read(self, end, count)
 
     monkeypatch.setattr(transfers, "_THREADS", threads)
+
+    def sending(send: Callable[[], Any], name: str | None) -> Any:
+        sent.append(name)
+        return send()
+
     monkeypatch.setattr(MeasuredFile, "read_to", reading)
-    answering(monkeypatch, "upload_part", partial(_noted, sent))
+    answering(monkeypatch, "upload_part", sending)
     publish(make_random_export(sizes={"model.safetensors": 8 * PART_BYTES}), destination)
     assert len(ahead) == len(sent) == 8
     assert max(ahead) <= threads
+
+
+def test_an_interruption_ends_requests_in_the_middle_of_their_bodies(
+    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces, read = list[int](), FileBody.read
+
+    def reading(self: FileBody, size: int = -1) -> memoryview:
+        piece = read(self, size)
+        pieces.append(len(piece))
+        time.sleep(0.2)
+        return piece
+
+    def interrupt(_: ByteCount) -> None:
+        if pieces:
+            raise KeyboardInterrupt
+
+    exported = make_random_export(sizes={"model.safetensors": 8 * PART_BYTES})
+    with monkeypatch.context() as patch:
+        patch.setattr(FileBody, "read", reading)
+        patch.setattr(ByteCount, "report", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            publish(exported, destination)
+    assert sum(pieces) < PART_BYTES, "nobody has waited for a whole part"
+    publish(exported, destination)
+    reader.require_only(destination)
