@@ -11,7 +11,7 @@ import fsspec
 from fsspec.callbacks import Callback
 from fsspec.core import split_protocol
 
-from t5train.errors import PublicationError, T5TrainError
+from t5train.errors import InputError, PublicationError, T5TrainError
 from t5train.files.os_errors import explain
 from t5train.progress import Progress
 
@@ -27,6 +27,7 @@ _PACKAGES = {
 # In these schemes, the part before the @ is a user name or Azure's container; in others it can only be a key.
 _NAMES_BEFORE_AT = {"sftp", "ssh", "ftp", "hdfs", "webhdfs", "smb", "abfs", "abfss"}
 _WITHOUT_QUERIES = {"s3", "s3a", "gs", "gcs", "sftp", "ssh", "ftp", "hdfs", "smb"}
+_BEGINNING = re.compile(r"(s3a?|gc?s|abfss?|az|sftp|https?|hf|file):(/{0,2})", re.IGNORECASE)
 _MEANINGS = {
     FileNotFoundError: "not found",
     PermissionError: "access denied",
@@ -48,6 +49,19 @@ def at_home(path: Path | str) -> Path:
         return Path(path).expanduser()
     except RuntimeError:  # there is no such user
         return Path(path)
+
+
+def require_location(location: str, kind: type[Exception] = InputError) -> None:
+    """Raise ``kind`` for an empty text, or one that begins like a URL, but would be taken for a local path."""
+    if not location:
+        raise kind("the path or URL is empty: name a folder, or . for the current one")
+    found = _BEGINNING.match(location)
+    if found is not None and (found[2] != "//" or found[1] != found[1].lower()):
+        scheme = found[1].lower()
+        raise kind(
+            f"a URL does not begin with {found[0]!r}: write {scheme}://... (or ./{found[1]}:... for a folder of that "
+            "name)"
+        )
 
 
 def local_folder(url: str) -> Path | None:
@@ -135,7 +149,11 @@ def without_queries(text: str) -> str:
 
 
 def without_secret(setting: str, url: str) -> str:
-    """Return the URL. Raises ValueError if it holds a secret, because specs are written to disk and displayed."""
+    """Return the URL. Raises ValueError if it holds a secret, because specs are written to disk and displayed.
+
+    The same is raised for what ``require_location`` refuses.
+    """
+    require_location(url, ValueError)
     for part in map(_taken_apart, url.split("::")):
         has_key = part.password is not None or (part.username is not None and part.scheme not in _NAMES_BEFORE_AT)
         if part.scheme and part.netloc and (has_key or part.query):

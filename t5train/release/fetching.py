@@ -13,7 +13,7 @@ from t5train.files.atomic import filling
 from t5train.files.confined import confined, require_distinct
 from t5train.files.os_errors import explain
 from t5train.files.presence import files_below, is_folder, is_there
-from t5train.locations import redacted
+from t5train.locations import redacted, require_location
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest
 from t5train.records.stage_records import MANIFEST, Publication, Published
@@ -48,6 +48,8 @@ def fetch(url: str, folder: Path, progress: Progress = silent) -> Published:
         StorageError: The folder cannot be written, or is too small.
 
     """
+    require_location(url)
+    require_location(str(folder))
     if not is_in_s3(url):
         raise InputError(
             f"{redacted(url)} is not in S3: copy it with the tools of its store, then `t5-pretrain verify` the copy"

@@ -19,7 +19,7 @@ from t5train.files.atomic import copy_durably, filling, try_writing
 from t5train.files.confined import require_distinct
 from t5train.files.os_errors import explain
 from t5train.files.presence import reading
-from t5train.locations import Counted, explained, local_folder, redacted, remote_folder
+from t5train.locations import Counted, explained, local_folder, redacted, remote_folder, require_location
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, verify_file
 from t5train.records.identity import current_provenance, fingerprint
@@ -119,6 +119,7 @@ def publication_at(url: str) -> Publication | None:
 
     Raises PublicationError for anything else: a folder with other files, another kind of record, a damaged manifest.
     """
+    require_location(url)
     if is_in_s3(url):
         return published_in(BucketFolder(url), Publication)
     folder = local_folder(url)
@@ -222,6 +223,7 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
         StorageError: The local folder cannot be written, or is too small.
 
     """
+    require_location(url)
     if is_in_s3(url):
         bucket = InsistentBucket(url)  # before the files are read, to report at once what is missing
         require_distinct([*export.files, MANIFEST], str(export.path), PublicationError)
@@ -294,9 +296,7 @@ def _existing(url: str, identity: str, progress: Progress) -> Publication | None
     try:
         verified = verify(url, progress)
     except (DigestMismatch, PublicationError) as error:
-        raise PublicationError(
-            f"{redacted(url)} holds a damaged copy of this publication: {error}. Remove that copy, then publish again"
-        ) from error
+        raise PublicationError(f"{redacted(url)} holds a damaged copy of this publication: {error}") from error
     return Publication.model_validate(verified).model_copy(update={"reused": True})
 
 

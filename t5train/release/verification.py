@@ -16,7 +16,8 @@ from t5train.errors import (
 )
 from t5train.files.confined import confined
 from t5train.files.presence import ABSENT, files_below, is_there, reading
-from t5train.locations import explained, local_folder, redacted, remote_folder
+from t5train.files.run_folder import RUN
+from t5train.locations import explained, local_folder, redacted, remote_folder, require_location
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, SafetensorsDigest, digest_safetensors_stream
 from t5train.records.stage_records import MANIFEST, Publication, Published, Record, parse_manifest
@@ -44,12 +45,14 @@ def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
         The record of the stage.
 
     Raises:
+        InputError: The URL is not one.
         RecordError: There is no manifest, or it is damaged.
         DigestMismatch: Files differ or are missing. The error names all of them, and any other fault.
         PublicationError: The publication holds files that are not in the record, or is not certified.
 
     """
     url = str(path_or_url)
+    require_location(url)
     folder = local_folder(url)
     if folder is not None:
         return verify_local(folder, progress)
@@ -141,11 +144,19 @@ def manifest_in(bucket: BucketFolder) -> Published:
     """Return the record of what is published in a bucket's folder. Raises RecordError if there is nothing."""
     where = f"{bucket.url}/{MANIFEST}"
     if (content := bucket.read(MANIFEST)) is None:
-        raise RecordError(f"{where} does not exist: no stage was finished there. Check the URL")
+        raise RecordError(f"{where} does not exist: {_instead_of_manifest(bucket)}")
     record = parse_manifest(content, where)
     if not isinstance(record, Published):
         raise RecordError(f"{where} is that of a {record.kind}. Only publications can be read from S3: check the URL")
     return record
+
+
+def _instead_of_manifest(bucket: BucketFolder) -> str:
+    """Say what to do without a manifest. In the folder of a run, each checkpoint has one."""
+    if RUN not in bucket.names(below=False):
+        return "nothing is published there. Check the URL"
+    checkpoints = sorted(name.partition("/")[0] for name in bucket.names() if name.endswith(f"/{MANIFEST}"))
+    return f"{bucket.url} holds the checkpoints of a run. Name one of them: {', '.join(checkpoints) or 'there is none'}"
 
 
 def _faults_of(require: Callable[..., None], *given: Any) -> list[T5TrainError]:
@@ -187,12 +198,13 @@ def verify_object(
             )
     except FileNotFoundError:
         raise DigestMismatch(
-            f"{shown} is missing, but {expected.size} bytes were recorded: restore the file or publish again"
+            f"{shown} is missing, but {expected.size} bytes were recorded: restore the file, or remove the publication "
+            f"(its {MANIFEST} first) and publish again"
         ) from None
     if found != expected:
         raise DigestMismatch(
             f"{shown} has {found.size:,} bytes and {found}, but {expected.size:,} bytes and {expected} were recorded: "
-            "restore the file or publish again"
+            f"restore the file, or remove the publication (its {MANIFEST} first) and publish again"
         )
 
 

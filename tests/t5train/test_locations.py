@@ -2,7 +2,8 @@
 
 import pytest
 
-from t5train.locations import redacted, without_secret
+from t5train.errors import InputError
+from t5train.locations import redacted, require_location, without_secret
 
 KEPT_AND_SHOWN_WHOLE = [
     "/data/part-?.txt",
@@ -49,3 +50,25 @@ def test_a_wildcard_is_not_a_query_in_a_scheme_without_queries(url: str) -> None
 def test_a_user_or_container_name_before_the_at_sign_is_kept_but_not_shown(url: str, shown: str) -> None:
     assert without_secret("corpus.source", url) == url
     assert redacted(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("location", "said"),
+    [
+        ("s3:/bucket/t5", r"does not begin with 's3:/': write s3://"),
+        ("s3:bucket/t5", r"does not begin with 's3:': write s3://"),
+        ("S3://bucket/t5", r"does not begin with 'S3://': write s3://"),
+        ("https:/host/t5", r"does not begin with 'https:/': write https://"),
+        ("", "the path or URL is empty: name a folder"),
+    ],
+)
+def test_what_only_looks_like_a_url_is_refused_and_taken_for_no_folder(location: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        require_location(location)
+    with pytest.raises(ValueError, match=said):
+        without_secret("storage.publish_to", location)
+
+
+@pytest.mark.parametrize("location", ["s3://b/t5", "./s3:/t5", "runs/a:b", "/data", "memory://t5", "file:///t5", "C:x"])
+def test_urls_and_paths_are_locations(location: str) -> None:
+    require_location(location)

@@ -46,6 +46,11 @@ class BucketFolder:
         Raises PublicationError if the URL names no bucket or boto3 is missing, StoreError if it has no settings.
         """
         self._bucket, _, folder = url.partition("://")[2].partition("/")
+        if "@" in self._bucket:
+            raise PublicationError(
+                "a URL of S3 has a user or a key before its bucket: remove it, and give credentials where boto3 reads "
+                "them (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws)"
+            )
         if not _BUCKET.fullmatch(self._bucket):  # it may be a key, so the URL is not shown
             raise PublicationError(
                 "a URL of S3 names no bucket: write s3://BUCKET/FOLDER, and give credentials where boto3 reads them "
@@ -55,7 +60,7 @@ class BucketFolder:
         if redacted(url) != url:
             raise PublicationError(f"{self.url} was given with a query, a fragment or a key: write s3://BUCKET/FOLDER")
         if self._prefix:
-            confined(Path(), self._prefix, "the URL of S3", PublicationError)
+            _require_names_of_folders(self._prefix, self.url)
         self._client = _client(self.url, tries or _TRIES, wait_seconds)
         self.stopping = threading.Event()
         """Set when requests should not be tried again, because another thread has failed."""
@@ -78,7 +83,7 @@ class BucketFolder:
         try:
             answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self._bucket, **arguments)
         except Exception as error:  # boto3's errors share no base; a chained one would show what servers wrote
-            raise store_error(error, self._subject(operation, name)) from None
+            raise store_error(error, self._subject(operation, name), self.endpoint) from None
         return answer
 
     def chunks(self, name: str, start: int = 0) -> Iterator[bytes]:
@@ -117,7 +122,7 @@ class BucketFolder:
         try:
             yield from answer["Body"].iter_chunks(_CHUNK_BYTES)
         except Exception as error:  # as above
-            raise store_error(error, self._subject("get_object", name)) from None
+            raise store_error(error, self._subject("get_object", name), self.endpoint) from None
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small object; None if it does not exist. Raises StoreError."""
@@ -201,6 +206,16 @@ class BucketFolder:
 
     def _subject(self, operation: str, name: str | None) -> str:
         return f"{self.url}{f'/{name}' if name else ''} cannot be {_VERBS.get(operation.partition('_')[0], 'written')}"
+
+
+def _require_names_of_folders(prefix: str, url: str) -> None:
+    try:
+        confined(Path(), prefix, "the URL of S3", PublicationError)
+    except PublicationError:
+        raise PublicationError(
+            f"{url} has a folder without a name, one named . or .., or a character that names cannot have: write "
+            "s3://BUCKET/FOLDER"
+        ) from None
 
 
 def _client(url: str, tries: int, wait_seconds: float) -> Any:

@@ -227,6 +227,4 @@ def _prove(bucket: BucketFolder, found: Published, files: Mapping[str, MeasuredF
         certificate = Certificate.parse(bucket.read(where) or b"", f"{bucket.url}/{where}")
         certificate.require_vouching(found.inputs.get("export", ""), found.files, f"{bucket.url}/{where}")
     except (CertificationError, DigestMismatch) as error:
-        raise PublicationError(
-            f"{bucket.url} holds a damaged copy of this publication: {error}. Remove that copy, then publish again"
-        ) from error
+        raise PublicationError(f"{bucket.url} holds a damaged copy of this publication: {error}") from error

@@ -1,8 +1,7 @@
 """Part of a file as the body of a request, read while it is sent. It must be what was measured before."""
 
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -10,7 +9,6 @@ from typing import Self
 from t5train.errors import DigestMismatch
 from t5train.files.os_errors import naming
 from t5train.release.object_store.checksums import crc_of
-from t5train.release.object_store.transfers import require_going_on
 
 _PIECE_BYTES = 256 << 10  # stays in a core's cache: a whole part in memory takes twice the CPU time
 
@@ -22,23 +20,26 @@ class FileBody:
     this body always has its full size, with zeros where the file cannot be read, and ``opened`` raises at its end.
     """
 
-    def __init__(self, file: int, start: int, size: int, stopping: threading.Event) -> None:
+    def __init__(self, file: int, start: int, size: int, count: Callable[[int], None]) -> None:
         """``file`` is a descriptor."""
-        self._file, self._start, self._size, self._stopping = file, start, size, stopping
+        self._file, self._start, self._size, self._count = file, start, size, count
         self._buffer = memoryview(bytearray(min(_PIECE_BYTES, size)))
         self._at, self._crc = 0, 0
         self._error: OSError | None = None
 
     @classmethod
     @contextmanager
-    def opened(cls, path: Path, start: int, size: int, crc: int, stopping: threading.Event) -> Iterator[Self]:
-        """Open a part of a file, to send it. When ``stopping`` is set, the request is given up with Stopped.
+    def opened(cls, path: Path, start: int, size: int, crc: int, count: Callable[[int], None]) -> Iterator[Self]:
+        """Open a part of a file, to send it.
+
+        ``count`` is called with the size of each piece that is sent, and if the body is sent again, first with minus
+        what was counted. It may raise Stopped, which gives the request up.
 
         Raises DigestMismatch at the end, instead of the server's error, if the CRC of what was sent is not ``crc``;
         OSError if it could not be read.
         """
         with naming(path), open(path, "rb", buffering=0) as file:
-            body = cls(file.fileno(), start, size, stopping)
+            body = cls(file.fileno(), start, size, count)
             try:
                 yield body
             finally:
@@ -53,11 +54,11 @@ class FileBody:
 
     def seek(self, _: int) -> None:
         """Go back to the start: botocore does that before it sends the body again, and seeks nothing else."""
+        self._count(-self._at)
         self._at, self._crc = 0, 0
 
     def read(self, _: int = -1) -> memoryview:
         """Return the next piece, whatever size is asked for. It is valid until the next call."""
-        require_going_on(self._stopping)
         piece = self._buffer[: self._size - self._at]
         try:
             count = os.preadv(self._file, [piece], self._start + self._at)
@@ -67,6 +68,7 @@ class FileBody:
             piece[:], count = bytes(len(piece)), len(piece)
         self._crc = crc_of(piece[:count], self._crc)
         self._at += count
+        self._count(count)
         return piece[:count]
 
     def _require_intact(self, path: Path, crc: int) -> None:

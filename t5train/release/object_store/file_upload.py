@@ -38,8 +38,8 @@ class FileUploads:
         Raises StoreError, which has the code NoSuchUpload if another process aborted an upload.
         """
         total = sum(file.size for file in self._files.values())
-        self._stored = ByteCount("bytes stored", total, self._progress, self._bucket.stopping)
-        run_jobs((partial(self._begin, name, part_bytes) for name in self._files), self._stored)
+        self._sent = ByteCount("bytes sent", total, self._progress, self._bucket.stopping)
+        run_jobs((partial(self._begin, name, part_bytes) for name in self._files), self._sent)
 
     def send_missing(self, part_bytes: int) -> None:
         """Send again what another process removed when something else was published here. Raises as ``send`` does."""
@@ -53,7 +53,7 @@ class FileUploads:
             self._read_to(file.size, file)
             if is_proven(self._bucket, target, file):  # perhaps completed by a process that was killed right after
                 self._journal.add_stored(name)
-                self._stored.add(file.size)
+                self._sent.add(file.size)
                 return []
             if name in self._journal.stored:
                 self._journal.forget(name)
@@ -61,13 +61,13 @@ class FileUploads:
             return [partial(self._send_whole, name)]
         upload = PartedUpload(self._bucket, target, file, self._journal, name)
         missing = upload.missing_parts(part_bytes)
-        self._stored.add(upload.sent_bytes)
+        self._sent.add(upload.sent_bytes)
         if not missing:
             return [partial(self._complete, name, upload)]
         return self._read_part(name, upload, iter(missing))
 
     def _read_to(self, end: int, file: MeasuredFile) -> None:
-        file.read_to(end, lambda _: self._stored.add(0))  # to end if another thread has failed
+        file.read_to(end, lambda _: self._sent.add(0))  # to end if another thread has failed
 
     def _send_whole(self, name: str) -> list[Job]:
         file = self._files[name]
@@ -75,9 +75,8 @@ class FileUploads:
             self._send_small(name)
         else:
             self._read_to(file.size, file)
-            with FileBody.opened(file.path, 0, file.size, file.crc, self._bucket.stopping) as body:
+            with FileBody.opened(file.path, 0, file.size, file.crc, self._sent.add) as body:
                 self._put(name, body)
-        self._stored.add(file.size)
         return self._prove(name)
 
     def _send_small(self, name: str) -> None:
@@ -86,6 +85,7 @@ class FileUploads:
         content = read_exactly(file.path, 0, file.size + 1)
         file.take(content)
         self._put(name, content)
+        self._sent.add(file.size)
 
     def _put(self, name: str, body: bytes | FileBody) -> None:
         self._bucket.call("put_object", self._target(name), Body=body, ChecksumCRC64NVME=encoded(self._files[name].crc))
@@ -98,8 +98,7 @@ class FileUploads:
         return [partial(self._send_part, name, upload, number), partial(self._read_part, name, upload, missing)]
 
     def _send_part(self, name: str, upload: PartedUpload, number: int) -> list[Job]:
-        was_last = upload.send(number)
-        self._stored.add(upload.size_of(number))
+        was_last = upload.send(number, self._sent.add)
         return [partial(self._complete, name, upload)] if was_last else []
 
     def _complete(self, name: str, upload: PartedUpload) -> list[Job]:

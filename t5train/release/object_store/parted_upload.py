@@ -1,6 +1,7 @@
 """The multipart upload of one file, which a later process can continue."""
 
 import threading
+from collections.abc import Callable
 
 from t5train.errors import StoreError
 from t5train.release.object_store.bucket import BucketFolder
@@ -56,10 +57,13 @@ class PartedUpload:
         """Where a part ends in the file."""
         return min(number * self._upload.part_bytes, self._file.size)
 
-    def send(self, number: int) -> bool:
-        """Send one part, up to whose end the file has been read. Returns whether it was the last that was missing."""
+    def send(self, number: int, count: Callable[[int], None]) -> bool:
+        """Send one part, up to whose end the file has been read. Returns whether it was the last that was missing.
+
+        ``count`` is as in ``FileBody.opened``.
+        """
         upload, start, size, crc = self._upload, self._start_of(number), self.size_of(number), self._crc_of(number)
-        with FileBody.opened(self._file.path, start, size, crc, self._bucket.stopping) as body:
+        with FileBody.opened(self._file.path, start, size, crc, count) as body:
             answer = self._bucket.call(
                 "upload_part", self._target, UploadId=upload.upload_id, PartNumber=number, Body=body,
                 ChecksumCRC64NVME=encoded(crc),

@@ -52,8 +52,9 @@ _NO_CREDENTIALS = _Explanation("no credentials were found", f"Set {_CREDENTIALS}
 _EXPIRED = _Explanation("the credentials have expired", f"Renew them: {_CREDENTIALS}")
 _DENIED = _Explanation(
     "access denied",
-    "Grant these credentials s3:PutObject, s3:GetObject, s3:ListBucket, s3:ListBucketMultipartUploads, "
-    "s3:ListMultipartUploadParts, s3:AbortMultipartUpload and s3:DeleteObject there, or set others: " + _CREDENTIALS,
+    "To read, these credentials need s3:GetObject and s3:ListBucket there; to publish, also s3:PutObject, "
+    "s3:DeleteObject, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads and s3:ListMultipartUploadParts. Grant "
+    "them, or set others: " + _CREDENTIALS,
 )
 _REGION = _Explanation(
     "the bucket is in another region", "Set AWS_REGION, or region in ~/.aws/config, to the region of the bucket"
@@ -94,7 +95,11 @@ _BY_CODE = {
         "the bucket does not exist", "Create it, or check its name and AWS_ENDPOINT_URL; buckets are never created here"
     ),
     "ProfileNotFound": _Explanation("AWS_PROFILE names a profile that does not exist", "Add it to ~/.aws/config"),
-    "SSLError": _Explanation("the server's certificate is not accepted", "Check AWS_ENDPOINT_URL and AWS_CA_BUNDLE"),
+    "SSLError": _Explanation(
+        "there is no TLS connection",
+        "If the server has none, begin AWS_ENDPOINT_URL with http://. If its certificate is private, set AWS_CA_BUNDLE",
+    ),
+    "ValueError": _Explanation("a setting is not valid", "AWS_ENDPOINT_URL must begin with https:// or http://"),
     "NotImplemented": _Explanation(
         "the server does not support this request", "Use a store with conditional writes and CRC64NVME checksums"
     ),
@@ -104,17 +109,28 @@ _BY_CODE = {
 }
 
 
+_OF_WRONG_SERVERS = (
+    *("EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError", "SSLError", "InvalidAccessKeyId"),
+    *("NoSuchBucket", "ReadTimeoutError", "ConnectionClosedError"),
+)
+"""Codes that another server than the intended one causes, such as Amazon's without AWS_ENDPOINT_URL."""
+
+
 def code_of(error: Exception) -> str:
     """The server's code for an error, or the class name of an error of the client."""
     answer = getattr(error, "response", None)
     return str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, dict) else type(error).__name__
 
 
-def store_error(error: Exception, subject: str) -> StoreError:
-    """The error to raise for an error of boto3. ``subject`` says what could not be done, as in "URL cannot be read"."""
+def store_error(error: Exception, subject: str, endpoint: str = "") -> StoreError:
+    """The error to raise for an error of boto3.
+
+    ``subject`` says what could not be done, as in "URL cannot be read", and ``endpoint`` is the server's URL.
+    """
     code = code_of(error)
     if (known := _BY_CODE.get(code)) is not None:
-        return StoreError(f"{subject}: {known.cause} ({code}). {known.remedy}", code=code)
+        where = f" at {endpoint}" if code in _OF_WRONG_SERVERS and endpoint else ""
+        return StoreError(f"{subject}: {known.cause} ({code}{where}). {known.remedy}", code=code)
     answer = getattr(error, "response", None)
     if isinstance(answer, dict):
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from t5train.errors import DigestMismatch, StoreError
 from t5train.records.digests import FileDigest
+from t5train.records.stage_records import MANIFEST
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import encoded
 from t5train.release.object_store.insistent_bucket import insistent_chunks
@@ -12,6 +13,7 @@ from t5train.release.object_store.measured_file import MeasuredFile
 from t5train.release.object_store.store_errors import MISSING
 
 _CRC = "ChecksumCRC64NVME"
+_REMEDY = f"restore the object, or remove the publication (its {MANIFEST} first) and publish again"
 
 
 def prove(bucket: BucketFolder, name: str, expected: MeasuredFile) -> None:
@@ -85,13 +87,10 @@ def differs(bucket: BucketFolder, name: str, found: FileDigest, expected: FileDi
     """The error for an object with other content."""
     return DigestMismatch(
         f"{bucket.url}/{name} has {found.size:,} bytes and {found}, but {expected.size:,} bytes and {expected} "
-        "were recorded: restore the object or publish again"
+        f"were recorded: {_REMEDY}"
     )
 
 
 def missing(bucket: BucketFolder, name: str, expected: FileDigest) -> DigestMismatch:
     """The error for an object that does not exist."""
-    return DigestMismatch(
-        f"{bucket.url}/{name} is missing, but {expected.size:,} bytes were recorded: restore the object or publish "
-        "again"
-    )
+    return DigestMismatch(f"{bucket.url}/{name} is missing, but {expected.size:,} bytes were recorded: {_REMEDY}")

@@ -21,12 +21,6 @@ class Stopped(BaseException):
     """
 
 
-def require_going_on(stopping: threading.Event) -> None:
-    """Raise Stopped if the event is set."""
-    if stopping.is_set():
-        raise Stopped
-
-
 class ByteCount:
     """The number of bytes that all threads have transferred, and where they notice that they should stop."""
 
@@ -42,7 +36,8 @@ class ByteCount:
         """Add bytes, from any thread. Raises Stopped after ``stop``, so call it for each piece of a large file."""
         with self._counting:
             self._done += size
-        require_going_on(self._stopping)
+        if self._stopping.is_set():
+            raise Stopped
 
     def stop(self) -> None:
         """Let threads end soon."""

@@ -2,6 +2,8 @@
 
 import logging
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from t5train.errors import PublicationError, StoreError
 from t5train.release.object_store.bucket import BucketFolder
@@ -18,13 +20,9 @@ def check_writing(bucket: BucketFolder) -> None:
     Warns of a server that ignores the condition of a write, where two processes could both publish, and of one that
     does not compare checksums.
     """
-    name = _probe_name()
-    try:
-        _write(bucket, name)
+    with _probe(bucket) as name:
         found = bucket.read(name)
         is_conditional = _is_refused(bucket, name)
-    finally:
-        bucket.call("delete_object", name)
     if found != _CONTENT:
         raise PublicationError(
             f"{bucket.url}/{name} was not what had been written there: the store is not reliable. Check the server"
@@ -77,19 +75,13 @@ def _answer_to_wrong_checksum(bucket: BucketFolder) -> str | None:
 
 def ignores_conditions(bucket: BucketFolder) -> bool:
     """Whether the server replaces an object although it must not exist yet. Raises StoreError."""
-    name = _probe_name()
-    try:
-        _write(bucket, name)
+    with _probe(bucket) as name:
         return not _is_refused(bucket, name)
-    finally:
-        bucket.call("delete_object", name)
 
 
 def require_replacing(bucket: BucketFolder) -> None:
     """Raise PublicationError if the server replaces an object although it is not the one that the writer has read."""
-    name = _probe_name()
-    try:
-        _write(bucket, name)
+    with _probe(bucket) as name:
         try:
             _write(bucket, name, IfMatch=f'"{"0" * 32}"')
         except StoreError as error:
@@ -101,8 +93,20 @@ def require_replacing(bucket: BucketFolder) -> None:
                 "heads could change the checkpoints of one run. Use another server, or leave "
                 "storage.publish_checkpoints_under out"
             )
-    finally:
-        bucket.call("delete_object", name)
+
+
+@contextmanager
+def _probe(bucket: BucketFolder) -> Iterator[str]:
+    """The name of an object that exists in the block. An error of the block is raised, and not one of its removal."""
+    name = _probe_name()
+    try:
+        _write(bucket, name)
+        yield name
+    except BaseException:
+        with suppress(StoreError):
+            bucket.call("delete_object", name)
+        raise
+    bucket.call("delete_object", name)
 
 
 def _probe_name() -> str:

@@ -12,12 +12,13 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from t5train.errors import DigestMismatch, PublicationError, StorageError
+from t5train.errors import DigestMismatch, InputError, PublicationError, StorageError
 from t5train.files.atomic import filling
 from t5train.records.digests import digest_files
 from t5train.records.stage_records import Export, Publication
 from t5train.release.certification import certify
 from t5train.release.export import export
+from t5train.release.fetching import fetch
 from t5train.release.publication import check_destination, publish
 from t5train.release.verification import verify
 
@@ -369,3 +370,16 @@ class TestCheckDestination:
     def test_too_little_disk_space_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="needs 1,000,000,000,000,000,000 bytes"):
             check_destination(str(tmp_path / "t5"), needed_bytes=10**18)
+
+
+@pytest.mark.parametrize("location", ["s3:/bucket/t5", "S3://bucket/t5", ""])
+def test_a_mistyped_url_is_never_taken_for_a_folder(
+    make_export: MakeExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str
+) -> None:
+    exported = make_export()
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    for use in (check_destination, verify, lambda url: publish(exported, url), lambda url: fetch(url, tmp_path / "to")):
+        with pytest.raises(InputError, match=r"a URL does not begin with|the path or URL is empty"):
+            use(location)
+    assert sorted(tmp_path.rglob("*")) == before

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from t5train.errors import DigestMismatch, IncompleteCheckpoint, StoreError
+from t5train.errors import DigestMismatch, IncompleteCheckpoint, RecordError, StoreError
 from t5train.files.atomic import discard
 from t5train.files.run_folder import CHECKPOINTS, METRICS
 from t5train.progress import silent
@@ -39,6 +39,8 @@ def test_a_stored_checkpoint_is_a_publication_with_its_ranks_files_and_the_metri
     assert set(manifest["files"]) == {"part0.pt", "part1.pt", "rank-00000.json", "rank-00001.json", METRICS}
     assert (manifest["tag"], manifest["step"], manifest["inputs"]["run"]) == ("step-00000100", 100, "r" * 64)
     assert verify(where).kind == "stored-checkpoint"
+    with pytest.raises(RecordError, match=rf"holds the checkpoints of a run. Name one of them: {Path(where).name}"):
+        verify(where.rpartition("/")[0])
     copy = fetch(where, tmp_path / "copy").path
     assert (copy / "part1.pt").read_bytes() == (tmp_path / CHECKPOINTS / "step-00000100" / "part1.pt").read_bytes()
     this.end()

@@ -1,7 +1,6 @@
 """Parts of files as bodies of requests, and the CRCs that they must have."""
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,16 +39,18 @@ def test_a_part_is_sent_as_it_was_measured_and_again_after_an_error(path: Path, 
     file.read_to(min(SIZE, -(-(start + size) // BLOCK_BYTES) * BLOCK_BYTES))
     crc = file.crc_of(start, size)
     assert crc == crc_of(content[start : start + size])
-    with FileBody.opened(path, start, size, crc, threading.Event()) as body:
+    counted: list[int] = []
+    with FileBody.opened(path, start, size, crc, counted.append) as body:
         body.read()
         body.seek(0)
         assert (body.tell(), len(body)) == (0, size)
         assert sent(body) == content[start : start + size]
         assert body.tell() == size
+    assert sum(counted) == size, "what was sent again is counted once"
 
 
 def send(path: Path, crc: int, request: Callable[[FileBody], None]) -> None:
-    with FileBody.opened(path, 0, SIZE, crc, threading.Event()) as body:
+    with FileBody.opened(path, 0, SIZE, crc, lambda _: None) as body:
         request(body)
 
 

@@ -7,8 +7,10 @@ import pytest
 from infra.node.ports import free_port
 from t5train.errors import PublicationError, StoreError
 from t5train.release.object_store import bucket
+from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.publication import check_destination
 from tests.support import s3_answers
+from tests.support.object_server import ObjectServer
 from tests.support.s3_reader import Reader
 
 pytestmark = pytest.mark.slow
@@ -22,7 +24,11 @@ URL = "s3://models/t5"
         (301, "PermanentRedirect", r"the bucket is in another region .* Set AWS_REGION"),
         (400, "AuthorizationHeaderMalformed", r"the bucket is in another region .* Set AWS_REGION"),
         (403, "RequestTimeTooSkewed", r"this machine's clock differs too much .* Set the clock"),
-        (403, "AccessDenied", r"access denied .* Grant these credentials s3:PutObject"),
+        (
+            403,
+            "AccessDenied",
+            r"access denied .* need s3:GetObject and s3:ListBucket there; to publish, also s3:PutObject",
+        ),
         (403, "InvalidAccessKeyId", r"the server does not know this AWS_ACCESS_KEY_ID"),
         (400, "ExpiredToken", r"the credentials have expired"),
         (503, "SlowDown", r"the server is busy or failed, also after several tries .* Try again later"),
@@ -43,11 +49,44 @@ def test_an_error_of_the_server_is_explained_without_its_text(
 
 def test_a_server_that_cannot_be_reached_is_explained(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "_TRIES", 1)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     with pytest.raises(
-        StoreError, match=r"the server cannot be reached \(EndpointConnectionError\)\. Check AWS_ENDPOINT"
+        StoreError,
+        match=rf"the server cannot be reached \(EndpointConnectionError at {endpoint}\)\. Check AWS_ENDPOINT",
     ):
         check_destination(URL)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said"),
+    [
+        ("", "AWS_ENDPOINT_URL must begin with https:// or http://"),
+        ("https://", "If the server has none, begin AWS_ENDPOINT_URL with http://"),
+    ],
+)
+def test_an_endpoint_without_the_scheme_of_its_server_is_explained(
+    s3: ObjectServer, monkeypatch: pytest.MonkeyPatch, scheme: str, said: str
+) -> None:
+    monkeypatch.setattr(bucket, "_TRIES", 1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"{scheme}127.0.0.1:{s3.port}")
+    with pytest.raises(StoreError, match=said):
+        check_destination(URL)
+
+
+def test_if_nothing_may_be_written_the_first_refusal_is_reported(
+    destination: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = BucketFolder.call
+
+    def read_only(self: BucketFolder, sent: str, name: str | None = None, **arguments: Any) -> Any:
+        if sent in {"put_object", "delete_object"}:
+            raise StoreError(f"{sent} was denied", code="AccessDenied")
+        return call(self, sent, name, **arguments)
+
+    monkeypatch.setattr(BucketFolder, "call", read_only)
+    with pytest.raises(StoreError, match="put_object was denied"):
+        check_destination(destination)
 
 
 def test_an_unknown_profile_is_explained(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,14 +99,16 @@ def test_an_unknown_profile_is_explained(s3: Any, monkeypatch: pytest.MonkeyPatc
     "url", ["s3://", "s3:///t5", "s3://AKIAKEY:secret@models/t5", "s3://AKIAKEY:abc/secret@models/t5"]
 )
 def test_a_url_without_a_bucket_or_with_a_key_is_refused_and_the_key_not_shown(s3: Any, url: str) -> None:
-    with pytest.raises(PublicationError, match="names no bucket") as caught:
+    with pytest.raises(PublicationError, match=r"names no bucket|a user or a key before its bucket") as caught:
         check_destination(url)
     assert "secret" not in str(caught.value).lower().replace("aws_secret_access_key", "")
 
 
 @pytest.mark.parametrize("rest", ["t5?X-Amz-Signature=secret", "t5#secret", "a/../b", "/t5", "a//b", "a\nb"])
 def test_a_url_whose_folder_is_unclear_is_refused(s3: Any, rest: str) -> None:
-    with pytest.raises(PublicationError, match=r"the URL of S3|with a query, a fragment or a key") as caught:
+    with pytest.raises(
+        PublicationError, match=r"has a folder without a name|with a query, a fragment or a key"
+    ) as caught:
         check_destination(f"s3://models/{rest}")
     assert "secret" not in str(caught.value)
 
