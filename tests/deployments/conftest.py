@@ -144,7 +144,7 @@ def server() -> Iterator[tuple[Path, str]]:
     shutil.rmtree(root)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def deployed(server: tuple[Path, str], ask: Ask) -> Deployed:
     """Runs ``t5-pretrain deploy`` with options on the server; returns the deployments by name."""
     home, api_url = server

@@ -1,5 +1,6 @@
 """Runs that lost their process are closed and resumed by the monitor of the worker that took them."""
 
+import itertools
 import json
 import os
 import signal
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from tests.support.waiting import await_that
 
 pytestmark = pytest.mark.slow
 
-MONITOR = """
+MONITORS = """
 import json, sys
 from datetime import timedelta
 from flows.server.prefect_server import configured_api_url
@@ -36,14 +37,24 @@ configured_api_url()
 from flows.workers import abandoned, cancelled_runs, lost_runs
 from flows.workers.run_monitor import RunMonitor
 
-if sys.argv[2] == "impatient":
-    cancelled_runs.PREFECT_TIME, cancelled_runs.SAVE_SECONDS = timedelta(0), 3.0
-    abandoned._START_TIME, lost_runs.SILENCE = timedelta(0), timedelta(seconds=12)
-if sys.argv[2] == "absent":
-    lost_runs._LONGEST_GAP, lost_runs.SILENCE = timedelta(0), timedelta(seconds=1)
-monitor = RunMonitor(sys.argv[1])
-for line in sys.stdin:
-    print(json.dumps(getattr(monitor, line.strip())()), flush=True)
+TIMES = {
+    "patient": [],
+    "impatient": [
+        (cancelled_runs, "PREFECT_TIME", timedelta(0)),
+        (cancelled_runs, "SAVE_SECONDS", 3.0),
+        (abandoned, "_START_TIME", timedelta(0)),
+        (lost_runs, "SILENCE", timedelta(seconds=12)),
+    ],
+    "absent": [(lost_runs, "_LONGEST_GAP", timedelta(0)), (lost_runs, "SILENCE", timedelta(seconds=1))],
+}
+usual = [(module, name, getattr(module, name)) for times in TIMES.values() for module, name, _ in times]
+monitors = {}
+for number, worker, temper, method in map(json.loads, sys.stdin):
+    for module, name, time in [*usual, *TIMES[temper]]:
+        setattr(module, name, time)
+    if number not in monitors:
+        monitors[number] = RunMonitor(worker)
+    print(json.dumps(getattr(monitors[number], method)()), flush=True)
 """
 
 HOLD = """
@@ -58,47 +69,61 @@ time.sleep(600)
 """
 
 
-@contextmanager
-def monitor(team: Team, worker: str, temper: str = "patient") -> Iterator[Callable[[str], list[str]]]:
-    """Calls methods of the run monitor of a machine's worker.
+Call = Callable[[str], list[str]]
+Monitor = Callable[..., Call]
+
+
+@pytest.fixture(scope="module")
+def monitor(team: Team) -> Iterator[Monitor]:
+    """Makes run monitors of machines' workers, each new, in one process, as Prefect takes seconds to import.
+
+    ``monitor(worker)`` returns a function that calls a method of the monitor by its name.
 
     An impatient one does not wait for Prefect's worker, and waits for silent runs for 12 s. For an absent one, the time
     between any two looks is so long that it has not watched.
     """
-    command = [sys.executable, "-c", MONITOR, worker, temper]
+    command = [sys.executable, "-c", MONITORS]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    numbers = itertools.count()
     with subprocess.Popen(command, env=team.client, cwd="/", **pipes) as process:
 
-        def call(method: str) -> list[str]:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(f"{method}\n")
-            process.stdin.flush()
-            return list(json.loads(process.stdout.readline()))
+        def monitor(worker: str, temper: str = "patient") -> Call:
+            number = next(numbers)
 
-        yield call
+            def call(method: str) -> list[str]:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(json.dumps([number, worker, temper, method]) + "\n")
+                process.stdin.flush()
+                return list(json.loads(process.stdout.readline()))
+
+            return call
+
+        yield monitor
 
 
-def test_a_run_that_keeps_crashing_without_a_new_checkpoint_is_given_up(team: Team, tmp_path: Path) -> None:
+def test_a_run_that_keeps_crashing_without_a_new_checkpoint_is_given_up(
+    team: Team, monitor: Monitor, tmp_path: Path
+) -> None:
     parameters = {"recipe": "smoke", "root": str(tmp_path), "run_name": "bad"}
     run = team.start("CRASHED", parameters=parameters, labels={WORKER_LABEL: "t5@gpu1"})
     checkpoint = tmp_path / RUNS / "bad" / LAST_COMPLETE
     checkpoint.parent.mkdir(parents=True)
     names = []
-    with monitor(team, "t5@gpu1") as call:
-        for crash in range(2 * MOST_RESUMES + 1):
-            if crash == MOST_RESUMES:
-                checkpoint.write_text(json.dumps({"tag": "step-00000050", "at": "", "places": {}}))
-            team.set_state(run, "CRASHED")
-            call("check")
-            names.append(team.run(run)["state_name"])
-            if names[-1] == AWAITING:
-                found = team.run(run)
-                assert found["next_scheduled_start_time"] == found["expected_start_time"], "it keeps its place"
+    call = monitor("t5@gpu1")
+    for crash in range(2 * MOST_RESUMES + 1):
+        if crash == MOST_RESUMES:
+            checkpoint.write_text(json.dumps({"tag": "step-00000050", "at": "", "places": {}}))
+        team.set_state(run, "CRASHED")
+        call("check")
+        names.append(team.run(run)["state_name"])
+        if names[-1] == AWAITING:
+            found = team.run(run)
+            assert found["next_scheduled_start_time"] == found["expected_start_time"], "it keeps its place"
     assert names == [AWAITING] * 2 * MOST_RESUMES + [NOT_RESUMED]
 
 
-def test_it_is_said_once_that_a_run_of_this_worker_started_and_how_it_ended(team: Team) -> None:
+def test_it_is_said_once_that_a_run_of_this_worker_started_and_how_it_ended(team: Team, monitor: Monitor) -> None:
     def taken(worker: str) -> str:
         run = team.start("SCHEDULED")
         team.ask(f"flow_runs/{run}/labels", {WORKER_LABEL: worker}, method="PATCH")
@@ -106,53 +131,55 @@ def test_it_is_said_once_that_a_run_of_this_worker_started_and_how_it_ended(team
 
     earlier = taken("t5@news")
     team.set_state(earlier, "COMPLETED")
-    with monitor(team, "t5@news") as call:
-        assert call("news") == []
-        mine, others = taken("t5@news"), taken("t5@elsewhere")
-        name = team.run(mine)["name"]
-        for run in (mine, others):
-            team.set_state(run, "RUNNING")
-        assert call("news") == [f"run {name!r} is running"]
-        assert call("news") == []
-        team.set_state(mine, "FAILED", "Train failed: the disk\n is full")
-        assert call("news") == [f"run {name!r} failed: Train failed: the disk is full"]
-        team.set_state(mine, "RUNNING")
-        assert call("news") == [f"run {name!r} is running again"]
-        team.set_state(mine, "COMPLETED")
-        assert call("news") == [f"run {name!r} completed"]
-        assert call("news") == []
+    call = monitor("t5@news")
+    assert call("news") == []
+    mine, others = taken("t5@news"), taken("t5@elsewhere")
+    name = team.run(mine)["name"]
+    for run in (mine, others):
+        team.set_state(run, "RUNNING")
+    assert call("news") == [f"run {name!r} is running"]
+    assert call("news") == []
+    team.set_state(mine, "FAILED", "Train failed: the disk\n is full")
+    assert call("news") == [f"run {name!r} failed: Train failed: the disk is full"]
+    team.set_state(mine, "RUNNING")
+    assert call("news") == [f"run {name!r} is running again"]
+    team.set_state(mine, "COMPLETED")
+    assert call("news") == [f"run {name!r} completed"]
+    assert call("news") == []
     team.set_state(others, "COMPLETED")
 
 
-def test_only_crashed_runs_of_the_own_machine_are_resumed(team: Team) -> None:
+def test_only_crashed_runs_of_the_own_machine_are_resumed(team: Team, monitor: Monitor) -> None:
     own, other = {WORKER_LABEL: "t5@gpu1"}, {WORKER_LABEL: "t5@gpu2"}
     left = {state: team.start(state, labels=own) for state in ("FAILED", "CANCELLED", "COMPLETED")}
     left |= {"RUNNING": team.start("RUNNING", labels=other), "CRASHED": team.start("CRASHED", labels=other)}
     unstarted = team.start("PENDING", labels=other)
-    with monitor(team, "t5@gpu1") as call:
-        assert any("lost its worker" in line for line in call("check"))  # its worker was never online
-        assert call("check") == []
+    call = monitor("t5@gpu1")
+    assert any("lost its worker" in line for line in call("check"))  # its worker was never online
+    assert call("check") == []
     assert {run: team.run(run)["state_type"] for run in left.values()} == {run: state for state, run in left.items()}
     assert team.run(unstarted)["state_type"] == "CRASHED"
     team.set_state(left["RUNNING"], "CANCELLED")
 
 
-def test_a_silent_run_of_a_machine_that_is_down_is_lost_even_if_the_servers_automation_forgot_it(team: Team) -> None:
+def test_a_silent_run_of_a_machine_that_is_down_is_lost_even_if_the_servers_automation_forgot_it(
+    team: Team, monitor: Monitor
+) -> None:
     silent, reporting = (team.start("RUNNING", labels={WORKER_LABEL: "t5@gpu2"}) for _ in range(2))
     mine = team.start("RUNNING", labels={WORKER_LABEL: "t5@gpu1"})
     lines: list[str] = []
-    with monitor(team, "t5@gpu1", "absent") as call:
-        assert call("check") == []
-        time.sleep(2)
-        assert call("check") == []
+    call = monitor("t5@gpu1", "absent")
+    assert call("check") == []
+    time.sleep(2)
+    assert call("check") == []
 
     def is_lost() -> bool:
         _heartbeat(team, reporting)
         lines.extend(call("check"))
         return bool(lines)
 
-    with monitor(team, "t5@gpu1", "impatient") as call:
-        await_that(is_lost)
+    call = monitor("t5@gpu1", "impatient")  # which is_lost calls
+    await_that(is_lost)
     (line,) = lines
     assert line == f"run {team.run(silent)['name']!r} of t5@gpu2, which is offline, is Lost: no heartbeat"
     assert [team.run(run)["state_name"] for run in (silent, reporting, mine)] == [LOST, "Running", "Running"]
@@ -167,15 +194,15 @@ def _heartbeat(team: Team, run: str) -> None:
     team.ask("events", [event | {"resource": resource}])
 
 
-def test_a_worker_that_starts_closes_only_runs_without_a_process(team: Team) -> None:
+def test_a_worker_that_starts_closes_only_runs_without_a_process(team: Team, monitor: Monitor) -> None:
     own = {WORKER_LABEL: "t5@gpu1"}
     pending, running, cancelling, living = (
         team.start(state, labels=own) for state in ("PENDING", "RUNNING", "CANCELLING", "RUNNING")
     )
     with subprocess.Popen(["sleep", "600"], env={"PREFECT__FLOW_RUN_ID": living}) as process:
         try:
-            with monitor(team, "t5@gpu1") as call:
-                closed = call("begin")
+            call = monitor("t5@gpu1")
+            closed = call("begin")
         finally:
             process.kill()
     assert len(closed) == 3
@@ -185,29 +212,29 @@ def test_a_worker_that_starts_closes_only_runs_without_a_process(team: Team) -> 
         team.set_state(run, "CANCELLED")
 
 
-def test_a_start_that_a_dead_worker_owes_is_no_crash(team: Team) -> None:
+def test_a_start_that_a_dead_worker_owes_is_no_crash(team: Team, monitor: Monitor) -> None:
     run = team.start("PENDING", labels={WORKER_LABEL: "t5@gpu1"})
-    with monitor(team, "t5@gpu2") as other, monitor(team, "t5@gpu1") as own:
-        for _ in range(MOST_RESUMES + 1):
-            assert any("lost its worker" in line for line in other("check"))
-            assert any("will be resumed" in line for line in own("check"))
+    other, own = monitor("t5@gpu2"), monitor("t5@gpu1")
+    for _ in range(MOST_RESUMES + 1):
+        assert any("lost its worker" in line for line in other("check"))
+        assert any("will be resumed" in line for line in own("check"))
     assert team.run(run)["labels"][RESUMES_LABEL] == 0
     team.set_state(run, "CANCELLED")
 
 
-def test_a_run_that_a_worker_could_not_start_is_resumed(team: Team) -> None:
+def test_a_run_that_a_worker_could_not_start_is_resumed(team: Team, monitor: Monitor) -> None:
     run = team.start("PENDING")
     team.set_state(run, "CRASHED", "Failed to submit flow run to infrastructure: the server is busy")
-    with monitor(team, "t5@gpu1") as call:
-        assert len(call("check")) == 1
+    call = monitor("t5@gpu1")
+    assert len(call("check")) == 1
     assert team.run(run)["state_name"] == AWAITING
     team.set_state(run, "CANCELLED")
 
 
-def test_a_run_that_was_taken_and_never_started_is_closed_and_resumed(team: Team) -> None:
+def test_a_run_that_was_taken_and_never_started_is_closed_and_resumed(team: Team, monitor: Monitor) -> None:
     run = team.start("PENDING")
-    with monitor(team, "t5@gpu1", "impatient") as call:
-        assert len(call("check")) == 2
+    call = monitor("t5@gpu1", "impatient")
+    assert len(call("check")) == 2
     assert team.run(run)["state_name"] == AWAITING
     team.set_state(run, "CANCELLED")
 
@@ -215,7 +242,7 @@ def test_a_run_that_was_taken_and_never_started_is_closed_and_resumed(team: Team
 @pytest.mark.parametrize("state", ["CANCELLING", "CANCELLED"])
 @pytest.mark.parametrize("is_stubborn", [False, True])
 def test_a_cancelled_run_that_prefect_did_not_end_is_told_to_save_and_then_killed(
-    team: Team, state: str, is_stubborn: bool
+    team: Team, monitor: Monitor, state: str, is_stubborn: bool
 ) -> None:
     run = team.start("RUNNING", labels={WORKER_LABEL: "t5@gpu1"})
     others = team.start("RUNNING", labels={WORKER_LABEL: "t5@gpu1"})
@@ -224,10 +251,10 @@ def test_a_cancelled_run_that_prefect_did_not_end_is_told_to_save_and_then_kille
     cancelled, living = processes
     try:
         team.set_state(run, state)
-        with monitor(team, "t5@gpu1", "impatient") as call:
-            told, *_ = call("check")  # and a second line, if it has ended by then
-            assert "is told to save and end" in told
-            await_that(lambda: bool(call("check")) or cancelled.poll() is not None, seconds=30)
+        call = monitor("t5@gpu1", "impatient")
+        told, *_ = call("check")  # and a second line, if it has ended by then
+        assert "is told to save and end" in told
+        await_that(lambda: bool(call("check")) or cancelled.poll() is not None, seconds=30)
         assert cancelled.wait(10) == (-signal.SIGKILL if is_stubborn else 7)
         assert living.poll() is None
     finally:
@@ -238,7 +265,9 @@ def test_a_cancelled_run_that_prefect_did_not_end_is_told_to_save_and_then_kille
         team.set_state(each, "CANCELLED")
 
 
-def test_a_run_that_is_cancelled_while_it_waits_for_its_next_attempt_leaves_the_queue(team: Team) -> None:
+def test_a_run_that_is_cancelled_while_it_waits_for_its_next_attempt_leaves_the_queue(
+    team: Team, monitor: Monitor
+) -> None:
     labels = ({WORKER_LABEL: worker} for worker in ("t5@gpu1", "t5@gpu1", "t5@gpu2"))
     mine, living, others = runs = [team.start("RUNNING", labels=each) for each in labels]
     for run in runs:
@@ -248,11 +277,11 @@ def test_a_run_that_is_cancelled_while_it_waits_for_its_next_attempt_leaves_the_
     stubborn = ["sh", "-c", "trap '' TERM; while true; do sleep 0.1; done"]
     with subprocess.Popen(stubborn, env={"PREFECT__FLOW_RUN_ID": living}) as process:
         try:
-            with monitor(team, "t5@gpu1") as call:
-                assert call("check") == [], "Prefect's worker may be ending it"
+            call = monitor("t5@gpu1")
+            assert call("check") == [], "Prefect's worker may be ending it"
             assert {team.run(run)["state_type"] for run in runs} == {"CANCELLING"}
-            with monitor(team, "t5@gpu1", "impatient") as call:
-                told, closed = call("check")
+            call = monitor("t5@gpu1", "impatient")
+            told, closed = call("check")
         finally:
             process.kill()
     assert "is told to save" in told
@@ -263,44 +292,46 @@ def test_a_run_that_is_cancelled_while_it_waits_for_its_next_attempt_leaves_the_
         team.set_state(run, "CANCELLED")
 
 
-def test_a_lost_run_is_resumed_only_when_its_process_has_ended(team: Team) -> None:
+def test_a_lost_run_is_resumed_only_when_its_process_has_ended(team: Team, monitor: Monitor) -> None:
     run = team.start("RUNNING", labels={WORKER_LABEL: worker_name()})
     folder = folder_of(Path(team.client["PREFECT_HOME"]), team.api_url)
     command = [sys.executable, "-c", HOLD, str(folder), run, team.run(run)["state_id"]]
     states = []
-    with monitor(team, worker_name()) as call:
-        process = subprocess.Popen(command, cwd="/", stdout=subprocess.PIPE, text=True)
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "held\n"
-            for _ in range(2):
-                team.set_state(run, "CRASHED", name=LOST)
-                assert len(call("check")) == 1
-                states.append(team.run(run)["state_name"])
-            assert call("check") == []
-        finally:
-            process.kill()
-            process.communicate()
-        assert len(call("check")) == 2, "it is closed, and then scheduled again"
-        states.append(team.run(run)["state_name"])
-        team.set_state(run, "RUNNING")
-        team.set_state(run, "CRASHED", name=LOST)
-        call("check")
-        states.append(team.run(run)["state_name"])
+    call = monitor(worker_name())
+    process = subprocess.Popen(command, cwd="/", stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        for _ in range(2):
+            team.set_state(run, "CRASHED", name=LOST)
+            assert len(call("check")) == 1
+            states.append(team.run(run)["state_name"])
+        assert call("check") == []
+    finally:
+        process.kill()
+        process.communicate()
+    assert len(call("check")) == 2, "it is closed, and then scheduled again"
+    states.append(team.run(run)["state_name"])
+    team.set_state(run, "RUNNING")
+    team.set_state(run, "CRASHED", name=LOST)
+    call("check")
+    states.append(team.run(run)["state_name"])
     assert states == [RESTORED, RESTORED, AWAITING, AWAITING]
     assert team.run(run)["labels"][RESUMES_LABEL] == 2
     team.set_state(run, "CANCELLED")
 
 
 @pytest.mark.parametrize(("state", "name"), [("PAUSED", "Suspended"), ("SCHEDULED", AWAITING)])
-def test_a_lost_run_that_was_not_running_gets_its_state_back(team: Team, state: str, name: str) -> None:
+def test_a_lost_run_that_was_not_running_gets_its_state_back(
+    team: Team, monitor: Monitor, state: str, name: str
+) -> None:
     run = team.start("RUNNING", labels={WORKER_LABEL: "t5@gpu1"})
     team.set_state(run, state, name=name)
     team.set_state(run, "CRASHED", name=LOST)
-    with monitor(team, "t5@gpu1") as call:
-        assert len(call("check")) == 1
-        assert (team.run(run)["state_type"], team.run(run)["state_name"]) == (state, name)
-        assert call("check") == []
+    call = monitor("t5@gpu1")
+    assert len(call("check")) == 1
+    assert (team.run(run)["state_type"], team.run(run)["state_name"]) == (state, name)
+    assert call("check") == []
     assert RESUMES_LABEL not in team.run(run)["labels"]
     team.set_state(run, "CANCELLED")
 
@@ -310,7 +341,8 @@ def test_a_run_whose_machine_died_continues_from_its_checkpoint_when_the_worker_
 ) -> None:
     text = write_jsonl(tmp_path / "text.jsonl", 400)
     # So many steps that it still trains when it is killed, soon after its first checkpoint.
-    settings = TINY | {"optimizer.num_steps": 400, "storage.validate_every_steps": 400, "corpus.source": str(text)}
+    steps = {"optimizer.num_steps": 250, "storage.validate_every_steps": 250, "storage.checkpoint_every_steps": 25}
+    settings = TINY | steps | {"corpus.source": str(text)}
     parameters = {"recipe": "smoke", "root": str(tmp_path), "settings": settings, "run_name": "one"}
     run = team.start("SCHEDULED", parameters=parameters)
     with worker(team) as process:

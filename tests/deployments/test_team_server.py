@@ -137,17 +137,18 @@ def test_failed_crashed_and_late_runs_are_posted_once(team: Team) -> None:
     assert team.ask("block_documents/filter", {}) == []
 
 
-def test_a_schedule_one_minute_ahead_fires_and_its_run_is_published(team: Team, tmp_path: Path) -> None:
+def test_a_schedule_fires_at_its_time_and_its_run_is_published(team: Team, tmp_path: Path) -> None:
     (smoke,) = team.ask("deployments/filter", {"deployments": {"name": {"any_": ["smoke"]}}})
-    settings = TINY | {"corpus.source": str(write_jsonl(tmp_path / "text.jsonl", 400))}
+    few = {"optimizer.num_steps": 20, "storage.checkpoint_every_steps": 20, "storage.validate_every_steps": 20}
+    settings = TINY | few | {"corpus.source": str(write_jsonl(tmp_path / "text.jsonl", 400))}
     parameters = {"root": str(tmp_path), "run_name": "scheduled", "settings": settings}
-    at = datetime.now(UTC) + timedelta(minutes=1)
-    schedule = {
-        "schedule": {"interval": 86400, "anchor_date": at.isoformat()},
-        "active": True,
-        "parameters": parameters,
-    }
     with worker(team):
+        at = datetime.now(UTC) + timedelta(seconds=30)  # ample: the scheduler looks every two seconds
+        schedule = {
+            "schedule": {"interval": 86400, "anchor_date": at.isoformat()},
+            "active": True,
+            "parameters": parameters,
+        }
         (created,) = team.ask(f"deployments/{smoke['id']}/schedules", [schedule])
         await_that((tmp_path / RUNS / "scheduled" / PUBLISHED).exists)
         is_ours = {"tags": {"all_": ["auto-scheduled"]}, "expected_start_time": {"before_": at.isoformat()}}

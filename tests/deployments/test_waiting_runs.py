@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 Ask = Callable[..., Any]
 Deployed = Callable[..., dict[str, dict[str, Any]]]
+Deployments = dict[str, dict[str, Any]]
 
 CHECKER = """
 import json, sys
@@ -42,6 +43,12 @@ with open({path!r}, "a") as log:
     log.write(sys.stdin.read() + "\\n")
 time.sleep(600)
 """
+
+
+@pytest.fixture(scope="module")
+def deployments(deployed: Deployed) -> Deployments:
+    """The deployments of the package, by name."""
+    return deployed()
 
 
 @contextmanager
@@ -86,11 +93,11 @@ def set_state(server: tuple[Path, str], ask: Ask, run: str, **state: object) -> 
 
 
 def test_waiting_runs_that_could_not_start_fail_with_the_reason_and_others_wait_on(
-    server: tuple[Path, str], deployed: Deployed, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    server: tuple[Path, str], deployments: Deployments, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     home, api_url = server
-    moe = deployed()["moe"]["id"]
+    moe = deployments["moe"]["id"]
     asked = {
         "a contradiction": {"trial": True, "steps": 5},
         "no text": {},
@@ -132,10 +139,10 @@ def test_waiting_runs_that_could_not_start_fail_with_the_reason_and_others_wait_
 
 
 def test_a_check_of_the_machine_that_hangs_delays_nothing_and_is_given_up_after_three_tries(
-    server: tuple[Path, str], deployed: Deployed, ask: Ask, tmp_path: Path
+    server: tuple[Path, str], deployments: Deployments, ask: Ask, tmp_path: Path
 ) -> None:
     home, api_url = server
-    create = f"{api_url}/deployments/{deployed()['moe']['id']}/create_flow_run"
+    create = f"{api_url}/deployments/{deployments['moe']['id']}/create_flow_run"
     names, log = ("first", "second"), tmp_path / "log"
     asked = [{"corpus": "pydocs", "settings": trial_settings(), "run_name": name} for name in names]
     runs = [ask(home, create, {"parameters": parameters})["id"] for parameters in asked]
@@ -156,10 +163,10 @@ def test_a_check_of_the_machine_that_hangs_delays_nothing_and_is_given_up_after_
 
 
 def test_a_late_run_of_a_schedule_is_skipped_unless_it_has_started_before(
-    server: tuple[Path, str], deployed: Deployed, ask: Ask
+    server: tuple[Path, str], deployments: Deployments, ask: Ask
 ) -> None:
     home, api_url = server
-    nightly = deployed()["nightly"]
+    nightly = deployments["nightly"]
     of_schedule = {"deployments": {"id": {"any_": [nightly["id"]]}}}
     schedule = f"{api_url}/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}"
     ask(home, schedule, {"active": True, "schedule": {"interval": 5}}, method="PATCH")
@@ -168,7 +175,7 @@ def test_a_late_run_of_a_schedule_is_skipped_unless_it_has_started_before(
         with checker(server) as check:
             assert check()[0] == [], "none is an hour late"
         skipped = list[str]()
-        deadline = time.monotonic() + 300  # ample: Prefect's scheduler looks once a minute
+        deadline = time.monotonic() + 300  # ample: the scheduler looks every two seconds
         while not skipped:
             assert time.monotonic() < deadline, "no run was scheduled"
             if crashed is None and (scheduled := ask(home, f"{api_url}/flow_runs/filter", of_schedule)):

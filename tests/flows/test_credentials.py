@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from infra.node.processes import RUN_ID_VARIABLE
+from tests.support.generated_text import write_jsonl
 from tests.support.object_server import ObjectServer
 from tests.support.prefect_servers import PROGRAM
 from tests.support.s3_reader import Reader
@@ -18,7 +19,7 @@ from tests.support.s3_reader import Reader
 pytestmark = pytest.mark.slow
 
 SETTINGS = {
-    "tokenizer.vocab_size": 500,
+    "tokenizer.vocab_size": 300,
     "model.d_model": 32,
     "model.d_ff": 64,
     "objective.input_tokens": 32,
@@ -69,6 +70,7 @@ def test_a_published_run_leaves_its_credentials_nowhere(
     for folder in (root, prefect, temporary):
         folder.mkdir()
     changes = SETTINGS | {
+        "corpus.source": str(write_jsonl(tmp_path / "text.jsonl", 400)),
         "storage.publish_to": f"{destination}/model",
         "storage.publish_checkpoints_under": f"{destination}/checkpoints",
     }

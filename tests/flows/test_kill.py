@@ -30,12 +30,13 @@ from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.records import metrics
 from t5train.spec.recipes import recipe
+from tests.support.generated_text import write_jsonl
 
 pytestmark = pytest.mark.slow
 
 NUM_STEPS, SAVED_EVERY = 100, 10
 SETTINGS = {
-    "tokenizer.vocab_size": 500,
+    "tokenizer.vocab_size": 300,
     "model.d_model": 32,
     "model.d_ff": 64,
     "objective.input_tokens": 32,
@@ -60,7 +61,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 SAVED_ONLY_ON_SIGNAL = {"storage.checkpoint_every_steps": NUM_STEPS}
 ALLOWED_SECONDS = 20
-RUN = "killed"
+RUN, TEXT = "killed", "text.jsonl"
+
+
+def _text(data: Path) -> dict[str, Any]:
+    return {"corpus.source": str(data / TEXT)}
 
 
 def _command(root: Path, settings: dict[str, Any], command: str = "run") -> list[str]:
@@ -100,7 +105,9 @@ def variant(pytestconfig: pytest.Config) -> str:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with text, vocabulary and shards, but without runs."""
-    root, spec = tmp_path_factory.mktemp("data"), recipe("smoke").with_settings(SETTINGS)
+    root = tmp_path_factory.mktemp("data")
+    write_jsonl(root / TEXT, 1000)
+    spec = recipe("smoke").with_settings(SETTINGS | _text(root))
     corpus = build_corpus(spec.corpus, root)
     build_shards(spec.shards, spec.corpus, corpus, build_tokenizer(spec.tokenizer, spec.corpus, corpus, root), root)
     return root
@@ -111,7 +118,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, data: Path, variant: s
     """Digests of the final weights of an undisturbed run. Only its training stage is needed for them."""
     root = tmp_path_factory.mktemp("undisturbed")
     shutil.copytree(data, root, dirs_exist_ok=True)
-    with _started(root, VARIANTS[variant], "train") as process:
+    with _started(root, VARIANTS[variant] | _text(data), "train") as process:
         _finish(process, root)
     return _final_weights(root)
 
@@ -126,12 +133,13 @@ def test_a_run_killed_three_times_leaves_nothing_and_ends_with_the_same_weights(
 ) -> None:
     steps = sorted(random.Random(seed).sample(range(2, NUM_STEPS - 2), 3))
     run = tmp_path / "runs" / RUN
+    settings = VARIANTS[variant] | _text(data)
     shutil.copytree(data, tmp_path, dirs_exist_ok=True)
-    with _started(tmp_path, VARIANTS[variant]) as flow:
+    with _started(tmp_path, settings) as flow:
         rank_gone = _kill("rank", _wait_for(run, steps[0], 1), flow)
         launcher_gone = _kill("launcher", _wait_for(run, steps[1], 2), flow)
         flow_gone = _kill("flow", _wait_for(run, steps[2], 3), flow)
-    with _started(tmp_path, VARIANTS[variant]) as flow:
+    with _started(tmp_path, settings) as flow:
         _finish(flow, tmp_path)
     resumed = [json.loads((attempt_folder(run, n) / "spec.json").read_text())["resume_tag"] for n in (2, 3, 4)]
     # At a kill, the save of the last due step may be unfinished, but never that of the one before.
@@ -156,8 +164,9 @@ def test_a_run_saves_on_sigterm_and_a_rank_stopped_by_sigstop_is_detected(
     tmp_path: Path, data: Path, undisturbed: Any
 ) -> None:
     run = tmp_path / "runs" / RUN
+    settings = SAVED_ONLY_ON_SIGNAL | _text(data)
     shutil.copytree(data, tmp_path, dirs_exist_ok=True)
-    with _started(tmp_path, SAVED_ONLY_ON_SIGNAL) as flow:
+    with _started(tmp_path, settings) as flow:
         os.kill(_pid(_wait_for(run, 5, 1), "rank-00001", "process"), signal.SIGTERM)
         os.kill(_pid(_wait_for(run, 3 + _resumed_from(run, 2), 2), "launcher", "process"), signal.SIGTERM)
         stopped = _wait_for(run, 3 + _resumed_from(run, 3), 3)
@@ -167,8 +176,8 @@ def test_a_run_saves_on_sigterm_and_a_rank_stopped_by_sigstop_is_detected(
         _wait_for(run, 3 + _last_step(run), 4)
         flow.terminate()
         assert flow.wait(60) == -signal.SIGTERM
-    with _started(tmp_path, SAVED_ONLY_ON_SIGNAL) as flow:
-        _finish(flow, tmp_path)
+    with _started(tmp_path, settings, "train") as process:  # the stages that follow have no part in this
+        _finish(process, tmp_path)
     output = (tmp_path / "output.log").read_text()
     # No checkpoint is due before the end: each that was resumed from was saved because of a signal.
     first, second, third, fourth = (_resumed_from(run, number) for number in (2, 3, 4, 5))

@@ -37,6 +37,8 @@ from flows.server import prefect_server
 prefect_server.START_SECONDS = 300
 __main__.main()
 """
+QUICK_SCHEDULER = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2"}
+"""How often a server looks for schedules that lack runs. By default, it takes a minute to see a new schedule."""
 BUSY_SECONDS = 60.0
 ANSWER_SECONDS = 120.0
 """Longer than a server waits for a lock on its SQLite database, which is 60 s: it answers then that it is busy."""
@@ -45,7 +47,8 @@ ANSWER_SECONDS = 120.0
 def start(home: Path, current: Path) -> tuple[subprocess.Popen[str], str]:
     """Start a server with its state in ``home``; returns its process and API URL. It ends when its stdin is closed."""
     command = [sys.executable, "-P", "-c", SERVE, str(home), str(free_port())]
-    process = subprocess.Popen(command, cwd=current, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=current, env=os.environ | QUICK_SCHEDULER, **pipes)
     assert process.stdout is not None
     api_url = process.stdout.readline().strip()
     assert api_url, f"no server: {(home / 'server.log').read_text()}"

@@ -89,7 +89,7 @@ class Team:
     def running(self) -> Iterator[subprocess.Popen[str]]:
         """The server, which a service manager stops at the end."""
         database = {DATABASE_VARIABLE: self._database} if self._database else {}
-        settings = environment(**database, **{LATE_VARIABLE: "1"})
+        settings = environment(**database, **prefect_servers.QUICK_SCHEDULER, **{LATE_VARIABLE: "1"})
         with subprocess.Popen(self.command, env=settings, cwd="/", stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             assert server.stdout.readline().startswith(f"Prefect is at http://127.0.0.1:{self.port}")

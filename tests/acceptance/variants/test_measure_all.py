@@ -14,6 +14,7 @@ from tests.acceptance.variants.measure_all import Results
 from tests.acceptance.variants.variant_cases import CASES, Case
 from tests.acceptance.variants.variant_runs import with_mfu
 from tests.acceptance.variants.variant_table import table
+from tests.support.generated_text import write_jsonl
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,10 +52,11 @@ def test_the_table_shows_failed_cases_with_their_errors() -> None:
 
 @pytest.mark.slow
 def test_a_case_is_run_once_to_its_certificate_and_a_skipped_one_has_a_reason(tmp_path: Path) -> None:
-    spec = recipe("smoke").with_settings({"tokenizer.vocab_size": 500})
+    text = str(write_jsonl(tmp_path / "text.jsonl", 2000))
+    spec = recipe("smoke").with_settings({"tokenizer.vocab_size": 300, "corpus.source": text})
     vocabulary = build_tokenizer(spec.tokenizer, spec.corpus, build_corpus(spec.corpus, tmp_path), tmp_path)
     command = [sys.executable, "-m", "tests.acceptance.variants.measure_all", "--tiny"]
-    command += ["--corpus", "pydocs", "--tokenizer", str(vocabulary.path)]
+    command += ["--corpus", text, "--tokenizer", str(vocabulary.path)]
     command += ["--out", str(tmp_path / "out"), "--only", "zero2-1", "t5_11b-1", "--until-seconds", "1000"]
     outputs = [_output(command) for _ in range(2)]
     rows = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]

@@ -124,8 +124,9 @@ def test_interrupting_the_head_ends_the_ranks(tmp_path: Path, survivors: Survivo
         if ready(tmp_path):
             raise KeyboardInterrupt
 
+    stubborn = replace(spec(tmp_path, RANK), grace_seconds=3)
     with pytest.raises(KeyboardInterrupt):
-        launch(spec(tmp_path, RANK), on_tick=interrupt_once_ready)
+        launch(stubborn, on_tick=interrupt_once_ready)
     assert survivors(newest(tmp_path).run_id) == set()
 
 

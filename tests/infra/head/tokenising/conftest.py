@@ -1,7 +1,8 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -78,11 +79,11 @@ def die(job, advance):
 
 
 class Site:
-    """Two names of this machine, as hosts, and the folder of the jobs."""
+    """Names of this machine, as hosts, and the folder of the jobs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hosts: Sequence[str] = ("one", "two")) -> None:
         self.folder, self.hostfile = folder, folder / "hosts"
-        self.hostfile.write_text("one slots=1\ntwo slots=1\n")
+        self.hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
 
     def workers(self, processes: int = 1, lease_seconds: float = 5) -> Workers:
         cluster = ClusterSpec(hostfile=self.hostfile, lease_seconds=lease_seconds)
@@ -113,21 +114,29 @@ class Site:
             process.kill()
 
 
+@contextmanager
+def hosts_of_this_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Have ssh run commands on this machine. Yields the script in its place; at the end, no process must be left."""
+    ssh = folder / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(SSH.format(folder=folder))
+    ssh.chmod(0o755)
+    (folder / "some_jobs.py").write_text(JOBS)
+    monkeypatch.setenv("PATH", f"{ssh.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{folder}")
+    before = set(psutil.Process().children(recursive=True))
+    yield ssh
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not psutil.wait_procs(left, timeout=10)[1]
+    pids = [int(path.read_text()) for path in folder.glob("*.pid")]
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A site of the test's own, of which no process is left when the test ends."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ssh").write_text(SSH.format(folder=tmp_path))
-    (tmp_path / "bin" / "ssh").chmod(0o755)
-    (tmp_path / "some_jobs.py").write_text(JOBS)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
-    before = set(psutil.Process().children(recursive=True))
-    yield Site(tmp_path)
-    left = set(psutil.Process().children(recursive=True)) - before
-    assert not psutil.wait_procs(left, timeout=10)[1]
-    pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    with hosts_of_this_machine(tmp_path, monkeypatch):
+        yield Site(tmp_path)
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
-"""Hosts make the same shards as this machine. What a lost host has begun is done by others, and errors end the work."""
+"""Hosts make the same shards as this machine. What a lost host has begun is done by others, and errors end the work.
 
-import re
+Hosts on which jobs hang are in ``test_hung_hosts.py``.
+"""
+
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from infra.head.tokenising.hosts_executor import workers_for
@@ -143,70 +143,6 @@ def test_a_host_on_which_all_processes_die_gets_no_more_jobs(do: Do, site: Site,
     results = do("die_on_sick_host", site.jobs(6))
     assert sorted(str(each["number"]) for each in results) == [str(number) for number in range(6)]
     assert "one: 3 shards in a row could not be made there: one: a worker process was killed by SIGKILL" in logged()
-
-
-@pytest.fixture
-def make_sick(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """``make_sick(names)`` lets jobs hang on these hosts, and hosts count as hung soon."""
-
-    def make_sick(names: str) -> None:
-        ssh = site.folder / "bin" / "ssh"
-        sick = f'case "$4" in {names}) export SICK=1;; esac'
-        ssh.write_text(ssh.read_text().replace("exec sh", f"{sick}\nexec sh"))
-        monkeypatch.setattr("infra.head.tokenising.hosts_executor._HANG_SECONDS", 12.0)
-
-    return make_sick
-
-
-def test_jobs_of_a_host_on_which_they_hang_are_done_by_the_other(
-    do: Do, site: Site, make_sick: Callable[[str], None], logged: Callable[[], str]
-) -> None:
-    make_sick("one")
-    results = do("hang_on_sick_host", site.jobs(4))
-    assert sorted(str(each["number"]) for each in results) == ["0", "1", "2", "3"]
-    assert re.search(r"one: shard-0000\d.* made no progress for 12 s\. If .*The other hosts make its shards", logged())
-
-
-def test_when_jobs_hang_on_all_hosts_the_error_names_hosts_shards_and_time(
-    do: Do, site: Site, make_sick: Callable[[str], None]
-) -> None:
-    make_sick("one|two")
-    with pytest.raises(WorkerLost, match=r"no host is left to tokenise: .*run this again") as raised:
-        do("hang_on_sick_host", site.jobs(2))
-    for host in "one", "two":
-        assert re.search(rf"{host}: shard-0000\d made no progress for 12 s\. If its disks", str(raised.value))
-
-
-def test_a_job_with_which_three_hosts_hang_ends_the_work(do: Do, site: Site, make_sick: Callable[[str], None]) -> None:
-    site.hostfile.write_text("".join(f"{name} slots=1\n" for name in ("one", "two", "three", "four")))
-    make_sick("*")
-    with pytest.raises(WorkerLost, match=r"^shard-00000 made no progress for 12 s on each of \w+, \w+, \w+\. Check"):
-        do("hang_on_sick_host", site.jobs(1))
-
-
-def test_a_host_that_is_slow_but_makes_progress_is_not_given_up(
-    do: Do, site: Site, make_sick: Callable[[str], None], logged: Callable[[], str]
-) -> None:
-    make_sick("none")
-    assert len(do("advance_slowly", site.jobs(2))) == 2
-    assert "made no progress" not in logged()
-
-
-def test_a_scheduler_that_hangs_ends_the_work(do: Do, site: Site, make_sick: Callable[[str], None]) -> None:
-    make_sick("none")
-    threading.Thread(target=stop_scheduler, args=[site], daemon=True).start()
-    with pytest.raises(WorkerLost, match=r"scheduler on this machine has reported nothing for 24 s"):
-        do("finish", site.jobs(2, seconds=600))
-
-
-def stop_scheduler(site: Site) -> None:
-    """Stop the scheduler when two jobs have begun."""
-    while site.begun() < 2:
-        time.sleep(0.02)
-    (scheduler,) = (
-        each for each in psutil.Process().children() if "infra.head.tokenising.dask_scheduler" in each.cmdline()
-    )
-    scheduler.suspend()
 
 
 def test_the_reason_of_a_failed_read_is_in_the_error(do: Do, site: Site) -> None:
