@@ -224,6 +224,8 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
 
     """
     require_location(url)
+    if CERTIFICATE not in export.files:
+        raise PublicationError(f"{export.path} cannot be published, because it has no certificate. Certify it first")
     if is_in_s3(url):
         bucket = InsistentBucket(url)  # before the files are read, to report at once what is missing
         require_distinct([*export.files, MANIFEST], str(export.path), PublicationError)
@@ -277,8 +279,6 @@ def _naming_export(export: Export) -> Iterator[None]:
 
 def _require_certificate(export: Export) -> None:
     """Raise CertificationError if the certificate does not vouch for the digests of all files."""
-    if CERTIFICATE not in export.files:
-        raise PublicationError(f"{export.path} cannot be published, because it has no certificate. Certify it first")
     path = export.path / CERTIFICATE
     verify_file(path, export.files[CERTIFICATE])
     with reading(path):

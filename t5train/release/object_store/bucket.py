@@ -63,7 +63,7 @@ class BucketFolder:
             _require_names_of_folders(self._prefix, self.url)
         self._client = _client(self.url, tries or _TRIES, wait_seconds)
         self.stopping = threading.Event()
-        """Set when requests should not be tried again, because another thread has failed."""
+        """Set when requests should neither go on nor be tried again, because another thread has failed."""
 
     def below(self, folder: str) -> "BucketFolder":
         """Return the folder of this name in this one. The client is shared."""

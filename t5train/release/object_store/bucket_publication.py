@@ -44,7 +44,7 @@ def publish_to_bucket(
         record: The record to publish.
         files: Its files, which are published only if they have the digests in it. They are read while they are sent,
             unless they were read before.
-        progress: Called with the number of bytes that are stored.
+        progress: Called with the number of bytes that are sent.
         part_bytes: Files that are larger are sent in parts of this size.
 
     Returns:
@@ -71,7 +71,7 @@ def publish_to_bucket(
             if is_new:
                 uploads.send_missing(part_bytes)
         if found.fingerprint == record.fingerprint and not is_new:
-            measure([file for file in files.values() if not file.is_read], progress)
+            measure(files.values(), progress)
             _prove(bucket, found, files)
         if _is_cleaned_up(bucket, journal, found):
             journal.remove()
@@ -108,10 +108,15 @@ def _publication_of_another(bucket: BucketFolder, uploads: FileUploads, part_byt
         uploads.send(part_bytes)
         uploads.send_missing(part_bytes)
     except (DigestMismatch, StoreError) as error:
-        is_removed = isinstance(error, DigestMismatch) or error.code == UNKNOWN_UPLOAD
-        if is_removed and (found := published_in(bucket, kind)) is not None:
-            return found
-        raise
+        if isinstance(error, StoreError) and error.code != UNKNOWN_UPLOAD:
+            raise
+        try:
+            found = published_in(bucket, kind)
+        except StoreError:
+            raise error from None  # the cause, which may be a damaged file
+        if found is None:
+            raise
+        return found
     return None
 
 

@@ -1,7 +1,8 @@
 """Sends files to a bucket: several at a time, large ones in parts, each with a checksum that the server compares.
 
 A large file is sent while its sha256 is computed: each part as soon as it has been read. Only a file that is what was
-recorded is completed, so its last part is sent after its sha256 was compared.
+recorded is completed, so its last part is sent after its sha256 was compared. To continue an upload, the file is read
+to its end first.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ from t5train.progress import Progress
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import encoded, read_exactly
 from t5train.release.object_store.file_body import FileBody
-from t5train.release.object_store.measured_file import MeasuredFile
+from t5train.release.object_store.measured_file import MeasuredFile, measure
 from t5train.release.object_store.parted_upload import PartedUpload
 from t5train.release.object_store.stored_objects import is_proven, prove
 from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
@@ -37,6 +38,9 @@ class FileUploads:
         Raises DigestMismatch if a file is not what was recorded, is changed meanwhile, or its object is something else.
         Raises StoreError, which has the code NoSuchUpload if another process aborted an upload.
         """
+        self._bucket.stopping.clear()  # an earlier call may have failed; all of its threads have ended
+        begun = {*self._journal.stored, *self._journal.uploads} & self._files.keys()
+        measure([self._files[name] for name in begun], self._progress)
         total = sum(file.size for file in self._files.values())
         self._sent = ByteCount("bytes sent", total, self._progress, self._bucket.stopping)
         run_jobs((partial(self._begin, name, part_bytes) for name in self._files), self._sent)
@@ -50,7 +54,6 @@ class FileUploads:
     def _begin(self, name: str, part_bytes: int) -> list[Job]:
         file, target = self._files[name], self._target(name)
         if name in self._journal.stored or name in self._journal.uploads:
-            self._read_to(file.size, file)
             if is_proven(self._bucket, target, file):  # perhaps completed by a process that was killed right after
                 self._journal.add_stored(name)
                 self._sent.add(file.size)

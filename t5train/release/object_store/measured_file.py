@@ -39,6 +39,11 @@ class MeasuredFile:
         return self.digest.size
 
     @property
+    def unread_bytes(self) -> int:
+        """How much has not been read yet."""
+        return self.size - self._at
+
+    @property
     def is_read(self) -> bool:
         """Whether all of the file was read, and is what was recorded."""
         return self._crc is not None
@@ -115,13 +120,14 @@ def unread_files(folder: Path, digests: Mapping[str, FileDigest]) -> dict[str, M
 
 def measure(files: Collection[MeasuredFile], progress: Progress = silent) -> None:
     """Read files to their ends, several at a time. Raises DigestMismatch if one of them is not what was recorded."""
-    count = ByteCount("bytes verified", sum(file.size for file in files), progress)
+    left = [file for file in files if not file.is_read]
+    count = ByteCount("bytes verified", sum(file.unread_bytes for file in left), progress)
 
     def read(file: MeasuredFile) -> list[Job]:
         file.read_to(file.size, count.add)
         return []
 
-    run_jobs((partial(read, file) for file in files), count)
+    run_jobs((partial(read, file) for file in left), count)
 
 
 def _read_into(buffer: memoryview, file: RawIOBase) -> int:

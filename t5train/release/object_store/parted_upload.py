@@ -36,8 +36,8 @@ class PartedUpload:
             answer = self._bucket.call(
                 "create_multipart_upload", self._target, ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT"
             )
-            at_least = -(-self._file.size // _MOST_PARTS // BLOCK_BYTES) * BLOCK_BYTES
-            self._journal.begin(self._name, answer["UploadId"], max(part_bytes, at_least))
+            blocks = -(-max(part_bytes, -(-self._file.size // _MOST_PARTS)) // BLOCK_BYTES)
+            self._journal.begin(self._name, answer["UploadId"], blocks * BLOCK_BYTES)
         upload = self._upload
         numbers = range(1, -(-self._file.size // upload.part_bytes) + 1)
         missing = [number for number in numbers if number not in upload.parts]

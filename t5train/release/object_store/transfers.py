@@ -51,7 +51,7 @@ class ByteCount:
 def run_jobs(jobs: Iterable[Job], count: ByteCount) -> None:
     """Run jobs in a few threads, and those that follow from a job before the others. This thread reports the progress.
 
-    The first error is raised after the jobs that are running have ended, which they do when they next count bytes.
+    The first error is raised after the running jobs have ended, which they do when they next read or send bytes.
     """
     waiting, running = deque(jobs), set[Future[list[Job]]]()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="transfer") as threads:

@@ -1,5 +1,6 @@
 """Files are read and compared with their digests while they are sent to a real S3 server."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from t5train.release.object_store import transfers
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.file_body import FileBody
 from t5train.release.object_store.measured_file import MeasuredFile
-from t5train.release.object_store.transfers import ByteCount
+from t5train.release.object_store.transfers import ByteCount, Stopped
 from t5train.release.publication import publish
 from tests.support.certified_exports import PART_BYTES
 from tests.support.changed_answers import answering
@@ -117,7 +118,14 @@ def test_parts_are_sent_while_the_rest_of_the_file_is_still_unread(
 def test_an_interruption_ends_requests_in_the_middle_of_their_bodies(
     make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces, read = list[int](), FileBody.read
+    pieces, ended, read, call = list[int](), list[BaseException](), FileBody.read, BucketFolder.call
+
+    def noting(self: BucketFolder, operation: str, name: str | None = None, **arguments: Any) -> Any:
+        try:
+            return call(self, operation, name, **arguments)
+        except BaseException as error:
+            ended.append(error)
+            raise
 
     def reading(self: FileBody, size: int = -1) -> memoryview:
         piece = read(self, size)
@@ -132,9 +140,23 @@ def test_an_interruption_ends_requests_in_the_middle_of_their_bodies(
     exported = make_random_export(sizes={"model.safetensors": 8 * PART_BYTES})
     with monkeypatch.context() as patch:
         patch.setattr(FileBody, "read", reading)
+        patch.setattr(BucketFolder, "call", noting)
         patch.setattr(ByteCount, "report", interrupt)
         with pytest.raises(KeyboardInterrupt):
             publish(exported, destination)
     assert sum(pieces) < PART_BYTES, "nobody has waited for a whole part"
+    assert {type(error) for error in ended} == {Stopped}, "botocore has not taken it for a failure, and tried again"
     publish(exported, destination)
     reader.require_only(destination)
+
+
+def test_nothing_is_sent_of_an_export_with_a_missing_or_truncated_file(
+    make_random_export: MakeExport, destination: str, reader: Reader
+) -> None:
+    for number, damage in enumerate((Path.unlink, lambda path: os.truncate(path, 100))):
+        exported = make_random_export(f"run-{number}")
+        damage(exported.path / "model.safetensors")
+        with pytest.raises(PublicationError, match=r"model\.safetensors (is missing|has 100 bytes)"):
+            publish(exported, destination)
+        assert not reader.keys(destination)
+        assert list(exported.path.parent.iterdir()) == [exported.path], "there is a journal"
