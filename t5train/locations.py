@@ -151,9 +151,10 @@ def without_queries(text: str) -> str:
 def without_secret(setting: str, url: str) -> str:
     """Return the URL. Raises ValueError if it holds a secret, because specs are written to disk and displayed.
 
-    The same is raised for what ``require_location`` refuses.
+    The same is raised for what ``require_location`` refuses, but not for an empty text, which stands for none.
     """
-    require_location(url, ValueError)
+    if url:
+        require_location(url, ValueError)
     for part in map(_taken_apart, url.split("::")):
         has_key = part.password is not None or (part.username is not None and part.scheme not in _NAMES_BEFORE_AT)
         if part.scheme and part.netloc and (has_key or part.query):

@@ -65,8 +65,9 @@ def test_a_user_or_container_name_before_the_at_sign_is_kept_but_not_shown(url: 
 def test_what_only_looks_like_a_url_is_refused_and_taken_for_no_folder(location: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         require_location(location)
-    with pytest.raises(ValueError, match=said):
-        without_secret("storage.publish_to", location)
+    if location:
+        with pytest.raises(ValueError, match=said):
+            without_secret("storage.publish_to", location)
 
 
 @pytest.mark.parametrize("location", ["s3://b/t5", "./s3:/t5", "runs/a:b", "/data", "memory://t5", "file:///t5", "C:x"])
