@@ -30,7 +30,7 @@ class StageTable:
         now = time.monotonic()
         self.records[stage.title] = record
         self._rows.append(line := row(stage, record, now - self._added_at))
-        _log.info("%s: %s %s", numbered(stage), line["result"], record.path)
+        _log.info("%s: %s %s", numbered(stage), line["result"], record.location)
         self._added_at = now
         with not_disturbing("the stages in the run's folder"):
             write_table(self._run_folder, STAGES, _TITLE, self._rows)
@@ -47,6 +47,6 @@ def row(stage: Stage, record: Record, seconds: float) -> dict[str, Any]:
         "files": len(record.files),
         "bytes": f"{sum(digest.size for digest in record.files.values()):,}",
         "fingerprint": record.fingerprint[:12],
-        "folder": str(record.path),
+        "folder": record.location,
         "counts": ", ".join(f"{name} {value:,}" for name, value in record.counts.items()),
     }

@@ -13,6 +13,7 @@ from infra.head.launch.deepspeed_launcher import launch_command
 from infra.head.launch.local_launch import command
 from infra.head.preflight.run_checks import needed_bytes, require_possible
 from infra.head.preflight.text_checks import TextFacts
+from infra.head.storage.continued_run import StoredRun, require_own_settings
 from infra.head.training_run import launch_spec, rank_program, require_startable_now
 from infra.node.attempts import process_guard
 from infra.node.attempts.run_lock import require_unused
@@ -56,8 +57,10 @@ class _MadeShards(NamedTuple):
     """Windows of the train split."""
 
 
-def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool) -> None:
+def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool, stored: StoredRun | None = None) -> None:
     """Print what a run would do. Raises the error that the run itself would raise now.
+
+    ``stored`` is the run in a bucket that is to be continued.
 
     The run is described even if this machine cannot execute it, unless its settings are invalid everywhere. Hosts are
     not asked, and the destination is not tried: both would take long or leave traces.
@@ -67,6 +70,8 @@ def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool) ->
     epochs = Epochs(None, "not known: the text of a run that would be refused is not looked at")
     try:
         possible = parameters.spec_for_this_machine()
+        if stored is not None:
+            require_own_settings(possible, stored)
         if not begin_again:
             require_no_pending_begin_again(spec.run_folder)
         require_unused(spec.run_folder)
@@ -75,15 +80,20 @@ def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool) ->
     except T5TrainError as error:
         refusal = error
     if as_json:
-        show_json(as_values(spec, shape, text, epochs, refusal))
+        show_json(as_values(spec, shape, text, epochs, refusal, stored))
     else:
-        say(describe(spec, shape, text, epochs, refusal))
+        say(describe(spec, shape, text, epochs, refusal, stored))
     if refusal is not None:
         raise refusal
 
 
 def describe(
-    spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs, refusal: T5TrainError | None
+    spec: RunSpec,
+    shape: T5Shape,
+    text: TextFacts | None,
+    epochs: Epochs,
+    refusal: T5TrainError | None,
+    stored: StoredRun | None,
 ) -> str:
     """Return the plan, memory, hosts and launch command of a run, as text. ``as_values`` has the settings too.
 
@@ -91,7 +101,7 @@ def describe(
     """
     sections = {
         **({"would be refused": str(refusal)} if refusal else {}),
-        "plan": _aligned(_plan(spec, shape, text, epochs)),
+        "plan": _aligned(_plan(spec, shape, text, epochs) | _stores(spec, stored)),
         "memory of a rank without activations, in GB": _table(held_by_a_rank(spec, shape)),
         **_hosts(spec),
         "launch command": shlex.join(_launch_command(spec)),
@@ -115,6 +125,20 @@ def _plan(spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs)
         "disk": f"up to {format_bytes(_disk_bytes(spec, shape, text))} under {spec.storage.root}, where "
         f"{format_bytes(free_space_bytes(spec.storage.root))} are free",
     }
+
+
+def _stores(spec: RunSpec, stored: StoredRun | None) -> dict[str, str]:
+    """Return where the run continues from and where it copies its checkpoints and its model, of what was asked for."""
+    rows = dict[str, str]()
+    if stored is not None:
+        newest = stored.found.ledger.newest
+        where = "which has no checkpoint yet" if newest is None else f"whose newest checkpoint is {newest.tag}"
+        rows["continues"] = f"from {stored.bucket.url}, {where}"
+    if spec.checkpoints_url is not None:
+        rows["checkpoints"] = f"copied to {redacted(spec.checkpoints_url)} while training"
+    if spec.storage.publish_to is not None:
+        rows["publish to"] = redacted(spec.storage.publish_to)
+    return rows
 
 
 def _tokens_per_step(spec: RunSpec) -> int:
@@ -230,7 +254,12 @@ def _aligned(rows: Mapping[str, str]) -> str:
 
 
 def as_values(
-    spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs, refusal: T5TrainError | None
+    spec: RunSpec,
+    shape: T5Shape,
+    text: TextFacts | None,
+    epochs: Epochs,
+    refusal: T5TrainError | None,
+    stored: StoredRun | None,
 ) -> dict[str, Any]:
     """Return the same as ``describe`` as JSON values; docs/json.md describes them."""
     hosts = () if spec.cluster.hostfile is None else read_hosts(spec.cluster).all
@@ -246,6 +275,9 @@ def as_values(
         "mixture_shares": _shares(spec, text) if spec.corpus.mixed_with else None,
         "disk_needed_bytes": _disk_bytes(spec, shape, text),
         "disk_free_bytes": free_space_bytes(spec.storage.root),
+        "publish_to": _shown(spec.storage.publish_to),
+        "checkpoints_url": _shown(spec.checkpoints_url),
+        "continues_from": None if stored is None else stored.bucket.url,
         "spec": spec.model_dump(mode="json"),
         "fingerprints": _fingerprints(spec),
         "deepspeed_config": deepspeed_config(spec, shape),
@@ -256,6 +288,10 @@ def as_values(
         "hosts": [{"name": host.name, "slots": list(host.slots)} for host in hosts],
         "launch_command": _launch_command(spec),
     }
+
+
+def _shown(url: str | None) -> str | None:
+    return None if url is None else redacted(url)
 
 
 def _fingerprints(spec: RunSpec) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What is said when a run is interrupted: which checkpoint it resumes from, and the command that continues it."""
+"""What is said when a command is interrupted: what a run resumes from, and the command that continues."""
 
 import logging
 import re
@@ -13,6 +13,7 @@ from flows.cli.terminal import complain
 from infra.head.launch.start_record import PROGRAM
 from infra.head.runs.run_state import resumable_step
 from t5train.files.run_folder import CHECKPOINTS, tag_of
+from t5train.locations import redacted
 
 _BEGIN_AGAIN = "--begin-again"
 _CRASH = re.compile(
@@ -30,6 +31,19 @@ def explaining_interruption(run_folder: Path, num_steps: int) -> Iterator[None]:
         if not isinstance(error, Exception):  # a signal, not a failure
             complain(_saved(run_folder, num_steps))
             complain(f"to continue: {_command(sys.argv[1:])}")
+        raise
+
+
+@contextmanager
+def naming_command_to_continue() -> Iterator[None]:
+    """If Ctrl-C ends the block, say that the same command continues. A URL that may hold a secret is not printed."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            words = sys.argv[1:]
+            is_printable = words == [redacted(word) for word in words]
+            complain(f"to continue: {_command(words) if is_printable else 'repeat the same command'}")
         raise
 
 

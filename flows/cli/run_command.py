@@ -39,7 +39,7 @@ from flows.cli.terminal import BarProgress, complain, progress_display, say, sho
 from flows.run_parameters import RunParameters
 from flows.server import prefect_server
 from infra.head.launch.held_run import HeldRun
-from infra.head.storage.continued_run import StoredRun, config_file, stored_run, take_identity
+from infra.head.storage.continued_run import StoredRun, config_file, require_own_settings, stored_run, take_identity
 from infra.head.training_run import hold_ready_run, train_again
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
 from t5train.files.run_folder import WITNESS_FOLDER
@@ -125,10 +125,11 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     if as_json and not dry_run:
         raise typer.BadParameter("it needs --dry-run", param_hint="--json")
     if dry_run:
-        show_dry_run(parameters, as_json, begin_again)
+        show_dry_run(parameters, as_json, begin_again, lost)
         return
     spec = parameters.spec_for_this_machine()
     if lost is not None:
+        require_own_settings(spec, lost)
         take_identity(spec, lost)
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)

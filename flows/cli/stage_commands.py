@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from flows.cli.interruption import explaining_interruption
+from flows.cli.interruption import explaining_interruption, naming_command_to_continue
 from flows.cli.options import (
     AdoptOption,
     BeginAgainOption,
@@ -235,7 +235,7 @@ def publish(
     """Publish a certified export to a folder or an object store."""
     export_to_publish = Export.load(exported)
     check_destination(url)
-    with stage_display() as progress:
+    with naming_command_to_continue(), stage_display() as progress:
         made = publish_export(export_to_publish, url, progress)
     say(f"published: {made.url}")
 
@@ -262,7 +262,7 @@ def fetch(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create", readable=False)],
 ) -> None:
     """Copy a publication from S3 to a folder, verified. An interrupted copy continues."""
-    with stage_display() as progress:
+    with naming_command_to_continue(), stage_display() as progress:
         made = fetch_publication(url, folder, progress)
     say(f"fetched: {made.path}{' (there already, verified)' if made.reused else ''}")
 

@@ -177,7 +177,12 @@ def require_same_settings(spec: RunSpec) -> None:
     path = spec.run_folder / RUN
     if is_there(path):
         _require_same_order(spec.run_name, _begun(path, lambda begun: dict(begun["identity"])))
-        _refuse_changes(spec.run_name, differences(_settings(load_run_spec(spec.run_folder)), _settings(spec)))
+        _refuse_changes(spec.run_name, changed_settings(load_run_spec(spec.run_folder), spec))
+
+
+def changed_settings(begun: RunSpec, spec: RunSpec) -> list[str]:
+    """Return which settings that affect the weights differ, with both values. The location of the text may differ."""
+    return differences(_settings(begun), _settings(spec))
 
 
 def _settings(spec: RunSpec) -> dict[str, Any]:

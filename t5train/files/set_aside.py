@@ -24,6 +24,7 @@ def set_aside(path: Path, into: Path, why: str) -> Path | None:
     within = f"{path.parent.name}-" if path.parent.name.startswith("step-") else ""
     target = into / f"{within}{path.name}.{secrets.token_hex(4)}"
     try:
+        path.lstat()  # so that an empty folder is not made if there is nothing to move
         into.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.rename(target)
         sync_folder(into)

@@ -64,6 +64,11 @@ class Record(BaseModel):
                 confined(Path(), name, "the manifest", RecordError)
         return files
 
+    @property
+    def location(self) -> str:
+        """Where the record is, as reports show it."""
+        return str(self.path)
+
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read the manifest of ``folder``.
@@ -210,6 +215,11 @@ class Published(PlainRecord):
         if folder:
             child(Path(), folder, "the manifest", RecordError)
         return folder
+
+    @property
+    def location(self) -> str:
+        """The folder on this machine, or the URL in a store, where ``path`` is ``.``."""
+        return self.url if self.path == Path() else str(self.path)
 
     def name_beside_manifest(self, file: str) -> str:
         """The name of a file relative to the folder that holds the manifest."""

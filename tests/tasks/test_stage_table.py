@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from t5train.records.stage_records import Corpus
+from t5train.records.stage_records import Corpus, Publication
 from t5train.release.markdown import escaped
 from tasks import artifacts
 from tasks.stage_table import StageTable
-from tasks.stages import CORPUS, TOKENIZER
+from tasks.stages import CORPUS, PUBLISH, TOKENIZER
 
 
 def test_every_stage_is_a_row_of_the_file_and_of_the_artifact(
@@ -34,3 +34,16 @@ def test_every_stage_is_a_row_of_the_file_and_of_the_artifact(
         assert table.add(TOKENIZER, corpus) is corpus
     assert "could not show the stages in the run's folder" in caplog.text
     assert [len(rows) for rows in shown] == [1, 2]
+
+
+@pytest.mark.parametrize("folder", [None, Path("/models/t5")])
+def test_a_publication_is_shown_with_its_folder_or_its_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folder: Path | None
+) -> None:
+    monkeypatch.setattr(artifacts.Shown, "show", lambda *_: None)
+    url = "s3://models/t5" if folder is None else str(folder)
+    publication = Publication(path=folder or Path(), url=url, fingerprint="p" * 64, files={})
+    with caplog.at_level(logging.INFO):
+        StageTable(tmp_path).add(PUBLISH, publication)
+    assert f"Publish: made {url}\n" in caplog.text
+    assert f"| {escaped(url)} |" in (tmp_path / "report/stages.md").read_text()

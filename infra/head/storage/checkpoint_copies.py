@@ -257,14 +257,14 @@ class CheckpointCopies:
         if tag is None:
             return False
         try:
-            store_checkpoint(claim, linked(self._folder, tag), progress)
+            stored = store_checkpoint(claim, linked(self._folder, tag), progress)
         except StoreError:
             raise
         except (IncompleteCheckpoint, DigestMismatch, PublicationError) as error:
             _log.warning("%s is not stored: %s", tag, error)
             self._failed[tag] = str(error)
             return True
-        _log.info("%s is stored in %s", tag, claim.bucket.url)
+        _log.info("%s is stored in %s", tag, claim.bucket.below(stored.folder).url)
         try:
             prune_store(claim, self._keep)
         except StoreError as error:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from t5train.checkpoint import last_complete
-from t5train.checkpoint.resume import unique_id
+from t5train.checkpoint.resume import changed_settings, unique_id
 from t5train.checkpoint.resume_point import note_beginnings
-from t5train.errors import InputError, RecordError, SpecError
+from t5train.errors import InputError, RecordError, RunChanged, SpecError
 from t5train.files.atomic import write_json
 from t5train.files.presence import visible_in
 from t5train.files.run_folder import BEGINNINGS, LAST_COMPLETE, LAST_START, RUN
@@ -64,6 +64,15 @@ def stored_run(url: str) -> StoredRun:
             f"{stored.name!r}: rename the folder in the bucket"
         )
     return stored
+
+
+def require_own_settings(spec: RunSpec, stored: StoredRun) -> None:
+    """Raise RunChanged if a spec differs from the stored run's in settings that affect the weights."""
+    if changed := changed_settings(build(stored.found.ledger.run.get("spec", {})), spec):
+        raise RunChanged(
+            f"the run in {stored.bucket.url} was begun with other settings ({'; '.join(changed)}), and --from "
+            "continues it only with its own: set these back"
+        )
 
 
 def take_identity(spec: RunSpec, stored: StoredRun) -> None:

@@ -19,7 +19,7 @@ from infra.node.storage.stored_checkpoints import HEAD, inventory_of
 from t5train.checkpoint.resume import unique_id
 from t5train.errors import HostError, RecordError, RunLocked, T5TrainError, UnknownVersion, Unreadable
 from t5train.files.atomic import discard, remove_folder
-from t5train.files.presence import is_folder, visible_in
+from t5train.files.presence import names_in, visible_in
 from t5train.files.run_folder import ATTEMPTS, CHECKPOINTS, RUNS, SET_ASIDE, discarded, removing
 from t5train.host_resources import quantity
 from t5train.progress import Progress
@@ -201,7 +201,7 @@ def _garbage_in(root: Path, run: Path) -> Iterator[Garbage]:
     names = [*prunable(tags, keep_last=len(tags[HEAD]) or 1), *_half_removed(checkpoints)]
     for folder in (checkpoints / name for name in names):
         yield Garbage(str(folder.relative_to(root)), size_of(folder), "an incomplete checkpoint")
-    if is_folder(aside := run / SET_ASIDE):
+    if names_in(aside := run / SET_ASIDE):
         yield Garbage(str(aside.relative_to(root)), size_of(aside), KEPT_ASIDE, is_kept=True)
 
 

@@ -1,13 +1,18 @@
 """Hosts on the command line determine the ranks, and a dry run shows what would start where."""
 
+import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from flows.cli import run_command
 from flows.spec_from_recipe import resolve
+from infra.head.storage.continued_run import StoredRun
+from t5train.release.checkpoint_store.ledger import FoundLedger, Ledger, StoredTag
 
 SMALLER = ("--set", "layout.micro_batch_sequences=8")
 
@@ -107,3 +112,52 @@ def test_a_dry_run_shows_the_shares_of_a_mixture(
     )
     output = capsys.readouterr().out
     assert f"shares   {said.format(one=one, two=two)}\n" in output, output
+
+
+def test_a_dry_run_shows_where_checkpoints_and_model_go(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = ("--set", "storage.publish_checkpoints_under=s3://runs/t5/", "--name", "wiki")
+    command = ("run", "smoke", "--dry-run", "--publish-to", "sftp://me@host/models/wiki", *stored)
+    t5_pretrain(*command)
+    output = capsys.readouterr().out
+    assert "\ncheckpoints  copied to s3://runs/t5/wiki while training\n" in output, output
+    assert "\npublish to   sftp://host/models/wiki\n" in output, "without the user's name, which can be a key elsewhere"
+    t5_pretrain(*command, "--json")
+    values = json.loads(capsys.readouterr().out)
+    shown = [values[name] for name in ("publish_to", "checkpoints_url", "continues_from")]
+    assert shown == ["sftp://host/models/wiki", "s3://runs/t5/wiki", None]
+
+
+@pytest.mark.parametrize("tag", [None, "step-00000100"])
+def test_a_dry_run_of_a_stored_run_shows_what_it_continues_from_and_refuses_other_settings(
+    t5_pretrain: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tag: str | None,
+) -> None:
+    url = "s3://runs/t5/wiki"
+    spec = resolve("smoke", {"corpus.source": "pydocs"}, run_name="wiki")
+    checkpoints = () if tag is None else (StoredTag(tag=tag, folder=f"{tag}-0123456789ab", size=1),)
+    ledger = Ledger(
+        run={"unique_id": "1" * 32, "spec": spec.model_dump(mode="json")},
+        config="recipe: smoke\ncorpus:\n  source: pydocs\n",
+        holder=None,
+        checkpoints=checkpoints,
+    )
+    stored = StoredRun(SimpleNamespace(url=url), FoundLedger(ledger, "", 0.0))  # type: ignore[arg-type]
+    monkeypatch.setattr(run_command, "stored_run", lambda _: stored)
+    command = ("run", "--from", url, "--root", str(tmp_path / "root"))
+    assert t5_pretrain(*command, "--dry-run") == 0, capsys.readouterr().err
+    where = "which has no checkpoint yet" if tag is None else f"whose newest checkpoint is {tag}"
+    assert f"\ncontinues    from {url}, {where}\n" in capsys.readouterr().out
+    assert t5_pretrain(*command, "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["continues_from"] == url
+    for dry in (("--dry-run",), ()):
+        assert t5_pretrain(*command, *dry, "--set", "optimizer.num_steps=100") == 2
+        assert capsys.readouterr().err == (
+            f"error: the run in {url} was begun with other settings (optimizer.num_steps: 400 -> 100), and "
+            "--from continues it only with its own: set these back\n"
+        )
+    assert not (tmp_path / "root").exists()

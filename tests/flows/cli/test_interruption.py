@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli import stage_commands
 from flows.cli.interruption import explaining_interruption
 from infra.head.stop_signal import Stopped
 
@@ -81,3 +82,29 @@ def test_prefect_does_not_call_an_interruption_a_crash(tmp_path: Path) -> None:
     with explaining_interruption(tmp_path, 400):
         assert shown() == said[2:]
     assert shown() == said
+
+
+@pytest.mark.parametrize(
+    ("words", "continued"),
+    [
+        (["publish", "export", "s3://models/t5"], "t5-pretrain publish export s3://models/t5"),
+        (["fetch", "s3://models/t5", "my model"], "t5-pretrain fetch s3://models/t5 'my model'"),
+        (["publish", "export", "sftp://me:secret@host/t5"], "repeat the same command"),
+    ],
+)
+def test_an_interrupted_copy_names_the_command_that_continues_it(
+    t5_pretrain: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    continued: str,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stage_commands.Export, "load", lambda _: None)
+    monkeypatch.setattr(stage_commands, "check_destination", lambda _: None)
+    for name in ("publish_export", "fetch_publication"):
+        monkeypatch.setattr(stage_commands, name, interrupted)
+    assert t5_pretrain(*words) == 130
+    assert capsys.readouterr().err.endswith(f"to continue: {continued}\ninterrupted\n")

@@ -45,6 +45,7 @@ def test_checkpoints_that_were_set_aside_are_listed_and_kept(
 ) -> None:
     aside = checkpoints.parent / "set-aside"
     aside.mkdir()
+    (checkpoints.parents[1] / "other" / "set-aside").mkdir(parents=True)  # empty, so not listed
     (checkpoints / "step-00000004").rename(aside / "step-00000004.0123abcd")
     assert t5_pretrain("gc", "--free") == 0
     _, row, last = capsys.readouterr().out.splitlines()

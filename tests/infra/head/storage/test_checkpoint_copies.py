@@ -1,6 +1,7 @@
 """The head copies checkpoints to a real S3 server while ranks run, and continues runs from there."""
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -86,8 +87,9 @@ def await_stored(spec: RunSpec, *expected: str) -> None:
 
 
 def test_complete_checkpoints_are_copied_while_ranks_run_and_the_newest_ones_kept(
-    make_spec: Callable[..., RunSpec],
+    make_spec: Callable[..., RunSpec], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     spec = make_spec()
     copies = copies_of(spec)
     copies.start()
@@ -97,6 +99,8 @@ def test_complete_checkpoints_are_copied_while_ranks_run_and_the_newest_ones_kep
         small_tags.save(spec.run_folder / CHECKPOINTS, step)
         await_stored(spec, *[f"step-{one:08d}" for one in (100, 200, 300) if step - 200 < one <= step])
     copies.end()
+    for one in ledger_at(str(spec.checkpoints_url)).checkpoints:  # as `verify` and `fetch` take it
+        assert f"{one.tag} is stored in {spec.checkpoints_url}/{one.folder}\n" in caplog.text
     assert not list((spec.run_folder / STORING).iterdir())
     assert ledger_at(str(spec.checkpoints_url)).holder is None
 

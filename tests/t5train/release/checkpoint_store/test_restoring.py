@@ -81,6 +81,11 @@ def test_an_unfinished_checkpoint_in_the_way_is_set_aside(stored: str, tmp_path:
     assert next((run / SET_ASIDE).iterdir()).name.startswith("step-00000200")
 
 
+def test_without_a_checkpoint_in_the_way_no_folder_for_it_is_made(stored: str, tmp_path: Path) -> None:
+    assert restore(stored, tmp_path / "run") == ["step-00000200"]
+    assert not (tmp_path / "run" / SET_ASIDE).exists()
+
+
 def test_an_interrupted_copy_continues(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, read = tmp_path / "run", list[tuple[str, int]]()
     chunks = BucketFolder.chunks
