@@ -102,4 +102,5 @@ def write_section(document: Path, name: str, text: str) -> None:
     begin, end = f"<!-- made by {name} -->", f"<!-- end of what {name} made -->"
     before, _, rest = document.read_text("utf-8").partition(begin)
     _, _, after = rest.partition(end)
-    document.write_text(f"{before.rstrip()}\n\n{begin}\n{text.strip()}\n{end}\n{after.lstrip()}", "utf-8")
+    parts = (before.strip("\n"), f"{begin}\n{text.strip()}\n{end}", after.strip("\n"))
+    document.write_text("\n\n".join(part for part in parts if part) + "\n", "utf-8")

@@ -15,6 +15,7 @@ from t5train.release.checkpoint_store.ledger import Change, FoundLedger, Holder,
 from t5train.release.object_store.bucket import BucketFolder
 
 _RENEWALS_IN_A_LEASE = 4
+_CLAIM_TRIES = 5
 _END_SECONDS = 5.0
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 5.0, 15.0
 _log = logging.getLogger(__name__)
@@ -152,23 +153,24 @@ def claim_store(bucket: BucketFolder, claimant: Claimant) -> StoreClaim:
     Raises RunOwned if the lease of another head is valid, PublicationError if the ledger is another run's, and the
     errors of ``read_ledger``.
     """
-    found = read_ledger(bucket)
-    require_claimable(bucket, found, claimant)
     # Renewals must not wait for one lost answer until the lease has expired.
     wait_seconds = min(max(claimant.lease_seconds / _RENEWALS_IN_A_LEASE, _SHORTEST_SECONDS), _LONGEST_SECONDS)
     of_ledger = BucketFolder(bucket.url, 1, wait_seconds)
     holder = claimant.holder()
-    if found is None:
-        wanted = Ledger(run=dict(claimant.run), config=claimant.config, holder=None).changed(holder=holder)
-    else:
-        wanted = found.ledger.changed(config=claimant.config, holder=holder)
-    etag = write_ledger(bucket, wanted, found.etag if found else None)
-    if etag is None:
-        require_claimable(bucket, read_ledger(bucket), claimant)
-        raise StoreError(f"{bucket.url} was claimed by another head at the same time. Start again")
-    if found is not None and found.ledger.holder is not None:
-        _log.warning("%s was taken over from %s", bucket.url, found.ledger.holder)
-    return StoreClaim(bucket, of_ledger, wanted, etag)
+    for _ in range(_CLAIM_TRIES):
+        found = read_ledger(bucket)
+        require_claimable(bucket, found, claimant)
+        if found is None:
+            wanted = Ledger(run=dict(claimant.run), config=claimant.config, holder=None).changed(holder=holder)
+        else:
+            wanted = found.ledger.changed(config=claimant.config, holder=holder)
+        etag = write_ledger(bucket, wanted, found.etag if found else None)
+        if etag is None:
+            continue  # perhaps the claim that is to be replaced was renewed meanwhile
+        if found is not None and found.ledger.holder is not None:
+            _log.warning("%s was taken over from %s", bucket.url, found.ledger.holder)
+        return StoreClaim(bucket, of_ledger, wanted, etag)
+    raise StoreError(f"{bucket.url} is changed by another head again and again. End that head, then start again")
 
 
 def require_claimable(bucket: BucketFolder, found: FoundLedger | None, claimant: Claimant) -> None:

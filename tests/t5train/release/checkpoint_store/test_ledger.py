@@ -10,7 +10,7 @@ import pytest
 
 from t5train.errors import DigestMismatch, PublicationError, RunOwned, StoreError, T5TrainError
 from t5train.release.checkpoint_store import store_claim
-from t5train.release.checkpoint_store.ledger import LEDGER
+from t5train.release.checkpoint_store.ledger import LEDGER, FoundLedger
 from t5train.release.checkpoint_store.store_claim import StoreClaim
 from t5train.release.object_store.bucket import BucketFolder
 from tests.support.checkpoints.stored_runs import LEASE_SECONDS, claim, is_superseded, kill, ledger_at, store
@@ -78,6 +78,27 @@ def test_a_released_run_and_one_of_the_same_head_and_root_are_claimed_at_once(
     assert is_superseded(second)
     kill(second)
     again.end()
+
+
+def test_a_claim_that_is_renewed_while_it_is_replaced_is_replaced(
+    destination: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_claim, "_END_SECONDS", 60.0)  # ample, as above
+    first, read, renewed = claim(destination, "/a"), store_claim.read_ledger, list[int]()
+
+    def read_before_a_renewal(bucket: BucketFolder) -> FoundLedger | None:
+        found = read(bucket)
+        if not renewed:
+            renewed.append(1)
+            first.renew()
+        return found
+
+    monkeypatch.setattr(store_claim, "read_ledger", read_before_a_renewal)
+    second = claim(destination, "/a")
+    assert renewed
+    assert not is_superseded(second)
+    kill(first)
+    second.end()
 
 
 def test_a_ledger_of_another_run_and_a_folder_with_other_files_are_refused(destination: str, reader: Reader) -> None:
