@@ -146,7 +146,7 @@ def test_a_dry_run_of_a_stored_run_shows_what_it_continues_from_and_refuses_othe
         holder=None,
         checkpoints=checkpoints,
     )
-    stored = StoredRun(SimpleNamespace(url=url), FoundLedger(ledger, "", 0.0))  # type: ignore[arg-type]
+    stored = StoredRun(SimpleNamespace(url=url), FoundLedger(ledger, "", 0.0))  # type: ignore[arg-type] - only its URL is shown
     monkeypatch.setattr(run_command, "stored_run", lambda _: stored)
     command = ("run", "--from", url, "--root", str(tmp_path / "root"))
     assert t5_pretrain(*command, "--dry-run") == 0, capsys.readouterr().err

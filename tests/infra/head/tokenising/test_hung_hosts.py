@@ -57,7 +57,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
     folder = tmp_path_factory.mktemp("hung")
     records = list[logging.LogRecord]()
     handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[method-assign] - no class for one line
     logger = logging.getLogger("infra.head.tokenising")
 
     def do(case: Case) -> Results:
