@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +12,7 @@ from flows.cli import run_command
 from flows.spec_from_recipe import resolve
 from infra.head.storage.continued_run import StoredRun
 from t5train.release.checkpoint_store.ledger import FoundLedger, Ledger, StoredTag
+from t5train.release.object_store.bucket import BucketFolder
 
 SMALLER = ("--set", "layout.micro_batch_sequences=8")
 
@@ -146,7 +146,8 @@ def test_a_dry_run_of_a_stored_run_shows_what_it_continues_from_and_refuses_othe
         holder=None,
         checkpoints=checkpoints,
     )
-    stored = StoredRun(SimpleNamespace(url=url), FoundLedger(ledger, "", 0.0))  # type: ignore[arg-type] - only its URL is shown
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    stored = StoredRun(BucketFolder(url), FoundLedger(ledger, "", 0.0))
     monkeypatch.setattr(run_command, "stored_run", lambda _: stored)
     command = ("run", "--from", url, "--root", str(tmp_path / "root"))
     assert t5_pretrain(*command, "--dry-run") == 0, capsys.readouterr().err

@@ -6,6 +6,7 @@ All cases are tried at the same time, on hosts of their own, because each waits 
 import logging
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
+from logging.handlers import BufferingHandler
 from typing import NamedTuple
 
 import psutil
@@ -55,9 +56,7 @@ class Tried(NamedTuple):
 def tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
     """All cases, after their end. Hosts count as hung soon."""
     folder = tmp_path_factory.mktemp("hung")
-    records = list[logging.LogRecord]()
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign] - no class for one line
+    handler = BufferingHandler(10_000)
     logger = logging.getLogger("infra.head.tokenising")
 
     def do(case: Case) -> Results:
@@ -76,7 +75,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
             suspend_the_scheduler()  # the only one so far
             outcomes |= {name: threads.submit(do, case) for name, case in CASES.items() if name != SCHEDULER}
         logger.removeHandler(handler)
-    return Tried(outcomes, "\n".join(record.getMessage() for record in records))
+    return Tried(outcomes, "\n".join(record.getMessage() for record in handler.buffer))
 
 
 def suspend_the_scheduler() -> None:
