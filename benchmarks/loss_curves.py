@@ -178,7 +178,7 @@ def _train(job: CurveJob) -> Losses:
     passes, losses = passes_of(engine, spec, routing), []
     for step in range(1, spec.optimizer.num_steps + 1):
         engine_module.set_learning_rate(engine, learning_rate(spec.optimizer, step))
-        result = passes.step(_batches(job, step), spec.gradient_accumulation)
+        result = passes.step(_batches(job, step))
         routing.of_step(result.router_loss)
         of_ranks = [loss for (loss,) in gather_floats([result.loss])]
         losses.append(sum(of_ranks) / len(of_ranks))

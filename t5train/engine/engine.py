@@ -17,7 +17,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from torch import Tensor, nn
+from torch import nn
 
 from t5train.data.samples.span_corruption import geometry
 from t5train.engine.collectives import expert_rank, rank, sum_over_ranks
@@ -34,8 +34,6 @@ from t5train.model.model_shape import T5Shape
 from t5train.model.t5 import T5, Block
 from t5train.spec import RunSpec
 
-Norm = Tensor | float | None
-"""A gradient norm, which may still be on the accelerator; None if there is none."""
 _HOPPER = 9  # major compute capability
 
 if TYPE_CHECKING:
@@ -92,7 +90,7 @@ def model_of(engine: Any) -> "T5 | T5Pipeline":
     return cast("T5 | T5Pipeline", engine.module)
 
 
-def update(engine: Any) -> Norm:
+def update(engine: Any) -> float | None:
     """End a pass. After the last pass of a step, update the weights and return the gradient norm before clipping.
 
     Returns None after any other pass, and if the loss scaler skipped the step.
@@ -104,16 +102,16 @@ def update(engine: Any) -> Norm:
     return norm_of_step(engine) if is_last and plain is None else plain
 
 
-def norm_of_step(engine: Any) -> Norm:
+def norm_of_step(engine: Any) -> float | None:
     """Return the gradient norm, before clipping, of the step just taken; None if the loss scaler skipped it."""
     if engine.fp16_enabled() and not engine.was_step_applied():
         return None
-    return cast("Tensor | float", engine.get_global_grad_norm())
+    return float(engine.get_global_grad_norm())
 
 
-def _gradient_norm(engine: Any) -> Tensor:
+def _gradient_norm(engine: Any) -> float:
     gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients)
+    return float(torch.nn.utils.get_total_norm(gradients))
 
 
 def accelerator_memory_bytes() -> int:

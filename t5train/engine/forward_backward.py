@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from t5train.data.samples.loader import Batch
 from t5train.engine.collectives import on_accelerator
-from t5train.engine.engine import Norm, norm_of_step, update
+from t5train.engine.engine import norm_of_step, update
 from t5train.engine.expert_routing import Routing
 from t5train.engine.gradient_accumulation import Fp32Sums, sums_of
 from t5train.errors import TooManySkippedSteps
@@ -33,13 +32,8 @@ class StepResult(NamedTuple):
 class Passes(Protocol):
     """The passes of an engine: a training step, and losses of samples without training on them."""
 
-    def step(self, batches: Iterator[Batch], num_passes: int, begin_next: bool = False) -> StepResult:
-        """Run all passes of an optimizer step and its update. A collective of all ranks.
-
-        It takes ``num_passes`` micro-batches. With ``begin_next`` it may take one more and launch the first forward
-        pass of the next step before it reads this one's result: the accelerator then has work while the host reads.
-        Nothing but another step may follow, except the end of the run.
-        """
+    def step(self, batches: Iterator[Batch]) -> StepResult:
+        """Run all passes of an optimizer step and its update. Consumes every micro-batch. A collective of all ranks."""
 
     def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
         """Return the cross-entropy in nats, fp32 [b, t], of each batch, with the model in evaluation mode.
@@ -59,17 +53,12 @@ class WholePasses:
         self._engine, self._routing, self._sums = engine, routing, sums
         self._model: T5 = engine.module
         engine.enable_backward_allreduce = sums is None
-        # A pass draws random numbers for dropout, and counts the tokens of experts. If it ran before the state after
-        # this step was saved, or before the tokens of this step were read, they would be wrong.
-        self._may_begin_next = not self._model.shape.dropout_rate and not any(self._model.sparse_layers())
-        self._begun: Tensor | None = None
 
-    def step(self, batches: Iterator[Batch], num_passes: int, begin_next: bool = False) -> StepResult:
-        """See Passes. The next step is not begun in a model with dropout or experts."""
-        seen, norm = list[Tensor](), cast("Norm", None)
-        for _ in range(num_passes):
-            loss = self._forward(next(batches)) if self._begun is None else self._begun
-            self._begun = None
+    def step(self, batches: Iterator[Batch]) -> StepResult:
+        """See Passes."""
+        seen, norm = list[Tensor](), None
+        for batch in batches:
+            loss = self._engine(on_accelerator(batch.inputs), on_accelerator(batch.targets))
             self._engine.backward(loss)
             if self._sums and self._engine.is_gradient_accumulation_boundary():
                 self._sums.hand_over()
@@ -78,13 +67,7 @@ class WholePasses:
             # host waited for the accelerator here, the accelerator would then wait for the host.
             seen.append(torch.stack([loss.detach(), *self._routing.paid()]))
             norm = take_update(self._engine)
-        if begin_next and self._may_begin_next:
-            self._begun = self._forward(next(batches))
-        return _result(torch.stack(seen).tolist(), _read(norm))
-
-    def _forward(self, batch: Batch) -> Tensor:
-        """Launch a forward pass, and return its loss."""
-        return cast(Tensor, self._engine(on_accelerator(batch.inputs), on_accelerator(batch.targets)))
+        return _result(torch.stack(seen).tolist(), norm)
 
     def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
         """See Passes."""
@@ -112,12 +95,7 @@ def _result(passes: list[list[float]], norm: float | None) -> StepResult:
     return StepResult(sum(losses) / len(losses), sum(paid) / len(paid), norm)
 
 
-def _read(norm: Norm) -> float | None:
-    """Wait until the accelerator has computed a norm."""
-    return None if norm is None else float(norm)
-
-
-def take_update(engine: Any) -> Norm:
+def take_update(engine: Any) -> float | None:
     """Call ``update``. Raises TooManySkippedSteps if fp16 gradients overflow at the smallest loss scale."""
     try:
         return update(engine)
@@ -141,18 +119,16 @@ class PipelinePasses:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def step(self, batches: Iterator[Batch], num_passes: int, begin_next: bool = False) -> StepResult:
-        """See Passes; the loss is the mean over all model replicas. DeepSpeed's schedule ends with each step."""
-        del begin_next
-        mine = islice(batches, num_passes)
+    def step(self, batches: Iterator[Batch]) -> StepResult:
+        """See Passes; the loss is the mean over all model replicas."""
         try:
-            loss = float(self._engine.train_batch(data_iter=map(_as_deepspeed_takes, mine)))
+            loss = float(self._engine.train_batch(data_iter=map(_as_deepspeed_takes, batches)))
         except Exception as error:  # DeepSpeed has no exception class for a loss scale at its minimum
             raise_if_scale_is_minimal(self._engine, error)
             raise
-        for _ in mine:  # stages between the first and the last take no batches; count them nevertheless
+        for _ in batches:  # stages between the first and the last take no batches; count them nevertheless
             pass
-        return StepResult(loss, 0.0, _read(norm_of_step(self._engine)))
+        return StepResult(loss, 0.0, norm_of_step(self._engine))
 
     def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
         """See Passes; only the last stage computes them."""

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -75,7 +74,6 @@ class Trainer:
         self.peak_flops = accelerator_peak_flops(self.spec.optimizer.precision)
         self.routing = Routing(model_of(self.engine))
         self.passes: Passes = passes_of(self.engine, self.spec, self.routing)
-        self._identities = deque[bytes]()  # of the micro-batches that were taken for steps that have not ended
         self.movement = sanity_checks.Movement(
             master_groups_of(self.engine), self._applied_steps(), self.spec.data_parallel_size, gather
         )
@@ -120,10 +118,9 @@ class Trainer:
         self.heart.enter("step", self.step)
         rate = learning_rate(self.spec.optimizer, self.step)
         set_learning_rate(self.engine, rate)
-        num_passes = self.spec.gradient_accumulation
-        result = self.passes.step(self._noted(batches), num_passes, begin_next=not self._is_followed_by_other_work())
-        seen = b"".join(self._identities.popleft() for _ in range(num_passes))
-        everybody = gather([bits_of(result.loss), digest64(seen), self.is_stop_requested()])
+        seen: list[bytes] = []
+        result = self.passes.step(self._taken(batches, seen))
+        everybody = gather([bits_of(result.loss), digest64(b"".join(seen)), self.is_stop_requested()])
         loss = sum(float_of(row[0]) for row in everybody) / len(everybody)
         sanity_checks.require_finite(self.step, loss, result.gradient_norm)
         sanity_checks.require_distinct_batches(self.step, [row[1] for row in everybody], self.spec.data_parallel_size)
@@ -147,25 +144,15 @@ class Trainer:
         }
         return values, any(row[2] for row in everybody)
 
-    def _noted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield micro-batches, and note the identities of their samples."""
-        for batch in batches:
-            self._identities.append(sanity_checks.identity_of(batch.sample_ids, batch.epochs))
+    def _taken(self, batches: Prefetched, seen: list[bytes]) -> Iterator[Batch]:
+        """Yield the micro-batches of this step, and add the identities of their samples to ``seen``."""
+        for _ in range(self.spec.gradient_accumulation):
+            batch = next(batches)
+            seen.append(sanity_checks.identity_of(batch.sample_ids, batch.epochs))
             yield batch
 
-    def _is_followed_by_other_work(self) -> bool:
-        """Return whether this step is saved or validated, or a profile begins or ends between it and the next one."""
-        steps = self.spec.profile.range
-        is_cut = steps is not None and self.step in {steps.first - 1, steps.last}
-        return is_cut or self._is_saved() or self._is_validated()
-
-    def _is_validated(self) -> bool:
-        """Return whether the weights after this step are validated. The last ones are, but not as a step."""
-        is_last = self.step == self.spec.optimizer.num_steps
-        return not is_last and self.step % self.spec.storage.validate_every_steps == 0
-
     def _validate_when_due(self, metrics: Metrics | None) -> None:
-        if not self._is_validated():
+        if self.step % self.spec.storage.validate_every_steps or self.step == self.spec.optimizer.num_steps:
             return
         losses = self._validate()
         values: Values = {"validation_loss": losses.all_targets, "validation_content_loss": losses.content}
@@ -179,13 +166,9 @@ class Trainer:
         sanity_checks.require_finite(self.step, losses.all_targets, None)
         return losses
 
-    def _is_saved(self) -> bool:
-        """Return whether the state after this step is saved."""
-        is_last = self.step == self.spec.optimizer.num_steps
-        return is_last or self.step % self.spec.storage.checkpoint_every_steps == 0
-
     def _save_when_due(self, metrics: Metrics | None) -> None:
-        if self._is_saved():
+        last = self.step == self.spec.optimizer.num_steps
+        if last or self.step % self.spec.storage.checkpoint_every_steps == 0:
             self._save(metrics)
 
     def _save(self, metrics: Metrics | None) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -172,8 +172,7 @@ def _batches(job: BenchmarkJob, rank: int) -> _Drawn | Prefetched:
         return _Drawn(job, rank)
     from t5train.train.loop import micro_batches
 
-    steps = job.all_steps + 1  # the last one, too, begins another
-    spec = job.spec.with_settings({"optimizer.num_steps": max(job.spec.optimizer.num_steps, steps)})
+    spec = job.spec.with_settings({"optimizer.num_steps": max(job.spec.optimizer.num_steps, job.all_steps)})
     shards = TokenShards.load(job.shards_folder)
     samples = Samples(shards, "train", spec.objective, spec.optimizer.seed)
     return Prefetched(micro_batches(samples, spec, 0), PREFETCHED_BATCHES)
@@ -200,7 +199,7 @@ def _steps(job: BenchmarkJob, steps_file: Path) -> Generator[StepTime, None, Non
             number += 1
             started, waited = time.perf_counter(), batches.waited_seconds
             set_learning_rate(engine, spec.optimizer.final_learning_rate)
-            result = passes.step(batches, spec.gradient_accumulation, begin_next=True)
+            result = passes.step(islice(batches, spec.gradient_accumulation))
             routing.of_step(result.router_loss)
             seconds = time.perf_counter() - started
             if rank() == 0:

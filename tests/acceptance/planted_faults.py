@@ -77,10 +77,10 @@ def slow_down(forward_backward: Any) -> None:
     passes = forward_backward.WholePasses
     original = passes.step
 
-    def step(self: Any, *arguments: Any, **named: Any) -> Any:
+    def step(self: Any, batches: Any) -> Any:
         started = time.process_time()
         since = min(getattr(self, "ended", started), started)
-        result = original(self, *arguments, **named)
+        result = original(self, batches)
         until = time.process_time() + SLOWER * min(time.process_time() - since, 2 * (time.process_time() - started))
         while time.process_time() < until:
             pass

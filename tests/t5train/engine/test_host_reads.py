@@ -1,6 +1,6 @@
-"""A training step reads numbers from the accelerator a fixed number of times, and the next one begins before that."""
+"""A training step reads numbers from the accelerator a fixed number of times, however many passes it has."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -52,14 +52,11 @@ class Engine:
 
     def __init__(self, model: T5, num_passes: int) -> None:
         self.module, self.optimizer = model, SimpleNamespace(optimizer=None)
-        self._passes = self._left = num_passes
-        self.losses = list[Tensor]()
-        self.begins: Callable[[], object] = list
+        self._left, self.losses = num_passes, list[Tensor]()
         self.paid, self._last = list[Tensor](), torch.zeros(())
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Overwrite the loss of the last pass, as a CUDA graph does, and return this pass's."""
-        self.begins()
         self._last.zero_()
         loss: Tensor = self.module(inputs, targets)
         self.paid += Routing(self.module).paid()
@@ -74,7 +71,7 @@ class Engine:
         return self._left == 1
 
     def step(self) -> None:
-        self._left = self._left - 1 or self._passes
+        self._left -= 1
 
     def fp16_enabled(self) -> bool:
         return False
@@ -106,7 +103,7 @@ def _step(settings: dict[str, Any], num_passes: int) -> tuple[StepResult, Engine
     engine, routing = Engine(model, num_passes), Routing(model)
     passes, batches = WholePasses(engine, routing, None), iter([*_batches(num_passes)])
     with counted() as reads:
-        result = passes.step(batches, num_passes)
+        result = passes.step(batches)
         routing.of_step(result.router_loss)
     return result, engine, reads.count
 
@@ -130,26 +127,6 @@ def test_the_result_is_the_mean_over_the_passes(settings: dict[str, Any]) -> Non
     losses = [float(each) - mine for each, mine in zip(engine.losses, paid, strict=True)]
     assert result == StepResult(sum(losses) / 3, sum(paid) / 3, 1.5)
     assert (result.router_loss > 0) is bool(settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "begins_early"),
-    [({}, True), ({"dropout_rate": 0.1}, False), (EXPERTS, False)],
-    ids=["dense", "dropout", "experts"],
-)
-def test_the_next_step_begins_before_this_one_is_read(settings: dict[str, Any], begins_early: bool) -> None:
-    """Not with dropout, whose random numbers are saved after each step, nor with experts, whose tokens are counted."""
-    model = _model(settings)
-    engine, drawn, reads_before = Engine(model, 2), iter([*_batches(6)]), list[int]()
-    passes = WholePasses(engine, Routing(model), None)
-    with counted() as reads:
-        engine.begins = lambda: reads_before.append(reads.count)
-        passes.step(drawn, 2, begin_next=True)
-        assert reads_before == ([0] * 3 if begins_early else [0] * 2)
-        assert reads.count == 2
-        passes.step(drawn, 2)
-    assert reads_before == ([0, 0, 0, 2] if begins_early else [0, 0, 2, 2])
-    assert len([*drawn]) == 2, "the batch taken early is the first of the next step"
 
 
 def test_a_rank_alone_gathers_without_a_collective() -> None:
