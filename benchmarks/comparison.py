@@ -70,10 +70,13 @@ def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
     return made
 
 
-def compare(given: argparse.Namespace) -> Comparison:
-    """Build a comparison from the arguments of a command, which ends if one is wrong. Its time starts now."""
+def compare(given: argparse.Namespace, budget: TimeBudget | None = None) -> Comparison:
+    """Build a comparison from the arguments of a command, which ends if one is wrong.
+
+    Its time is that of ``budget`` or, without one, starts now.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended, too
-    budget = TimeBudget(given.until_seconds)
+    budget = budget or TimeBudget(given.until_seconds)
     if wrong := [change for change in given.set if "=" not in change]:
         raise SystemExit(f"--set {wrong[0]} is not of the form part.key=value")
     settings = dict(change.split("=", 1) for change in given.set)

@@ -43,7 +43,8 @@ from t5train.train.step_benchmark import BenchmarkJob, random_batch
 SHOWN_STEPS = (1, 2, 5, 10, 20, 50, 100, 150, 200)
 FIRST_GUESS_SECONDS = 180.0
 """How long a run is expected to take before any has ended."""
-Variant = Literal["kernels", "none", "none again"]
+ALONE: Literal["one rank"] = "one rank"
+Variant = Literal["kernels", "none", "none again", "one rank"]
 VARIANTS: tuple[Variant, ...] = ("kernels", "none", "none again")
 
 
@@ -83,7 +84,7 @@ def main() -> int:
     if ignored := rows.ignored():
         print(ignored, flush=True)
     try:
-        curves = [_curve(comparison, rows, variant).measured for variant in VARIANTS]
+        curves = [curve(comparison, rows, variant).measured for variant in VARIANTS]
     except OutOfTime as error:
         print(f"stopped: {error}. The same command continues", flush=True)
         return NOT_FINISHED
@@ -106,8 +107,11 @@ def _name(comparison: Comparison) -> str:
     return comparison.name("benchmarks.loss_curves") + f" --steps {comparison.subject.steps}"
 
 
-def _curve(comparison: Comparison, rows: FinishedRows[Curve], variant: Variant) -> Curve:
-    """Return a finished run, or train it. Raises OutOfTime if that would not end in time."""
+def curve(comparison: Comparison, rows: FinishedRows[Curve], variant: Variant) -> Curve:
+    """Return a finished run, or train it: the comparison's spec or, as ALONE, the same steps on a single rank.
+
+    Raises OutOfTime if that would not end in time, or a rank's error.
+    """
     if found := next((row for row in rows.finished if row.variant == variant), None):
         return found
     like = [row.duration_seconds for row in rows.like() if row.subject.steps == comparison.subject.steps]
@@ -115,10 +119,10 @@ def _curve(comparison: Comparison, rows: FinishedRows[Curve], variant: Variant) 
     started = time.monotonic()
     trained = _trained(comparison, variant)
     seconds = time.monotonic() - started
-    curve = Curve(**comparison.facts(), duration_seconds=seconds, variant=variant, measured=trained)
-    rows.add(curve)
+    finished = Curve(**comparison.facts(), duration_seconds=seconds, variant=variant, measured=trained)
+    rows.add(finished)
     print(f"{variant}: last loss {trained.losses[-1]:.4f}, after {seconds:.0f} s", flush=True)
-    return curve
+    return finished
 
 
 def _trained(comparison: Comparison, variant: Variant) -> Losses:
@@ -131,15 +135,17 @@ def _trained(comparison: Comparison, variant: Variant) -> Losses:
         "optimizer.warmup_steps": min(spec.optimizer.warmup_steps, steps // 4),
         "layout.micro_batch_sequences": halved,
     }
+    if variant == ALONE:
+        settings |= {"cluster.ranks": 1, "layout.pipeline_stages": 1, "layout.expert_parallel_size": 1}
     folder = comparison.root / "logs" / f"losses-{variant.replace(' ', '-')}"
     folder.mkdir(parents=True, exist_ok=True)
     job = CurveJob(
         spec=spec.with_settings(settings),
         vocab_size=expected_vocab_size(spec.tokenizer),
-        with_kernels=variant == "kernels",
+        with_kernels=variant in {"kernels", ALONE},
         drawn_sequences=size,
     )
-    path, cluster = folder / "job.json", spec.cluster
+    path, cluster = folder / "job.json", job.spec.cluster
     path.write_text(job.model_dump_json(), "utf-8")
     run_ranks(("-m", "benchmarks.loss_curves", "--job", str(path)), cluster.ranks, cluster.accelerator, folder)
     return Losses.model_validate_json(path.with_name("losses.json").read_text("utf-8"))

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from os import environ
 from pathlib import Path
@@ -54,6 +55,7 @@ def versions() -> tuple[tuple[str, str], ...]:
     return (("python", platform.python_version()), *((package, _version(package)) for package in _PACKAGES))
 
 
+@cache
 def device_name(accelerator: str | None) -> str:
     """Return the name of the accelerator, asked in another process, as this one must not use memory on it."""
     code = "from t5train.engine.peak_flops import accelerator_name as name; print(name() or '')"

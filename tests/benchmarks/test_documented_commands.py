@@ -11,14 +11,21 @@ import pytest
 from benchmarks.comparison import spec_for
 from benchmarks.peer_outcomes import ALONE, DENSE, OURS
 from benchmarks.training_peers import CONTENDERS
+from benchmarks.whole_machine import _arguments as whole_machine_arguments
 from flows.spec_from_recipe import resolve
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "training-speed.md"
-COMMANDS = re.findall(r"^python -m benchmarks\.(\w+) (.*)$", DOCUMENT.read_text("utf-8"), re.MULTILINE)
+ALL_COMMANDS = re.findall(r"^python -m benchmarks\.(\w+) (.*)$", DOCUMENT.read_text("utf-8"), re.MULTILINE)
+COMMANDS = [command for command in ALL_COMMANDS if command[0] != "whole_machine"]
 
 
-def test_one_gpu_and_four_are_documented() -> None:
+def test_one_gpu_four_and_eight_are_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {module for module, _ in COMMANDS} == {"training_peers", "training_scaling", "loss_curves"}
+    (whole_machine,) = set(ALL_COMMANDS) - set(COMMANDS)
+    monkeypatch.setattr(sys, "argv", [whole_machine[0], *shlex.split(whole_machine[1], comments=True)])
+    given = whole_machine_arguments()
+    assert (given.ranks, given.until_seconds) == (8, 570)
+    assert len(given.only) == 7
     assert {"base", "large", "moe", "t5_3b", "pipeline"} == {arguments.split()[0] for _, arguments in COMMANDS}
 
 

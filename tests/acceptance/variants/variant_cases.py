@@ -21,7 +21,7 @@ TINY: Mapping[str, Any] = {
     "objective.input_tokens": 64,
     "optimizer.num_steps": 10,
     "optimizer.warmup_steps": 2,
-    "optimizer.global_batch_sequences": 8,
+    "optimizer.global_batch_sequences": 16,
     "layout.micro_batch_sequences": 2,
     "cluster.accelerator": "cpu",
 }
@@ -98,6 +98,19 @@ CASES = (
         host_gigabytes=75, disk_gigabytes=126,
     ),
     Case("t5_11b-1", "t5_11b_one_gpu", 1, "bf16", 5, (64, 64), 2400, host_gigabytes=290, disk_gigabytes=190),
+    # Not measured yet: the seconds are a guess.
+    Case("zero2-8", "base", 8, "bf16", 200, (1024, 128), 200),
+    Case("large-8", "large", 8, "bf16", 50, (512, 64), 240, disk_gigabytes=18),
+    Case("t5_3b_on_gpu-8", "t5_3b", 8, "bf16", 20, (256, 32), 500, host_gigabytes=30, disk_gigabytes=63),
+    Case(
+        "t5_3b_zero3-8", "t5_3b", 8, "bf16", 20, (128, 16), 600,
+        settings={**EAGER, "layout.zero_stage": 3}, host_gigabytes=30, disk_gigabytes=63,
+    ),
+    Case(
+        "moe-8", "moe", 8, "bf16", 200, (512, 64), 210,
+        settings={"layout.expert_parallel_size": 8}, disk_gigabytes=25,
+    ),
+    Case("pipeline-8", "pipeline", 8, "bf16", 200, (512, 16), 200, settings={"layout.pipeline_stages": 4}),
     Case("zero2-fp16-2", "base", 2, "fp16", 50, (64, 32), 110, settings=EAGER),
     Case("moe-fp16-2", "moe", 2, "fp16", 50, (64, 32), 140, settings=SPREAD_OVER_2, disk_gigabytes=25),
     Case("pipeline-fp16-2", "pipeline", 2, "fp16", 50, (64, 16), 120, settings=EAGER),

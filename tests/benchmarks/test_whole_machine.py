@@ -1,0 +1,96 @@
+"""All layouts can be measured on 2, 4 and 8 ranks, their losses are of the same samples, and a tiny one is measured."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from benchmarks import loss_curves, whole_machine
+from benchmarks.loss_curves import CurveJob
+from benchmarks.whole_machine import layouts, loss_settings, speed_settings
+from t5train.spec import RunSpec
+from t5train.spec.recipes import recipe
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = [(ranks, number) for ranks in (2, 4, 8) for number in range(len(layouts(8)))]
+
+
+def spec_of(ranks: int, number: int, settings: Any, tiny: bool) -> RunSpec:
+    layout = layouts(ranks)[number]
+    return recipe(layout.recipe, {**settings(layout, ranks, tiny), "cluster.ranks": ranks})
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize(("ranks", "number"), LAYOUTS)
+def test_every_layout_can_be_trained(ranks: int, number: int, tiny: bool) -> None:
+    for settings in (speed_settings, loss_settings):
+        assert spec_of(ranks, number, settings, tiny).gradient_accumulation >= 1
+
+
+@pytest.mark.parametrize(("ranks", "number"), LAYOUTS)
+def test_every_rank_has_as_many_sequences_as_in_the_recipe(ranks: int, number: int) -> None:
+    spec, alone = spec_of(ranks, number, speed_settings, tiny=False), recipe(layouts(ranks)[number].recipe)
+    assert spec.optimizer.global_batch_sequences * alone.cluster.ranks == alone.optimizer.global_batch_sequences * ranks
+    assert spec.layout.micro_batch_sequences == alone.layout.micro_batch_sequences
+
+
+@pytest.mark.parametrize("number", range(len(layouts(8))))
+def test_losses_on_eight_ranks_and_on_one_are_of_the_same_samples(number: int) -> None:
+    spec = spec_of(8, number, loss_settings, tiny=True)
+    of_one = {"cluster.ranks": 1, "layout.pipeline_stages": 1, "layout.expert_parallel_size": 1}
+    together, alone = samples_of(spec), samples_of(spec.with_settings(of_one))
+    assert len(alone) == spec.optimizer.global_batch_sequences
+    assert together == alone
+
+
+def samples_of(spec: RunSpec) -> list[bytes]:
+    """The inputs of all samples of a step, sorted."""
+    size = spec.layout.micro_batch_sequences
+    job = CurveJob(spec=spec, vocab_size=300, with_kernels=True, drawn_sequences=size)
+    inputs = list[np.ndarray]()
+    for rank in range(spec.data_parallel_size):
+        with mock.patch("t5train.engine.collectives.data_rank", return_value=rank):
+            inputs += [batch.inputs for batch in loss_curves._batches(job, 3)]
+    return sorted(row.tobytes() for row in np.concatenate(inputs))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--ranks", "3"], "--ranks is 3: choose 2, 4, or a multiple of 8"),
+        (["--ranks", "8", "--only", "base,pipeline"], "--only names ['pipeline']: choose from base, moe"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["whole_machine", "--root", "never", *given])
+    with pytest.raises(SystemExit, match="2"):
+        whole_machine.main()
+    assert said in capsys.readouterr().err
+    assert not Path("never").exists()
+
+
+@pytest.mark.slow
+def test_a_tiny_layout_is_measured_once_on_two_ranks_and_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = [sys.executable, "-m", "benchmarks.whole_machine", "--root", str(tmp_path), "--ranks", "2", "--tiny"]
+    command += ["--only", "base", "--steps", "2", "--loss-steps", "3"]
+    first, again = (
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400) for _ in range(2)
+    )
+    assert (first.returncode, again.returncode) == (0, 0), first.stderr
+    assert first.stdout.count("starts, expected") == 2
+    assert "starts, expected" not in again.stdout, "everything was measured"
+    speed, losses = (row.split("|")[2:-1] for row in again.stdout.splitlines() if row.startswith("| base |"))
+    together, alone, linear = (float(cell.replace(",", "")) for cell in speed[1:4])
+    assert linear == pytest.approx(together / (2 * alone), abs=0.01)
+    last, last_alone = (float(cell) for cell in losses[:2])
+    assert last == pytest.approx(last_alone, abs=2e-3)
+    assert (float(losses[2].split()[0]), float(losses[3])) < (2e-3, 2e-3)
