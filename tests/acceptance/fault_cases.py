@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from importlib.metadata import distribution
 from pathlib import Path
 
+from infra.head.stop_signal import SAME_STOP_SECONDS
 from infra.testcluster import host_files
 from infra.testcluster.host_files import HOME, HOSTFILE
 from t5train.errors import LaunchError, PreflightError, SpecError
 from tests.support.cluster_runs import ClusterRunner, Started
 
 LEASE_SECONDS = 10
-_AGAIN_SECONDS = 0.3
+_AGAIN_SECONDS = SAME_STOP_SECONDS + 0.2  # sooner, it would count as the same
 MASTER_PORT = 29555
 SECRET = "s3cr3t-f0r-n0b0dy"  # noqa: S105 - a made-up secret
 QUOTED = """it's "quoted" $(touch executed) `touch executed`; touch executed #"""

@@ -207,7 +207,7 @@ def test_a_changed_or_removed_definition_changes_or_removes_what_it_made(deploye
 
 def test_a_run_without_heartbeats_is_lost_and_one_with_them_is_not(deployer: Deployer) -> None:
     (automation,) = [each.model_dump(mode="json", exclude_unset=True) for each in Definitions.load().automations]
-    automation["trigger"]["within"] = 60
+    automation["trigger"]["within"] = 30
     deployer.deploy(definitions(deployment("a"), automations=(automation,)))
     create = f"deployments/{deployer.found()['a']['id']}/create_flow_run"
     silent, alive, resumed = [deployer.ask(create, {"state": {"type": "RUNNING"}}) for _ in range(3)]

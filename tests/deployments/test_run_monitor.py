@@ -341,7 +341,7 @@ def test_a_run_whose_machine_died_continues_from_its_checkpoint_when_the_worker_
 ) -> None:
     text = write_jsonl(tmp_path / "text.jsonl", 400)
     # So many steps that it still trains when it is killed, soon after its first checkpoint.
-    steps = {"optimizer.num_steps": 400, "storage.validate_every_steps": 400, "storage.checkpoint_every_steps": 25}
+    steps = {"optimizer.num_steps": 200, "storage.validate_every_steps": 200, "storage.checkpoint_every_steps": 25}
     settings = TINY | steps | {"corpus.source": str(text)}
     parameters = {"recipe": "smoke", "root": str(tmp_path), "settings": settings, "run_name": "one"}
     run = team.start("SCHEDULED", parameters=parameters)
