@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Literal
 from unittest.mock import patch
@@ -35,7 +36,7 @@ from infra.head.peer_ranks import run_ranks
 from t5train.data.samples.loader import Batch
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
-from t5train.errors import T5TrainError
+from t5train.errors import NonFiniteLoss, T5TrainError
 from t5train.files.atomic import write_json
 from t5train.spec import RunSpec
 from t5train.train.step_benchmark import BenchmarkJob, random_batch
@@ -43,6 +44,7 @@ from t5train.train.step_benchmark import BenchmarkJob, random_batch
 SHOWN_STEPS = (1, 2, 5, 10, 20, 50, 100, 150, 200)
 FIRST_GUESS_SECONDS = 180.0
 """How long a run is expected to take before any has ended."""
+TOGETHER: Literal["kernels"] = "kernels"
 ALONE: Literal["one rank"] = "one rank"
 Variant = Literal["kernels", "none", "none again", "one rank"]
 VARIANTS: tuple[Variant, ...] = ("kernels", "none", "none again")
@@ -114,8 +116,7 @@ def curve(comparison: Comparison, rows: FinishedRows[Curve], variant: Variant) -
     """
     if found := next((row for row in rows.finished if row.variant == variant), None):
         return found
-    like = [row.duration_seconds for row in rows.like() if row.subject.steps == comparison.subject.steps]
-    comparison.budget.require(f"the run {variant!r}", max(like, default=FIRST_GUESS_SECONDS))
+    comparison.budget.require(f"the run {variant!r}", _expected_seconds(comparison, rows, variant))
     started = time.monotonic()
     trained = _trained(comparison, variant)
     seconds = time.monotonic() - started
@@ -125,8 +126,18 @@ def curve(comparison: Comparison, rows: FinishedRows[Curve], variant: Variant) -
     return finished
 
 
+def _expected_seconds(comparison: Comparison, rows: FinishedRows[Curve], variant: Variant) -> float:
+    """Return how long a run will take: as long as one like it, and on one rank three times as long as on several."""
+    like = [row for row in rows.like() if row.subject.steps == comparison.subject.steps]
+    of_one = [row.duration_seconds for row in like if row.variant == ALONE]
+    of_all = [row.duration_seconds for row in like if row.variant != ALONE]
+    if variant == ALONE:
+        return max(of_one) if of_one else 3 * max(of_all, default=FIRST_GUESS_SECONDS)
+    return max(of_all, default=FIRST_GUESS_SECONDS)
+
+
 def _trained(comparison: Comparison, variant: Variant) -> Losses:
-    """Run the ranks of one training run."""
+    """Run the ranks of one training run. Raises NonFiniteLoss if a loss is not finite."""
     spec, steps = comparison.spec, comparison.subject.steps
     size = spec.layout.micro_batch_sequences
     halved = size // 2 if variant == "none again" and size % 2 == 0 else size
@@ -148,7 +159,10 @@ def _trained(comparison: Comparison, variant: Variant) -> Losses:
     path, cluster = folder / "job.json", job.spec.cluster
     path.write_text(job.model_dump_json(), "utf-8")
     run_ranks(("-m", "benchmarks.loss_curves", "--job", str(path)), cluster.ranks, cluster.accelerator, folder)
-    return Losses.model_validate_json(path.with_name("losses.json").read_text("utf-8"))
+    trained = Losses.model_validate_json(path.with_name("losses.json").read_text("utf-8"))
+    if wrong := [step for step, loss in enumerate(trained.losses, 1) if not isfinite(loss)]:
+        raise NonFiniteLoss(f"the loss of step {wrong[0]} is {trained.losses[wrong[0] - 1]} ({variant})")
+    return trained
 
 
 def _run_rank(path: Path) -> None:

@@ -3,22 +3,24 @@
 ::
 
     python -m benchmarks.whole_machine --root DIR --ranks 8 [--only base,moe] [--steps 20] [--loss-steps 200]
-        [--until-seconds 570] [--into docs/measurements.md] [--tiny]
+        [--until-seconds 540] [--into docs/measurements.md] [--tiny]
 
 Two things are measured of each layout. Speed: every accelerator has as many sequences a step as the recipe has on one,
 and one of them takes the same share alone, without stages and with all experts; models with experts are also measured
 without them. Losses: a step has the recipe's batch, and the same steps are taken by all accelerators and by one.
 
 Finished measurements, --until-seconds and exit codes are as in benchmarks.training_peers: the same command continues,
-on the same machine. A layout that fails is reported, and the next one measured. Speeds come first, in the order of the
-table, then losses. Expected on GPUs, until a machine has its own durations: 150 s for each speed, 180 s for each run of
-losses. --tiny tries the command with small models on the CPU.
+on the same machine. One layout is finished after the other, in the order of the table. A measurement that fails is
+reported, one that does not fit into the time is left to the next command, and both are followed by the others. Expected
+on GPUs, until a machine has its own durations: 150 s for each speed, 180 s for losses of all accelerators, and three
+times as long as these for losses of one. --tiny tries the command with small models on the CPU.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
@@ -26,18 +28,17 @@ from typing import Any, NamedTuple
 from benchmarks.comparison import Comparison, add, compare, parameters_of
 from benchmarks.finished_rows import FinishedRows, write_section
 from benchmarks.loss_curves import ALONE as LOSSES_ALONE
-from benchmarks.loss_curves import Curve, curve
+from benchmarks.loss_curves import TOGETHER, Curve, curve
 from benchmarks.peer_outcomes import ALONE, DENSE, OURS, Outcome, Outcomes, Tuning
 from benchmarks.time_budget import NOT_FINISHED, OutOfTime, TimeBudget
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
-from t5train.engine.peak_flops import peak_flops, utilization
 from t5train.errors import T5TrainError
 from t5train.model.model_shape import resolve
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 
 _SPEED = (
-    "| layout | parameters | tokens/s, {ranks} | one | of linear | of dense | MFU | peak memory, GiB | a pass |\n"
+    "| layout | parameters | tokens/s, {ranks} | one | of linear | of dense | MFU | reserved, GiB | a pass |\n"
     "|---|---|---|---|---|---|---|---|---|\n"
 )
 _LOSSES = "| layout | last loss, {ranks} | one | largest difference of a step | mean |\n|---|---|---|---|---|\n"
@@ -48,6 +49,8 @@ _TINY = {
     "layout.micro_batch_sequences": 2,
     "cluster.accelerator": "cpu",
 }
+_LOSS_PASS = 16
+"""Sequences of a pass when losses are measured: the same in all layouts, as samples are drawn by the pass."""
 
 
 class Layout(NamedTuple):
@@ -71,18 +74,18 @@ class Measured(NamedTuple):
 
 
 def layouts(ranks: int) -> tuple[Layout, ...]:
-    """Return what is measured on this many ranks: 2, 4, or a multiple of 8.
+    """Return what is measured on 2, 4 or 8 ranks.
 
     In "moe-divided", ranks divide the experts; in "pipeline-4x2", two models are divided into four stages each. On one
-    rank, the former is the same as "moe", and ZeRO-3 would only be slower than "t5_3b".
+    rank, the former is the same as "moe" and the latter a slower "base", as ZeRO-3 is a slower "t5_3b".
     """
-    stages = 4 if ranks % 8 == 0 else 2
+    stages = 4 if ranks == 8 else 2
     return (
         Layout("base", "base", {}),
         Layout("moe", "moe", {}),
-        Layout("moe-divided", "moe", {"layout.expert_parallel_size": min(ranks, 8)}, alone="moe"),
+        Layout("moe-divided", "moe", {"layout.expert_parallel_size": ranks}, alone="moe"),
         Layout("t5_3b", "t5_3b", {}),
-        Layout(f"pipeline-{stages}x{ranks // stages}", "pipeline", {"layout.pipeline_stages": stages}),
+        Layout(f"pipeline-{stages}x{ranks // stages}", "pipeline", {"layout.pipeline_stages": stages}, "base"),
         Layout("large", "large", {}),
         Layout("t5_3b-zero3", "t5_3b", {"layout.zero_stage": 3, "model.compile": False}, alone="t5_3b"),
     )
@@ -95,7 +98,7 @@ def main() -> int:
     found = {layout.name: _measured(given, layout, budget) for layout in layouts(given.ranks)}
     code = _measure_all([each for name, each in found.items() if name in given.only])
     budget.close()
-    text = f"{_conditions(given, found['base'].speed)}\n\n{tables(found, given.ranks)}"
+    text = f"{_conditions(given, found['base'].speed)}\n\n{tables(found, given.only, given.ranks)}"
     print(text)
     if given.into:
         write_section(given.into, _name(given), text)
@@ -105,7 +108,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--root", type=Path, required=True, help="folder for finished measurements and logs")
-    made.add_argument("--ranks", type=int, required=True, help="number of accelerators: 2, 4, or a multiple of 8")
+    made.add_argument("--ranks", type=int, required=True, choices=(2, 4, 8), help="number of accelerators")
     made.add_argument("--only", help="comma-separated layouts; all if left out")
     made.add_argument("--steps", type=int, default=20, help="measured steps after warm-up; 20 by default")
     made.add_argument("--loss-steps", type=int, default=200, help="steps of each run of losses; 200 by default")
@@ -114,8 +117,6 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--into", type=Path, help="document in which to replace these tables, or to append them")
     made.add_argument("--until-seconds", type=float, help="as in benchmarks.training_peers")
     given = made.parse_args()
-    if given.ranks not in {2, 4} and (given.ranks < 8 or given.ranks % 8):
-        made.error(f"--ranks is {given.ranks}: choose 2, 4, or a multiple of 8")
     names = [layout.name for layout in layouts(given.ranks)]
     given.only = set(given.only.split(",")) if given.only else set(names)
     if unknown := given.only.difference(names):
@@ -124,7 +125,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def _name(given: argparse.Namespace) -> str:
-    return f"benchmarks.whole_machine --ranks {given.ranks}" + (" --tiny" if given.tiny else "")
+    names = [layout.name for layout in layouts(given.ranks)]
+    only = "" if given.only == set(names) else f" --only {','.join(name for name in names if name in given.only)}"
+    steps = f" --steps {given.steps} --loss-steps {given.loss_steps}"
+    return f"benchmarks.whole_machine --ranks {given.ranks}{only}{steps}{' --tiny' if given.tiny else ''}"
 
 
 def _measured(given: argparse.Namespace, layout: Layout, budget: TimeBudget) -> Measured:
@@ -149,11 +153,11 @@ def speed_settings(layout: Layout, ranks: int, tiny: bool) -> dict[str, Any]:
 
 
 def loss_settings(layout: Layout, ranks: int, tiny: bool) -> dict[str, Any]:
-    """Return the settings with which all accelerators together have the recipe's batch, in at least one pass each."""
+    """Return the settings with which all accelerators together have the recipe's batch."""
     spec = recipe(layout.recipe)
     models = ranks // int(layout.settings.get("layout.pipeline_stages", 1))
     batch = 2 * ranks if tiny else spec.optimizer.global_batch_sequences
-    micro = min(batch // models, 2 if tiny else spec.layout.micro_batch_sequences)
+    micro = min(batch // models, 2 if tiny else _LOSS_PASS)
     of_batch = {"optimizer.global_batch_sequences": batch, "layout.micro_batch_sequences": micro}
     return {**layout.settings, **(_TINY if tiny else {}), **of_batch}
 
@@ -161,41 +165,40 @@ def loss_settings(layout: Layout, ranks: int, tiny: bool) -> dict[str, Any]:
 def _measure_all(chosen: Sequence[Measured]) -> int:
     """Measure what is not yet measured, as far as time allows. Return the exit code."""
     code = 0
-    try:
-        for measured, what in [*((each, "speed") for each in chosen), *((each, "losses") for each in chosen)]:
-            print(f"{measured.layout.name}, {what}", flush=True)
+    for measured in chosen:
+        for what, measure in _measurements(measured):
             try:
-                (_measure_speed if what == "speed" else _measure_losses)(measured)
+                measure()
+            except OutOfTime as error:
+                print(f"{measured.layout.name}: not measured: {error}", flush=True)
+                code = NOT_FINISHED
+                if measured.speed.budget.left <= 0:
+                    print("stopped: the time is over. The same command continues", flush=True)
+                    return code
             except T5TrainError as error:
                 print(f"{measured.layout.name}, {what}, failed: {error}", flush=True)
-                code = 1
-    except OutOfTime as error:
-        print(f"stopped: {error}. The same command continues", flush=True)
-        return NOT_FINISHED
+                code = code or 1
     return code
 
 
-def _measure_speed(measured: Measured) -> None:
-    spec, tuning = measured.speed.spec, _tuning(measured.speed.spec)
-    others = [] if measured.layout.alone else [ALONE, *([DENSE] if spec.model.moe.num_experts else [])]
+def _measurements(measured: Measured) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield what there is to measure of a layout, unless it is measured."""
+    spec, tuning, is_compared = measured.speed.spec, _tuning(measured.speed.spec), measured.layout.alone is None
+    others = [ALONE, *([DENSE] if spec.model.moe.num_experts else [])] if is_compared else []
     for contender in (OURS, *others):
         if not measured.outcomes.has(contender, 1, tuning):
-            add(measured.speed, measured.outcomes, contender, 1, tuning)
-
-
-def _measure_losses(measured: Measured) -> None:
-    curve(measured.losses, measured.curves, "kernels")
-    if not measured.layout.alone:
-        curve(measured.losses, measured.curves, LOSSES_ALONE)
+            yield contender, partial(add, measured.speed, measured.outcomes, contender, 1, tuning)
+    for variant in (TOGETHER, *([LOSSES_ALONE] if is_compared else [])):
+        yield f"losses, {variant}", partial(curve, measured.losses, measured.curves, variant)
 
 
 def _tuning(spec: RunSpec) -> Tuning:
     return Tuning(spec.layout.micro_batch_sequences)
 
 
-def tables(found: Mapping[str, Measured], ranks: int) -> str:
+def tables(found: Mapping[str, Measured], shown: Container[str], ranks: int) -> str:
     """Return Markdown tables of speeds and of losses; what is not measured is left empty."""
-    pairs = {name: (each, found[each.layout.alone or name]) for name, each in found.items()}
+    pairs = {name: (each, found[each.layout.alone or name]) for name, each in found.items() if name in shown}
     speeds = [f"| {name} | {' | '.join(_speed_cells(*pair))} |\n" for name, pair in pairs.items()]
     losses = [f"| {name} | {' | '.join(_loss_cells(*pair))} |\n" for name, pair in pairs.items()]
     return "".join([_SPEED.format(ranks=ranks), *speeds, "\n", _LOSSES.format(ranks=ranks), *losses])
@@ -204,7 +207,7 @@ def tables(found: Mapping[str, Measured], ranks: int) -> str:
 def _speed_cells(measured: Measured, single: Measured) -> Iterator[str]:
     """Yield the cells of speed and memory; ``single`` is what was measured on one rank and without experts.
 
-    MFU is that of all accelerators, memory that of the first one.
+    MFU is that of all accelerators, memory what torch has reserved on the first one.
     """
     spec, ranks = measured.speed.spec, measured.speed.subject.ranks
     together, alone = _finished(measured.outcomes, OURS), _finished(single.outcomes, ALONE)
@@ -215,14 +218,14 @@ def _speed_cells(measured: Measured, single: Measured) -> Iterator[str]:
     yield f"{together.tokens_per_second / (ranks * alone.tokens_per_second):.2f}" if together and alone else ""
     yield f"{together.tokens_per_second / dense.tokens_per_second:.2f}" if together and dense else ""
     yield _mfu(measured.speed, together) if together else ""
-    yield f"{together.memory_bytes / 2**30:.1f}" if together else ""
+    yield f"{together.reserved_bytes / 2**30:.1f}" if together else ""
     yield str(_tuning(spec).micro_batch_sequences)
 
 
 def _loss_cells(measured: Measured, single: Measured) -> Iterator[str]:
     of_all = {row.variant: row.measured.losses for row in measured.curves.finished}
     of_one = {row.variant: row.measured.losses for row in single.curves.finished}
-    together, alone = of_all.get("kernels"), of_one.get(LOSSES_ALONE)
+    together, alone = of_all.get(TOGETHER), of_one.get(LOSSES_ALONE)
     differences = [abs(one - other) for one, other in zip(together or (), alone or (), strict=False)]
     yield f"{together[-1]:.4f}" if together else ""
     yield f"{alone[-1]:.4f}" if alone else ""
@@ -242,6 +245,8 @@ def _rate(outcomes: Outcomes, contender: str) -> str:
 
 def _mfu(comparison: Comparison, outcome: Outcome) -> str:
     """Return the share of the peak in the data sheet; empty for a device whose peak is not known."""
+    from t5train.engine.peak_flops import peak_flops, utilization  # imports torch, before the time begins
+
     spec, shape = comparison.spec, resolve(comparison.spec.model, expected_vocab_size(comparison.spec.tokenizer))
     used = utilization(spec, shape, outcome.seconds, peak_flops(comparison.subject.device, spec.optimizer.precision))
     return "" if used is None else f"{used:.1%}"
@@ -255,9 +260,11 @@ def _conditions(given: argparse.Namespace, comparison: Comparison) -> str:
         f"{datetime.now(UTC).date()}, {subject.ranks} ranks on {subject.device}; commit {comparison.commit} (code "
         f"{subject.code}), machine {subject.machine}; {packages}. `python -m {_name(given)}`: medians of {given.steps} "
         f"steps on random tokens, each step's loss read. Linear is {subject.ranks} times the rate of one rank, which "
-        "has the same share of the batch, no stages, and all experts. Dense is the same model without experts. MFU is "
-        'relative to the data sheet\'s peak. "A pass" is the number of sequences of a pass. Losses are of '
-        f"{given.loss_steps} steps of the recipe's batch, on all ranks and on one.",
+        "has the same share of the batch, no stages, and all experts; that of a pipeline is base. Dense is the same "
+        "model without experts. MFU is relative to the data sheet's peak, memory is what torch reserved on rank 0, and "
+        f"a pass is given in sequences. Losses: {given.loss_steps} steps of the recipe's batch, in passes of at most "
+        f"{_LOSS_PASS} sequences whose targets repeat the first inputs, on all ranks and on one. Tokens that an expert "
+        "has no room for are dropped at random.",
         width=120,
         break_on_hyphens=False,
         break_long_words=False,

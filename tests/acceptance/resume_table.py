@@ -47,7 +47,7 @@ class Outcome:
         """Return a line of the table."""
         what = f"{self.case.name}: {'; '.join(self.details)}" if any(self.details) else self.case.name
         messages = " / ".join(dict.fromkeys(self.messages)).replace(ROOT, "{root}").replace("|", "\\|")
-        tags = ", ".join(tag.replace("step-000000", "step ") for tag in self.resumed_from)
+        tags = ", ".join(re.sub("^step-0*", "step ", tag) for tag in self.resumed_from)
         equal = "yes" if self.is_equal else "NO"
         return f"| {what} | {messages} | {tags} | {self.copied} | {self.exit_code} | {equal} |"
 

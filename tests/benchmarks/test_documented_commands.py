@@ -24,7 +24,7 @@ def test_one_gpu_four_and_eight_are_documented(monkeypatch: pytest.MonkeyPatch) 
     (whole_machine,) = set(ALL_COMMANDS) - set(COMMANDS)
     monkeypatch.setattr(sys, "argv", [whole_machine[0], *shlex.split(whole_machine[1], comments=True)])
     given = whole_machine_arguments()
-    assert (given.ranks, given.until_seconds) == (8, 570)
+    assert (given.ranks, given.until_seconds) == (8, 540)
     assert len(given.only) == 7
     assert {"base", "large", "moe", "t5_3b", "pipeline"} == {arguments.split()[0] for _, arguments in COMMANDS}
 

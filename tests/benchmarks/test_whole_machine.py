@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,7 +13,9 @@ import pytest
 
 from benchmarks import loss_curves, whole_machine
 from benchmarks.loss_curves import CurveJob
+from benchmarks.time_budget import OutOfTime
 from benchmarks.whole_machine import layouts, loss_settings, speed_settings
+from t5train.errors import LaunchError
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 
@@ -38,11 +42,14 @@ def test_every_rank_has_as_many_sequences_as_in_the_recipe(ranks: int, number: i
     assert spec.layout.micro_batch_sequences == alone.layout.micro_batch_sequences
 
 
-@pytest.mark.parametrize("number", range(len(layouts(8))))
-def test_losses_on_eight_ranks_and_on_one_are_of_the_same_samples(number: int) -> None:
-    spec = spec_of(8, number, loss_settings, tiny=True)
+@pytest.mark.parametrize(("ranks", "number"), LAYOUTS)
+def test_losses_on_all_ranks_and_on_one_are_of_the_same_samples(ranks: int, number: int) -> None:
+    spec = spec_of(ranks, number, loss_settings, tiny=False)
+    names = [layout.name for layout in layouts(ranks)]
+    compared_with = names.index(layouts(ranks)[number].alone or names[number])
     of_one = {"cluster.ranks": 1, "layout.pipeline_stages": 1, "layout.expert_parallel_size": 1}
-    together, alone = samples_of(spec), samples_of(spec.with_settings(of_one))
+    alone = samples_of(spec_of(ranks, compared_with, loss_settings, tiny=False).with_settings(of_one))
+    together = samples_of(spec)
     assert len(alone) == spec.optimizer.global_batch_sequences
     assert together == alone
 
@@ -58,20 +65,49 @@ def samples_of(spec: RunSpec) -> list[bytes]:
     return sorted(row.tobytes() for row in np.concatenate(inputs))
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--ranks", "3"], "--ranks is 3: choose 2, 4, or a multiple of 8"),
-        (["--ranks", "8", "--only", "base,pipeline"], "--only names ['pipeline']: choose from base, moe"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("alone", "expected"), [([], 3 * 40), ([100], 100)], ids=["not yet measured", "measured once"])
+def test_losses_on_one_rank_are_expected_to_take_longer(alone: list[float], expected: float) -> None:
+    comparison: Any = SimpleNamespace(subject=SimpleNamespace(steps=200))
+    durations = [("kernels", 40), *(("one rank", seconds) for seconds in alone)]
+    found = [
+        SimpleNamespace(subject=comparison.subject, variant=variant, duration_seconds=seconds)
+        for variant, seconds in durations
+    ]
+    rows: Any = SimpleNamespace(like=lambda: found)
+    assert loss_curves._expected_seconds(comparison, rows, "one rank") == expected
+    assert loss_curves._expected_seconds(comparison, rows, "kernels") == 40
+
+
+def test_what_fails_or_takes_too_long_is_followed_by_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["whole_machine", "--root", "never", *given])
+    measured: Any = SimpleNamespace(layout=layouts(8)[0], speed=SimpleNamespace(budget=SimpleNamespace(left=100)))
+    taken = list[str]()
+
+    def raising(error: Exception) -> Callable[[], object]:
+        return mock.Mock(side_effect=error)
+
+    there_are = [
+        ("a", raising(LaunchError("died"))),
+        ("b", raising(OutOfTime("long"))),
+        ("c", lambda: taken.append("c")),
+    ]
+    monkeypatch.setattr(whole_machine, "_measurements", lambda _: there_are)
+    assert whole_machine._measure_all([measured]) == 3
+    assert taken == ["c"]
+    measured.speed.budget.left = 0
+    assert whole_machine._measure_all([measured, measured]) == 3
+    assert taken == ["c"], "once the time is over, nothing is started"
+    assert "base, a, failed: died" in capsys.readouterr().out
+
+
+def test_layouts_that_do_not_exist_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["whole_machine", "--root", "never", "--ranks", "8", "--only", "base,pipeline"])
     with pytest.raises(SystemExit, match="2"):
         whole_machine.main()
-    assert said in capsys.readouterr().err
+    assert "--only names ['pipeline']: choose from base, moe" in capsys.readouterr().err
     assert not Path("never").exists()
 
 

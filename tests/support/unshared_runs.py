@@ -22,9 +22,9 @@ RUN = "resumed"
 NODE_FOLDER = str(node_folders.node_path())
 SCRATCH = f"{NODE_FOLDER}/scratch"
 SETTINGS: dict[str, Any] = {
-    "optimizer.num_steps": 90,
-    "storage.checkpoint_every_steps": 10,
-    "storage.validate_every_steps": 90,
+    "optimizer.num_steps": 180,
+    "storage.checkpoint_every_steps": 20,  # at the SLOW rate, a gather then ends before the next save
+    "storage.validate_every_steps": 180,
     "storage.keep_last": 9,
     "cluster.lease_seconds": 10,
     "cluster.grace_seconds": 1,
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 TWO_NODES = ("--hostfile", HOSTFILE, "--num-nodes", "2")
 SECONDS = 400
 SLOW = "8mbit"
-"""Rate of a network link at which a step takes a second and a gather a few seconds."""
+"""Rate of a network link at which a step takes a second, and a gather beside it ten."""
 _POLL_SECONDS = 0.002
 
 Files = Mapping[tuple[str, str, str], int]

@@ -103,7 +103,7 @@ CASES = (
     Case("large-8", "large", 8, "bf16", 50, (512, 64), 240, disk_gigabytes=18),
     Case("t5_3b_on_gpu-8", "t5_3b", 8, "bf16", 20, (256, 32), 500, host_gigabytes=30, disk_gigabytes=63),
     Case(
-        "t5_3b_zero3-8", "t5_3b", 8, "bf16", 20, (128, 16), 600,
+        "t5_3b_zero3-8", "t5_3b", 8, "bf16", 20, (128, 16), 500,
         settings={**EAGER, "layout.zero_stage": 3}, host_gigabytes=30, disk_gigabytes=63,
     ),
     Case(
