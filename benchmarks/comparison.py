@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import fill
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from benchmarks.finished_rows import Subject
@@ -29,6 +30,8 @@ from t5train.train.peer_job import PeerJob
 from t5train.train.step_benchmark import tokens_a_step
 
 TRIAL_STEPS = 5
+ON_ONE_RANK = MappingProxyType({"cluster.ranks": 1, "layout.pipeline_stages": 1, "layout.expert_parallel_size": 1})
+"""Settings with which a single rank trains what several do: without stages and with all experts."""
 
 
 class Comparison(NamedTuple):
@@ -55,10 +58,16 @@ def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
     """Return a parser with the arguments of every comparison. ``steps`` is the default of ``--steps``."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("recipe")
-    made.add_argument("--root", type=Path, required=True, help="folder for finished measurements and logs")
     made.add_argument("--ranks", type=int, help="the recipe's if left out")
     made.add_argument("--steps", type=int, default=steps, help=f"steps after warm-up, at least 1; {steps} by default")
     made.add_argument("--set", action="append", default=[], metavar="PART.KEY=VALUE", help="setting to change")
+    add_common_arguments(made)
+    return made
+
+
+def add_common_arguments(made: argparse.ArgumentParser) -> None:
+    """Add the arguments that do not say what is measured: where results are kept and written, and the time limit."""
+    made.add_argument("--root", type=Path, required=True, help="folder for finished measurements and logs")
     made.add_argument("--commit", help="commit to record instead of that of the checkout, as in a copy of the tree")
     made.add_argument("--into", type=Path, help="document in which to replace this comparison, or to append it")
     made.add_argument(
@@ -67,7 +76,6 @@ def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
         help="end after at most so many seconds, with exit code 3 if not everything is measured; start nothing that is "
         "not expected to end in time. 0 shows what is measured",
     )
-    return made
 
 
 def compare(given: argparse.Namespace, budget: TimeBudget | None = None) -> Comparison:
@@ -141,14 +149,7 @@ def spec_for(spec: RunSpec, contender: str) -> RunSpec:
         return spec.with_settings({"model.moe.num_experts": 0, "layout.expert_parallel_size": 1})
     if contender == ALONE:
         own_share = spec.optimizer.global_batch_sequences // spec.cluster.ranks
-        return spec.with_settings(
-            {
-                "cluster.ranks": 1,
-                "layout.pipeline_stages": 1,
-                "layout.expert_parallel_size": 1,
-                "optimizer.global_batch_sequences": own_share,
-            }
-        )
+        return spec.with_settings({**ON_ONE_RANK, "optimizer.global_batch_sequences": own_share})
     return spec
 
 

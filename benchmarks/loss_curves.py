@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 from pydantic import BaseModel
 
-from benchmarks.comparison import Comparison, compare, parser
+from benchmarks.comparison import ON_ONE_RANK, Comparison, compare, parser
 from benchmarks.finished_rows import FinishedRow, FinishedRows, write_section
 from benchmarks.time_budget import NOT_FINISHED, OutOfTime
 from infra.head.peer_ranks import run_ranks
@@ -147,13 +147,13 @@ def _trained(comparison: Comparison, variant: Variant) -> Losses:
         "layout.micro_batch_sequences": halved,
     }
     if variant == ALONE:
-        settings |= {"cluster.ranks": 1, "layout.pipeline_stages": 1, "layout.expert_parallel_size": 1}
+        settings |= ON_ONE_RANK
     folder = comparison.root / "logs" / f"losses-{variant.replace(' ', '-')}"
     folder.mkdir(parents=True, exist_ok=True)
     job = CurveJob(
         spec=spec.with_settings(settings),
         vocab_size=expected_vocab_size(spec.tokenizer),
-        with_kernels=variant in {"kernels", ALONE},
+        with_kernels=variant in {TOGETHER, ALONE},
         drawn_sequences=size,
     )
     path, cluster = folder / "job.json", job.spec.cluster

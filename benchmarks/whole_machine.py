@@ -21,11 +21,10 @@ import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
-from benchmarks.comparison import Comparison, add, compare, parameters_of
+from benchmarks.comparison import Comparison, add, add_common_arguments, compare, parameters_of
 from benchmarks.finished_rows import FinishedRows, write_section
 from benchmarks.loss_curves import ALONE as LOSSES_ALONE
 from benchmarks.loss_curves import TOGETHER, Curve, curve
@@ -85,7 +84,7 @@ def layouts(ranks: int) -> tuple[Layout, ...]:
         Layout("moe", "moe", {}),
         Layout("moe-divided", "moe", {"layout.expert_parallel_size": ranks}, alone="moe"),
         Layout("t5_3b", "t5_3b", {}),
-        Layout(f"pipeline-{stages}x{ranks // stages}", "pipeline", {"layout.pipeline_stages": stages}, "base"),
+        Layout(f"pipeline-{stages}x{ranks // stages}", "pipeline", {"layout.pipeline_stages": stages}, alone="base"),
         Layout("large", "large", {}),
         Layout("t5_3b-zero3", "t5_3b", {"layout.zero_stage": 3, "model.compile": False}, alone="t5_3b"),
     )
@@ -107,15 +106,12 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--root", type=Path, required=True, help="folder for finished measurements and logs")
     made.add_argument("--ranks", type=int, required=True, choices=(2, 4, 8), help="number of accelerators")
     made.add_argument("--only", help="comma-separated layouts; all if left out")
     made.add_argument("--steps", type=int, default=20, help="measured steps after warm-up; 20 by default")
     made.add_argument("--loss-steps", type=int, default=200, help="steps of each run of losses; 200 by default")
     made.add_argument("--tiny", action="store_true", help="try this command with small models on the CPU")
-    made.add_argument("--commit", help="commit to record instead of that of the checkout, as in a copy of the tree")
-    made.add_argument("--into", type=Path, help="document in which to replace these tables, or to append them")
-    made.add_argument("--until-seconds", type=float, help="as in benchmarks.training_peers")
+    add_common_arguments(made)
     given = made.parse_args()
     names = [layout.name for layout in layouts(given.ranks)]
     given.only = set(given.only.split(",")) if given.only else set(names)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import loss_curves, whole_machine
+from benchmarks.comparison import ON_ONE_RANK
 from benchmarks.loss_curves import CurveJob
 from benchmarks.time_budget import OutOfTime
 from benchmarks.whole_machine import layouts, loss_settings, speed_settings
@@ -47,8 +48,7 @@ def test_losses_on_all_ranks_and_on_one_are_of_the_same_samples(ranks: int, numb
     spec = spec_of(ranks, number, loss_settings, tiny=False)
     names = [layout.name for layout in layouts(ranks)]
     compared_with = names.index(layouts(ranks)[number].alone or names[number])
-    of_one = {"cluster.ranks": 1, "layout.pipeline_stages": 1, "layout.expert_parallel_size": 1}
-    alone = samples_of(spec_of(ranks, compared_with, loss_settings, tiny=False).with_settings(of_one))
+    alone = samples_of(spec_of(ranks, compared_with, loss_settings, tiny=False).with_settings(ON_ONE_RANK))
     together = samples_of(spec)
     assert len(alone) == spec.optimizer.global_batch_sequences
     assert together == alone
@@ -129,4 +129,5 @@ def test_a_tiny_layout_is_measured_once_on_two_ranks_and_on_one(
     assert linear == pytest.approx(together / (2 * alone), abs=0.01)
     last, last_alone = (float(cell) for cell in losses[:2])
     assert last == pytest.approx(last_alone, abs=2e-3)
-    assert (float(losses[2].split()[0]), float(losses[3])) < (2e-3, 2e-3)
+    largest, mean = float(losses[2].split()[0]), float(losses[3])
+    assert mean <= largest < 2e-3
