@@ -16,6 +16,7 @@ from benchmarks.finished_rows import Subject
 from benchmarks.measured_conditions import code_digest, commit, device_name, machine_id, versions
 from benchmarks.peer_outcomes import ALONE, DENSE, OURS, TRIAL, Outcome, Outcomes, Tuning
 from benchmarks.time_budget import TimeBudget
+from flows.cli.terminal import progress_display
 from flows.spec_from_recipe import resolve
 from infra.head.benchmark_run import benchmark
 from infra.head.peer_ranks import measure_peer
@@ -24,7 +25,6 @@ from t5train.data.vocabulary.tokenizer import expected_vocab_size
 from t5train.errors import OutOfMemory, SpecError
 from t5train.model.model_shape import count_parameters
 from t5train.model.model_shape import resolve as resolve_shape
-from t5train.progress import silent
 from t5train.spec import RunSpec
 from t5train.train.peer_job import PeerJob
 from t5train.train.step_benchmark import tokens_a_step
@@ -154,9 +154,9 @@ def spec_for(spec: RunSpec, contender: str) -> RunSpec:
 
 
 def _ours(spec: RunSpec, steps: int, tuning: Tuning) -> dict[str, Any]:
-    measured = benchmark(
-        spec.with_settings({"layout.micro_batch_sequences": tuning.micro_batch_sequences}), steps, silent
-    )
+    changed = spec.with_settings({"layout.micro_batch_sequences": tuning.micro_batch_sequences})
+    with progress_display() as progress:
+        measured = benchmark(changed, steps, progress)
     found = measured.model_dump(include={"step_seconds", "memory_bytes", "reserved_bytes", "host_memory_bytes"})
     return found | {"precision": spec.optimizer.precision}
 

@@ -32,14 +32,17 @@ from pydantic import BaseModel
 from benchmarks.comparison import ON_ONE_RANK, Comparison, compare, parser
 from benchmarks.finished_rows import FinishedRow, FinishedRows, write_section
 from benchmarks.time_budget import NOT_FINISHED, OutOfTime
+from flows.cli.terminal import progress_display
+from infra.head.benchmark_run import steps_taken
 from infra.head.peer_ranks import run_ranks
+from infra.head.progress_report import before_first_step
 from t5train.data.samples.loader import Batch
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
 from t5train.errors import NonFiniteLoss, T5TrainError
 from t5train.files.atomic import write_json
 from t5train.spec import RunSpec
-from t5train.train.step_benchmark import BenchmarkJob, random_batch
+from t5train.train.step_benchmark import STEPS_FILE, BenchmarkJob, random_batch
 
 SHOWN_STEPS = (1, 2, 5, 10, 20, 50, 100, 150, 200)
 FIRST_GUESS_SECONDS = 180.0
@@ -156,13 +159,27 @@ def _trained(comparison: Comparison, variant: Variant) -> Losses:
         with_kernels=variant in {TOGETHER, ALONE},
         drawn_sequences=size,
     )
-    path, cluster = folder / "job.json", job.spec.cluster
+    path = folder / "job.json"
     path.write_text(job.model_dump_json(), "utf-8")
-    run_ranks(("-m", "benchmarks.loss_curves", "--job", str(path)), cluster.ranks, cluster.accelerator, folder)
+    _run_all_ranks(job.spec, path)
     trained = Losses.model_validate_json(path.with_name("losses.json").read_text("utf-8"))
     if wrong := [step for step, loss in enumerate(trained.losses, 1) if not isfinite(loss)]:
         raise NonFiniteLoss(f"the loss of step {wrong[0]} is {trained.losses[wrong[0] - 1]} ({variant})")
     return trained
+
+
+def _run_all_ranks(spec: RunSpec, job_file: Path) -> None:
+    """Train, and show how many steps have been taken."""
+    steps_file, cluster = job_file.with_name(STEPS_FILE), spec.cluster
+    steps_file.unlink(missing_ok=True)
+    command = "-m", "benchmarks.loss_curves", "--job", str(job_file)
+    with progress_display() as progress:
+
+        def tell() -> None:
+            taken = steps_taken(steps_file)
+            progress("steps" if taken else f"steps, {before_first_step(spec)}", taken, spec.optimizer.num_steps)
+
+        run_ranks(command, cluster.ranks, cluster.accelerator, job_file.parent, on_tick=tell)
 
 
 def _run_rank(path: Path) -> None:
@@ -171,17 +188,17 @@ def _run_rank(path: Path) -> None:
     from deepspeed import comm
 
     deepspeed.init_distributed()
-    losses = _train(CurveJob.model_validate_json(path.read_text("utf-8")))
+    losses = _train(CurveJob.model_validate_json(path.read_text("utf-8")), path.with_name(STEPS_FILE))
     if comm.get_rank() == 0:
         write_json(path.with_name("losses.json"), losses.model_dump())
     comm.barrier()
     comm.destroy_process_group()
 
 
-def _train(job: CurveJob) -> Losses:
-    """Train from the spec's seed. A collective of all ranks."""
+def _train(job: CurveJob, steps_file: Path) -> Losses:
+    """Train from the spec's seed; rank 0 writes the number of steps taken to a file. A collective of all ranks."""
     from t5train.engine import engine as engine_module
-    from t5train.engine.collectives import gather_floats
+    from t5train.engine.collectives import gather_floats, rank
     from t5train.engine.expert_routing import Routing
     from t5train.engine.forward_backward import passes_of
     from t5train.model.initialization import initialise
@@ -202,6 +219,8 @@ def _train(job: CurveJob) -> Losses:
         routing.of_step(result.router_loss)
         of_ranks = [loss for (loss,) in gather_floats([result.loss])]
         losses.append(sum(of_ranks) / len(of_ranks))
+        if rank() == 0:
+            steps_file.write_text(str(step), "utf-8")
     return Losses(has_kernels=has_kernels, losses=losses)
 
 

@@ -162,6 +162,7 @@ def _measure_all(chosen: Sequence[Measured]) -> int:
     """Measure what is not yet measured, as far as time allows. Return the exit code."""
     code = 0
     for measured in chosen:
+        print(f"{measured.layout.name}:", flush=True)
         for what, measure in _measurements(measured):
             try:
                 measure()

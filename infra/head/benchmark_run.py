@@ -69,7 +69,7 @@ def benchmark(spec: RunSpec, steps: int, progress: Progress, shards: Path | None
     path.write_text(job.model_dump_json(), "utf-8")
 
     def tell() -> None:
-        taken = _steps_taken(path.with_name(STEPS_FILE))
+        taken = steps_taken(path.with_name(STEPS_FILE))
         progress("steps" if taken else f"steps, {before_first_step(spec)}", taken, job.all_steps)
 
     with run_lock(run_folder):
@@ -94,6 +94,6 @@ def _vocab_size(spec: RunSpec, shards: Path | None) -> int:
     return int(TokenShards.load(shards).counts["vocab_size"]) if shards else expected_vocab_size(spec.tokenizer)
 
 
-def _steps_taken(file: Path) -> int:
-    """Return the number in the file; zero before the first step, and while it is being written."""
+def steps_taken(file: Path) -> int:
+    """Return the number of steps in the file that rank 0 writes; zero before the first, and during a write."""
     return int((file.read_text("utf-8") if file.exists() else "") or 0)

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -32,8 +32,14 @@ def measure_peer(job: PeerJob, folder: Path) -> PeerMeasured:
     return PeerMeasured.model_validate_json(path.with_name("measured.json").read_text("utf-8"))
 
 
-def run_ranks(arguments: Sequence[str], ranks: int, accelerator: str | None, logs: Path) -> None:
-    """Run Python with these arguments once for every rank, and wait until all have ended.
+def run_ranks(
+    arguments: Sequence[str],
+    ranks: int,
+    accelerator: str | None,
+    logs: Path,
+    on_tick: Callable[[], object] = lambda: None,
+) -> None:
+    """Run Python with these arguments once for every rank, wait until all have ended, and call ``on_tick`` meanwhile.
 
     Each rank writes to ``logs/rank-N.log``. If one fails, the others are killed. Raises OutOfMemory if a rank ended
     with that exit code, otherwise a LaunchError with the end of the log of the rank that failed first.
@@ -54,7 +60,7 @@ def run_ranks(arguments: Sequence[str], ranks: int, accelerator: str | None, log
                         start_new_session=True,
                     )
                 )
-        _await(processes, logs)
+        _await(processes, logs, on_tick)
 
 
 def rank_variables(ranks: int, accelerator: str | None) -> Mapping[str, str]:
@@ -75,13 +81,14 @@ def rank_variables(ranks: int, accelerator: str | None) -> Mapping[str, str]:
     }
 
 
-def _await(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
+def _await(processes: Sequence[subprocess.Popen[bytes]], logs: Path, on_tick: Callable[[], object]) -> None:
     while True:
         codes = [process.poll() for process in processes]
         if failed := [rank for rank, code in enumerate(codes) if code]:
             break
         if None not in codes:
             return
+        on_tick()
         time.sleep(_POLL_SECONDS)
     # The others may fail only because of the first. Wait a little, as one of them may know of a lack of memory.
     deadline = time.monotonic() + _GRACE_SECONDS

@@ -1,5 +1,6 @@
 """All layouts can be measured on 2, 4 and 8 ranks, their losses are of the same samples, and a tiny one is measured."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -124,6 +125,8 @@ def test_a_tiny_layout_is_measured_once_on_two_ranks_and_on_one(
     assert (first.returncode, again.returncode) == (0, 0), first.stderr
     assert first.stdout.count("starts, expected") == 2
     assert "starts, expected" not in again.stdout, "everything was measured"
+    shown = re.findall(r"^\d of (\d+) \(\d+ %\) steps", first.stderr, re.MULTILINE)
+    assert {"9", "3"} <= set(shown), "both speed, with 7 more steps, and losses show their progress"
     speed, losses = (row.split("|")[2:-1] for row in again.stdout.splitlines() if row.startswith("| base |"))
     together, alone, linear = (float(cell.replace(",", "")) for cell in speed[1:4])
     assert linear == pytest.approx(together / (2 * alone), abs=0.01)
