@@ -2,14 +2,16 @@
 
 ::
 
-    head (this process) ── guard ── deepspeed.launcher.runner ── deepspeed.launcher.launch ──┬─ guard ── rank 0
-                                                                                             └─ guard ── rank 1
+    head (this process) ── guard ── deepspeed.launcher.launch ──┬─ guard ── rank 0
+                                                                └─ guard ── rank 1
 
+DeepSpeed's runner would start that launcher after seconds of imports; on one machine, it has nothing else to do.
 The head ends everything when a rank or the launcher fails. The guards do so when the head is gone. Ctrl-C, or SIGTERM
 to the head or to the launcher's guard, also ends everything, but gives the ranks time to save. Only exit records show
-whether the ranks did their work: DeepSpeed's launcher exits with 0 when it is killed.
+whether the ranks did their work.
 """
 
+import json
 import logging
 import os
 import shlex
@@ -17,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from base64 import urlsafe_b64encode
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -99,13 +102,17 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
 def command(spec: LaunchSpec, attempt_folder: Path) -> list[str]:
     """Return the command line of DeepSpeed's launcher for an attempt."""
     return [
-        *(sys.executable, "-m", "deepspeed.launcher.runner"),
-        *("--hostfile", os.devnull),  # not a regular file, so no hosts; the default is /job/hostfile
-        *("--num_gpus", str(spec.num_ranks)),
-        *("--master_addr", _ADDRESS, "--master_port", str(spec.master_port or "FREE_PORT")),
+        *(sys.executable, "-m", "deepspeed.launcher.launch"),
+        f"--world_info={_world_info(spec.num_ranks)}",
+        *(f"--master_addr={_ADDRESS}", f"--master_port={spec.master_port or 'FREE_PORT'}"),
         *("--no_local_rank", "--module", MODULE, str(attempt_folder)),
         *(sys.executable, *spec.program(attempt_folder)),
     ]
+
+
+def _world_info(num_ranks: int) -> str:
+    """Return the ranks' devices, the first ones of this machine, as the launcher reads them."""
+    return urlsafe_b64encode(json.dumps({"localhost": [*range(num_ranks)]}).encode()).decode()
 
 
 def _port(spec: LaunchSpec) -> int:

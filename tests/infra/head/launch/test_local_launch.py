@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -59,12 +60,13 @@ def spec(tmp_path: Path, program: str, num_ranks: int = 2) -> LaunchSpec:
     return LaunchSpec(lambda _folder: (str(tmp_path / "rank.py"), str(tmp_path)), tmp_path / "run", num_ranks, "cpu")
 
 
-def test_the_command_shows_ranks_port_and_program_and_no_hostfile() -> None:
+def test_the_command_has_a_device_for_each_rank_and_the_port_and_program() -> None:
     program = LaunchSpec(lambda folder: ("-m", "t5train.train", f"{folder}/spec.json"), Path("/r"), 4, "cpu", 29500)
     argv = command(program, Path("/r/attempts/0007"))
     text = " ".join(argv)
     assert argv[0] == sys.executable
-    assert "--hostfile /dev/null --num_gpus 4 --master_addr 127.0.0.1 --master_port 29500" in text
+    assert json.loads(b64decode(text.partition("--world_info=")[2].split()[0])) == {"localhost": [0, 1, 2, 3]}
+    assert "--master_addr=127.0.0.1 --master_port=29500" in text
     assert text.endswith(
         f"infra.node.attempts.process_guard /r/attempts/0007 "
         f"{sys.executable} -m t5train.train /r/attempts/0007/spec.json"
@@ -131,13 +133,13 @@ def test_interrupting_the_head_ends_the_ranks(tmp_path: Path, survivors: Survivo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["launcher guard", "runner", "launch", "guard", "rank"])
+@pytest.mark.parametrize("victim", ["launcher guard", "launcher", "guard", "rank"])
 def test_no_process_or_shared_memory_survives_a_kill(
     tmp_path: Path, victim: str, start: Start, until: Until, survivors: Survivors
 ) -> None:
     head = started(tmp_path, RANK, start, until)
     run_id = newest(tmp_path).run_id
-    assert len(survivors(run_id)) == 9  # three guards, two of the launcher, two ranks and a child of each
+    assert len(survivors(run_id)) == 8  # three guards, the launcher, two ranks and a child of each
     os.kill(victim_pid(tmp_path, victim), signal.SIGKILL)
     assert head.wait(20) == 1
     assert survivors(run_id) == set()
@@ -163,7 +165,7 @@ def test_nothing_survives_a_killed_head_and_the_next_attempt_waits_for_its_ranks
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay_seconds", [0.0, 1.0, 2.0, 3.0])
-@pytest.mark.parametrize("victim", ["head", "runner"])
+@pytest.mark.parametrize("victim", ["head", "launcher"])
 def test_no_process_survives_a_kill_during_the_start(
     tmp_path: Path, victim: str, delay_seconds: float, start: Start, until: Until, survivors: Survivors
 ) -> None:
@@ -171,7 +173,7 @@ def test_no_process_survives_a_kill_during_the_start(
     head = start("-c", HEAD, str(tmp_path))
     until((tmp_path / "run" / "attempts" / "0001" / "launcher.pid").exists)
     time.sleep(delay_seconds)
-    os.kill(head.pid if victim == "head" else victim_pid(tmp_path, "runner"), signal.SIGKILL)
+    os.kill(head.pid if victim == "head" else victim_pid(tmp_path, "launcher"), signal.SIGKILL)
     head.wait(20)
     until(lambda: not survivors(newest(tmp_path).run_id), 20)
 
@@ -202,13 +204,9 @@ def ready(tmp_path: Path) -> bool:
 
 def victim_pid(tmp_path: Path, victim: str) -> int:
     folder = newest(tmp_path).folder
-    launcher = json.loads((folder / "launcher.pid").read_text())
-    if victim in ("launcher guard", "runner"):
-        return int(launcher["guard" if victim == "launcher guard" else "process"]["pid"])
-    rank = json.loads((folder / "rank-00001.pid").read_text())
-    if victim == "launch":
-        return int(Path(f"/proc/{rank['guard']['pid']}/stat").read_text().split()[3])
-    return int(rank["guard" if victim == "guard" else "process"]["pid"])
+    name = "launcher" if victim.startswith("launcher") else "rank-00001"
+    recorded = json.loads((folder / f"{name}.pid").read_text())
+    return int(recorded["guard" if victim.endswith("guard") else "process"]["pid"])
 
 
 @pytest.mark.slow
