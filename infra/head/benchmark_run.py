@@ -70,7 +70,8 @@ def benchmark(spec: RunSpec, steps: int, progress: Progress, shards: Path | None
 
     def tell() -> None:
         taken = steps_taken(path.with_name(STEPS_FILE))
-        progress("steps" if taken else f"steps, {before_first_step(spec)}", taken, job.all_steps)
+        doing = {0: before_first_step(spec), job.all_steps: "reading the profile of the last ones"}.get(taken)
+        progress("steps" if doing is None else f"steps, {doing}", taken, job.all_steps)
 
     with run_lock(run_folder):
         launch(

@@ -11,11 +11,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, nullcontext
 from itertools import cycle, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from pydantic import BaseModel
@@ -28,7 +28,6 @@ from t5train.files.run_folder import RANK_FILES
 from t5train.rank.error_report import report
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
-from t5train.train.step_profile import recorded_activities
 
 WARM_UP_STEPS = 5
 """They include compilation, and CUDA graphs are recorded in the second and third."""
@@ -219,14 +218,24 @@ def random_batch(job: BenchmarkJob, seed: int) -> Batch:
 
 
 def _profile(steps: Iterator[StepTime], median: float) -> dict[str, float]:
-    """Return the seconds of a step by kind of work. What the accelerator does not work of ``median`` is idle."""
+    """Return the seconds of a step by kind of work. What the accelerator does not work of ``median`` is idle.
+
+    Only rank 0 records, and of an accelerator only its kernels: the operators of a model that is not compiled, in many
+    passes, are a million events, which take minutes to read.
+    """
     from deepspeed.accelerator import get_accelerator
-    from torch.profiler import profile
+    from torch.profiler import ProfilerActivity, profile, supported_activities
+
+    from t5train.engine.collectives import rank
 
     on_accelerator = get_accelerator().device_name() != "cpu"
-    with profile(activities=recorded_activities()) as run:
+    host, supported = {ProfilerActivity.CPU}, cast("Callable[[], set[ProfilerActivity]]", supported_activities)
+    activities = supported() - host if on_accelerator else host
+    with profile(activities=activities) if rank() == 0 else nullcontext() as run:
         for _ in range(PROFILED_STEPS):
             next(steps)
+    if run is None:
+        return {}
     found: dict[str, float] = {}
     for event in run.events() or []:
         if (event.device_type.name != "CPU") == on_accelerator:

@@ -18,6 +18,7 @@ def test_steps_of_real_ranks_are_measured() -> None:
     assert len(measured.step_seconds) == 3
     assert told[0] == ("steps, taking the first step", 0, 5 + 3 + 2)
     assert 0 < told[-1][1] <= 10
+    assert all((what == "steps, reading the profile of the last ones") == (done == 10) for what, done, _ in told)
     sample = geometry(spec.objective)
     assert measured.tokens_a_step == 64 * (sample.input_tokens + sample.target_tokens)
     assert measured.memory_bytes > 100e6
