@@ -162,8 +162,9 @@ def _measure_all(chosen: Sequence[Measured]) -> int:
     """Measure what is not yet measured, as far as time allows. Return the exit code."""
     code = 0
     for measured in chosen:
-        print(f"{measured.layout.name}:", flush=True)
-        for what, measure in _measurements(measured):
+        for number, (what, measure) in enumerate(_measurements(measured)):
+            if number == 0:
+                print(f"{measured.layout.name}:", flush=True)
             try:
                 measure()
             except OutOfTime as error:
@@ -186,7 +187,8 @@ def _measurements(measured: Measured) -> Iterator[tuple[str, Callable[[], object
         if not measured.outcomes.has(contender, 1, tuning):
             yield contender, partial(add, measured.speed, measured.outcomes, contender, 1, tuning)
     for variant in (TOGETHER, *([LOSSES_ALONE] if is_compared else [])):
-        yield f"losses, {variant}", partial(curve, measured.losses, measured.curves, variant)
+        if all(row.variant != variant for row in measured.curves.finished):
+            yield f"losses, {variant}", partial(curve, measured.losses, measured.curves, variant)
 
 
 def _tuning(spec: RunSpec) -> Tuning:

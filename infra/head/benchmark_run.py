@@ -70,8 +70,7 @@ def benchmark(spec: RunSpec, steps: int, progress: Progress, shards: Path | None
 
     def tell() -> None:
         taken = steps_taken(path.with_name(STEPS_FILE))
-        doing = {0: before_first_step(spec), job.all_steps: "reading the profile of the last ones"}.get(taken)
-        progress("steps" if doing is None else f"steps, {doing}", taken, job.all_steps)
+        progress(_doing(job, taken), taken, job.all_steps)
 
     with run_lock(run_folder):
         launch(
@@ -93,6 +92,13 @@ def benchmark(spec: RunSpec, steps: int, progress: Progress, shards: Path | None
 
 def _vocab_size(spec: RunSpec, shards: Path | None) -> int:
     return int(TokenShards.load(shards).counts["vocab_size"]) if shards else expected_vocab_size(spec.tokenizer)
+
+
+def _doing(job: BenchmarkJob, taken: int) -> str:
+    """Return what ranks do when they have taken so many steps."""
+    if taken == job.all_steps:
+        return "steps, reading the profile of the last ones"
+    return "steps" if taken else f"steps, {before_first_step(job.spec)}"
 
 
 def steps_taken(file: Path) -> int:

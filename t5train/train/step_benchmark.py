@@ -6,16 +6,18 @@ beside the job.
 """
 
 import argparse
+import faulthandler
 import logging
 import os
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from itertools import cycle, islice
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import BaseModel
@@ -26,8 +28,10 @@ from t5train.errors import T5TrainError
 from t5train.files.atomic import write_json
 from t5train.files.run_folder import RANK_FILES
 from t5train.rank.error_report import report
+from t5train.rank.heartbeat import Heartbeat
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
+from t5train.train.step_profile import recorded_activities
 
 WARM_UP_STEPS = 5
 """They include compilation, and CUDA graphs are recorded in the second and third."""
@@ -89,8 +93,11 @@ def main() -> int:
     parser.add_argument("--job", type=Path, required=True, help="JSON file of a BenchmarkJob")
     path = parser.parse_args().job
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    faulthandler.register(signal.SIGUSR1)  # the guard sends it to a rank that hangs, to get its traceback into the log
+    job = BenchmarkJob.model_validate_json(path.read_text("utf-8"))
     try:
-        _measure_and_write(BenchmarkJob.model_validate_json(path.read_text("utf-8")), path.with_name("measured.json"))
+        with Heartbeat.of_rank(job.spec.cluster.deadlines) as heart:
+            _measure_and_write(job, path.with_name("measured.json"), heart)
     except T5TrainError as error:
         if rank_files := os.environ.get(RANK_FILES):
             report(Path(rank_files), error)
@@ -98,26 +105,30 @@ def main() -> int:
     return 0
 
 
-def _measure_and_write(job: BenchmarkJob, into: Path) -> None:
+def _measure_and_write(job: BenchmarkJob, into: Path, heart: Heartbeat) -> None:
     import deepspeed
     from deepspeed import comm
 
     deepspeed.init_distributed()
-    measured = measure(job, into.with_name(STEPS_FILE))
+    measured = measure(job, into.with_name(STEPS_FILE), heart)
     if comm.get_rank() == 0:
         write_json(into, measured.model_dump())
     comm.barrier()
     comm.destroy_process_group()
 
 
-def measure(job: BenchmarkJob, steps_file: Path) -> Measured:
-    """Take the steps; rank 0 writes the number of those taken to ``steps_file``. A collective of all ranks."""
+def measure(job: BenchmarkJob, steps_file: Path, heart: Heartbeat | None = None) -> Measured:
+    """Take the steps; rank 0 writes the number of those taken to ``steps_file``. A collective of all ranks.
+
+    ``heart`` reports the phases of the work.
+    """
     from t5train.engine.engine import accelerator_memory_bytes, accelerator_reserved_bytes, peak_host_memory_bytes
     from t5train.engine.peak_flops import accelerator_name, accelerator_peak_flops, utilization
     from t5train.model.model_shape import resolve
 
     spec, shape = job.spec, resolve(job.spec.model, job.vocab_size)
-    with closing(_steps(job, steps_file)) as steps:
+    heart = heart or Heartbeat(None, spec.cluster.deadlines)
+    with closing(_steps(job, steps_file, heart)) as steps:
         for number in range(WARM_UP_STEPS):
             _log.info("step %d: %.2f s", number + 1, next(steps).seconds)
         taken = [next(steps) for _ in range(job.steps)]
@@ -177,7 +188,7 @@ def _batches(job: BenchmarkJob, rank: int) -> _Drawn | Prefetched:
     return Prefetched(micro_batches(samples, spec, 0), PREFETCHED_BATCHES)
 
 
-def _steps(job: BenchmarkJob, steps_file: Path) -> Generator[StepTime, None, None]:
+def _steps(job: BenchmarkJob, steps_file: Path, heart: Heartbeat) -> Generator[StepTime, None, None]:
     """Take one step after the other, and yield how long each took."""
     from functools import partial
 
@@ -189,6 +200,7 @@ def _steps(job: BenchmarkJob, steps_file: Path) -> Generator[StepTime, None, Non
     from t5train.model.model_shape import resolve
 
     spec, shape = job.spec, resolve(job.spec.model, job.vocab_size)
+    heart.enter("compile", 0)
     engine = build_engine(spec, shape, 0, partial(initialise, shape=shape, seed=spec.optimizer.seed), node_local=False)
     routing = Routing(model_of(engine))
     passes = passes_of(engine, spec, routing)
@@ -196,6 +208,7 @@ def _steps(job: BenchmarkJob, steps_file: Path) -> Generator[StepTime, None, Non
     with closing(_batches(job, rank())) as batches:
         while True:
             number += 1
+            heart.enter("step", number)
             started, waited = time.perf_counter(), batches.waited_seconds
             set_learning_rate(engine, spec.optimizer.final_learning_rate)
             result = passes.step(islice(batches, spec.gradient_accumulation))
@@ -203,6 +216,8 @@ def _steps(job: BenchmarkJob, steps_file: Path) -> Generator[StepTime, None, Non
             seconds = time.perf_counter() - started
             if rank() == 0:
                 steps_file.write_text(str(number), "utf-8")
+            if number == job.all_steps:
+                heart.enter("save", number)  # reading the profile may take longer than a step
             yield StepTime(seconds, batches.waited_seconds - waited)
 
 
@@ -220,17 +235,17 @@ def random_batch(job: BenchmarkJob, seed: int) -> Batch:
 def _profile(steps: Iterator[StepTime], median: float) -> dict[str, float]:
     """Return the seconds of a step by kind of work. What the accelerator does not work of ``median`` is idle.
 
-    Only rank 0 records, and of an accelerator only its kernels: the operators of a model that is not compiled, in many
-    passes, are a million events, which take minutes to read.
+    Only rank 0 records, and on GPUs only kernels: the operators of a model that is not compiled, in many passes, are a
+    million events, which take minutes to read. Other accelerators may need those of the host, too.
     """
     from deepspeed.accelerator import get_accelerator
-    from torch.profiler import ProfilerActivity, profile, supported_activities
+    from torch.profiler import ProfilerActivity, profile
 
     from t5train.engine.collectives import rank
 
-    on_accelerator = get_accelerator().device_name() != "cpu"
-    host, supported = {ProfilerActivity.CPU}, cast("Callable[[], set[ProfilerActivity]]", supported_activities)
-    activities = supported() - host if on_accelerator else host
+    device = get_accelerator().device_name()
+    on_accelerator = device != "cpu"
+    activities = [ProfilerActivity.CUDA] if device == "cuda" else recorded_activities()
     with profile(activities=activities) if rank() == 0 else nullcontext() as run:
         for _ in range(PROFILED_STEPS):
             next(steps)

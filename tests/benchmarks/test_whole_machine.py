@@ -22,6 +22,14 @@ from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 
 ROOT = Path(__file__).parents[2]
+PROGRAM = """
+from benchmarks import whole_machine
+from flows.cli import terminal
+
+terminal.SECONDS_BETWEEN_LINES = 0
+raise SystemExit(whole_machine.main())
+"""
+"""The command, which shows its progress as often as it is told."""
 LAYOUTS = [(ranks, number) for ranks in (2, 4, 8) for number in range(len(layouts(8)))]
 
 
@@ -117,15 +125,17 @@ def test_a_tiny_layout_is_measured_once_on_two_ranks_and_on_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    command = [sys.executable, "-m", "benchmarks.whole_machine", "--root", str(tmp_path), "--ranks", "2", "--tiny"]
+    command = [sys.executable, "-c", PROGRAM, "--root", str(tmp_path), "--ranks", "2", "--tiny"]
     command += ["--only", "base", "--steps", "2", "--loss-steps", "3"]
     first, again = (
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400) for _ in range(2)
     )
     assert (first.returncode, again.returncode) == (0, 0), first.stderr
     assert first.stdout.count("starts, expected") == 2
+    assert first.stdout.startswith("base:\nours, repeat 1: starts")
     assert "starts, expected" not in again.stdout, "everything was measured"
-    shown = re.findall(r"^\d of (\d+) \(\d+ %\) steps", first.stderr, re.MULTILINE)
+    assert "base:" not in again.stdout
+    shown = re.findall(r"^\d+ of (\d+) \(\d+ %\) steps", first.stderr, re.MULTILINE)
     assert {"9", "3"} <= set(shown), "both speed, with 7 more steps, and losses show their progress"
     speed, losses = (row.split("|")[2:-1] for row in again.stdout.splitlines() if row.startswith("| base |"))
     together, alone, linear = (float(cell.replace(",", "")) for cell in speed[1:4])

@@ -116,7 +116,7 @@ def _run(
         time.sleep(_STACKS_SECONDS)
     if name == attempt.LAUNCHER and child.poll() == -signal.SIGTERM:
         # A SIGTERM to the launcher itself asks to stop all: the head tells the ranks, and the rest of the launcher ends
-        # with them.
+        # with them. A launcher that has ranks on this machine passes the signal on instead.
         this.order_stop()
         processes.await_end(processes.in_group(child.pid), this.grace_seconds)
     left = processes.end(processes.in_group(child.pid), grace_seconds=0)

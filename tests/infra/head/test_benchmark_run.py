@@ -2,12 +2,13 @@
 
 import pytest
 
+from infra.head import benchmark_run
 from infra.head.benchmark_run import benchmark
 from t5train.data.samples.span_corruption import geometry
-from t5train.errors import SpecError
+from t5train.errors import RankStopped, SpecError
 from t5train.progress import silent
 from t5train.spec.recipes import recipe
-from t5train.train.step_benchmark import OTHER, kind_of
+from t5train.train.step_benchmark import OTHER, BenchmarkJob, kind_of
 
 
 @pytest.mark.slow
@@ -18,13 +19,26 @@ def test_steps_of_real_ranks_are_measured() -> None:
     assert len(measured.step_seconds) == 3
     assert told[0] == ("steps, taking the first step", 0, 5 + 3 + 2)
     assert 0 < told[-1][1] <= 10
-    assert all((what == "steps, reading the profile of the last ones") == (done == 10) for what, done, _ in told)
     sample = geometry(spec.objective)
     assert measured.tokens_a_step == 64 * (sample.input_tokens + sample.target_tokens)
     assert measured.memory_bytes > 100e6
     assert measured.device == "CPU"
     assert measured.seconds_by_kind["matrix products"] > 0
     assert measured.seconds_by_kind["optimizer update"] > 0
+
+
+@pytest.mark.slow
+def test_ranks_of_a_benchmark_report_their_phases_and_one_that_takes_too_long_is_ended() -> None:
+    spec = recipe("smoke").with_settings({"cluster.ranks": 1, "cluster.deadlines.compile_seconds": 0.01})
+    with pytest.raises(RankStopped, match=r"phase 'compile' of step [01] took .*its deadline is 0 s"):
+        benchmark(spec, 3, silent)
+
+
+def test_progress_says_what_ranks_do_before_between_and_after_the_steps() -> None:
+    job = BenchmarkJob(spec=recipe("base"), vocab_size=300, steps=3)
+    compiling = "steps, compiling the model and taking the first step"
+    expected = {0: compiling, 1: "steps", 9: "steps", 10: "steps, reading the profile of the last ones"}
+    assert {taken: benchmark_run._doing(job, taken) for taken in expected} == expected
 
 
 def test_a_recipe_that_this_machine_cannot_train_is_refused() -> None:
