@@ -1,6 +1,10 @@
 """Turns the messages of a failing ssh into errors with a remedy."""
 
+import base64
+import binascii
+import hashlib
 import re
+from pathlib import Path
 
 from infra.node.attempts.log_tail import printable
 from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, HostUnreachable
@@ -14,13 +18,14 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
     (
         r"Host key for (?P<name>\S+) has changed",
         HostKeyMismatch,
-        "its host key has changed. If the host was reinstalled, remove the old key with `ssh-keygen -R '{name}'` "
-        "(add -f FILE if cluster.known_hosts is set) and add the new one; otherwise the connection may be intercepted",
+        "its host key has changed. Check that its name or address still leads to this host. If the host was reinstalled, "
+        "remove the old key with `ssh-keygen -R '{name}'` (add -f FILE if cluster.known_hosts is set) and add the new "
+        "one; otherwise the connection may be intercepted",
     ),
     (
         r"No \S+ host key is known for (?P<name>\S+)|Host key verification failed",
         HostKeyMismatch,
-        "its host key is unknown. Verify the fingerprint, then add the key with "
+        "its host key is unknown. Check that the name leads to this host, verify the fingerprint, then add the key with "
         "`ssh-keyscan {scan} >> ~/.ssh/known_hosts` (or to cluster.known_hosts)",
     ),
     (
@@ -57,8 +62,16 @@ _BROKEN = (
 
 def failure_of_ssh(host: str, stderr: bytes) -> HostError:
     """Return the error for an ssh process that ended with exit code 255 and wrote ``stderr``."""
+    text = stderr.decode("utf-8", "replace")
+    if other := _host_with_this_key(text):
+        return HostKeyMismatch(
+            f"{host}: the machine that answers has the host key of {other}, so the name {host} leads to another host. "
+            "Correct its address in the hostfile, in DNS or in ssh's configuration; the known keys are right. "
+            f"ssh said: {last_lines(stderr)}",
+            [host],
+        )
     for pattern, kind, remedy in _FAILURES:
-        if match := re.search(pattern, stderr.decode("utf-8", "replace")):
+        if match := re.search(pattern, text):
             name = match.groupdict().get("name") or host  # as in known_hosts: [host]:port if the port is not 22
             at = re.fullmatch(r"\[.+\]:(\d+)", name)
             scan = f"-p {at[1]} {host}" if at else host
@@ -66,6 +79,32 @@ def failure_of_ssh(host: str, stderr: bytes) -> HostError:
                 f"{host}: {remedy.format(host=host, name=name, scan=scan)}. ssh said: {last_lines(stderr)}", [host]
             )
     return HostUnreachable(f"{host}: {_BROKEN}. ssh said: {last_lines(stderr)}", [host])
+
+
+def _host_with_this_key(text: str) -> str:
+    """The known host whose key was sent by a machine that ssh refused; empty if no host is known by that key."""
+    sent = re.search(r"key sent by the remote host is\s+SHA256:(\S+?)\.?\s", text)
+    file = re.search(r"^Offending .*key in (.+):\d+\s*$", text, re.MULTILINE)
+    if not sent or not file:
+        return ""
+    try:
+        lines = Path(file[1]).read_text("utf-8", errors="replace").splitlines()
+    except OSError:  # ssh has already reported the mismatch, which remains the error
+        return ""
+    for line in lines:
+        words = line.split()
+        if len(words) >= 3 and not words[0].startswith(("#", "@")) and _fingerprint(words[2]) == sent[1]:
+            return "another known host" if words[0].startswith("|") else printable(words[0])
+    return ""
+
+
+def _fingerprint(key: str) -> str:
+    """The SHA-256 of a public key as ssh prints it; empty if the key is not base64."""
+    try:
+        digest = hashlib.sha256(base64.b64decode(key, validate=True)).digest()
+    except binascii.Error:
+        return ""
+    return base64.b64encode(digest).decode("ascii").rstrip("=")
 
 
 def last_lines(stderr: bytes, most: int = 3) -> str:

@@ -106,6 +106,17 @@ def test_a_changed_host_key_is_refused_with_the_command_that_removes_the_old_one
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_name_that_leads_to_another_known_host_is_refused_and_no_key_is_to_be_removed(
+    sshd: Sshd, tmp_path: Path
+) -> None:
+    ssh = sshd(known="another")
+    with open(tmp_path / "known_hosts", "a") as known_hosts:
+        known_hosts.write(f"node2 {(tmp_path / 'host.pub').read_text()}")
+    with pytest.raises(HostKeyMismatch, match=f"^{HERE}: the machine that answers has the host key of node2") as raised:
+        run(ssh, HERE, ["true"], deadline_seconds=60)
+    assert "ssh-keygen -R" not in str(raised.value)
+
+
 def test_an_unknown_host_key_is_refused_with_the_command_that_adds_it(sshd: Sshd) -> None:
     with pytest.raises(HostKeyMismatch, match=r"`ssh-keyscan -p \d+ 127\.0\.0\.1 >> ~/\.ssh/known_hosts`"):
         run(sshd(known=None), HERE, ["true"], deadline_seconds=60)
