@@ -10,6 +10,7 @@ from pathlib import Path
 
 from t5train.errors import SpecError, StorageError
 from t5train.files.atomic import try_writing
+from t5train.files.os_errors import reason
 
 _GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -85,7 +86,7 @@ def _nearest(root: Path) -> Path:
 
 
 def _not_writable(root: Path, error: OSError) -> StorageError:
-    return StorageError(f"{root} cannot be written: {error.strerror}; choose another root (--root or --out)")
+    return StorageError(f"{root} cannot be written: {reason(error, root)} (--root or --out)")
 
 
 def quantity(number: int, noun: str) -> str:

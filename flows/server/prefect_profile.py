@@ -11,6 +11,7 @@ from typing import Any
 
 from t5train.errors import InputError, StorageError
 from t5train.files import atomic
+from t5train.files.os_errors import reason
 
 NAME = "t5-pretrain"
 CHOOSING = ("PREFECT_PROFILE", "PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
@@ -79,9 +80,7 @@ class UserProfiles:
             with atomic.replacing(self.path.resolve(), mode=0o600) as file:  # keeps a symbolic link
                 file.write(text.encode("utf-8"))
         except OSError as error:
-            raise StorageError(
-                f"{self.path} cannot be written: {error.strerror}. Fix its permissions, or free some disk space"
-            ) from error
+            raise StorageError(f"{self.path} cannot be written: {reason(error, self.path)}") from error
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:

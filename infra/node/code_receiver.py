@@ -6,6 +6,7 @@ whether ``{place}/code/{digest}`` now contains the whole bundle. If the code the
 Standard library only, and no imports from this project.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -151,10 +152,9 @@ def main() -> None:
     try:
         held = Held(hold(delivery.user, Path(delivery.place), delivery.digest, content))
     except OSError as error:
-        sys.exit(
-            f"the head's code cannot be stored in {delivery.place}: {error}. Free some disk space there, or repair "
-            "the permissions of that folder"
-        )
+        is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        remedy = "Free space or inodes there" if is_full else "Check its permissions, and `dmesg` for a disk error"
+        sys.exit(f"the head's code cannot be stored in {delivery.place}: {error}. {remedy}")
     sys.stdout.write(json.dumps({Held.__name__: asdict(held)}) + "\n")
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from t5train.errors import StorageError
 from t5train.files.confined import confined
 from t5train.files.locks import private_folder
+from t5train.files.os_errors import reason
 from t5train.files.run_folder import CHECKPOINTS, RUNS, SET_ASIDE
 
 PARENT = Path("/var/tmp")  # noqa: S108 - survives a reboot, is on a disk, and exists on every machine
@@ -100,7 +101,7 @@ def scratch_folder(chosen: Path | None) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
-        raise StorageError(f"{folder} cannot be created: {error.strerror}. Choose another storage.scratch") from error
+        raise StorageError(f"{folder} (storage.scratch) cannot be created: {reason(error, folder)}") from error
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise StorageError(
             f"{folder} belongs to user {found.st_uid} and has mode {stat.filemode(found.st_mode)}, but storage.scratch "

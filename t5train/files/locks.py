@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from t5train.errors import StorageError
+from t5train.files.os_errors import reason
 
 
 def private_folder(folder: Path) -> Path:
@@ -25,10 +26,7 @@ def private_folder(folder: Path) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise StorageError(
-            f"{folder} cannot be created: {error.strerror}; free some space, fix its permissions, or choose another "
-            "folder"
-        ) from error
+        raise StorageError(f"{folder} cannot be created: {reason(error, folder)}") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise StorageError(
             f"{folder} is not a folder that only user {os.getuid()} can access (its owner is {found.st_uid}, its mode "

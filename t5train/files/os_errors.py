@@ -20,6 +20,10 @@ _DISK_FAILED = frozenset({errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, err
 _PERMISSION = (
     "give this user permission (check the folders above, too: `ls -ld` shows their modes), or use another path"
 )
+_NO_INODES = (
+    "its file system has no free inodes, though it may have free space: remove files there (`df -i` and "
+    "`du --inodes` show where they are), or use another folder"
+)
 _REMEDIES = {
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
@@ -46,10 +50,15 @@ _REMEDIES = {
 
 def explain(error: OSError) -> str:
     """Return one line: the path if it is known, the system's message, and the remedy."""
-    said = error.strerror or " ".join(str(error).split()) or type(error).__name__
     path = None if isinstance(error, ConnectionError | TimeoutError) or error.errno is None else path_of(error)
-    remedy = _REMEDIES.get(error.errno or 0)
-    return (f"{path}: {said}" if path else said) + (f"; {remedy}" if remedy else "")
+    return f"{path}: {reason(error, path)}" if path else reason(error)
+
+
+def reason(error: OSError, path: str | PurePath | None = None) -> str:
+    """Return the system's message and the remedy, for a message that names the ``path`` already."""
+    said = error.strerror or " ".join(str(error).split()) or type(error).__name__
+    remedy = _NO_INODES if path and _is_out_of_inodes(error, path) else _REMEDIES.get(error.errno or 0)
+    return f"{said}; {remedy}" if remedy else said
 
 
 def in_one_line(error: BaseException) -> str:
@@ -135,6 +144,17 @@ def cause_of(error: BaseException) -> OSError | None:
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__
     return found
+
+
+def _is_out_of_inodes(error: OSError, path: str | PurePath) -> bool:
+    """Whether the file system is full because it can hold no more files. Some, such as btrfs, count no inodes."""
+    if error.errno != errno.ENOSPC:
+        return False
+    try:
+        found = os.statvfs(PurePath(path).parent)
+    except OSError:  # of several paths, or of one that has vanished: the number of free inodes is unknown
+        return False
+    return found.f_files > 0 and found.f_favail == 0
 
 
 def _text(name: object) -> str:

@@ -18,15 +18,15 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
     (
         r"Host key for (?P<name>\S+) has changed",
         HostKeyMismatch,
-        "its host key has changed. Check that its name or address still leads to this host. If the host was reinstalled, "
+        "its host key has changed. Check that its name still leads to this host. If the host was reinstalled, "
         "remove the old key with `ssh-keygen -R '{name}'` (add -f FILE if cluster.known_hosts is set) and add the new "
         "one; otherwise the connection may be intercepted",
     ),
     (
         r"No \S+ host key is known for (?P<name>\S+)|Host key verification failed",
         HostKeyMismatch,
-        "its host key is unknown. Check that the name leads to this host, verify the fingerprint, then add the key with "
-        "`ssh-keyscan {scan} >> ~/.ssh/known_hosts` (or to cluster.known_hosts)",
+        "its host key is unknown. Check that the name leads to this host and verify the fingerprint, then add the key "
+        "with `ssh-keyscan {scan} >> ~/.ssh/known_hosts` (or to cluster.known_hosts)",
     ),
     (
         "Permission denied|Too many authentication failures",

@@ -119,8 +119,7 @@ def _scratch_shortage(resources: Resources, run_bytes: int) -> str | None:
 
 def _write_error(facts: Facts, requirements: LaunchRequirements) -> str | None:
     if facts.resources.root_error:
-        error = facts.resources.root_error
-        return f"{requirements.root} cannot be written ({error}). Give this user write access, or repair the disk"
+        return f"{requirements.root} cannot be written: {facts.resources.root_error}"
     return None
 
 

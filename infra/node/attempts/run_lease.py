@@ -19,6 +19,7 @@ from infra.node.attempts.attempt import now, shown_time
 from infra.node.processes import boot_id
 from t5train.errors import RunLocked, StorageError
 from t5train.files.locks import is_network_file_system
+from t5train.files.os_errors import reason
 
 HOLDER = "holder.json"
 LEASE_SECONDS = 30.0
@@ -101,8 +102,7 @@ class RunLease:
             self._write(os.O_CREAT)
         except OSError as error:
             raise StorageError(
-                f"{run_folder / HOLDER} cannot be written: {error.strerror}. Free some disk space, or repair the "
-                "permissions of the file"
+                f"{run_folder / HOLDER} cannot be written: {reason(error, run_folder / HOLDER)}"
             ) from error
         self._settle()
         self._closed = threading.Event()

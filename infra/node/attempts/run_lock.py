@@ -19,6 +19,7 @@ from infra.node.attempts.attempt import is_saving, living_processes
 from infra.node.attempts.run_lease import RunLease
 from t5train.errors import RunLocked, StorageError
 from t5train.files.locks import flock, is_locked, try_lock
+from t5train.files.os_errors import reason
 
 _LOCK, _RANKS_LOCK = "lock", "ranks.lock"
 _MOMENT_SECONDS = 0.5  # a process that checks who holds the lock takes it, shared, for an instant
@@ -90,7 +91,7 @@ def _make(run_folder: Path) -> None:
         run_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = run_folder.stat()
     except OSError as error:
-        raise StorageError(f"{run_folder} cannot be created: {error.strerror}; choose another root (--root)") from error
+        raise StorageError(f"{run_folder} cannot be created: {reason(error, run_folder)} (--root)") from error
     if found.st_uid != os.getuid() or found.st_mode & 0o022:  # DeepSpeed unpickles files in this folder
         raise StorageError(
             f"{run_folder} belongs to user {found.st_uid} and has mode {stat.filemode(found.st_mode)}, but only user "
@@ -104,7 +105,7 @@ def _opened(path: Path) -> Iterator[int]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise StorageError(f"{path} cannot be opened: {error.strerror}; repair its permissions") from error
+        raise StorageError(f"{path} cannot be opened: {reason(error, path)}") from error
     try:
         yield descriptor
     finally:

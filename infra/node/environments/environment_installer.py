@@ -5,6 +5,7 @@ each is already here; their bytes follow on stdin. ``Working`` says what happens
 or ``Refused``. If stdin ends before that, the head has ended, and so does the installation.
 """
 
+import errno
 import json
 import os
 import re
@@ -127,8 +128,9 @@ def main() -> None:
     except Refusal as refusal:
         reply(Refused(str(refusal)))
     except OSError as error:
-        remedy = "Free some space or repair its permissions, then repeat"
-        reply(Refused(f"{error.filename or fields['into']}: {error.strerror or error}. {remedy}"))
+        is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        remedy = "Free space or inodes there" if is_full else "Check its permissions, and `dmesg` for a disk error"
+        reply(Refused(f"{error.filename or fields['into']}: {error.strerror or error}. {remedy}, then repeat"))
     else:
         reply(Ended(is_new))
 

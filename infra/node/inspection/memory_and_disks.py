@@ -16,6 +16,7 @@ from infra.node.storage.disk_usage import staged_paths, users
 from infra.node.storage.garbage import size_of
 from t5train.errors import StorageError
 from t5train.files.atomic import try_writing
+from t5train.files.os_errors import reason
 from t5train.host_resources import host_memory_bytes
 
 _MARK = ".mark"
@@ -53,8 +54,8 @@ def _node_folder() -> tuple[str, str]:
         folder = node_folder()
     except StorageError as error:
         return "", str(error)
-    reason = _write_error(folder)
-    return str(folder), f"{folder} cannot be written ({reason}). Free some space, or repair the disk" if reason else ""
+    why = _write_error(folder)
+    return str(folder), f"{folder} cannot be written: {why}" if why else ""
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ class _Scratch:
         """Create it if it does not exist, and check whether it can be written."""
         try:
             folder = scratch_folder(chosen)
-            reason = _write_error(folder)
-            mark = "" if reason else _mark(folder / _MARK)
+            why = _write_error(folder)
+            mark = "" if why else _mark(folder / _MARK)
         except StorageError as error:
             return cls(error=str(error))
-        remedy = f"{folder} cannot be written ({reason}). Free some disk space there, or choose another storage.scratch"
-        return cls(str(folder), mark, remedy if reason else "", _yielding_bytes(folder, run_name))
+        unwritable = f"{folder} (storage.scratch) cannot be written: {why}" if why else ""
+        return cls(str(folder), mark, unwritable, _yielding_bytes(folder, run_name))
 
 
 def _yielding_bytes(scratch: Path, run_name: str | None) -> int:
@@ -106,11 +107,11 @@ def _read(path: Path) -> str | None:
 
 
 def _write_error(folder: Path) -> str:
-    """Why a folder cannot be written; empty if it can."""
+    """Why a folder cannot be written, and the remedy; empty if it can."""
     try:
         try_writing(folder)
     except OSError as error:
-        return str(error.strerror)
+        return reason(error, folder / "a file")
     return ""
 
 

@@ -3,7 +3,6 @@
 Standard library only, as nodes import it.
 """
 
-import errno
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
@@ -15,10 +14,9 @@ from infra.node.node_folders import within
 from infra.node.storage.file_channel import Content, Refused, Source, Wanted, Watcher
 from t5train.errors import DigestMismatch, StorageError, Unreadable
 from t5train.files.atomic import sync_folder
+from t5train.files.os_errors import reason
 from t5train.files.presence import ABSENT, file_size, reading
 from t5train.files.set_aside import set_aside
-
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def listed(folder: Path, names: Iterable[str]) -> list[Wanted]:
@@ -90,8 +88,7 @@ def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher, kee
         except OSError as error:
             if isinstance(error, ConnectionError):
                 raise
-            remedy = "Free some disk space" if error.errno in _DISK_FULL else "Check the disk and the permissions"
-            raise StorageError(f"{path} cannot be written: {error.strerror}. {remedy}, then start again") from error
+            raise StorageError(f"{path} cannot be written: {reason(error, path)}. Then start again") from error
         partial.unlink(missing_ok=True)
         if last:
             raise DigestMismatch(

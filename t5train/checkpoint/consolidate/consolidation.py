@@ -21,7 +21,7 @@ from t5train.checkpoint.consolidate.tensor_writer import write_tensors
 from t5train.checkpoint.tags import files_of
 from t5train.errors import RecordError, StorageError
 from t5train.files.atomic import partial_folder, rename_aside, sync_folder
-from t5train.files.os_errors import explain
+from t5train.files.os_errors import explain, reason
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, SafetensorsDigest
 from t5train.records.identity import fingerprint
@@ -40,7 +40,7 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{out.parent} cannot be created: {error.strerror}; choose another folder") from error
+        raise StorageError(f"{out.parent} cannot be created: {reason(error, out.parent)}") from error
     try:
         free = shutil.disk_usage(out.parent).free
         if free < size + _SPARE_BYTES:

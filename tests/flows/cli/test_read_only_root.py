@@ -18,26 +18,30 @@ pytestmark = pytest.mark.skipif(
     bool(BOUND) and shutil.which("setpriv") is None, reason="root, and no setpriv to be less than root"
 )
 
+DENIED = (
+    "Permission denied; give this user permission (check the folders above, too: `ls -ld` shows their modes), or use "
+    "another path"
+)
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (
             ["run", "smoke", "--root", "closed"],
-            " cannot be written: Permission denied; choose another root (--root or --out)",
+            f" cannot be written: {DENIED} (--root or --out)",
         ),
         (
             ["run", "smoke", "--root", "closed/root"],
-            "/root cannot be written: Permission denied; choose another root (--root or --out)",
+            f"/root cannot be written: {DENIED} (--root or --out)",
         ),
         (
             ["corpus", "smoke", "--root", "closed"],
-            " cannot be written: Permission denied; choose another root (--root or --out)",
+            f" cannot be written: {DENIED} (--root or --out)",
         ),
         (
             ["up", "--root", "closed", "--port", str(free_port())],
-            "/prefect cannot be created: Permission denied; free some space, fix its permissions, or choose another "
-            "folder",
+            f"/prefect cannot be created: {DENIED}",
         ),
     ],
 )
@@ -55,8 +59,14 @@ def test_a_read_only_root_is_reported_in_one_line_before_any_work(
     assert list(closed.iterdir()) == []
 
 
-@pytest.mark.parametrize(("closed", "verb"), [("prefect", "written"), ("runs", "created")])
-def test_a_read_only_folder_under_the_root_is_named(tmp_path: Path, closed: str, verb: str) -> None:
+@pytest.mark.parametrize(
+    ("closed", "verb", "remedy"),
+    [
+        ("prefect", "written", "Permission denied; choose another root (--root)"),
+        ("runs", "created", f"{DENIED} (--root)"),
+    ],
+)
+def test_a_read_only_folder_under_the_root_is_named(tmp_path: Path, closed: str, verb: str, remedy: str) -> None:
     (tmp_path / closed).mkdir(mode=0o500)
     command = [*BOUND, sys.executable, "-c", PROGRAM, "run", "smoke", "--root", str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
@@ -64,5 +74,5 @@ def test_a_read_only_folder_under_the_root_is_named(tmp_path: Path, closed: str,
     assert result.returncode in {2, 4, 5}
     last = result.stderr.splitlines()[-1]
     assert last.startswith(f"error: {tmp_path / closed}")
-    assert last.endswith(f" cannot be {verb}: Permission denied; choose another root (--root)")
+    assert last.endswith(f" cannot be {verb}: {remedy}")
     assert "Traceback" not in result.stderr

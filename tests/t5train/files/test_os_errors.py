@@ -1,5 +1,8 @@
 """Real errors of the operating system are reported in one line that names the path and the remedy."""
 
+import errno
+import os
+import re
 import resource
 import shutil
 import socket
@@ -10,8 +13,9 @@ import pytest
 
 from t5train.errors import DigestMismatch, StorageError
 from t5train.files.atomic import remove_folder, write_text
-from t5train.files.os_errors import as_storage_errors, cause_of, explain, in_one_line, library_errors, naming
+from t5train.files.os_errors import as_storage_errors, cause_of, explain, in_one_line, library_errors, naming, reason
 from t5train.records.digests import digest_file, digest_safetensors
+from tests.support.small_disk import run_with_disk
 
 
 def _read_bad_sector(_: Path) -> None:
@@ -82,6 +86,21 @@ def test_an_error_is_reported_with_path_and_remedy(
     cause = cause_of(caught.value)
     assert cause is not None
     assert explain(cause) == line
+
+
+def test_a_file_system_without_free_inodes_is_told_apart_from_a_full_one(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from t5train.files.os_errors import explain\n"
+        "try:\n    [(Path(sys.argv[1]) / str(n)).touch() for n in range(99)]\n"
+        "except OSError as error:\n    print(explain(error))"
+    )
+    result = run_with_disk(tmp_path, "1m,nr_inodes=9", program, str(tmp_path))
+    assert re.match(f"{tmp_path}/\\d+: No space left on device; its file system has no free inodes", result.stdout)
+
+
+def test_the_remedy_for_a_disk_that_fails_is_not_to_free_space(tmp_path: Path) -> None:
+    for number in (errno.EIO, errno.EROFS):
+        assert "free" not in reason(OSError(number, os.strerror(number)), tmp_path)
 
 
 def test_a_file_that_cannot_be_replaced_is_named_instead_of_its_temporary_file(tmp_path: Path) -> None:

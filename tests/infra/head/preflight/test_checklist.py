@@ -145,8 +145,8 @@ FAULTS: list[tuple[str, str, Change, str]] = [
     (
         "root",
         "node3",
-        with_("resources", root_error="Read-only file system"),
-        "node3: /shared/t5 cannot be written (Read-only",
+        with_("resources", root_error="Read-only file system; check `dmesg`"),
+        "node3: /shared/t5 cannot be written: Read-only file system; check `dmesg`",
     ),
     (
         "disks",

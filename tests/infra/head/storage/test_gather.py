@@ -189,7 +189,7 @@ def test_a_full_disk_keeps_the_partial_file_and_the_transfer_resumes_from_it(tmp
     (tmp_path / "f").write_bytes(content)
     (tiny_disk / "ballast").write_bytes(bytes(700_000))
     wanted = [Wanted.of("f", digest(content))]
-    with pytest.raises(StorageError, match=r"f cannot be written: No space left on device\. Free some disk space"):
+    with pytest.raises(StorageError, match=r"f cannot be written: No space left on device; free some space there"):
         pull(files_in(tmp_path), wanted, tiny_disk, Watcher())
     received = partial_path(tiny_disk / "f").stat().st_size
     (tiny_disk / "ballast").unlink()

@@ -97,7 +97,7 @@ def test_the_rendezvous_port_is_checked_or_a_free_one_is_chosen(question: Questi
 def test_a_missing_root_is_reported(question: Question, tmp_path: Path) -> None:
     gone = Question(tmp_path / "gone", tmp_path / "gone" / "nonce", accelerator="cpu")
     resources = collect_facts(gone).resources
-    assert (resources.nonce, resources.root_error) == (None, "No such file or directory")
+    assert (resources.nonce, resources.root_error) == (None, "No such file or directory; check the path")
 
 
 def test_the_holder_of_an_accelerator_lock_is_reported_only_while_it_is_held(tmp_path: Path) -> None:
