@@ -1,6 +1,7 @@
 """After Ctrl-C or SIGTERM, the last lines name the checkpoint and the command that continues the run."""
 
 import logging
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -108,3 +109,17 @@ def test_an_interrupted_copy_names_the_command_that_continues_it(
         monkeypatch.setattr(stage_commands, name, interrupted)
     assert t5_pretrain(*words) == 130
     assert capsys.readouterr().err.endswith(f"to continue: {continued}\ninterrupted\n")
+
+
+def test_an_interruption_while_the_commands_are_imported_ends_the_process_without_a_traceback() -> None:
+    program = (
+        "import os, signal, sys; from flows.cli import main\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'flows.cli.options':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "main()"
+    )
+    result = subprocess.run([sys.executable, "-c", program, "recipes"], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
