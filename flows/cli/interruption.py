@@ -30,7 +30,7 @@ def explaining_interruption(run_folder: Path, num_steps: int) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception):  # a signal, not a failure
             complain(_saved(run_folder, num_steps))
-            complain(f"to continue: {_command(sys.argv[1:])}")
+            complain(f"to continue: {typed_command()}")
         raise
 
 
@@ -41,9 +41,8 @@ def naming_command_to_continue() -> Iterator[None]:
         yield
     except BaseException as error:
         if not isinstance(error, Exception):
-            words = sys.argv[1:]
-            is_printable = words == [redacted(word) for word in words]
-            complain(f"to continue: {_command(words) if is_printable else 'repeat the same command'}")
+            is_printable = all(word == redacted(word) for word in sys.argv[1:])
+            complain(f"to continue: {typed_command() if is_printable else 'repeat the same command'}")
         raise
 
 
@@ -73,7 +72,7 @@ def _saved(run_folder: Path, num_steps: int) -> str:
     return f"training resumes after step {step:,}, from {run_folder / CHECKPOINTS / tag_of(step)}"
 
 
-def _command(arguments: list[str]) -> str:
-    """Return this command as it was typed, without the option that would give up the checkpoint."""
+def typed_command(*added: str) -> str:
+    """Return this command as it was typed with ``added`` words, but without the option that gives up the checkpoint."""
     program = sys.argv[0] if Path(sys.argv[0]).name == PROGRAM and shutil.which(PROGRAM) is None else PROGRAM
-    return shlex.join([program, *(each for each in arguments if each != _BEGIN_AGAIN)])
+    return shlex.join([program, *(each for each in sys.argv[1:] if each != _BEGIN_AGAIN), *added])

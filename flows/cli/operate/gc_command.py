@@ -6,6 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from flows.cli.interruption import typed_command
 from flows.cli.options import (
     HostfileOption,
     IncludeOption,
@@ -133,4 +134,4 @@ def _facts(found: Mapping[str, Iterable[Garbage]], freed: Mapping[str, Iterable[
 def _summary(size_bytes: int) -> str:
     if not size_bytes:
         return "no unneeded files found"
-    return f"{format_bytes(size_bytes)} of files that no run needs: remove them with `t5-pretrain gc --free`"
+    return f"{format_bytes(size_bytes)} of files that no run needs: remove them with `{typed_command('--free')}`"

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 from t5train.errors import InputError
@@ -22,11 +23,13 @@ def find_run(root: Path, named: str) -> Path:
     if not is_folder(folder):
         names = [path.name for path in visible_in(folder.parent) if is_folder(path)]
         raise InputError(
-            f"there is no run {folder.name!r} in {folder.parent}{nearest(folder.name, names)}. `t5-pretrain status "
-            f"--root {root_of_run(folder)}` lists the runs; --root names another folder"
+            f"there is no run {folder.name!r} in {folder.parent}{nearest(folder.name, names)}. "
+            f"{_status(root_of_run(folder))} lists the runs; --root names another folder"
         )
     if not _is_run(folder):
-        raise InputError(f"{folder} is not the folder of a run: it has no {RUN}. `t5-pretrain status` lists the runs")
+        raise InputError(
+            f"{folder} is not the folder of a run: it has no {RUN}. {_status(root_of_run(folder))} lists the runs"
+        )
     return folder
 
 
@@ -39,9 +42,13 @@ def folder_of_run(root: Path, named: str) -> Path:
     if not is_path or folder.parent.name != RUNS or not re.fullmatch(RUN_NAME_PATTERN, folder.name):
         raise InputError(
             f"{named!r} is neither the name of a run nor the path of its folder, which is {root / RUNS}/NAME. "
-            "`t5-pretrain status` lists the names"
+            f"{_status(root)} lists the names"
         )
     return folder
+
+
+def _status(root: Path) -> str:
+    return f"`t5-pretrain status --root {shlex.quote(str(root))}`"
 
 
 def run_of_result(path: Path) -> Path | None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 
 from infra.head.hosts.node_client import Nodes
 from infra.head.storage.checkpoint_inventory import prunable
@@ -162,7 +163,7 @@ def garbage_under(root: Path) -> Iterator[Garbage]:
         yield Garbage(str(hidden.relative_to(root)), size_of(hidden), "left by an interrupted removal")
     for hidden in _deleted(root, removing):
         run_name = hidden.name.removeprefix(".").rpartition(".")[0]
-        why = f"kept: the removal was interrupted; finish it with `t5-pretrain rm {run_name}`"
+        why = f"kept: the removal was interrupted; finish it with `t5-pretrain rm {run_name} --root {quote(str(root))}`"
         yield Garbage(str(hidden.relative_to(root)), size_of(hidden), why, is_kept=True)
 
 

@@ -28,12 +28,13 @@ def checkpoints(tmp_path: Path) -> Path:
 def test_gc_lists_what_no_run_needs_and_removes_it_only_with_free(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], checkpoints: Path
 ) -> None:
-    assert t5_pretrain("gc") == 0
+    options = ("--root", "work", "--set", "cluster.lease_seconds=30")
+    assert t5_pretrain("gc", *options) == 0
     _, row, last = capsys.readouterr().out.splitlines()
     what = "runs/mine/checkpoints/step-00000004"
     assert row.split("\t") == ["this machine", what, "2.5 MB", "an incomplete checkpoint"]
-    assert last == "2.5 MB of files that no run needs: remove them with `t5-pretrain gc --free`"
-    assert t5_pretrain("gc", "--free") == 0
+    assert last == f"2.5 MB of files that no run needs: remove them with `t5-pretrain gc {' '.join(options)} --free`"
+    assert t5_pretrain("gc", *options, "--free") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 removed"
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000008"]
     assert t5_pretrain("gc") == 0
