@@ -13,6 +13,7 @@ from infra.node.attempts.log_tail import shown_lines
 from infra.node.attempts.rank_environment import redact
 from infra.node.attempts.shared_memory import REMEDY, SEGMENTS, FreeSpace
 from infra.node.attempts.watchdog import STOP_REQUESTED
+from infra.node.node_folders import attempt_folder
 from t5train.errors import (
     CollectiveTimeout,
     DiskFailed,
@@ -186,9 +187,19 @@ def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
             return _on_its_host(this, rank, num_ranks, error)
     if (found := _first_failure(this, num_ranks, reported.keys())) is None:
         return next(iter(reported.values()), None) or _launcher_failure(this, num_ranks)
-    kind, what, log, hosts = found
-    text = f"{what}. The output of the rank in attempt {this.folder.name} is in {log}, and ends:\n{redact(tail(log))}"
-    return kind(text, hosts)
+    kind, what, rank, hosts = found
+    return kind(f"{what}. {_output_of(this, rank)}", hosts)
+
+
+def _output_of(this: Attempt, rank: int) -> str:
+    """Where the output of a rank that was started is, and how it ends."""
+    log = this.log(rank_name(rank))
+    output = f"The output of the rank in attempt {this.folder.name}"
+    if log.exists():
+        return f"{output} is in {log}, and ends:\n{redact(tail(log))}"
+    host = "".join(f" of {host}" for host in _host_of(this, rank))
+    place = attempt_folder(this.run_id) if this.hosts is not None else this.folder
+    return f"{output} could not be collected: look for {log.name} in the folder {place}{host}"
 
 
 def _of_guards(this: Attempt, num_ranks: int) -> dict[int, T5TrainError]:
@@ -206,11 +217,11 @@ def _on_its_host(this: Attempt, rank: int, num_ranks: int, error: T5TrainError) 
     return type(error)(f"{_who(this, rank, num_ranks, None)}: {error}{remedy}", hosts)
 
 
-_Found = tuple[type[T5TrainError], str, Path, list[str]]
+_Found = tuple[type[T5TrainError], str, int, list[str]]
 
 
 def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) -> _Found | None:
-    """Find the failure that caused the others: the class of its error, what happened, the log, and the hosts to blame.
+    """Find the failure that caused the others: the class of its error, what happened, the rank, and the hosts to blame.
 
     Ranks that are ``explained`` are not considered. A killed guard comes first, since it explains all other failures;
     otherwise, the earliest of the failures with the fewest ``hops``. Returns None if no rank failed by itself: all were
@@ -225,9 +236,9 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
             except OSError as error:
                 reason = of_rank(error)
                 what = f"{who} ended, but its exit record was not written: {reason}"
-                return type(reason), what, this.log(rank_name(rank)), []
+                return type(reason), what, rank, []
             what = f"{who} was killed together with its guard, which watches it. Check `dmesg` for the OOM killer"
-            return RankKilled, what, this.log(rank_name(rank)), _host_of(this, rank)
+            return RankKilled, what, rank, _host_of(this, rank)
     failed = [
         (_diagnosis(this, record), record, rank)
         for rank, record in records.items()
@@ -239,7 +250,7 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
     what = f"{_who(this, rank, num_ranks, record)} {record}"
     # With more hops, another host is at fault, and it is not known which.
     blamed = _host_of(this, rank) if diagnosis.hops == 0 else []
-    return diagnosis.kind, f"{what}: {diagnosis.advice}" if diagnosis.advice else what, this.log(record.name), blamed
+    return diagnosis.kind, f"{what}: {diagnosis.advice}" if diagnosis.advice else what, rank, blamed
 
 
 def _diagnosis(this: Attempt, record: ExitRecord) -> Diagnosis:
@@ -262,12 +273,19 @@ def _launcher_failure(this: Attempt, num_ranks: int) -> LaunchError:
     record = this.exit_record(LAUNCHER)
     how = "was killed together with its guard, which watches it," if record is None else str(record)
     absent = [rank for rank in range(num_ranks) if not (this.folder / f"{rank_name(rank)}.pid").exists()]
-    which = "" if not absent else f"; {_who(this, absent[0], num_ranks, None)} never started"
+    which = f"; {_who(this, absent[0], num_ranks, None)} {_why_absent(this, absent[0])}" if absent else ""
     log = this.log(LAUNCHER)
     return LaunchError(
         f"DeepSpeed's launcher {how} before its ranks had done their work{which}. The output of the launcher in "
         f"attempt {this.folder.name} is in {log}, and ends:\n{redact(tail(log))}"
     )
+
+
+def _why_absent(this: Attempt, rank: int) -> str:
+    """What is known of a rank whose files are not on the head."""
+    if this.hosts is None or this.exit_record(rank_name(rank)) is not None:
+        return "never started"
+    return "never started, or its files could not be collected from that host"
 
 
 def _is_cause(record: ExitRecord | None, is_over_hosts: bool) -> TypeGuard[ExitRecord]:
@@ -287,5 +305,5 @@ def tail(log: Path, lines_kept: int = _TAIL_LINES) -> str:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
             lines = shown_lines(file.read())
     except FileNotFoundError:
-        return "(no such file: the process never started)"
+        return "  (no such file)"
     return "\n".join(f"  {line}" for line in lines[-lines_kept:]) or "  (nothing)"

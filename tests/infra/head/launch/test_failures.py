@@ -7,6 +7,7 @@ from infra.head.launch.failures import failure_of, tail
 from infra.node.attempts import attempt
 from infra.node.attempts.attempt import Attempt, now, rank_name
 from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.node_folders import attempt_folder
 from infra.node.processes import ProcessIdentity
 from t5train.errors import (
     CollectiveTimeout,
@@ -139,11 +140,18 @@ def test_the_error_of_a_run_over_hosts_names_the_host(tmp_path: Path) -> None:
     this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0, 1), "node2": (0,)})
     ended(this, 2, -9, host="node2")
     assert "rank 2 of 3 on node2 was killed by SIGKILL" in str(failure_of(this, 3))
+    this.log("rank-00002").unlink()
+    folder = attempt_folder(this.run_id)
+    assert str(failure_of(this, 3)).endswith(
+        f"could not be collected: look for rank-00002.log in the folder {folder} of node2"
+    )
     this.write_exit(ExitRecord("launcher", 255, Cause.EXITED, "exited", now(), now()))
     for rank in (0, 1, 2):
         started(this, rank) if rank < 2 else None
         ended(this, rank, -9, Cause.REFUSED)
-    assert "; rank 2 of 3 on node2 never started" in str(failure_of(this, 3))
+    assert "; rank 2 of 3 on node2 never started. The output of the launcher" in str(failure_of(this, 3))
+    (this.folder / "rank-00002.exit.json").unlink()
+    assert "; rank 2 of 3 on node2 never started, or its files could not be collected" in str(failure_of(this, 3))
 
 
 def test_a_launcher_that_was_killed_on_a_host_is_named_before_ranks_that_lost_that_host(tmp_path: Path) -> None:
