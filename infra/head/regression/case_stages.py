@@ -1,7 +1,7 @@
-"""The stages of one repeat of a case: train, consolidate, export and certify, and resuming."""
+"""The stages of one repeat of a case: train, consolidate, export, certify and tokenise, and resuming."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +46,18 @@ def make_data(spec: RunSpec, progress: Progress) -> NightData:
     return NightData(tokenizer, build_shards(spec.shards, spec.corpus, corpus, tokenizer, root, progress))
 
 
+def sharding(spec: RunSpec, data: NightData, progress: Progress) -> Callable[[], None]:
+    """Verify the night's text; return what tokenises it again, and removes the result."""
+    corpus = build_corpus(spec.corpus, spec.storage.root, progress)
+
+    def make() -> None:
+        out = spec.storage.root / "shards" / spec.run_name
+        build_shards(spec.shards, spec.corpus, corpus, data.tokenizer, spec.storage.root, progress, out=out)
+        shutil.rmtree(out)
+
+    return make
+
+
 class TrainedCase(NamedTuple):
     """What one training gave."""
 
@@ -54,6 +66,10 @@ class TrainedCase(NamedTuple):
     steps: list[Values]
     """The metrics of every step."""
     curve: list[Point]
+    save_seconds: list[float]
+    """How long training paused for each checkpoint."""
+    validate_seconds: list[float]
+    """How long it paused for each validation but the last one."""
 
 
 def train_case(spec: RunSpec, data: NightData, progress: Progress) -> TrainedCase:
@@ -66,7 +82,13 @@ def train_case(spec: RunSpec, data: NightData, progress: Progress) -> TrainedCas
         Witness.load(spec.run_folder / WITNESS_FOLDER),
         [line for line in lines if "loss" in line],
         list(_points(lines)),
+        save_seconds=list(_values(lines, "save_seconds")),
+        validate_seconds=list(_values(lines, "validate_seconds")),
     )
+
+
+def _values(lines: list[Values], name: str) -> Iterator[float]:
+    return (value for line in lines if (value := line.get(name)) is not None)
 
 
 def _points(lines: list[Values]) -> Iterator[Point]:
