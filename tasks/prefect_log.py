@@ -110,7 +110,7 @@ def is_stop(message: str) -> bool:
 
 def as_stop(record: logging.LogRecord) -> bool:
     """A log filter that does not let Prefect call it a crash that a run was stopped or cancelled."""
-    if is_stop(said := record.getMessage()):
+    if is_stop(said := str(record.msg)):
         if not said.startswith("Crash detected!"):
             return False  # the final state, after the line that says what was saved
         record.msg, record.args = "Ended by a signal, because the run was stopped or cancelled", None
