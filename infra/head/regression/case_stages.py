@@ -20,7 +20,12 @@ from t5train.regression.night_results import Point
 from t5train.release.certification import certify_in_fresh_process
 from t5train.spec import RunSpec
 
-_IMPORTED = "t5train.checkpoint.consolidate.consolidation", "t5train.release.export"
+_IMPORTED = (
+    *("t5train.checkpoint.consolidate.consolidation", "t5train.release.export"),
+    *("transformers.models.t5.tokenization_t5", "transformers.models.auto.tokenization_auto"),
+    "transformers.generation.configuration_utils",
+    *("matplotlib.style", "matplotlib.figure", "matplotlib.backends.backend_agg"),
+)
 _VALIDATION = {
     "validation_loss": "validation loss",
     "validation_content_loss": "validation loss of masked tokens",
@@ -38,7 +43,7 @@ class NightData(NamedTuple):
 
 def make_data(spec: RunSpec, progress: Progress) -> NightData:
     """Make text, vocabulary and shards under the spec's root."""
-    for module in _IMPORTED:  # otherwise, the first stage that is measured would import torch
+    for module in _IMPORTED:  # otherwise, the first stages that are measured would import them: 12 times an export
         import_module(module)
     root = spec.storage.root
     corpus = build_corpus(spec.corpus, root, progress)
