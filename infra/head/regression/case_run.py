@@ -64,9 +64,16 @@ from t5train.spec import MachinesSpec, RunSpec
 
 PEER_STEPS = 60
 _WARM_UP_STEPS = 5
-_LEAST = {STEP: 0.15, STEP_CPU: 0.15, HOST_MEMORY: 0.10, ACCELERATOR_MEMORY: 0.10}
-_LEAST_OF_STAGES, _LEAST_OF_OTHERS = 0.25, 0.5
-_OTHERS = {SAVING, VALIDATION, PEER}
+_LEAST = {
+    STEP: 0.15,
+    STEP_CPU: 0.15,
+    SAVING: 0.5,
+    VALIDATION: 0.5,
+    PEER: 0.5,
+    HOST_MEMORY: 0.10,
+    ACCELERATOR_MEMORY: 0.10,
+}
+_LEAST_OF_STAGES, _LEAST_OF_WAITS = 0.25, 0.75
 _HASHED_BYTES, _HASHES = 8 << 20, 5
 _ASK_SECONDS = 60.0  # enough to import torch from a slow disk
 _log = logging.getLogger(__name__)
@@ -312,7 +319,7 @@ def _of(steps: Sequence[Values], name: str) -> list[float]:
 
 def _measured(name: str, values: list[float]) -> Measured:
     unit = "bytes" if name in {HOST_MEMORY, ACCELERATOR_MEMORY} else "peer"
-    least = _LEAST_OF_OTHERS if name.endswith(WALL) or name in _OTHERS else _LEAST_OF_STAGES
+    least = _LEAST_OF_WAITS if name.endswith(WALL) else _LEAST_OF_STAGES
     return Measured(unit=unit, minimum=_LEAST.get(name, least), values=values)
 
 
