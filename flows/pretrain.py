@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prefect import Flow, flow
+from prefect import Flow, flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
@@ -13,15 +13,16 @@ from flows import run_parameters
 from flows.workers import run_records
 from flows.workers.run_records import records_folder
 from infra.head.launch.held_run import HeldRun
-from infra.head.launch.start_record import note_cancelled
+from infra.head.launch.start_record import is_cancelled, note_cancelled
 from infra.head.preflight.run_checks import publish_url
+from infra.head.runs.run_state import what_is_saved
 from infra.head.training_run import hold_ready_run
 from t5train.files.os_errors import as_storage_errors
 from t5train.progress import Progress, silent
 from t5train.records.stage_records import Publication
 from t5train.spec import RunSpec
 from tasks import stages
-from tasks.prefect_log import library_log, prepare_run_logs
+from tasks.prefect_log import REPEATED_AT_THE_END, library_log, prepare_run_logs
 from tasks.shown_failures import naming_run_folder, showing_failures
 from tasks.stage_table import StageTable
 from tasks.stage_tasks import (
@@ -87,7 +88,7 @@ def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> F
             deployed_settings=deployed_settings,
         )
         spec = parameters.spec_for_this_machine()
-        with hold_ready_run(spec, held) as run, library_log(), _noting_cancellation():
+        with hold_ready_run(spec, held) as run, library_log(), _explaining_stop(spec), _noting_cancellation():
             return _stages(spec, run, progress, adopt)
 
     return pretrain
@@ -123,6 +124,21 @@ def _while_held(run: HeldRun, progress: Progress) -> Progress:
         progress(what, done, total)
 
     return report
+
+
+@contextmanager
+def _explaining_stop(spec: RunSpec) -> Iterator[None]:
+    """If a signal ends the flow, log whether it was cancelled, what was saved, and how to continue."""
+    try:
+        yield
+    except TerminationSignal as signal:
+        what = "cancelled in Prefect" if is_cancelled(signal) else "stopped (SIGTERM)"
+        saved = what_is_saved(spec.run_folder, spec.optimizer.num_steps)
+        get_run_logger().warning(
+            f"The run was {what}; {saved}. To continue, retry it, or start a run with the same name and settings",
+            extra=REPEATED_AT_THE_END,
+        )
+        raise
 
 
 @contextmanager

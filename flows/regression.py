@@ -52,7 +52,9 @@ def regression(
 
 
 def _state(result: NightResult) -> State[Any]:
-    """Log every finding, and return the final state, whose message is the first one."""
+    """Log every note and finding, and return the final state, whose message is the first finding."""
+    for note in result.notes:
+        get_run_logger().warning("%s", note)
     for finding in result.findings:
         get_run_logger().error("%s", finding.sentence)
     return Completed(message=headline(result)) if result.passed else Failed(message=headline(result))

@@ -49,8 +49,11 @@
     │   │   └── NothingVerifies  a run has checkpoints, and none of them is complete and intact
     │   └── UnknownLayout
     ├── CertificationError       the exported model is not the one that was trained
-    └── PublicationError         a published folder is incomplete, damaged or in the way
-        └── StoreError           an object store refused a request, or did not answer
+    ├── PublicationError         a published folder is incomplete, damaged or in the way
+    │   └── StoreError           an object store refused a request, or did not answer
+    └── RegressionError          a night of the regression cannot be shown or accepted, or its files are damaged
+        ├── RegressionUsage      a case, a night or another argument of the regression is not valid
+        └── RegressionRunning    another night is running under the same root
 
 A message names the value, the constraint it breaks and the remedy. ``retryable`` says whether retrying can
 help; an error in a spec or an input stays an error.
@@ -72,8 +75,8 @@ class T5TrainError(Exception):
     """Base class of all deliberate errors; the message can be shown to a user unchanged."""
 
     retryable: ClassVar[bool] = False
-    exit_code: ClassVar[int] = 1
-    """Exit code of the command that ends with this error."""
+    exit_code: ClassVar[int] = 70
+    """Exit code of the command that ends with this error. Never 1, which says that a check found something."""
 
     def __init__(self, message: str, hosts: Iterable[str] = ()) -> None:
         """``hosts`` are the hosts that the error is about, if they are known."""
@@ -341,7 +344,21 @@ class StoreError(PublicationError):
 
 
 class RegressionError(T5TrainError):
-    """A night of the regression cannot be run, or there is none to show or accept."""
+    """A night of the regression cannot be run, there is none to show or accept, or its files are damaged."""
+
+    exit_code = 4
+
+
+class RegressionUsage(RegressionError):
+    """A case, a night or another argument of the regression is not valid."""
+
+    exit_code = 2
+
+
+class RegressionRunning(RegressionError):
+    """Another night is running under the same root."""
+
+    exit_code = 6
 
 
 def error_of(name: str, message: str) -> T5TrainError:

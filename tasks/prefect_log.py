@@ -1,6 +1,7 @@
 """Forwards the library's log lines to Prefect's log of the run, and shortens what a terminal shows of that log."""
 
 import logging
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ BURST_LINES = 20.0
 
 _TASK_RUNS = "prefect.task_runs"
 _TRACEBACKS = logging.Formatter()
+_STOP = re.compile("Execution was aborted by an? (interrupt|termination) signal")
 RunLogger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
@@ -101,6 +103,21 @@ def as_encodable(record: logging.LogRecord) -> bool:
     return True
 
 
+def is_stop(message: str) -> bool:
+    """Return whether Prefect says in these words that Ctrl-C or SIGTERM ended a run. It calls this a crash."""
+    return bool(_STOP.search(message))
+
+
+def as_stop(record: logging.LogRecord) -> bool:
+    """A log filter that does not let Prefect call it a crash that a run was stopped or cancelled."""
+    if is_stop(said := str(record.msg)):
+        if not said.startswith("Crash detected!"):
+            return False  # the final state, after the line that says what was saved
+        record.msg, record.args = "Ended by a signal, because the run was stopped or cancelled", None
+        record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
+    return True
+
+
 REPEATED_AT_THE_END = {"is_repeated_at_the_end": True}
 """Marks a log line whose text the program prints again at its end."""
 
@@ -143,5 +160,5 @@ class _BriefFailures(logging.Formatter):
 def prepare_run_logs() -> None:
     """Install the filters on the loggers of Prefect's engine and of runs. Repeated calls have no effect."""
     for name in ("prefect.flow_runs", _TASK_RUNS):
-        for each in (without_traceback, as_encodable):
+        for each in (without_traceback, as_encodable, as_stop):
             logging.getLogger(name).addFilter(each)

@@ -5,6 +5,7 @@ import platform
 import re
 import signal
 import sys
+import traceback
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, NoReturn
 
@@ -105,7 +106,8 @@ def main() -> NoReturn:
     """Run a command.
 
     The exit code is 0 on success, 130 for Ctrl-C, and otherwise that of the kind of error (``t5train.errors``), which
-    is one line on standard error. Wrong usage counts as a wrong setting (2); an error without a kind of its own is 1.
+    is one line on standard error. Wrong usage counts as a wrong setting (2). Any other exception is a bug: a traceback,
+    and the code of an error without a kind, because 1 says that a check found something.
     """
     try:
         code = app(standalone_mode=False)
@@ -118,20 +120,28 @@ def main() -> NoReturn:
         sys.exit(SpecError.exit_code)
     except BaseExceptionGroup as group:
         if group.subgroup(KeyboardInterrupt) is None:
-            raise
+            raise _exit_of_bug(group) from group
         code = _INTERRUPTED  # Ctrl-C while Prefect's client was waiting, which wraps the interrupt
     except KeyboardInterrupt:  # between typer's own handling and the end
         code = _INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone; without this, Python reports another error when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         complain(f"error: {explain(error)}")
         sys.exit(StorageError.exit_code)
+    except Exception as error:
+        raise _exit_of_bug(error) from error
     if code == _INTERRUPTED:  # typer returns it for Ctrl-C
         complain("interrupted")
     sys.exit(code or 0)
+
+
+def _exit_of_bug(error: BaseException) -> SystemExit:
+    """Print the traceback of a bug; return what ends the command."""
+    traceback.print_exception(error)
+    return SystemExit(T5TrainError.exit_code)
 
 
 def _usage(error: Any) -> str:

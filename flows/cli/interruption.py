@@ -11,8 +11,7 @@ from pathlib import Path
 
 from flows.cli.terminal import complain
 from infra.head.launch.start_record import PROGRAM
-from infra.head.runs.run_state import resumable_step
-from t5train.files.run_folder import CHECKPOINTS, tag_of
+from infra.head.runs.run_state import what_is_saved
 from t5train.locations import redacted
 
 _BEGIN_AGAIN = "--begin-again"
@@ -29,7 +28,7 @@ def explaining_interruption(run_folder: Path, num_steps: int) -> Iterator[None]:
             yield
     except BaseException as error:
         if not isinstance(error, Exception):  # a signal, not a failure
-            complain(_saved(run_folder, num_steps))
+            complain(what_is_saved(run_folder, num_steps))
             complain(f"to continue: {typed_command()}")
         raise
 
@@ -61,15 +60,6 @@ def _without_prefects_words() -> Iterator[None]:
 
 def _is_no_crash(record: logging.LogRecord) -> bool:
     return not _CRASH.match(record.getMessage())
-
-
-def _saved(run_folder: Path, num_steps: int) -> str:
-    step = resumable_step(run_folder)
-    if step is None:
-        return "no checkpoint was saved: finished stages are kept, and training begins at step 0"
-    if step == num_steps:
-        return f"training is done, up to step {step:,}; the next start gathers its result"
-    return f"training resumes after step {step:,}, from {run_folder / CHECKPOINTS / tag_of(step)}"
 
 
 def typed_command(*added: str) -> str:

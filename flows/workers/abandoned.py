@@ -7,7 +7,7 @@ machine of the worker that took the run, whose name Prefect keeps with the run.
 import asyncio
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient, get_client
@@ -19,7 +19,7 @@ from prefect.client.schemas.filters import (
     WorkPoolFilter,
     WorkPoolFilterName,
 )
-from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus
+from prefect.client.schemas.objects import FlowRun, State, StateType, WorkerStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed
 
@@ -41,6 +41,7 @@ AWAITING = "AwaitingResume"
 _AWAITING = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[AWAITING])))
 _FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 _WHY = "The process of this run ended before the run did."
+_WHY_CANCELLED = "This run was cancelled, and its process has ended."
 _WHY_NEVER_STARTED = "The worker took this run and did not start it."
 WHY_OFFLINE = "The worker that should start this run is offline."
 """The message of a run that was closed before it was started."""
@@ -55,6 +56,8 @@ class Closed(NamedTuple):
     name: str
     has_deployment: bool
     """Whether a worker can start it again."""
+    is_cancelled: bool = False
+    """Whether it ended because somebody cancelled it."""
 
 
 def close_abandoned_runs() -> list[Closed]:
@@ -112,7 +115,12 @@ def flow_processes() -> dict[UUID, set[ProcessIdentity]]:
 
 
 def closed_line(run: Closed, what: str) -> str:
-    """Return the line that reports a closed run, and how to continue it unless it is resumed automatically."""
+    """Return the line that reports a closed run, and how to continue it unless it is resumed automatically.
+
+    ``what`` happened to it, unless it was cancelled.
+    """
+    if run.is_cancelled:
+        return f"run {run.name!r} was cancelled and is now closed in Prefect"
     start_again = "" if run.has_deployment else "; start the same run again to resume it"
     return f"run {run.name!r} {what} and is now closed in Prefect{start_again}"
 
@@ -189,6 +197,7 @@ async def runs_of_the_pool(client: PrefectClient, *types: StateType) -> list[Flo
 async def close_run(client: PrefectClient, run: FlowRun, why: str = _WHY) -> Closed:
     """Set a run without a living process to Crashed, or to Cancelled if it was being cancelled."""
     is_cancelled, name = run.state_type == StateType.CANCELLING, name_in(run.name)
-    await client.set_flow_run_state(run.id, (Cancelled if is_cancelled else Crashed)(message=why), force=True)
+    state: State[Any] = Cancelled(message=_WHY_CANCELLED) if is_cancelled else Crashed(message=why)
+    await client.set_flow_run_state(run.id, state, force=True)
     await client.set_flow_run_name(run.id, name if is_cancelled else titled(name, why))  # it showed progress
-    return Closed(name, run.deployment_id is not None)
+    return Closed(name, run.deployment_id is not None, is_cancelled)

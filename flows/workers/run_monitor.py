@@ -38,6 +38,7 @@ from flows.workers.run_news import RunNews
 from flows.workers.waiting_runs import WaitingRuns
 from t5train.checkpoint.last_complete import last_complete
 from t5train.errors import T5TrainError
+from tasks.prefect_log import is_stop
 from tasks.run_title import name_in
 
 MOST_RESUMES = 3
@@ -123,15 +124,16 @@ async def _resume_or_give_up(client: PrefectClient, run: FlowRun) -> str | None:
         )
     if resumes > MOST_RESUMES:
         return await _give_up(client, run, f"crashed {resumes} times {_since(tag)}", _REMEDY)
+    what = "was stopped" if is_stop(run.state.message or "") else "crashed"
     since = f"resume {resumes} of at most {MOST_RESUMES} {_since(tag)}"
     await client.update_flow_run_labels(run.id, {RESUMES_LABEL: resumes, CHECKPOINT_LABEL: tag})
     # Due since it was due first, so that it comes before runs that have waited for it.
     due = run.expected_start_time
-    again: State[Any] = Scheduled(name=AWAITING, message=f"It crashed: {since}.", scheduled_time=due)
+    again: State[Any] = Scheduled(name=AWAITING, message=f"It {what}: {since}.", scheduled_time=due)
     answer = await client.set_flow_run_state(run.id, again)
     if answer.status != SetStateStatus.ACCEPT:
-        return f"run {name_in(run.name)!r} crashed, but Prefect refuses to resume it: {answer.details}"
-    return f"run {name_in(run.name)!r} crashed and will be resumed: {since}"
+        return f"run {name_in(run.name)!r} {what}, but Prefect refuses to resume it: {answer.details}"
+    return f"run {name_in(run.name)!r} {what} and will be resumed: {since}"
 
 
 async def _give_up(client: PrefectClient, run: FlowRun, what: str, remedy: str) -> str:

@@ -14,6 +14,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType
 
 from flows.workers.abandoned import OF_THE_POOL, WORKER_LABEL
+from tasks.prefect_log import is_stop
 from tasks.run_title import name_in
 
 _RUNNING = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING])))
@@ -54,5 +55,7 @@ def _line(name: str, state: State, again: str) -> str:
         return f"run {name!r} is running{again}"
     if state.type == StateType.COMPLETED:
         return f"run {name!r} completed"
+    if is_stop(state.message or ""):
+        return f"run {name!r} was stopped by a signal"
     how, why = (state.name or state.type.value).lower(), " ".join((state.message or "").split())
     return f"run {name!r} {how}{f': {why}' if why else ''}"

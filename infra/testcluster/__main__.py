@@ -149,12 +149,12 @@ def rekey(
 
 
 def main() -> None:
-    """Run a command; an error is printed as one line, with exit code 1."""
+    """Run a command; an error is printed as one line, and its kind gives the exit code (``t5train.errors``)."""
     try:
         app()
     except T5TrainError as error:
         typer.echo(f"error: {error}", err=True)
-        sys.exit(1)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

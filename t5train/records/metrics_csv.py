@@ -15,6 +15,7 @@ COLUMNS = (
     *("router_loss", "dropped_tokens"),
     *("validation_loss", "validation_content_loss", "unigram_content_loss", "shuffled_content_loss"),
     *("test_loss", "test_content_loss"),
+    "validate_seconds",
 )
 """The columns, in order. Later versions add new ones at the end only. Tokens of single experts have no column."""
 

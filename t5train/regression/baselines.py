@@ -8,10 +8,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from t5train.errors import RegressionError
+from t5train.errors import RegressionError, RegressionUsage
 from t5train.files.atomic import write_json
 from t5train.files.presence import visible_in
 from t5train.records.identity import fingerprint
+from t5train.regression.machine_key import changed_versions, same_hardware
 from t5train.regression.night_results import CaseResult
 
 FIRST = "the first night of this case on this machine"
@@ -40,12 +41,17 @@ class Baselines:
         return sorted(found, key=lambda baseline: baseline.accepted_at)
 
     def newest(self, case: str, machine: Mapping[str, str]) -> Baseline | None:
-        """Return the newest baseline of a case for a machine; None if there is none."""
-        fitting = [one for one in self.history() if one.result.case == case and one.result.machine == machine]
-        return fitting[-1] if fitting else None
+        """Return the newest baseline of a case on the same hardware; None if there is none.
+
+        One with the same versions is preferred, even to a newer one: after a downgrade, losses can be bit-equal again.
+        """
+        every = [one for one in self.history() if one.result.case == case]
+        fitting = [one for one in every if same_hardware(one.result.machine, machine)]
+        same = [one for one in fitting if not changed_versions(one.result.machine, machine)]
+        return next(reversed(same or fitting), None)
 
     def accept(self, night: str, result: CaseResult, why: str) -> Baseline:
-        """Record a result as the new baseline of its case and machine."""
+        """Record a result as the new baseline of its case, hardware and versions."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         now = datetime.now(UTC)
         baseline = Baseline(
@@ -74,6 +80,6 @@ def _read(path: Path) -> Baseline:
 
 
 def require_reason(why: str) -> None:
-    """Raise RegressionError for an empty reason."""
+    """Raise RegressionUsage for an empty reason."""
     if not why.strip():
-        raise RegressionError("--why is empty: say why the results are the new baseline, such as --why 'torch 2.13'")
+        raise RegressionUsage("--why is empty: say why the results are the new baseline, such as --why 'torch 2.13'")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from t5train.records.identity import fingerprint
 from t5train.regression.baselines import Baseline
+from t5train.regression.machine_key import same_hardware
 from t5train.regression.night_history import Line
 from t5train.regression.regression_findings import STEP, STEP_CPU
 
@@ -18,7 +19,10 @@ _COLOURS = {STEP_CPU: "tab:blue", STEP: "tab:orange"}
 
 
 def history_png(results: "Sequence[CaseResult]", lines: Sequence[Line], accepted: Sequence[Baseline]) -> bytes:
-    """Return a PNG with one plot for each of tonight's cases, of the nights on the same hardware and versions."""
+    """Return a PNG with one plot for each of tonight's cases, of the nights on the same hardware.
+
+    Nights with other versions are shown if a baseline with these versions was accepted.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -33,14 +37,18 @@ def history_png(results: "Sequence[CaseResult]", lines: Sequence[Line], accepted
 
 
 def _draw(axes: Any, result: "CaseResult", lines: Sequence[Line], accepted: Sequence[Baseline]) -> None:
-    machine = fingerprint(result.machine)
-    own = [line for line in lines if line.case == result.case and line.machine == machine][-_SHOWN_NIGHTS:]
+    baselines = [
+        each
+        for each in accepted
+        if each.result.case == result.case and same_hardware(each.result.machine, result.machine)
+    ]
+    machines = {fingerprint(each.machine) for each in (result, *(one.result for one in baselines))}
+    own = [line for line in lines if line.case == result.case and line.machine in machines][-_SHOWN_NIGHTS:]
     for name, colour in _COLOURS.items():
         _draw_quantity(axes, name, colour, own)
     nights = [line.night for line in own]
-    for baseline in accepted:
-        if baseline.result.case == result.case and baseline.result.machine == result.machine:
-            axes.axvline(_position(nights, baseline.night), color="grey", linestyle=":", linewidth=1)
+    for baseline in baselines:
+        axes.axvline(_position(nights, baseline.night), color="grey", linestyle=":", linewidth=1)
     axes.set_title(result.case, fontsize="medium")
     axes.set_ylabel("times the peer's step")
     labelled = range(0, len(nights), 1 + len(nights) // _LABELS)

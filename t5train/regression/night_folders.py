@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from t5train.errors import RegressionError
+from t5train.errors import RegressionError, RegressionRunning, RegressionUsage
 from t5train.files.locks import try_lock
 from t5train.files.presence import visible_in
 from t5train.regression.baselines import Baselines
@@ -36,13 +36,13 @@ class RegressionFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock. Raises RegressionError if another process holds it."""
+        """Hold the lock. Raises RegressionRunning if another process holds it."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = self.path / "lock"
         with open(lock, "a+", encoding="utf-8") as file:
             if not try_lock(file.fileno()):
                 file.seek(0)
-                raise RegressionError(
+                raise RegressionRunning(
                     f"another regression is running: {lock} is locked by process {file.read().strip() or 'unknown'}. "
                     "Wait for it to end, or end it, then start again"
                 )
@@ -69,13 +69,17 @@ class RegressionFolder:
         return self.nights()[:-keep]
 
     def night(self, name: str | None) -> Path:
-        """Return the folder of a night, or of the newest that has ended. Raises RegressionError if there is none."""
+        """Return the folder of a night, or of the newest that has ended.
+
+        Raises RegressionUsage for a name that no night has, and RegressionError if no night has ended.
+        """
         ended = [folder for folder in self.nights() if (folder / RESULTS).exists()]
         if name is None and ended:
             return ended[-1]
         for folder in ended:
             if folder.name == name:
                 return folder
-        what = "no night has ended" if name is None else f"no night called {name!r} has ended"
-        newest = f"the newest are {', '.join(folder.name for folder in ended[-3:])}" if ended else "run one first"
-        raise RegressionError(f"{what} in {self.nights_path}: {newest}")
+        if not ended:
+            raise RegressionError(f"no night has ended in {self.nights_path}: run one first, or correct --root")
+        newest = ", ".join(folder.name for folder in ended[-3:])
+        raise RegressionUsage(f"no night called {name!r} has ended in {self.nights_path}: the newest are {newest}")

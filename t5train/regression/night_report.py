@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from t5train.host_resources import format_bytes, quantity
 from t5train.regression.night_results import CaseResult, Compared, Measured, NightResult
+from t5train.regression.regression_findings import PEER, WIDEST
 from t5train.release.markdown import escaped, page, table
 
 REPORT, PLOT = "report.md", "plot.png"
@@ -26,17 +27,19 @@ def _rows_of(night: NightResult, result: CaseResult) -> Iterator[dict[str, str]]
 
 
 def _compared_row(case: str, name: str, measured: Measured, compared: Compared) -> dict[str, str]:
+    is_worthless = compared.allowed >= WIDEST
     if compared.baseline is None:
-        return _row(case, name, _amount(measured, compared.tonight), verdict="no baseline")
+        verdict = "varies too much" if is_worthless else "no baseline"
+        return _row(case, name, _amount(name, measured, compared.tonight), verdict=verdict)
     growth = compared.tonight / compared.baseline - 1
     return _row(
         case,
         name,
-        _amount(measured, compared.tonight),
-        baseline=_amount(measured, compared.baseline),
+        _amount(name, measured, compared.tonight),
+        baseline=_amount(name, measured, compared.baseline),
         change=f"{growth:+.0%}",
         allowed=f"{compared.allowed:+.0%}",
-        verdict="worse" if growth > compared.allowed else "ok",
+        verdict="worse" if growth > compared.allowed else "varies too much" if is_worthless else "ok",
     )
 
 
@@ -49,8 +52,10 @@ def _row(case: str, quantity: str, tonight: str = "", **cells: str) -> dict[str,
     }
 
 
-def _amount(measured: Measured, value: float) -> str:
-    return f"{value:.2f} x peer" if measured.unit == "peer" else format_bytes(int(value))
+def _amount(name: str, measured: Measured, value: float) -> str:
+    if measured.unit != "peer":
+        return format_bytes(int(value))
+    return f"{value:.2f} x {'hash' if name == PEER else 'peer'}"
 
 
 def headline(result: NightResult) -> str:

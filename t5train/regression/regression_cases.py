@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from t5train.errors import RegressionError
+from t5train.errors import RegressionUsage
 from t5train.spec import RunSpec, nearest
 from t5train.spec.recipes import recipe
 
@@ -96,15 +96,15 @@ CASES = (
 def chosen_cases(names: Sequence[str] | None, hostfile: Path | None = None, num_slots: int = 0) -> list[RegressionCase]:
     """Return the cases called ``names``, or all, and one more on the hosts of ``hostfile``, if that is given.
 
-    ``num_slots`` is the number of slots of that file. Raises RegressionError for an unknown name, and for the case on
+    ``num_slots`` is the number of slots of that file. Raises RegressionUsage for an unknown name, and for the case on
     hosts without a hostfile.
     """
     known = [*(case.name for case in CASES), HOSTFILE_CASE]
     for name in names or ():
         if name not in known:
-            raise RegressionError(f"unknown case {name!r}{nearest(name, known)}; choose from {', '.join(known)}")
+            raise RegressionUsage(f"unknown case {name!r}{nearest(name, known)}; choose from {', '.join(known)}")
     if hostfile is None and HOSTFILE_CASE in (names or ()):
-        raise RegressionError(f"the case {HOSTFILE_CASE!r} needs a hostfile: give one, or leave the case out")
+        raise RegressionUsage(f"the case {HOSTFILE_CASE!r} needs a hostfile: give one, or leave the case out")
     chosen = [case for case in CASES if names is None or case.name in names]
     return chosen if hostfile is None else [*chosen, _on_hosts(hostfile, num_slots)]
 

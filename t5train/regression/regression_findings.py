@@ -2,7 +2,8 @@
 
 A quantity may grow by ``allowed``: its minimum, or ``SPREADS`` times the spread of its repeats, in the baseline or
 tonight, whichever is largest. Losses may change by ``allowed`` in either direction, because any change of a loss curve
-shows that something else was computed.
+shows that something else was computed. A quantity whose repeats would allow more than ``WIDEST`` is a finding of its
+own: nothing was checked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,35 +12,77 @@ from typing import NamedTuple
 
 from t5train.host_resources import format_bytes
 from t5train.records.identity import differences
+from t5train.regression.machine_key import changed_versions
 from t5train.regression.night_results import CPU_DEVICE, About, CaseResult, Compared, Finding, Measured, Point
 from t5train.regression.regression_cases import AGREEMENT
 
 SPREADS = 1.5
 CPU_LOSS_TOLERANCE = 1e-5
 """Relative change of a loss that is allowed on the CPU, where the same code gives the same bits."""
+VERSIONS_LOSS_TOLERANCE = 1e-3
+"""The same if versions changed: another torch rounds otherwise, and every step adds to the difference."""
 ACCELERATOR_LOSS_TOLERANCE = 1e-2
+WIDEST = 1.0
+"""A check that allows this growth or more, such as a doubled time, is worthless."""
+WIDEST_LOSSES = 5e-2
+"""The same for a relative change of a loss; a doubled learning rate changes the losses of ``smoke`` by 0.1."""
 STEP, STEP_CPU, HOST_MEMORY, ACCELERATOR_MEMORY = "step", "step, CPU", "host memory", "accelerator memory"
+SAVING, VALIDATION, PEER = "saving", "validation", "peer"
+WALL = ", wall"
+"""Ends the name of a stage's wall time; without it, the name is that of its CPU time."""
 _SHOWN_CHANGES = 3
 
 
 def compare(tonight: CaseResult, baseline: CaseResult | None) -> list[Finding]:
-    """Return everything that got worse in a case; without a baseline, only what failed."""
-    found = [Finding(case=tonight.case, about="failure", sentence=_of(tonight, each)) for each in tonight.problems]
+    """Return everything that got worse in a case; without a baseline, only what failed or varies too much."""
+    found = [_finding(tonight, "failure", each) for each in tonight.problems]
     if baseline is None or not tonight.curves:
-        return found
+        return [*found, *unsteady(tonight)]
     if changed := differences(baseline.settings, tonight.settings):
         shown = "; ".join(changed[:_SHOWN_CHANGES]) + ("; ..." if len(changed) > _SHOWN_CHANGES else "")
         found.append(_finding(tonight, "settings", f"the settings are not the baseline's: {shown}"))
-    return [*found, *_losses(tonight, baseline), *grown(tonight, baseline)]
+    worse = [*_losses(tonight, baseline), *grown(tonight, baseline)]
+    if changed := changed_versions(baseline.machine, tonight.machine):
+        worse = [each.model_copy(update={"sentence": f"{each.sentence} ({'; '.join(changed)})"}) for each in worse]
+    return [*found, *worse, *unsteady(tonight), *_unsteady_baseline(tonight, baseline)]
 
 
 def grown(tonight: CaseResult, baseline: CaseResult) -> list[Finding]:
     """Return the quantities that grew by more than is allowed."""
     return [
-        _finding(tonight, "time" if measured.unit == "peer" else "memory", _growth(name, measured, against))
+        _finding(tonight, _about(measured), _growth(name, measured, against))
         for name, measured in tonight.measured.items()
         if (against := baseline.measured.get(name)) is not None and _is_worse(measured, against)
     ]
+
+
+def unsteady(result: CaseResult) -> list[Finding]:
+    """Return the quantities, and the losses, whose repeats differ so much that comparing them would be worthless."""
+    return [
+        _finding(result, about, f"{said}. Run the night again while the machine does nothing else")
+        for about, said in _varying(result)
+    ]
+
+
+def _unsteady_baseline(tonight: CaseResult, baseline: CaseResult) -> list[Finding]:
+    """Return the same of a baseline, which an earlier version may have recorded."""
+    return [
+        _finding(tonight, about, f"in the baseline, {said}. Accept a night on a quiet machine (`regression accept`)")
+        for about, said in _varying(baseline)
+    ]
+
+
+def _varying(result: CaseResult) -> Iterator[tuple[About, str]]:
+    for name, measured in result.measured.items():
+        if (allowed := SPREADS * measured.spread) >= WIDEST:
+            low, high = _text(measured, min(measured.values)), _text(measured, max(measured.values))
+            said = (
+                f"{name} varies from {low} to {high} between repeats, so that growth by {allowed:.0%} would be allowed"
+            )
+            yield _about(measured), f"{said}; a check needs less than {WIDEST:.0%}"
+    if (allowed := SPREADS * curve_spread(result)) >= WIDEST_LOSSES:
+        said = f"losses vary between repeats, so that a change by {allowed:.0e} would be allowed"
+        yield "loss", f"{said}; a check needs less than {WIDEST_LOSSES:.0e}"
 
 
 def compared(tonight: CaseResult, baseline: CaseResult | None) -> dict[str, Compared]:
@@ -101,8 +144,9 @@ def curve_spread(result: CaseResult) -> float:
 
 def _losses(tonight: CaseResult, baseline: CaseResult) -> Iterator[Finding]:
     """Yield a finding for the loss that changed most, and for losses that only one of the curves has."""
-    least = CPU_LOSS_TOLERANCE if tonight.device == CPU_DEVICE else ACCELERATOR_LOSS_TOLERANCE
-    allowed = max(least, SPREADS * curve_spread(tonight), SPREADS * curve_spread(baseline))
+    allowed = max(
+        least_loss_change(tonight, baseline), SPREADS * curve_spread(tonight), SPREADS * curve_spread(baseline)
+    )
     curve, before = tonight.curves[0], baseline.curves[0]
     if missing := [label for label, _ in before if label not in dict(curve)]:
         yield _finding(tonight, "loss", f"the {missing[0]} is missing, and so are {len(missing) - 1} others")
@@ -116,6 +160,14 @@ def _losses(tonight: CaseResult, baseline: CaseResult) -> Iterator[Finding]:
         f"the {first.label} is {first.value:.6f}, but {first.before:.6f} in the baseline: they differ by "
         f"{first.change:.1e}, later losses by up to {worst.change:.1e}; allowed {allowed:.0e}",
     )
+
+
+def least_loss_change(tonight: CaseResult, baseline: CaseResult) -> float:
+    """Return the relative change of a loss that is always allowed: what the device and other versions may round."""
+    if tonight.device != CPU_DEVICE:
+        return ACCELERATOR_LOSS_TOLERANCE
+    is_upgraded = bool(changed_versions(baseline.machine, tonight.machine))
+    return VERSIONS_LOSS_TOLERANCE if is_upgraded else CPU_LOSS_TOLERANCE
 
 
 def _changes(curve: Sequence[Point], before: Sequence[Point]) -> list[Change]:
@@ -135,21 +187,34 @@ def _growth(name: str, tonight: Measured, baseline: Measured) -> str:
 
 def _value(name: str, measured: Measured) -> str:
     amount = _amount(measured)
-    match name:
-        case "step":
-            return f"a step takes {amount} times the peer's"
-        case "step, CPU":
-            return f"a step takes {amount} times the CPU time of the peer's"
-        case "host memory":
-            return f"a rank's peak host memory is {amount}"
-        case "accelerator memory":
-            return f"a rank's peak memory on its accelerator is {amount}"
-        case _:
-            return f"{name} takes the CPU time of {amount} steps of the peer"
+    of_peer = f"{amount} steps of the peer"
+    default = (
+        f"{name.removesuffix(WALL)} takes as long as {of_peer}"
+        if name.endswith(WALL)
+        else f"{name} takes the CPU time of {of_peer}"
+    )
+    sentences = {
+        STEP: f"a step takes {amount} times the peer's",
+        STEP_CPU: f"a step takes {amount} times the CPU time of the peer's",
+        SAVING: f"saving a checkpoint takes as long as {of_peer}",
+        VALIDATION: f"a validation takes as long as {of_peer}",
+        PEER: f"a step of the peer, which uses no code of this project, takes the CPU time of {amount} hashes",
+        HOST_MEMORY: f"a rank's peak host memory is {amount}",
+        ACCELERATOR_MEMORY: f"a rank's peak memory on its accelerator is {amount}",
+    }
+    return sentences.get(name, default)
 
 
 def _amount(measured: Measured) -> str:
-    return f"{measured.median:.2f}" if measured.unit == "peer" else format_bytes(int(measured.median))
+    return _text(measured, measured.median)
+
+
+def _text(measured: Measured, value: float) -> str:
+    return f"{value:.2f}" if measured.unit == "peer" else format_bytes(int(value))
+
+
+def _about(measured: Measured) -> About:
+    return "time" if measured.unit == "peer" else "memory"
 
 
 def _finding(result: CaseResult, about: About, sentence: str) -> Finding:

@@ -154,9 +154,11 @@ class Trainer:
     def _validate_when_due(self, metrics: Metrics | None) -> None:
         if self.step % self.spec.storage.validate_every_steps or self.step == self.spec.optimizer.num_steps:
             return
+        started = time.perf_counter()
         losses = self._validate()
         values: Values = {"validation_loss": losses.all_targets, "validation_content_loss": losses.content}
-        self._report(metrics, values | self.routing.of_validation())
+        seconds: Values = {"validate_seconds": time.perf_counter() - started}
+        self._report(metrics, values | seconds | self.routing.of_validation())
         self._report_experts(metrics)
 
     def _validate(self) -> validation.Losses:

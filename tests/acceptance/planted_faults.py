@@ -22,6 +22,8 @@ _ROOT = Path(__file__).parents[2]
 FACTOR = 2.0
 SLOWER, LARGER = 0.3, 0.2
 SEEN_TWICE_STEP = 40
+SAVE_SECONDS, WAIT_SECONDS = 4.0, 1.0
+NEW_TORCH = "99.0"
 
 
 def double_learning_rate(engine: Any) -> None:
@@ -125,6 +127,47 @@ def lose_moments(saving: Any) -> None:
     saving.resume = resume
 
 
+def slow_saves(saving: Any) -> None:
+    """Every save of a checkpoint takes 4 s longer, but no CPU time."""
+    saving.save = _later(saving.save, SAVE_SECONDS)
+
+
+def slow_validations(validation: Any) -> None:
+    """Every validation takes 1 s longer, but no CPU time."""
+    validation.validate = _later(validation.validate, WAIT_SECONDS)
+
+
+def slow_tokenising(shard_worker: Any) -> None:
+    """Every token shard takes 1 s longer, but no CPU time."""
+    shard_worker.write_shard = _later(shard_worker.write_shard, WAIT_SECONDS)
+
+
+def _later(original: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def later(*arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return original(*arguments, **named)
+
+    return later
+
+
+def upgrade_torch(machine_key: Any) -> None:
+    """The machine has another version of torch than the baseline."""
+    original = machine_key.version
+    machine_key.version = lambda package: NEW_TORCH if package == "torch" else original(package)
+
+
+def double_losses(forward_backward: Any) -> None:
+    """Every step computes twice the loss."""
+    passes = forward_backward.WholePasses
+    original = passes.step
+
+    def step(self: Any, batches: Any) -> Any:
+        result = original(self, batches)
+        return result._replace(loss=FACTOR * result.loss)
+
+    passes.step = step
+
+
 def train_once(regression_cases: Any) -> None:
     """Each case of a night is trained and timed once, not two or three times."""
     regression_cases.CASES = tuple(replace(case, repeats=1) for case in regression_cases.CASES)
@@ -136,13 +179,16 @@ def measure_once(night_run: Any) -> None:
 
 
 class Planted(NamedTuple):
-    """A fault: where it is planted, the case that runs, and what the finding must be about."""
+    """A fault: where it is planted, the case that runs, and what the finding must be about and contain."""
 
     module: str
     change: Callable[[Any], None]
     case: str
     about: str
     what: str
+    says: str = ""
+    is_upgrade: bool = False
+    """Whether the night also has another version of torch than the baseline."""
 
 
 FAULTS = {
@@ -163,6 +209,21 @@ FAULTS = {
         "consolidation loses one tensor",
     ),
     "lost-moments": Planted("t5train.checkpoint.saving", lose_moments, "smoke", "failure", "resuming loses momentum"),
+    "slow-save": Planted(
+        "t5train.checkpoint.saving", slow_saves, "smoke", "time", "a save takes 4 s longer", "saving a checkpoint"
+    ),
+    "slow-validation": Planted(
+        "t5train.train.validation", slow_validations, "smoke", "time", "a validation takes 1 s longer", "a validation"
+    ),
+    "slow-sharding": Planted(
+        "t5train.data.shard_worker", slow_tokenising, "smoke", "time", "a token shard takes 1 s longer", "sharding"
+    ),
+    "new-torch": Planted(
+        *("t5train.engine.forward_backward", double_losses, "smoke", "loss"),
+        what="a new torch doubles the losses",
+        says=f"-> {NEW_TORCH}",
+        is_upgrade=True,
+    ),
 }
 
 
@@ -193,6 +254,8 @@ def plant(name: str | None, once: bool) -> None:
     """Plant a fault in this process, if one is named. With ``once``, nights train and time each case once."""
     if name is not None:
         sys.meta_path.insert(0, _AfterImport(FAULTS[name].module, FAULTS[name].change))
+        if FAULTS[name].is_upgrade:
+            sys.meta_path.insert(0, _AfterImport("t5train.regression.machine_key", upgrade_torch))
     if once:
         sys.meta_path.insert(0, _AfterImport("t5train.regression.regression_cases", train_once))
         sys.meta_path.insert(0, _AfterImport("infra.head.regression.night_run", measure_once))

@@ -48,7 +48,8 @@ def outcome_of(root: Path, name: str) -> dict[str, Any]:
     code, result = night(root, [fault.case], environment_of(name, root / "planted" / name))
     if RegressionFolder(root).nights() == before:
         raise SystemExit(f"the night with the fault {name} did not begin: read {root / 'output.log'}")
-    found = [finding.sentence for finding in result.findings if finding.about == fault.about]
+    of_kind = [finding.sentence for finding in result.findings if finding.about == fault.about]
+    found = [sentence for sentence in of_kind if fault.says in sentence]
     return {
         "fault": name,
         "caught": code == 1 and bool(found),

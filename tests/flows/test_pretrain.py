@@ -1,6 +1,7 @@
-"""A flow that is ended by SIGTERM records whether somebody cancelled it."""
+"""A flow that is ended by SIGTERM records whether somebody cancelled it, and says how to continue."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ from prefect.exceptions import TerminationSignal
 
 from flows import pretrain
 from infra.head.launch.held_run import hold_run
-from infra.head.launch.start_record import Ending, read_start
+from infra.head.launch.start_record import Ending, note_cancelled, read_start
+from t5train import recipe
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,28 @@ def test_a_cancelled_run_is_told_apart_from_one_whose_worker_stops(
     with pytest.raises(TerminationSignal), hold_run(tmp_path), pretrain._noting_cancellation():
         raise TerminationSignal(15)
     assert getattr(read_start(tmp_path), "how", None) == how
+
+
+@pytest.mark.parametrize(("is_cancelled", "what"), [(True, "cancelled in Prefect"), (False, "stopped (SIGTERM)")])
+def test_the_log_of_a_stopped_run_names_what_was_saved_and_how_to_continue(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    record_only_rank: Callable[..., None],
+    is_cancelled: bool,
+    what: str,
+) -> None:
+    spec = recipe("smoke", {"storage.root": str(tmp_path), "name": "mine"})
+    tag = spec.run_folder / "checkpoints/step-00000003"
+    tag.mkdir(parents=True)
+    record_only_rank(tag, [], [])
+    monkeypatch.setattr(pretrain, "get_run_logger", lambda: logging.getLogger("run"))
+    signal = TerminationSignal(15)
+    if is_cancelled:
+        note_cancelled(signal)
+    with pytest.raises(TerminationSignal), pretrain._explaining_stop(spec):
+        raise signal
+    assert caplog.messages == [
+        f"The run was {what}; training resumes after step 3, from {tag}. To continue, retry it, or start a run with "
+        "the same name and settings"
+    ]

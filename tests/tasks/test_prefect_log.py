@@ -12,6 +12,7 @@ from tasks.prefect_log import (
     REPEATED_AT_THE_END,
     RunLogHandler,
     as_encodable,
+    as_stop,
     show_failures_briefly,
     without_traceback,
 )
@@ -38,6 +39,21 @@ def test_log_lines_beyond_the_rate_limit_are_dropped_and_counted(
     handler.emit(record(logging.WARNING, "mind"))
     assert caplog.records[-1].getMessage().startswith("mind")
     assert f"({10_000 - passed:,} lines left out before this one)" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize("signal", ["an interrupt", "a termination"])
+def test_a_run_that_was_stopped_or_cancelled_is_not_called_crashed(signal: str) -> None:
+    def line(message: str) -> logging.LogRecord:
+        return logging.LogRecord("prefect.flow_runs", logging.ERROR, __file__, 1, message, (), None)
+
+    stopped = line(f"Crash detected! Execution was aborted by {signal} signal.")
+    assert as_stop(stopped)
+    assert stopped.getMessage() == "Ended by a signal, because the run was stopped or cancelled"
+    assert stopped.levelno == logging.WARNING
+    assert not as_stop(line(f"Finished in state Crashed('Execution was aborted by {signal} signal.')"))
+    crashed = line("Crash detected! Execution was interrupted by an unexpected exception: Boom")
+    assert as_stop(crashed)
+    assert (crashed.levelno, crashed.getMessage()[:14]) == (logging.ERROR, "Crash detected")
 
 
 def test_only_unexpected_errors_keep_their_traceback() -> None:

@@ -8,12 +8,13 @@ import typer
 from flows.cli.options import HostfileOption, RootOption, root_of
 from flows.cli.terminal import complain, say, show_table, stage_display
 from infra.head.regression.night_run import begin_night
-from t5train.errors import RegressionError
+from t5train.errors import RegressionUsage
 from t5train.files.os_errors import as_storage_errors
 from t5train.regression.baselines import require_reason
 from t5train.regression.night_folders import MAX_NIGHTS, RegressionFolder
 from t5train.regression.night_report import COLUMNS, REPORT, rows
-from t5train.regression.night_results import NightResult
+from t5train.regression.night_results import CaseResult, NightResult
+from t5train.regression.regression_findings import unsteady
 
 _app = typer.Typer(name="regression", no_args_is_help=True, help="Check whether anything got worse since the baseline.")
 NightOption = Annotated[
@@ -66,17 +67,27 @@ def accept(
     with regression.locked():
         folder = regression.night(night)
         result = NightResult.read(folder)
-        if unknown := set(cases or ()) - {each.case for each in result.results}:
-            raise RegressionError(f"the night {folder.name} has no case {sorted(unknown)[0]!r}")
+        known = [each.case for each in result.results]
+        if unknown := set(cases or ()).difference(known):
+            raise RegressionUsage(
+                f"the night {folder.name} has no case {sorted(unknown)[0]!r}: its cases are {', '.join(known)}"
+            )
         chosen = [each for each in result.results if cases is None or each.case in cases]
+        refusals = {each.case: refusal for each in chosen if (refusal := _refusal(each))}
         for each in chosen:
-            if each.problems:
-                complain(f"not accepted: {each.case}: {each.problems[0]}")
+            if each.case in refusals:
+                complain(f"not accepted: {refusals[each.case]}")
                 continue
             regression.baselines.accept(folder.name, each, why)
             say(f"accepted: {each.case} of {folder.name}")
-    if any(each.problems for each in chosen):
+    if refusals:
         raise typer.Exit(1)
+
+
+def _refusal(result: CaseResult) -> str | None:
+    """Return why a result cannot be a baseline: a stage failed, or nothing could be compared with it."""
+    failed = [f"{result.case}: {problem}" for problem in result.problems]
+    return next(iter([*failed, *(finding.sentence for finding in unsteady(result))]), None)
 
 
 def _show(folder: Path, result: NightResult) -> None:

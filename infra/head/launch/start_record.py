@@ -103,6 +103,11 @@ def note_cancelled(error: BaseException) -> None:
     error.add_note(_CANCELLED)
 
 
+def is_cancelled(error: BaseException) -> bool:
+    """Return whether ``note_cancelled`` was called for the exception."""
+    return _CANCELLED in getattr(error, "__notes__", ())
+
+
 def read_start(run_folder: Path) -> Start | None:
     """The last start of a run; None if it was started by a version that does not record this, or never.
 
@@ -151,7 +156,7 @@ def _working_folder() -> str:
 
 
 def _ending(error: BaseException) -> Ending:
-    if _CANCELLED in getattr(error, "__notes__", ()):
+    if is_cancelled(error):
         return Ending.CANCELLED
     is_signal = not isinstance(error, Exception | SystemExit)  # also one raised while another is handled, as Prefect's
     if isinstance(error, Preempted) or is_signal:

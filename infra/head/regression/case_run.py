@@ -5,10 +5,12 @@
     peer  repeat 1  peer  repeat 2  peer  repeat 3  peer  resumed run
 
 Each repeat is divided by the mean of the peer before and after it, so that a slow machine does not look like a slow
-program. For steps, wall time and the CPU time of rank 0 are measured, each by its lower quartile: other programs on the
-machine make some steps slower, but none faster. For stages only CPU time is measured.
+program. Of steps, stages and tokenising, wall time and CPU time are measured: wall time alone shows a wait, and CPU
+time stays steady on a busy machine. Other programs make some steps, saves and validations slower, but none faster: a
+repeat counts with the lower quartile of its steps, and with its fastest save and validation.
 """
 
+import hashlib
 import logging
 import resource
 import statistics
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from infra.head.hosts.hostfile import chosen_hosts
 from infra.head.hosts.reached_nodes import reached_nodes
@@ -29,6 +31,7 @@ from infra.head.regression.case_stages import (
     consolidation,
     exporting,
     resume_case,
+    sharding,
     train_case,
 )
 from infra.head.regression.peer_processes import Peer, PeerJob, StepTimes, running_peer
@@ -48,22 +51,43 @@ from t5train.regression.regression_findings import (
     ACCELERATOR_LOSS_TOLERANCE,
     ACCELERATOR_MEMORY,
     HOST_MEMORY,
+    PEER,
+    SAVING,
     STEP,
     STEP_CPU,
+    VALIDATION,
+    WALL,
     largest_change,
+    unsteady,
 )
 from t5train.spec import MachinesSpec, RunSpec
 
 PEER_STEPS = 60
 _WARM_UP_STEPS = 5
-_LEAST = {STEP: 0.15, STEP_CPU: 0.15, HOST_MEMORY: 0.10, ACCELERATOR_MEMORY: 0.10}
-_LEAST_OF_STAGES = 0.25
+_LEAST = {
+    STEP: 0.15,
+    STEP_CPU: 0.15,
+    SAVING: 0.5,
+    VALIDATION: 0.5,
+    PEER: 0.5,
+    HOST_MEMORY: 0.10,
+    ACCELERATOR_MEMORY: 0.10,
+}
+_LEAST_OF_STAGES, _LEAST_OF_WAITS = 0.25, 0.75
+_HASHED_BYTES, _HASHES = 8 << 20, 5
 _ASK_SECONDS = 60.0  # enough to import torch from a slow disk
 _log = logging.getLogger(__name__)
 
 
 class _CaseFailed(Exception):
     """A stage failed, so that the case cannot go on; the message says which one and why."""
+
+
+class _Taken(NamedTuple):
+    """What a stage took."""
+
+    cpu_seconds: float
+    seconds: float
 
 
 @dataclass
@@ -87,9 +111,9 @@ class CaseRun:
     def measure(self, is_slower: Callable[[CaseResult], bool]) -> CaseResult:
         """Run everything; return the result.
 
-        If ``is_slower`` says of the result that something takes longer than is allowed, the repeats are run once more
-        and added, so that a disturbance of some minutes is not taken for a regression. Whatever fails is a problem of
-        the result.
+        If the repeats differ so much that the result would be worthless, they are run afresh. If ``is_slower`` says of
+        the result that something takes longer than is allowed, they are run once more and added. So a disturbance of
+        some minutes is not taken for a regression. Whatever fails is a problem of the result.
         """
         try:
             with self._failures("asking the hosts"):
@@ -97,6 +121,10 @@ class CaseRun:
             with self._failures("measuring"):
                 with running_peer(self._peer_job(), self._num_peers, self._folder, self._said) as peer:
                     self._repeat(peer)
+                    if any(each.about != "loss" for each in unsteady(self._result())):
+                        _log.info("%s: its repeats differ too much; measuring afresh", self._case.name)
+                        self._series.values.clear()
+                        self._repeat(peer)
                     if is_slower(self._result()):
                         _log.info("%s: slower than is allowed; measuring once more", self._case.name)
                         self._repeat(peer)
@@ -113,31 +141,35 @@ class CaseRun:
             self._add(measured, before, after)
             before = after
 
-    def _run_once(self, number: int) -> dict[str, float]:
-        """Train, consolidate, export and certify; return the CPU seconds of each stage.
+    def _run_once(self, number: int) -> dict[str, _Taken]:
+        """Train, consolidate, export and certify, and tokenise again; return what each of them took.
 
-        For training, these are the seconds of rank 0 up to the last step, because ranks may not have been awaited here.
+        For training, the CPU seconds are those of rank 0 up to the last step, as ranks may not have been awaited here.
         """
-        spec, seconds = self._spec(str(number)), dict[str, float]()
-        with self._stage("training", seconds):
+        spec, taken = self._spec(str(number)), dict[str, _Taken]()
+        with self._stage("training", taken):
             trained = train_case(spec, self._data, self._said)
-        seconds["training"] = _of(trained.steps, "process_cpu_seconds")[-1]
+        taken["training"] = taken["training"]._replace(cpu_seconds=_of(trained.steps, "process_cpu_seconds")[-1])
         self._series.trained.append(trained)
         self._series.curves.append(trained.curve)
-        with self._stage("consolidation", seconds):
+        with self._stage("consolidation", taken):
             consolidation(spec, trained, self._said)
-        with self._stage("export", seconds):
+        with self._stage("export", taken):
             exporting(spec, self._data, self._said)
-        with self._stage("certification", seconds):
+        with self._stage("certification", taken):
             certification(spec, self._said)
-        return seconds
+        with self._failures("sharding"):
+            make_shards = sharding(spec, self._data, self._said)
+        with self._stage("sharding", taken):
+            make_shards()
+        return taken
 
     @contextmanager
-    def _stage(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
-        started = cpu_seconds()
+    def _stage(self, name: str, taken: dict[str, _Taken]) -> Iterator[None]:
+        computed, started = cpu_seconds(), time.monotonic()
         with self._failures(name):
             yield
-        seconds[name] = cpu_seconds() - started
+        taken[name] = _Taken(cpu_seconds() - computed, time.monotonic() - started)
 
     @contextmanager
     def _failures(self, name: str) -> Iterator[None]:
@@ -149,7 +181,7 @@ class CaseRun:
             _log.info("%s: %s failed", self._case.name, name, exc_info=not isinstance(error, T5TrainError))
             raise _CaseFailed(f"{name} failed: {in_one_line(error)}") from error
 
-    def _add(self, stages: dict[str, float], before: StepTimes, after: StepTimes) -> None:
+    def _add(self, stages: dict[str, _Taken], before: StepTimes, after: StepTimes) -> None:
         trained, values = self._series.trained[-1], self._series.values
         peer_wall, peer_cpu = (
             statistics.mean([quartile(one), quartile(other)]) for one, other in zip(before, after, strict=True)
@@ -157,7 +189,11 @@ class CaseRun:
         values[STEP].append(quartile(_of(trained.steps, "seconds")) / peer_wall)
         values[STEP_CPU].append(quartile(_of(trained.steps, "cpu_seconds")) / peer_cpu)
         for name, taken in stages.items():
-            values[name].append(taken / peer_cpu)
+            values[name].append(taken.cpu_seconds / peer_cpu)
+            values[name + WALL].append(taken.seconds / peer_wall)
+        values[SAVING].append(min(trained.save_seconds) / peer_wall)
+        values[VALIDATION].append(min(trained.validate_seconds) / peer_wall)
+        values[PEER].append(peer_cpu / hash_seconds())
         values[HOST_MEMORY].append(max(_of(trained.steps, "host_memory_bytes")))
         if trained.witness.device_type != CPU_DEVICE:
             values[ACCELERATOR_MEMORY].append(max(_of(trained.steps, "memory_bytes")))
@@ -225,7 +261,7 @@ class CaseRun:
         return min(self._spec("1").cluster.ranks, num_cores())
 
     def _said(self, what: str, done: int, total: int | None) -> None:
-        number = len(self._series.values[STEP]) + 1
+        number = len(self._series.trained) + 1
         self._progress(f"{self._case.name}, run {number}: {what}", done, total)
 
 
@@ -262,6 +298,16 @@ def cpu_seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
+def hash_seconds() -> float:
+    """Return the CPU time of hashing some bytes, the shortest of a few: it depends on the processor, not on torch."""
+    content, taken = bytes(_HASHED_BYTES), []
+    for _ in range(_HASHES):
+        started = time.process_time()
+        hashlib.sha256(content).digest()
+        taken.append(time.process_time() - started)
+    return min(taken)
+
+
 def quartile(values: Sequence[float]) -> float:
     """Return the lower quartile of step times, without the first steps, which load and compile."""
     return sorted(values[_WARM_UP_STEPS:])[(len(values) - _WARM_UP_STEPS) // 4]
@@ -273,7 +319,8 @@ def _of(steps: Sequence[Values], name: str) -> list[float]:
 
 def _measured(name: str, values: list[float]) -> Measured:
     unit = "bytes" if name in {HOST_MEMORY, ACCELERATOR_MEMORY} else "peer"
-    return Measured(unit=unit, minimum=_LEAST.get(name, _LEAST_OF_STAGES), values=values)
+    least = _LEAST_OF_WAITS if name.endswith(WALL) else _LEAST_OF_STAGES
+    return Measured(unit=unit, minimum=_LEAST.get(name, least), values=values)
 
 
 def _different(one: Any, other: Any) -> list[str]:

@@ -1,7 +1,7 @@
-"""The stages of one repeat of a case: train, consolidate, export and certify, and resuming."""
+"""The stages of one repeat of a case: train, consolidate, export, certify and tokenise, and resuming."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,12 @@ from t5train.regression.night_results import Point
 from t5train.release.certification import certify_in_fresh_process
 from t5train.spec import RunSpec
 
-_IMPORTED = "t5train.checkpoint.consolidate.consolidation", "t5train.release.export"
+_IMPORTED = (
+    *("t5train.checkpoint.consolidate.consolidation", "t5train.release.export"),
+    *("transformers.models.t5.tokenization_t5", "transformers.models.auto.tokenization_auto"),
+    "transformers.generation.configuration_utils",
+    *("matplotlib.style", "matplotlib.figure", "matplotlib.backends.backend_agg"),
+)
 _VALIDATION = {
     "validation_loss": "validation loss",
     "validation_content_loss": "validation loss of masked tokens",
@@ -38,12 +43,24 @@ class NightData(NamedTuple):
 
 def make_data(spec: RunSpec, progress: Progress) -> NightData:
     """Make text, vocabulary and shards under the spec's root."""
-    for module in _IMPORTED:  # otherwise, the first stage that is measured would import torch
+    for module in _IMPORTED:  # otherwise, the first stages that are measured would import them: 12 times an export
         import_module(module)
     root = spec.storage.root
     corpus = build_corpus(spec.corpus, root, progress)
     tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, root, progress)
     return NightData(tokenizer, build_shards(spec.shards, spec.corpus, corpus, tokenizer, root, progress))
+
+
+def sharding(spec: RunSpec, data: NightData, progress: Progress) -> Callable[[], None]:
+    """Verify the night's text; return what tokenises it again, and removes the result."""
+    corpus = build_corpus(spec.corpus, spec.storage.root, progress)
+
+    def make() -> None:
+        out = spec.storage.root / "shards" / spec.run_name
+        build_shards(spec.shards, spec.corpus, corpus, data.tokenizer, spec.storage.root, progress, out=out)
+        shutil.rmtree(out)
+
+    return make
 
 
 class TrainedCase(NamedTuple):
@@ -54,6 +71,10 @@ class TrainedCase(NamedTuple):
     steps: list[Values]
     """The metrics of every step."""
     curve: list[Point]
+    save_seconds: list[float]
+    """How long training paused for each checkpoint."""
+    validate_seconds: list[float]
+    """How long it paused for each validation but the last one."""
 
 
 def train_case(spec: RunSpec, data: NightData, progress: Progress) -> TrainedCase:
@@ -66,7 +87,13 @@ def train_case(spec: RunSpec, data: NightData, progress: Progress) -> TrainedCas
         Witness.load(spec.run_folder / WITNESS_FOLDER),
         [line for line in lines if "loss" in line],
         list(_points(lines)),
+        save_seconds=list(_values(lines, "save_seconds")),
+        validate_seconds=list(_values(lines, "validate_seconds")),
     )
+
+
+def _values(lines: list[Values], name: str) -> Iterator[float]:
+    return (value for line in lines if (value := line.get(name)) is not None)
 
 
 def _points(lines: list[Values]) -> Iterator[Point]:

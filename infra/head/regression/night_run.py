@@ -14,18 +14,25 @@ from infra.head.preflight.run_checks import require_absolute
 from infra.head.regression.case_run import CaseRun
 from infra.head.regression.case_stages import NightData, make_data
 from infra.head.regression.night_removal import remove_nights
-from t5train.errors import RegressionError
+from t5train.errors import RegressionUsage
 from t5train.files.atomic import replacing, write_text
 from t5train.progress import Progress
 from t5train.records.identity import current_provenance
 from t5train.regression import night_history
 from t5train.regression.baselines import FIRST
 from t5train.regression.history_plot import history_png
+from t5train.regression.machine_key import changed_versions
 from t5train.regression.night_folders import MAX_NIGHTS, RegressionFolder
 from t5train.regression.night_report import PLOT, REPORT, markdown
 from t5train.regression.night_results import CaseResult, Finding, NightResult
 from t5train.regression.regression_cases import RegressionCase, chosen_cases
-from t5train.regression.regression_findings import compare, compared, disagreements, grown
+from t5train.regression.regression_findings import (
+    compare,
+    compared,
+    disagreements,
+    grown,
+    least_loss_change,
+)
 from t5train.spec import ClusterSpec
 
 _log = logging.getLogger(__name__)
@@ -71,8 +78,10 @@ class Night:
         findings += disagreements(results)
         failed = {finding.case for finding in findings}
         for result in results:
-            if before[result.case] is None:
+            if (baseline := before[result.case]) is None:
                 notes.append(self._begin(result, result.case in failed))
+            else:
+                notes += _notes(result, baseline)
         return NightResult(
             night=self.folder.name,
             git_commit=current_provenance().git_commit,
@@ -86,7 +95,7 @@ class Night:
     def _begin(self, result: CaseResult, has_failed: bool) -> str:
         """Record the first baseline of a case on this machine, unless the case failed; return a note about it."""
         if has_failed:
-            return f"{result.case}: no baseline for this machine; none recorded, because the case failed"
+            return f"{result.case}: no baseline for this machine; none recorded, because of what was found"
         self._regression.baselines.accept(self.folder.name, result, FIRST)
         return f"{result.case}: no baseline for this machine: recorded"
 
@@ -103,20 +112,37 @@ class Night:
 def begin_night(root: Path, names: Sequence[str] | None, hostfile: Path | None, keep_nights: int) -> Iterator[Night]:
     """Begin a night, and hold the lock of ``{root}/regression`` until the block ends.
 
-    Raises SpecError or RegressionError before anything is created if an argument is not valid, and RegressionError if
+    Raises SpecError or RegressionUsage before anything is created if an argument is not valid, and RegressionRunning if
     another night is running.
     """
     require_absolute(root)
     chosen = _chosen(names, hostfile)
     if not 1 <= keep_nights <= MAX_NIGHTS:
-        raise RegressionError(f"keep_nights is {keep_nights}: it must be from 1 to {MAX_NIGHTS}")
+        raise RegressionUsage(f"keep_nights is {keep_nights}: it must be from 1 to {MAX_NIGHTS}")
     regression = RegressionFolder(root)
     with regression.locked():
         yield Night(regression, chosen, keep_nights)
 
 
+def _notes(result: CaseResult, baseline: CaseResult) -> list[str]:
+    """Return what a reader must know about the comparison: other versions, and what the baseline lacks."""
+    notes = []
+    if changed := changed_versions(baseline.machine, result.machine):
+        allowed = least_loss_change(result, baseline)
+        notes.append(
+            f"{result.case}: compared with the baseline of other versions ({'; '.join(changed)}), so losses may differ "
+            f"by {allowed:.0e}. If these versions are to stay, accept the night (`regression accept`)"
+        )
+    if new := [name for name in result.measured if name not in baseline.measured]:
+        said = "not checked, because the baseline lacks them"
+        notes.append(f"{result.case}: {said}: {', '.join(new)}. Accept the night (`regression accept`)")
+    if lacking := [name for name in baseline.measured if name not in result.measured]:
+        notes.append(f"{result.case}: not checked, because they were not measured: {', '.join(lacking)}")
+    return notes
+
+
 def _chosen(names: Sequence[str] | None, hostfile: Path | None) -> list[RegressionCase]:
     slots = 0 if hostfile is None else chosen_hosts(ClusterSpec(hostfile=hostfile)).num_ranks
     if not (chosen := chosen_cases(names, hostfile, slots)):
-        raise RegressionError("no case was chosen: name at least one, or leave the names out to run all of them")
+        raise RegressionUsage("no case was chosen: name at least one, or leave the names out to run all of them")
     return chosen

@@ -32,6 +32,7 @@ from t5train.files.run_folder import (
     RUNS,
     WEIGHTS,
     step_of,
+    tag_of,
 )
 from t5train.rank import heartbeat
 from t5train.records.metrics import Values, last_metrics, recent_metrics
@@ -150,6 +151,16 @@ def resumable_step(folder: Path) -> int | None:
         if is_there(checkpoints / tag / "rank-00000.json") if is_recorded else not is_unfinished(checkpoints / tag):
             return step_of(tag)
     return None
+
+
+def what_is_saved(folder: Path, num_steps: int) -> str:
+    """Return, as a sentence, what a run continues from that was stopped."""
+    step = resumable_step(folder)
+    if step is None:
+        return "no checkpoint was saved: finished stages are kept, and training begins at step 0"
+    if step == num_steps:
+        return f"training is done, up to step {step:,}; the next start gathers its result"
+    return f"training resumes after step {step:,}, from {folder / CHECKPOINTS / tag_of(step)}"
 
 
 def holder(folder: Path) -> str | None:

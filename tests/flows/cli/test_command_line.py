@@ -1,6 +1,7 @@
 """The console script: its output and its exit codes."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from flows.cli import __main__, run_command
 from infra.head.preflight import run_checks
 from infra.node.attempts.run_lock import run_lock
 from t5train import host_resources
-from t5train.errors import NotGathered
+from t5train.errors import NotGathered, T5TrainError
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -114,6 +115,20 @@ def test_ctrl_c_prints_one_line_and_exits_with_130(
     monkeypatch.setattr(run_command, "show_rows", interrupted)
     assert t5_pretrain("recipes") == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ValueError("a bug"), 70), (T5TrainError("no kind"), 70), (BrokenPipeError(), 141)]
+)
+def test_only_a_check_that_found_something_exits_with_1(
+    t5_pretrain: Callable[..., int], monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run_command, "show_rows", fail)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    assert t5_pretrain("recipes") == code
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 
 from t5train.errors import RegressionError
 from t5train.regression.baselines import Baselines, require_reason
+from t5train.regression.machine_key import changed_versions, machine_key
 from tests.support.night_cases import MACHINE, case_result
 
 
@@ -25,6 +26,35 @@ def test_the_newest_baseline_of_the_case_and_machine_counts(baselines: Baselines
     assert found is not None
     assert found.why == "another torch"
     assert baselines.newest("moe", MACHINE | {"ranks": "4"}) is None
+
+
+def test_a_machine_with_other_versions_has_the_newest_baseline_of_the_same_hardware(baselines: Baselines) -> None:
+    old, new = MACHINE | {"torch": "2.12.0"}, MACHINE | {"torch": "2.13.0"}
+    before = baselines.accept("1", case_result("moe", machine=old), "first")
+    assert baselines.newest("moe", new) == before, "the night after an upgrade"
+    baselines.accept("2", case_result("moe", machine=MACHINE | {"torch": "2.11.0", "cores": "4"}), "other hardware")
+    assert baselines.newest("moe", new) == before
+    after = baselines.accept("3", case_result("moe", machine=new), "torch 2.13")
+    assert baselines.newest("moe", new) == after
+    assert baselines.newest("moe", old) == before, "the night after a downgrade"
+    assert baselines.newest("moe", MACHINE | {"torch": "2.14.0"}) == after
+
+
+@pytest.mark.parametrize("name", ["processor", "cores", "ranks", "device", "hosts"])
+def test_another_machine_has_no_baseline(baselines: Baselines, name: str) -> None:
+    machine = machine_key(2, "cpu", "a:1 b:1")
+    baselines.accept("1", case_result("moe", machine=machine), "first")
+    assert baselines.newest("moe", machine) is not None
+    assert baselines.newest("moe", machine | {name: "another"}) is None
+
+
+@pytest.mark.parametrize("name", ["python", "torch", "deepspeed", "transformers", "numpy"])
+def test_another_version_is_named_and_has_a_baseline(baselines: Baselines, name: str) -> None:
+    machine = machine_key(2, "cpu", "")
+    baselines.accept("1", case_result("moe", machine=machine), "first")
+    upgraded = machine | {name: "99.0"}
+    assert baselines.newest("moe", upgraded) is not None
+    assert changed_versions(machine, upgraded) == [f"{name} {machine[name]} -> 99.0"]
 
 
 def test_accepting_keeps_the_history_with_reason_and_user(baselines: Baselines) -> None:

@@ -7,7 +7,7 @@ import pytest
 from t5train.errors import RegressionError
 from t5train.regression.night_report import headline, markdown, rows
 from t5train.regression.night_results import RESULTS, Finding, NightResult
-from t5train.regression.regression_findings import STEP, compared
+from t5train.regression.regression_findings import PEER, STEP, compared
 from tests.support.night_cases import case_result, measured, night_result
 
 SLOW = Finding(case="moe", about="time", sentence="moe: slow")
@@ -26,6 +26,15 @@ def test_rows_show_what_is_worse_and_what_is_not() -> None:
         "case": "moe", "quantity": STEP, "tonight": "3.20 x peer", "baseline": "1.60 x peer", "change": "+100%",
         "allowed": "+15%", "verdict": "worse",
     }  # fmt: skip
+
+
+def test_a_quantity_that_varies_too_much_is_not_ok() -> None:
+    noisy = case_result(measured={STEP: measured(1.0, 1.1, 5.5), PEER: measured(4.0)})
+    night = night_result(noisy)
+    assert [row["verdict"] for row in rows(night)[1:]] == ["varies too much", "ok"]
+    assert rows(night)[2]["tonight"] == "4.00 x hash"
+    first = night.model_copy(update={"compared": {"moe": compared(noisy, None)}})
+    assert [row["verdict"] for row in rows(first)[1:]] == ["varies too much", "no baseline"]
 
 
 def test_the_report_begins_with_the_findings() -> None:

@@ -8,14 +8,18 @@ from t5train.regression.night_results import CaseResult, Measured, Point
 from t5train.regression.regression_findings import (
     ACCELERATOR_MEMORY,
     HOST_MEMORY,
+    PEER,
+    SAVING,
     STEP,
     STEP_CPU,
+    VALIDATION,
     allowed_growth,
     compare,
     compared,
     disagreements,
+    unsteady,
 )
-from tests.support.night_cases import CURVE, case_result, measured, memory
+from tests.support.night_cases import CURVE, MACHINE, case_result, measured, memory
 
 
 def sentences(tonight: CaseResult, baseline: CaseResult | None = None) -> list[str]:
@@ -40,6 +44,11 @@ def test_a_slow_step_is_reported_with_its_ratio_the_baseline_and_what_is_allowed
     [
         (STEP_CPU, measured(1.0), measured(1.3), "a step takes 1.30 times the CPU time of the peer's, 30% above"),
         ("export", measured(10.0), measured(20.0), "export takes the CPU time of 20.00 steps of the peer, 100% above"),
+        ("export, wall", measured(10.0), measured(20.0), "export takes as long as 20.00 steps of the peer, 100% above"),
+        ("sharding", measured(10.0), measured(20.0), "sharding takes the CPU time of 20.00 steps of the peer, 100%"),
+        (SAVING, measured(5.0), measured(80.0), "saving a checkpoint takes as long as 80.00 steps of the peer, 1500%"),
+        (VALIDATION, measured(2.0), measured(4.0), "a validation takes as long as 4.00 steps of the peer, 100% above"),
+        (PEER, measured(1.0), measured(2.0), "a step of the peer, which uses no code of this project, takes the CPU"),
         (HOST_MEMORY, memory(450e6), memory(540e6), "a rank's peak host memory is 540.0 MB, 20% above the baseline's"),
         (ACCELERATOR_MEMORY, memory(1e9), memory(2e9), "a rank's peak memory on its accelerator is 2.0 GB, 100% above"),
     ],
@@ -100,6 +109,67 @@ def test_a_missing_validation_is_a_finding() -> None:
 def test_losses_of_accelerators_may_vary_more(device: str, found: int) -> None:
     curve = changed("loss of step 2", 1.001)
     assert len(sentences(case_result(curves=[curve], device=device))) == found
+
+
+OLD, NEW = MACHINE | {"torch": "2.12.0"}, MACHINE | {"torch": "2.13.0"}
+
+
+@pytest.mark.parametrize("machine", [OLD, NEW])
+def test_doubled_losses_times_and_memory_are_found_also_after_an_upgrade(machine: dict[str, str]) -> None:
+    doubled = case_result(
+        machine=machine,
+        curves=[[(label, 2 * loss) for label, loss in CURVE]],
+        measured={STEP: measured(3.2), SAVING: measured(10.0), HOST_MEMORY: memory(900e6)},
+    )
+    before = {STEP: measured(1.6), SAVING: measured(5.0), HOST_MEMORY: memory(450e6)}
+    found = compare(doubled, case_result(machine=OLD, measured=before))
+    assert [finding.about for finding in found] == ["loss", "time", "time", "memory"]
+    named = [finding.sentence.endswith(" (torch 2.12.0 -> 2.13.0)") for finding in found]
+    assert named == [machine == NEW] * 4
+
+
+@pytest.mark.parametrize(("factor", "found"), [(1 + 1e-6, 0), (1 - 1e-4, 0), (1.006, 1), (0.994, 1)])
+def test_an_upgrade_may_round_losses_otherwise_but_not_change_them(factor: float, found: int) -> None:
+    curve = changed("loss of step 2", factor)
+    assert len(sentences(case_result(machine=NEW, curves=[curve]), case_result(machine=OLD))) == found
+
+
+def test_an_upgrade_is_judged_on_accelerators_as_every_night_is() -> None:
+    curve = changed("loss of step 2", 1.005)
+    before = case_result(machine=OLD, device="cuda")
+    assert sentences(case_result(machine=NEW, curves=[curve], device="cuda"), before) == []
+
+
+def test_a_first_baseline_whose_repeats_differ_too_much_is_a_finding() -> None:
+    [finding] = compare(with_measured(STEP, measured(1.0, 1.1, 5.5)), None)
+    assert (finding.about, finding.sentence) == (
+        "time",
+        "moe: step varies from 1.00 to 5.50 between repeats, so that growth by 614% would be allowed; a check needs "
+        "less than 100%. Run the night again while the machine does nothing else",
+    )
+    assert compare(with_measured(STEP, measured(1.0, 1.1, 1.6)), None) == []
+
+
+def test_a_later_check_is_worthless_if_tonight_or_the_baseline_varies_too_much() -> None:
+    noisy, quiet = with_measured(STEP, measured(1.0, 1.1, 5.5)), with_measured(STEP, measured(1.1))
+    [said] = sentences(noisy, quiet)
+    assert said.endswith("Run the night again while the machine does nothing else")
+    [said] = sentences(quiet, noisy)
+    assert said.startswith("moe: in the baseline, step varies from 1.00 to 5.50")
+    assert said.endswith("Accept a night on a quiet machine (`regression accept`)")
+
+
+def test_losses_that_vary_too_much_on_accelerators_are_a_finding() -> None:
+    result = case_result(curves=[CURVE, changed("loss of step 2", 1.1)], device="cuda")
+    [said] = sentences(result, case_result(device="cuda"))
+    assert "losses vary between repeats, so that a change by 1e-01 would be allowed" in said
+
+
+def test_the_widest_check_still_finds_a_doubled_time() -> None:
+    widest = measured(1.0, 1.0, 1.66)
+    doubled = measured(*(2 * value for value in widest.values))
+    assert unsteady(with_measured(STEP, widest)) == []
+    assert len(sentences(with_measured(STEP, doubled), with_measured(STEP, widest))) == 1
 
 
 def test_changed_settings_are_a_finding_and_not_a_new_baseline() -> None:

@@ -218,6 +218,7 @@ def test_every_step_is_logged_exactly_once_across_a_resume(trained: Trained, lay
     assert [line["loss"] for line in lines if "loss" in line] == [line["loss"] for line in again if "loss" in line]
     assert all(line["gradient_norm"] and line["host_memory_bytes"] for line in lines if "loss" in line)
     assert [line["step"] for line in lines if line.get("save_seconds")] == [2, 4]
+    assert [line["step"] for line in lines if line.get("validate_seconds")] == [2]
     baselines = {line["step"]: line["unigram_content_loss"] for line in lines if "unigram_content_loss" in line}
     assert list(baselines) == [0, 4]
     assert baselines[0] == baselines[4]

@@ -7,7 +7,8 @@ import pytest
 
 from t5train.regression.night_folders import RegressionFolder
 from t5train.regression.night_results import Finding
-from tests.support.night_cases import NIGHT, case_result, night_result
+from t5train.regression.regression_findings import STEP
+from tests.support.night_cases import NIGHT, case_result, measured, night_result
 
 T5Pretrain = Callable[..., int]
 
@@ -43,6 +44,24 @@ def test_a_night_is_accepted_with_its_reason_except_for_what_failed(
     assert (baseline.result.case, baseline.why, baseline.night) == ("moe", "more experts", NIGHT)
 
 
+def test_a_root_without_nights_and_a_night_that_runs_have_their_own_exit_codes(
+    root: Path, tmp_path: Path, t5_pretrain: T5Pretrain
+) -> None:
+    assert t5_pretrain("regression", "show", "--root", str(tmp_path / "empty")) == 4
+    with RegressionFolder(root).locked():
+        assert t5_pretrain("regression", "accept", "--root", str(root), "--why", "x") == 6
+
+
+def test_a_night_whose_repeats_differ_too_much_is_not_accepted(
+    root: Path, t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noisy = case_result("zero2", measured={STEP: measured(1.0, 1.1, 5.5)})
+    night_result(noisy).write(RegressionFolder(root).nights_path / NIGHT)
+    assert t5_pretrain("regression", "accept", "--root", str(root), "--why", "x") == 1
+    assert capsys.readouterr().err.startswith("not accepted: zero2: step varies from 1.00 to 5.50 between repeats")
+    assert RegressionFolder(root).baselines.history() == []
+
+
 def test_one_case_can_be_accepted_alone(root: Path, t5_pretrain: T5Pretrain) -> None:
     options = "--root", str(root), "--why", "more experts"
     assert t5_pretrain("regression", "accept", *options, "--night", NIGHT, "--case", "moe") == 0
@@ -52,11 +71,13 @@ def test_one_case_can_be_accepted_alone(root: Path, t5_pretrain: T5Pretrain) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("run", "--case", "smok"), "unknown case 'smok'"),
+        (("run", "--case", "smok"), "unknown case 'smok' (did you mean 'smoke'?); choose from smoke, moe, zero2"),
+        (("run", "--case", "hosts"), "the case 'hosts' needs a hostfile"),
         (("run", "--hostfile", "no-such-file"), "no-such-file"),
+        (("show", "--night", "20200101-000000"), "no night called '20200101-000000' has ended"),
         (("accept", "--why", " "), "--why is empty"),
         (("accept", "--why", "x", "--night", "20200101-000000"), "no night called '20200101-000000' has ended"),
-        (("accept", "--why", "x", "--case", "zero9"), "has no case 'zero9'"),
+        (("accept", "--why", "x", "--case", "zero9"), "has no case 'zero9': its cases are moe, smoke"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_made(
@@ -66,7 +87,7 @@ def test_bad_arguments_are_refused_before_anything_is_made(
     arguments: tuple[str, ...],
     message: str,
 ) -> None:
-    assert t5_pretrain("regression", arguments[0], "--root", str(root), *arguments[1:]) in {1, 2}
+    assert t5_pretrain("regression", arguments[0], "--root", str(root), *arguments[1:]) == 2, "1 is for what got worse"
     assert message in capsys.readouterr().err
     regression = RegressionFolder(root)
     assert [folder.name for folder in regression.nights()] == [NIGHT]

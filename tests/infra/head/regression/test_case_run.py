@@ -14,11 +14,14 @@ import pytest
 from infra.head.hosts.node_client import Nodes
 from infra.head.regression import case_run
 from infra.head.regression.case_run import CaseRun, cpu_seconds, on_available_accelerators, quartile
-from infra.head.regression.case_stages import NightData
+from infra.head.regression.case_stages import NightData, TrainedCase
+from infra.head.regression.peer_processes import StepTimes
 from infra.node.inspection.accelerators import can_have_any
 from t5train.errors import HostError, RegressionError, StorageError
 from t5train.progress import Progress, silent
+from t5train.regression.night_results import CaseResult
 from t5train.regression.regression_cases import RegressionCase, chosen_cases
+from t5train.regression.regression_findings import unsteady
 from t5train.spec import MachinesSpec
 from tests.support.simulated_nodes import ThisMachine
 
@@ -50,6 +53,57 @@ def test_whatever_fails_is_a_problem_of_the_case_and_not_of_the_night(
     (case,) = chosen_cases(["smoke"], None, 0)
     result = CaseRun(case, tmp_path, DATA, silent).measure(lambda _: False)
     assert (result.problems, result.measured) == ([problem], {})
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, save_seconds: list[float]) -> None:
+    """Let every stage do nothing, and every run take steps of 0.2 s and a save of the next of ``save_seconds``."""
+    witness = SimpleNamespace(tensors={}, device_type="cpu")
+    times = {"seconds": 0.2, "cpu_seconds": 0.1, "process_cpu_seconds": 5.0, "host_memory_bytes": 10**9}
+    steps = [{"step": step, **times} for step in range(1, 61)]
+    saves = iter(save_seconds)
+
+    @contextmanager
+    def peer(*_: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(timed=lambda _: StepTimes([0.1] * 60, [0.05] * 60))
+
+    def train_case(*_: object) -> TrainedCase:
+        return TrainedCase(SimpleNamespace(), witness, steps, [("loss of step 1", 6.0)], [next(saves), 9.0], [0.3, 0.2])
+
+    monkeypatch.setattr(case_run, "running_peer", peer)
+    monkeypatch.setattr(case_run, "train_case", train_case)
+    monkeypatch.setattr(case_run, "sharding", lambda *_: time.process_time)
+    monkeypatch.setattr(CaseRun, "_check_resume", lambda _: None)
+    for stage in ("consolidation", "exporting", "certification"):
+        monkeypatch.setattr(case_run, stage, lambda *_: None)
+
+
+def test_saving_validation_and_every_stage_are_measured_as_multiples_of_the_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate(monkeypatch, [1.0, 1.5, 2.0])
+    monkeypatch.setattr(case_run, "unsteady", lambda _: [])
+    (case,) = chosen_cases(["smoke"], None, 0)
+    result = CaseRun(case, tmp_path, DATA, silent).measure(lambda _: False)
+    assert result.problems == []
+    stages = ("training", "consolidation", "export", "certification", "sharding")
+    of_stages = {name for stage in stages for name in (stage, f"{stage}, wall")}
+    assert result.measured.keys() == {"step", "step, CPU", "host memory", "saving", "validation", "peer", *of_stages}
+    assert result.measured["saving"].values == pytest.approx([10.0, 15.0, 20.0])
+    assert result.measured["validation"].values == pytest.approx([2.0] * 3)
+    assert (result.measured["saving"].minimum, result.measured["export, wall"].minimum) == (0.5, 0.75)
+
+
+def test_repeats_that_differ_too_much_are_measured_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(monkeypatch, [1.0, 1.0, 6.0, 1.0, 1.1, 1.2])
+    monkeypatch.setattr(case_run, "unsteady", lambda result: unsteady(only_saving(result)))
+    (case,) = chosen_cases(["smoke"], None, 0)
+    result = CaseRun(case, tmp_path, DATA, silent).measure(lambda _: False)
+    assert result.measured["saving"].values == pytest.approx([10.0, 11.0, 12.0])
+
+
+def only_saving(result: CaseResult) -> CaseResult:
+    """Return the result without what takes next to no time here, and so varies by chance."""
+    return result.model_copy(update={"measured": {"saving": result.measured["saving"]}})
 
 
 def test_a_quarter_of_slow_steps_and_slow_first_steps_change_no_quartile() -> None:
