@@ -8,7 +8,7 @@ from t5train.spec.overrides import SpecPart
 
 
 class OptimizerSpec(SpecPart):
-    """How weights are updated, and in which precision. Norms and position biases are exempt from weight decay."""
+    """How weights are updated, and in which precision."""
 
     kind: Literal["adamw-rms", "adamw"] = Field(
         "adamw-rms",

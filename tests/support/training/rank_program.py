@@ -135,7 +135,7 @@ def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _not_decayed(engine: Any) -> list[str]:
-    """Names of the parameters with parts on this rank that weight decay leaves alone."""
+    """Names of the parameters, over all ranks, with parts that weight decay leaves alone."""
     attached = inner_optimizer(engine)._partitions
     found = {
         name
@@ -143,7 +143,7 @@ def _not_decayed(engine: Any) -> list[str]:
         for (name, _), segment in zip(parts, attached[flat].segments, strict=True)
         if not segment.is_decayed
     }
-    return sorted(found)
+    return sorted({name for of_rank in collectives.gather_objects(sorted(found)) for name in of_rank})
 
 
 def _digests(trainer: loop.Trainer) -> dict[str, int]:
