@@ -8,19 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
 from infra.node.attempts.log_tail import printable
 from t5train.progress import Progress as ProgressCallback
-from t5train.report.time_left import TimeLeft, duration
+from t5train.report.time_left import TimeLeft
 
 SECONDS_BETWEEN_LINES = 5.0
 _LOGGERS = ("t5train", "infra")
-
-_ESTIMATE_SECONDS = 300.0
-"""The time remaining is estimated from so much of the past: a step of a large model may take minutes."""
 
 
 class LineProgress:
@@ -29,19 +26,16 @@ class LineProgress:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._written_at = time.monotonic()
-        self._work, self._time_left = "", TimeLeft()
+        self._time_left = TimeLeft()
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         """Write a line if enough time has passed since the last one. The text before a comma identifies the work."""
         now = time.monotonic()
-        if (work := what.partition(",")[0]) != self._work:
-            self._work, self._time_left = work, TimeLeft()
-        seconds = self._time_left.seconds(now, done, total) if total else None
+        left = self._time_left.text(now, what, done, total)
         if now - self._written_at < SECONDS_BETWEEN_LINES:
             return
         self._written_at = now
         share = f" of {total:,} ({100 * done / total:.0f} %)" if total else ""
-        left = f", {duration(seconds)} left" if seconds else ""
         self.console.print(f"{done:,}{share} {what}{left}")
 
 
@@ -59,6 +53,7 @@ class BarProgress:
         self._bars = bars
         self._work: str | None = None
         self._bar: TaskID | None = None
+        self._time_left = TimeLeft()
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         """Update the bar of ``what``; only the text before a comma identifies the work."""
@@ -66,9 +61,10 @@ class BarProgress:
         if self._bar is None or work != self._work:
             if self._bar is not None:
                 self._bars.remove_task(self._bar)
-            self._work, self._bar = work, self._bars.add_task(what, total=total)
+            self._work, self._bar = work, self._bars.add_task(what, total=total, left="")
         shown = what if total is not None else f"{done:,} {what}"
-        self._bars.update(self._bar, description=shown, completed=done, total=total)
+        left = self._time_left.text(time.monotonic(), what, done, total).removeprefix(", ")
+        self._bars.update(self._bar, description=shown, completed=done, total=total, left=left)
 
     @property
     def console(self) -> Console:
@@ -116,10 +112,8 @@ def progress_display() -> Iterator[LineProgress | BarProgress]:
     text = TextColumn(
         "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
     )
-    columns = text, BarColumn(20), _Amount(), TimeRemainingColumn()
-    with Progress(
-        *columns, console=console, expand=True, transient=True, speed_estimate_period=_ESTIMATE_SECONDS
-    ) as bars:
+    columns = text, BarColumn(20), _Amount(), TextColumn("{task.fields[left]}", markup=False)
+    with Progress(*columns, console=console, expand=True, transient=True) as bars:
         yield BarProgress(bars)
 
 

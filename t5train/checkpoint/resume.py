@@ -29,6 +29,8 @@ from t5train.spec.config_text import run_text
 from t5train.spec.rank_job import TrainJob
 
 _WITNESS_FILES = tuple(f"{WITNESS_FOLDER}/{name}" for name in (WITNESS, WITNESS_TENSORS))
+_DECAYED = "matrices"
+"""What weight decay shrinks in new runs (t5train.model.parameters.is_decayed), as part of a run's identity."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -39,15 +41,29 @@ def run_fingerprint(spec: RunSpec, shards: TokenShards) -> str:
 
 
 def run_identity(spec: RunSpec, shards: TokenShards) -> dict[str, Any]:
-    """The settings and the order of samples that training depends on, and the fingerprints of its inputs.
+    """The settings, the order of samples and the rule of weight decay that training depends on, and its inputs.
 
-    The inputs are the token shards and, if there are any, the weights that training starts from.
+    The inputs are the fingerprints of the token shards and, if there are any, of the weights that training starts from.
     """
-    start = start_fingerprint(spec.model)
+    start, is_decayed = start_fingerprint(spec.model), spec.optimizer.weight_decay > 0
     return (
         training_settings(spec)
         | {"order_version": ORDER_VERSION, "shards": shards.fingerprint}
         | ({"start_from": start} if start else {})
+        | ({"decayed": _DECAYED} if is_decayed and not decays_all(spec) else {})
+    )
+
+
+def decays_all(spec: RunSpec) -> bool:
+    """Whether the run was begun by a version whose weight decay also shrinks norms and position biases.
+
+    Such a run keeps this rule. Its run file does not record what is decayed.
+    """
+    path = spec.run_folder / RUN
+    return (
+        spec.optimizer.weight_decay > 0
+        and is_there(path)
+        and _begun(path, lambda begun: "decayed" not in begun["identity"])
     )
 
 
@@ -75,6 +91,13 @@ def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
         _write_config(spec)
         return
     require_same(spec.run_name, path, identity)
+    if decays_all(spec):
+        _log.warning(
+            "run %s was begun by an earlier version: its weight decay (%g) also shrinks norms and position biases. It "
+            "keeps this rule; new runs exempt them",
+            spec.run_name,
+            spec.optimizer.weight_decay,
+        )
     if unique_id(spec.run_folder) is None:  # begun by a version without unique ids
         write_json(path, json.loads(path.read_text("utf-8")) | {"unique_id": _new_id()})
 
@@ -230,6 +253,7 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
         start_fingerprint=start_fingerprint(spec.model),
         start_name=start_name(spec.model),
         unique_id=unique_id(spec.run_folder),
+        decays_all=decays_all(spec),
     )
     _write_config(spec)
     path = attempt_folder / ATTEMPT_SPEC

@@ -99,5 +99,5 @@ def _held(engine: Any) -> Iterator[tuple[Tensor, _Parts]]:
 
 
 def _copy(stored: StoredTensors, parts: _Parts, flat: Tensor) -> None:
-    for name, (start, stop, _owner, _numel, first) in parts:
+    for name, (start, stop, _owner, _numel, first, _is_decayed) in parts:
         flat.view(-1)[start:stop].copy_(stored.stretch(name, first, first + stop - start))

@@ -56,14 +56,17 @@ def compile_blocks(model: nn.Module, **settings: Any) -> None:
             block.compile(dynamic=False, **settings)
 
 
-def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, node_local: bool) -> Any:
+def build_engine(
+    spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, node_local: bool, decays_all: bool = False
+) -> Any:
     """Initialise model, optimizer and DeepSpeed. ``fill`` sets the same initial values on every rank.
 
-    ``node_local``: the engine's checkpoints are on each node's own disk.
+    ``node_local``: the engine's checkpoints are on each node's own disk. ``decays_all``: weight decay also shrinks
+    norms and position biases.
     """
     build = _pipeline_engine if spec.layout.pipeline_stages > 1 else _engine
     engine = build(spec, shape, pad_id, fill, deepspeed_config(spec, shape, node_local))
-    partitions = shared_by_stages(engine) if spec.layout.pipeline_stages > 1 else partitions_of(engine)
+    partitions = (shared_by_stages if spec.layout.pipeline_stages > 1 else partitions_of)(engine, decays_all)
     inner_optimizer(engine).attach(partitions, sum_over_ranks if engine.zero_optimization() else None)
     if _can_fuse_update(engine):
         from t5train.engine.fused_update import FusedUpdate

@@ -83,7 +83,8 @@ Kernels = Callable[[Tensor, Tensor, dict[str, Tensor], dict[str, Any]], None]
 class Segment(NamedTuple):
     """Elements ``start`` to ``stop`` of a flat tensor are a part of tensor number ``owner``, of ``numel`` elements.
 
-    That part begins with the tensor's element number ``first``, in row-major order.
+    That part begins with the tensor's element number ``first``, in row-major order. Weight decay shrinks it if
+    ``is_decayed``.
     """
 
     start: int
@@ -91,6 +92,7 @@ class Segment(NamedTuple):
     owner: int
     numel: int
     first: int
+    is_decayed: bool = True
 
 
 class Partition(NamedTuple):
@@ -106,6 +108,10 @@ class Partition(NamedTuple):
     def parts_of(self, flat: Tensor) -> list[Tensor]:
         """Return a view of each segment of ``flat``."""
         return [flat[segment.start : segment.stop] for segment in self.segments]
+
+    def decayed_parts_of(self, flat: Tensor) -> list[Tensor]:
+        """Return a view of each segment of ``flat`` that weight decay shrinks."""
+        return [flat[segment.start : segment.stop] for segment in self.segments if segment.is_decayed]
 
 
 class _Owners(NamedTuple):
@@ -188,8 +194,9 @@ class AdamWRms(torch.optim.Optimizer):
         if self._kernels is not None:
             self._kernels(flat, gradient, state, group)
             return
-        if group["weight_decay"]:
-            flat.mul_(1 - group["lr"] * group["weight_decay"])
+        decayed = self._partitions[flat].decayed_parts_of(flat.view(-1)) if group["weight_decay"] else []
+        if decayed:
+            torch._foreach_mul_(decayed, 1 - group["lr"] * group["weight_decay"])
         scales = self._scales(flat) if self.relative else None
         if self._host_adam is None:
             self._move(flat, gradient, state, group, scales)

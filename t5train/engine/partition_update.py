@@ -35,6 +35,8 @@ class Chunks(NamedTuple):
     """int64 [2, owners]: first chunk and number of chunks."""
     owner_of_segment: Tensor
     """int64 [segments]."""
+    is_decayed: Tensor
+    """int8 [segments]: 1 where weight decay shrinks the weights."""
     numels: Tensor
     """fp64 [owners]: elements of the whole parameter, over all ranks; 1 if it lies elsewhere."""
     starts: list[int]
@@ -56,6 +58,7 @@ class Chunks(NamedTuple):
             torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).T.contiguous().to(device),
             torch.tensor(owners, dtype=torch.int64).reshape(-1, 2).T.contiguous().to(device),
             torch.tensor([segment.owner for segment in partition.segments], dtype=torch.int64).to(device),
+            torch.tensor([segment.is_decayed for segment in partition.segments], dtype=torch.int8).to(device),
             torch.tensor(numels, dtype=torch.float64).to(device),
             [segment.start for segment in partition.segments],
             [segment.stop - segment.start for segment in partition.segments],
@@ -140,7 +143,8 @@ def update(
     (beta1, beta2), num_chunks = settings.betas, chunks.rows.shape[1]
     if num_chunks:
         update_kernels.update_chunks[(num_chunks,)](
-            *state, gradients.addresses, rounded, chunks.rows, chunks.owner_of_segment, sums, chunks.numels, norm,
+            *state, gradients.addresses, rounded, chunks.rows, chunks.owner_of_segment, chunks.is_decayed, sums,
+            chunks.numels, norm,
             1 - settings.rate * settings.weight_decay, 1 - beta1, beta2, 1 - beta2,
             (1 - beta2**settings.step) ** -0.5, settings.epsilon, -settings.rate / (1 - beta1**settings.step),
             settings.clip, num_chunks, KIND=gradients.kind, RELATIVE=settings.relative, CLIPPED=settings.clip > 0,

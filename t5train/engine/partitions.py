@@ -15,21 +15,29 @@ from torch import Tensor
 from t5train.engine.collectives import gather_objects
 from t5train.engine.optimizer import Partition, Segment
 from t5train.engine.parameter_layout import describe, huggingface_names
-from t5train.model.parameters import ParameterSlot
+from t5train.model.parameters import ParameterSlot, is_decayed
 
 
-def partitions_of(engine: Any) -> dict[Tensor, Partition]:
-    """Return the parts of parameters that each tensor of the engine's inner optimizer is made of."""
-    masters = masters_of(engine)
-    if not engine.zero_optimization():
-        return {whole: Partition([Segment(0, whole.numel(), 0, whole.numel(), 0)], 1) for whole in masters}
-    groups = zip(masters, describe(engine), _sharers(engine), strict=True)
+def partitions_of(engine: Any, decays_all: bool = False) -> dict[Tensor, Partition]:
+    """Return the parts of parameters that each tensor of the engine's inner optimizer is made of.
+
+    With ``decays_all``, weight decay shrinks all of them, not only those that ``is_decayed`` names.
+    """
+    names, groups = huggingface_names(engine.module, expert_rank=0), describe(engine)
+    if not engine.zero_optimization():  # the optimizer updates each parameter separately
+        groups = [[slot] for group in groups for slot in group]
+
+    def marked(segment: Segment, slots: list[ParameterSlot]) -> Segment:
+        slot = slots[segment.owner]
+        return segment._replace(is_decayed=decays_all or is_decayed(names[slot.name], slot.shape))
+
     return {
-        flat: Partition(_segments(engine, slots, flat, sharers), len(slots), sharers) for flat, slots, sharers in groups
+        flat: Partition([marked(each, slots) for each in _segments(engine, slots, flat, sharers)], len(slots), sharers)
+        for flat, slots, sharers in zip(masters_of(engine), groups, _sharers(engine, len(groups)), strict=True)
     }
 
 
-def shared_by_stages(engine: Any) -> dict[Tensor, Partition]:
+def shared_by_stages(engine: Any, decays_all: bool = False) -> dict[Tensor, Partition]:
     """Return ``partitions_of`` a pipeline stage, with owners numbered over the whole model and shared by all ranks.
 
     Copies of a tied weight are partitioned at different offsets, so separate sums of their squares could differ in the
@@ -46,7 +54,8 @@ def shared_by_stages(engine: Any) -> dict[Tensor, Partition]:
         return segment._replace(owner=numbers[name], numel=segment.numel * copies[name])
 
     return {
-        flat: Partition([*map(over_all, held.segments)], len(numbers)) for flat, held in partitions_of(engine).items()
+        flat: Partition([*map(over_all, held.segments)], len(numbers))
+        for flat, held in partitions_of(engine, decays_all).items()
     }
 
 
@@ -70,14 +79,16 @@ def inner_optimizer(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _sharers(engine: Any) -> list[Any]:
-    """Return the process group that each parameter group is partitioned over. Experts are shared by some ranks only."""
-    if engine.zero_optimization_partition_weights():
-        return [None] * len(engine.optimizer.fp16_groups)
+def _sharers(engine: Any, num_flats: int) -> list[Any]:
+    """Return the process group that each flat tensor is partitioned over. Experts are shared by some ranks only."""
+    if not engine.zero_optimization() or engine.zero_optimization_partition_weights():
+        return [None] * num_flats
     return list(engine.optimizer.real_dp_process_group)
 
 
 def _segments(engine: Any, slots: list[ParameterSlot], flat: Tensor, sharers: Any) -> list[Segment]:
+    if not engine.zero_optimization():
+        return [Segment(0, flat.numel(), 0, flat.numel(), 0)]
     if engine.zero_optimization_partition_weights():
         return _cut_one_by_one(slots, engine.global_rank, engine.world_size)
     return _cut_joined(slots, comm.get_rank(group=sharers), flat.numel())

@@ -38,7 +38,7 @@ def squares_of_owners(partial, owners, sums, num_chunks, num_owners, WIDTH: tl.c
 
 @triton.jit
 def update_chunks(
-    flat, moment1, moment2, addresses, rounded, chunks, owner_of_segment, sums, numels, norm,
+    flat, moment1, moment2, addresses, rounded, chunks, owner_of_segment, is_decayed, sums, numels, norm,
     decay, share1, beta2, share2, correction, epsilon, rate, clip, num_chunks,
     KIND: tl.constexpr, RELATIVE: tl.constexpr, CLIPPED: tl.constexpr, MINIMAL: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -50,6 +50,7 @@ def update_chunks(
         factor = 1.0
         if CLIPPED:
             factor = 1.0 / tl.maximum((whole_norm + 1e-6) / clip, 1.0)
+        decay = tl.where(tl.load(is_decayed + segment) != 0, decay, 1.0)
         if RELATIVE:
             owner = tl.load(owner_of_segment + segment)
             rms = tl.sqrt(tl.load(sums + owner) / tl.load(numels + owner)).to(tl.float32)

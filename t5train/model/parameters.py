@@ -59,6 +59,11 @@ def _projections(path: str, shape: T5Shape) -> Named:
     yield f"{path}.wo.weight", (shape.d_model, shape.d_ff)
 
 
+def is_decayed(name: str, shape: Sequence[int]) -> bool:
+    """Return whether weight decay shrinks a parameter, by Hugging Face's name: norms and position biases are exempt."""
+    return len(shape) > 1 and not name.endswith(".relative_attention_bias.weight")
+
+
 Precision = Literal["fp32", "bf16", "fp16"]
 _EXPERTS, _GATE = "deepspeed_moe.experts.deepspeed_experts.", "deepspeed_moe.gate.wg."
 PIPELINE_LAYER = r"\d+|tied_modules\.[^.]+"

@@ -54,7 +54,8 @@ class TrainJob(BaseModel):
     set, otherwise from newly initialised weights. ``start_fingerprint`` is the fingerprint of these weights, and
     ``start_name`` is the user's name of their folder. ``unique_id`` is the id of the run, which tells it from others
     with the same fingerprint. With ``node_local``, folders are on each node's own disk, and hold only what its ranks
-    wrote or what was staged there.
+    wrote or what was staged there. With ``decays_all``, weight decay also shrinks norms and position biases, as in the
+    version that began the run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,6 +69,7 @@ class TrainJob(BaseModel):
     start_fingerprint: str | None = None
     start_name: str | None = None
     unique_id: str | None = None
+    decays_all: bool = False
 
     @classmethod
     def read(cls, path: Path) -> "TrainJob":

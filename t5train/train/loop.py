@@ -69,7 +69,7 @@ class Trainer:
         torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
         stored = StoredState.of(job, self.shape)
         fill = stored.fill if stored else partial(initialise, shape=self.shape, seed=self.spec.optimizer.seed)
-        self.engine: Any = build_engine(self.spec, self.shape, pad_id, fill, job.node_local)
+        self.engine: Any = build_engine(self.spec, self.shape, pad_id, fill, job.node_local, job.decays_all)
         self.step = saving.resume(self.engine, job, stored)
         self.peak_flops = accelerator_peak_flops(self.spec.optimizer.precision)
         self.routing = Routing(model_of(self.engine))

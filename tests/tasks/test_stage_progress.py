@@ -40,10 +40,30 @@ def test_the_title_names_the_stage_at_once_and_then_step_loss_and_time_left(monk
     for step, loss in ((0, 9.0), (1, 8.0), (2, 7.0), (4, 6.0), (10, 5.0)):
         progress(f"steps, loss {loss:.3f}, 1,000 tokens/s", step, 10)
     assert titles[1:] == [
-        "Train: 0 of 10 steps, loss 9.000, 1,000 tokens/s",
-        "Train: 4 of 10 steps, loss 6.000, 1,000 tokens/s, 16 s left",
-        "Train: 10 of 10 steps, loss 5.000, 1,000 tokens/s",
+        "Train: 0 of 10 steps, loss 9.000",
+        "Train: 4 of 10 steps, loss 6.000, 16 s left",
+        "Train: 10 of 10 steps, loss 5.000",
     ]
+
+
+@pytest.mark.usefixtures("immediately")
+def test_title_and_log_name_one_loss_and_the_artifact_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    titles, descriptions = list[str | None](), list[str]()
+    monkeypatch.setattr(stage_progress, "show_in_title", titles.append)
+    monkeypatch.setattr(stage_progress, "SECONDS_BETWEEN_LINES", 0)
+    monkeypatch.setattr(artifacts.Shown, "show", lambda _self, _percent, text: descriptions.append(text))
+    what = (
+        "steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s, "
+        "validation loss after step 10: 5.000 (all target tokens), 5.500 (masked tokens; unigram baseline 6.125)"
+    )
+    with caplog.at_level(logging.INFO):
+        StageProgress(TRAIN)(what, 1_234, 65_536)
+    assert titles[-1] == "Train: 1,234 of 65,536 steps, training loss 2.500 nats/token"
+    line = "Train: 1,234 of 65,536 steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s"
+    assert caplog.messages == [line]
+    assert descriptions == [f"1,234 of 65,536 {what}"]
 
 
 def test_watchers_get_every_report_with_the_title_of_the_stage() -> None:

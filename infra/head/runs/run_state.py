@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from infra.head.launch.start_record import Ending, Start, read_start
@@ -39,6 +38,7 @@ from t5train.records.metrics import Values, last_metrics, recent_metrics
 from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
 from t5train.report.report_folder import FAILURE, report_path
+from t5train.report.time_left import seconds_of_steps
 
 _THREADS = 32
 _LEASE_MAY_LIVE_SECONDS = 300.0
@@ -263,9 +263,9 @@ class _Reader:
     def _seconds_left(self, found: RunState) -> float | None:
         lines = recent_metrics(self.folder / METRICS)
         seconds = [each for line in lines if (each := line.get("seconds")) is not None][-_STEPS:]
-        if not seconds or found.step is None or found.num_steps is None:
+        if found.step is None or found.num_steps is None:
             return None
-        return fmean(seconds) * (found.num_steps - found.step)
+        return seconds_of_steps(seconds, found.step, found.num_steps)
 
     def _doing(self, start: Start | None, attempt_folder: Path | None) -> str:
         stage = start.stage if start is not None and start.ended_at is None else None

@@ -4,6 +4,9 @@ Each window of tokens becomes an input, in which every noise span is replaced by
 every kept stretch is replaced by one sentinel. Both end with EOS. A window begins with a kept stretch and ends with a
 noise span. The lengths of the noise spans are drawn uniformly from all ways to divide the noise tokens into non-empty
 spans. The lengths of the kept stretches are drawn in the same way.
+
+Documents in a window end with EOS, which is masked like any other token, as in nanoT5; T5 itself joins documents
+without it (docs/objective.md).
 """
 
 from typing import NamedTuple
@@ -70,7 +73,10 @@ def corrupt(
 
 
 def is_content(targets: np.ndarray, first_sentinel_id: int, num_sentinels: int = NUM_SENTINELS) -> np.ndarray:
-    """Return which targets are masked tokens: neither a sentinel nor the EOS at the end; same shape [n, t], bool."""
+    """Return which targets are masked tokens: neither a sentinel nor the EOS at the end; same shape [n, t], bool.
+
+    An EOS before the end is the masked end of a document.
+    """
     content: np.ndarray = (targets <= first_sentinel_id - num_sentinels) | (targets > first_sentinel_id)
     content[:, -1] = False
     return content

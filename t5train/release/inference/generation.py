@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +53,8 @@ def generate(
 ) -> Iterator[Generated]:
     """Load a T5, and yield for each text what the model puts into its gaps ``<extra_id_0>``, ``<extra_id_1>``, ...
 
-    The result equals that of ``generate()`` of transformers for each text alone, in fp32.
+    The result equals that of ``generate()`` of transformers for each text alone, in fp32. If that ends before the last
+    gap, the text is generated again, with ``</s>`` allowed only after the last sentinel.
 
     Args:
         path: Folder with config.json, safetensors and a vocabulary: an export of this project, or any other T5.
@@ -84,8 +86,18 @@ def _generate_one(folder: ModelFolder, tokenizer: Any, model: Any, text: str, sp
     sentinels = sentinels_in(text)
     with quiet_transformers():
         inputs = tokenizer(text, return_tensors="pt").to(model.device)
-        with _seeded(spec, model.device), torch.inference_mode():
-            output = model.generate(**inputs, **_options(spec, len(sentinels)))[0].tolist()
+
+        def output_of(**options: Any) -> list[int]:
+            with _seeded(spec, model.device), torch.inference_mode():
+                found: list[int] = model.generate(**inputs, **_options(spec, len(sentinels)), **options)[0].tolist()
+            return found
+
+        output, ends_early = output_of(), None
+        if sentinels and is_as_trained(sentinels):
+            last, eos = tokenizer.convert_tokens_to_ids(sentinels[-1]), tokenizer.eos_token_id
+            if eos in output and last not in output:
+                again = output_of(logits_processor=[partial(_without_early_end, last=last, eos=eos)])
+                output, ends_early = (again, False) if last in again else (output, True)
     # The model's vocabulary is padded: it may generate ids that stand for nothing.
     pieces = [piece for piece in tokenizer.convert_ids_to_tokens(output) if piece is not None]
     spans = spans_of(pieces, sentinels)
@@ -98,8 +110,14 @@ def _generate_one(folder: ModelFolder, tokenizer: Any, model: Any, text: str, sp
         generated=text_of([piece for piece in pieces if piece not in ("<pad>", "</s>")], tokenizer),
         input_tokens=input_tokens,
         new_tokens=len(output) - 1,  # without the token that starts the decoder
-        remarks=tuple(_remarks(folder, sentinels, input_tokens)),
+        remarks=tuple(_remarks(folder, sentinels, input_tokens, ends_early)),
     )
+
+
+def _without_early_end(input_ids: Any, scores: Any, last: int, eos: int) -> Any:
+    """Forbid ``eos`` in the rows of ``input_ids`` [n, t] without ``last``; returns scores [n, vocabulary]."""
+    scores[(input_ids != last).all(1), eos] = float("-inf")
+    return scores
 
 
 def _options(spec: GenerationSpec, num_spans: int) -> dict[str, Any]:
@@ -126,7 +144,8 @@ def _seeded(spec: GenerationSpec, device: Any) -> Iterator[None]:
         yield
 
 
-def _remarks(folder: ModelFolder, sentinels: list[str], input_tokens: int) -> Iterator[str]:
+def _remarks(folder: ModelFolder, sentinels: list[str], input_tokens: int, ends_early: bool | None) -> Iterator[str]:
+    """Yield what explains a poor result. ``ends_early``: whether a second attempt also ended before the last gap."""
     if not sentinels:
         yield (
             "the text has no <extra_id_0>: a pre-trained T5 fills in gaps that are marked by <extra_id_0>, "
@@ -137,6 +156,9 @@ def _remarks(folder: ModelFolder, sentinels: list[str], input_tokens: int) -> It
             f"the text has the sentinels {', '.join(sentinels)}, but the model was trained with <extra_id_0>, "
             "<extra_id_1>, ... in this order. Number them in this way"
         )
+    if ends_early is not None:
+        result = "gaps stay unfilled, also without it" if ends_early else "the text was generated again without it"
+        yield f"the model wrote </s>, the end of a document, before the last gap ({sentinels[-1]}): {result}"
     if input_tokens > folder.trained_tokens:
         yield (
             f"the text has {input_tokens} tokens, but the model was trained with at most {folder.trained_tokens}: the "

@@ -29,13 +29,14 @@ import torch
 from deepspeed import comm
 from deepspeed.utils import groups
 
-from t5train.checkpoint import saving, sidecar
+from t5train.checkpoint import saving, sidecar, state_loading
 from t5train.checkpoint.reshard import consolidated_for
 from t5train.checkpoint.state_loading import StoredState
 from t5train.checkpoint.tags import files_read_by
 from t5train.data.samples.loader import Batch, Samples
 from t5train.engine import collectives, deepspeed_config, engine, forward_backward
 from t5train.engine.optimizer import AdamWRms
+from t5train.engine.partitions import inner_optimizer
 from t5train.errors import T5TrainError
 from t5train.model.t5 import T5, RMSNorm
 from t5train.progress import silent
@@ -89,7 +90,7 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
             trainer.run()
     except T5TrainError as error:
         return found | {"error": type(error).__name__, "message": str(error)}
-    return found | {"step": trainer.step, "masters": _digests(trainer)}
+    return found | {"step": trainer.step, "masters": _digests(trainer), "not_decayed": _not_decayed(trainer.engine)}
 
 
 def _enter_node(entry: dict[str, Any]) -> None:
@@ -131,6 +132,18 @@ def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
     """Audit hook: record every file that Python opens."""
     if event == "open" and isinstance(arguments[0], str):
         _OPENED.append(arguments[0])
+
+
+def _not_decayed(engine: Any) -> list[str]:
+    """Names of the parameters, over all ranks, with parts that weight decay leaves alone."""
+    attached = inner_optimizer(engine)._partitions
+    found = {
+        name
+        for flat, parts in state_loading._held(engine)
+        for (name, _), segment in zip(parts, attached[flat].segments, strict=True)
+        if not segment.is_decayed
+    }
+    return sorted({name for of_rank in collectives.gather_objects(sorted(found)) for name in of_rank})
 
 
 def _digests(trainer: loop.Trainer) -> dict[str, int]:

@@ -367,6 +367,43 @@ def test_a_run_with_another_sample_order_is_refused_and_both_versions_are_named(
     assert path.read_bytes() == before
 
 
+def _begun_by_an_earlier_version(spec: RunSpec, shards: TokenShards) -> str:
+    """Write the run file without the rule of weight decay, which earlier versions did not record."""
+    path = spec.run_folder / "run.json"
+    open_run(spec, shards)
+    begun = json.loads(path.read_text())
+    begun["identity"].pop("decayed", None)
+    begun["fingerprint"] = fingerprint(begun["identity"])
+    path.write_text(json.dumps(begun))
+    return str(begun["fingerprint"])
+
+
+def test_a_run_keeps_the_rule_of_weight_decay_that_it_began_with(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    decayed = spec.with_settings({"optimizer.weight_decay": 0.1})
+    earlier = _begun_by_an_earlier_version(decayed, shards)
+    _checkpoint(decayed, 100, earlier)
+    open_run(decayed, shards)
+    require_same_settings(decayed)
+    job = TrainJob.read(write_job(decayed, shards, tmp_path))
+    assert (job.resume_tag, job.run_fingerprint, job.decays_all) == (tag_of(100), earlier, True)
+    assert "its weight decay (0.1) also shrinks norms and position biases. It keeps this rule" in caplog.text
+
+    new = decayed.with_settings({"name": "new"})
+    open_run(new, shards)
+    job = TrainJob.read(write_job(new, shards, tmp_path))
+    assert job.run_fingerprint == run_fingerprint(new, shards) != earlier
+    assert not job.decays_all
+
+
+def test_without_weight_decay_a_run_has_the_fingerprint_that_earlier_versions_gave_it(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    assert _begun_by_an_earlier_version(spec, shards) == run_fingerprint(spec, shards)
+    assert not TrainJob.read(write_job(spec, shards, tmp_path)).decays_all
+
+
 def test_a_starting_model_whose_vocabulary_is_too_small_starts_no_run(
     spec: RunSpec, shards: TokenShards, tmp_path: Path
 ) -> None:

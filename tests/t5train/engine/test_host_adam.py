@@ -19,7 +19,10 @@ def _optimizer(flat: Tensor, host_adam: HostAdam | None, relative: bool = True) 
     optimizer = AdamWRms([flat], (0.9, 0.999), 1e-8, weight_decay=0.1, relative=relative, host_adam=host_adam)
     optimizer.param_groups[0]["lr"] = 0.01
     starts = [sum(SIZES[:owner]) for owner in range(len(SIZES))]
-    segments = [Segment(start, start + SIZES[owner], owner, SIZES[owner], 0) for owner, start in enumerate(starts)]
+    segments = [
+        Segment(start, start + SIZES[owner], owner, SIZES[owner], 0, is_decayed=owner != 1)
+        for owner, start in enumerate(starts)
+    ]
     optimizer.attach({flat: Partition(segments, len(SIZES))}, None)
     return optimizer
 

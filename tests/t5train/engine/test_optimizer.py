@@ -11,7 +11,9 @@ from torch import Tensor
 
 from t5train.engine.optimizer import MINIMAL_RMS, AdamWRms, Partition, Segment
 from t5train.engine.partitions import _cut_joined, _cut_one_by_one
-from t5train.model.parameters import ParameterSlot
+from t5train.model.model_shape import resolve
+from t5train.model.parameters import ParameterSlot, is_decayed, parameter_shapes
+from t5train.spec.recipes import recipe
 
 STEPS = 3
 
@@ -51,6 +53,26 @@ def test_a_step_is_proportional_to_the_rms_of_its_tensor() -> None:
     optimizer.step()
     torch.testing.assert_close(small, torch.full((64,), 0.009))
     torch.testing.assert_close(large, torch.full((64,), 9.0))
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_weight_decay_shrinks_only_the_parts_that_are_decayed(relative: bool) -> None:
+    flat, plain = torch.full((6,), 2.0), torch.full((6,), 2.0)
+    segments = [Segment(0, 2, 0, 2, 0), Segment(2, 5, 1, 3, 0, is_decayed=False)]  # and padding
+    for tensor, weight_decay in ((flat, 0.5), (plain, 0.0)):
+        optimizer = _optimizer([tensor], relative, weight_decay)
+        optimizer.attach({tensor: Partition(segments, 2)}, None)
+        tensor.grad = torch.zeros(6)
+        optimizer.step()
+    torch.testing.assert_close(flat[:2], plain[:2] * (1 - 0.1 * 0.5))
+    assert torch.equal(flat[2:], plain[2:])
+
+
+def test_norms_and_position_biases_are_the_parameters_that_are_not_decayed() -> None:
+    shape = resolve(recipe("smoke").model, 128)
+    exempt = {name for name, its in parameter_shapes(shape).items() if not is_decayed(name, its)}
+    assert len(exempt) == 2 * (shape.num_layers + 1) + 3 * shape.num_decoder_layers + 2
+    assert all(name.endswith(("layer_norm.weight", "relative_attention_bias.weight")) for name in exempt)
 
 
 def test_a_tensor_of_zeros_is_still_updated() -> None:

@@ -49,6 +49,11 @@ class Held(NamedTuple):
     rounded: Tensor
 
 
+def _is_decayed(owner: int) -> bool:
+    """Every third parameter is not, like norms."""
+    return owner % 3 != 1
+
+
 def _cut(sizes: list[int], ranks: int, multiple: int) -> tuple[list[Partition], int]:
     """What each rank holds of a flat buffer, as ZeRO 1 and 2 cut it, and how many elements that is."""
     piece, partitions = -(-sum(sizes) // (ranks * multiple)) * multiple, []
@@ -57,7 +62,7 @@ def _cut(sizes: list[int], ranks: int, multiple: int) -> tuple[list[Partition], 
         for owner, size in enumerate(sizes):
             start, stop = max(offset, begin), min(offset + size, begin + piece)
             if start < stop:
-                found.append(Segment(start - begin, stop - begin, owner, size, start - offset))
+                found.append(Segment(start - begin, stop - begin, owner, size, start - offset, _is_decayed(owner)))
             offset += size
         partitions.append(Partition(found, len(sizes)))
     return partitions, piece
@@ -158,6 +163,13 @@ def test_an_update_equals_that_of_adamw_rms(
     updated = _updated(sizes, gradients, steps)
     for found, wanted in zip(updated[:3], zip(*_expected(sizes, gradients, steps), strict=True), strict=True):
         assert _distance(sizes, found, *wanted) <= BOUND
+
+
+def test_weight_decay_shrinks_only_the_parts_that_are_decayed() -> None:
+    sizes, steps = [96, 7, CHUNK_ELEMENTS + 24, 12, 5], [_settings(1, weight_decay=0.5)]
+    found = _updated(sizes, [torch.zeros(sum(sizes), device=DEVICE)], steps)
+    for owner, (now, before) in enumerate(zip(found.weights.split(sizes), _weights(sizes).split(sizes), strict=True)):
+        torch.testing.assert_close(now, before * (0.99 if _is_decayed(owner) else 1.0))
 
 
 @settings(max_examples=10, deadline=None)

@@ -89,7 +89,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
         )
     for name in EQUAL + OFFLOADED:
         settings = {"model.dropout_rate": 0, "optimizer.gradient_clip": 0, "layout.micro_batch_sequences": 8}
-        spec = spec_of(name).with_settings(settings).model_dump(mode="json")
+        spec = spec_of(name).with_settings(settings | {"optimizer.weight_decay": 0.1}).model_dump(mode="json")
         jobs.append({"name": f"{name}.one-pass", "spec": spec, "run_folder": f"{root}/{name}.one-pass"})
     for name in SUMMED:
         for passes in (1, PASSES):
@@ -244,6 +244,16 @@ def test_zero_stages_train_the_same_model(trained: Trained) -> None:
 def test_layouts_train_bit_equal_weights_when_sums_have_only_one_order(trained: Trained, layout: str) -> None:
     """With two ranks, one pass of each per step and no clipping, every layout sums in the same order as ZeRO 0."""
     assert trained.found(f"{layout}.one-pass")["masters"] == trained.found("zero0-fp32.one-pass")["masters"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_norms_and_position_biases_are_not_decayed_in_any_layout(trained: Trained, layout: str) -> None:
+    found = trained.found(f"{layout}.whole")
+    exempt = [
+        name for name in found["masters"] if name.endswith(("layer_norm.weight", "relative_attention_bias.weight"))
+    ]
+    assert exempt
+    assert found["not_decayed"] == sorted(exempt)
 
 
 @pytest.mark.parametrize("layout", OFFLOADED)

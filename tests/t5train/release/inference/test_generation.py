@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from t5train.release.inference.generation import GenerationSpec, generate
+from t5train.release.inference.model_folder import ModelFolder
 
 MakeModel = Callable[..., Path]
 TEXT = "The <extra_id_0> of a list is <extra_id_1>."
@@ -57,6 +58,52 @@ def test_sampling_equals_that_of_transformers_with_the_same_seed_for_each_text(m
     assert first.generated == AutoTokenizer.from_pretrained(folder).convert_tokens_to_string(expected).strip()
     (other,) = generate(folder, [TEXT], spec._replace(seed=8))
     assert other.generated != first.generated
+
+
+def _scripted(monkeypatch: pytest.MonkeyPatch, *preferred: list[str]) -> None:
+    """Let the model prefer these pieces at each place, the first one most."""
+    load = ModelFolder.load
+
+    def loaded(folder: ModelFolder, device: str) -> Any:
+        model, tokenizer, places = load(folder, device), folder.load_tokenizer(), list[list[str]]()
+
+        def begin(*_: object) -> None:
+            places[:] = preferred
+
+        def prefer(_module: object, _inputs: object, logits: torch.Tensor) -> None:
+            for rank, piece in enumerate(places.pop(0) if places else ["</s>"]):
+                logits[..., tokenizer.convert_tokens_to_ids(piece)] = 1e4 - rank
+
+        model.get_encoder().register_forward_hook(begin)
+        model.lm_head.register_forward_hook(prefer)
+        return model
+
+    monkeypatch.setattr(ModelFolder, "load", loaded)
+
+
+def test_a_document_end_within_a_gap_does_not_end_the_filling(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Targets of training hold </s> before their end where a span reaches from one document into the next."""
+    _scripted(monkeypatch, ["<extra_id_0>"], ["s"], ["</s>", "<extra_id_1>"], ["t"], ["</s>"])
+    (result,) = generate(make_model("v1.1"), [TEXT])
+    assert (result.spans, result.generated) == (
+        {"<extra_id_0>": "s", "<extra_id_1>": "t"},
+        "<extra_id_0>s<extra_id_1>t",
+    )
+    assert result.remarks == (
+        "the model wrote </s>, the end of a document, before the last gap (<extra_id_1>): the text was generated again "
+        "without it",
+    )
+
+
+def test_a_gap_that_the_model_never_comes_to_is_remarked(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _scripted(monkeypatch, ["<extra_id_0>"], ["s"], ["</s>", "t"])
+    (result,) = generate(make_model("v1.1"), [TEXT], GenerationSpec(max_new_tokens=4))
+    assert result.spans == {"<extra_id_0>": "s", "<extra_id_1>": None}
+    assert any("the last gap (<extra_id_1>): gaps stay unfilled, also without it" in each for each in result.remarks)
 
 
 @pytest.mark.parametrize(
