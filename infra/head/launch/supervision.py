@@ -47,6 +47,8 @@ class _Host:
     boot_id: str | None
     broken: str = ""
     is_silent: bool = False
+    is_lost: bool = False
+    """Whether it has been silent for so long that its lease has expired."""
     ended: bool = False
 
 
@@ -101,6 +103,11 @@ class Supervision:
     def silent(self) -> list[str]:
         """Hosts that have sent nothing for a while."""
         return [name for name, host in self._hosts.items() if host.is_silent]
+
+    @property
+    def lost(self) -> list[str]:
+        """Hosts that have sent nothing for longer than the lease, so that ranks there have ended by themselves."""
+        return [name for name, host in self._hosts.items() if host.is_lost]
 
     def broken(self, name: str) -> str:
         """Why the last session with a host broke."""
@@ -212,7 +219,8 @@ class Supervision:
                 host.broken or "nothing arrives from it",
             )
         host.is_silent = seconds > _SILENT_SECONDS and not host.ended
-        if host.is_silent and seconds > (self.this.lease_seconds or 0):
+        host.is_lost = host.is_silent and seconds > (self.this.lease_seconds or 0)
+        if host.is_lost:
             self._fail(
                 HostLost(
                     f"{name} has not responded for {seconds:.0f} s, so it counts as lost. The last error: "

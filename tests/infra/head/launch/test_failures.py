@@ -18,6 +18,7 @@ from t5train.errors import (
     Preempted,
     RankKilled,
     RankStopped,
+    StorageError,
 )
 from t5train.rank import error_report
 
@@ -86,6 +87,13 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
         "timed out in a collective",
     ),
     (
+        {"returncode": -6},
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\nterminate called after throwing",
+        CollectiveTimeout,
+        "timed out in a collective",
+    ),
+    ({"returncode": -6}, "terminate called after throwing", RankKilled, "was killed by SIGABRT"),
+    (
         {},
         "RuntimeError: [../gloo/transport/tcp] Timed out waiting 1800000ms for recv",
         CollectiveTimeout,
@@ -124,6 +132,16 @@ def test_a_rank_that_lost_or_waited_for_a_peer_is_not_the_cause(this: Attempt) -
         ended(this, rank, 1)
         this.log(rank_name(rank)).write_text(output)
     assert "rank 2 of 3" in str(failure_of(this, 3))
+
+
+def test_of_two_ranks_that_reported_an_error_the_first_one_is_the_cause(tmp_path: Path) -> None:
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
+    for rank, error in ((1, DiskFull("/r: No space left on device")), (0, StorageError("/r: no such file"))):
+        ended(this, rank, 1)
+        error_report.report(this.rank_files(rank_name(rank)), error)
+    found = failure_of(this, 2)
+    assert type(found) is DiskFull
+    assert found.hosts == ("node2",)
 
 
 def test_preempted_ranks_are_the_cause_only_if_no_other_rank_failed(this: Attempt) -> None:
