@@ -18,8 +18,10 @@ from infra.head.launch.supervision import Supervision
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.exit_record import Cause, ExitRecord
-from infra.node.attempts.session_messages import Alive, Order, RankEnded, RankError
+from infra.node.attempts.session_messages import Alive, Order, RankEnded, RankError, RankPhase
 from t5train.errors import DiskFailed, DiskFull, HostLost, LaunchError, RankKilled
+from t5train.rank import heartbeat
+from t5train.rank.heartbeat import Beat, beat_file
 
 HOSTS = {"a": (0,), "b": (0,)}
 LEASE_SECONDS = 60.0
@@ -226,6 +228,21 @@ def test_lines_of_ranks_are_logged_with_their_host_and_without_secrets(
     assert levels["b rank-00001: WARNING of b"] == "WARNING"
     assert "s3cret" not in caplog.text
     assert "chatter" not in caplog.text
+
+
+def test_the_phase_of_rank_0_is_kept_in_the_clock_of_the_head(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
+) -> None:
+    supervision, now = supervise(), time.monotonic()
+    folder, kept = local_hosts.attempt_folder("a", this.run_id), beat_file(this.folder / "head")
+    heartbeat.write(beat_file(folder / "rank-00000"), Beat(now, "save", now - 500, 1800, 40))
+    look_until(supervision, kept.exists)
+    beat = heartbeat.read(kept)
+    assert beat is not None
+    assert (beat.phase, beat.step, beat.limit) == ("save", 40, 1800)
+    assert 499 <= beat.beat - beat.since < 560
+    supervision._take("a", now, RankPhase("../save", 1, 0.0, 1.0))
+    assert heartbeat.read(kept) == beat
 
 
 def test_the_order_to_end_reaches_all_hosts(
