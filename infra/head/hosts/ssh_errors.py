@@ -34,6 +34,14 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
         "its name does not resolve. Correct the hostfile, or add the name to /etc/hosts or ssh's configuration",
     ),
     (
+        "kex_exchange_identification|ssh_exchange_identification|Exceeded MaxStartups",
+        HostUnreachable,
+        "sshd there closed the connection before the login. Probably too many connections arrived at once: raise "
+        "MaxStartups in /etc/ssh/sshd_config there (such as MaxStartups 100:30:200), or on the jump host if ssh uses "
+        "one, and reload sshd. If not, check whether the host blocks this machine (fail2ban, PerSourcePenalties, "
+        "hosts.deny)",
+    ),
+    (
         "Connection refused",
         HostUnreachable,
         "connection refused. Start sshd there, or set cluster.ssh_port",
@@ -66,6 +74,11 @@ def failure_of_ssh(host: str, stderr: bytes) -> HostError:
                 f"{host}: {remedy.format(host=host, name=name, scan=scan)}. ssh said: {last_lines(stderr)}", [host]
             )
     return HostUnreachable(f"{host}: {_BROKEN}. ssh said: {last_lines(stderr)}", [host])
+
+
+def was_dropped(error: HostError) -> bool:
+    """Whether sshd closed the connection before the login, as it does at random when many arrive at once."""
+    return isinstance(error, HostUnreachable) and "exchange_identification" in str(error)
 
 
 def last_lines(stderr: bytes, most: int = 3) -> str:
