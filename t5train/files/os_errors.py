@@ -9,7 +9,7 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import FrameType
 
 from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
@@ -17,6 +17,10 @@ from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DISK_FAILED = frozenset({errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EUCLEAN})
 
+_NO_INODES = (
+    "the disk has no free inodes, one of which every file and folder takes, although it may have free bytes (`df -i`): "
+    "remove files there, or use another folder"
+)
 _PERMISSION = (
     "give this user permission (check the folders above, too: `ls -ld` shows their modes), or use another path"
 )
@@ -48,8 +52,24 @@ def explain(error: OSError) -> str:
     """Return one line: the path if it is known, the system's message, and the remedy."""
     said = error.strerror or " ".join(str(error).split()) or type(error).__name__
     path = None if isinstance(error, ConnectionError | TimeoutError) or error.errno is None else path_of(error)
-    remedy = _REMEDIES.get(error.errno or 0)
+    remedy = _NO_INODES if error.errno == errno.ENOSPC and lacks_inodes(path) else _REMEDIES.get(error.errno or 0)
     return (f"{path}: {said}" if path else said) + (f"; {remedy}" if remedy else "")
+
+
+def free_inodes(path: PurePath | str) -> int | None:
+    """How many more files and folders the disk of an existing path can hold; None if it sets no limit."""
+    found = os.statvfs(path)
+    return found.f_favail if found.f_files else None
+
+
+def lacks_inodes(path: PurePath | str | None) -> bool:
+    """Whether the disk on which a path is, or would be, is full because it has no inodes left."""
+    if path is None:
+        return False
+    try:
+        return free_inodes(next(each for each in (Path(path), *Path(path).absolute().parents) if each.exists())) == 0
+    except OSError:
+        return False  # the path cannot be inspected
 
 
 def in_one_line(error: BaseException) -> str:

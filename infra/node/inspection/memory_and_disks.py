@@ -1,5 +1,6 @@
 """Memory, disk space and file descriptors of a node, and whether it can read the head's file under the root."""
 
+import errno
 import resource
 import secrets
 import shutil
@@ -16,6 +17,7 @@ from infra.node.storage.disk_usage import staged_paths, users
 from infra.node.storage.garbage import size_of
 from t5train.errors import StorageError
 from t5train.files.atomic import try_writing
+from t5train.files.os_errors import free_inodes, lacks_inodes
 from t5train.host_resources import host_memory_bytes
 
 _MARK = ".mark"
@@ -44,6 +46,9 @@ def resources(question: Question) -> Resources:
         scratch_error=scratch.error,
         scratch_free_bytes=_free_bytes(Path(scratch.path)),
         scratch_yielding_bytes=scratch.yielding_bytes,
+        root_free_inodes=_free_inodes(root),
+        node_folder_free_inodes=_free_inodes(Path(folder)),
+        scratch_free_inodes=_free_inodes(Path(scratch.path)) if scratch.path else None,
     )
 
 
@@ -110,8 +115,16 @@ def _write_error(folder: Path) -> str:
     try:
         try_writing(folder)
     except OSError as error:
-        return str(error.strerror)
+        is_out_of_inodes = error.errno == errno.ENOSPC and lacks_inodes(folder)
+        return f"{error.strerror}: no free inodes, see `df -i`" if is_out_of_inodes else str(error.strerror)
     return ""
+
+
+def _free_inodes(folder: Path) -> int | None:
+    try:
+        return free_inodes(folder)
+    except OSError:
+        return None
 
 
 def _free_bytes(folder: Path) -> int:

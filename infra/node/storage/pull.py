@@ -15,6 +15,7 @@ from infra.node.node_folders import within
 from infra.node.storage.file_channel import Content, Refused, Source, Wanted, Watcher
 from t5train.errors import DigestMismatch, StorageError, Unreadable
 from t5train.files.atomic import sync_folder
+from t5train.files.os_errors import lacks_inodes
 from t5train.files.presence import ABSENT, file_size, reading
 from t5train.files.set_aside import set_aside
 
@@ -91,6 +92,8 @@ def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher, kee
             if isinstance(error, ConnectionError):
                 raise
             remedy = "Free some disk space" if error.errno in _DISK_FULL else "Check the disk and the permissions"
+            if error.errno == errno.ENOSPC and lacks_inodes(path):
+                remedy = "Its disk has no free inodes (`df -i`): remove files there"
             raise StorageError(f"{path} cannot be written: {error.strerror}. {remedy}, then start again") from error
         partial.unlink(missing_ok=True)
         if last:
