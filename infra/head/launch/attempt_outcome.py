@@ -103,6 +103,8 @@ class ClusterWatch:
         if found.is_of_a_rank:  # hosts that do not answer are not its cause, and were logged
             return found.error
         if (failure := self._supervision.failure) is not None:
+            if self._supervision.lost_all:  # that each of them failed is less likely, so none is blamed
+                return HostLost(f"{failure}. All hosts were lost at once, so check this machine and its network first")
             return self._with_others_lost(failure)
         if self._unreachable:
             lost = "; ".join(f"{host} was lost: {why}" for host, why in self._unreachable.items())

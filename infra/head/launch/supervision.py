@@ -53,6 +53,8 @@ class _Host:
     is_silent: bool = False
     is_lost: bool = False
     """Whether it has been silent for so long that its lease has expired."""
+    was_lost: bool = False
+    """Whether that was ever so: it may respond again while the attempt ends."""
     ended: bool = False
 
 
@@ -112,6 +114,11 @@ class Supervision:
     def lost(self) -> list[str]:
         """Hosts that have sent nothing for longer than the lease, so that ranks there have ended by themselves."""
         return [name for name, host in self._hosts.items() if host.is_lost]
+
+    @property
+    def lost_all(self) -> bool:
+        """Whether all hosts, and not just one, counted as lost because nothing arrived from them."""
+        return len(self._hosts) > 1 and all(host.was_lost for host in self._hosts.values())
 
     def broken(self, name: str) -> str:
         """Why the last session with a host broke."""
@@ -233,6 +240,7 @@ class Supervision:
         host.is_silent = seconds > _SILENT_SECONDS and not host.ended
         host.is_lost = host.is_silent and seconds > (self.this.lease_seconds or 0)
         if host.is_lost:
+            host.was_lost = True
             self._fail(
                 HostLost(
                     f"{name} has not responded for {seconds:.0f} s, so it counts as lost. The last error: "

@@ -380,6 +380,22 @@ def test_a_save_at_the_end_is_not_cut_off_because_a_host_was_silent_for_a_moment
     assert watch._stop_seconds() > watch.this.save_seconds
 
 
+def test_no_host_is_blamed_if_all_are_lost_at_once_as_when_the_heads_network_fails(
+    this: Attempt, transport: Unsteady, supervise: Callable[..., Supervision]
+) -> None:
+    transport.silent, transport.instead = "ab", ["sh", "-c", "exit 255"]
+    supervision = supervise()
+    watch = ClusterWatch(supervision, ClusterLauncher(this.run_id), transport, lambda: None)
+    for host in supervision._hosts.values():
+        host.last_message_at -= 2 * LEASE_SECONDS
+    supervision.look(0)
+    failure = watch.failure()
+    assert isinstance(failure, HostLost)
+    assert failure.hosts == ()
+    assert "a has not responded for 12" in str(failure)
+    assert str(failure).endswith(". All hosts were lost at once, so check this machine and its network first")
+
+
 def test_an_unreachable_host_is_named_together_with_a_lost_one(
     transport: Unsteady, supervise: Callable[..., Supervision], this: Attempt
 ) -> None:

@@ -115,8 +115,8 @@ def test_the_mtu_is_suspected_if_small_messages_pass_and_large_ones_do_not() -> 
     assert text == (
         "node0, node1: ranks 0, 1 timed out after 60 s waiting for the sum of 1 MiB, although a small message passed. "
         "Suspect the MTU: a switch or tunnel between the hosts may drop large packets. Test it on another host than "
-        "the first: `ping -c 3 -M do -s $(($(cat /sys/class/net/eth1/mtu) - 28)) 10.0.0.1`. If there is no answer, lower "
-        "the MTU of that interface on all hosts, or raise it in the network"
+        "the first: `ping -c 3 -M do -s $(($(cat /sys/class/net/eth1/mtu) - 28)) 10.0.0.1`. If there is no answer, "
+        "lower the MTU of that interface on all hosts, or raise it in the network"
     )
     outcomes = {rank: Outcome(f"node{rank}", Stage.EXCHANGED, "") for rank in (0, 1)}
     (text,) = judge_outcomes(outcomes, 60, Rendezvous("fd00::1", {"node0": "eth1", "node1": "eth1"}))
