@@ -22,8 +22,6 @@ _BEAT_SECONDS = 10.0
 _STARTING = "ranks are starting"
 _BETWEEN_STEPS = {"save": "saving a checkpoint", "validate": "validating"}
 _AFTER_STEPS = {"save": "saving the last checkpoint and the witness", "validate": "validating the result"}
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -134,11 +132,11 @@ class _SlowPhases:
         """Note what ranks do. Returns for how long they have been doing so if that is unusual: `` for 7 min``."""
         present = (attempt, beat.phase, beat.step)
         if present != self._present:
-            if self._present is not None:
+            if self._present is not None and self._present[0] == attempt:  # else it was not completed
                 before = self._present[1]
                 self._longest[before] = max(self._seconds, self._longest.get(before, 0.0))
-            # No earlier phase of this kind was so long that it had to be ended.
-            self._unusual_seconds = max(heartbeat.unusual_seconds(beat), 2 * self._longest.get(beat.phase, 0.0))
+            as_before = min(2 * self._longest.get(beat.phase, 0.0), beat.limit / 2)
+            self._unusual_seconds = max(heartbeat.unusual_seconds(beat), as_before)
             self._present, self._warn_at_seconds = present, self._unusual_seconds
         self._seconds = time.monotonic() - beat.since
         if self._seconds < self._unusual_seconds:

@@ -9,6 +9,13 @@ SSH_FAILED = 255
 """Exit code if ssh itself fails. Any other is the exit code of the remote command."""
 _NOISE = re.compile(r"[@*\s]*$")
 
+_DROPPED = "(kex|ssh)_exchange_identification|Exceeded MaxStartups"
+_TOO_MANY = (
+    "Probably too many connections arrived at once: raise MaxStartups in /etc/ssh/sshd_config there (such as "
+    "MaxStartups 100:30:200), or on the jump host if ssh uses one, and reload sshd. If not, check whether the host "
+    "blocks this machine (fail2ban, PerSourcePenalties, hosts.deny)"
+)
+
 _Kind = type[HostKeyMismatch] | type[HostUnreachable]
 _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
     (
@@ -34,12 +41,9 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
         "its name does not resolve. Correct the hostfile, or add the name to /etc/hosts or ssh's configuration",
     ),
     (
-        "kex_exchange_identification|ssh_exchange_identification|Exceeded MaxStartups",
+        _DROPPED,
         HostUnreachable,
-        "sshd there closed the connection before the login. Probably too many connections arrived at once: raise "
-        "MaxStartups in /etc/ssh/sshd_config there (such as MaxStartups 100:30:200), or on the jump host if ssh uses "
-        "one, and reload sshd. If not, check whether the host blocks this machine (fail2ban, PerSourcePenalties, "
-        "hosts.deny)",
+        f"sshd there closed the connection before the login. {_TOO_MANY}",
     ),
     (
         "Connection refused",
@@ -76,9 +80,17 @@ def failure_of_ssh(host: str, stderr: bytes) -> HostError:
     return HostUnreachable(f"{host}: {_BROKEN}. ssh said: {last_lines(stderr)}", [host])
 
 
+def remedy_of_launcher(output: str) -> str:
+    """What to do if sshd dropped connections of a launcher that wrote this; empty if it did not.
+
+    pdsh connects to all hosts at once.
+    """
+    return f". sshd closed a connection before the login. {_TOO_MANY}" if re.search(_DROPPED, output) else ""
+
+
 def was_dropped(error: HostError) -> bool:
     """Whether sshd closed the connection before the login, as it does at random when many arrive at once."""
-    return isinstance(error, HostUnreachable) and "exchange_identification" in str(error)
+    return isinstance(error, HostUnreachable) and re.search(_DROPPED, str(error)) is not None
 
 
 def last_lines(stderr: bytes, most: int = 3) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
+from infra.head.hosts.ssh_errors import remedy_of_launcher
 from infra.node.attempts import guard_failure
 from infra.node.attempts.attempt import LAUNCHER, Attempt, rank_name
 from infra.node.attempts.exit_record import Cause, ExitRecord
@@ -267,7 +268,7 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
     what = f"{_who(this, rank, num_ranks, record)} {record}"
     # With more hops, another host is at fault, and it is not known which.
     blamed = _host_of(this, rank) if diagnosis.hops == 0 else []
-    # A rank that lost the head lost its host's network, perhaps; one that was asked to end did not fail.
+    # A rank that lost the head may only show that its host lost the network. One that was asked to end did not fail.
     is_of_a_rank = diagnosis.hops == 0 and diagnosis.kind not in (HostLost, Preempted)
     if diagnosis.advice:
         what = f"{what}: {diagnosis.advice}"
@@ -296,9 +297,10 @@ def _launcher_failure(this: Attempt, num_ranks: int) -> LaunchError:
     absent = [rank for rank in range(num_ranks) if not (this.folder / f"{rank_name(rank)}.pid").exists()]
     which = "" if not absent else f"; {_who(this, absent[0], num_ranks, None)} never started"
     log = this.log(LAUNCHER)
+    remedy = remedy_of_launcher(tail(log, _LINES_READ))
     return LaunchError(
-        f"DeepSpeed's launcher {how} before its ranks had done their work{which}. The output of the launcher in "
-        f"attempt {this.folder.name} is in {log}, and ends:\n{redact(tail(log))}"
+        f"DeepSpeed's launcher {how} before its ranks had done their work{which}{remedy}. The output of the "
+        f"launcher in attempt {this.folder.name} is in {log}, and ends:\n{redact(tail(log))}"
     )
 
 

@@ -218,6 +218,12 @@ def test_a_save_that_takes_as_long_as_earlier_ones_is_not_reported_again(
         run.beat(phase, lasting=lasting, limit=1800)
         run.now()
     assert len(warnings(caplog)) == 1
+    run.begin(2, None)
+    run.beat("step", lasting=1)
+    run.now()
+    run.beat("save", lasting=901, limit=1800)
+    run.now()
+    assert len(warnings(caplog)) == 2, "it may still be one that never ends"
 
 
 def test_ranks_that_give_no_sign_of_life_at_the_start_are_reported(
