@@ -78,8 +78,9 @@ class CheckpointSync:
             self._try("cannot collect metrics", self._collect_metrics)
 
     def _collect_metrics(self) -> None:
-        took = bring_metrics(self._run)
-        self._metrics_after_seconds = max(_METRICS_SECONDS, took / _METRICS_SHARE)
+        began = time.monotonic()
+        bring_metrics(self._run)
+        self._metrics_after_seconds = max(_METRICS_SECONDS, (time.monotonic() - began) / _METRICS_SHARE)
 
     def _try(self, what: str, act: Callable[[], None]) -> bool:
         try:
@@ -145,15 +146,10 @@ def _prunable(run: NodeRun, found: Inventories) -> list[str]:
     return prunable(found, run.keep.keep_last, run.keep.keep_every_steps, run.keep.checkpoint_bytes)
 
 
-def bring_metrics(run: NodeRun) -> float:
-    """Collect the metrics that rank 0 has written, as far as they are small enough to be read every few seconds.
-
-    Returns how many seconds that took, without the time that another thread was collecting them.
-    """
+def bring_metrics(run: NodeRun) -> None:
+    """Collect the metrics that rank 0 has written, as far as they are small enough to be read every few seconds."""
     with _COLLECTING:
-        began = time.monotonic()
         collect(run.nodes, run.first, run.relative_path, _METRICS, run.folder)
-        return time.monotonic() - began
 
 
 def bring_monitored(run: NodeRun) -> None:
