@@ -10,8 +10,9 @@ from pathlib import Path
 
 from t5train.errors import SpecError, StorageError
 from t5train.files.atomic import try_writing
-from t5train.files.os_errors import reason
+from t5train.files.os_errors import free_inodes, reason
 
+_LEAST_INODES = 100
 _GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -54,7 +55,13 @@ def make_root(root: Path) -> None:
 
 def require_free_space(root: Path, needed_bytes: int, what: str) -> None:
     """Raise StorageError unless ``needed_bytes`` for ``what`` fit in ``root``, which need not exist yet."""
-    free_bytes = free_space_bytes(root)
+    free_bytes, inodes = free_space_bytes(root), free_inodes(_nearest(root))
+    if inodes is not None and inodes < _LEAST_INODES:
+        raise StorageError(
+            f"too few inodes for {what}: the disk of {root} has {inodes:,} free, but {_LEAST_INODES:,} are needed, one "
+            "for each file and folder. Remove files from that disk (`df -i` shows its inodes), or choose another root "
+            "(--root or --out)"
+        )
     if free_bytes < needed_bytes:
         raise StorageError(
             f"too little disk space for {what}: {root} has {format_bytes(free_bytes)} free, but "

@@ -1,5 +1,7 @@
 """How a long stage reports its progress. The caller decides where and how to show it."""
 
+import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Protocol, TypeVar
@@ -21,6 +23,8 @@ Report = tuple[str, int, int | None]
 """The arguments of a call of Progress."""
 
 _REPORT_SECONDS = 0.5
+_STALLED_SECONDS = 300.0
+_log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -47,18 +51,42 @@ class Interruptible:
             progress(*self.last)
 
 
-def relayed(act: Callable[[Progress], Result], progress: Progress) -> Result:
+def relayed(act: Callable[[Progress], Result], progress: Progress, doing: str = "working") -> Result:
     """Run ``act`` in another thread and return its result. Its progress is reported in this thread.
 
-    An exception in this thread, such as one raised on SIGTERM, interrupts ``act``.
+    Logs a warning that says what it is ``doing`` when there has been no progress for 5 minutes, and again each time
+    that this has doubled. An exception in this thread, such as one raised on SIGTERM, interrupts ``act``.
     """
-    of_threads = Interruptible()
+    of_threads, stall = Interruptible(), _Stall(doing)
     with ThreadPoolExecutor(1, thread_name_prefix="work") as thread:
         result = thread.submit(act, of_threads)
         try:
             while wait([result], timeout=_REPORT_SECONDS).not_done:
                 of_threads.pass_on(progress)
+                stall.note(of_threads.last)
             of_threads.pass_on(progress)
         finally:
             of_threads.must_stop = True
     return result.result()
+
+
+class _Stall:
+    """Warns of work that makes no progress."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+        self._last: Report | None = None
+        self._since, self._warn_at_seconds = time.monotonic(), _STALLED_SECONDS
+
+    def note(self, last: Report | None) -> None:
+        """Note the latest report of the work."""
+        if last != self._last:
+            self._last, self._since, self._warn_at_seconds = last, time.monotonic(), _STALLED_SECONDS
+        elif (seconds := time.monotonic() - self._since) >= self._warn_at_seconds:
+            self._warn_at_seconds = 2 * seconds
+            _log.warning(
+                "no progress for %.0f min while %s%s. Check the hosts, the disks and the network",
+                seconds // 60,
+                self._doing,
+                "" if last is None else f" ({last[0]}: {last[1]:,}{'' if last[2] is None else f' of {last[2]:,}'})",
+            )

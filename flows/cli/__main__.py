@@ -122,8 +122,6 @@ def main() -> NoReturn:
         if group.subgroup(KeyboardInterrupt) is None:
             raise _exit_of_bug(group) from group
         code = _INTERRUPTED  # Ctrl-C while Prefect's client was waiting, which wraps the interrupt
-    except KeyboardInterrupt:  # between typer's own handling and the end
-        code = _INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone; without this, Python reports another error when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,13 +4,15 @@ A resumed run has figures of earlier attempts, also of steps that will be traine
 attempt has trained a step, its own state is.
 """
 
+import logging
 import time
 from pathlib import Path
 
-from infra.node.attempts.attempt import rank_name
+from infra.node.attempts.attempt import HEAD, rank_name
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, METRICS, step_of
 from t5train.progress import Progress
 from t5train.rank import heartbeat
+from t5train.rank.heartbeat import Beat, Phase
 from t5train.records.metrics import TRAINING_LOSS, UNIGRAM, VALIDATION, VALIDATION_OF_TARGETS
 from t5train.records.series import MetricsSeries
 from t5train.spec import RunSpec
@@ -20,6 +22,7 @@ _BEAT_SECONDS = 10.0
 _STARTING = "ranks are starting"
 _BETWEEN_STEPS = {"save": "saving a checkpoint", "validate": "validating"}
 _AFTER_STEPS = {"save": "saving the last checkpoint and the witness", "validate": "validating the result"}
+_log = logging.getLogger(__name__)
 
 
 def before_first_step(spec: RunSpec) -> str:
@@ -36,22 +39,29 @@ class ProgressReport:
         self._metrics = MetricsSeries(self._path)
         self._attempt: Path | None = None
         self._resumed_from = 0
+        self._slow_phases = _SlowPhases()
+        self._began_at, self._has_beaten = 0.0, False
 
     def report(self) -> None:
         """Report the present state."""
         self._find_attempt()
         self._metrics.refresh()
-        total, phase = self._spec.optimizer.num_steps, self._phase()
+        beat = self._beat()
+        total, phase = self._spec.optimizer.num_steps, beat.phase if beat else None
+        if beat is None and not self._has_beaten and self._attempt is not None and not self._has_trained(None):
+            limit = self._spec.cluster.deadlines.start_seconds
+            beat = Beat(time.monotonic(), "start", self._began_at, limit, 0)
+        lasting = self._slow_phases.note(self._attempt, beat) if beat else ""
         if not self._has_trained(phase):
             since = f", resuming after step {self._resumed_from:,}" if self._resumed_from else ""
-            self._progress(f"steps, {self._starting(phase)}{since}", self._resumed_from, total)
+            self._progress(f"steps, {self._starting(phase)}{lasting}{since}", self._resumed_from, total)
         elif self._metrics.last_step == total and phase in _AFTER_STEPS:
             # wall-clock time, as that of the file is
             seconds = max(0, int(time.time() - self._path.stat().st_mtime))
             self._progress(f"s since the last step, {_AFTER_STEPS[phase]}", seconds, None)
         else:
             doing = _BETWEEN_STEPS.get(phase or "")
-            facts = [*self._figures(), *([doing] if doing else [])]
+            facts = [*self._figures(), *([f"{doing}{lasting}"] if doing else [])]
             self._progress(f"steps, {', '.join(facts)}", self._metrics.last_step, total)
 
     def _find_attempt(self) -> None:
@@ -61,15 +71,19 @@ class ProgressReport:
             return
         job = TrainJob.read(newest / ATTEMPT_SPEC)
         resumed_from = job.consolidated.clock.step if job.consolidated else 0
-        self._attempt = newest
+        self._attempt, self._began_at, self._has_beaten = newest, time.monotonic(), False
         self._resumed_from = step_of(job.resume_tag) if job.resume_tag else resumed_from
 
-    def _phase(self) -> str | None:
-        """Return what the first rank does; None if unknown, as for ranks on hosts, and for one that has ended."""
-        if self._spec.cluster.hostfile is not None or self._attempt is None:
-            return None  # on a shared disk, a heartbeat has the time of another machine's clock
-        beat = heartbeat.read(heartbeat.beat_file(self._attempt / rank_name(0)))
-        return beat.phase if beat is not None and time.monotonic() - beat.beat < _BEAT_SECONDS else None
+    def _beat(self) -> Beat | None:
+        """Return the last heartbeat of the first rank, in this machine's clock; None if it is unknown or has ended."""
+        if self._attempt is None:
+            return None
+        name = rank_name(0) if self._spec.cluster.hostfile is None else HEAD
+        beat = heartbeat.read(heartbeat.beat_file(self._attempt / name))
+        if beat is None or time.monotonic() - beat.beat >= _BEAT_SECONDS:
+            return None
+        self._has_beaten = True
+        return beat
 
     def _starting(self, phase: str | None) -> str:
         return before_first_step(self._spec) if phase == "compile" else _STARTING
@@ -100,3 +114,43 @@ class ProgressReport:
             f"validation loss after step {self._metrics.validated_step:,}: {same_tokens}"
             f"{newest[VALIDATION]:.3f} (masked tokens{beside})"
         )
+
+
+class _SlowPhases:
+    """Warns of phases that take unusually long: once, and again each time that their duration has doubled.
+
+    A network that fails between hosts during a save, for example, is noticed by no rank until the deadline of the save.
+    """
+
+    def __init__(self) -> None:
+        self._present: tuple[Path | None, Phase, int] | None = None
+        self._seconds = 0.0
+        self._longest: dict[Phase, float] = {}
+        self._unusual_seconds = self._warn_at_seconds = 0.0
+
+    def note(self, attempt: Path | None, beat: Beat) -> str:
+        """Note what ranks do. Returns for how long they have been doing so if that is unusual: `` for 7 min``."""
+        present = (attempt, beat.phase, beat.step)
+        if present != self._present:
+            if self._present is not None and self._present[0] == attempt:  # else it was not completed
+                before = self._present[1]
+                self._longest[before] = max(self._seconds, self._longest.get(before, 0.0))
+            as_before = min(2 * self._longest.get(beat.phase, 0.0), beat.limit / 2)
+            self._unusual_seconds = max(heartbeat.unusual_seconds(beat), as_before)
+            self._present, self._warn_at_seconds = present, self._unusual_seconds
+        self._seconds = time.monotonic() - beat.since
+        if self._seconds < self._unusual_seconds:
+            return ""
+        if self._seconds >= self._warn_at_seconds:
+            self._warn_at_seconds = 2 * self._seconds
+            _log.warning(
+                "no step has ended for %.0f min: ranks are %s (step %d). Look at the ranks' logs, and check the hosts' "
+                "disks and the network between the hosts. A rank is ended when this takes %.0f min (cluster.deadlines"
+                ".%s_seconds)",
+                self._seconds // 60,
+                heartbeat.IN_WORDS[beat.phase],
+                beat.step,
+                beat.limit / 60,
+                beat.phase,
+            )
+        return f" for {self._seconds // 60:.0f} min"

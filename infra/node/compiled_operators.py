@@ -18,6 +18,7 @@ from pathlib import Path
 
 from infra.node.attempts.rank_environment import search_path
 from infra.node.operator_folder import VARIABLE, operator_folder
+from t5train.files.atomic import try_writing
 from t5train.files.locks import file_system
 
 # On other types, such as nfs, lustre, cifs and fuse, a process on another machine may have a file open.
@@ -57,6 +58,18 @@ def foreign_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
 def compiled(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Names of the compiled operators in the operator folder of this environment."""
     return sorted({path.stem for path in _files(environment, "*.so")})
+
+
+def unwritable(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Folders in which ranks with this environment could create no file, and why, by path."""
+    folder, found = operator_folder(environment), dict[str, str]()
+    present = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    for each in (present, *(folder.glob("*/") if present == folder else ())):
+        try:
+            try_writing(each)
+        except OSError as error:
+            found[str(each)] = str(error.strerror)
+    return found
 
 
 def warm() -> None:

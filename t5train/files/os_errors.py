@@ -9,7 +9,7 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import FrameType
 
 from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
@@ -17,12 +17,12 @@ from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DISK_FAILED = frozenset({errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EUCLEAN})
 
+_NO_INODES = (
+    "the disk has no free inodes, one of which every file and folder takes, although it may have free bytes (`df -i`): "
+    "remove files there, or use another folder"
+)
 _PERMISSION = (
     "give this user permission (check the folders above, too: `ls -ld` shows their modes), or use another path"
-)
-_NO_INODES = (
-    "its file system has no free inodes, though it may have free space: remove files there (`df -i` and "
-    "`du --inodes` show where they are), or use another folder"
 )
 _REMEDIES = {
     errno.EACCES: _PERMISSION,
@@ -54,11 +54,27 @@ def explain(error: OSError) -> str:
     return f"{path}: {reason(error, path)}" if path else reason(error)
 
 
-def reason(error: OSError, path: str | PurePath | None = None) -> str:
+def reason(error: OSError, path: PurePath | str | None = None) -> str:
     """Return the system's message and the remedy, for a message that names the ``path`` already."""
     said = error.strerror or " ".join(str(error).split()) or type(error).__name__
-    remedy = _NO_INODES if path and _is_out_of_inodes(error, path) else _REMEDIES.get(error.errno or 0)
+    remedy = _NO_INODES if error.errno == errno.ENOSPC and lacks_inodes(path) else _REMEDIES.get(error.errno or 0)
     return f"{said}; {remedy}" if remedy else said
+
+
+def free_inodes(path: PurePath | str) -> int | None:
+    """How many more files and folders the disk of an existing path can hold; None if it sets no limit."""
+    found = os.statvfs(path)
+    return found.f_favail if found.f_files else None
+
+
+def lacks_inodes(path: PurePath | str | None) -> bool:
+    """Whether the disk on which a path is, or would be, is full because it has no inodes left."""
+    if path is None:
+        return False
+    try:
+        return free_inodes(next(each for each in (Path(path), *Path(path).absolute().parents) if each.exists())) == 0
+    except OSError:
+        return False  # the path cannot be inspected
 
 
 def in_one_line(error: BaseException) -> str:
@@ -144,17 +160,6 @@ def cause_of(error: BaseException) -> OSError | None:
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__
     return found
-
-
-def _is_out_of_inodes(error: OSError, path: str | PurePath) -> bool:
-    """Whether the file system is full because it can hold no more files. Some, such as btrfs, count no inodes."""
-    if error.errno != errno.ENOSPC:
-        return False
-    try:
-        found = os.statvfs(PurePath(path).parent)
-    except OSError:  # of several paths, or of one that has vanished: the number of free inodes is unknown
-        return False
-    return found.f_files > 0 and found.f_favail == 0
 
 
 def _text(name: object) -> str:

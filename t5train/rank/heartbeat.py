@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -22,10 +23,20 @@ if TYPE_CHECKING:  # guards must not import pydantic
     from t5train.spec.cluster_spec import DeadlinesSpec
 
 Phase = Literal["start", "compile", "step", "save", "validate"]
+IN_WORDS: Mapping[Phase, str] = {
+    "start": "starting",
+    "compile": "preparing the first step",
+    "step": "training",
+    "save": "saving",
+    "validate": "validating",
+}
 BEAT_SECONDS = 1.0
 _BYTES = 256
 _STEPS_REMEMBERED = 101
 _MEDIANS = 10
+_LEAST_UNUSUAL_SECONDS = 180.0
+_UNUSUAL_SHARES = {"save": 1 / 6}
+_UNUSUAL_SHARE = 1 / 2
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,14 @@ class Beat:
     limit: float
     """How long the phase may take."""
     step: int
+
+
+def unusual_seconds(beat: Beat) -> float:
+    """Return the duration from which on a phase is worth a look, although it may take longer.
+
+    That is half of what it may take, for a save a sixth (5 min by default), and at least 3 min.
+    """
+    return max(_LEAST_UNUSUAL_SECONDS, _UNUSUAL_SHARES.get(beat.phase, _UNUSUAL_SHARE) * beat.limit)
 
 
 class Heartbeat:

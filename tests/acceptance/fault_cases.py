@@ -16,9 +16,10 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 from infra.head.stop_signal import SAME_STOP_SECONDS
+from infra.node import node_folders
 from infra.testcluster import host_files
 from infra.testcluster.host_files import HOME, HOSTFILE
-from t5train.errors import LaunchError, PreflightError, SpecError
+from t5train.errors import DiskFull, LaunchError, PreflightError, SpecError
 from tests.support.cluster_runs import ClusterRunner, Started
 
 LEASE_SECONDS = 10
@@ -27,6 +28,11 @@ MASTER_PORT = 29555
 SECRET = "s3cr3t-f0r-n0b0dy"  # noqa: S105 - a made-up secret
 QUOTED = """it's "quoted" $(touch executed) `touch executed`; touch executed #"""
 RANK, LAUNCHER, PDSH, HEAD = "t5train.train", "deepspeed.launcher.runner", "pdsh", "t5-pretrain"
+SESSION = "infra.node"
+_SILENT_SECONDS, _FROZEN_SECONDS = 6, 20
+UNSHARED = "unshared"
+_SCRATCH = str(node_folders.node_path() / "scratch")
+_INODES = 2000
 
 Strike = Callable[[ClusterRunner, Started], None]
 Wrong = Callable[[ClusterRunner], AbstractContextManager[None]]
@@ -89,6 +95,38 @@ def interrupted_twice(runner: ClusterRunner, started: Started) -> None:
     for _ in range(2):
         signalled("head", HEAD, signal.SIGINT)(runner, started)
         time.sleep(_AGAIN_SECONDS)
+
+
+def silent_and_killed(runner: ClusterRunner, started: Started) -> None:
+    """Stop the first node's session, so that nothing arrives from it, and then kill the second node's rank.
+
+    The session continues when the head has given it up.
+    """
+    sessions = [str(pid) for pid in pids(runner, "node0", SESSION)]
+    signalled("node0", SESSION, signal.SIGSTOP)(runner, started)
+    subprocess.Popen(["sh", "-c", f"sleep {_FROZEN_SECONDS}; kill -CONT {' '.join(sessions)}"])
+    time.sleep(_SILENT_SECONDS)
+    signalled("node1", RANK, signal.SIGKILL)(runner, started)
+
+
+def inodes_used_up(runner: ClusterRunner, _: Started) -> None:
+    """Create empty files on the second node's scratch disk until it has no inodes left."""
+    script = f"mkdir {_SCRATCH}/many && cd {_SCRATCH}/many && n=0 && while : > $n; do n=$((n + 1)); done"
+    said = runner.cluster.exec("node1", ["sh", "-c", script], {"LC_ALL": "C"}).stderr
+    assert "No space left on device" in said, said
+
+
+@contextmanager
+def few_inodes(runner: ClusterRunner) -> Iterator[None]:
+    """Let nodes share no storage, give the second node's scratch disk few inodes, and free them afterwards."""
+    root = runner.root / UNSHARED
+    root.mkdir()
+    for node in runner.cluster.nodes:
+        runner.cluster.exec(node, ["mount", "-t", "tmpfs", "tmpfs", str(root)]).check_returncode()
+    script = f"mkdir -p -m 700 {_SCRATCH} && mount -t tmpfs -o mode=700,nr_inodes={_INODES} tmpfs {_SCRATCH}"
+    runner.cluster.exec("node1", ["sh", "-c", f"umask 077; {script}"]).check_returncode()
+    yield
+    runner.cluster.exec("node1", ["rm", "-r", f"{_SCRATCH}/many"]).check_returncode()
 
 
 def power_cut(runner: ClusterRunner, _: Started) -> None:
@@ -222,6 +260,20 @@ def nothing_written(runner: ClusterRunner) -> Iterator[None]:
 FAULTS = [
     Fault("a rank is killed", "rank 1.*node1.*killed", signalled("node1", RANK, signal.SIGKILL)),
     Fault("a rank is stopped", "rank 1.*node1.*no sign of life", signalled("node1", RANK, signal.SIGSTOP), in_ci=True),
+    Fault(
+        "a host is silent while another host's rank fails",
+        "rank 1.*node1.*killed",
+        silent_and_killed,
+        settings=("cluster.lease_seconds=30",),
+    ),
+    Fault(
+        "a host's inodes are full",
+        "rank 1.*node1.*no free inodes.*exclude node1",
+        inodes_used_up,
+        few_inodes,
+        exit_code=DiskFull.exit_code,
+        root=UNSHARED,
+    ),
     Fault("DeepSpeed's launcher is killed", "launcher", signalled("head", LAUNCHER, signal.SIGKILL)),
     Fault("pdsh is killed", "launcher", signalled("head", PDSH, signal.SIGKILL), in_ci=True),
     Fault("the head is killed", "", signalled("head", HEAD, signal.SIGKILL), exit_code=137),

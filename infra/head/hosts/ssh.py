@@ -7,17 +7,21 @@ down. pdsh uses the same configuration.
 
 import math
 import os
+import random
 import re
+import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol, Self
 
-from infra.head.hosts.ssh_errors import SSH_FAILED, failure_of_ssh, last_lines
+from infra.head.hosts.ssh_errors import SSH_FAILED, failure_of_ssh, last_lines, was_dropped
 from t5train.errors import HostError, HostTimeout, HostUnreachable, RemoteFailed, SpecError
 from t5train.files.atomic import write_text
 from t5train.spec import ClusterSpec
@@ -36,12 +40,23 @@ ControlPath none
 ForwardAgent no
 ForwardX11 no
 ClearAllForwardings yes
+ExitOnForwardFailure no
+Tunnel no
 PermitLocalCommand no
 RemoteCommand none
 RequestTTY no
+EscapeChar none
+VisualHostKey no
 LogLevel INFO
+AddKeysToAgent no
+NoHostAuthenticationForLocalhost no
+SetEnv LC_T5_PRETRAIN=1
 """
-# Included last, because ssh uses the first value that it finds for a setting. With "SendEnv -*", no variables are sent.
+# Settings that older versions of ssh reject, and therefore also in the user's configuration. Those of 8.7 would keep
+# the request from the command, or the command from being run.
+_NEWER = ("StdinNull no", "SessionType default", "ForkAfterAuthentication no", "LogVerbose none", "ChannelTimeout none")
+# Included last, because ssh uses the first value that it finds for a setting: also the first SetEnv, which replaces
+# those of the user. With "SendEnv -*", no variables are sent.
 _THE_USERS_OWN = """\
 Include ~/.ssh/config
 Include /etc/ssh/ssh_config
@@ -66,7 +81,18 @@ def ssh_config(cluster: ClusterSpec) -> str:
     if cluster.known_hosts is not None:
         _require_known_hosts(cluster.known_hosts)
         lines += [f'UserKnownHostsFile "{cluster.known_hosts}"', "GlobalKnownHostsFile none"]
-    return _STRICT + "".join(f"{line}\n" for line in lines) + _THE_USERS_OWN
+    return _STRICT + "".join(f"{line}\n" for line in [*_known(), *lines]) + _THE_USERS_OWN
+
+
+@cache
+def _known() -> list[str]:
+    """The settings of ``_NEWER`` that this machine's ssh knows; none without ssh, which ``connect`` reports."""
+
+    def is_known(setting: str) -> bool:
+        command = ["ssh", "-G", "-F", os.devnull, "-o", setting, "host"]
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+
+    return [setting for setting in _NEWER if is_known(setting)] if shutil.which("ssh") else []
 
 
 def _require_known_hosts(path: Path) -> None:
@@ -82,6 +108,9 @@ def _require_known_hosts(path: Path) -> None:
 
 SSH_CONFIG = "ssh_config"
 _FAN_OUT = 64
+_TRIES = 5
+_RETRY_SECONDS = (0.2, 1.0)
+"""Between tries; drawn at random, so that connections that were dropped together do not come together again."""
 _KILL_AFTER_SECONDS = 2
 _NOT_FOUND = 127
 _NOT_INSTALLED = re.compile(rb"No module named '?(infra|t5train)\b")
@@ -143,8 +172,21 @@ def run_everywhere(
     running are ended.
     """
     running: list[subprocess.Popen[bytes]] = []
+    ended = threading.Event()
 
     def reply_of(host: str) -> Reply:
+        reply = one_reply(host)
+        for _ in range(_TRIES - 1):
+            if (
+                not isinstance(reply, HostError)
+                or not was_dropped(reply)
+                or ended.wait(random.uniform(*_RETRY_SECONDS))
+            ):
+                break
+            reply = one_reply(host)
+        return reply
+
+    def one_reply(host: str) -> Reply:
         try:
             process = _started(transport, host, argv, deadline_seconds)
             running.append(process)
@@ -160,6 +202,7 @@ def run_everywhere(
             replies[asked[future]] = future.result()
             on_reply(asked[future], future.result())
     finally:
+        ended.set()
         threads.shutdown(wait=False, cancel_futures=True)
         for process in running:
             kill(process)

@@ -13,6 +13,13 @@ SSH_FAILED = 255
 """Exit code if ssh itself fails. Any other is the exit code of the remote command."""
 _NOISE = re.compile(r"[@*\s]*$")
 
+_DROPPED = "(kex|ssh)_exchange_identification|Exceeded MaxStartups"
+_TOO_MANY = (
+    "Probably too many connections arrived at once: raise MaxStartups in /etc/ssh/sshd_config there (such as "
+    "MaxStartups 100:30:200), or on the jump host if ssh uses one, and reload sshd. If not, check whether the host "
+    "blocks this machine (fail2ban, PerSourcePenalties, hosts.deny)"
+)
+
 _Kind = type[HostKeyMismatch] | type[HostUnreachable]
 _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
     (
@@ -37,6 +44,11 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
         "Could not resolve hostname",
         HostMisconfigured,
         "its name does not resolve. Correct the hostfile, or add the name to /etc/hosts or ssh's configuration",
+    ),
+    (
+        _DROPPED,
+        HostUnreachable,
+        f"sshd there closed the connection before the login. {_TOO_MANY}",
     ),
     (
         "Connection refused",
@@ -105,6 +117,19 @@ def _fingerprint(key: str) -> str:
     except binascii.Error:
         return ""
     return base64.b64encode(digest).decode("ascii").rstrip("=")
+
+
+def remedy_of_launcher(output: str) -> str:
+    """What to do if sshd dropped connections of a launcher that wrote this; empty if it did not.
+
+    pdsh connects to all hosts at once.
+    """
+    return f". sshd closed a connection before the login. {_TOO_MANY}" if re.search(_DROPPED, output) else ""
+
+
+def was_dropped(error: HostError) -> bool:
+    """Whether sshd closed the connection before the login, as it does at random when many arrive at once."""
+    return isinstance(error, HostUnreachable) and re.search(_DROPPED, str(error)) is not None
 
 
 def last_lines(stderr: bytes, most: int = 3) -> str:

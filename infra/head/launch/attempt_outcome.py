@@ -8,7 +8,7 @@ from contextlib import suppress
 from infra.head.hosts.ssh import Transport
 from infra.head.launch import earlier_attempts
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
-from infra.head.launch.failures import failure_of
+from infra.head.launch.failures import find_failure
 from infra.head.launch.supervision import Supervision
 from infra.head.stop_signal import stopping_line, undisturbed
 from infra.node.attempts import attempt
@@ -33,7 +33,8 @@ class ClusterWatch:
     ) -> None:
         self.this = supervision.this
         self._supervision, self._launcher, self._transport, self._on_tick = supervision, launcher, transport, on_tick
-        self._unreachable: list[str] = []
+        self._unreachable: dict[str, str] = {}
+        """Hosts on which the attempt could not be ended, and why."""
 
     def until_decided(self) -> None:
         """Wait until every rank has ended, one has failed, a host is lost, or the launcher is gone."""
@@ -67,14 +68,13 @@ class ClusterWatch:
 
     def _stop_seconds(self) -> float:
         """How long ranks may take to end. Guards end those that have not begun to save after the grace period."""
-        is_lost = self._supervision.failed or self._supervision.silent
-        return self.this.grace_seconds + _STOP_SECONDS + (0 if is_lost else self.this.save_seconds)
+        return self.this.grace_seconds + _STOP_SECONDS + (0 if self._supervision.failed else self.this.save_seconds)
 
     def end(self) -> None:
         """End the attempt on every host that can be reached, and collect what its ranks have written."""
         with undisturbed("ending the ranks on all hosts, which takes a minute at most"):
             self._end_on_hosts()
-        earlier_attempts.settle(self.this, self._transport, self._unreachable)
+        earlier_attempts.settle(self.this, self._transport, list(self._unreachable))
 
     def _end_on_hosts(self) -> None:
         self._launcher.end()
@@ -82,33 +82,39 @@ class ClusterWatch:
         deadline = time.monotonic() + earlier_attempts.END_SECONDS
         while set(self._supervision.not_ended) - set(self._supervision.silent) and time.monotonic() < deadline:
             self._supervision.look(_LOOK_SECONDS)
-        missing, silent = self._supervision.not_ended, self._supervision.silent
+        missing, lost = self._supervision.not_ended, self._supervision.lost
         self._supervision.close()
-        if silent:  # host sessions have not been able to reconnect to these
+        if lost:
             _log.warning(
                 "attempt %s may keep running on %s, which cannot be reached, until its lease expires there",
                 self.this.number,
-                ", ".join(silent),
+                ", ".join(lost),
             )
-        asked = [host for host in missing if host not in silent]
-        self._unreachable = silent + earlier_attempts.end_on_hosts(self.this, self._transport, asked)
+        # Others may answer although their sessions are broken or slow.
+        asked = [host for host in missing if host not in lost]
+        self._unreachable = {host: self._supervision.broken(host) for host in lost}
+        self._unreachable |= earlier_attempts.end_on_hosts(self.this, self._transport, asked)
 
     def failure(self) -> T5TrainError | None:
         """Return the error to raise after everything has ended; None if all ranks succeeded."""
         if self._supervision.succeeded:
             return None
+        found = find_failure(self.this, len(self._supervision.ranks))
+        if found.is_of_a_rank:  # hosts that do not answer are not its cause, and were logged
+            return found.error
         if (failure := self._supervision.failure) is not None:
+            if self._supervision.lost_all:  # that each of them failed is less likely, so none is blamed
+                return HostLost(f"{failure}. All hosts were lost at once, so check this machine and its network first")
             return self._with_others_lost(failure)
-        found = failure_of(self.this, len(self._supervision.ranks))
         if self._unreachable:
-            lost = "; ".join(f"{host} was lost: {self._supervision.broken(host)}" for host in self._unreachable)
-            return HostLost(f"{lost}. The other hosts reported: {found}", self._unreachable)
-        return found
+            lost = "; ".join(f"{host} was lost: {why}" for host, why in self._unreachable.items())
+            return HostLost(f"{lost}. The other hosts reported: {found.error}", self._unreachable)
+        return found.error
 
     def _with_others_lost(self, failure: LaunchError) -> LaunchError:
         """Add the hosts that were lost to the failure, except those that it already names."""
-        others = [host for host in self._unreachable if host not in failure.hosts]
-        lost = "".join(f"; {host} was also lost: {self._supervision.broken(host)}" for host in others)
+        others = {host: why for host, why in self._unreachable.items() if host not in failure.hosts}
+        lost = "".join(f"; {host} was also lost: {why}" for host, why in others.items())
         return type(failure)(f"{failure}{lost}", [*failure.hosts, *others]) if others else failure
 
     def _look(self) -> None:

@@ -74,14 +74,14 @@ def settle(this: Attempt, transport: Transport, unreachable: list[str]) -> None:
         _conclude(this)
 
 
-def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[str]:
-    """End the attempt on these hosts; returns those that did not answer."""
+def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> dict[str, str]:
+    """End the attempt on these hosts, over new connections; returns those that did not answer, and why."""
     answers = Nodes(transport, tuple(hosts), code=this.code).ask(EndAttempt(this.run_id), END_SECONDS)
-    unreachable = []
+    unreachable = dict[str, str]()
     for host, answer in answers.items():
         if isinstance(answer, HostError):
             _log.warning("attempt %s may keep running for a while on %s: %s", this.number, host, answer)
-            unreachable.append(host)
+            unreachable[host] = str(answer)
         elif answer.pids:
             _log.error(
                 "%s: processes %s survived SIGKILL, so a disk or driver may hang: restart that host",

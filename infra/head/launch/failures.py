@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
+from infra.head.hosts.ssh_errors import remedy_of_launcher
 from infra.node.attempts import guard_failure
 from infra.node.attempts.attempt import LAUNCHER, Attempt, rank_name
 from infra.node.attempts.exit_record import Cause, ExitRecord
@@ -31,7 +32,7 @@ from t5train.files.atomic import try_writing
 from t5train.files.os_errors import of_rank
 from t5train.rank import error_report
 
-_SIGKILL, _SIGBUS, _SIGSEGV = -9, -7, -11
+_SIGKILL, _SIGBUS, _SIGSEGV, _SIGABRT = -9, -7, -11, -6
 _FULL_BYTES = 1 << 20
 
 
@@ -116,7 +117,7 @@ _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
     (
         re.compile(
             r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|Socket closed"
-            r"|ncclRemoteError|Connection was likely closed"
+            r"|Connection closed by remote peer|ncclRemoteError|Connection was likely closed"
         ),
         Diagnosis(
             LaunchError,
@@ -137,7 +138,7 @@ def diagnose(record: ExitRecord, output: str) -> Diagnosis:
     if record.cause in _BY_CAUSE:
         return _BY_CAUSE[record.cause]
     if record.returncode is not None and record.returncode < 0:
-        return _of_signal(record)
+        return _of_signal(record, output)
     if _SHARED_MEMORY.search(output) and (full := _shared_memory(record)) is not None:
         return full
     # If the disk is full, the rank may have been unable to write that to its output.
@@ -146,7 +147,10 @@ def diagnose(record: ExitRecord, output: str) -> Diagnosis:
     return next((found for words, found in _BY_WORDS if words.search(output)), unknown)
 
 
-def _of_signal(record: ExitRecord) -> Diagnosis:
+def _of_signal(record: ExitRecord, output: str) -> Diagnosis:
+    # An exception in a thread of C++, such as NCCL's when a collective times out, ends the rank with SIGABRT.
+    if record.returncode == _SIGABRT:
+        return next((found for words, found in _BY_WORDS if words.search(output)), Diagnosis(RankKilled, ""))
     if record.returncode == _SIGKILL and record.oom_kills:
         return _HOST_MEMORY
     if record.returncode in (_SIGBUS, _SIGSEGV) and (full := _shared_memory(record)) is not None:
@@ -174,21 +178,44 @@ _TAIL_LINES = 20
 _LINES_READ = 200
 
 
+@dataclass(frozen=True)
+class Found:
+    """The error to raise for a failed attempt, given what its ranks and guards left."""
+
+    error: T5TrainError
+    is_of_a_rank: bool
+    """Whether a rank failed by itself. Otherwise, ranks only lost or waited for others, or were ended."""
+
+
 def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
-    """Return the error that a rank reported, or else a LaunchError of the class that fits the first rank that failed.
+    """Return the error of ``find_failure``."""
+    return find_failure(this, num_ranks).error
+
+
+def find_failure(this: Attempt, num_ranks: int) -> Found:
+    """Find the error that a rank reported, or else a LaunchError of the class that fits the first rank that failed.
 
     Call this after all processes of the attempt have ended and the files of its ranks are in its folder.
     """
     read = {rank: error_report.read(this.rank_files(rank_name(rank))) for rank in range(num_ranks)}
     reported = {rank: error for rank, error in read.items() if error is not None}
+    of_ranks = reported | _of_guards(this, num_ranks)
     # Preempted is raised only if there is no other error.
-    for rank, error in (reported | _of_guards(this, num_ranks)).items():
-        if not isinstance(error, Preempted):
-            return _on_its_host(this, rank, num_ranks, error)
+    failed = [rank for rank, error in of_ranks.items() if not isinstance(error, Preempted)]
+    if failed:
+        first = min(failed, key=lambda rank: _ended_at(this, rank))
+        return Found(_on_its_host(this, first, num_ranks, of_ranks[first]), is_of_a_rank=True)
     if (found := _first_failure(this, num_ranks, reported.keys())) is None:
-        return next(iter(reported.values()), None) or _launcher_failure(this, num_ranks)
-    kind, what, rank, hosts = found
-    return kind(f"{what}. {_output_of(this, rank)}", hosts)
+        ended = next(iter(reported.values()), None) or _launcher_failure(this, num_ranks)
+        return Found(ended, is_of_a_rank=False)
+    kind, what, rank, hosts, is_of_a_rank = found
+    return Found(kind(f"{what}. {_output_of(this, rank)}", hosts), is_of_a_rank)
+
+
+def _ended_at(this: Attempt, rank: int) -> str:
+    """When a rank ended; empty, which is before all others, if its guard could not even record that."""
+    record = this.exit_record(rank_name(rank))
+    return record.ended_at if record else ""
 
 
 def _output_of(this: Attempt, rank: int) -> str:
@@ -217,11 +244,13 @@ def _on_its_host(this: Attempt, rank: int, num_ranks: int, error: T5TrainError) 
     return type(error)(f"{_who(this, rank, num_ranks, None)}: {error}{remedy}", hosts)
 
 
-_Found = tuple[type[T5TrainError], str, int, list[str]]
+_First = tuple[type[T5TrainError], str, int, list[str], bool]
 
 
-def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) -> _Found | None:
-    """Find the failure that caused the others: the class of its error, what happened, the rank, and the hosts to blame.
+def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) -> _First | None:
+    """Find the failure that caused the others.
+
+    Returns the class of its error, what happened, the rank, the hosts to blame, and whether the rank failed by itself.
 
     Ranks that are ``explained`` are not considered. A killed guard comes first, since it explains all other failures;
     otherwise, the earliest of the failures with the fewest ``hops``. Returns None if no rank failed by itself: all were
@@ -236,9 +265,9 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
             except OSError as error:
                 reason = of_rank(error)
                 what = f"{who} ended, but its exit record was not written: {reason}"
-                return type(reason), what, rank, []
+                return type(reason), what, rank, [], True
             what = f"{who} was killed together with its guard, which watches it. Check `dmesg` for the OOM killer"
-            return RankKilled, what, rank, _host_of(this, rank)
+            return RankKilled, what, rank, _host_of(this, rank), True
     failed = [
         (_diagnosis(this, record), record, rank)
         for rank, record in records.items()
@@ -250,7 +279,11 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
     what = f"{_who(this, rank, num_ranks, record)} {record}"
     # With more hops, another host is at fault, and it is not known which.
     blamed = _host_of(this, rank) if diagnosis.hops == 0 else []
-    return diagnosis.kind, f"{what}: {diagnosis.advice}" if diagnosis.advice else what, rank, blamed
+    # A rank that lost the head may only show that its host lost the network. One that was asked to end did not fail.
+    is_of_a_rank = diagnosis.hops == 0 and diagnosis.kind not in (HostLost, Preempted)
+    if diagnosis.advice:
+        what = f"{what}: {diagnosis.advice}"
+    return diagnosis.kind, what, rank, blamed, is_of_a_rank
 
 
 def _diagnosis(this: Attempt, record: ExitRecord) -> Diagnosis:
@@ -275,9 +308,10 @@ def _launcher_failure(this: Attempt, num_ranks: int) -> LaunchError:
     absent = [rank for rank in range(num_ranks) if not (this.folder / f"{rank_name(rank)}.pid").exists()]
     which = f"; {_who(this, absent[0], num_ranks, None)} {_why_absent(this, absent[0])}" if absent else ""
     log = this.log(LAUNCHER)
+    remedy = remedy_of_launcher(tail(log, _LINES_READ))
     return LaunchError(
-        f"DeepSpeed's launcher {how} before its ranks had done their work{which}. The output of the launcher in "
-        f"attempt {this.folder.name} is in {log}, and ends:\n{redact(tail(log))}"
+        f"DeepSpeed's launcher {how} before its ranks had done their work{which}{remedy}. The output of the "
+        f"launcher in attempt {this.folder.name} is in {log}, and ends:\n{redact(tail(log))}"
     )
 
 

@@ -7,6 +7,7 @@ reports that they receive, in the caller's thread.
 import logging
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
@@ -16,7 +17,7 @@ from infra.head.hosts.ssh import Transport
 from infra.head.launch.host_session import RENEW_SECONDS, HostSession, News, SessionBroken
 from infra.head.launch.log_collection import RankLines
 from infra.node.attempts import head_lease
-from infra.node.attempts.attempt import Attempt, rank_name
+from infra.node.attempts.attempt import HEAD, Attempt, rank_name
 from infra.node.attempts.exit_record import ExitRecord
 from infra.node.attempts.rank_environment import redact
 from infra.node.attempts.session_messages import (
@@ -28,11 +29,14 @@ from infra.node.attempts.session_messages import (
     Order,
     RankEnded,
     RankError,
+    RankPhase,
     Report,
     Saved,
 )
 from t5train.errors import DiskFailed, HostLost, LaunchError
 from t5train.files.atomic import write_json
+from t5train.rank import heartbeat
+from t5train.rank.heartbeat import Beat
 
 _SILENT_SECONDS = 5.0
 _log = logging.getLogger(__name__)
@@ -47,6 +51,10 @@ class _Host:
     boot_id: str | None
     broken: str = ""
     is_silent: bool = False
+    is_lost: bool = False
+    """Whether it has been silent for so long that its lease has expired."""
+    was_lost: bool = False
+    """Whether that was ever so: it may respond again while the attempt ends."""
     ended: bool = False
 
 
@@ -102,6 +110,16 @@ class Supervision:
         """Hosts that have sent nothing for a while."""
         return [name for name, host in self._hosts.items() if host.is_silent]
 
+    @property
+    def lost(self) -> list[str]:
+        """Hosts that have sent nothing for longer than the lease, so that ranks there have ended by themselves."""
+        return [name for name, host in self._hosts.items() if host.is_lost]
+
+    @property
+    def lost_all(self) -> bool:
+        """Whether all hosts, and not just one, counted as lost because nothing arrived from them."""
+        return len(self._hosts) > 1 and all(host.was_lost for host in self._hosts.values())
+
     def broken(self, name: str) -> str:
         """Why the last session with a host broke."""
         return self._hosts[name].broken or "nothing arrives from it"
@@ -155,10 +173,10 @@ class Supervision:
                 self._fail(
                     DiskFailed(f"{name}: {redact(reason)}. To train without {name}, use --exclude {name}", [name])
                 )
-            case RankError():
-                self._keep_error(report)
-            case RankEnded(record):
-                self._keep_record(record)
+            case RankError() | RankEnded():
+                self._keep(report)
+            case RankPhase():
+                self._keep_phase(report, last_message_at)
             case Saved(count):
                 self.num_saved += count
             case NewLines():
@@ -173,15 +191,23 @@ class Supervision:
             self._fail(HostLost(f"{name} was restarted while its ranks were running", [name]))
         host.boot_id, host.broken = boot_id, ""
 
-    def _keep_error(self, error: RankError) -> None:
-        if error.name in self.ranks:  # checked before a name from another machine becomes the name of a file here
-            reported = {"type": redact(error.kind), "message": redact(error.message)}
-            write_json(self.this.folder / f"{error.name}.error.json", reported)
+    def _keep(self, report: RankError | RankEnded) -> None:
+        name = report.name if isinstance(report, RankError) else report.record.name
+        if name not in self.ranks:  # checked before a name from another machine becomes the name of a file here
+            return
+        if isinstance(report, RankError):
+            reported = {"type": redact(report.kind), "message": redact(report.message)}
+            write_json(self.this.folder / f"{name}.error.json", reported)
+        else:
+            self.records[name] = report.record
+            self.this.write_exit(report.record)
 
-    def _keep_record(self, record: ExitRecord) -> None:
-        if record.name in self.ranks:  # as above
-            self.records[record.name] = record
-            self.this.write_exit(record)
+    def _keep_phase(self, found: RankPhase, at: float) -> None:
+        """Keep it for the progress report and for ``status``, which are other threads or processes."""
+        if (phase := next((each for each in heartbeat.IN_WORDS if each == found.phase), None)) is not None:
+            beat = Beat(at, phase, at - found.seconds, found.limit_seconds, found.step)
+            with suppress(OSError):  # the phase is then not shown; training does not depend on it
+                heartbeat.write(heartbeat.beat_file(self.this.rank_files(HEAD)), beat)
 
     def _part(self, name: str, host: _Host, left: tuple[int, ...]) -> None:
         host.ended = True
@@ -212,7 +238,9 @@ class Supervision:
                 host.broken or "nothing arrives from it",
             )
         host.is_silent = seconds > _SILENT_SECONDS and not host.ended
-        if host.is_silent and seconds > (self.this.lease_seconds or 0):
+        host.is_lost = host.is_silent and seconds > (self.this.lease_seconds or 0)
+        if host.is_lost:
+            host.was_lost = True
             self._fail(
                 HostLost(
                     f"{name} has not responded for {seconds:.0f} s, so it counts as lost. The last error: "

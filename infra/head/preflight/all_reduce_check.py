@@ -64,10 +64,12 @@ def all_reduce(
         nodes.ask_each(probes, deadline_seconds + _ANSWER_SECONDS, on_answer=on_answer)
     finally:
         _end(nodes.on(*(host for host in requirements.slots if host not in answers)), run_id)
-    return _findings(answers, ended, deadline_seconds)
+    return _findings(answers, ended, deadline_seconds, rendezvous)
 
 
-def judge_outcomes(outcomes: Mapping[int, Outcome], deadline_seconds: float) -> Iterator[str]:
+def judge_outcomes(
+    outcomes: Mapping[int, Outcome], deadline_seconds: float, rendezvous: Rendezvous | None = None
+) -> Iterator[str]:
     """Report the ranks that failed by themselves, or if there are none, those that kept others waiting.
 
     In both cases, only the ranks that completed the fewest stages are reported.
@@ -80,8 +82,21 @@ def judge_outcomes(outcomes: Mapping[int, Outcome], deadline_seconds: float) -> 
     waiting = {rank: one for rank, one in outcomes.items() if one.stage != Stage.SUMMED}
     if late := _least_far(waiting):
         hosts = list(dict.fromkeys(one.host for one in late.values()))
-        what = _WAITED_FOR[next(iter(late.values())).stage]
+        stage = next(iter(late.values())).stage
+        what = _large_messages(rendezvous, hosts[-1]) if stage == Stage.EXCHANGED else _WAITED_FOR[stage]
         yield f"{names(hosts)}: {_ranks(list(late))} timed out after {deadline_seconds:g} s waiting for {what}"
+
+
+def _large_messages(rendezvous: Rendezvous | None, host: str) -> str:
+    address = rendezvous.address if rendezvous else "ADDRESS"
+    interface = rendezvous.interfaces.get(host, "INTERFACE") if rendezvous else "INTERFACE"
+    headers = 48 if ":" in address else 28
+    return (
+        "the sum of 1 MiB, although a small message passed. Suspect the MTU: a switch or tunnel between the hosts may "
+        "drop large packets. Test it on another host than the first: `ping -c 3 -M do -s $(($(cat /sys/class/net/"
+        f"{interface}/mtu) - {headers})) {address}`. If there is no answer, lower the MTU of that interface on all "
+        "hosts, or raise it in the network"
+    )
 
 
 def _least_far(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
@@ -130,7 +145,9 @@ def _fails(answer: Probed | HostError) -> bool:
     return isinstance(answer, HostError) or any(one.stage != Stage.SUMMED for one in answer.ranks)
 
 
-def _findings(answers: Mapping[str, Probed | HostError], ended: set[str], deadline_seconds: float) -> Iterator[str]:
+def _findings(
+    answers: Mapping[str, Probed | HostError], ended: set[str], deadline_seconds: float, rendezvous: Rendezvous
+) -> Iterator[str]:
     """If a host does not answer, ranks on other hosts wait for it, so nothing is reported about them."""
     outcomes: dict[int, Outcome] = {}
     for host, answer in answers.items():
@@ -139,7 +156,7 @@ def _findings(answers: Mapping[str, Probed | HostError], ended: set[str], deadli
         else:
             outcomes |= _outcomes(host, answer, host in ended)
     if not any(isinstance(answer, HostError) for answer in answers.values()):
-        yield from judge_outcomes(outcomes, deadline_seconds)
+        yield from judge_outcomes(outcomes, deadline_seconds, rendezvous)
 
 
 def _grouped(outcomes: Mapping[int, Outcome]) -> dict[tuple[str, str], list[int]]:

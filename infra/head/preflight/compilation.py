@@ -31,6 +31,22 @@ def operators(replies: HostReplies, requirements: LaunchRequirements) -> Iterato
     yield from of_each(replies, complaint)
 
 
+def unwritable(replies: HostReplies, requirements: LaunchRequirements) -> Iterator[str]:
+    """Folders of compiled operators that ranks cannot write. They write a lock there even if nothing is to compile."""
+
+    def complaint(_: str, facts: Facts) -> str | None:
+        if not requirements.operators or not facts.build.unwritable:
+            return None
+        folder, reason = next(iter(facts.build.unwritable.items()))
+        return (
+            f"{folder}, where DeepSpeed compiles its operators, cannot be written ({reason}). Ranks create a lock "
+            "there even if all are compiled. Make it writable, or set TORCH_EXTENSIONS_DIR to another folder and list "
+            "it in cluster.environment"
+        )
+
+    yield from of_each(replies, complaint)
+
+
 def operators_to_compile(replies: HostReplies, requirements: LaunchRequirements) -> Iterator[str]:
     """Operators that ranks still have to compile, which only takes time at the start."""
 

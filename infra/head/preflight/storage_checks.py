@@ -8,7 +8,7 @@ from infra.head.preflight.findings import HostReplies, names, of_each
 from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.node.inspection.facts import Facts, Resources
 from infra.node.node_folders import node_path
-from infra.node.storage.disk_usage import SPARE_BYTES
+from infra.node.storage.disk_usage import SPARE_BYTES, SPARE_INODES
 from t5train.host_resources import format_bytes
 
 _NODE_FOLDER_BYTES = 10**9
@@ -100,7 +100,26 @@ def disks(replies: HostReplies, requirements: LaunchRequirements, storage: Stora
             )
         return None
 
-    yield from of_each(replies, complaint)
+    def shortage(host: str, facts: Facts) -> str | None:
+        return complaint(host, facts) or _inode_shortage(facts.resources, requirements, storage)
+
+    yield from of_each(replies, shortage)
+
+
+def _inode_shortage(resources: Resources, requirements: LaunchRequirements, storage: Storage) -> str | None:
+    """The complaint if a disk cannot hold enough files, although it may have enough free bytes."""
+    free = {resources.node_folder: resources.node_folder_free_inodes}
+    if storage.is_node_local:
+        free[resources.scratch] = resources.scratch_free_inodes
+    else:
+        free[str(requirements.root)] = resources.root_free_inodes
+    for folder, inodes in free.items():
+        if inodes is not None and inodes < SPARE_INODES:
+            return (
+                f"the disk of {folder} has {inodes:,} free inodes, but a run needs {SPARE_INODES:,} there, one for "
+                "each file and folder. Remove files from that disk (`df -i` shows its inodes)"
+            )
+    return None
 
 
 def _scratch_shortage(resources: Resources, run_bytes: int) -> str | None:

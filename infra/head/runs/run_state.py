@@ -46,13 +46,6 @@ _LEASE_MAY_LIVE_SECONDS = 300.0
 longer ago than this, it does not; clocks of machines that share a root must agree as closely."""
 _STEPS = 50
 _BEAT_SECONDS = 10.0
-_PHASES = {
-    "start": "starting",
-    "compile": "preparing the first step",
-    "step": "training",
-    "save": "saving",
-    "validate": "validating",
-}
 
 
 class State(StrEnum):
@@ -287,13 +280,15 @@ def attempts_in(folder: Path) -> list[Path]:
 
 
 def _phase(attempt_folder: Path) -> str | None:
-    """What the first rank is doing; None if that is unknown, as for ranks on hosts."""
-    this = read_json(attempt_folder / attempt.ATTEMPT)
-    beat = heartbeat.read(heartbeat.beat_file(attempt_folder / attempt.rank_name(0)))
-    if this.get("hosts") is not None or beat is None or _lease_boot_id(attempt_folder) != boot_id():
+    """What the first rank is doing, and for how long if that is unusual; None if it is unknown."""
+    is_on_hosts = read_json(attempt_folder / attempt.ATTEMPT).get("hosts") is not None
+    name = attempt.HEAD if is_on_hosts else attempt.rank_name(0)
+    beat, now = heartbeat.read(heartbeat.beat_file(attempt_folder / name)), time.monotonic()
+    if beat is None or _lease_boot_id(attempt_folder) != boot_id() or not 0 <= now - beat.beat < _BEAT_SECONDS:
         return None
-    is_recent = 0 <= time.monotonic() - beat.beat < _BEAT_SECONDS
-    return _PHASES.get(beat.phase) if is_recent else None
+    # A rank that exceeds its limit is being ended.
+    is_slow = heartbeat.unusual_seconds(beat) <= (seconds := now - beat.since) <= beat.limit
+    return heartbeat.IN_WORDS[beat.phase] + (f" for {seconds // 60:.0f} min" if is_slow else "")
 
 
 def _lease_boot_id(attempt_folder: Path) -> str | None:

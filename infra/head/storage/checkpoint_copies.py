@@ -136,7 +136,8 @@ class CheckpointCopies:
         if is_asked_to_begin_again(self._folder):
             return
         held = next(iter(tags.complete_tags(self._folder / CHECKPOINTS)), None)
-        if damaged := relayed(partial(restore_newest, claim.bucket, claim.ledger, self._folder, held), progress):
+        restore = partial(restore_newest, claim.bucket, claim.ledger, self._folder, held)
+        if damaged := relayed(restore, progress, "copying the newest checkpoint from the bucket"):
             set_aside_stored(claim, damaged)
 
     def _ready(self) -> StoreClaim:

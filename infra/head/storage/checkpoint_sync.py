@@ -31,37 +31,56 @@ _RETRY_SECONDS = 10.0
 _METRICS_SECONDS = 5.0
 _METRICS_SHARE = 0.05
 """Maximum share of the time that is spent on collecting metrics."""
+_COLLECTING = threading.Lock()
+"""Held while metrics are collected: two collections would write to the same partial files."""
+_METRICS = (METRICS, METRICS_CSV, TENSORBOARD)
+_BESIDE_METRICS = tuple(name for name in MONITORED if name not in _METRICS)
+"""What can be large, as profiler traces are, and is collected with each checkpoint only."""
 _log = logging.getLogger(__name__)
 
 
 class CheckpointSync:
-    """A thread that gathers and prunes checkpoints, and collects metrics. Failures are logged and retried."""
+    """Gathers and prunes checkpoints in one thread, and collects metrics in another. Failures are logged and retried.
+
+    A gather may take much longer than the metrics may be old.
+    """
 
     def __init__(self, run: NodeRun, num_saved: Callable[[], int]) -> None:
-        """Start the thread. ``num_saved`` returns a number that grows when ranks have saved a part of a checkpoint."""
+        """Start the threads. ``num_saved`` returns a number that grows when ranks have saved a part of a checkpoint."""
         self._run, self._num_saved = run, num_saved
         self._stop_requested, self._progress = threading.Event(), Interruptible()
-        self._thread = threading.Thread(target=self._sync_until_stopped, name="checkpoint sync", daemon=True)
-        self._thread.start()
+        self._metrics_after_seconds = _METRICS_SECONDS
+        self._threads = [
+            threading.Thread(target=self._gather_until_stopped, name="checkpoint sync", daemon=True),
+            threading.Thread(target=self._collect_until_stopped, name="metrics", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def end(self) -> None:
-        """Stop the thread. A transfer in progress is interrupted, and can be resumed later."""
+        """Stop the threads. A transfer in progress is interrupted, and can be resumed later."""
         self._progress.must_stop = True
         self._stop_requested.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
-    def _sync_until_stopped(self) -> None:
-        seen, gather_at, metrics_at = 0, 0.0, time.monotonic() + _METRICS_SECONDS
+    def _gather_until_stopped(self) -> None:
+        seen, gather_at = 0, 0.0
         while not self._stop_requested.wait(_LOOK_SECONDS):
-            now = time.monotonic()
-            if (saved := self._num_saved()) != seen and now >= gather_at:
+            if (saved := self._num_saved()) != seen and time.monotonic() >= gather_at:
                 if self._try("cannot gather the newest checkpoint", lambda: keep_up(self._run, self._progress)):
                     seen = saved
                 gather_at = time.monotonic() + _RETRY_SECONDS * (seen != saved)
-            if now >= metrics_at:
-                self._try("cannot collect metrics", lambda: bring_metrics(self._run))
-                took = time.monotonic() - now
-                metrics_at = now + max(_METRICS_SECONDS, took / _METRICS_SHARE)
+
+    def _collect_until_stopped(self) -> None:
+        while not self._stop_requested.wait(self._metrics_after_seconds):
+            self._metrics_after_seconds = _RETRY_SECONDS
+            self._try("cannot collect metrics", self._collect_metrics)
+
+    def _collect_metrics(self) -> None:
+        began = time.monotonic()
+        bring_metrics(self._run)
+        self._metrics_after_seconds = max(_METRICS_SECONDS, (time.monotonic() - began) / _METRICS_SHARE)
 
     def _try(self, what: str, act: Callable[[], None]) -> bool:
         try:
@@ -93,7 +112,7 @@ def keep_up(run: NodeRun, progress: Progress) -> None:
             _log.warning("%s is not gathered: %s", tag.name, error)
             passed_over.add(tag.name)
             continue
-        bring_monitored(run)
+        _bring(run, _BESIDE_METRICS)
     prune(run, found)
     _require_known(found, passed_over)
 
@@ -129,13 +148,19 @@ def _prunable(run: NodeRun, found: Inventories) -> list[str]:
 
 def bring_metrics(run: NodeRun) -> None:
     """Collect the metrics that rank 0 has written, as far as they are small enough to be read every few seconds."""
-    collect(run.nodes, run.first, run.relative_path, (METRICS, METRICS_CSV, TENSORBOARD), run.folder)
+    with _COLLECTING:
+        collect(run.nodes, run.first, run.relative_path, _METRICS, run.folder)
 
 
 def bring_monitored(run: NodeRun) -> None:
     """Collect all that rank 0 writes for people to watch. What is replaced meanwhile is left for the next time."""
+    with _COLLECTING:
+        _bring(run, MONITORED)
+
+
+def _bring(run: NodeRun, names: tuple[str, ...]) -> None:
     try:
-        collect(run.nodes, run.first, run.relative_path, MONITORED, run.folder)
+        collect(run.nodes, run.first, run.relative_path, names, run.folder)
     except (DigestMismatch, Refused) as error:
         _log.info("the rest is collected, and this later: %s", error)
 

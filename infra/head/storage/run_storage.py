@@ -142,10 +142,10 @@ class NodeLocalStorage:
 
     def make_ready(self, attempt_folder: Path) -> Path:
         """Recover the newest checkpoint, and copy the files that ranks begin from to their nodes."""
-        relayed(partial(recover, self.run), self.progress)
+        relayed(partial(recover, self.run), self.progress, "gathering the checkpoint to resume from")
         path = self.write_job(attempt_folder)
         job = TrainJob.read(path)
-        relayed(partial(provide, self.run, job, staged=self.staged), self.progress)
+        relayed(partial(provide, self.run, job, staged=self.staged), self.progress, "copying files to the hosts")
         write_text(path, self.run.job_on_nodes(job).model_dump_json(indent=1) + "\n")
         return path
 
@@ -164,7 +164,7 @@ class NodeLocalStorage:
 
     def _gather_if_possible(self) -> None:
         try:
-            relayed(partial(checkpoint_sync.keep_up, self.run), self.progress)
+            relayed(partial(checkpoint_sync.keep_up, self.run), self.progress, "gathering the last checkpoint")
         except T5TrainError as error:
             _log.warning("the last checkpoint was not gathered, and is only on the hosts: %s", error)
         try:
@@ -201,7 +201,7 @@ class NodeLocalStorage:
         )
 
     def _take_home(self) -> None:
-        relayed(partial(checkpoint_sync.keep_up, self.run), self.progress)
+        relayed(partial(checkpoint_sync.keep_up, self.run), self.progress, "gathering the last checkpoint")
         self.require_claimed()
         names = [*MONITORED, WITNESS_FOLDER]
         collect(self.run.nodes, self.run.first, self.run.relative_path, names, self.run.folder)

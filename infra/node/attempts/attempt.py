@@ -8,6 +8,7 @@
     rank-00000.pid          its process (whose pid is also its process group) and its guard
     rank-00000.beat         its heartbeat (t5train.rank.heartbeat)
     rank-00000.exit.json    how it ended; written by its guard (infra.node.attempts.exit_record)
+    head.beat               what rank 0 did when its host last reported, in the head's clock; with several hosts
     stop                    exists once all ranks are to save and stop
     rank-00000.error.json   the error it raised, if the error is one of this project's (t5train.rank.error_report)
 
@@ -35,6 +36,7 @@ from t5train.rank import heartbeat
 
 ATTEMPT = "attempt.json"
 LAUNCHER = "launcher"
+HEAD = "head"
 STOP = "stop"
 
 

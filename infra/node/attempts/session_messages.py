@@ -78,6 +78,19 @@ class RankEnded(Report):
 
 
 @dataclass(frozen=True)
+class RankPhase(Report):
+    """What rank 0 is doing. The host that it runs on sends this about once a second."""
+
+    phase: str
+    """As in t5train.rank.heartbeat."""
+    step: int
+    seconds: float
+    """How long the phase has lasted."""
+    limit_seconds: float
+    """How long it may take."""
+
+
+@dataclass(frozen=True)
 class Saved(Report):
     """Ranks have written more sidecars to the node's own disk."""
 

@@ -6,6 +6,7 @@ for the length of the lease, SIGALRM ends it, whatever it is waiting for at that
 
 import json
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from infra.node import processes
 from infra.node.attempts import attempt, exit_record, head_lease
-from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.attempt import Attempt, rank_name
 from infra.node.attempts.attempt_actions import end_attempt
 from infra.node.attempts.log_tail import LogTails
 from infra.node.attempts.session_messages import (
@@ -27,6 +28,7 @@ from infra.node.attempts.session_messages import (
     RankEnded,
     RankError,
     RankLine,
+    RankPhase,
     Report,
     Saved,
     Watch,
@@ -36,8 +38,11 @@ from infra.node.node_folders import attempt_folder
 from infra.node.processes import ProcessIdentity
 from t5train.files.os_errors import explain
 from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS
+from t5train.rank import heartbeat
 
 _TICK_SECONDS = 1.0
+_BEAT_SECONDS = 10.0
+"""A heartbeat that is older says nothing about the present."""
 _END_SECONDS = 30.0
 """Longer than it can take to end an attempt."""
 
@@ -113,6 +118,8 @@ class _Session:
         if saved := self._saves.new():
             yield Saved(saved)
         lines, left_out = self._tails.read()
+        if (phase := self._phase()) is not None:
+            yield phase
         if lines or left_out:
             yield NewLines(tuple(RankLine(*line) for line in lines), left_out, self._tails.offsets)
         yield Alive(tuple(name for name in gone if f"{name}.exit.json" not in self._reported))
@@ -127,6 +134,12 @@ class _Session:
         """Ranks whose guards have ended. If such a rank has no exit record, its guard was killed."""
         recorded = {path.stem: json.loads(path.read_text("utf-8")) for path in self._this.folder.glob("rank-*.pid")}
         return [name for name, facts in recorded.items() if not ProcessIdentity(**facts["guard"]).is_alive()]
+
+    def _phase(self) -> RankPhase | None:
+        beat, now = heartbeat.read(heartbeat.beat_file(self._this.rank_files(rank_name(0)))), time.monotonic()
+        if beat is None or now - beat.beat > _BEAT_SECONDS:
+            return None
+        return RankPhase(beat.phase, beat.step, now - beat.since, beat.limit)
 
     def _arm(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, (self._this.lease_seconds or 0) + _TICK_SECONDS)

@@ -42,6 +42,8 @@ class Stage(StrEnum):
     """Torch is imported."""
     JOINED = "joined"
     """All ranks have joined."""
+    EXCHANGED = "exchanged"
+    """A sum of one number is done, whose messages fit into small packets."""
     SUMMED = "summed"
 
 
@@ -107,19 +109,25 @@ def _join_and_sum(device: "torch.device") -> str:
 
     dist.init_process_group(dist.get_default_backend_for_device(device), init_method="env://", timeout=_NEVER)
     _say(Stage.JOINED)
-    problem = _sum(device)
+    problem = _sum(device, 1)
+    if not problem:
+        _say(Stage.EXCHANGED)
+        problem = _sum(device, _ELEMENTS)
     if not problem:
         _say(Stage.SUMMED)
     dist.destroy_process_group()
     return problem
 
 
-def _sum(device: "torch.device") -> str:
-    """Sum one number of each rank; sums of small integers are exact in fp32. Returns what is wrong, or empty."""
+def _sum(device: "torch.device", elements: int) -> str:
+    """Sum a tensor of equal numbers over all ranks; sums of small integers are exact in fp32.
+
+    Returns what is wrong, or empty.
+    """
     import torch
     import torch.distributed as dist
 
-    values = torch.full((_ELEMENTS,), _share(dist.get_rank()), dtype=torch.float32, device=device)
+    values = torch.full((elements,), _share(dist.get_rank()), dtype=torch.float32, device=device)
     dist.all_reduce(values)
     right = sum(map(_share, range(dist.get_world_size())))
     low, high = values.min().item(), values.max().item()

@@ -81,6 +81,8 @@ class Build:
     """Locks of other users: they can make a start hang, and only these users can remove them."""
     shared_locks: list[str]
     """Locks on a disk that machines may share, so that a compile on another machine may hold them."""
+    unwritable: dict[str, str] = field(default_factory=dict)
+    """Folders of compiled operators that cannot be written, and why."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,10 @@ class Resources:
     scratch_free_bytes: int = 0
     scratch_yielding_bytes: int = 0
     """Bytes in it that are available to the run: its own checkpoints, and staged folders that no other run uses."""
+    root_free_inodes: int | None = None
+    """How many more files and folders the disk can hold; None if it sets no limit or cannot be inspected."""
+    node_folder_free_inodes: int | None = None
+    scratch_free_inodes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from infra.node.storage.disk_usage import staged_paths, users
 from infra.node.storage.garbage import size_of
 from t5train.errors import StorageError
 from t5train.files.atomic import try_writing
-from t5train.files.os_errors import reason
+from t5train.files.os_errors import free_inodes, reason
 from t5train.host_resources import host_memory_bytes
 
 _MARK = ".mark"
@@ -45,6 +45,9 @@ def resources(question: Question) -> Resources:
         scratch_error=scratch.error,
         scratch_free_bytes=_free_bytes(Path(scratch.path)),
         scratch_yielding_bytes=scratch.yielding_bytes,
+        root_free_inodes=_free_inodes(root),
+        node_folder_free_inodes=_free_inodes(Path(folder)),
+        scratch_free_inodes=_free_inodes(Path(scratch.path)) if scratch.path else None,
     )
 
 
@@ -111,8 +114,15 @@ def _write_error(folder: Path) -> str:
     try:
         try_writing(folder)
     except OSError as error:
-        return reason(error, folder / "a file")
+        return reason(error, folder)
     return ""
+
+
+def _free_inodes(folder: Path) -> int | None:
+    try:
+        return free_inodes(folder)
+    except OSError:
+        return None
 
 
 def _free_bytes(folder: Path) -> int:

@@ -130,4 +130,5 @@ def build(given: Mapping[str, str]) -> Build:
         cleared_locks=[str(lock) for lock in cleared],
         foreign_locks=[str(lock) for lock in foreign],
         shared_locks=[str(lock) for lock in compiled_operators.shared_locks(environment)],
+        unwritable=compiled_operators.unwritable(environment),
     )

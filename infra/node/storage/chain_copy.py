@@ -153,7 +153,8 @@ def stage(request: Stage, head: Channel) -> None:
     folder, wanted = within(scratch, relative_path), request.files
     run_ownership.require_owner(scratch, run_path(request.run_name), request.store.owner)
     with staging_lock(scratch, relative_path):
-        require_disk_space(scratch, missing_bytes(folder, wanted), relative_path, _still_to_write(scratch, request))
+        beside, inodes = _still_to_write(scratch, request), len(wanted)
+        require_disk_space(scratch, missing_bytes(folder, wanted), relative_path, beside, inodes)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         growing = GrowingFiles(folder)
         head.send(Listening(peer_connection.serve(growing.read, request.token)))

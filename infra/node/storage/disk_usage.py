@@ -20,6 +20,7 @@ from infra.node.processes import boot_id
 from t5train.errors import StorageError
 from t5train.files.atomic import discard, write_text
 from t5train.files.locks import try_lock
+from t5train.files.os_errors import free_inodes
 from t5train.host_resources import format_bytes
 
 _LOCKS, _PINS = "locks", "pins"
@@ -118,15 +119,27 @@ SPARE_BYTES = 256 << 20
 """Disk space that is left free for logs and for other users of the disk."""
 
 
-def require_disk_space(scratch: Path, needed_bytes: int, what: str, beside_bytes: int = 0) -> None:
+SPARE_INODES = 1000
+"""Inodes that are left free for the same reason, and for checkpoints. Every file and folder takes one."""
+
+
+def require_disk_space(
+    scratch: Path, needed_bytes: int, what: str, beside_bytes: int = 0, needed_inodes: int = 0
+) -> None:
     """Make sure that ``needed_bytes`` fit on the disk of the scratch folder and leave ``beside_bytes`` free.
 
     ``beside_bytes`` is what a run will write there. To free disk space, staged folders that no run uses are removed,
-    the least recently used first, but never ``what``. Raises StorageError if that is not enough.
+    the least recently used first, but never ``what``. Raises StorageError if that is not enough, or if the disk does
+    not have ``needed_inodes`` for more files.
     """
-    needed = needed_bytes + beside_bytes + SPARE_BYTES
+    needed, inodes = needed_bytes + beside_bytes + SPARE_BYTES, needed_inodes + SPARE_INODES
+
+    def has_inodes() -> bool:
+        free = free_inodes(scratch)
+        return free is None or free >= inodes
+
     for relative_path in staged_paths(scratch):
-        if shutil.disk_usage(scratch).free >= needed:
+        if shutil.disk_usage(scratch).free >= needed and has_inodes():
             return
         if relative_path != what:
             remove_unused(scratch, relative_path)
@@ -135,4 +148,10 @@ def require_disk_space(scratch: Path, needed_bytes: int, what: str, beside_bytes
         raise StorageError(
             f"{scratch} has {format_bytes(free)} free, but {what} {also}needs {format_bytes(needed)}, and everything "
             "else staged there is in use. Free some disk space, or choose another storage.scratch"
+        )
+    if not has_inodes():
+        raise StorageError(
+            f"{scratch} has {free_inodes(scratch):,} free inodes, but {what} and checkpoints need {inodes:,}, one for "
+            "each file and folder, and everything else staged there is in use. Remove files from that disk (`df -i` "
+            "shows its inodes), or choose another storage.scratch"
         )

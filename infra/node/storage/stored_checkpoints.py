@@ -206,7 +206,8 @@ def receive(request: ReceiveFiles, head: Channel) -> None:
     if request.recorded is not None:
         for name in unlisted(names_in(folder), request.recorded):
             set_aside(folder / name, aside, "it is not from the save of the checkpoint that is resumed")
-    require_disk_space(scratch, missing_bytes(folder, request.files), request.relative_path)
+    missing, inodes = missing_bytes(folder, request.files), len(request.files)
+    require_disk_space(scratch, missing, request.relative_path, needed_inodes=inodes)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     relay = ProgressRelay(head)
     pull(fetch_over(head), request.files, folder, relay, aside)

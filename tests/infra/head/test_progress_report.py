@@ -45,9 +45,9 @@ class Run:
         (attempt / "spec.json").write_text(job.model_dump_json())
         self._attempt = attempt
 
-    def beat(self, phase: Any, age: float = 0) -> None:
+    def beat(self, phase: Any, age: float = 0, lasting: float = 0, limit: float = 60, name: str = "rank-00000") -> None:
         now = time.monotonic()
-        write(beat_file(self._attempt / "rank-00000"), Beat(now - age, phase, now, 60, 0))
+        write(beat_file(self._attempt / name), Beat(now - age, phase, now - lasting, limit, 0))
 
     def write(self, *lines: dict[str, float]) -> None:
         """Write all metrics, as ranks do when they remove the lines of steps that they train again."""
@@ -161,3 +161,79 @@ def test_after_the_last_step_progress_says_what_is_left_to_do(spec: RunSpec) -> 
     assert run.now() == ("steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s", 100, 100), (
         "the ranks have ended"
     )
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "limit", "usual", "words"),
+    [
+        ("start", 600, 300, "no step has ended for 5 min: ranks are starting"),
+        ("compile", 1800, 900, "no step has ended for 15 min: ranks are preparing the first step"),
+        ("save", 1800, 300, "no step has ended for 5 min: ranks are saving"),
+        ("validate", 1800, 900, "no step has ended for 15 min: ranks are validating"),
+    ],
+)
+def test_a_phase_that_takes_unusually_long_is_reported_once_and_then_rarely(
+    spec: RunSpec, caplog: pytest.LogCaptureFixture, phase: str, limit: float, usual: float, words: str
+) -> None:
+    run = Run(spec)
+    run.begin(1, None)
+    run.beat(phase, lasting=usual - 5, limit=limit)
+    run.now()
+    assert not warnings(caplog)
+    for lasting in (usual + 1, usual + 2, 2 * usual - 5):
+        run.beat(phase, lasting=lasting, limit=limit)
+        run.now()
+    assert len(warnings(caplog)) == 1
+    assert warnings(caplog)[0].startswith(words)
+    assert f"cluster.deadlines.{phase}_seconds" in warnings(caplog)[0]
+    run.beat(phase, lasting=2 * usual + 5, limit=limit)
+    run.now()
+    assert len(warnings(caplog)) == 2
+
+
+def test_progress_says_for_how_long_ranks_on_hosts_have_been_saving(
+    spec: RunSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "hosts").write_text("node1 slots=2\n")
+    run = Run(spec.with_settings({"cluster.hostfile": str(tmp_path / "hosts")}))
+    run.begin(1, None)
+    run.write(step(7))
+    run.beat("save", name="head")
+    assert run.now()[0].endswith("tokens/s, saving a checkpoint")
+    run.beat("save", lasting=425, limit=1800, name="head")
+    assert run.now()[0].endswith("tokens/s, saving a checkpoint for 7 min")
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_save_that_takes_as_long_as_earlier_ones_is_not_reported_again(
+    spec: RunSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(spec)
+    run.begin(1, None)
+    for phase, lasting in (("save", 400), ("step", 1), ("save", 400)):
+        run.beat(phase, lasting=lasting, limit=1800)
+        run.now()
+    assert len(warnings(caplog)) == 1
+    run.begin(2, None)
+    run.beat("step", lasting=1)
+    run.now()
+    run.beat("save", lasting=901, limit=1800)
+    run.now()
+    assert len(warnings(caplog)) == 2, "it may still be one that never ends"
+
+
+def test_ranks_that_give_no_sign_of_life_at_the_start_are_reported(
+    spec: RunSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(spec)
+    run.begin(1, None)
+    run.now()
+    assert not warnings(caplog)
+    later = time.monotonic() + 301
+    monkeypatch.setattr("infra.head.progress_report.time.monotonic", lambda: later)
+    run.now()
+    assert warnings(caplog)[0].startswith("no step has ended for 5 min: ranks are starting")

@@ -1,3 +1,4 @@
+import ast
 import os
 import subprocess
 from collections.abc import Callable
@@ -7,6 +8,7 @@ import pytest
 
 from infra.node import compiled_operators
 from infra.node.compiled_operators import clear_stale_locks, missing, shared_locks
+from tests.support.small_disk import run_with_disk
 
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
@@ -83,3 +85,26 @@ def test_compiled_operators_are_not_reported_as_missing(tmp_path: Path) -> None:
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
     environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
     assert missing(["deepspeed_shm_comm", "cpu_adam"], environment) == ["deepspeed_shm_comm"]
+
+
+READ_ONLY = """
+import subprocess, sys
+from pathlib import Path
+from infra.node.compiled_operators import unwritable
+
+folder = Path(sys.argv[1])
+(folder / "ops" / "cpu_adam").mkdir(parents=True)
+assert not unwritable({"TORCH_EXTENSIONS_DIR": str(folder / "ops")})
+assert not unwritable({"TORCH_EXTENSIONS_DIR": str(folder / "not" / "there")})
+subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+print(unwritable({"TORCH_EXTENSIONS_DIR": str(folder / "ops")}))
+print(unwritable({"TORCH_EXTENSIONS_DIR": str(folder / "not" / "there")}))
+"""
+
+
+def test_a_read_only_folder_of_operators_is_found_whether_it_exists_or_not(tmp_path: Path) -> None:
+    ended = run_with_disk(tmp_path, "1m", READ_ONLY, str(tmp_path))
+    existing, absent = map(ast.literal_eval, ended.stdout.splitlines())
+    reason = "Read-only file system"
+    assert existing == {f"{tmp_path}/ops": reason, f"{tmp_path}/ops/cpu_adam": reason}, ended.stderr
+    assert absent == {str(tmp_path): reason}

@@ -95,7 +95,7 @@ def test_a_file_system_without_free_inodes_is_told_apart_from_a_full_one(tmp_pat
         "except OSError as error:\n    print(explain(error))"
     )
     result = run_with_disk(tmp_path, "1m,nr_inodes=9", program, str(tmp_path))
-    assert re.match(f"{tmp_path}/\\d+: No space left on device; its file system has no free inodes", result.stdout)
+    assert re.match(f"{tmp_path}/\\d+: No space left on device; the disk has no free inodes", result.stdout)
 
 
 def test_the_remedy_for_a_disk_that_fails_is_not_to_free_space(tmp_path: Path) -> None:

@@ -268,6 +268,72 @@ def test_the_users_ssh_config_cannot_weaken_our_security_settings(tmp_path: Path
     assert found["userknownhostsfile"] == str(tmp_path / "known hosts")
 
 
+# Settings of a user that would break every connection, or disturb some, and what ssh -G must show instead.
+DISTURBING = {
+    "StdinNull yes": "stdinnull no",
+    "SessionType none": "sessiontype default",
+    "ForkAfterAuthentication yes": "forkafterauthentication no",
+    "RemoteCommand x": None,
+    "RequestTTY force": "requesttty false",
+    "ControlMaster auto": "controlmaster false",
+    "ControlPath /tmp/%C": None,
+    "PermitLocalCommand yes": "permitlocalcommand no",
+    "ForwardX11 yes": "forwardx11 no",
+    "Tunnel yes": "tunnel false",
+    "VisualHostKey yes": "visualhostkey no",
+    "LogLevel QUIET": "loglevel INFO",
+    "LogVerbose *": "logverbose none",
+    "BatchMode no": "batchmode yes",
+    "EscapeChar ~": "escapechar none",
+    "AddKeysToAgent ask": "addkeystoagent false",
+    "NoHostAuthenticationForLocalhost yes": "nohostauthenticationforlocalhost no",
+    "LocalForward 7000 x:7000": None,
+    "SetEnv PYTHONHOME=/nowhere": "setenv LC_T5_PRETRAIN=1",
+    "ExitOnForwardFailure yes": "exitonforwardfailure no",
+}
+
+
+def test_no_setting_of_the_user_disturbs_commands_or_their_input(tmp_path: Path) -> None:
+    if shutil.which("ssh") is None:
+        pytest.skip("no ssh on this machine")
+    (tmp_path / "users").write_text("".join(f"{line}\n" for line in DISTURBING))
+    config = tmp_path / "config"
+    config.write_text(ssh_config(ClusterSpec()).replace("Include ~/.ssh/config", f"Include {tmp_path}/users"))
+    output = subprocess.run(["ssh", "-G", "-F", config, "node1"], check=True, capture_output=True, text=True).stdout
+    found = set(output.splitlines())
+    shown = {line.partition(" ")[0] for line in found}
+    for setting, expected in DISTURBING.items():
+        if expected is not None:
+            assert expected in found, setting
+        elif not setting.startswith("LocalForward"):  # ssh shows it, but sets up none: see ClearAllForwardings
+            assert setting.partition(" ")[0].lower() not in shown
+    assert "clearallforwardings yes" in found
+
+
+def test_a_command_gets_its_input_whatever_the_users_ssh_config_says(sshd: Sshd, tmp_path: Path) -> None:
+    ssh = sshd()
+    (tmp_path / "users").write_text("StdinNull yes\nSessionType none\nForkAfterAuthentication yes\nTunnel yes\n")
+    config = ssh.config.read_text().replace("Include ~/.ssh/config", f"Include {tmp_path}/users")
+    ssh.config.write_text(config)
+    assert run(ssh, HERE, ["cat"], stdin=b"the request", deadline_seconds=20).stdout == b"the request"
+
+
+def test_a_connection_that_sshd_drops_for_being_one_of_many_is_made_again(tmp_path: Path) -> None:
+    class Busy:
+        """A host whose sshd drops the first two connections."""
+
+        def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - part of Transport
+            said = "kex_exchange_identification: Connection closed by remote host"
+            script = f'echo x >> "$1"; test $(wc -l < "$1") -gt "$2" || {{ echo "{said}" >&2; exit 255; }}; cat'
+            return ["sh", "-c", script, "sh", str(tmp_path / "tries"), limit]
+
+    limit = "2"
+    assert run(Busy(), "node1", ["x"], stdin=b"hello", deadline_seconds=60).stdout == b"hello"
+    limit = "1000"
+    with pytest.raises(HostUnreachable, match=r"node1: sshd there closed .* MaxStartups .* ssh said: kex_exchange_id"):
+        run(Busy(), "node1", ["x"], deadline_seconds=60)
+
+
 @pytest.mark.parametrize("name", ["absent", 'a"b', "a%b", "${HOME}"])
 def test_a_known_hosts_path_that_ssh_cannot_use_is_refused(name: str, tmp_path: Path) -> None:
     if name != "absent":

@@ -19,6 +19,7 @@ from t5train.errors import (
     Preempted,
     RankKilled,
     RankStopped,
+    StorageError,
 )
 from t5train.rank import error_report
 
@@ -87,6 +88,13 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
         "timed out in a collective",
     ),
     (
+        {"returncode": -6},
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\nterminate called after throwing",
+        CollectiveTimeout,
+        "timed out in a collective",
+    ),
+    ({"returncode": -6}, "terminate called after throwing", RankKilled, "was killed by SIGABRT"),
+    (
         {},
         "RuntimeError: [../gloo/transport/tcp] Timed out waiting 1800000ms for recv",
         CollectiveTimeout,
@@ -125,6 +133,16 @@ def test_a_rank_that_lost_or_waited_for_a_peer_is_not_the_cause(this: Attempt) -
         ended(this, rank, 1)
         this.log(rank_name(rank)).write_text(output)
     assert "rank 2 of 3" in str(failure_of(this, 3))
+
+
+def test_of_two_ranks_that_reported_an_error_the_first_one_is_the_cause(tmp_path: Path) -> None:
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
+    for rank, error in ((1, DiskFull("/r: No space left on device")), (0, StorageError("/r: no such file"))):
+        ended(this, rank, 1)
+        error_report.report(this.rank_files(rank_name(rank)), error)
+    found = failure_of(this, 2)
+    assert type(found) is DiskFull
+    assert found.hosts == ("node2",)
 
 
 def test_preempted_ranks_are_the_cause_only_if_no_other_rank_failed(this: Attempt) -> None:
@@ -207,6 +225,15 @@ def test_if_no_rank_failed_the_launcher_is_the_cause(this: Attempt) -> None:
     message = str(failure_of(this, 2))
     assert "DeepSpeed's launcher ended with exit code 0 before its ranks" in message
     assert "No module named deepspeed" in message
+
+
+def test_a_launcher_whose_connections_sshd_dropped_names_the_limit(tmp_path: Path) -> None:
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
+    this.write_exit(ExitRecord("launcher", 255, Cause.EXITED, "exited", now(), now()))
+    this.log("launcher").write_text("node2: kex_exchange_identification: Connection closed by remote host\n")
+    assert "rank 0 of 2 on node1 never started. sshd closed a connection before the login. Probably too many" in str(
+        failure_of(this, 2)
+    )
 
 
 def test_an_error_that_a_rank_reported_is_returned_unchanged(this: Attempt) -> None:

@@ -18,8 +18,10 @@ from infra.head.launch.supervision import Supervision
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.exit_record import Cause, ExitRecord
-from infra.node.attempts.session_messages import Alive, Order, RankEnded, RankError
-from t5train.errors import DiskFailed, HostLost
+from infra.node.attempts.session_messages import Alive, Order, RankEnded, RankError, RankPhase
+from t5train.errors import DiskFailed, DiskFull, HostLost, LaunchError, RankKilled
+from t5train.rank import heartbeat
+from t5train.rank.heartbeat import Beat, beat_file
 
 HOSTS = {"a": (0,), "b": (0,)}
 LEASE_SECONDS = 60.0
@@ -32,13 +34,19 @@ class Hosts(Transport, Protocol):
 
 
 class Unsteady:
-    """A transport that runs ``instead`` for hosts whose letter is in ``silent``, and ``transport`` for the others."""
+    """A transport that runs ``instead`` for hosts whose letter is in ``silent``, and ``transport`` for the others.
+
+    New connections to hosts whose letter is in ``responsive`` get through nevertheless, except for sessions.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self.transport, self.silent, self.instead = transport, "", ["sleep", "600"]
+        self.responsive, self.actions = "", list[tuple[str, str]]()
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        return self.instead if host in self.silent else self.transport.command(host, argv)
+        self.actions.append((host, argv[-1]))
+        is_silent = host in self.silent and (host not in self.responsive or argv[-1] == "watch")
+        return self.instead if is_silent else self.transport.command(host, argv)
 
 
 @pytest.fixture
@@ -69,9 +77,13 @@ def supervise(this: Attempt, transport: Unsteady, tmp_path: Path) -> Iterator[Ca
         one.close()
 
 
+def exit_record(rank: int, returncode: int) -> ExitRecord:
+    host = list(HOSTS)[rank]
+    return ExitRecord(attempt.rank_name(rank), returncode, Cause.EXITED, "exited", "then", attempt.now(), host)
+
+
 def end_rank(folder: Path, rank: int, returncode: int = 0) -> None:
-    record = ExitRecord(attempt.rank_name(rank), returncode, Cause.EXITED, "exited", "then", attempt.now())
-    replace(attempt.read(folder)).write_exit(record)
+    replace(attempt.read(folder)).write_exit(exit_record(rank, returncode))
 
 
 def look_until(supervision: Supervision, condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -218,6 +230,21 @@ def test_lines_of_ranks_are_logged_with_their_host_and_without_secrets(
     assert "chatter" not in caplog.text
 
 
+def test_the_phase_of_rank_0_is_kept_in_the_clock_of_the_head(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
+) -> None:
+    supervision, now = supervise(), time.monotonic()
+    folder, kept = local_hosts.attempt_folder("a", this.run_id), beat_file(this.folder / "head")
+    heartbeat.write(beat_file(folder / "rank-00000"), Beat(now, "save", now - 500, 1800, 40))
+    look_until(supervision, kept.exists)
+    beat = heartbeat.read(kept)
+    assert beat is not None
+    assert (beat.phase, beat.step, beat.limit) == ("save", 40, 1800)
+    assert 499 <= beat.beat - beat.since < 560
+    supervision._take("a", now, RankPhase("../save", 1, 0.0, 1.0))
+    assert heartbeat.read(kept) == beat
+
+
 def test_the_order_to_end_reaches_all_hosts(
     this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
 ) -> None:
@@ -275,6 +302,98 @@ def test_hosts_that_are_lost_together_are_all_named(transport: Unsteady, supervi
     assert supervision.failure is not None
     assert supervision.failure.hosts == ("a", "b")
     assert re.fullmatch(r"a has not responded for \d+ s, .*; b has not .* for \d+ s, .*", str(supervision.failure))
+
+
+@pytest.fixture
+def failing(this: Attempt, transport: Unsteady, supervise: Callable[..., Supervision]) -> Callable[..., ClusterWatch]:
+    """``failing(output, returncode)``: the watch of an attempt whose rank on a has failed, while b is silent."""
+
+    def failing(output: str, returncode: int) -> ClusterWatch:
+        transport.silent, transport.instead = "b", ["sh", "-c", "exit 255"]
+        supervision = supervise()
+        look_until(supervision, lambda: "a" not in supervision.silent and supervision.broken("b").startswith("b: "))
+        (this.folder / "rank-00000.log").write_text(output)
+        supervision._take("a", time.monotonic(), RankEnded(exit_record(0, returncode)))
+        supervision._hosts["b"].last_message_at -= 10.0  # silent, but its lease has not expired
+        supervision.look(0)
+        assert supervision.silent == ["b"]
+        assert supervision.failed
+        return ClusterWatch(supervision, ClusterLauncher(this.run_id), transport, lambda: None)
+
+    return failing
+
+
+def test_a_silent_host_is_asked_over_a_new_connection_and_not_blamed_for_another_hosts_rank(
+    this: Attempt, transport: Unsteady, local_hosts: Hosts, failing: Callable[..., ClusterWatch]
+) -> None:
+    watch, lease = failing("", -9), local_hosts.attempt_folder("b", this.run_id) / head_lease.LEASE
+    assert lease.exists()
+    transport.responsive = "b"
+    watch.end()
+    assert not lease.exists()
+    failure = watch.failure()
+    assert isinstance(failure, RankKilled)
+    assert failure.hosts == ("a",)
+    assert str(failure).startswith("rank 0 of 2 on a was killed by SIGKILL. ")
+
+
+@pytest.mark.parametrize(
+    ("output", "returncode", "kind", "hosts"),
+    [
+        ("", -9, RankKilled, ("a",)),
+        ("OSError: [Errno 28] No space left on device: '/r/x.pt'", 1, DiskFull, ("a",)),
+        ("ValueError: something else", 1, LaunchError, ("a",)),
+        ("Connection closed by peer [10.0.0.2]", 1, HostLost, ("b",)),
+        ("Watchdog caught collective operation timeout", -6, HostLost, ("b",)),
+    ],
+)
+def test_a_host_that_does_not_answer_is_blamed_only_if_no_rank_failed_by_itself(
+    failing: Callable[..., ClusterWatch], output: str, returncode: int, kind: type[LaunchError], hosts: tuple[str, ...]
+) -> None:
+    watch = failing(output, returncode)
+    watch.end()
+    failure = watch.failure()
+    assert type(failure) is kind
+    assert failure.hosts == hosts
+
+
+def test_a_rank_that_failed_by_itself_is_the_cause_even_if_a_lease_expires_while_the_attempt_ends(
+    transport: Unsteady, failing: Callable[..., ClusterWatch]
+) -> None:
+    watch = failing("", -9)
+    watch._supervision._hosts["b"].last_message_at -= LEASE_SECONDS
+    watch.end()
+    assert watch._supervision.failure is not None
+    failure = watch.failure()
+    assert isinstance(failure, RankKilled)
+    assert failure.hosts == ("a",)
+    assert ("b", "end") not in transport.actions  # its ranks have ended by themselves
+
+
+def test_a_save_at_the_end_is_not_cut_off_because_a_host_was_silent_for_a_moment(
+    this: Attempt, supervise: Callable[..., Supervision], transport: Unsteady
+) -> None:
+    supervision = supervise()
+    supervision._hosts["b"].is_silent = True
+    watch = ClusterWatch(supervision, ClusterLauncher(this.run_id), transport, lambda: None)
+    watch.this = replace(this, grace_seconds=1.0, save_seconds=500.0)
+    assert watch._stop_seconds() > watch.this.save_seconds
+
+
+def test_no_host_is_blamed_if_all_are_lost_at_once_as_when_the_heads_network_fails(
+    this: Attempt, transport: Unsteady, supervise: Callable[..., Supervision]
+) -> None:
+    transport.silent, transport.instead = "ab", ["sh", "-c", "exit 255"]
+    supervision = supervise()
+    watch = ClusterWatch(supervision, ClusterLauncher(this.run_id), transport, lambda: None)
+    for host in supervision._hosts.values():
+        host.last_message_at -= 2 * LEASE_SECONDS
+    supervision.look(0)
+    failure = watch.failure()
+    assert isinstance(failure, HostLost)
+    assert failure.hosts == ()
+    assert "a has not responded for 12" in str(failure)
+    assert str(failure).endswith(". All hosts were lost at once, so check this machine and its network first")
 
 
 def test_an_unreachable_host_is_named_together_with_a_lost_one(

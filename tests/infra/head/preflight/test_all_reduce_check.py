@@ -37,7 +37,9 @@ class FarStartsNoRank(Here):
 
 
 def judged(*outcomes: tuple[str, str, str]) -> list[str]:
-    return list(judge_outcomes({rank: Outcome(one[0], Stage(one[1]), one[2]) for rank, one in enumerate(outcomes)}, 60))
+    rendezvous = Rendezvous("10.0.0.1", {"node0": "eth1", "node1": "eth1"})
+    found = {rank: Outcome(one[0], Stage(one[1]), one[2]) for rank, one in enumerate(outcomes)}
+    return list(judge_outcomes(found, 60, rendezvous))
 
 
 @pytest.fixture
@@ -106,6 +108,19 @@ def test_ranks_that_others_wait_for_are_named() -> None:
 def test_the_network_is_suspected_if_all_ranks_hang_at_the_same_stage() -> None:
     (text,) = judged(("node0", "imported", ""), ("node1", "imported", ""))
     assert text.startswith("node0, node1: ranks 0, 1 timed out after 60 s waiting for all ranks to join. Check wh")
+
+
+def test_the_mtu_is_suspected_if_small_messages_pass_and_large_ones_do_not() -> None:
+    (text,) = judged(("node0", "exchanged", ""), ("node1", "exchanged", ""))
+    assert text == (
+        "node0, node1: ranks 0, 1 timed out after 60 s waiting for the sum of 1 MiB, although a small message passed. "
+        "Suspect the MTU: a switch or tunnel between the hosts may drop large packets. Test it on another host than "
+        "the first: `ping -c 3 -M do -s $(($(cat /sys/class/net/eth1/mtu) - 28)) 10.0.0.1`. If there is no answer, "
+        "lower the MTU of that interface on all hosts, or raise it in the network"
+    )
+    outcomes = {rank: Outcome(f"node{rank}", Stage.EXCHANGED, "") for rank in (0, 1)}
+    (text,) = judge_outcomes(outcomes, 60, Rendezvous("fd00::1", {"node0": "eth1", "node1": "eth1"}))
+    assert "/mtu) - 48)) fd00::1`" in text
 
 
 def test_failures_that_follow_from_the_first_are_not_reported() -> None:

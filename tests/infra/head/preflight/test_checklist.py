@@ -285,6 +285,25 @@ def test_an_operator_that_can_be_compiled_and_a_lock_that_was_removed_are_notes(
     assert "removed /c/lock" in found[1].text
 
 
+def test_a_folder_of_operators_that_cannot_be_written_is_a_problem_even_if_all_are_compiled() -> None:
+    read_only = with_("build", unwritable={"/ops": "Read-only file system"})
+    (found,) = findings({"node1": read_only})
+    assert (found.check, found.is_problem) == ("operators", True)
+    assert found.text.startswith("node1: /ops, where DeepSpeed compiles its operators, cannot be written (Read-only")
+    assert not findings({"node1": read_only}, replace(REQUIREMENTS, operators=()))
+
+
+def test_too_few_inodes_are_reported_with_how_many_are_needed() -> None:
+    (found,) = findings({"node1": with_("resources", root_free_inodes=12)})
+    assert (found.check, found.is_problem) == ("disks", True)
+    assert found.text.startswith(f"node1: the disk of {REQUIREMENTS.root} has 12 free inodes, but a run needs 1,000 t")
+    (found,) = findings({"node1": with_("resources", node_folder_free_inodes=999)})
+    assert found.text.startswith("node1: the disk of /var/tmp/t5-pretrain-")
+    few = {host: unshared(host, scratch_free_inodes=0) for host in HOSTS}
+    (found,) = (one for one in findings(few) if one.is_problem)
+    assert "/disk/scratch has 0 free inodes" in found.text
+
+
 def test_a_compile_lock_on_a_shared_disk_is_a_note_with_a_remedy() -> None:
     (found,) = findings({"node1": with_("build", shared_locks=["/nfs/lock"])})
     assert (found.check, found.is_problem) == ("compile locks", False)

@@ -205,6 +205,15 @@ def test_a_run_that_resumes_shows_no_figures_of_the_attempt_before(run: Path) ->
         )
 
 
+def test_a_phase_that_takes_unusually_long_shows_for_how_long(run: Path) -> None:
+    with hold_run(run):
+        this, now = begin_attempt(run, "save", hosts={"node1": (0,)}), time.monotonic()
+        heartbeat.write(this.folder / "head.beat", Beat(now, "save", now - 100, 1800, 8))
+        assert run_state(run).stage == "saving"
+        heartbeat.write(this.folder / "head.beat", Beat(now, "save", now - 425, 1800, 8))
+        assert run_state(run).stage == "saving for 7 min"
+
+
 def test_the_phase_of_ranks_on_hosts_or_of_an_old_heartbeat_is_not_shown(run: Path) -> None:
     with hold_run(run):
         begin_attempt(run, "save", hosts={"node1": (0,)})

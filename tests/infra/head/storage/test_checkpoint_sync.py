@@ -1,5 +1,6 @@
 """While ranks train, the newest complete checkpoint is gathered to the head, and no needed checkpoint is removed."""
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from infra.head.storage import checkpoint_sync, gather
 from infra.head.storage.checkpoint_sync import CheckpointSync, keep_up
 from infra.head.storage.node_paths import NodeRun
 from t5train.checkpoint import tags as sidecar
-from t5train.errors import Unreadable
+from t5train.errors import HostUnreachable, Unreadable
 from t5train.files.run_folder import PROFILES, WANDB, tag_of
 from t5train.progress import silent
 from t5train.spec import StorageSpec
@@ -162,3 +163,31 @@ def test_a_failed_sync_is_retried_and_the_sync_ends_promptly(
     started = time.monotonic()
     sync.end()
     assert time.monotonic() - started < 10
+
+
+def test_metrics_are_collected_during_a_gather_and_as_often_after_a_failure(
+    run: NodeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seconds in ("_LOOK_SECONDS", "_RETRY_SECONDS", "_METRICS_SECONDS"):
+        monkeypatch.setattr(checkpoint_sync, seconds, 0.01)
+    gathering, done, collected = threading.Event(), threading.Event(), list[str]()
+
+    def keep_up(*_: object) -> None:
+        gathering.set()
+        assert done.wait(60)
+
+    def collect(_nodes: object, host: str, *_: object) -> None:
+        if gathering.is_set():
+            collected.append(host)
+        if len(collected) == 1:
+            raise HostUnreachable("a: no answer", ["a"])
+
+    monkeypatch.setattr(checkpoint_sync, "keep_up", keep_up)
+    monkeypatch.setattr(checkpoint_sync, "collect", collect)
+    sync = CheckpointSync(run, lambda: 2)
+    try:
+        await_that(lambda: len(collected) > 3, seconds=10)
+        assert not done.is_set()
+    finally:
+        done.set()
+        sync.end()

@@ -17,6 +17,7 @@ from t5train.errors import NotGathered, RankKilled
 from t5train.files.run_folder import tag_of
 from t5train.progress import Progress, relayed, silent
 from tests.support.simulated_nodes import Site
+from tests.support.waiting import await_that
 
 
 @pytest.mark.parametrize(("error", "gathered"), [(Stopped(), [tag_of(8)]), (RankKilled("rank 0"), [])])
@@ -77,6 +78,23 @@ def test_progress_of_another_thread_is_reported_in_this_one() -> None:
     assert relayed(act, lambda _what, done, _total: reported.append((done, threading.current_thread()))) == "done"
     assert reported[-1][0] == 2
     assert {thread for _, thread in reported} == {threading.main_thread()}
+
+
+def test_work_without_progress_is_reported_with_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("t5train.progress._STALLED_SECONDS", 0.0)
+    monkeypatch.setattr("t5train.progress._REPORT_SECONDS", 0.01)
+
+    def act(progress: Progress) -> None:
+        progress("checkpoint bytes gathered", 1000, 5000)
+        await_that(lambda: "1,000 of 5,000" in caplog.text, seconds=20)
+
+    relayed(act, silent, "gathering the last checkpoint")
+    assert (
+        "no progress for 0 min while gathering the last checkpoint (checkpoint bytes gathered: 1,000 of 5,000). Check"
+        in caplog.text
+    )
 
 
 def test_an_exception_in_the_progress_callback_stops_the_relayed_call() -> None:

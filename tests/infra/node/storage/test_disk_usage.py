@@ -25,6 +25,7 @@ from infra.node.storage.disk_usage import (
 )
 from t5train.errors import StorageError
 from tests.support.simulated_nodes import RUN
+from tests.support.small_disk import run_with_disk
 
 HOLD = """
 import sys, time
@@ -128,3 +129,50 @@ def test_a_folder_can_be_removed_after_it_is_unpinned(scratch: Path) -> None:
     unpin(scratch, RUN)
     assert remove_unused(scratch, "shards/old")
     assert staged_paths(scratch) == ["shards/held", "shards/new"]
+
+
+# Uses up the inodes of a disk, and prints what each check says about it.
+WITHOUT_INODES = """
+import hashlib, sys
+from pathlib import Path
+from infra.node.inspection.memory_and_disks import _write_error
+from infra.node.storage.disk_usage import require_disk_space
+from infra.node.storage.file_channel import Wanted, Watcher
+from infra.node.storage.pull import pull
+from t5train.errors import StorageError
+from t5train.files.os_errors import explain
+from t5train.host_resources import require_free_space
+
+folder = Path(sys.argv[1])
+(folder / "shards").mkdir()
+try:
+    for number in range(100):
+        (folder / str(number)).touch()
+except OSError as error:
+    print("explain:", explain(error))
+try:
+    require_disk_space(folder, 0, "shards/x", needed_inodes=5)
+except StorageError as error:
+    print("staging:", error)
+try:
+    require_free_space(folder, 0, "the run")
+except StorageError as error:
+    print("root:", error)
+try:
+    wanted = Wanted("x", 1, hashlib.sha256(b"x").hexdigest())
+    pull(lambda *_: iter([b"x"]), [wanted], folder, Watcher())
+except StorageError as error:
+    print("pull:", error)
+print("preflight:", _write_error(folder))
+"""
+
+
+def test_a_disk_without_inodes_is_not_said_to_lack_space(tmp_path: Path) -> None:
+    ended = run_with_disk(tmp_path, "400m,nr_inodes=20", WITHOUT_INODES, str(tmp_path))
+    said = dict(line.split(": ", 1) for line in ended.stdout.splitlines())
+    assert said.keys() == {"explain", "staging", "root", "pull", "preflight"}, ended.stderr
+    assert "No space left on device; the disk has no free inodes" in said["explain"]
+    assert said["staging"].startswith(f"{tmp_path} has 0 free inodes, but shards/x and checkpoints need 1,005, one for")
+    assert said["root"].startswith(f"too few inodes for the run: the disk of {tmp_path} has 0 free, but 100 are needed")
+    assert said["pull"].endswith("Its disk has no free inodes (`df -i`): remove files there, then start again")
+    assert said["preflight"] == "No space left on device: no free inodes, see `df -i`"
