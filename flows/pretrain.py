@@ -23,6 +23,7 @@ from t5train.spec import RunSpec
 from tasks import stages
 from tasks.artifacts import not_disturbing
 from tasks.prefect_log import library_log, prepare_run_logs
+from tasks.run_options import FLOW_OPTIONS
 from tasks.shown_failures import naming_run_folder, showing_failures
 from tasks.stage_table import StageTable
 from tasks.stage_tasks import (
@@ -51,7 +52,7 @@ def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> F
     because Prefect records these.
     """
 
-    @flow(name="t5-pretrain", flow_run_name=_flow_run_name)
+    @flow(name="t5-pretrain", flow_run_name=_flow_run_name, **FLOW_OPTIONS)
     @showing_failures
     @as_storage_errors()
     def pretrain(  # noqa: PLR0913, PLR0917 - Prefect makes form and validation from the signature

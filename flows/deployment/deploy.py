@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from flows.deployment.definitions import Definitions, Deployment, Queue
 from flows.deployment.deployment_defaults import DeploymentDefaults, changed
-from flows.server.prefect_server import NEUTRAL_FOLDER
+from flows.server.prefect_settings import NEUTRAL_FOLDER
 
 POOL = "t5-pretrain"
 RECORD = "t5_pretrain_deploy"

@@ -12,13 +12,21 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import chdir, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from flows.server import api_key
 from flows.server.prefect_profile import UserProfiles
+from flows.server.prefect_settings import (
+    CLIENT,
+    NEUTRAL_FOLDER,
+    QUIET,
+    SERVER,
+    client_environment,
+    reading_settings,
+)
 from infra.node.ports import free_port
 from t5train.errors import InputError, LaunchError, RunLocked, StorageError
 from t5train.files.locks import is_locked, private_folder, try_lock
@@ -39,19 +47,7 @@ _FLUSH_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 _MOMENT_SECONDS = 1.0  # a process that looks for a running server takes a shared lock for a moment
 
-NEUTRAL_FOLDER = "/"
-"""The working folder of processes that read Prefect's settings.
-
-Prefect also reads .env, prefect.toml and pyproject.toml in the current folder. Anyone who can write there could set a
-logging configuration, which can run code, or another server, which would get the user's key.
-"""
-
-QUIET = {
-    "DO_NOT_TRACK": "1",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-}
-"""Settings that turn off telemetry and promotion in Prefect's client and server."""
+DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 
 
 class RunningServer(NamedTuple):
@@ -64,8 +60,8 @@ class RunningServer(NamedTuple):
 
 def configured_api_url() -> str | None:
     """Return the API URL from PREFECT_API_URL or the active Prefect profile; None if there is none."""
-    os.environ.update(QUIET | without_proxy())
-    with chdir(NEUTRAL_FOLDER):
+    os.environ.update(QUIET | CLIENT | without_proxy())
+    with reading_settings():
         from prefect.settings import get_current_settings
 
         return get_current_settings().api.url
@@ -164,7 +160,7 @@ def own_server(home: Path, port: int, progress: Progress, *, lasting: bool = Fal
         held(home, RunningServer(api_url, lasting)),
         listening(port) as bound,
         # The key is new each time: when a server has ended, any user can take its port and get the key from clients.
-        serving(home, api_url, bound, server_environment(home, port, api_key.renew(home)), progress),
+        serving(home, api_url, bound, _embedded_environment(home, port, api_key.renew(home)), progress),
     ):
         become_client(home, api_url)
         try:
@@ -194,8 +190,8 @@ def become_client(home: Path, api_url: str) -> None:
     settings are refreshed here.
     """
     os.environ.pop("PREFECT_PROFILE", None)  # it names a profile in the user's home, which does not exist in this home
-    os.environ.update(_client_environment(home, api_url, api_key.read(home)))
-    with chdir(NEUTRAL_FOLDER):
+    os.environ.update(client_environment(home, api_url, api_key.read(home)))
+    with reading_settings():
         from prefect.context import refresh_global_settings_context
 
         refresh_global_settings_context()
@@ -219,29 +215,26 @@ def server_environment(home: Path, port: int, key: str) -> dict[str, str]:
     """Return Prefect's settings for a server in ``home`` that requires the key.
 
     The UI needs the API's URL, unless the port is 4200. The UI's files are copied into the home, because Prefect may be
-    installed in a folder that is not writable. If a setting has several names, the one that Prefect looks up first is
-    used, so that the user's environment cannot override it. Only when a run is late is for the user to decide.
+    installed in a folder that is not writable. The user's environment decides only what ``prefect_settings`` leaves to
+    it, when a run is late, and which database a team's server uses.
     """
     server = f"http://{HOST}:{port}"
-    return _client_environment(home, f"{server}/api", key) | {
+    address = {
         "PREFECT_SERVER_API_HOST": HOST,
         "PREFECT_SERVER_API_PORT": str(port),
         "PREFECT_SERVER_API_AUTH_STRING": key,
         "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": server,
-        "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true",
         "PREFECT_SERVER_UI_API_URL": f"{server}/api",
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
-        LATE_VARIABLE: os.environ.get(LATE_VARIABLE, LATE_SECONDS),
+        "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),
     }
+    late = {LATE_VARIABLE: os.environ.get(LATE_VARIABLE, LATE_SECONDS)}
+    return client_environment(home, f"{server}/api", key) | SERVER | address | late
 
 
-def _client_environment(home: Path, api_url: str, key: str) -> dict[str, str]:
-    return QUIET | {
-        "PREFECT_HOME": str(home),
-        "PREFECT_API_URL": api_url,
-        "PREFECT_API_AUTH_STRING": key,
-        "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "true",
-    }
+def _embedded_environment(home: Path, port: int, key: str) -> dict[str, str]:
+    """Return the settings of an embedded server. It never uses the database that the user has for another server."""
+    return server_environment(home, port, key) | {DATABASE_VARIABLE: f"sqlite+aiosqlite:///{home}/prefect.db"}
 
 
 @contextmanager
@@ -324,7 +317,7 @@ def _start(home: Path, bound: socket.socket, environment: Mapping[str, str]) -> 
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "flows.server.server_process", str(bound.fileno())],
             pass_fds=[bound.fileno()],
-            env={**os.environ, **environment},
+            env={name: value for name, value in os.environ.items() if name != "PREFECT_PROFILE"} | dict(environment),
             cwd=NEUTRAL_FOLDER,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -76,6 +76,30 @@ run_command._run_flow(None, RunParameters(recipe="smoke", root="/nowhere"), sile
 prefect_server._flush()
 """
 
+FAIL = """
+from prefect import flow
+from t5train.errors import InputError
+from tasks.run_options import FLOW_OPTIONS
+from tasks.stages import CORPUS, stage_task
+
+tries = []
+
+@stage_task(CORPUS)
+def fail():
+    tries.append("task")
+    raise InputError("no text")
+
+@flow(name="fails", **FLOW_OPTIONS)
+def fails():
+    tries.append("flow")
+    fail()
+
+try:
+    fails()
+except InputError as error:
+    print(*tries, error)
+"""
+
 STRANGER = """
 import encodings.idna, os, sys, urllib.error, urllib.request
 key_file, api_url, deployment, user = sys.argv[1:]
@@ -246,3 +270,15 @@ def test_a_server_ends_when_the_process_that_started_it_is_killed(tmp_path: Path
         while answers(api_url) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not answers(api_url)
+
+
+def test_a_permanent_error_is_tried_once_whatever_the_users_settings_are(
+    server: tuple[Path, str], tmp_path: Path
+) -> None:
+    home, api_url = server
+    environment = prefect_servers.client_environment(home, api_url) | prefect_servers.HOSTILE
+    environment |= {"PREFECT_HOME": str(tmp_path), "PREFECT_API_AUTH_STRING": (home / "api-key").read_text().strip()}
+    command = [sys.executable, "-c", FAIL]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.stdout.split("\n") == ["flow task no text", ""], result.stderr
+    assert not (tmp_path / "storage").exists()
