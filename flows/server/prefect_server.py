@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from flows.process_start import HANG_SECONDS, await_start
 from flows.server import api_key
 from flows.server.prefect_profile import UserProfiles
 from flows.server.prefect_settings import (
@@ -34,7 +34,9 @@ from t5train.progress import Progress
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 4200
-START_SECONDS = 120.0
+START_SECONDS = HANG_SECONDS
+"""How long a starting server may neither use CPU time nor print anything. On a busy machine, a start takes minutes."""
+
 STOP_SECONDS = 10.0
 LOG = "server.log"
 
@@ -44,7 +46,7 @@ LATE_VARIABLE, LATE_SECONDS = "PREFECT_SERVER_SERVICES_LATE_RUNS_AFTER_SECONDS",
 HOME = "prefect"
 _LOCK = "server.lock"
 _FLUSH_SECONDS = 5.0
-_LOOK_SECONDS = 0.1
+_BUSY_SECONDS = 60.0  # a server that is running may be busy
 _MOMENT_SECONDS = 1.0  # a process that looks for a running server takes a shared lock for a moment
 
 DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
@@ -83,7 +85,7 @@ def join(root: Path, api_url: str) -> None:
 
     Raises LaunchError unless the server responds and accepts this client.
     """
-    if not answers(api_url):
+    if not answers(api_url, _BUSY_SECONDS):
         raise LaunchError(
             f"no Prefect server responds at {api_url}. Start that server, or unset PREFECT_API_URL (in a profile: "
             "`prefect config unset PREFECT_API_URL`) to use an embedded server"
@@ -111,10 +113,10 @@ def _require_admission(api_url: str) -> None:
             ) from error
 
 
-def answers(api_url: str) -> bool:
-    """Return whether there is a healthy Prefect server at this URL."""
+def answers(api_url: str, seconds: float = 5.0) -> bool:
+    """Return whether a healthy Prefect server at this URL answers within some seconds."""
     try:
-        with urllib.request.urlopen(f"{api_url}/health", timeout=5) as response:  # noqa: S310  # the user's own URL
+        with urllib.request.urlopen(f"{api_url}/health", timeout=seconds) as response:  # noqa: S310  # the user's own URL
             return bool(response.status == 200)
     except (OSError, ValueError):
         return False
@@ -174,10 +176,12 @@ def serving(
     home: Path, api_url: str, bound: socket.socket, environment: Mapping[str, str], progress: Progress
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server process on a bound socket within the block, from when it is healthy."""
-    server = _start(home, bound, environment)
+    log = home / LOG
+    begin = log.stat().st_size if log.exists() else 0
+    server = _start(log, bound, environment)
     threading.Thread(target=_refuse_after, args=(server, bound), daemon=True).start()
     try:
-        _await_health(server, api_url, home / LOG, progress)
+        _await_health(server, api_url, log, begin, progress)
         yield server
     finally:
         stop(server, STOP_SECONDS)
@@ -234,7 +238,11 @@ def server_environment(home: Path, port: int, key: str) -> dict[str, str]:
 
 def _embedded_environment(home: Path, port: int, key: str) -> dict[str, str]:
     """Return the settings of an embedded server. It never uses the database that the user has for another server."""
-    return server_environment(home, port, key) | {DATABASE_VARIABLE: f"sqlite+aiosqlite:///{home}/prefect.db"}
+    return server_environment(home, port, key) | {
+        DATABASE_VARIABLE: f"sqlite+aiosqlite:///{home}/prefect.db",
+        "PREFECT_SERVER_DATABASE_TIMEOUT": "10",
+        "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "5",
+    }
 
 
 @contextmanager
@@ -308,37 +316,36 @@ def _running(home: Path) -> RunningServer | None:
     return RunningServer(**json.loads(said)) if said else RunningServer("", lasting=False)  # just starting
 
 
-def _start(home: Path, bound: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(log: Path, bound: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the server in a new session, so that Ctrl-C reaches only the flow, which still reports to the server.
 
     -P keeps modules in the user's current folder from shadowing libraries.
     """
-    with open(home / LOG, "ab") as log:
+    with open(log, "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "flows.server.server_process", str(bound.fileno())],
             pass_fds=[bound.fileno()],
             env={name: value for name, value in os.environ.items() if name != "PREFECT_PROFILE"} | dict(environment),
             cwd=NEUTRAL_FOLDER,
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
         )
 
 
-def _await_health(server: subprocess.Popen[bytes], api_url: str, log: Path, progress: Progress) -> None:
-    started = time.monotonic()
+def _await_health(server: subprocess.Popen[bytes], api_url: str, log: Path, begin: int, progress: Progress) -> None:
     what = "s since Prefect's server was started (the first start takes longest: it creates the database)"
-    while not answers(api_url):
-        waited = time.monotonic() - started
-        if server.poll() is not None or waited > START_SECONDS:
-            raise LaunchError(f"Prefect's server did not start within {waited:.0f} s; {log} ends with:\n{_end(log)}")
-        progress(what, int(waited), None)
-        time.sleep(_LOOK_SECONDS)
-
-
-def _end(log: Path) -> str:
-    return "\n".join(log.read_text("utf-8", errors="replace").splitlines()[-5:])
+    with open(log, "rb") as output:
+        await_start(
+            server,
+            f"Prefect's server did not start (its log is {log}): it",
+            lambda: answers(api_url),
+            output,
+            begin,
+            lambda seconds: progress(what, int(seconds), None),
+            START_SECONDS,
+        )
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float) -> None:

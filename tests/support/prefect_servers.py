@@ -20,21 +20,16 @@ from infra.node.ports import free_port
 SERVE = """
 import sys
 from pathlib import Path
-from flows.server import prefect_server
 from flows.server.prefect_server import own_server
 from t5train.progress import silent
 
-prefect_server.START_SECONDS = 300  # ample, for machines that do other work too
 with own_server(Path(sys.argv[1]), int(sys.argv[2]), silent, lasting=True) as api_url:
     print(api_url, flush=True)
     sys.stdin.read()
 """
-# The program ``t5-pretrain``, which gives the server ample time to start, for machines that do other work too.
 PROGRAM = """
 from flows.cli import __main__
-from flows.server import prefect_server
 
-prefect_server.START_SECONDS = 300
 __main__.main()
 """
 QUICK_SCHEDULER = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2"}
