@@ -18,7 +18,7 @@ from typing import NamedTuple, TextIO
 
 from flows.process_start import HANG_SECONDS, await_start
 from flows.server import api_key
-from flows.server.prefect_profile import UserProfiles
+from flows.server.prefect_profile import DEFAULT, NAME, UserProfiles
 from flows.server.prefect_settings import (
     CLIENT,
     NEUTRAL_FOLDER,
@@ -86,6 +86,11 @@ def join(root: Path, api_url: str) -> None:
     Raises LaunchError unless the server responds and accepts this client.
     """
     if not answers(api_url, _BUSY_SECONDS):
+        if UserProfiles.find().is_ours(api_url):
+            raise LaunchError(
+                f"no Prefect server responds at {api_url}, which the active Prefect profile {NAME} names: `t5-pretrain "
+                f"up` has ended. Start it again, or use another profile: `prefect profile use {DEFAULT}`"
+            )
         raise LaunchError(
             f"no Prefect server responds at {api_url}. Start that server, or unset PREFECT_API_URL (in a profile: "
             "`prefect config unset PREFECT_API_URL`) to use an embedded server"

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from flows.server import api_key, prefect_server
-from flows.server.prefect_server import DATABASE_VARIABLE, RunningServer
+from flows.server.prefect_server import RunningServer
 from t5train.errors import InputError, LaunchError
 from t5train.progress import Progress
 
 HOME = "server"
+DATABASE_VARIABLE = prefect_server.DATABASE_VARIABLE
 
 _CONNECT_SECONDS = 5.0
 _DRIVER = "postgresql+asyncpg"

@@ -4,6 +4,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -133,7 +134,9 @@ def up(
 ) -> None:
     """Run a Prefect server with the pool, the deployments and a worker on this machine, until Ctrl-C."""
     prefect_server.require_free_port(port)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's SIGTERM acts like Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a service manager or a closed terminal acts like Ctrl-C
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
     home = root_of(root) / prefect_server.HOME
     profiles = prefect_profile.UserProfiles.find()
     with (
@@ -143,7 +146,22 @@ def up(
         deployed = _deploy(_given(root_of(root), corpus, hostfile, scratch, publish_to, changes))
         startable = [each for each in deployed.names if each not in deployed.refused]
         example = (startable or deployed.names)[0]
-        run_worker(home / "worker.log", lambda: _explain(profiles, home, api_url, example))
+        with _releasing_profile(profiles, api_url, home):
+            run_worker(home / "worker.log", lambda: _explain(profiles, home, api_url, example))
+
+
+@contextmanager
+def _releasing_profile(profiles: prefect_profile.UserProfiles, api_url: str, home: Path) -> Iterator[None]:
+    """After the block, activate the profile from before it if the active one leads to this server, which ends."""
+    key = api_key.read(home)
+    try:
+        yield
+    finally:
+        try:
+            if profiles.release(api_url, key):
+                complain(f"the Prefect profile {prefect_profile.NAME} is no longer active, because its server ends")
+        except (InputError, StorageError) as error:
+            complain(f"the Prefect profile {prefect_profile.NAME} may still be active: {error}")
 
 
 def _explain(profiles: prefect_profile.UserProfiles, home: Path, api_url: str, example: str) -> None:
