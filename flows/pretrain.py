@@ -22,7 +22,9 @@ from t5train.progress import Progress, silent
 from t5train.records.stage_records import Publication
 from t5train.spec import RunSpec
 from tasks import stages
+from tasks.artifacts import not_disturbing
 from tasks.prefect_log import REPEATED_AT_THE_END, library_log, prepare_run_logs
+from tasks.run_options import FLOW_OPTIONS
 from tasks.shown_failures import naming_run_folder, showing_failures
 from tasks.stage_table import StageTable
 from tasks.stage_tasks import (
@@ -51,7 +53,7 @@ def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> F
     because Prefect records these.
     """
 
-    @flow(name="t5-pretrain", flow_run_name=_flow_run_name)
+    @flow(name="t5-pretrain", flow_run_name=_flow_run_name, **FLOW_OPTIONS)
     @showing_failures
     @as_storage_errors()
     def pretrain(  # noqa: PLR0913, PLR0917 - Prefect makes form and validation from the signature
@@ -88,6 +90,7 @@ def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> F
             deployed_settings=deployed_settings,
         )
         spec = parameters.spec_for_this_machine()
+        _show_parameters(parameters.used(), adopt)
         with hold_ready_run(spec, held) as run, library_log(), _explaining_stop(spec), _noting_cancellation():
             return _stages(spec, run, progress, adopt)
 
@@ -96,6 +99,16 @@ def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> F
 
 pretrain = pretrain_flow()
 """The flow that deployments execute."""
+
+
+def _show_parameters(used: run_parameters.RunParameters, adopt: bool) -> None:
+    """Show on the run's page the parameters that it uses. Those of its deployment may contain others."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return
+    shown = used.model_dump(mode="json", exclude_none=True) | {"adopt": adopt}
+    with not_disturbing("the run's parameters"), get_client(sync_client=True) as client:
+        client.update_flow_run(context.flow_run.id, parameters=shown)
 
 
 def _stages(spec: RunSpec, run: HeldRun, progress: Progress, adopt: bool) -> Publication:

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from flows.spec_from_recipe import require_own_text, resolve
+from flows.spec_from_recipe import has_own_text, require_own_text, resolve
 from infra.head.preflight.run_checks import require_accelerators, require_possible
 from t5train.errors import SpecError
 from t5train.spec import RUN_NAME_PATTERN, RunSpec
 from t5train.spec.overrides import json_schemas
+from t5train.spec.recipes import recipe as recipe_spec
 from t5train.spec.recipes import trial_settings
 
 _WITHOUT_SECRETS = r"^(?!(.*::)?[\w+.-]+://[^/]*:[^/]*@)(?!(.*::)?(https?|s3a?|gc?s)://[^/]*@)(?!.*\?[\w-]+=)"
@@ -91,8 +92,8 @@ RunName = Annotated[
 Trial = Annotated[
     bool,
     _shown(
-        "Train a tiny model for a few steps on this machine's CPUs, with Python's documentation as text. The recipe's "
-        "layout and precision are kept. The deployment's text, hosts, settings and destination are not used.",
+        "Train a tiny model for a few steps on this machine's CPUs. The text and the recipe's layout and precision are "
+        "kept. The deployment's hosts, destination and settings, other than those of the text, are not used.",
         {"type": "boolean"},
     ),
 ]
@@ -125,6 +126,22 @@ Adopt = Annotated[
     _shown("Take over a run whose checkpoints on its hosts belong to another head that has died.", {"type": "boolean"}),
 ]
 
+
+SETTINGS_OF_PARAMETERS = {
+    "corpus": "corpus.source",
+    "steps": "optimizer.num_steps",
+    "hostfile": "cluster.hostfile",
+    "scratch": "storage.scratch",
+    "publish_under": "storage.publish_to",
+    "run_name": "name",
+}
+"""The settings that parameters stand for.
+
+A run's settings take precedence over parameters, and parameters over the settings of its deployment.
+"""
+
+_NOT_IN_TRIALS = frozenset({"hostfile", "scratch", "publish_under"})
+"""Parameters that a trial does not use: it trains on the CPUs of one machine, and publishes under the root."""
 
 _READ_FIRST = frozenset({"cluster.hostfile", "tokenizer.path", "model.start_from"})
 """Settings that name files, without which the spec cannot be made or checked."""
@@ -179,28 +196,61 @@ class RunParameters(BaseModel):
         """Whether ``possible_spec`` reads files, which other machines may not have."""
         return not _READ_FIRST.isdisjoint(self._changes())
 
+    def used(self) -> Self:
+        """Return these parameters without those that the run does not use, and with the text that it trains on.
+
+        The page of a run shows them, so that nothing on it contradicts what the run does.
+        """
+        settings, deployed = dict(self.settings or {}), dict(self.deployed_settings or {})
+        if self.trial:
+            deployed = {name: value for name, value in deployed.items() if name.startswith("corpus.")}
+        unused = {parameter for parameter, setting in SETTINGS_OF_PARAMETERS.items() if setting in settings}
+        unused -= {"run_name"}  # the setting is the same, see ``_require_one``
+        unused |= _NOT_IN_TRIALS if self.trial else frozenset()
+        named = {name: None if name in unused else getattr(self, name) for name in SETTINGS_OF_PARAMETERS}
+        given = {SETTINGS_OF_PARAMETERS[name] for name, value in named.items() if value is not None} | settings.keys()
+        deployed = {name: value for name, value in deployed.items() if name not in given}
+        if "corpus.source" not in given | deployed.keys() and has_own_text(self.recipe, self._of_trial()):
+            named["corpus"] = recipe_spec(self.recipe).corpus.source
+        return self.model_copy(update=named | {"settings": settings or None, "deployed_settings": deployed or None})
+
     def spec(self) -> RunSpec:
-        """Return the spec. Raises SpecError if the parameters are not valid."""
+        """Return the spec. Raises SpecError if the parameters are not valid, or contradict each other."""
         if not self.root.is_absolute():
             raise SpecError(
                 f"root is {str(self.root)!r}: give an absolute path, because a worker has another current folder"
             )
-        changes = self._changes()
-        spec = resolve(self.recipe, changes, root=self.root, run_name=self.run_name)
-        if self.publish_under is None or self.trial or spec.storage.publish_to is not None:
+        for settings in (self.settings or {}, self.deployed_settings or {}):
+            self._require_one("root", "storage.root", settings)
+        self._require_one("run_name", "name", self.settings or {})
+        used, changes = self.used(), self._changes()
+        spec = resolve(self.recipe, changes, root=self.root, run_name=used.run_name)
+        if used.publish_under is None:
             return spec
-        url = f"{self.publish_under.rstrip('/')}/{spec.run_name}"
-        return resolve(self.recipe, changes, root=self.root, run_name=self.run_name, publish_to=url)
+        url = f"{used.publish_under.rstrip('/')}/{spec.run_name}"
+        return resolve(self.recipe, changes, root=self.root, run_name=used.run_name, publish_to=url)
+
+    def _require_one(self, parameter: str, setting: str, settings: Mapping[str, Any]) -> None:
+        """Raise SpecError if a setting and a parameter that takes precedence over it name different run folders."""
+        if (value := getattr(self, parameter)) is None or setting not in settings:
+            return
+        spec = recipe_spec(self.recipe, {setting: settings[setting]})
+        named = spec.name if setting == "name" else spec.storage.root.absolute()
+        if named != value:
+            raise SpecError(
+                f"{setting} is {str(named)!r} in the settings, but the parameter {parameter} is {str(value)!r}: leave "
+                "the setting out"
+            )
+
+    def _of_trial(self) -> dict[str, Any]:
+        return trial_settings() if self.trial else {}
 
     def _changes(self) -> dict[str, Any]:
-        """Return all changes to the recipe. Those of the run itself take precedence."""
-        changes = trial_settings() if self.trial else self._of_deployment()
-        changes |= {} if self.steps is None else {"optimizer.num_steps": self.steps}
-        return changes | (self.settings or {})
-
-    def _of_deployment(self) -> dict[str, Any]:
-        """Return what ``deploy`` configures, as settings. Text is quoted, so that it is not read as JSON."""
-        named = {"corpus.source": self.corpus, "cluster.hostfile": self.hostfile, "storage.scratch": self.scratch}
-        return dict(self.deployed_settings or {}) | {
-            name: json.dumps(str(value)) for name, value in named.items() if value is not None
+        """Return all changes to the recipe. Text is quoted, so that it is not read as JSON."""
+        used = self.used()
+        named = {
+            SETTINGS_OF_PARAMETERS[name]: value if isinstance(value, int) else json.dumps(str(value))
+            for name in ("corpus", "steps", "hostfile", "scratch")
+            if (value := getattr(used, name)) is not None
         }
+        return self._of_trial() | (used.deployed_settings or {}) | named | (used.settings or {})

@@ -1,7 +1,6 @@
 """The parts of a regression night as Prefect tasks, and its artifacts and event."""
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
 
 from infra.head.regression.case_stages import NightData
@@ -12,6 +11,7 @@ from t5train.regression.night_report import PLOT, headline, rows
 from t5train.regression.night_results import CaseResult, NightResult
 from t5train.regression.regression_cases import RegressionCase
 from tasks.artifacts import data_url, not_disturbing, shown_png, shown_table
+from tasks.run_options import TASK_OPTIONS
 from tasks.stage_progress import StageProgress
 from tasks.stages import Stage, stage_task
 
@@ -28,7 +28,7 @@ def make_night_data(night: Night) -> NightData:
     return night.make_data(StageProgress(DATA))
 
 
-@task(name="Run a case", task_run_name="{case.name}", cache_policy=NO_CACHE)
+@task(**TASK_OPTIONS | {"name": "Run a case", "task_run_name": "{case.name}"})
 @as_storage_errors()
 def run_case(night: Night, case: RegressionCase, data: NightData) -> CaseResult:
     """Train the repeats of a case beside the peer, and certify and resume it."""

@@ -6,13 +6,13 @@ from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from prefect import Task, task
-from prefect.cache_policies import NO_CACHE
 
 from infra.head.launch import start_record
 from t5train.errors import encodable
 from t5train.files.os_errors import as_storage_errors
 from t5train.report.failure_report import note_stage
 from t5train.spec import RunSpec
+from tasks.run_options import TASK_OPTIONS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,7 +53,8 @@ def stage_task(stage: Stage, **options: Any) -> Callable[[Callable[P, R]], Task[
 
     def decorate(function: Callable[P, R]) -> Task[P, R]:
         guarded = _naming_stage(stage)(as_storage_errors()(_recording(stage, function)))
-        return task(name=stage.title, task_run_name=stage.title, cache_policy=NO_CACHE, **options)(guarded)
+        names = {"name": stage.title, "task_run_name": stage.title}
+        return task(**TASK_OPTIONS | names | options)(guarded)
 
     return decorate
 

@@ -234,13 +234,16 @@ def chosen(
     given, and there is no default. Raises SpecError if the file is not valid together with the options, or names
     another recipe than the command line.
     """
-    root = root or _changed_root(changed)
+    named, root = frozenset(changed), root or _changed_root(changed)
+    changed = {setting: value for setting, value in changed.items() if setting != "storage.root"}
+    if name is not None:
+        changed.pop("name", None)
     if config is None:
         if recipe is None and default is None:
             raise typer.BadParameter(
                 "name a recipe (see `t5-pretrain recipes`), or a file with --config", param_hint="RECIPE"
             )
-        return Chosen(recipe or str(default), dict(changed), root, name, frozenset(changed))
+        return Chosen(recipe or str(default), changed, root, name, named)
     file = read_config(config)
     base = _recipe_of(file, recipe)
     of_file = file.changes(base)
@@ -248,9 +251,10 @@ def chosen(
         of_file.pop("cluster.ranks", None)  # the slots of these hosts determine it
     of_file = {setting: value for setting, value in of_file.items() if setting not in changed}
     root = root or _changed_root(of_file)
+    of_file.pop("storage.root", None)
     of_name = of_file.pop("name", None)
-    named = frozenset({*file.settings, *changed})
-    made = Chosen(base.recipe, of_file | dict(changed), root, name or (of_name and json.loads(of_name)), named)
+    named = frozenset({*named, *file.settings})
+    made = Chosen(base.recipe, of_file | changed, root, name or (of_name and json.loads(of_name)), named)
     with file.locating(changed):
         made.spec()
     return made

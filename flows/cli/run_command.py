@@ -3,6 +3,7 @@
 import json
 import logging
 import shlex
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -38,6 +39,7 @@ from flows.cli.options import (
 from flows.cli.terminal import BarProgress, complain, progress_display, say, show_json, show_rows
 from flows.run_parameters import RunParameters
 from flows.server import prefect_server
+from flows.server.prefect_settings import reading_settings
 from infra.head.launch.held_run import HeldRun
 from infra.head.storage.continued_run import StoredRun, config_file, require_own_settings, stored_run, take_identity
 from infra.head.training_run import hold_ready_run, train_again
@@ -183,8 +185,11 @@ def _run_flow(held: HeldRun, parameters: RunParameters, progress: Progress, adop
     _arrange_log(progress)
     # Without a terminal, progress appears in the run's log.
     pretrain = pretrain_flow(held, progress if isinstance(progress, BarProgress) else silent)
-    # An automation marks runs as Lost whose heartbeats end. If this one is alive, no worker would give its state back.
-    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+    with ExitStack() as stack:
+        # An automation marks runs as Lost whose heartbeats end. If this one is alive, no worker would give its state
+        # back. Prefect reads all settings again here, also those in the current folder.
+        with reading_settings():
+            stack.enter_context(temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}))
         publication: Publication = pretrain(**parameters.model_dump(exclude_none=True), adopt=adopt)
     return publication
 

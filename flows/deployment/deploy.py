@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from flows.deployment.definitions import Definitions, Deployment, Queue
 from flows.deployment.deployment_defaults import DeploymentDefaults, changed
-from flows.server.prefect_server import NEUTRAL_FOLDER
+from flows.server.prefect_settings import NEUTRAL_FOLDER
 
 POOL = "t5-pretrain"
 RECORD = "t5_pretrain_deploy"
@@ -50,6 +50,8 @@ class Deployed(NamedTuple):
     defaults: DeploymentDefaults
     refused: dict[str, str]
     """Why a run of a deployment would be refused with these defaults, by the deployment's name."""
+    other_texts: dict[str, str | None]
+    """What deployments train on that do not use the default text, if there is one; None: the flow takes no text."""
 
 
 def deploy(given: Mapping[str, Any], default_root: Path) -> Deployed:
@@ -74,7 +76,27 @@ async def _deploy(given: Mapping[str, Any], default_root: Path, definitions: Def
             if name not in definitions.names():
                 await _remove(client, name)
         await _keep(Record(defaults=defaults.parameters(), created=definitions.names()))
-        return Deployed([each.full_name for each in definitions.deployments], defaults, refused)
+        names = [each.full_name for each in definitions.deployments]
+        return Deployed(names, defaults, refused, other_texts(definitions, defaults))
+
+
+def other_texts(definitions: Definitions, defaults: DeploymentDefaults) -> dict[str, str | None]:
+    """Return what deployments train on that do not use the default text; None for flows that take no text.
+
+    Empty if there is no default text.
+    """
+    if defaults.corpus is None:
+        return {}
+    texts = {
+        each.full_name: _parameters(each, import_object(definitions.flows[each.flow]), defaults).get("corpus")
+        for each in definitions.deployments
+    }
+    return {name: text for name, text in texts.items() if text != defaults.corpus}
+
+
+def _parameters(wanted: Deployment, flow: Flow[..., Any], defaults: DeploymentDefaults) -> dict[str, Any]:
+    of_flow = {name: value for name, value in defaults.parameters().items() if name in flow.parameters.properties}
+    return of_flow | wanted.parameters
 
 
 async def _keep(record: Record) -> None:
@@ -115,10 +137,9 @@ async def _apply_deployment(
 ) -> None:
     """Create or update a deployment. One that agrees is left alone, because an update removes its scheduled runs."""
     flow: Flow[..., Any] = import_object(entrypoint)
-    of_flow = {name: value for name, value in defaults.parameters().items() if name in flow.parameters.properties}
     values: dict[str, Any] = {
         "description": wanted.description,
-        "parameters": of_flow | wanted.parameters,
+        "parameters": _parameters(wanted, flow, defaults),
         "parameter_openapi_schema": parameter_schema(flow),
         "enforce_parameter_schema": True,
         "work_pool_name": POOL,

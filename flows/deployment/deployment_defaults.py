@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from flows.deployment.definitions import Definitions
-from flows.run_parameters import LOCATIONS, RunParameters
+from flows.run_parameters import LOCATIONS, SETTINGS_OF_PARAMETERS, RunParameters
 from infra.head.preflight.run_checks import require_possible
 from t5train.data.corpus import of_part
 from t5train.data.sources import PYDOCS, require_source
@@ -16,6 +16,7 @@ from t5train.locations import without_secret
 from t5train.spec.recipes import recipe
 
 FLOW = "t5-pretrain"
+_AS_PARAMETERS = {name: SETTINGS_OF_PARAMETERS[name] for name in ("corpus", "hostfile", "scratch")}
 
 
 class DeploymentDefaults(BaseModel):
@@ -75,11 +76,26 @@ class DeploymentDefaults(BaseModel):
 def changed(earlier: Mapping[str, Any], given: Mapping[str, Any]) -> DeploymentDefaults:
     """Return the earlier defaults with those given now. An empty value removes the earlier one; None keeps it.
 
-    Raises SpecError if one of them holds a secret.
+    Raises SpecError if one of them holds a secret, or if two of those given now contradict each other.
     """
-    merged = {**earlier, **{name: value for name, value in given.items() if value is not None}}
-    defaults = DeploymentDefaults.model_validate(
-        {name: value for name, value in merged.items() if value not in ("", {})}
-    )
-    defaults.require_no_secrets()
-    return defaults
+    given = {name: value for name, value in given.items() if value is not None}
+    _defaults({**earlier, **given}).require_no_secrets()
+    for parameter, setting in _AS_PARAMETERS.items():
+        named, value = given.get(parameter), (given.get("deployed_settings") or {}).get(setting)
+        if named is not None and value not in (None, named):
+            raise SpecError(f"--{parameter} is {named}, but --set {setting} is {value}: give only one")
+    return _defaults(_with_parameters(earlier) | _with_parameters(given))
+
+
+def _defaults(values: Mapping[str, Any]) -> DeploymentDefaults:
+    return DeploymentDefaults.model_validate({name: value for name, value in values.items() if value not in ("", {})})
+
+
+def _with_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with parameters in place of the settings that they stand for.
+
+    A run can replace the parameter, and its page then no longer shows the setting.
+    """
+    settings = dict(values.get("deployed_settings") or {})
+    of_settings = {name: settings.pop(each) for name, each in _AS_PARAMETERS.items() if each in settings}
+    return of_settings | dict(values) | ({"deployed_settings": settings} if of_settings else {})

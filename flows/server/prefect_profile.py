@@ -5,6 +5,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ NAME = "t5-pretrain"
 CHOOSING = ("PREFECT_PROFILE", "PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
 """Environment variables that take precedence over the active profile."""
 
-_DEFAULT_NAME, _DEFAULT = "ephemeral", {"PREFECT_SERVER_EPHEMERAL_ENABLED": "true"}
+DEFAULT = "ephemeral"
+"""The name of the profile that Prefect uses if the file names no other."""
+
+_DEFAULT_SETTINGS = {"PREFECT_SERVER_EPHEMERAL_ENABLED": "true"}
 _TABLE = re.compile(r"\s*\[")
 _OUR_TABLE = re.compile(rf'\s*\[\s*profiles\s*\.\s*"?{NAME}"?\s*\]\s*(#.*)?')
 _OUR_LINE = re.compile(r'\s*"?(PREFECT_API_URL|PREFECT_API_AUTH_STRING)"?\s*=')
@@ -30,13 +34,19 @@ class UserProfiles:
 
     path: Path
     overrides: tuple[str, ...]
+    active: str | None
+    """The active profile; None if the file names none, or cannot be read."""
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "UserProfiles":
         """Look where Prefect looks, except in the current folder."""
         home = environment.get("PREFECT_HOME") or Path.home() / ".prefect"
         path = Path(environment.get("PREFECT_PROFILES_PATH") or Path(home) / "profiles.toml")
-        return cls(path, tuple(name for name in CHOOSING if environment.get(name)))
+        overrides = tuple(name for name in CHOOSING if environment.get(name))
+        found = cls(path, overrides, None)
+        with suppress(InputError, StorageError):  # `write` raises them
+            found = cls(path, overrides, _parse(path, found._text()).get("active"))
+        return found
 
     def is_ours(self, api_url: str) -> bool:
         """Return whether ``api_url`` is configured only because ``up`` activated its profile."""
@@ -58,11 +68,25 @@ class UserProfiles:
         wanted = found | {"profiles": found.get("profiles", {}) | {NAME: _settings(found) | settings}}
         wanted |= {"active": NAME} if is_free else {}
         edited = "\n".join(_with_settings(text.splitlines(), settings)) + "\n"
-        edited = _activated(edited) if is_free else edited
-        if _parse(self.path, edited) != wanted:
-            raise InputError(f"{self.path} cannot be edited automatically. Add profile {NAME} to that file yourself")
-        self._replace(edited)
+        edited = _with_active(edited, NAME) if is_free else edited
+        self._replace(edited, wanted, f"Add profile {NAME} to that file yourself")
         return not self.overrides and bool(wanted.get("active") == NAME)
+
+    def release(self, api_url: str, key: str) -> bool:
+        """Activate the profile that was active before, if the active one still leads to this server, which ends.
+
+        That is Prefect's default profile if there was none, or only that of an earlier ``up``. Returns whether it was
+        done. Raises the errors of ``write``.
+        """
+        text = self._text()
+        found = _parse(self.path, text)
+        settings = {"PREFECT_API_URL": api_url, "PREFECT_API_AUTH_STRING": key}
+        if found.get("active") != NAME or not settings.items() <= _settings(found).items():
+            return False
+        name = None if self.active == NAME else self.active
+        wanted = {each: value for each, value in found.items() if each != "active"} | ({"active": name} if name else {})
+        self._replace(_with_active(text, name), wanted, f"Use another profile: `prefect profile use {name or DEFAULT}`")
+        return True
 
     def _text(self) -> str:
         try:
@@ -74,7 +98,10 @@ class UserProfiles:
         except UnicodeDecodeError as error:
             raise InputError(f"{self.path} is not UTF-8 text. Correct the file") from error
 
-    def _replace(self, text: str) -> None:
+    def _replace(self, text: str, wanted: dict[str, Any], remedy: str) -> None:
+        """Write the file. Raises InputError with the remedy unless the edited text means what is wanted."""
+        if _parse(self.path, text) != wanted:
+            raise InputError(f"{self.path} cannot be edited automatically. {remedy}")
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with atomic.replacing(self.path.resolve(), mode=0o600) as file:  # keeps a symbolic link
@@ -98,8 +125,8 @@ def _settings(found: dict[str, Any]) -> dict[str, Any]:
 def _has_no_choice(found: dict[str, Any]) -> bool:
     """Return whether no profile is active, or only Prefect's unchanged default."""
     profiles: dict[str, object] = found.get("profiles", {})
-    is_default = found.get("active", _DEFAULT_NAME) == _DEFAULT_NAME
-    return is_default and profiles.get(_DEFAULT_NAME, _DEFAULT) == _DEFAULT
+    is_default = found.get("active", DEFAULT) == DEFAULT
+    return is_default and profiles.get(DEFAULT, _DEFAULT_SETTINGS) == _DEFAULT_SETTINGS
 
 
 def _with_settings(lines: list[str], settings: dict[str, str]) -> Iterator[str]:
@@ -120,8 +147,10 @@ def _with_settings(lines: list[str], settings: dict[str, str]) -> Iterator[str]:
         yield from (f"[profiles.{NAME}]", *ours)
 
 
-def _activated(text: str) -> str:
+def _with_active(text: str, name: str | None) -> str:
+    """Return the text of a file in which this profile is active; with None, it names no active one."""
     lines = text.splitlines()
     first_table = next(index for index, line in enumerate(lines) if _TABLE.match(line))
     head = [line for line in lines[:first_table] if not _ACTIVE.match(line)]
-    return "\n".join([f'active = "{NAME}"', *head, *lines[first_table:]]) + "\n"
+    active = [] if name is None else [f"active = {json.dumps(name)}"]
+    return "\n".join([*active, *head, *lines[first_table:]]) + "\n"

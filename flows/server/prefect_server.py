@@ -8,17 +8,25 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import chdir, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from flows.process_start import HANG_SECONDS, await_start
 from flows.server import api_key
-from flows.server.prefect_profile import UserProfiles
+from flows.server.prefect_profile import DEFAULT, NAME, UserProfiles
+from flows.server.prefect_settings import (
+    CLIENT,
+    NEUTRAL_FOLDER,
+    QUIET,
+    SERVER,
+    client_environment,
+    reading_settings,
+)
 from infra.node.ports import free_port
 from t5train.errors import InputError, LaunchError, RunLocked, StorageError
 from t5train.files.locks import is_locked, private_folder, try_lock
@@ -26,7 +34,9 @@ from t5train.progress import Progress
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 4200
-START_SECONDS = 120.0
+START_SECONDS = HANG_SECONDS
+"""How long a starting server may neither use CPU time nor print anything. On a busy machine, a start takes minutes."""
+
 STOP_SECONDS = 10.0
 LOG = "server.log"
 
@@ -36,22 +46,10 @@ LATE_VARIABLE, LATE_SECONDS = "PREFECT_SERVER_SERVICES_LATE_RUNS_AFTER_SECONDS",
 HOME = "prefect"
 _LOCK = "server.lock"
 _FLUSH_SECONDS = 5.0
-_LOOK_SECONDS = 0.1
+_BUSY_SECONDS = 60.0  # a server that is running may be busy
 _MOMENT_SECONDS = 1.0  # a process that looks for a running server takes a shared lock for a moment
 
-NEUTRAL_FOLDER = "/"
-"""The working folder of processes that read Prefect's settings.
-
-Prefect also reads .env, prefect.toml and pyproject.toml in the current folder. Anyone who can write there could set a
-logging configuration, which can run code, or another server, which would get the user's key.
-"""
-
-QUIET = {
-    "DO_NOT_TRACK": "1",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-}
-"""Settings that turn off telemetry and promotion in Prefect's client and server."""
+DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 
 
 class RunningServer(NamedTuple):
@@ -64,8 +62,8 @@ class RunningServer(NamedTuple):
 
 def configured_api_url() -> str | None:
     """Return the API URL from PREFECT_API_URL or the active Prefect profile; None if there is none."""
-    os.environ.update(QUIET | without_proxy())
-    with chdir(NEUTRAL_FOLDER):
+    os.environ.update(QUIET | CLIENT | without_proxy())
+    with reading_settings():
         from prefect.settings import get_current_settings
 
         return get_current_settings().api.url
@@ -87,7 +85,12 @@ def join(root: Path, api_url: str) -> None:
 
     Raises LaunchError unless the server responds and accepts this client.
     """
-    if not answers(api_url):
+    if not answers(api_url, _BUSY_SECONDS):
+        if UserProfiles.find().is_ours(api_url):
+            raise LaunchError(
+                f"no Prefect server responds at {api_url}, which the active Prefect profile {NAME} names: `t5-pretrain "
+                f"up` has ended. Start it again, or use another profile: `prefect profile use {DEFAULT}`"
+            )
         raise LaunchError(
             f"no Prefect server responds at {api_url}. Start that server, or unset PREFECT_API_URL (in a profile: "
             "`prefect config unset PREFECT_API_URL`) to use an embedded server"
@@ -115,10 +118,10 @@ def _require_admission(api_url: str) -> None:
             ) from error
 
 
-def answers(api_url: str) -> bool:
-    """Return whether there is a healthy Prefect server at this URL."""
+def answers(api_url: str, seconds: float = 5.0) -> bool:
+    """Return whether a healthy Prefect server at this URL answers within some seconds."""
     try:
-        with urllib.request.urlopen(f"{api_url}/health", timeout=5) as response:  # noqa: S310  # the user's own URL
+        with urllib.request.urlopen(f"{api_url}/health", timeout=seconds) as response:  # noqa: S310  # the user's own URL
             return bool(response.status == 200)
     except (OSError, ValueError):
         return False
@@ -164,7 +167,7 @@ def own_server(home: Path, port: int, progress: Progress, *, lasting: bool = Fal
         held(home, RunningServer(api_url, lasting)),
         listening(port) as bound,
         # The key is new each time: when a server has ended, any user can take its port and get the key from clients.
-        serving(home, api_url, bound, server_environment(home, port, api_key.renew(home)), progress),
+        serving(home, api_url, bound, _embedded_environment(home, port, api_key.renew(home)), progress),
     ):
         become_client(home, api_url)
         try:
@@ -178,10 +181,12 @@ def serving(
     home: Path, api_url: str, bound: socket.socket, environment: Mapping[str, str], progress: Progress
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server process on a bound socket within the block, from when it is healthy."""
-    server = _start(home, bound, environment)
+    log = home / LOG
+    begin = log.stat().st_size if log.exists() else 0
+    server = _start(log, bound, environment)
     threading.Thread(target=_refuse_after, args=(server, bound), daemon=True).start()
     try:
-        _await_health(server, api_url, home / LOG, progress)
+        _await_health(server, api_url, log, begin, progress)
         yield server
     finally:
         stop(server, STOP_SECONDS)
@@ -194,8 +199,8 @@ def become_client(home: Path, api_url: str) -> None:
     settings are refreshed here.
     """
     os.environ.pop("PREFECT_PROFILE", None)  # it names a profile in the user's home, which does not exist in this home
-    os.environ.update(_client_environment(home, api_url, api_key.read(home)))
-    with chdir(NEUTRAL_FOLDER):
+    os.environ.update(client_environment(home, api_url, api_key.read(home)))
+    with reading_settings():
         from prefect.context import refresh_global_settings_context
 
         refresh_global_settings_context()
@@ -219,28 +224,29 @@ def server_environment(home: Path, port: int, key: str) -> dict[str, str]:
     """Return Prefect's settings for a server in ``home`` that requires the key.
 
     The UI needs the API's URL, unless the port is 4200. The UI's files are copied into the home, because Prefect may be
-    installed in a folder that is not writable. If a setting has several names, the one that Prefect looks up first is
-    used, so that the user's environment cannot override it. Only when a run is late is for the user to decide.
+    installed in a folder that is not writable. The user's environment decides only what ``prefect_settings`` leaves to
+    it, when a run is late, and which database a team's server uses.
     """
     server = f"http://{HOST}:{port}"
-    return _client_environment(home, f"{server}/api", key) | {
+    address = {
         "PREFECT_SERVER_API_HOST": HOST,
         "PREFECT_SERVER_API_PORT": str(port),
         "PREFECT_SERVER_API_AUTH_STRING": key,
         "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": server,
-        "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true",
         "PREFECT_SERVER_UI_API_URL": f"{server}/api",
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
-        LATE_VARIABLE: os.environ.get(LATE_VARIABLE, LATE_SECONDS),
+        "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),
     }
+    late = {LATE_VARIABLE: os.environ.get(LATE_VARIABLE, LATE_SECONDS)}
+    return client_environment(home, f"{server}/api", key) | SERVER | address | late
 
 
-def _client_environment(home: Path, api_url: str, key: str) -> dict[str, str]:
-    return QUIET | {
-        "PREFECT_HOME": str(home),
-        "PREFECT_API_URL": api_url,
-        "PREFECT_API_AUTH_STRING": key,
-        "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "true",
+def _embedded_environment(home: Path, port: int, key: str) -> dict[str, str]:
+    """Return the settings of an embedded server. It never uses the database that the user has for another server."""
+    return server_environment(home, port, key) | {
+        DATABASE_VARIABLE: f"sqlite+aiosqlite:///{home}/prefect.db",
+        "PREFECT_SERVER_DATABASE_TIMEOUT": "10",
+        "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "5",
     }
 
 
@@ -315,37 +321,36 @@ def _running(home: Path) -> RunningServer | None:
     return RunningServer(**json.loads(said)) if said else RunningServer("", lasting=False)  # just starting
 
 
-def _start(home: Path, bound: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(log: Path, bound: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the server in a new session, so that Ctrl-C reaches only the flow, which still reports to the server.
 
     -P keeps modules in the user's current folder from shadowing libraries.
     """
-    with open(home / LOG, "ab") as log:
+    with open(log, "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "flows.server.server_process", str(bound.fileno())],
             pass_fds=[bound.fileno()],
-            env={**os.environ, **environment},
+            env={name: value for name, value in os.environ.items() if name != "PREFECT_PROFILE"} | dict(environment),
             cwd=NEUTRAL_FOLDER,
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
         )
 
 
-def _await_health(server: subprocess.Popen[bytes], api_url: str, log: Path, progress: Progress) -> None:
-    started = time.monotonic()
+def _await_health(server: subprocess.Popen[bytes], api_url: str, log: Path, begin: int, progress: Progress) -> None:
     what = "s since Prefect's server was started (the first start takes longest: it creates the database)"
-    while not answers(api_url):
-        waited = time.monotonic() - started
-        if server.poll() is not None or waited > START_SECONDS:
-            raise LaunchError(f"Prefect's server did not start within {waited:.0f} s; {log} ends with:\n{_end(log)}")
-        progress(what, int(waited), None)
-        time.sleep(_LOOK_SECONDS)
-
-
-def _end(log: Path) -> str:
-    return "\n".join(log.read_text("utf-8", errors="replace").splitlines()[-5:])
+    with open(log, "rb") as output:
+        await_start(
+            server,
+            f"Prefect's server did not start (its log is {log}): it",
+            lambda: answers(api_url),
+            output,
+            begin,
+            lambda seconds: progress(what, int(seconds), None),
+            START_SECONDS,
+        )
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float) -> None:

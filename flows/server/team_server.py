@@ -19,7 +19,7 @@ from t5train.errors import InputError, LaunchError
 from t5train.progress import Progress
 
 HOME = "server"
-DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+DATABASE_VARIABLE = prefect_server.DATABASE_VARIABLE
 
 _CONNECT_SECONDS = 5.0
 _DRIVER = "postgresql+asyncpg"

@@ -7,7 +7,7 @@ import threading
 from prefect.client.schemas.objects import FlowRun
 
 from flows.run_parameters import RunParameters
-from flows.server.prefect_server import NEUTRAL_FOLDER
+from flows.server.prefect_settings import NEUTRAL_FOLDER
 
 _PROGRAM = ["-P", "-m", "flows.workers.run_check"]
 _SECONDS = 120.0

@@ -76,6 +76,47 @@ run_command._run_flow(None, RunParameters(recipe="smoke", root="/nowhere"), sile
 prefect_server._flush()
 """
 
+FAIL = """
+from prefect import flow
+from t5train.errors import InputError
+from tasks.run_options import FLOW_OPTIONS
+from tasks.stages import CORPUS, stage_task
+
+tries = []
+
+@stage_task(CORPUS)
+def fail():
+    tries.append("task")
+    raise InputError("no text")
+
+@flow(name="fails", **FLOW_OPTIONS)
+def fails():
+    tries.append("flow")
+    fail()
+
+try:
+    fails()
+except InputError as error:
+    print(*tries, error)
+"""
+
+TRIAL = """
+import sys
+from pathlib import Path
+from flows.server.prefect_server import become_client
+become_client(Path(sys.argv[1]), sys.argv[2])
+
+from flows.pretrain import pretrain
+from t5train.errors import InputError
+
+given = {"corpus": "/missing", "hostfile": "/hosts", "publish_under": "s3://bucket/t5", "deployed_settings": {
+    "optimizer.seed": 7, "corpus.split": [900, 50, 50]}}
+try:
+    pretrain(recipe="moe", root=sys.argv[3], run_name="shown", trial=True, **given)
+except InputError as error:
+    print(error)
+"""
+
 STRANGER = """
 import encodings.idna, os, sys, urllib.error, urllib.request
 key_file, api_url, deployment, user = sys.argv[1:]
@@ -246,3 +287,35 @@ def test_a_server_ends_when_the_process_that_started_it_is_killed(tmp_path: Path
         while answers(api_url) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not answers(api_url)
+
+
+def test_a_permanent_error_is_tried_once_whatever_the_users_settings_are(
+    server: tuple[Path, str], tmp_path: Path
+) -> None:
+    home, api_url = server
+    environment = prefect_servers.client_environment(home, api_url) | prefect_servers.HOSTILE
+    environment |= {"PREFECT_HOME": str(tmp_path), "PREFECT_API_AUTH_STRING": (home / "api-key").read_text().strip()}
+    command = [sys.executable, "-c", FAIL]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.stdout.split("\n") == ["flow task no text", ""], result.stderr
+    assert not (tmp_path / "storage").exists()
+
+
+def test_the_page_of_a_trial_shows_the_text_that_it_trains_on_and_not_what_it_does_not_use(
+    server: tuple[Path, str], ask: Ask, tmp_path: Path
+) -> None:
+    home, api_url = server
+    command = [sys.executable, "-c", TRIAL, str(home), api_url, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "/missing" in result.stdout, result.stderr
+    of_trial = {"flow_runs": {"name": {"like_": "shown"}}}
+    (found,) = ask(home, f"{api_url}/flow_runs/filter", of_trial)
+    assert found["parameters"] == {
+        "recipe": "moe",
+        "root": str(tmp_path),
+        "run_name": "shown",
+        "trial": True,
+        "adopt": False,
+        "corpus": "/missing",
+        "deployed_settings": {"corpus.split": [900, 50, 50]},
+    }

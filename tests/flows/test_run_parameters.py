@@ -91,16 +91,101 @@ def test_a_recipe_for_gpus_needs_a_text_and_the_smoke_recipe_does_not() -> None:
     assert parameters("smoke").possible_spec().corpus.source == "pydocs"
 
 
+OF_DEPLOYMENT: dict[str, Any] = {
+    "corpus": "/data/text",
+    "hostfile": ROOT / "hosts",
+    "scratch": Path("/local"),
+    "publish_under": "s3://bucket/t5",
+    "deployed_settings": {"optimizer.seed": 7, "corpus.mixed_with": ["/data/more"]},
+}
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_trial_keeps_the_recipes_layout_and_uses_nothing_of_the_deployment(recipe: str) -> None:
-    of_deployment = {"corpus": "/data/text", "hostfile": ROOT / "hosts", "publish_under": "s3://bucket/t5"}
-    trial = parameters(recipe, trial=True, steps=20, deployed_settings={"optimizer.seed": 7}, **of_deployment)
+def test_a_trial_uses_the_recipes_layout_and_the_deployments_text_and_nothing_else_of_it(recipe: str) -> None:
+    trial = parameters(recipe, trial=True, steps=20, **OF_DEPLOYMENT)
     spec, full = trial.possible_spec(), RECIPES[recipe]()
-    assert (spec.corpus.source, spec.cluster.hostfile, spec.storage.publish_to) == ("pydocs", None, None)
+    assert (spec.corpus.source, spec.corpus.mixed_with) == ("/data/text", ("/data/more",))
+    assert (spec.cluster.hostfile, spec.storage.scratch, spec.storage.publish_to) == (None, None, None)
     assert (spec.cluster.accelerator, spec.optimizer.num_steps, spec.optimizer.seed) == ("cpu", 20, full.optimizer.seed)
     kept = {"micro_batch_sequences", "pin_memory"}
     assert spec.layout.model_dump(exclude=kept) == full.layout.model_dump(exclude=kept)
     assert (spec.model.moe, spec.optimizer.precision) == (full.model.moe, full.optimizer.precision)
+
+
+def test_a_trial_without_a_text_uses_pythons_documentation_and_says_so() -> None:
+    trial = parameters(trial=True)
+    assert trial.possible_spec().corpus.source == "pydocs"
+    assert trial.used().corpus == "pydocs"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (
+            OF_DEPLOYMENT | {"trial": True},
+            {
+                "trial": True,
+                "corpus": "/data/text",
+                "deployed_settings": {"corpus.mixed_with": ["/data/more"]},
+            },
+        ),
+        ({"recipe": "smoke"}, {"corpus": "pydocs"}),
+        (
+            {"corpus": "/data/text", "steps": 9, "settings": {"corpus.source": "/mine", "optimizer.num_steps": 20_000}},
+            {"settings": {"corpus.source": "/mine", "optimizer.num_steps": 20_000}},
+        ),
+        (
+            {"corpus": "/data/text", "hostfile": ROOT / "hosts", "settings": {"cluster.hostfile": None}},
+            {"corpus": "/data/text", "settings": {"cluster.hostfile": None}},
+        ),
+        (
+            {
+                "corpus": "/data/text",
+                "publish_under": "/mine",
+                "deployed_settings": {"storage.publish_to": "s3://bucket/t5", "corpus.source": "/other"},
+            },
+            {"corpus": "/data/text", "publish_under": "/mine"},
+        ),
+        (
+            {"deployed_settings": {"corpus.source": "/of deployment"}},
+            {"deployed_settings": {"corpus.source": "/of deployment"}},
+        ),
+    ],
+)
+def test_the_page_of_a_run_shows_only_parameters_that_the_run_uses(
+    given: dict[str, Any], shown: dict[str, Any]
+) -> None:
+    run = parameters(**given)
+    fixed = {"recipe": run.recipe, "root": str(ROOT), "trial": False}
+    assert run.used().model_dump(mode="json", exclude_none=True) == fixed | shown
+    assert run.used().spec() == run.spec()
+
+
+def test_a_run_is_published_where_its_own_parameter_says_and_not_where_its_deployments_settings_do() -> None:
+    of_deployment = {"storage.publish_to": "s3://bucket/all"}
+    run = parameters(corpus="/data/text", run_name="mine", publish_under="/mine", deployed_settings=of_deployment)
+    assert run.spec().storage.publish_to == "/mine/mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"settings": {"storage.root": "/other"}},
+            "storage.root is '/other' in the settings, but the parameter root is",
+        ),
+        ({"deployed_settings": {"storage.root": "/other"}}, "the parameter root is '/data/t5': leave the setting out"),
+        (
+            {"settings": {"name": "a"}, "run_name": "b"},
+            "name is 'a' in the settings, but the parameter run_name is 'b'",
+        ),
+    ],
+)
+def test_two_different_folders_for_a_run_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        parameters("smoke", **given).spec()
+    same = {"settings": {"storage.root": str(ROOT), "name": "a"}, "run_name": "a"}
+    assert parameters("smoke", **same).spec().run_folder == ROOT / "runs" / "a"
 
 
 def test_a_relative_root_is_refused_because_a_worker_has_another_current_folder() -> None:

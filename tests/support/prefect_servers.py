@@ -20,25 +20,33 @@ from infra.node.ports import free_port
 SERVE = """
 import sys
 from pathlib import Path
-from flows.server import prefect_server
 from flows.server.prefect_server import own_server
 from t5train.progress import silent
 
-prefect_server.START_SECONDS = 300  # ample, for machines that do other work too
 with own_server(Path(sys.argv[1]), int(sys.argv[2]), silent, lasting=True) as api_url:
     print(api_url, flush=True)
     sys.stdin.read()
 """
-# The program ``t5-pretrain``, which gives the server ample time to start, for machines that do other work too.
 PROGRAM = """
 from flows.cli import __main__
-from flows.server import prefect_server
 
-prefect_server.START_SECONDS = 300
 __main__.main()
 """
 QUICK_SCHEDULER = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2"}
 """How often a server looks for schedules that lack runs. By default, it takes a minute to see a new schedule."""
+HOSTILE = {
+    "PREFECT_FLOWS_DEFAULT_RETRIES": "2",
+    "PREFECT_FLOWS_DEFAULT_RETRY_DELAY_SECONDS": "600",
+    "PREFECT_TASKS_DEFAULT_RETRIES": "3",
+    "PREFECT_TASKS_DEFAULT_RETRY_DELAY_SECONDS": "600",
+    "PREFECT_TASKS_DEFAULT_PERSIST_RESULT": "true",
+    "PREFECT_TASKS_REFRESH_CACHE": "true",
+    "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "true",
+    "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+    "PREFECT_RESULTS_DEFAULT_STORAGE_BLOCK": "s3/missing",
+    "PREFECT_LOGGING_LOG_PRINTS": "true",
+}
+"""Settings that a user may have for other flows, and that must not change ours."""
 BUSY_SECONDS = 60.0
 ANSWER_SECONDS = 120.0
 """Longer than a server waits for a lock on its SQLite database, which is 60 s: it answers then that it is busy."""

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,13 +16,14 @@ import typer
 
 from flows.cli.options import RootOption, root_of, runs_like
 from flows.cli.terminal import complain, say
+from flows.process_start import await_start, failure
 from flows.server.prefect_server import stop
 from infra.head.runs.run_lookup import find_run
 from t5train.errors import InputError, LaunchError
 from t5train.files.run_folder import RUNS, TENSORBOARD
 
 _ADDRESS = "127.0.0.1"
-_START_SECONDS, _LOOK_SECONDS, _END_SECONDS = 120.0, 0.2, 5.0
+_LOOK_SECONDS, _END_SECONDS = 0.2, 5.0
 
 
 def register(app: typer.Typer) -> None:
@@ -62,7 +62,7 @@ def board(
         except KeyboardInterrupt:
             complain("TensorBoard has stopped")
             return
-        raise _failed(process, output)
+        raise LaunchError(failure(process, "TensorBoard", output))
 
 
 def _log_folder(root: Path, run: str | None) -> Path:
@@ -102,22 +102,13 @@ def _tensorboard(folder: Path, port: int, output: IO[bytes]) -> Iterator[subproc
 
 
 def _await_start(process: subprocess.Popen[bytes], port: int, output: IO[bytes]) -> None:
-    """Wait until TensorBoard listens. Raises LaunchError if it ends or takes too long."""
-    deadline = time.monotonic() + _START_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
+    """Wait until TensorBoard listens. Raises LaunchError if it ends or hangs."""
+
+    def listens() -> bool:
         try:
             socket.create_connection((_ADDRESS, port), _LOOK_SECONDS).close()
         except OSError:
-            time.sleep(_LOOK_SECONDS)
-        else:
-            return
-    raise _failed(process, output)
+            return False
+        return True
 
-
-def _failed(process: subprocess.Popen[bytes], output: IO[bytes]) -> LaunchError:
-    output.seek(0)
-    lines = output.read().decode(errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
-    code = process.poll()
-    happened = f"did not listen within {_START_SECONDS:.0f} s" if code is None else f"ended with exit code {code}"
-    return LaunchError(f"TensorBoard {happened}: {last}")
+    await_start(process, "TensorBoard", listens, output)

@@ -4,6 +4,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 from flows.cli.operate.worker_command import run_worker
 from flows.cli.options import RootOption, root_of, settings
 from flows.cli.terminal import complain, progress_display, say
+from flows.run_parameters import LOCATIONS
 from flows.server import api_key, prefect_profile, prefect_server
 from t5train.errors import InputError, SpecError, StorageError
 from t5train.locations import local_folder
@@ -28,6 +30,9 @@ def register(app: typer.Typer) -> None:
     app.command()(deploy)
     app.command()(up)
 
+
+_PATHS = ("cluster.hostfile", "cluster.known_hosts")
+"""Settings that name local files only."""
 
 _DEPLOYED = "Deployments"
 """Heading in the help of the options that configure deployments."""
@@ -95,16 +100,19 @@ def _given(
         "hostfile": _absolute(hostfile),
         "scratch": scratch,
         "publish_under": _absolute(publish_to),
-        "deployed_settings": None if changes is None else _absolute_texts(parsed(RunSpec, settings(given))),
+        "deployed_settings": None if changes is None else _absolute_paths(parsed(RunSpec, settings(given))),
     }
 
 
-def _absolute_texts(changed: dict[str, Any]) -> dict[str, Any]:
-    """Return settings in which the paths of texts are absolute, as that of --corpus."""
-    lists = {name: changed[name] for name in ("corpus.mixed_with", "corpus.test_sets") if changed.get(name)}
-    return changed | {
-        name: [each if is_named_text(each) else _absolute(each) for each in found] for name, found in lists.items()
-    }
+def _absolute_paths(changed: dict[str, Any]) -> dict[str, Any]:
+    """Return settings in which local paths are absolute, as that of --corpus: a worker has another current folder."""
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, list):
+            return [absolute(each) for each in value]
+        return value if not isinstance(value, str) or is_named_text(value) else _absolute(value)
+
+    return changed | {name: absolute(changed[name]) for name in (*LOCATIONS, *_PATHS) if name in changed}
 
 
 def _absolute(location: str | None) -> str | None:
@@ -126,7 +134,9 @@ def up(
 ) -> None:
     """Run a Prefect server with the pool, the deployments and a worker on this machine, until Ctrl-C."""
     prefect_server.require_free_port(port)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's SIGTERM acts like Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a service manager or a closed terminal acts like Ctrl-C
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
     home = root_of(root) / prefect_server.HOME
     profiles = prefect_profile.UserProfiles.find()
     with (
@@ -134,9 +144,24 @@ def up(
         prefect_server.own_server(home, port, progress, lasting=True) as api_url,
     ):
         deployed = _deploy(_given(root_of(root), corpus, hostfile, scratch, publish_to, changes))
-        startable = [each for each in deployed.names if each.rpartition("/")[2] not in deployed.refused]
+        startable = [each for each in deployed.names if each not in deployed.refused]
         example = (startable or deployed.names)[0]
-        run_worker(home / "worker.log", lambda: _explain(profiles, home, api_url, example))
+        with _releasing_profile(profiles, api_url, home):
+            run_worker(home / "worker.log", lambda: _explain(profiles, home, api_url, example))
+
+
+@contextmanager
+def _releasing_profile(profiles: prefect_profile.UserProfiles, api_url: str, home: Path) -> Iterator[None]:
+    """After the block, activate the profile from before it if the active one leads to this server, which ends."""
+    key = api_key.read(home)
+    try:
+        yield
+    finally:
+        try:
+            if profiles.release(api_url, key):
+                complain(f"the Prefect profile {prefect_profile.NAME} is no longer active, because its server ends")
+        except (InputError, StorageError) as error:
+            complain(f"the Prefect profile {prefect_profile.NAME} may still be active: {error}")
 
 
 def _explain(profiles: prefect_profile.UserProfiles, home: Path, api_url: str, example: str) -> None:
@@ -172,6 +197,8 @@ def _deploy(given: Mapping[str, object]) -> "Deployed":
     say(f"their defaults: {', '.join(f'{name} {value}' for name, value in defaults.items())}")
     if "corpus" not in defaults:
         complain("only smoke has a text to train on: configure one for the other deployments with --corpus")
+    for name, text in deployed.other_texts.items():
+        complain(f"{name} does not train on {defaults['corpus']}: it uses {text or 'data of its own'}")
     for name, why in deployed.refused.items():
         complain(f"runs of {name} would be refused: {why}")
     return deployed

@@ -15,6 +15,7 @@ import typer
 from flows.cli.options import RootOption, root_of
 from flows.cli.terminal import complain, say
 from flows.server import prefect_server
+from flows.server.prefect_settings import NEUTRAL_FOLDER
 from flows.workers import run_records
 from flows.workers.worker import DRAIN, STOP_SECONDS
 from infra.node import processes
@@ -95,7 +96,7 @@ def worker_process(name: str, log: Path | None) -> Iterator[subprocess.Popen[byt
             stdout=output,
             stderr=output,
             env=os.environ | HEARTBEATS,
-            cwd=prefect_server.NEUTRAL_FOLDER,
+            cwd=NEUTRAL_FOLDER,
             start_new_session=True,  # Ctrl-C reaches only this process, which stops the worker before its server
         )
     try:

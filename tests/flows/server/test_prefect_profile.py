@@ -4,6 +4,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_PROFILES_PATH, load_profiles, temporary_settings
 from prefect.settings.profiles import _read_profiles_from
 
 from flows.server.prefect_profile import NAME, UserProfiles
@@ -116,3 +117,54 @@ def test_a_symlink_to_the_profiles_file_is_kept(tmp_path: Path) -> None:
     found.write(URL, KEY)
     assert found.path.is_symlink()
     assert KEY in target.read_text()
+
+
+def active_in_prefect(found: UserProfiles, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    monkeypatch.setenv("PREFECT_PROFILES_PATH", str(found.path))
+    with temporary_settings({PREFECT_PROFILES_PATH: found.path}):
+        return load_profiles().active_name
+
+
+@pytest.mark.parametrize("text", ["", 'active = "ephemeral"\n', "# mine\n\n[profiles.other]\n", f'active = "{NAME}"\n'])
+def test_the_default_profile_is_active_again_when_the_server_has_ended(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, text)
+    found = profiles(tmp_path)
+    found.write(URL, KEY)
+    assert active_in_prefect(found, monkeypatch) == NAME
+    assert found.release(URL, KEY)
+    assert active_in_prefect(found, monkeypatch) == "ephemeral"
+    assert not profiles(tmp_path).is_ours(URL)
+    assert text.replace(f'active = "{NAME}"\n', "") in found.path.read_text()
+    assert not found.release(URL, KEY)
+
+
+def test_the_profile_from_before_is_active_again_also_if_the_user_has_chosen_the_servers(tmp_path: Path) -> None:
+    written(tmp_path, OWN)
+    found = profiles(tmp_path)
+    found.write(URL, KEY)
+    found.path.write_text(found.path.read_text().replace('active = "work"', f'active = "{NAME}"'))
+    assert found.release(URL, KEY)
+    assert _read_profiles_from(found.path).active_name == "work"
+    assert settings(found.path)["PREFECT_API_URL"] == URL
+
+
+def test_another_profile_or_server_that_became_active_meanwhile_stays_active(tmp_path: Path) -> None:
+    found = profiles(tmp_path)
+    found.write(URL, KEY)
+    ours = found.path.read_text()
+    for meanwhile in (ours.replace(f'active = "{NAME}"', 'active = "work"'), ours.replace(KEY, f"{KEY}-of-the-next")):
+        found.path.write_text(meanwhile)
+        assert not found.release(URL, KEY)
+        assert found.path.read_text() == meanwhile
+
+
+def test_a_profiles_file_that_cannot_be_restored_is_left_unchanged_and_the_error_has_a_remedy(tmp_path: Path) -> None:
+    found = profiles(tmp_path)
+    found.write(URL, KEY)
+    odd = f'"active" = "{NAME}"\n' + found.path.read_text().partition("\n")[2]
+    found.path.write_text(odd)
+    with pytest.raises(InputError, match="Use another profile: `prefect profile use ephemeral`"):
+        found.release(URL, KEY)
+    assert found.path.read_text() == odd

@@ -11,7 +11,8 @@ from uuid import uuid4
 import pytest
 
 from flows.server import api_key, prefect_server
-from flows.server.prefect_server import HOST, _refuse_after, configured_api_url, listening, own_server
+from flows.server.prefect_profile import CHOOSING, UserProfiles
+from flows.server.prefect_server import HOST, _refuse_after, configured_api_url, join, listening, own_server
 from flows.workers import run_records
 from infra.node.ports import free_port
 from t5train.errors import LaunchError, StorageError
@@ -96,3 +97,20 @@ def test_a_server_on_this_machine_is_never_contacted_through_a_proxy(
     configured_api_url()
     assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == after
     assert urllib.request.proxy_bypass(f"{HOST}:4200")
+
+
+def test_a_client_of_a_server_of_up_that_has_ended_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in CHOOSING:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PREFECT_PROFILES_PATH", str(tmp_path / "profiles.toml"))
+    api_url = f"http://{HOST}:{free_port()}/api"
+    UserProfiles.find().write(api_url, "t5-pretrain:key")
+    with pytest.raises(
+        LaunchError, match=r"`t5-pretrain up` has ended\. Start it again, or use another profile: `prefect"
+    ):
+        join(tmp_path, api_url)
+    monkeypatch.setenv("PREFECT_API_URL", api_url)
+    with pytest.raises(LaunchError, match="unset PREFECT_API_URL"):
+        join(tmp_path, api_url)

@@ -1,0 +1,180 @@
+"""What this program relies on in Prefect's settings is the same whatever the user's environment and files say."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+from prefect.settings import get_current_settings
+from prefect.settings.models.root import Settings
+from pydantic import AliasChoices, BaseModel
+
+from flows.cli import run_command
+from flows.run_parameters import RunParameters
+from flows.server.prefect_server import _embedded_environment, server_environment
+from flows.server.prefect_settings import CLIENT, SERVER, client_environment, reading_settings
+from infra.head.launch.held_run import HeldRun
+from t5train.errors import InputError
+from t5train.progress import silent
+
+RELIED_ON = ("flows.", "tasks.", "results.", "runner.", "worker.", "events.", "client.metrics.", "logging.")
+LEFT = {
+    # Set by `run` and by workers.
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY",
+    # Only for tasks that are submitted to runners or to background workers, or for results, of which there are none.
+    "PREFECT_TASKS_RUNNER_THREAD_POOL_MAX_WORKERS",
+    "PREFECT_TASKS_RUNNER_PROCESS_POOL_MAX_WORKERS",
+    "PREFECT_TASKS_SCHEDULING_DEFAULT_STORAGE_BLOCK",
+    "PREFECT_TASKS_SCHEDULING_DELETE_FAILED_SUBMISSIONS",
+    "PREFECT_RESULTS_DEFAULT_STORAGE_BLOCK",
+    "PREFECT_RESULTS_LOCAL_STORAGE_PATH",
+    # Only for runners and web servers that are not started.
+    "PREFECT_RUNNER_PROCESS_LIMIT",
+    "PREFECT_RUNNER_POLL_FREQUENCY",
+    "PREFECT_RUNNER_SERVER_HOST",
+    "PREFECT_RUNNER_SERVER_PORT",
+    "PREFECT_RUNNER_SERVER_LOG_LEVEL",
+    "PREFECT_RUNNER_SERVER_MISSED_POLLS_TOLERANCE",
+    "PREFECT_WORKER_WEBSERVER_HOST",
+    "PREFECT_WORKER_WEBSERVER_PORT",
+    "PREFECT_CLIENT_METRICS_PORT",
+    # How much is logged, how it looks, and how often a worker looks for work.
+    "PREFECT_WORKER_DEBUG_MODE",
+    "PREFECT_WORKER_QUERY_SECONDS",
+    "PREFECT_WORKER_CANCELLATION_POLL_SECONDS",
+    "PREFECT_LOGGING_LEVEL",
+    "PREFECT_LOGGING_CONFIG_PATH",
+    "PREFECT_LOGGING_EXTRA_LOGGERS",
+    "PREFECT_LOGGING_COLORS",
+    "PREFECT_LOGGING_TO_API_BATCH_INTERVAL",
+}
+READ = """
+import json, sys
+from pathlib import Path
+from flows.cli import run_command
+from flows.run_parameters import RunParameters
+from flows.server.prefect_server import become_client, configured_api_url
+if len(sys.argv) > 1:
+    become_client(Path(sys.argv[1]), "http://127.0.0.1:1/api")
+else:
+    configured_api_url()
+from prefect.settings import get_current_settings
+found = get_current_settings()
+print(json.dumps([found.tasks.default_retries, found.flows.default_retries, found.tasks.refresh_cache,
+                  found.worker.heartbeat_seconds, found.logging.markup]))
+"""
+DEFAULTS = [0, 0, False, 30, False]
+HOSTILE_TOML = """
+[{0}flows]
+default_retries = 2
+[{0}tasks]
+default_retries = 3
+refresh_cache = true
+[{0}worker]
+heartbeat_seconds = 9999
+[{0}logging]
+markup = true
+"""
+HOSTILE = {
+    "PREFECT_FLOW_DEFAULT_RETRIES": "2",
+    "PREFECT_TASK_DEFAULT_RETRIES": "3",
+    "PREFECT_TASKS_REFRESH_CACHE": "true",
+    "PREFECT_WORKER_HEARTBEAT_SECONDS": "9999",
+    "PREFECT_LOGGING_MARKUP": "true",
+}
+
+
+def settings_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str]]:
+    """The path of each setting, and the environment variable that Prefect looks up first."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from settings_of(field.annotation, f"{path}{name}.")
+            continue
+        alias = field.validation_alias
+        names = [each for each in alias.choices if isinstance(each, str)] if isinstance(alias, AliasChoices) else []
+        prefix = dict(model.model_config)["env_prefix"]
+        yield f"{path}{name}", (names[0] if names else f"{prefix}{name}").upper()
+
+
+def value(settings: BaseModel, path: str) -> object:
+    found: object = settings
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def test_everything_that_flows_and_workers_rely_on_is_decided() -> None:
+    found = {variable for path, variable in settings_of(Settings) if path.startswith(RELIED_ON)}
+    assert found - CLIENT.keys() == LEFT
+
+
+def test_pinned_settings_exist_and_have_prefects_default_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("PREFECT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    with reading_settings():
+        defaults = Settings()
+    for name, text in (CLIENT | SERVER | client_environment(tmp_path, "http://127.0.0.1:1/api", "key")).items():
+        monkeypatch.setenv(name, text)
+    with reading_settings():
+        pinned = Settings()
+    paths = {variable: path for path, variable in settings_of(Settings)}
+    # None stands for the other setting of results.
+    own = {"PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": True, "PREFECT_TASKS_DEFAULT_PERSIST_RESULT": False}
+    for name in CLIENT | SERVER:
+        assert value(pinned, paths[name]) == own.get(name, value(defaults, paths[name])), name
+    assert set(server_environment(tmp_path, 1, "key")) - {"DO_NOT_TRACK"} <= paths.keys()
+
+
+@pytest.mark.parametrize("is_embedded", [False, True])
+def test_hostile_settings_in_environment_profile_and_files_change_nothing(tmp_path: Path, is_embedded: bool) -> None:
+    home, current = tmp_path / "prefect", tmp_path / "current"
+    current.mkdir()
+    lines = "".join(f'{name} = "{text}"\n' for name, text in HOSTILE.items())
+    (tmp_path / "profiles.toml").write_text(f'active = "mine"\n[profiles.mine]\n{lines}')
+    (current / ".env").write_text(lines)
+    (current / "prefect.toml").write_text(HOSTILE_TOML.format(""))
+    (current / "pyproject.toml").write_text(HOSTILE_TOML.format("tool.prefect."))
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("PREFECT_")}
+    environment |= {"PREFECT_HOME": str(tmp_path), "PREFECT_PROFILE": "mine"} | HOSTILE
+    if is_embedded:
+        home.mkdir(mode=0o700)
+        (home / "api-key").touch(mode=0o600)
+        (home / "api-key").write_text(f"t5-pretrain:{'k' * 43}")
+    command = [sys.executable, "-P", "-c", READ, *([str(home)] if is_embedded else [])]
+    made = subprocess.run(command, env=environment, cwd=current, capture_output=True, text=True, check=True)
+    assert json.loads(made.stdout.splitlines()[-1]) == DEFAULTS
+
+
+def test_a_run_reads_no_settings_in_the_current_folder_when_it_turns_heartbeats_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prefect.toml").write_text("[client]\nmax_retries = 0\n")
+    monkeypatch.chdir(tmp_path)
+    found: list[Settings] = []
+    monkeypatch.setattr("flows.pretrain.pretrain_flow", lambda *_: lambda **_: found.append(get_current_settings()))
+    parameters = RunParameters(recipe="smoke", root=tmp_path)
+    run_command._run_flow(cast(HeldRun, None), parameters, silent, False)
+    assert [(each.flows.heartbeat_frequency, each.client.max_retries) for each in found] == [(None, 5)]
+    assert Path.cwd() == tmp_path
+
+
+def test_a_setting_that_is_not_valid_is_one_line_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_REQUEST_TIMEOUT", "soon")
+    refusal = pytest.raises(InputError, match=r"setting of Prefect is not valid: .*'soon'.*Correct it")
+    with refusal as refused, reading_settings():
+        Settings()
+    assert "\n" not in str(refused.value)
+
+
+def test_the_database_of_another_server_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", "postgresql+asyncpg://team.example/prefect")
+    made = _embedded_environment(tmp_path, 1, "key")
+    assert made["PREFECT_SERVER_DATABASE_CONNECTION_URL"] == f"sqlite+aiosqlite:///{tmp_path}/prefect.db"
+    assert "PREFECT_SERVER_DATABASE_CONNECTION_URL" not in server_environment(tmp_path, 1, "key")
