@@ -3,23 +3,20 @@
 Reading can start anywhere in plain files. In a compressed one, all before it has to be decompressed: ``OpenFile`` keeps
 it open, and of a large one the corpus stage stores the passages once more (``PassageFrames``), for random access.
 
-Compressed files are opened with fsspec, which reads .gz with isal, in two thirds of the time of Python's gzip module.
 Rows are counted from 0. Blank lines and the header of a .tsv count, too, so that reading can start at any row, given
 its number and its byte offset in the decompressed stream.
 """
 
-import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any, Self
 
 import orjson
 from backports import zstd
-from isal.isal_zlib import IsalError
 
+from t5train.data.formats.compressed import COMPRESSIONS, Decompressed, DecompressionError
 from t5train.data.native import segmenter_build
 from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at
 from t5train.errors import InputError
@@ -31,10 +28,6 @@ _DUMP, _DUMP_NAME = ".xml", re.compile(r"-pages-(articles|meta-current)[a-z0-9-]
 """Dumps of Wikipedia are told from other XML files by their usual names."""
 _BESIDE_DUMPS = re.compile(r"-pages-articles-multistream-index[0-9]*\.txt(-p[0-9]+p[0-9]+)?$|-(md5|sha1)sums\.txt$")
 """Names of files that lie beside dumps, and are no text."""
-_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
-"""fsspec's name of the compression for each suffix. .zip is not supported: fsspec would read only its first member."""
-_ISAL_ERROR = cast(type[Exception], IsalError)  # isal's stub declares it as an instance
-_DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, _ISAL_ERROR, zstd.ZstdError)
 FRAMES = ".passages.zst"
 """The end of the names of files of ``PassageFrames``."""
 _FRAME_LEVEL = 1
@@ -50,7 +43,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 def is_compressed(path: Path) -> bool:
     """Whether a file has to be decompressed from its beginning."""
-    return path.suffix in _COMPRESSIONS
+    return path.suffix in COMPRESSIONS
 
 
 def is_framed(source: SourceFile) -> bool:
@@ -68,13 +61,13 @@ def format_of(name: str) -> str | None:
 
     ``.xml`` stands for a dump of Wikipedia.
     """
-    plain = name.removesuffix(Path(name).suffix) if Path(name).suffix in _COMPRESSIONS else name
+    plain = name.removesuffix(Path(name).suffix) if Path(name).suffix in COMPRESSIONS else name
     if _DUMP_NAME.search(plain):
         return _DUMP
     if _BESIDE_DUMPS.search(plain):
         return None
     suffixes = Path(name).suffixes
-    if suffixes and suffixes[-1] in _COMPRESSIONS and suffixes[-2:-1] != [".parquet"]:
+    if suffixes and suffixes[-1] in COMPRESSIONS and suffixes[-2:-1] != [".parquet"]:
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
 
@@ -148,7 +141,7 @@ def rows(source: SourceFile, number: int = 0, offset: int = 0, opened: OpenFile 
     """
     reader = _frames if is_framed(source) else _READERS.get(format_of(source.name) or "")
     if reader is None:
-        compressed = ", ".join(_COMPRESSIONS)
+        compressed = ", ".join(COMPRESSIONS)
         raise InputError(
             f"{source.path} has an unsupported format. Use {', '.join(FORMATS)}, or one of the first three compressed "
             f"({compressed})"
@@ -156,7 +149,9 @@ def rows(source: SourceFile, number: int = 0, offset: int = 0, opened: OpenFile 
     try:
         with OpenFile() if opened is None else nullcontext(opened) as file:
             yield from reader(source, number, offset, file)
-    except _DAMAGED as error:
+    except DecompressionError as error:
+        raise InputError(f"{source.path} cannot be read to its end ({error}). {error.remedy}") from error
+    except (OSError, EOFError, zstd.ZstdError) as error:
         raise InputError(
             f"{source.path} cannot be read to its end ({error}). If the file is damaged, fetch or write it again"
         ) from error
@@ -326,12 +321,10 @@ def _require_short(source: SourceFile, number: int, line: bytes) -> None:
 
 @contextmanager
 def _decompressed(path: Path, stored: IO[bytes]) -> Iterator[IO[bytes]]:
-    if path.suffix not in _COMPRESSIONS:
+    if path.suffix not in COMPRESSIONS:
         yield stored
         return
-    from fsspec.compression import compr  # slow to import, for worker processes that read plain text
-
-    with compr[_COMPRESSIONS[path.suffix]](stored, mode="rb") as file:
+    with Decompressed(stored, path.suffix) as file:
         yield file
 
 
