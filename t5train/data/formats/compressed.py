@@ -135,8 +135,8 @@ class _Streams(io.RawIOBase):
             if self._decompressor.eof and not self._begin_stream():
                 return 0
             if not self._input and self._decompressor.needs_input and not self._read():
-                at = f"after {self._stored_bytes:,} bytes" if self._stored_bytes else "and is empty"
-                raise self._error(f"the file ends before it does, {at}")
+                is_empty = " and is empty" if not self._stored_bytes else ""
+                raise self._error(f"the file ends at byte {self._stored_bytes:,}{is_empty}")
             try:
                 content = self._decompressor.decompress(self._input, len(buffer))
             except _FAILURES as error:
@@ -185,4 +185,5 @@ class _Streams(io.RawIOBase):
         )
 
     def _error(self, said: str, remedy: str = _AGAIN) -> DecompressionError:
-        return DecompressionError(f"stream {self._number}, which begins at byte {self._begins_at:,}: {said}", remedy)
+        stream = f"stream {self._number}, which begins at byte {self._begins_at:,}"
+        return DecompressionError(f"{stream}, cannot be decompressed: {said}", remedy)

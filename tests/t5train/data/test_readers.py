@@ -220,9 +220,9 @@ def test_padding_of_xz_that_is_not_a_multiple_of_four_is_refused(tmp_path: Path,
 @pytest.mark.parametrize("suffix", STREAMS)
 def test_a_compressed_file_without_a_stream_is_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.txt{suffix}"
-    for content, cause in ((b"", "is empty"), (b"\0\0\0\0", "byte 0")):
+    for content, cause in ((b"", "byte 0 and is empty"), (b"\0\0\0\0", "decompressed")):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=rf"stream 1, which begins at byte 0: .*{cause if not content else ''}"):
+        with pytest.raises(InputError, match=rf"stream 1, which begins at byte 0, .*{cause}"):
             read(path)
 
 
