@@ -244,7 +244,18 @@ def _unquoted(field: str) -> str:
 def _parquet(source: SourceFile, number: int, offset: int, _: OpenFile) -> Iterator[Row]:
     from t5train.data.formats.parquet import parquet_rows  # pyarrow is slow to import, and few processes need it
 
-    return parquet_rows(source, number, offset)
+    for row in parquet_rows(source, number, offset):
+        require_short_text(source.name, row.number, row.passage.text)
+        yield row
+
+
+def require_short_text(name: str, row: int, text: str) -> None:
+    """Raise InputError if the text of a row of ``name`` has more characters than a line of text may have bytes."""
+    if len(text) > MAX_LINE_BYTES:
+        raise InputError(
+            f"{name}, row {row}: the text has more than {format_bytes(MAX_LINE_BYTES)}, but it is one passage and is "
+            "processed as a whole. Choose a text in smaller rows"
+        )
 
 
 def _dump(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:

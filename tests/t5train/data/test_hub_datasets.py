@@ -210,6 +210,15 @@ def test_ids_and_titles_are_read_where_there_are_any_and_embeddings_are_not(tmp_
     assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/*.zst")) < 100_000
 
 
+def test_every_type_of_text_in_parquet_is_streamed(tmp_path: Path) -> None:
+    file, texts = io.BytesIO(), pyarrow.array(["one", "two", "one"])
+    columns = {"text": texts.dictionary_encode(), "title": texts.cast(pyarrow.string_view())}
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    with serving_hub(Hub({"train.parquet": file.getvalue()})) as hub:
+        made = build_one(hub, tmp_path, {"source": NAME, "workers": 1})
+    assert [passage[1:] for passage in made["passages"]] == [["one", "one"], ["two", "two"], ["one", "one"]]
+
+
 def with_checksums(rows: int) -> bytes:
     file = io.BytesIO()
     table = pyarrow.table({"text": [f"words of passage {row}" for row in range(rows)]})

@@ -6,6 +6,7 @@ import json
 import lzma
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow
@@ -349,3 +350,44 @@ def test_a_truncated_parquet_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(InputError, match=r"a\.parquet cannot be read as parquet"):
         scan(source(path))
+
+
+TEXT_TYPES = {
+    "string_view": pyarrow.string_view(),
+    "large_string": pyarrow.large_string(),
+    "dictionary": pyarrow.dictionary(pyarrow.int8(), pyarrow.string()),
+}
+
+
+@pytest.mark.parametrize("kind", TEXT_TYPES.values(), ids=TEXT_TYPES)
+def test_every_type_of_text_in_parquet_is_read(tmp_path: Path, kind: pyarrow.DataType) -> None:
+    path = tmp_path / "a.parquet"
+    column = pyarrow.array(["one", "two", None, "one"]).cast(kind)
+    pyarrow.parquet.write_table(pyarrow.table({"id": column, "text": column}), path, row_group_size=2)
+    assert read(path) == [
+        Passage("one", "", "one"),
+        Passage("two", "", "two"),
+        Passage("a.parquet:2", "", ""),
+        Passage("one", "", "one"),
+    ]
+
+
+def test_a_page_of_parquet_that_differs_from_its_checksum_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [f"passage {row}" for row in range(900)]})
+    options: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pyarrow.parquet.write_table(table, path, row_group_size=300, **options)
+    content = path.read_bytes()
+    assert len(read(path)) == 900
+    path.write_bytes(content.replace(b"passage 500", b"passafe 500"))
+    with pytest.raises(InputError, match=r"a\.parquet cannot be read as parquet from row \d+ on \(.*CRC .* page"):
+        read(path)
+
+
+def test_a_text_of_parquet_that_is_too_long_for_one_passage_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1000)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * 1000, "a" * 1001]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a\.parquet, row 1: the text has more than .* Choose a text in smaller rows"):
+        read(tmp_path / "a.parquet")
