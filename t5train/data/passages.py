@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple, Protocol, Self
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from t5train.errors import printable
+
 
 class Oddity(NamedTuple):
     """What may be wrong with a text."""
@@ -43,6 +45,11 @@ class SourceFile(NamedTuple):
     name: str
     part: int = 0
     """Which of the texts of a mixture the file belongs to; 0 is ``corpus.source``."""
+
+    @property
+    def shown(self) -> str:
+        """The path as errors show it."""
+        return printable(str(self.path))
 
 
 class Passage(NamedTuple):

@@ -143,17 +143,17 @@ def rows(source: SourceFile, number: int = 0, offset: int = 0, opened: OpenFile 
     if reader is None:
         compressed = ", ".join(COMPRESSIONS)
         raise InputError(
-            f"{source.path} has an unsupported format. Use {', '.join(FORMATS)}, or one of the first three compressed "
+            f"{source.shown} has an unsupported format. Use {', '.join(FORMATS)}, or one of the first three compressed "
             f"({compressed})"
         )
     try:
         with OpenFile() if opened is None else nullcontext(opened) as file:
             yield from reader(source, number, offset, file)
     except DecompressionError as error:
-        raise InputError(f"{source.path} cannot be read to its end ({error}). {error.remedy}") from error
+        raise InputError(f"{source.shown} cannot be read to its end ({error}). {error.remedy}") from error
     except (OSError, EOFError, zstd.ZstdError) as error:
         raise InputError(
-            f"{source.path} cannot be read to its end ({error}). If the file is damaged, fetch or write it again"
+            f"{source.shown} cannot be read to its end ({error}). If the file is damaged, fetch or write it again"
         ) from error
 
 
@@ -200,13 +200,13 @@ def _json_value(source: SourceFile, row: int, line: str) -> Any:
         return orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise InputError(
-            f"{source.path} line {row + 1} is not JSON ({error.msg}, at column {error.colno}). Correct this line"
+            f"{source.shown} line {row + 1} is not JSON ({error.msg}, at column {error.colno}). Correct this line"
         ) from None
 
 
 def _json_passage(source: SourceFile, row: int, value: Any) -> Passage:
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise InputError(f'{source.path} line {row + 1} is not an object with "text": "...". Correct this line')
+        raise InputError(f'{source.shown} line {row + 1} is not an object with "text": "...". Correct this line')
     return Passage(id_at(value.get("id"), source, row), str(value.get("title") or ""), value["text"])
 
 
@@ -216,7 +216,7 @@ def _tsv(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iter
         _, _, header = next(lines, (0, 0, ""))
         if header != _TSV_HEADER:
             raise InputError(
-                f"{source.path} begins with {header[:80]!r}, but must begin with the header {_TSV_HEADER!r}. Add this "
+                f"{source.shown} begins with {header[:80]!r}, but must begin with the header {_TSV_HEADER!r}. Add this "
                 "header, and order the columns accordingly"
             )
     for row, start, line in lines:
@@ -229,7 +229,7 @@ def _tsv_passage(source: SourceFile, row: int, line: str) -> Passage:
     fields = line.split("\t")
     if len(fields) != 3:
         raise InputError(
-            f"{source.path} line {row + 1} has {quantity(len(fields), 'field')} separated by tabs, but must have "
+            f"{source.shown} line {row + 1} has {quantity(len(fields), 'field')} separated by tabs, but must have "
             "three: id, text, title. Correct this line"
         )
     name, text, title = map(_unquoted, fields)
@@ -299,7 +299,7 @@ def _decoded(source: SourceFile, row: int, offset: int, line: bytes) -> str:
     """Return the text of a line without its end, and without the byte order mark of the file."""
     if b"\0" in line:
         raise InputError(
-            f"{source.path} line {row + 1} has a NUL byte, so the file is not text in UTF-8. Convert it from another "
+            f"{source.shown} line {row + 1} has a NUL byte, so the file is not text in UTF-8. Convert it from another "
             "encoding, such as UTF-16, or leave it out if it is not text"
         )
     content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
@@ -307,7 +307,7 @@ def _decoded(source: SourceFile, row: int, offset: int, line: bytes) -> str:
         return content.rstrip(b"\r\n").decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{source.path} line {row + 1} is not UTF-8: byte {offset + error.start} of the text is "
+            f"{source.shown} line {row + 1} is not UTF-8: byte {offset + error.start} of the text is "
             f"0x{line[error.start]:02x}. Convert the file to UTF-8, or leave it out if it is not text"
         ) from None
 
@@ -325,7 +325,7 @@ def _raw_lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -
 def _require_short(source: SourceFile, number: int, line: bytes) -> None:
     if len(line) > MAX_LINE_BYTES:
         raise InputError(
-            f"{source.path} line {number + 1} has more than {format_bytes(MAX_LINE_BYTES)}, but a line is one "
+            f"{source.shown} line {number + 1} has more than {format_bytes(MAX_LINE_BYTES)}, but a line is one "
             "passage and is processed as a whole. Split it into lines, for example at paragraphs"
         )
 

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 
 from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at
-from t5train.errors import InputError
+from t5train.errors import InputError, printable
 
 _BATCH_ROWS = 4096
 _DAMAGED = (pyarrow.ArrowException, OSError, UnicodeDecodeError)
@@ -65,7 +65,9 @@ def is_text(kind: pyarrow.DataType) -> bool:
 
 
 def _damaged(path: Path, where: str, error: Exception) -> InputError:
-    return InputError(f"{path} cannot be read as parquet{where} ({error}). Fetch or write the file again")
+    return InputError(
+        f"{printable(str(path))} cannot be read as parquet{where} ({error}). Fetch or write the file again"
+    )
 
 
 def stored_text_bytes(source: SourceFile) -> int:
@@ -84,7 +86,7 @@ def require_columns(source: SourceFile, types: Mapping[str, str]) -> None:
     if not types.items() <= found.items():
         wanted = ", ".join(f"{name} ({kind})" for name, kind in types.items())
         raise InputError(
-            f"{source.path} has the columns {_types(schema)}, but should have {wanted}. It is not a file of the text "
+            f"{source.shown} has the columns {_types(schema)}, but should have {wanted}. It is not a file of the text "
             "that the name stands for: name the files by their URL, if they are what you want"
         )
 
@@ -107,7 +109,7 @@ def _columns(source: SourceFile, schema: pyarrow.Schema) -> list[str]:
     found = [name for name in READ_COLUMNS if schema.names.count(name) == 1]
     if "text" not in found or not is_text(schema.field("text").type):
         raise InputError(
-            f"{source.path} needs one string column named 'text', but has the columns {_types(schema)}. Write the file "
+            f"{source.shown} needs one string column named 'text', but has the columns {_types(schema)}. Write the file "
             "again with such a column, or choose other files (corpus.source)"
         )
     return found

@@ -54,7 +54,7 @@ def dump_rows(source: SourceFile, file: IO[bytes], number: int) -> Iterator[Row]
     """
     if find_spec("mwparserfromhell") is None:
         raise InputError(
-            f"{source.path} is a dump of Wikipedia, which needs the package mwparserfromhell. Install it: "
+            f"{source.shown} is a dump of Wikipedia, which needs the package mwparserfromhell. Install it: "
             "pip install mwparserfromhell"
         )
     try:
@@ -62,7 +62,7 @@ def dump_rows(source: SourceFile, file: IO[bytes], number: int) -> Iterator[Row]
             yield Row(row, 0, article())
     except ElementTree.ParseError as error:
         raise InputError(
-            f"{source.path} is not well-formed XML ({error}). If the file is damaged, fetch it again"
+            f"{source.shown} is not well-formed XML ({error}). If the file is damaged, fetch it again"
         ) from error
 
 
@@ -74,7 +74,7 @@ def _articles(source: SourceFile, file: IO[bytes]) -> Iterator[Callable[[], Pass
     space = root.tag.removesuffix("mediawiki")
     if root.tag == space:
         raise InputError(
-            f"{source.path} begins with <{root.tag}>, but a dump of Wikipedia begins with <mediawiki>. Choose other "
+            f"{source.shown} begins with <{root.tag}>, but a dump of Wikipedia begins with <mediawiki>. Choose other "
             "files (corpus.source)"
         )
     for event, element in events:

@@ -117,7 +117,7 @@ def _rows_of(source: SourceFile) -> int:
         if not _is_list_of_floats(kind):
             columns = ", ".join(f"{column.name} ({column.type})" for column in schema)
             raise InputError(
-                f"{source.path} needs one column named {COLUMN!r} with a list of floating-point numbers in each row, "
+                f"{source.shown} needs one column named {COLUMN!r} with a list of floating-point numbers in each row, "
                 f"but has the columns {columns}. Name files with embeddings"
             )
         return int(file.metadata.num_rows)
@@ -133,7 +133,7 @@ def _first_width(each: EmbeddingFile) -> int:
     column = next(_batches(each, 1))
     width = pyarrow.compute.list_value_length(column)[0].as_py()
     if not width:
-        raise InputError(f"{each.source.path} row 0 has no embedding. {_AGAIN}")
+        raise InputError(f"{each.source.shown} row 0 has no embedding. {_AGAIN}")
     return int(width)
 
 
@@ -157,7 +157,7 @@ def _matrix(each: EmbeddingFile, row: int, column: Any, dimension: int) -> np.nd
     widths = pyarrow.compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
     if (bad := np.flatnonzero(widths != dimension)).size:
         raise InputError(
-            f"{each.source.path} row {row + bad[0]} has an embedding of {quantity(int(widths[bad[0]]), 'number')}, but "
+            f"{each.source.shown} row {row + bad[0]} has an embedding of {quantity(int(widths[bad[0]]), 'number')}, but "
             f"should have {dimension}, as the source's first row. {_AGAIN}"
         )
     # Missing numbers become NaN.
@@ -165,7 +165,7 @@ def _matrix(each: EmbeddingFile, row: int, column: Any, dimension: int) -> np.nd
     vectors = values.reshape(-1, dimension)
     if (bad := np.flatnonzero(~np.isfinite(vectors).all(axis=1))).size:
         raise InputError(
-            f"{each.source.path} row {row + bad[0]} has an embedding with a number that is missing or not finite. "
+            f"{each.source.shown} row {row + bad[0]} has an embedding with a number that is missing or not finite. "
             f"{_AGAIN}"
         )
     return np.asarray(vectors)
