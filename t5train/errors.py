@@ -69,7 +69,7 @@ def encodable(text: str) -> str:
 
 
 def printable(name: str) -> str:
-    r"""Return the name of a file in one line: control characters and bytes that are not UTF-8 become ``\n`` or ``\xe9``."""
+    r"""Return the name of a file in one line, with escapes for control characters and bytes that are not UTF-8."""
     return "".join(each if each.isprintable() else _escape(each) for each in name)
 
 

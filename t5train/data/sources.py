@@ -214,8 +214,8 @@ def _matched(source: str) -> Matches:
     for each in found:
         if format_of(each) is None:
             raise InputError(
-                f"corpus.source includes {printable(each)}, which has an unsupported format. Set corpus.source to {_formats()} "
-                "files only"
+                f"corpus.source includes {printable(each)}, which has an unsupported format. Set corpus.source to "
+                f"{_formats()} files only"
             )
     require_one_form(found)
     return Matches(filesystem, sorted(found), [], made)

@@ -65,9 +65,8 @@ def is_text(kind: pyarrow.DataType) -> bool:
 
 
 def _damaged(path: Path, where: str, error: Exception) -> InputError:
-    return InputError(
-        f"{printable(str(path))} cannot be read as parquet{where} ({error}). Fetch or write the file again"
-    )
+    shown = printable(str(path))
+    return InputError(f"{shown} cannot be read as parquet{where} ({error}). Fetch or write the file again")
 
 
 def stored_text_bytes(source: SourceFile) -> int:
@@ -109,8 +108,8 @@ def _columns(source: SourceFile, schema: pyarrow.Schema) -> list[str]:
     found = [name for name in READ_COLUMNS if schema.names.count(name) == 1]
     if "text" not in found or not is_text(schema.field("text").type):
         raise InputError(
-            f"{source.shown} needs one string column named 'text', but has the columns {_types(schema)}. Write the file "
-            "again with such a column, or choose other files (corpus.source)"
+            f"{source.shown} needs one string column named 'text', but has the columns {_types(schema)}. Write the "
+            "file again with such a column, or choose other files (corpus.source)"
         )
     return found
 

@@ -157,8 +157,8 @@ def _matrix(each: EmbeddingFile, row: int, column: Any, dimension: int) -> np.nd
     widths = pyarrow.compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
     if (bad := np.flatnonzero(widths != dimension)).size:
         raise InputError(
-            f"{each.source.shown} row {row + bad[0]} has an embedding of {quantity(int(widths[bad[0]]), 'number')}, but "
-            f"should have {dimension}, as the source's first row. {_AGAIN}"
+            f"{each.source.shown} row {row + bad[0]} has an embedding of {quantity(int(widths[bad[0]]), 'number')}, "
+            f"but should have {dimension}, as the source's first row. {_AGAIN}"
         )
     # Missing numbers become NaN.
     values = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
