@@ -68,6 +68,20 @@ class Row(NamedTuple):
     passage: Passage
 
 
+class SkippedRow(Row):
+    """The row of a page of a dump that cannot be parsed. Its text is empty."""
+
+    reason: str
+    """Which page it is, and why."""
+
+    @classmethod
+    def of(cls, number: int, passage: Passage, reason: str) -> Self:
+        """Return the row of a passage without text."""
+        row = cls(number, 0, passage)
+        row.reason = reason
+        return row
+
+
 def text_bytes(text: str) -> int:
     """Return the size of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
@@ -134,6 +148,24 @@ class FewIds:
         self.found[row.passage.id] = IdRows(before.passages + 1, before.first, row.number)
         if len(self.found) > self.MOST:
             self.found = None
+
+
+class Skipped:
+    """The pages of a text that cannot be parsed."""
+
+    NAMED = 20
+
+    def __init__(self) -> None:
+        self.pages = 0
+        self.first = list[str]()
+        """The first ``NAMED`` of them, and why."""
+
+    def add(self, row: Row) -> None:
+        """Add the next row."""
+        if isinstance(row, SkippedRow):
+            self.pages += 1
+            if len(self.first) < self.NAMED:
+                self.first.append(row.reason)
 
 
 Split = Literal["train", "validation", "test"]
