@@ -71,6 +71,17 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def printable(name: str) -> str:
+    r"""Return the name of a file in one line, with escapes for control characters and bytes that are not UTF-8."""
+    return "".join(each if each.isprintable() else _escape(each) for each in name)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    is_byte = 0xDC80 <= code <= 0xDCFF  # that is how Python holds bytes of names that are not UTF-8
+    return f"\\x{code - 0xDC00:02x}" if is_byte else character.encode("unicode_escape").decode()
+
+
 class T5TrainError(Exception):
     """Base class of all deliberate errors; the message can be shown to a user unchanged."""
 

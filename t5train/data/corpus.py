@@ -139,7 +139,7 @@ def require_different(spec: CorpusSpec, files: Sequence[SourceFile]) -> None:
         if owner != each.part:
             one, other = (redacted(spec.named()[part]) for part in (owner, each.part))
             raise InputError(
-                f"{each.path} belongs to two texts of the mixture, {one!r} and {other!r}, and would be read twice. "
+                f"{each.shown} belongs to two texts of the mixture, {one!r} and {other!r}, and would be read twice. "
                 "Change corpus.source or corpus.mixed_with so that no file is in two of them"
             )
     require_one_form(str(each.path) for each in files)
@@ -211,7 +211,7 @@ def _digest(source: SourceFile) -> FileDigest:
     try:
         return digest_file(source.path)
     except OSError as error:
-        raise InputError(f"{source.path} cannot be read: {explain(error)}") from error
+        raise InputError(f"{source.shown} cannot be read: {explain(error)}") from error
 
 
 def content_of(sources: Sequence[SourceFile], progress: Progress) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple, Protocol, Self
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from t5train.errors import printable
+
 
 class Oddity(NamedTuple):
     """What may be wrong with a text."""
@@ -44,6 +46,11 @@ class SourceFile(NamedTuple):
     part: int = 0
     """Which of the texts of a mixture the file belongs to; 0 is ``corpus.source``."""
 
+    @property
+    def shown(self) -> str:
+        """The path as errors show it."""
+        return printable(str(self.path))
+
 
 class Passage(NamedTuple):
     """A document. It belongs to one split and is tokenised as a whole; its ids end with EOS."""
@@ -59,6 +66,20 @@ class Row(NamedTuple):
     number: int
     offset: int
     passage: Passage
+
+
+class SkippedRow(Row):
+    """The row of a page of a dump that cannot be parsed. Its text is empty."""
+
+    reason: str
+    """Which page it is, and why."""
+
+    @classmethod
+    def of(cls, number: int, passage: Passage, reason: str) -> Self:
+        """Return the row of a passage without text."""
+        row = cls(number, 0, passage)
+        row.reason = reason
+        return row
 
 
 def text_bytes(text: str) -> int:
@@ -127,6 +148,24 @@ class FewIds:
         self.found[row.passage.id] = IdRows(before.passages + 1, before.first, row.number)
         if len(self.found) > self.MOST:
             self.found = None
+
+
+class Skipped:
+    """The pages of a text that cannot be parsed."""
+
+    NAMED = 20
+
+    def __init__(self) -> None:
+        self.pages = 0
+        self.first = list[str]()
+        """The first ``NAMED`` of them, and why."""
+
+    def add(self, row: Row) -> None:
+        """Add the next row."""
+        if isinstance(row, SkippedRow):
+            self.pages += 1
+            if len(self.first) < self.NAMED:
+                self.first.append(row.reason)
 
 
 Split = Literal["train", "validation", "test"]

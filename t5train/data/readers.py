@@ -3,23 +3,20 @@
 Reading can start anywhere in plain files. In a compressed one, all before it has to be decompressed: ``OpenFile`` keeps
 it open, and of a large one the corpus stage stores the passages once more (``PassageFrames``), for random access.
 
-Compressed files are opened with fsspec, which reads .gz with isal, in two thirds of the time of Python's gzip module.
 Rows are counted from 0. Blank lines and the header of a .tsv count, too, so that reading can start at any row, given
 its number and its byte offset in the decompressed stream.
 """
 
-import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any, Self
 
 import orjson
 from backports import zstd
-from isal.isal_zlib import IsalError
 
+from t5train.data.formats.compressed import COMPRESSIONS, Decompressed, DecompressionError
 from t5train.data.native import segmenter_build
 from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at
 from t5train.errors import InputError
@@ -31,10 +28,6 @@ _DUMP, _DUMP_NAME = ".xml", re.compile(r"-pages-(articles|meta-current)[a-z0-9-]
 """Dumps of Wikipedia are told from other XML files by their usual names."""
 _BESIDE_DUMPS = re.compile(r"-pages-articles-multistream-index[0-9]*\.txt(-p[0-9]+p[0-9]+)?$|-(md5|sha1)sums\.txt$")
 """Names of files that lie beside dumps, and are no text."""
-_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
-"""fsspec's name of the compression for each suffix. .zip is not supported: fsspec would read only its first member."""
-_ISAL_ERROR = cast(type[Exception], IsalError)  # isal's stub declares it as an instance
-_DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, _ISAL_ERROR, zstd.ZstdError)
 FRAMES = ".passages.zst"
 """The end of the names of files of ``PassageFrames``."""
 _FRAME_LEVEL = 1
@@ -50,7 +43,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 def is_compressed(path: Path) -> bool:
     """Whether a file has to be decompressed from its beginning."""
-    return path.suffix in _COMPRESSIONS
+    return path.suffix in COMPRESSIONS
 
 
 def is_framed(source: SourceFile) -> bool:
@@ -68,13 +61,13 @@ def format_of(name: str) -> str | None:
 
     ``.xml`` stands for a dump of Wikipedia.
     """
-    plain = name.removesuffix(Path(name).suffix) if Path(name).suffix in _COMPRESSIONS else name
+    plain = name.removesuffix(Path(name).suffix) if Path(name).suffix in COMPRESSIONS else name
     if _DUMP_NAME.search(plain):
         return _DUMP
     if _BESIDE_DUMPS.search(plain):
         return None
     suffixes = Path(name).suffixes
-    if suffixes and suffixes[-1] in _COMPRESSIONS and suffixes[-2:-1] != [".parquet"]:
+    if suffixes and suffixes[-1] in COMPRESSIONS and suffixes[-2:-1] != [".parquet"]:
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
 
@@ -148,17 +141,19 @@ def rows(source: SourceFile, number: int = 0, offset: int = 0, opened: OpenFile 
     """
     reader = _frames if is_framed(source) else _READERS.get(format_of(source.name) or "")
     if reader is None:
-        compressed = ", ".join(_COMPRESSIONS)
+        compressed = ", ".join(COMPRESSIONS)
         raise InputError(
-            f"{source.path} has an unsupported format. Use {', '.join(FORMATS)}, or one of the first three compressed "
+            f"{source.shown} has an unsupported format. Use {', '.join(FORMATS)}, or one of the first three compressed "
             f"({compressed})"
         )
     try:
         with OpenFile() if opened is None else nullcontext(opened) as file:
             yield from reader(source, number, offset, file)
-    except _DAMAGED as error:
+    except DecompressionError as error:
+        raise InputError(f"{source.shown} cannot be read to its end ({error}). {error.remedy}") from error
+    except (OSError, EOFError, zstd.ZstdError) as error:
         raise InputError(
-            f"{source.path} cannot be read to its end ({error}). If the file is damaged, fetch or write it again"
+            f"{source.shown} cannot be read to its end ({error}). If the file is damaged, fetch or write it again"
         ) from error
 
 
@@ -205,13 +200,13 @@ def _json_value(source: SourceFile, row: int, line: str) -> Any:
         return orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise InputError(
-            f"{source.path} line {row + 1} is not JSON ({error.msg}, at column {error.colno}). Correct this line"
+            f"{source.shown} line {row + 1} is not JSON ({error.msg}, at column {error.colno}). Correct this line"
         ) from None
 
 
 def _json_passage(source: SourceFile, row: int, value: Any) -> Passage:
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise InputError(f'{source.path} line {row + 1} is not an object with "text": "...". Correct this line')
+        raise InputError(f'{source.shown} line {row + 1} is not an object with "text": "...". Correct this line')
     return Passage(id_at(value.get("id"), source, row), str(value.get("title") or ""), value["text"])
 
 
@@ -221,7 +216,7 @@ def _tsv(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iter
         _, _, header = next(lines, (0, 0, ""))
         if header != _TSV_HEADER:
             raise InputError(
-                f"{source.path} begins with {header[:80]!r}, but must begin with the header {_TSV_HEADER!r}. Add this "
+                f"{source.shown} begins with {header[:80]!r}, but must begin with the header {_TSV_HEADER!r}. Add this "
                 "header, and order the columns accordingly"
             )
     for row, start, line in lines:
@@ -234,7 +229,7 @@ def _tsv_passage(source: SourceFile, row: int, line: str) -> Passage:
     fields = line.split("\t")
     if len(fields) != 3:
         raise InputError(
-            f"{source.path} line {row + 1} has {quantity(len(fields), 'field')} separated by tabs, but must have "
+            f"{source.shown} line {row + 1} has {quantity(len(fields), 'field')} separated by tabs, but must have "
             "three: id, text, title. Correct this line"
         )
     name, text, title = map(_unquoted, fields)
@@ -249,7 +244,18 @@ def _unquoted(field: str) -> str:
 def _parquet(source: SourceFile, number: int, offset: int, _: OpenFile) -> Iterator[Row]:
     from t5train.data.formats.parquet import parquet_rows  # pyarrow is slow to import, and few processes need it
 
-    return parquet_rows(source, number, offset)
+    for row in parquet_rows(source, number, offset):
+        require_short_text(source.name, row.number, row.passage.text)
+        yield row
+
+
+def require_short_text(name: str, row: int, text: str) -> None:
+    """Raise InputError if the text of a row of ``name`` has more characters than a line of text may have bytes."""
+    if len(text) > MAX_LINE_BYTES:
+        raise InputError(
+            f"{name}, row {row}: the text has more than {format_bytes(MAX_LINE_BYTES)}, but it is one passage and is "
+            "processed as a whole. Choose a text in smaller rows"
+        )
 
 
 def _dump(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
@@ -293,7 +299,7 @@ def _decoded(source: SourceFile, row: int, offset: int, line: bytes) -> str:
     """Return the text of a line without its end, and without the byte order mark of the file."""
     if b"\0" in line:
         raise InputError(
-            f"{source.path} line {row + 1} has a NUL byte, so the file is not text in UTF-8. Convert it from another "
+            f"{source.shown} line {row + 1} has a NUL byte, so the file is not text in UTF-8. Convert it from another "
             "encoding, such as UTF-16, or leave it out if it is not text"
         )
     content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
@@ -301,7 +307,7 @@ def _decoded(source: SourceFile, row: int, offset: int, line: bytes) -> str:
         return content.rstrip(b"\r\n").decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{source.path} line {row + 1} is not UTF-8: byte {offset + error.start} of the text is "
+            f"{source.shown} line {row + 1} is not UTF-8: byte {offset + error.start} of the text is "
             f"0x{line[error.start]:02x}. Convert the file to UTF-8, or leave it out if it is not text"
         ) from None
 
@@ -319,19 +325,17 @@ def _raw_lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -
 def _require_short(source: SourceFile, number: int, line: bytes) -> None:
     if len(line) > MAX_LINE_BYTES:
         raise InputError(
-            f"{source.path} line {number + 1} has more than {format_bytes(MAX_LINE_BYTES)}, but a line is one "
+            f"{source.shown} line {number + 1} has more than {format_bytes(MAX_LINE_BYTES)}, but a line is one "
             "passage and is processed as a whole. Split it into lines, for example at paragraphs"
         )
 
 
 @contextmanager
 def _decompressed(path: Path, stored: IO[bytes]) -> Iterator[IO[bytes]]:
-    if path.suffix not in _COMPRESSIONS:
+    if path.suffix not in COMPRESSIONS:
         yield stored
         return
-    from fsspec.compression import compr  # slow to import, for worker processes that read plain text
-
-    with compr[_COMPRESSIONS[path.suffix]](stored, mode="rb") as file:
+    with Decompressed(stored, path.suffix) as file:
         yield file
 
 

@@ -14,6 +14,7 @@ from t5train.data.passages import (
     IdSequence,
     Passage,
     Row,
+    Skipped,
     SourceFile,
     TextCounts,
     TextDigests,
@@ -56,10 +57,12 @@ class TextsSeen(NamedTuple):
     counts: TextCounts
     ids: IdSequence
     few_ids: FewIds
+    skipped: Skipped
 
     def add(self, row: Row, *, has_text: bool) -> None:
         """Add the next row."""
         self.ids.add(row)
+        self.skipped.add(row)
         if has_text and self.few_ids.found is not None:
             self.few_ids.add(row)
 
@@ -148,7 +151,7 @@ def scan_file(job: Json, advance: Advance) -> Json:
     The digests of the texts are written to another file.
     """
     source = SourceFile(Path(job["path"]), job["name"])
-    watched, seen = _InSteps(advance), TextsSeen(TextDigests(), TextCounts(), IdSequence(), FewIds())
+    watched, seen = _InSteps(advance), TextsSeen(TextDigests(), TextCounts(), IdSequence(), FewIds(), Skipped())
     if job["frames"] is None:
         scanned = scan(source, None, seen, watched)
     else:
@@ -166,6 +169,8 @@ def scan_file(job: Json, advance: Advance) -> Json:
         "first_id": seen.ids.first,
         "broken_id": seen.ids.broken,
         "few_ids": seen.few_ids.found,
+        "skipped_pages": seen.skipped.pages,
+        "first_skipped": seen.skipped.first,
     }
 
 

@@ -27,7 +27,7 @@ from t5train.data.download.remote_reading import Backoff, is_busy, is_web, messa
 from t5train.data.formats.wikipedia_dump import require_one_form
 from t5train.data.passages import READ_COLUMNS, Passage, SourceFile
 from t5train.data.readers import FORMATS, format_of
-from t5train.errors import InputError
+from t5train.errors import InputError, encodable, printable
 from t5train.files.atomic import replacing
 from t5train.files.made_files import MadeFiles
 from t5train.host_resources import num_cores, quantity
@@ -172,7 +172,13 @@ def skipped_line(skipped: Sequence[str]) -> str:
 
 
 def _names(found: list[str]) -> list[str]:
-    """Return the names of files relative to their common folder."""
+    """Return the names of files relative to their common folder. Raises InputError for one that is not UTF-8."""
+    for each in found:
+        if encodable(each) != each:
+            raise InputError(
+                f"corpus.source includes {printable(each)}, whose name is not UTF-8, as records of files are. Rename "
+                "it, or leave it out"
+            )
     base = os.path.commonpath([PurePosixPath(each).parent for each in found])
     return [str(PurePosixPath(each).relative_to(base)) for each in found]
 
@@ -180,7 +186,7 @@ def _names(found: list[str]) -> list[str]:
 def few(names: Sequence[str]) -> str:
     """Return the first names, separated by commas, and how many more there are."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return ", ".join(names[:_SHOWN_NAMES]) + more
+    return ", ".join(map(printable, names[:_SHOWN_NAMES])) + more
 
 
 def _formats() -> str:
@@ -208,8 +214,8 @@ def _matched(source: str) -> Matches:
     for each in found:
         if format_of(each) is None:
             raise InputError(
-                f"corpus.source includes {each}, which has an unsupported format. Set corpus.source to {_formats()} "
-                "files only"
+                f"corpus.source includes {printable(each)}, which has an unsupported format. Set corpus.source to "
+                f"{_formats()} files only"
             )
     require_one_form(found)
     return Matches(filesystem, sorted(found), [], made)

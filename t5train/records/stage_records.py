@@ -155,6 +155,9 @@ REPEATED = "repeated_passages"
 REMOVED = "removed_passages"
 """The count of passages that were removed from training, of corpora and shards with corpus.remove."""
 
+SKIPPED = "skipped_pages"
+"""The count of pages of Wikipedia dumps that cannot be parsed, of corpora that have some."""
+
 OF_TEXT = "train_samples_of_text_"
 """Before its number, the count of different samples to train on of a text of a mixture, in what a run records."""
 

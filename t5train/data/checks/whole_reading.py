@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.data.checks.document_ids import IdsOfFile
 from t5train.data.checks.listed_pairs import ListedSearch
-from t5train.data.passages import ODDITIES, IdRows, SourceFile, TextDigests
+from t5train.data.passages import ODDITIES, IdRows, Skipped, SourceFile, TextDigests
 from t5train.data.readers import FRAMES, is_compressed, is_dump, is_framed
 from t5train.data.segments import FileSegments, Segment, size_of_text
 from t5train.data.worker_processes import Json, in_processes
@@ -17,7 +17,7 @@ from t5train.errors import InputError
 from t5train.files.atomic import write_text
 from t5train.host_resources import quantity, require_free_space
 from t5train.progress import Progress
-from t5train.records.stage_records import REMOVED, REPEATED, Corpus
+from t5train.records.stage_records import REMOVED, REPEATED, SKIPPED, Corpus
 
 TEXT_FINDINGS = "text-findings.json"
 FRAMED_FROM_BYTES = 128 << 20
@@ -48,6 +48,10 @@ class TextFindings(BaseModel):
     """How many of ``passages_read`` have a text of 2**(n-1) to before 2**n bytes, by n."""
     repetitions: dict[str, int] | None = None
     """The counts of ``find_repetitions``; None if nothing was searched for."""
+    skipped_pages: int = 0
+    """How many pages of dumps have no text here, because they cannot be parsed."""
+    first_skipped: tuple[str, ...] = ()
+    """The first of them, and why."""
     listed: ListedSearch | None = None
     """How the near-duplicates of ``corpus.remove_listed`` were found; None if that is not set."""
 
@@ -67,13 +71,15 @@ class TextFindings(BaseModel):
 
     def write(self, folder: Path) -> None:
         """Write ``text-findings.json``."""
-        write_text(folder / TEXT_FINDINGS, self.model_dump_json(indent=1) + "\n")
+        without = set() if self.skipped_pages else {"skipped_pages", "first_skipped"}  # as earlier versions wrote it
+        write_text(folder / TEXT_FINDINGS, self.model_dump_json(indent=1, exclude=without) + "\n")
 
     def counts(self) -> dict[str, int]:
         """Return the counts of the corpus's record."""
         names = ("passages", "empty_passages", "text_bytes", REPEATED)
         removed = {} if self.repetitions is None else {REMOVED: self.repetitions[REMOVED]}
-        return {name: getattr(self, name) for name in names} | removed
+        skipped = {SKIPPED: self.skipped_pages} if self.skipped_pages else {}
+        return {name: getattr(self, name) for name in names} | removed | skipped
 
     def odd_lines(self) -> list[str]:
         """Return a sentence for each of ``ODDITIES`` that passages have."""
@@ -81,7 +87,14 @@ class TextFindings(BaseModel):
             f"{quantity(number, 'passage')} of {self.passages_read:,} with {ODDITIES[name].explanation}"
             for name, number in self.odd.items()
             if number
-        ]
+        ] + self._skipped_lines()
+
+    def _skipped_lines(self) -> list[str]:
+        if not self.skipped_pages:
+            return []
+        more = self.skipped_pages - len(self.first_skipped)
+        named = "; ".join([*self.first_skipped, *([f"and {more:,} more"] if more else [])])
+        return [f"{quantity(self.skipped_pages, 'page')} skipped, because the markup cannot be parsed: {named}"]
 
     def after_removal(
         self, files: Sequence[FileSegments], repetitions: Mapping[str, int], listed: ListedSearch | None
@@ -192,6 +205,8 @@ def _findings(files: Sequence[FileSegments], results: Sequence[Json], repeated: 
         repeated_passages=repeated,
         odd={name: odd[name] for name in ODDITIES},
         lengths=dict(sorted(lengths.items())),
+        skipped_pages=sum(each["skipped_pages"] for each in results),
+        first_skipped=tuple([page for each in results for page in each["first_skipped"]][: Skipped.NAMED]),
     )
 
 

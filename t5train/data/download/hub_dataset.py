@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from t5train.data.download.hub_commit import explained_by_hub, gated, page
 from t5train.data.download.remote_reading import Backoff, is_interrupted
+from t5train.data.formats.compressed import use_in_fsspec
 from t5train.errors import InputError, T5TrainError
 from t5train.locations import without_queries
 from t5train.spec.data_spec import HubText
@@ -149,6 +150,7 @@ def _package(repository: str) -> Any:
         raise InputError(
             f"hf://{repository} needs a package that is not installed ({error}): pip install {_PACKAGE}"
         ) from None
+    use_in_fsspec()
     datasets.disable_progress_bars()
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise each opening is reported to the Hub
     datasets.config.TORCH_AVAILABLE = False  # otherwise it imports torch, which takes seconds in each process

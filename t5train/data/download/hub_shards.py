@@ -18,11 +18,11 @@ from t5train.data.download.kept_downloads import cache_folder
 from t5train.data.download.partial_file import Note, read_note, whole_copies, write_note
 from t5train.data.download.remote_reading import Backoff, is_interrupted
 from t5train.data.passages import Passage, SourceFile, id_at, nonblank_bytes
-from t5train.data.readers import FRAMES, MAX_LINE_BYTES, SEGMENT_BYTES, PassageFrames
+from t5train.data.readers import FRAMES, SEGMENT_BYTES, PassageFrames, require_short_text
 from t5train.data.worker_processes import Advance, Json, in_processes
 from t5train.errors import InputError
 from t5train.files.atomic import replacing
-from t5train.host_resources import format_bytes, quantity, require_free_space
+from t5train.host_resources import quantity, require_free_space
 from t5train.locations import hub_dataset_name
 from t5train.progress import Progress
 from t5train.records.digests import FileDigest, digest_file
@@ -211,11 +211,7 @@ def _passages(stream: Any, columns: HubColumns, source: SourceFile, name: str) -
                 f"{source.name}, row {number}: column {columns.text!r} (corpus.column) holds {type(text).__name__} and "
                 "not text. Set corpus.column to a column that holds text in every row"
             )
-        if text is not None and len(text) > MAX_LINE_BYTES:
-            raise InputError(
-                f"{source.name}, row {number}: the text has more than {format_bytes(MAX_LINE_BYTES)}, but it is one "
-                "passage and is processed as a whole. Choose a text in smaller rows"
-            )
+        require_short_text(source.name, number, text or "")
         has_text = has_text or text is not None
         yield Passage(id_at(_value(row, columns.id), source, number), str(_value(row, columns.title) or ""), text or "")
     if number >= 0 and not has_text:

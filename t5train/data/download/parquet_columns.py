@@ -98,7 +98,7 @@ def fetch_columns(read_range: ReadRange, size_bytes: int, columns: Columns, out:
 
     remote = _RemoteBytes(read_range, size_bytes)
     try:
-        with ParquetFile(remote) as file:
+        with ParquetFile(remote, page_checksum_verification=True) as file:
             schema = pyarrow.schema([file.schema_arrow.field(name) for name in columns.names])
             with ParquetWriter(out, schema, compression="zstd") as writer:
                 for number in range(file.num_row_groups):

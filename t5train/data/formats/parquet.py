@@ -1,47 +1,91 @@
 """Reads passages from .parquet files. Only the columns id, text and title are read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
 from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at
-from t5train.errors import InputError
+from t5train.errors import InputError, printable
 
 _BATCH_ROWS = 4096
+_DAMAGED = (pyarrow.ArrowException, OSError, UnicodeDecodeError)
+"""What pyarrow raises for damaged files: OSError for a page that differs from its checksum."""
 
 
 def parquet_rows(source: SourceFile, number: int, offset: int) -> Iterator[Row]:  # noqa: ARG001  rows have no offset here
     """Yield the rows from ``number`` on. Row groups before it are skipped without being read."""
+    with open_parquet(source.path) as file:
+        yield from _rows(source, file, number)
+
+
+@contextmanager
+def open_parquet(path: Path, **options: Any) -> Iterator[pyarrow.parquet.ParquetFile]:
+    """Open a file whose pages are compared with their checksums, if they have any.
+
+    Raises InputError if the file, or what is read of it, is damaged.
+    """
     try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
-            yield from _rows(source, file, number)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise InputError(f"{source.path} cannot be read as parquet ({error}). Fetch or write the file again") from error
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
+            yield file
+    except _DAMAGED as error:
+        raise _damaged(path, "", error) from error
+
+
+def batches(
+    path: Path,
+    file: pyarrow.parquet.ParquetFile,
+    rows: int,
+    groups: Sequence[int],
+    columns: Sequence[str],
+    *,
+    use_threads: bool = True,
+) -> Iterator[Any]:
+    """Yield columns of row groups in batches of at most so many rows. Raises InputError if they are damaged."""
+    row = sum(file.metadata.row_group(number).num_rows for number in range(groups[0])) if groups else 0
+    try:
+        for batch in file.iter_batches(rows, row_groups=list(groups), columns=list(columns), use_threads=use_threads):
+            yield batch
+            row += batch.num_rows
+    except _DAMAGED as error:
+        raise _damaged(path, f" from row {row:,} on", error) from error
+
+
+def is_text(kind: pyarrow.DataType) -> bool:
+    """Whether the values of a column are text, however Arrow holds them in memory."""
+    types = pyarrow.types
+    if types.is_dictionary(kind):
+        return is_text(kind.value_type)
+    if isinstance(kind, pyarrow.BaseExtensionType):  # such as JSON
+        return is_text(kind.storage_type)
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _damaged(path: Path, where: str, error: Exception) -> InputError:
+    shown = printable(str(path))
+    return InputError(f"{shown} cannot be read as parquet{where} ({error}). Fetch or write the file again")
 
 
 def stored_text_bytes(source: SourceFile) -> int:
     """Return about the size of the text: that of the column before compression, from the file's footer."""
-    try:
-        metadata = pyarrow.parquet.read_metadata(source.path)
-    except pyarrow.ArrowException as error:
-        raise InputError(f"{source.path} cannot be read as parquet ({error}). Fetch or write the file again") from error
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    with open_parquet(source.path) as file:
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
     return sum(each.total_uncompressed_size for each in columns if each.path_in_schema == "text")
 
 
 def require_columns(source: SourceFile, types: Mapping[str, str]) -> None:
     """Raise InputError unless a file has columns of these types."""
-    try:
-        schema = pyarrow.parquet.read_schema(source.path)
-    except pyarrow.ArrowException as error:
-        raise InputError(f"{source.path} cannot be read as parquet ({error}). Fetch or write the file again") from error
-    found = {column.name: str(column.type) for column in schema}
+    with open_parquet(source.path) as file:
+        schema = file.schema_arrow
+    found = {column.name: "string" if is_text(column.type) else str(column.type) for column in schema}
     if not types.items() <= found.items():
         wanted = ", ".join(f"{name} ({kind})" for name, kind in types.items())
         raise InputError(
-            f"{source.path} has the columns {_types(schema)}, but should have {wanted}. It is not a file of the text "
+            f"{source.shown} has the columns {_types(schema)}, but should have {wanted}. It is not a file of the text "
             "that the name stands for: name the files by their URL, if they are what you want"
         )
 
@@ -52,7 +96,7 @@ def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) ->
     while group < file.num_row_groups and row + file.metadata.row_group(group).num_rows <= number:
         row += file.metadata.row_group(group).num_rows
         group += 1
-    for batch in file.iter_batches(_BATCH_ROWS, row_groups=list(range(group, file.num_row_groups)), columns=columns):
+    for batch in batches(source.path, file, _BATCH_ROWS, range(group, file.num_row_groups), columns):
         for values in batch.to_pylist():
             if row >= number:
                 name = id_at(values.get("id"), source, row)
@@ -61,13 +105,13 @@ def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) ->
 
 
 def _columns(source: SourceFile, schema: pyarrow.Schema) -> list[str]:
-    found = {name: str(schema.field(name).type) for name in READ_COLUMNS if schema.names.count(name) == 1}
-    if found.get("text") not in ("string", "large_string"):
+    found = [name for name in READ_COLUMNS if schema.names.count(name) == 1]
+    if "text" not in found or not is_text(schema.field("text").type):
         raise InputError(
-            f"{source.path} needs one string column named 'text', but has the columns {_types(schema)}. Write the file "
-            "again with such a column, or choose other files (corpus.source)"
+            f"{source.shown} needs one string column named 'text', but has the columns {_types(schema)}. Write the "
+            "file again with such a column, or choose other files (corpus.source)"
         )
-    return list(found)
+    return found
 
 
 def _types(schema: pyarrow.Schema) -> str:

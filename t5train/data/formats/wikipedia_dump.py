@@ -6,15 +6,16 @@ once more; dumps that come in several files are read by several processes.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import PurePosixPath
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 from xml.etree import ElementTree
 
-from t5train.data.passages import Passage, Row, SourceFile
-from t5train.errors import InputError
+from t5train.data.formats.wikitext_limits import TooComplexError, require_parsable, require_shallow
+from t5train.data.passages import Passage, Row, SkippedRow, SourceFile
+from t5train.errors import InputError, printable
 
 if TYPE_CHECKING:
     from mwparserfromhell.nodes import Node, Wikilink
@@ -44,6 +45,7 @@ _SWITCH = re.compile(f"__({'|'.join(_SWITCHES)})__")
 _MEDIA = re.compile(r"\.(jpe?g|png|gif|svg|tiff?|webp|pdf|djvu|og[agv]|mp[34]|wav|webm)\s*$", re.IGNORECASE)
 _OTHER_LANGUAGE = re.compile("[a-z]{2,3}(-[a-z]+)*")
 _FORM = re.compile(r"^(?P<wiki>.*)-pages-(?P<form>[a-z-]+?)[0-9]*\.xml(?P<part>-p[0-9]+p[0-9]+)?(\.[a-z0-9]+)?$")
+_SHOWN_CHARACTERS = 80
 _SPACES = re.compile(r"[^\S\n]+")
 
 
@@ -54,27 +56,46 @@ def dump_rows(source: SourceFile, file: IO[bytes], number: int) -> Iterator[Row]
     """
     if find_spec("mwparserfromhell") is None:
         raise InputError(
-            f"{source.path} is a dump of Wikipedia, which needs the package mwparserfromhell. Install it: "
+            f"{source.shown} is a dump of Wikipedia, which needs the package mwparserfromhell. Install it: "
             "pip install mwparserfromhell"
         )
     try:
         for row, article in enumerate(islice(_articles(source, file), number, None), start=number):
-            yield Row(row, 0, article())
+            yield article.row(row)
     except ElementTree.ParseError as error:
         raise InputError(
-            f"{source.path} is not well-formed XML ({error}). If the file is damaged, fetch it again"
+            f"{source.shown} is not well-formed XML ({error}). If the file is damaged, fetch it again"
         ) from error
 
 
-def _articles(source: SourceFile, file: IO[bytes]) -> Iterator[Callable[[], Passage]]:
-    """Yield a function for each article that returns its passage, so that markup is removed only where it is needed."""
+class _Article(NamedTuple):
+    """An article whose markup is removed only where it is needed."""
+
+    id: str
+    title: str
+    wikitext: str
+    left_out: Collection[str]
+
+    def row(self, number: int) -> Row:
+        """Return the article as a row. One that cannot be parsed has no text, and the reason."""
+        try:
+            return Row(number, 0, Passage(self.id, self.title, plain_text(self.wikitext, self.left_out)))
+        except TooComplexError as error:
+            reason = (
+                f"{printable(self.title[:_SHOWN_CHARACTERS])} (id {printable(self.id[:_SHOWN_CHARACTERS])}): {error}"
+            )
+            return SkippedRow.of(number, Passage(self.id, self.title, ""), reason)
+
+
+def _articles(source: SourceFile, file: IO[bytes]) -> Iterator[_Article]:
+    """Yield all articles of a dump."""
     left_out = set(_ENGLISH_NAMES)
     events = ElementTree.iterparse(file, ("start", "end"))  # noqa: S314  Expat limits entities, and fetches none
     _, root = next(events)
     space = root.tag.removesuffix("mediawiki")
     if root.tag == space:
         raise InputError(
-            f"{source.path} begins with <{root.tag}>, but a dump of Wikipedia begins with <mediawiki>. Choose other "
+            f"{source.shown} begins with <{root.tag}>, but a dump of Wikipedia begins with <mediawiki>. Choose other "
             "files (corpus.source)"
         )
     for event, element in events:
@@ -90,22 +111,35 @@ def _articles(source: SourceFile, file: IO[bytes]) -> Iterator[Callable[[], Pass
             root.clear()  # what was read would stay in memory
 
 
-def _article(page: ElementTree.Element, space: str, left_out: Collection[str]) -> Callable[[], Passage]:
+def _article(page: ElementTree.Element, space: str, left_out: Collection[str]) -> _Article:
     name, title = page.findtext(f"{space}id") or "", page.findtext(f"{space}title") or ""
-    wikitext = page.findtext(f"{space}revision/{space}text") or ""
-    return lambda: Passage(name, title, plain_text(wikitext, left_out))
+    return _Article(name, title, page.findtext(f"{space}revision/{space}text") or "", left_out)
 
 
 def plain_text(wikitext: str, left_out: Collection[str] = frozenset(_ENGLISH_NAMES)) -> str:
     """Return the text of a page without its markup, one paragraph, heading or item a line.
 
-    ``left_out`` are the names, in lower case, of namespaces whose links are no text.
+    ``left_out`` are the names, in lower case, of namespaces whose links are no text. Raises TooComplexError if the page
+    is too long, or has too much markup that is nested or not closed.
     """
-    import mwparserfromhell  # an extra, which only this format needs
-
-    text = _SWITCH.sub("", "".join(_texts(mwparserfromhell.parse(wikitext), left_out)))
+    text = _SWITCH.sub("", "".join(_texts(_parsed(wikitext), left_out)))
     lines = (_SPACES.sub(" ", line).strip() for line in text.split("\n"))
     return "\n".join(line for line in lines if line)
+
+
+def _parsed(wikitext: str) -> "Wikicode":
+    """Return the markup of a page, as mwparserfromhell.parse does. What it would take too long for is refused."""
+    from mwparserfromhell import parser  # an extra, which only this format needs
+    from mwparserfromhell.parser.builder import Builder
+    from mwparserfromhell.parser.tokenizer import Tokenizer
+
+    require_parsable(wikitext)
+    try:
+        tokens = (parser.CTokenizer if parser.use_c else Tokenizer)().tokenize(wikitext)
+        require_shallow(tokens)
+        return Builder().build(tokens)
+    except parser.ParserError as error:
+        raise TooComplexError(f"its markup cannot be parsed ({error})") from error
 
 
 def _texts(code: "Wikicode | None", left_out: Collection[str]) -> Iterator[str]:

@@ -4,6 +4,7 @@ Rows are numbered over all files of a source, in the order of their names, as in
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
+from t5train.data.formats.parquet import batches, open_parquet
 from t5train.data.passages import SourceFile
 from t5train.errors import InputError
 from t5train.host_resources import quantity
@@ -109,17 +111,13 @@ def _rows_in(each: EmbeddingFile, rows: np.ndarray, dimension: int) -> Iterator[
 
 
 def _rows_of(source: SourceFile) -> int:
-    try:
-        metadata = pyarrow.parquet.ParquetFile(source.path)
-    except pyarrow.ArrowException as error:
-        raise InputError(f"{source.path} cannot be read as parquet ({error}). {_AGAIN}") from error
-    with metadata as file:
+    with open_parquet(source.path) as file:
         schema = file.schema_arrow
         kind = schema.field(COLUMN).type if schema.names.count(COLUMN) == 1 else None
         if not _is_list_of_floats(kind):
             columns = ", ".join(f"{column.name} ({column.type})" for column in schema)
             raise InputError(
-                f"{source.path} needs one column named {COLUMN!r} with a list of floating-point numbers in each row, "
+                f"{source.shown} needs one column named {COLUMN!r} with a list of floating-point numbers in each row, "
                 f"but has the columns {columns}. Name files with embeddings"
             )
         return int(file.metadata.num_rows)
@@ -135,12 +133,12 @@ def _first_width(each: EmbeddingFile) -> int:
     column = next(_batches(each, 1))
     width = pyarrow.compute.list_value_length(column)[0].as_py()
     if not width:
-        raise InputError(f"{each.source.path} row 0 has no embedding. {_AGAIN}")
+        raise InputError(f"{each.source.shown} row 0 has no embedding. {_AGAIN}")
     return int(width)
 
 
-def _opened(each: EmbeddingFile) -> pyarrow.parquet.ParquetFile:
-    return pyarrow.parquet.ParquetFile(each.source.path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+def _opened(each: EmbeddingFile) -> AbstractContextManager[pyarrow.parquet.ParquetFile]:
+    return open_parquet(each.source.path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
 
 
 def _batches(each: EmbeddingFile, rows: int) -> Iterator[Any]:
@@ -150,11 +148,8 @@ def _batches(each: EmbeddingFile, rows: int) -> Iterator[Any]:
 
 def _read(each: EmbeddingFile, file: pyarrow.parquet.ParquetFile, rows: int, groups: list[int]) -> Iterator[Any]:
     """Yield the column of row groups in arrays of at most so many rows."""
-    try:
-        for batch in file.iter_batches(rows, row_groups=groups, columns=[COLUMN], use_threads=False):
-            yield batch.column(0)
-    except pyarrow.ArrowException as error:
-        raise InputError(f"{each.source.path} cannot be read to its end ({error}). {_AGAIN}") from error
+    found = batches(each.source.path, file, rows, groups, [COLUMN], use_threads=False)
+    return (batch.column(0) for batch in found)
 
 
 def _matrix(each: EmbeddingFile, row: int, column: Any, dimension: int) -> np.ndarray:
@@ -162,15 +157,15 @@ def _matrix(each: EmbeddingFile, row: int, column: Any, dimension: int) -> np.nd
     widths = pyarrow.compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
     if (bad := np.flatnonzero(widths != dimension)).size:
         raise InputError(
-            f"{each.source.path} row {row + bad[0]} has an embedding of {quantity(int(widths[bad[0]]), 'number')}, but "
-            f"should have {dimension}, as the source's first row. {_AGAIN}"
+            f"{each.source.shown} row {row + bad[0]} has an embedding of {quantity(int(widths[bad[0]]), 'number')}, "
+            f"but should have {dimension}, as the source's first row. {_AGAIN}"
         )
     # Missing numbers become NaN.
     values = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
     vectors = values.reshape(-1, dimension)
     if (bad := np.flatnonzero(~np.isfinite(vectors).all(axis=1))).size:
         raise InputError(
-            f"{each.source.path} row {row + bad[0]} has an embedding with a number that is missing or not finite. "
+            f"{each.source.shown} row {row + bad[0]} has an embedding with a number that is missing or not finite. "
             f"{_AGAIN}"
         )
     return np.asarray(vectors)

@@ -10,9 +10,11 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFile
 
-from t5train.data.sources import local_files
+from t5train.data.corpus import build_corpus
+from t5train.data.sources import local_files, require_source, skipped_line
 from t5train.errors import InputError
 from t5train.progress import silent
+from t5train.spec import CorpusSpec
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -99,3 +101,25 @@ def test_a_link_in_the_cache_does_not_lead_a_download_elsewhere(index: str, tmp_
     with pytest.raises(InputError, match="is a symbolic link"):
         local_files(f"{index}/*.txt", "", tmp_path, silent)
     assert not (elsewhere / "one.txt").exists()
+
+
+@pytest.mark.parametrize("pattern", ["", "/*", "/caf?/*.txt"])
+def test_a_file_whose_name_is_not_utf_8_is_named_with_its_bytes_escaped(tmp_path: Path, pattern: str) -> None:
+    folder = tmp_path / ("caf\udce9" if pattern.count("*.") else ".")
+    folder.mkdir(exist_ok=True)
+    (folder / "a\udcff.txt").write_text("text\n")
+    for act in (require_source, lambda source: build_corpus(CorpusSpec(source=source), tmp_path / "root")):
+        with pytest.raises(
+            InputError, match=r"includes /.*/a\\xff\.txt, whose name is not UTF-8.* Rename it"
+        ) as caught:
+            act(f"{tmp_path}{pattern}")
+        assert str(caught.value).isprintable()
+
+
+def test_names_of_files_cannot_break_the_lines_of_a_message(tmp_path: Path) -> None:
+    (tmp_path / "a\n\x1b[31m.txt").write_bytes(b"\xff")
+    (tmp_path / "b\udce9\n.pdf").touch()
+    with pytest.raises(InputError, match=r"/a\\n\\x1b\[31m\.txt line 1 is not UTF-8") as caught:
+        build_corpus(CorpusSpec(source=str(tmp_path), workers=1), tmp_path / "root")
+    assert str(caught.value).isprintable()
+    assert skipped_line(require_source(str(tmp_path)).skipped).endswith(r": b\xe9\n.pdf")

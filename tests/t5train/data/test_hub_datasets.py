@@ -1,7 +1,9 @@
 """Text of any dataset of the Hugging Face Hub by its name, streamed with ``datasets`` from a server like the Hub."""
 
+import bz2
 import io
 import json
+import lzma
 import os
 import re
 import signal
@@ -208,6 +210,15 @@ def test_ids_and_titles_are_read_where_there_are_any_and_embeddings_are_not(tmp_
     assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/*.zst")) < 100_000
 
 
+def test_every_type_of_text_in_parquet_is_streamed(tmp_path: Path) -> None:
+    file, texts = io.BytesIO(), pyarrow.array(["one", "two", "one"])
+    columns = {"text": texts.dictionary_encode(), "title": texts.cast(pyarrow.string_view())}
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    with serving_hub(Hub({"train.parquet": file.getvalue()})) as hub:
+        made = build_one(hub, tmp_path, {"source": NAME, "workers": 1})
+    assert [passage[1:] for passage in made["passages"]] == [["one", "one"], ["two", "two"], ["one", "one"]]
+
+
 def with_checksums(rows: int) -> bytes:
     file = io.BytesIO()
     table = pyarrow.table({"text": [f"words of passage {row}" for row in range(rows)]})
@@ -235,6 +246,21 @@ def test_a_flipped_bit_is_noticed_where_the_format_has_checksums(
         assert not kept(tmp_path)
         del hub.sent[name]
         assert "error" not in build_one(hub, tmp_path, {"source": NAME, "workers": 1})
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("xz", lzma.compress), ("bz2", bz2.compress)])
+def test_compressed_files_are_streamed_to_their_last_byte_or_refused(
+    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
+) -> None:
+    parts = [compress(b"".join(b'{"text": "%d %d"}\n' % (part, row) for row in range(900))) for part in range(2)]
+    name, padding = f"train.jsonl.{suffix}", b"\0" * 4
+    with serving_hub(Hub({name: padding.join(parts)})) as hub:
+        made = build_one(hub, tmp_path / "padded", {"source": NAME, "workers": 1})
+        assert made["counts"]["passages"] == 1800
+        hub.commit({name: parts[0] + b"XX" + parts[1][2:]})
+        said = build_one(hub, tmp_path / "damaged", {"source": NAME, "workers": 1})["error"]
+    assert f"{NAME} cannot be read by datasets: stream 2, which begins at byte {len(parts[0]):,}" in said
+    assert not kept(tmp_path / "damaged")
 
 
 def test_errors_say_what_there_is_to_choose_from_and_what_to_do(hub: Hub, tmp_path: Path) -> None:

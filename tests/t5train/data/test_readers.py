@@ -4,8 +4,9 @@ import bz2
 import gzip
 import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t5train.data import readers
+from t5train.data.formats import compressed
 from t5train.data.passages import Passage, SourceFile
 from t5train.data.readers import FRAMES, PassageFrames, format_of, rows
 from t5train.data.segments import passages_in, passages_of, scan
@@ -159,6 +161,105 @@ def test_frames_hold_the_same_passages_and_each_segment_is_read_alone(tmp_path: 
     assert scan(place).segments == framed.segments, "frames that are scanned are segments, read from where they begin"
 
 
+STREAMS = {
+    ".gz": (gzip.compress(b"one\n"), gzip.compress(b"two\n")),
+    ".bz2": (bz2.compress(b"one\n"), bz2.compress(b"two\n")),
+    ".xz": (lzma.compress(b"one\n"), lzma.compress(b"two\n")),
+    ".zst": (zstd.compress(b"one\n"), zstd.compress(b"two\n")),
+}
+SKIPPABLE = b"\x50\x2a\x4d\x18\4\0\0\0skip"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "between", "after"),
+    [
+        *((suffix, b"", b"") for suffix in STREAMS),
+        *((suffix, b"\0" * number, b"") for suffix in (".gz", ".bz2") for number in (1, 3, 512)),
+        *((suffix, b"", b"\0" * number) for suffix in (".gz", ".bz2") for number in (1, 3, 512, 70_000)),
+        *((".xz", b"\0" * number, b"") for number in (4, 8, 512, 70_000)),
+        *((".xz", b"", b"\0" * number) for number in (4, 8, 512, 70_000)),
+        (".zst", SKIPPABLE, b""),
+        (".zst", b"", SKIPPABLE),
+        *((suffix, compress(b""), b"") for suffix, compress in [(".gz", gzip.compress), (".xz", lzma.compress)]),
+    ],
+)
+def test_all_streams_of_a_compressed_file_are_read(tmp_path: Path, suffix: str, between: bytes, after: bytes) -> None:
+    path = tmp_path / f"a.txt{suffix}"
+    first, second = STREAMS[suffix]
+    path.write_bytes(first + between + second + after)
+    assert [passage.text for passage in read(path)] == ["one", "two"]
+
+
+def damaged(first: bytes, second: bytes) -> Iterator[bytes]:
+    """Yield an intact stream with another that is damaged or cut, or with what is no stream."""
+    for start, inserted in ((0, b"?"), (1, b"?"), (0, b"XX"), (2, b"XX")):
+        yield first + second[:start] + inserted + second[start + len(inserted) :]
+    yield from (first + second[:end] for end in (-1, -4, 10, 4, 1))
+    yield first + second + b"garbage!"
+    yield from (first + garbage for garbage in (b"X", b"\n", b"\0\0\0\0garbage!"))
+
+
+@pytest.mark.parametrize("suffix", STREAMS)
+def test_what_follows_an_intact_stream_is_read_or_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.txt{suffix}"
+    for content in damaged(*STREAMS[suffix]):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"{path} cannot be read to its end \(stream [23], which begins at byte"):
+            read(path)
+
+
+@pytest.mark.parametrize("zeros", [1, 2, 3, 5, 70_001])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_padding_of_xz_that_is_not_a_multiple_of_four_is_refused(tmp_path: Path, zeros: int, is_last: bool) -> None:
+    path = tmp_path / "a.txt.xz"
+    first, second = STREAMS[".xz"]
+    path.write_bytes(first + b"\0" * zeros + (b"" if is_last else second))
+    with pytest.raises(InputError, match=rf"stream 1 is followed by {zeros:,} zeros .* not a multiple of 4"):
+        read(path)
+
+
+@pytest.mark.parametrize("suffix", STREAMS)
+def test_a_compressed_file_without_a_stream_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.txt{suffix}"
+    for content, cause in ((b"", "byte 0 and is empty"), (b"\0\0\0\0", "decompressed")):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"stream 1, which begins at byte 0, .*{cause}"):
+            read(path)
+
+
+def test_a_file_of_nothing_but_a_skippable_frame_holds_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(SKIPPABLE)
+    assert read(path) == []
+
+
+def with_long_window(content: bytes) -> bytes:
+    """Return a frame with a window of 2 GiB, as of zstd --long=31."""
+    options = {zstd.CompressionParameter.window_log: 31, zstd.CompressionParameter.enable_long_distance_matching: 0}
+    compressor = zstd.ZstdCompressor(options=options)
+    return compressor.compress(content) + compressor.flush()
+
+
+def test_a_long_window_is_read_if_memory_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(with_long_window(b"one\ntwo\n"))
+    monkeypatch.setattr(compressed, "host_memory_bytes", lambda: 16 << 30)
+    assert [passage.text for passage in read(path)] == ["one", "two"]
+    monkeypatch.setattr(compressed, "host_memory_bytes", lambda: 2 << 30)
+    with pytest.raises(InputError, match=r"too much memory .* may take 1\.1 GB, half .* with a smaller window \(zstd"):
+        read(path)
+
+
+def test_a_dictionary_of_xz_that_is_larger_than_memory_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.txt.xz"
+    path.write_bytes(lzma.compress(b"one\n", preset=6))
+    monkeypatch.setattr(compressed, "host_memory_bytes", lambda: 4 << 20)
+    with pytest.raises(InputError, match=r"Memory usage limit exceeded: its window or dictionary .* or xz -6"):
+        read(path)
+
+
 def test_frames_that_end_early_are_refused(tmp_path: Path) -> None:
     place = SourceFile(tmp_path / f"a{FRAMES}", "a")
     with open(place.path, "wb") as file:
@@ -249,3 +350,44 @@ def test_a_truncated_parquet_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(InputError, match=r"a\.parquet cannot be read as parquet"):
         scan(source(path))
+
+
+TEXT_TYPES = {
+    "string_view": pyarrow.string_view(),
+    "large_string": pyarrow.large_string(),
+    "dictionary": pyarrow.dictionary(pyarrow.int8(), pyarrow.string()),
+}
+
+
+@pytest.mark.parametrize("kind", TEXT_TYPES.values(), ids=TEXT_TYPES)
+def test_every_type_of_text_in_parquet_is_read(tmp_path: Path, kind: pyarrow.DataType) -> None:
+    path = tmp_path / "a.parquet"
+    column = pyarrow.array(["one", "two", None, "one"]).cast(kind)
+    pyarrow.parquet.write_table(pyarrow.table({"id": column, "text": column}), path, row_group_size=2)
+    assert read(path) == [
+        Passage("one", "", "one"),
+        Passage("two", "", "two"),
+        Passage("a.parquet:2", "", ""),
+        Passage("one", "", "one"),
+    ]
+
+
+def test_a_page_of_parquet_that_differs_from_its_checksum_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [f"passage {row}" for row in range(900)]})
+    options: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pyarrow.parquet.write_table(table, path, row_group_size=300, **options)
+    content = path.read_bytes()
+    assert len(read(path)) == 900
+    path.write_bytes(content.replace(b"passage 500", b"passafe 500"))
+    with pytest.raises(InputError, match=r"a\.parquet cannot be read as parquet from row \d+ on \(.*CRC .* page"):
+        read(path)
+
+
+def test_a_text_of_parquet_that_is_too_long_for_one_passage_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1000)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * 1000, "a" * 1001]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a\.parquet, row 1: the text has more than .* Choose a text in smaller rows"):
+        read(tmp_path / "a.parquet")

@@ -8,6 +8,10 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from t5train.data.download.parquet_columns import fetch_columns, needed_columns
+from t5train.data.formats.parquet import require_columns
+from t5train.data.passages import SourceFile
+from t5train.data.readers import rows
 from t5train.spec.known_indexes import known_indexes
 from t5train.spec.known_texts import known_texts, licence_of
 from tests.support.hub_server import Hub, serving_hub
@@ -149,3 +153,34 @@ configs:
   data_files: data/psgs_w100/nq/*.parquet
 ---
 """
+
+
+@pytest.mark.parametrize(
+    "kind", [pyarrow.string_view(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())]
+)
+def test_columns_are_fetched_of_every_type_of_text_and_compared_with_their_checksums(
+    tmp_path: Path, kind: pyarrow.DataType
+) -> None:
+    texts = pyarrow.array([f"passage {row}" for row in range(600)])
+    table = pyarrow.table({"text": texts.cast(kind), "embeddings": [[1.0 / (row + 1)] * 16 for row in range(600)]})
+    options: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pyarrow.parquet.write_table(table, tmp_path / "whole.parquet", row_group_size=200, **options)
+    content = (tmp_path / "whole.parquet").read_bytes()
+    place = tmp_path / "text.parquet"
+
+    def fetch(stored: bytes) -> None:
+        columns = needed_columns(lambda start, end: stored[start:end], len(stored), ["id", "text", "title"])
+        assert columns is not None
+        fetch_columns(lambda start, end: stored[start:end], len(stored), columns, place)
+
+    fetch(content)
+    assert [row.passage.text for row in rows(SourceFile(place, place.name))] == texts.to_pylist()
+    with pytest.raises(OSError, match="CRC"):
+        fetch(content.replace(b"passage 300", b"passafe 300"))
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string_view(), pyarrow.large_string()])
+def test_a_known_text_may_have_every_type_of_text(tmp_path: Path, kind: pyarrow.DataType) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"id": pyarrow.array(["1"], kind)}), path)
+    require_columns(SourceFile(path, path.name), {"id": "string"})

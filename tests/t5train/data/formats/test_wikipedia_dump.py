@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from infra.head.preflight.text_checks import look_at
+from t5train.data.checks.whole_reading import TEXT_FINDINGS, TextFindings
 from t5train.data.corpus import build_corpus
 from t5train.data.formats.wikipedia_dump import plain_text
+from t5train.data.formats.wikitext_limits import TooComplexError, require_parsable
 from t5train.data.passages import Passage, SourceFile
 from t5train.data.readers import format_of, rows
 from t5train.data.segments import passages_in, read_segments
@@ -167,3 +169,58 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "mwparserfromhell", None)
     with pytest.raises(InputError, match=r"needs the package mwparserfromhell\. Install it: pip install"):
         list(rows(write(tmp_path, page(1, "a"))))
+
+
+HOSTILE = {
+    "nested arguments": "{{{" * 500 + "x" + "}}}" * 500,
+    "nested templates": "{{" * 1000 + "x" + "}}" * 1000,
+    "nested in a title": "[[" + "{{{" * 200 + "x" + "}}}" * 200 + "|b]]",
+    "unclosed tags": "<b>" * 20_000,
+    "unclosed tables": "\n{|\n|" * 10_000,
+    "unclosed templates": "{{a|" * 10_000,
+    "unclosed links": "[http://a " * 10_000,
+    "unclosed attributes": '<a b="' * 10_000,
+    "unclosed comments": "<!--" * 10_000,
+    "closed before": "|}</b>}}" * 5_000 + "{{a|<b>\n{|" * 5_000,
+    "long": "a " * (1 << 20) + "b",
+}
+
+
+@pytest.mark.parametrize("wikitext", HOSTILE.values(), ids=HOSTILE)
+def test_a_page_that_would_end_or_stall_the_parser_is_refused(wikitext: str) -> None:
+    """Without the limits, some of these pages end in a RecursionError, and others take hours."""
+    with pytest.raises(TooComplexError):
+        plain_text(wikitext)
+
+
+@pytest.mark.parametrize(
+    "wikitext",
+    [
+        "{{a|b={{c|" * 20 + "x" + "}}}}" * 20,
+        "text <ref name=a>{{cite|url=http://a|}}</ref> [[a|b]] '''c''' d's<br>\n* e\n" * 5000,
+        "{|\n|-\n| a || {{b|}}\n|}\n" * 3000,
+        "<p>a\n\n{{b\n" * 30 + "text " * 20_000,
+    ],
+)
+def test_ordinary_pages_stay_below_the_limits(wikitext: str) -> None:
+    require_parsable(wikitext)
+
+
+def test_a_hostile_page_is_skipped_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hostile = [HOSTILE["nested arguments"]] * 25
+    pages = [page(number, text) for number, text in enumerate(["First.", *hostile, "Last."])]
+    corpora = []
+    for name, some in {"dumps": pages, "intact": [pages[0], pages[-1]]}.items():
+        write(tmp_path / name, *some)
+        corpora.append(build_corpus(CorpusSpec(source=str(tmp_path / name), workers=1), tmp_path / "root"))
+    with_hostile, intact = corpora
+    assert with_hostile.counts == {**intact.counts, "empty_passages": 25, "skipped_pages": 25}
+    assert "skipped_pages" not in intact.counts
+    assert b"skipped" not in (intact.path / TEXT_FINDINGS).read_bytes()
+    line = TextFindings.read(with_hostile.path).odd_lines()[-1]
+    assert line in caplog.text
+    assert line.startswith(
+        "25 pages skipped, because the markup cannot be parsed: "
+        "T1 (id 1): its markup is nested more than 100 deep; T2 (id 2): "
+    )
+    assert line.endswith("T20 (id 20): its markup is nested more than 100 deep; and 5 more")

@@ -100,3 +100,17 @@ def test_files_without_embeddings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(b"PAR1 is not enough PAR1")
     with pytest.raises(InputError, match="cannot be read as parquet"):
         embeddings_of([SourceFile(tmp_path / "x.parquet", "x.parquet")])
+
+
+def test_a_page_that_differs_from_its_checksum_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    column = [[float(row), 1.0] for row in range(900)]
+    options: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pyarrow.parquet.write_table(pyarrow.table({"embeddings": column}), path, row_group_size=300, **options)
+    content, number = path.read_bytes(), np.float64(500).tobytes()
+    assert content.count(number) == 1
+    path.write_bytes(content.replace(number, np.float64(501).tobytes()))
+    embeddings = embeddings_of([SourceFile(path, path.name)])
+    for reading in (lambda: list(chunks(embeddings)), lambda: rows_at(embeddings, np.array([10, 800, 510]))):
+        with pytest.raises(InputError, match=r"train\.parquet cannot be read as parquet from row \d+ on \(.*CRC"):
+            reading()
