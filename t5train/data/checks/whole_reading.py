@@ -25,6 +25,8 @@ FRAMED_FROM_BYTES = 128 << 20
 Without the copy, each shard would read the file from the beginning."""
 _MOST_IDS = 10_000
 """Different ids that are kept to compare them. A text that has more has documents in every split."""
+_MANY_REPEATED = 0.1
+"""Share of the passages. If more repeat others, the log and the data report warn."""
 _FRAMES_SIZE = 2.2
 """Largest size of that copy relative to the compressed file. Measured: 1.1 to 1.6 for .gz, up to 2.1 for .xz."""
 
@@ -82,6 +84,16 @@ class TextFindings(BaseModel):
             for name, number in self.odd.items()
             if number
         ]
+
+    def repetition_warning(self) -> str:
+        """Return a warning if more than a tenth of the passages repeat others; empty otherwise."""
+        if self.repeated_passages <= _MANY_REPEATED * self.passages:
+            return ""
+        return (
+            f"{self.repeated_passages / self.passages:.1%} of {quantity(self.passages, 'passage')} have the text of "
+            "another one, which may be in another split. If files were copied, leave the copies out of corpus.source; "
+            "to remove repeated text from training, set corpus.remove=duplicates"
+        )
 
     def after_removal(
         self, files: Sequence[FileSegments], repetitions: Mapping[str, int], listed: ListedSearch | None
