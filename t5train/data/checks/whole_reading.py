@@ -18,6 +18,7 @@ from t5train.files.atomic import write_text
 from t5train.host_resources import quantity, require_free_space
 from t5train.progress import Progress
 from t5train.records.stage_records import REMOVED, REPEATED, Corpus
+from t5train.spec.overrides import explain
 
 TEXT_FINDINGS = "text-findings.json"
 FRAMED_FROM_BYTES = 128 << 20
@@ -65,7 +66,8 @@ class TextFindings(BaseModel):
         try:
             return cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
-            raise InputError(f"{path} cannot be read ({error}). Remove {folder}, and start again") from error
+            said = explain(error) if isinstance(error, ValidationError) else error
+            raise InputError(f"{path} cannot be read ({said}). Remove {folder}, and start again") from error
 
     def write(self, folder: Path) -> None:
         """Write ``text-findings.json``."""
