@@ -19,11 +19,12 @@ from infra.node.attempts import process_guard
 from infra.node.attempts.run_lock import require_unused
 from infra.node.node_folders import SHARDS, node_path
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
+from t5train.data.download.source_listing import left_out_lines
 from t5train.data.samples.loader import num_windows
 from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.shards import TEXT_BYTES_PER_TOKEN, settings_of
-from t5train.data.sources import PYDOCS, skipped_line
+from t5train.data.sources import PYDOCS
 from t5train.data.vocabulary.tokenizer import is_vocabulary_of
 from t5train.engine.deepspeed_config import deepspeed_config
 from t5train.engine.memory_estimate import Held, held_by_a_rank
@@ -227,8 +228,7 @@ def _text(spec: RunSpec, text: TextFacts | None) -> str:
     amount = f"{' and '.join(named)}: {quantity(text.num_files, 'file')}, {size}"
     if text.look is not None and text.look.is_whole:
         amount += f", {quantity(text.look.total_passages, 'passage')}"
-    skipped = [skipped_line(text.skipped)] if text.skipped else []
-    return "; ".join([amount, *skipped, *_removal(spec)])
+    return "; ".join([amount, *left_out_lines(text.skipped, text.left_out), *_removal(spec)])
 
 
 def _source(source: str, licence: str | None) -> str:

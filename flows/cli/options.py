@@ -278,7 +278,4 @@ def _recipe_of(file: Configuration, recipe: str | None) -> RunSpec:
             f"the command line names the recipe {recipe!r}, but {file.where('recipe')} names {file.recipe!r}: leave "
             "RECIPE out, or correct the file"
         )
-    try:
-        return recipe_spec(file.recipe)
-    except SpecError as error:
-        raise SpecError(f"{file.where('recipe')}: {error}") from None
+    return recipe_spec(file.recipe)

@@ -30,6 +30,7 @@ from flows.workers.abandoned import OF_THE_POOL, online_workers
 from flows.workers.machine_check import MachineCheck
 from t5train.errors import SpecError, T5TrainError
 from t5train.report.failure_report import Failure, failure_report
+from t5train.spec.overrides import explain
 from tasks.run_title import titled
 
 SKIP_AFTER = timedelta(hours=1)
@@ -171,7 +172,9 @@ def _wrong_settings(run: FlowRun) -> str:
         parameters = RunParameters.of(run.parameters)
         if not parameters.names_local_files:
             parameters.possible_spec()
-    except (T5TrainError, ValidationError) as error:
+    except ValidationError as error:
+        return explain(error)
+    except T5TrainError as error:
         return str(error)
     return ""
 

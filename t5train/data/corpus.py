@@ -4,24 +4,26 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from t5train.data.checks.document_ids import require_documents
+from t5train.data.checks.known_content import require_known_columns, require_known_rows
 from t5train.data.checks.listed_pairs import Listed, open_listed
 from t5train.data.checks.removal import write_without
 from t5train.data.checks.repetitions import Search, find_repetitions
 from t5train.data.checks.test_sets import files_of_test_set, read_test_sets
-from t5train.data.checks.unchanged_files import require_unchanged, stamps_of
-from t5train.data.checks.whole_reading import TEXT_FINDINGS, Ids, ReadText, TextFindings, read_whole
+from t5train.data.checks.unchanged_files import FileStamp, require_unchanged, stamps_of
+from t5train.data.checks.whole_reading import TEXT_FINDINGS, ReadText, TextFindings, read_whole
 from t5train.data.download.partial_file import whole_digest
+from t5train.data.download.source_listing import file_identity
 from t5train.data.formats.wikipedia_dump import require_one_form
 from t5train.data.passages import SourceFile
 from t5train.data.readers import is_framed
 from t5train.data.segments import SEGMENTS, FileSegments, read_segments, write_segments
-from t5train.data.sources import PYDOCS, local_files, pydocs_files, write_pydocs
-from t5train.errors import InputError
+from t5train.data.sources import PYDOCS, files_of_earlier_version, local_files, pydocs_files, write_pydocs
+from t5train.errors import InputError, RecordError, UnknownVersion, Unreadable
 from t5train.files.atomic import remove_folder
 from t5train.files.os_errors import explain
 from t5train.files.output_folder import making, stage_folder
@@ -34,7 +36,7 @@ from t5train.records.kept_files import keep_changed_files
 from t5train.records.stage_records import REMOVED, Corpus, reusable
 from t5train.spec import CorpusSpec
 from t5train.spec.data_spec import REPETITIONS, Repetition, TextSource
-from t5train.spec.known_texts import KnownText, known_texts
+from t5train.spec.known_texts import known_texts
 
 _STAGE_VERSION = 1  # incremented when the same files would give another corpus
 _PYDOCS_FILE = "pydocs.jsonl"
@@ -72,16 +74,13 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
     for known in (known_texts().get(each.source) for each in spec.texts()):
         if known is not None:
             _log.info("%s. Its licence: %s", known.title, known.license)
-    sources = _sources(spec, root, progress)
-    stamps = stamps_of(sources)
-    digests = _digests(sources, progress)
-    test_sets = [files_of_test_set(each, root, progress) for each in spec.test_sets]
-    files = _content(sources, digests)
+    inputs = _inputs(spec, root, listed, progress)
+    folder = out or stage_folder(root, "corpus", corpus_name(spec), inputs.identity)
+    if (earlier := _of_earlier_version(spec, root, folder, inputs, listed, progress)) is not None:
+        folder, inputs = earlier
+    sources, digests, identity = inputs.sources, inputs.digests, inputs.identity
     if listed is not None:
-        listed.require_text(*({each["name"]: each[fact] for each in files} for fact in ("size", "sha256")))
-    content = {"kind": "corpus", "stage": _STAGE_VERSION, "files": files}
-    identity = fingerprint(content | _removal_identity(spec, test_sets, listed, progress))
-    folder = out or stage_folder(root, "corpus", corpus_name(spec), identity)
+        listed.require_text(*({each["name"]: each[fact] for each in inputs.content} for fact in ("size", "sha256")))
     if out is None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     with making(folder, identity):
@@ -91,13 +90,15 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         keep_changed_files(folder)
         if PYDOCS in spec.named():
             sources, recorded = _with_pydocs(spec, sources, recorded, folder, progress)
-        compared = read_test_sets(spec, test_sets, folder / _SCRATCH, progress) if spec.test_sets else []
+        compared = read_test_sets(spec, inputs.test_sets, folder / _SCRATCH, progress) if spec.test_sets else []
         with _of_mixture(spec):
             text = read_whole(sources, folder, spec.workers or num_cores(), progress)
         _require_text(spec, text)
         if spec.removes_passages:
             text = _without_repetitions(spec, text, compared, listed, folder, progress)
-        require_unchanged(stamps, digests)
+        if warning := text.findings.repetition_warning():
+            _log.warning("%s", warning)
+        require_unchanged(inputs.stamps, digests)
         write_segments(folder, text.files)
         text.findings.write(folder)
         stored_again = [file.source.path.name for file in text.files if _is_made(file.source, folder)]
@@ -116,15 +117,72 @@ def corpus_name(spec: CorpusSpec) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:40] or "text"
 
 
-def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFile]:
+class _Inputs(NamedTuple):
+    """The files of a corpus, and what identifies it."""
+
+    sources: list[SourceFile]
+    stamps: dict[Path, FileStamp]
+    digests: dict[SourceFile, FileDigest]
+    content: list[dict[str, Any]]
+    test_sets: list[list[SourceFile]]
+    identity: str
+
+
+def _inputs(
+    spec: CorpusSpec, root: Path, listed: Listed | None, progress: Progress, *, as_before: bool = False
+) -> _Inputs:
+    sources = _sources(spec, root, progress, as_before=as_before)
+    stamps = stamps_of(sources)
+    digests = _digests(sources, progress)
+    test_sets = [files_of_test_set(each, root, progress, as_before=as_before) for each in spec.test_sets]
+    content = _content(sources, digests)
+    identified = {"kind": "corpus", "stage": _STAGE_VERSION, "files": content}
+    identity = fingerprint(identified | _removal_identity(spec, test_sets, listed, progress))
+    return _Inputs(sources, stamps, digests, content, test_sets, identity)
+
+
+def _of_earlier_version(
+    spec: CorpusSpec, root: Path, folder: Path, inputs: _Inputs, listed: Listed | None, progress: Progress
+) -> tuple[Path, _Inputs] | None:
+    """Return the folder and inputs of a finished corpus with hidden files or links, which earlier versions read.
+
+    It stays valid, so that runs continue with the text that they began with. None if there is none.
+    """
+    is_named = folder.parent == root / "corpus"
+    made = dict[str, Corpus]()
+    for each in root.glob(f"corpus/{corpus_name(spec)}-*") if is_named else [folder]:
+        with suppress(RecordError, UnknownVersion, Unreadable):  # reuse says what is wrong with it
+            record = Corpus.load(each)
+            made[record.fingerprint] = record
+    if inputs.identity in made or not any(_has_more_files(each, spec, inputs) for each in made.values()):
+        return None
+    before = _inputs(spec, root, listed, progress, as_before=True)
+    if (found := made.get(before.identity)) is None:
+        return None
+    _log.warning(
+        "%s was made by an earlier version, which also read hidden files or links: it is used as it is", found.path
+    )
+    return found.path, before
+
+
+def _has_more_files(record: Corpus, spec: CorpusSpec, inputs: _Inputs) -> bool:
+    """Whether a corpus may be of these files and others. Files of Python and of test sets are not recorded."""
+    recorded = [path for path in record.files if Path(path).is_absolute()]
+    is_python = [source == PYDOCS for source in spec.named()]
+    names = [each.path.name for each in inputs.sources if not is_python[each.part]]
+    is_more = len(recorded) > len(names) or bool(spec.test_sets)
+    return is_more and set(names) <= {Path(path).name for path in recorded}
+
+
+def _sources(spec: CorpusSpec, root: Path, progress: Progress, *, as_before: bool) -> list[SourceFile]:
     """Return the files of all texts of the corpus, in order. Remote ones are downloaded."""
     found = list[SourceFile]()
     for part, text in enumerate(spec.texts()):
         with of_part(part, text):
-            files = _files(text, root, progress, spec.workers)
+            files = _files(text, root, progress, spec.workers, as_before=as_before)
             known = known_texts().get(text.source)
             if known is not None and known.columns:
-                _require_columns(known, files)
+                require_known_columns(known, files)
         found += [each._replace(part=part) for each in files]
     if spec.mixed_with:
         require_different(spec, found)
@@ -133,9 +191,9 @@ def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFil
 
 def require_different(spec: CorpusSpec, files: Sequence[SourceFile]) -> None:
     """Raise InputError if a file belongs to two texts: passages held out in one could be trained on in the other."""
-    owners: dict[Path, int] = {}
+    owners: dict[object, int] = {}
     for each in files:
-        owner = owners.setdefault(each.path.resolve(), each.part)
+        owner = owners.setdefault(file_identity(str(each.path)), each.part)
         if owner != each.part:
             one, other = (redacted(spec.named()[part]) for part in (owner, each.part))
             raise InputError(
@@ -145,9 +203,13 @@ def require_different(spec: CorpusSpec, files: Sequence[SourceFile]) -> None:
     require_one_form(str(each.path) for each in files)
 
 
-def _files(text: TextSource, root: Path, progress: Progress, workers: int | None) -> list[SourceFile]:
+def _files(
+    text: TextSource, root: Path, progress: Progress, workers: int | None, *, as_before: bool
+) -> list[SourceFile]:
     if text.source == PYDOCS:
         return pydocs_files()
+    if as_before:
+        return files_of_earlier_version(text, root, progress)
     return local_files(text.source, text.revision, root, progress, text.hub_text, workers)
 
 
@@ -189,13 +251,6 @@ def _with_pydocs(
     kept = [each for each in sources if each.part != part] + [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE, part)]
     rest = {path: digest for path, digest in recorded.items() if path not in replaced}
     return sorted(kept, key=lambda each: each.part), rest
-
-
-def _require_columns(known: KnownText, sources: list[SourceFile]) -> None:
-    from t5train.data.formats.parquet import require_columns  # pyarrow is slow to import
-
-    for source in sources:
-        require_columns(source, known.columns)
 
 
 def _digests(sources: Sequence[SourceFile], progress: Progress) -> dict[SourceFile, FileDigest]:
@@ -323,27 +378,6 @@ def _is_made(source: SourceFile, folder: Path) -> bool:
     return source.path.parent == folder and is_framed(source)
 
 
-def _require_rows(source: str, known: KnownText, text: Sequence[tuple[FileSegments, Ids]]) -> None:
-    """Raise InputError if a text with a name has another number of rows, or other ids, than it should have."""
-    rows = sum(file.passages + file.empty_passages for file, _ in text)
-    if rows != known.rows:
-        raise InputError(
-            f"corpus.source {source!r} has {rows:,} rows, but should have {known.rows:,}. Its files are not those "
-            "that the name stands for: name the text by its URL, if it is the one that you want"
-        )
-    expected = 1
-    for file, ids in text:
-        number, found = ids.broken or (0, ids.first)
-        rows = file.passages + file.empty_passages
-        if known.has_sequential_ids and rows and (ids.broken or found != expected):
-            raise InputError(
-                f"{file.source.name}, row {number}: the id is {found!r}, but should be {expected + number}, because "
-                f"the ids of {source} are numbered from 1. Rows are missing, or the file is another one: remove "
-                "it, and download it again"
-            )
-        expected += rows
-
-
 def _require_text(spec: CorpusSpec, text: ReadText) -> None:
     """Raise InputError if a text of the corpus is empty, or is not what its name stands for. Log what may be wrong."""
     for part, text_source in enumerate(spec.texts()):
@@ -357,7 +391,7 @@ def _require_text(spec: CorpusSpec, text: ReadText) -> None:
                     "files with text"
                 )
             if (known := known_texts().get(source)) is not None:
-                _require_rows(source, known, own)
+                require_known_rows(source, known, own)
             require_documents(spec, [each for each in text.few_ids if each.file.part == part])
     passages, empty = text.findings.passages, text.findings.empty_passages
     if empty:

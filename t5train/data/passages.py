@@ -4,8 +4,9 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from decimal import Decimal
 from hashlib import blake2b
-from math import isnan
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, Self
 
@@ -117,10 +118,24 @@ class IdSequence:
 def id_at(found: object, source: SourceFile, row: int) -> str:
     """Return the id of a row: its place if it has none, because one id would put every such row into one split.
 
-    In a column of floating point numbers, NaN usually stands for a missing id.
+    A whole number has one spelling, whatever its type: 1.0 is "1", as 1 is. Text stays as it is: "01" is not "1".
     """
-    name = "" if found is None or (isinstance(found, float) and isnan(found)) else str(found)
+    name = _spelled(found)
     return name if name.strip() else f"{source.name}:{row}"
+
+
+def _spelled(found: object) -> str:
+    """Return an id as text; empty for null and for NaN, which usually stands for a missing id in a column of floats."""
+    if found is None:
+        return ""
+    if isinstance(found, bytes):  # a column of text that the program that wrote it did not mark as text
+        return found.decode(errors="backslashreplace")
+    if isinstance(found, float | np.floating | Decimal):
+        if isnan(found):
+            return ""
+        if isfinite(found) and found == int(found):
+            return str(int(found))
+    return str(found)
 
 
 class IdRows(NamedTuple):

@@ -7,6 +7,7 @@ Rows are counted from 0. Blank lines and the header of a .tsv count, too, so tha
 its number and its byte offset in the decompressed stream.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -37,6 +38,8 @@ SEGMENT_BYTES = 64 << 10
 MAX_LINE_BYTES = 64 << 20
 _SEEK_BYTES = 64 << 20
 """Longer lines are refused: a passage is read, encoded and held in memory as a whole, once per worker process."""
+_ROUNDED_FROM = 2.0**63
+_WHOLE_FLOAT = re.compile(r"(-?(?:0|[1-9][0-9]{0,99}))\.0")
 _TSV_HEADER = "\t".join(READ_COLUMNS)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -186,7 +189,7 @@ def _jsonl(source: SourceFile, number: int, offset: int, opened: OpenFile) -> It
 
 def _json_row(source: SourceFile, row: int, start: int, line: bytes) -> Row:
     try:
-        value = orjson.loads(line)
+        value = _with_whole_id(orjson.loads(line), line)
     except orjson.JSONDecodeError:  # or UTF-8, or blank
         value = _json_value(source, row, _decoded(source, row, start, line))
     return Row(row, start, _json_passage(source, row, value))
@@ -208,6 +211,12 @@ def _json_passage(source: SourceFile, row: int, value: Any) -> Passage:
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise InputError(f'{source.shown} line {row + 1} is not an object with "text": "...". Correct this line')
     return Passage(id_at(value.get("id"), source, row), str(value.get("title") or ""), value["text"])
+
+
+def _with_whole_id(value: Any, line: bytes) -> Any:
+    """Return a parsed line, again if its id may be a whole number of more than 64 bits, which orjson rounds."""
+    found = value.get("id") if isinstance(value, dict) else None
+    return json.loads(line) if isinstance(found, float) and abs(found) >= _ROUNDED_FROM else value
 
 
 def _tsv(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
@@ -233,6 +242,8 @@ def _tsv_passage(source: SourceFile, row: int, line: str) -> Passage:
             "three: id, text, title. Correct this line"
         )
     name, text, title = map(_unquoted, fields)
+    if name.endswith(".0") and (whole := _WHOLE_FLOAT.fullmatch(name)):  # how programs write a column of floats
+        name = str(int(whole[1]))
     return Passage(id_at(name, source, row), title, text)
 
 

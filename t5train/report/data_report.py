@@ -92,7 +92,7 @@ def _mixture_rows(spec: RunSpec, facts: SplitFacts) -> list[MixedText]:
 def _finding_blocks(findings: TextFindings | None) -> list[str]:
     if findings is None:
         return []
-    odd = "\n".join(f"- {line}" for line in findings.odd_lines())
+    odd = "\n".join(f"- {line}" for line in [*findings.odd_lines(), findings.repetition_warning()] if line)
     if not (rows := repetition_rows(findings)):
         return [odd]
     return [odd, "## Repetitions", table(("", *SPLIT_NAMES), rows), " ".join(repetition_lines(findings))]

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from t5train.errors import SpecError
 from t5train.locations import at_home, without_secret
-from t5train.spec.overrides import SpecPart, change, explain
+from t5train.spec.overrides import SpecPart, change, check, explain
 
 HomePath = Annotated[Path, AfterValidator(at_home)]
 
@@ -109,14 +109,13 @@ class StorageSpec(SpecPart):
             )
         return folder
 
-    @model_validator(mode="after")
-    def _scratch_is_not_the_root(self) -> "StorageSpec":
+    @check
+    def _scratch_is_not_the_root(self) -> None:
         if self.node_local and self.scratch is not None and self.scratch == self.root.absolute():
             raise ValueError(
                 f"storage.scratch is {str(self.scratch)!r}, which is the root, but hosts remove from scratch what a "
                 "run no longer needs; choose another folder, or set storage.node_local=false"
             )
-        return self
 
     @field_validator("publish_to", "publish_checkpoints_under")
     @classmethod
@@ -269,8 +268,8 @@ class ClusterSpec(SpecPart):
             )
         return names
 
-    @model_validator(mode="after")
-    def _hosts_are_chosen_in_one_way(self) -> Self:
+    @check
+    def _hosts_are_chosen_in_one_way(self) -> None:
         chosen = [name for name in ("include", "exclude", "num_nodes") if getattr(self, name) is not None]
         if chosen and self.hostfile is None:
             raise ValueError(
@@ -289,7 +288,6 @@ class ClusterSpec(SpecPart):
             )
         if len(chosen) > 1:
             raise ValueError(f"cluster.{chosen[0]} and cluster.{chosen[1]} cannot be combined: set only one of them")
-        return self
 
 
 class MachinesSpec(SpecPart):

@@ -19,6 +19,8 @@ from t5train.errors import InputError, SpecError
 from t5train.files.os_errors import explain
 from t5train.spec import RunSpec, nearest, setting_names
 from t5train.spec.overrides import annotation_of
+from t5train.spec.recipes import RECIPES, unknown_recipe
+from t5train.spec.run_spec import wrong_value
 
 _MAX_BYTES = 1 << 20
 _REMEDY = "start from a file that `t5-pretrain init RECIPE > run.yaml` writes"
@@ -72,16 +74,19 @@ class Configuration:
 def read_config(path: Path) -> Configuration:
     """Read a configuration file.
 
-    Raises InputError if the file cannot be read, and SpecError, with the line, if it is not YAML, or names a setting
-    that is unknown, has no value, or is there twice. Whether values are valid is for the RunSpec to check.
+    Raises InputError if the file cannot be read, and SpecError, with lines, if it is not YAML, or if the recipe or
+    settings are unknown, or settings have no value or are there twice; then it also lists values that are not valid.
+    Otherwise, whether values are valid is for the RunSpec to check.
     """
     root = _composed(path, _text_of(path))
     if not isinstance(root, yaml.MappingNode):
         raise SpecError(f"{path} has no settings: write lines such as `recipe: smoke`, or {_REMEDY}")
     found = _Reader(path)
     found.read(root)
-    recipe = found.settings.pop("recipe", None)
-    return Configuration(path, json.loads(recipe) if recipe else None, found.settings, found.lines)
+    quoted = found.settings.pop("recipe", None)
+    recipe = json.loads(quoted) if quoted else None
+    found.require_none_wrong(recipe)
+    return Configuration(path, recipe, found.settings, found.lines)
 
 
 def _text_of(path: Path) -> str:
@@ -130,20 +135,42 @@ class _Reader:
         self._names, self._parts = setting_names(), _part_names()
         self.settings: dict[str, Any] = {}
         self.lines: dict[str, int] = {}
+        self._wrong: list[tuple[int, str]] = []
+        """Line and message of each fault."""
 
     def read(self, mapping: yaml.MappingNode, prefix: str = "") -> None:
         """Read all settings in a mapping; ``prefix`` is the name of its part with a dot."""
         for key, value in mapping.value:
             line = key.start_mark.line + 1
-            name = f"{prefix}{_key(self.path, line, key)}"
-            if name in self.lines:
-                raise SpecError(f"{_where(self.path, self.lines[name], line)}: {name} is there twice: keep one of them")
-            self.lines[name] = line
-            if name in self._parts:
-                self._part(name, value)
-            else:
-                self._require_known(name)
-                self.settings[name] = _value(self.path, line, name, value)
+            try:
+                self._read_one(prefix, key, value, line)
+            except SpecError as error:
+                self._wrong.append((line, str(error)))
+
+    def require_none_wrong(self, recipe: str | None) -> None:
+        """Raise SpecError with all faults, also those of values, if the recipe is unknown or structure is wrong."""
+        if recipe is not None and recipe not in RECIPES:
+            line = self.lines["recipe"]
+            self._wrong.append((line, f"{_where(self.path, line)}: {unknown_recipe(recipe)}"))
+        if not self._wrong:
+            return
+        for name, value in self.settings.items():
+            if message := wrong_value(name, value):
+                line = self.lines[name]
+                self._wrong.append((line, f"{_where(self.path, line)}: {message}"))
+        first, *others = [message for _, message in sorted(self._wrong)]
+        raise SpecError("; ".join([first, *(each.removeprefix(f"{self.path}, ") for each in others)]))
+
+    def _read_one(self, prefix: str, key: yaml.Node, value: yaml.Node, line: int) -> None:
+        name = f"{prefix}{_key(self.path, line, key)}"
+        if name in self.lines:
+            raise SpecError(f"{_where(self.path, self.lines[name], line)}: {name} is there twice: keep one of them")
+        self.lines[name] = line
+        if name in self._parts:
+            self._part(name, value)
+        else:
+            self._require_known(name)
+            self.settings[name] = _value(self.path, line, name, value)
 
     def _part(self, name: str, node: yaml.Node) -> None:
         if isinstance(node, yaml.MappingNode):

@@ -1,14 +1,14 @@
 """Settings of the text, the tokenizer and the token shards."""
 
 import re
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 from urllib.parse import unquote
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from t5train.locations import at_home, hub_dataset_name, without_secret
 from t5train.spec.known_texts import BUILT_IN, is_named_text
-from t5train.spec.overrides import SpecPart
+from t5train.spec.overrides import SpecPart, check
 
 NUM_SENTINELS = 100
 
@@ -221,36 +221,33 @@ class CorpusSpec(SpecPart):
         """The settings that decide which document falls into which split."""
         return {"split": list(self.split), "split_seed": self.split_seed}
 
-    @model_validator(mode="after")
-    def _test_sets_have_a_use(self) -> Self:
+    @check
+    def _test_sets_have_a_use(self) -> None:
         if self.test_sets and not self.remove:
             raise ValueError(
                 "corpus.test_sets is set, but corpus.remove is empty, so nothing would be removed: set corpus.remove "
                 "to contaminated"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _texts_differ(self) -> Self:
+    @check
+    def _texts_differ(self) -> None:
         for each in self.mixed_with:
             if self.named().count(each) > 1:
                 raise ValueError(
                     f"corpus.source and corpus.mixed_with name {each!r} more than once: name each text once, and set "
                     "objective.mixing_weights to train on more of it"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _pairs_are_of_one_text(self) -> Self:
+    @check
+    def _pairs_are_of_one_text(self) -> None:
         if self.remove_listed is not None and self.mixed_with:
             raise ValueError(
                 f"corpus.remove_listed is {self.remove_listed!r}, but its pairs are of one text, and corpus.mixed_with "
                 "names more: leave one of the two out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _dataset_is_named(self) -> Self:
+    @check
+    def _dataset_is_named(self) -> None:
         chosen = [name for name in _OF_THE_HUB if getattr(self, name) is not None]
         if chosen and hub_dataset_name(self.source) is None:
             raise ValueError(
@@ -258,15 +255,13 @@ class CorpusSpec(SpecPart):
                 "name of a dataset of the Hugging Face Hub: set corpus.source=hf://OWNER/NAME, or leave "
                 f"{' and '.join(f'corpus.{name}' for name in chosen)} out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _split_is_whole(self) -> Self:
+    @check
+    def _split_is_whole(self) -> None:
         if sum(self.split) != 1000 or min(self.split) < 0 or self.split[0] == 0 or self.split[1] == 0:
             raise ValueError(
                 f"corpus.split is {self.split}: it must be three numbers that sum to 1000, the first two above zero"
             )
-        return self
 
 
 def _dataset_at_revision(source: str) -> re.Match[str] | None:

@@ -3,12 +3,12 @@
 A mixture of experts takes the place of every n-th feed-forward layer (Switch Transformers: Fedus et al. 2022).
 """
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from t5train.locations import local_folder, redacted
-from t5train.spec.overrides import SpecPart
+from t5train.spec.overrides import SpecPart, check
 
 
 class ExpertsSpec(SpecPart):
@@ -48,11 +48,10 @@ class ExpertsSpec(SpecPart):
         description="Weight of the router's z-loss, the squared log-sum-exp of its logits",
     )
 
-    @model_validator(mode="after")
-    def _there_is_a_choice(self) -> Self:
+    @check
+    def _there_is_a_choice(self) -> None:
         if self.num_experts == 1:
             raise ValueError("model.moe.num_experts is 1: it must be 0 (a dense model) or at least 2")
-        return self
 
 
 VOCABULARY_MULTIPLE = 128
@@ -137,24 +136,22 @@ class ModelSpec(SpecPart):
             )
         return folder
 
-    @model_validator(mode="after")
-    def _experts_are_those_of_switch_transformers(self) -> Self:
+    @check
+    def _experts_are_those_of_switch_transformers(self) -> None:
         if self.moe.num_experts and (self.version, self.feed_forward or "relu") != ("v1.0", "relu"):
             raise ValueError(
                 f"model.moe.num_experts is {self.moe.num_experts}, model.version {self.version!r} and "
                 f"model.feed_forward {self.feed_forward!r}: Switch Transformers have ReLU experts and a tied output; "
                 "set model.version=v1.0 and leave model.feed_forward out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _vocabulary_is_padded(self) -> Self:
+    @check
+    def _vocabulary_is_padded(self) -> None:
         if self.vocab_size is not None and self.vocab_size % VOCABULARY_MULTIPLE:
             raise ValueError(
                 f"model.vocab_size is {self.vocab_size}: it must be a multiple of {VOCABULARY_MULTIPLE} "
                 f"(the next is {pad_vocabulary(self.vocab_size)})"
             )
-        return self
 
 
 def pad_vocabulary(pieces: int) -> int:

@@ -1,10 +1,10 @@
 """Settings of the training objective: what is masked, and how much each text of a mixture is trained on."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from t5train.spec.overrides import SpecPart
+from t5train.spec.overrides import SpecPart, check
 
 MIXING = ("mixing_temperature", "mixing_limit", "mixing_weights")
 """The settings of ``objective`` that count for mixtures only."""
@@ -53,8 +53,8 @@ class ObjectiveSpec(SpecPart):
     def _weights_may_be_one_text(cls, given: Any) -> Any:
         return [each.strip() for each in given.split(",")] if isinstance(given, str) else given
 
-    @model_validator(mode="after")
-    def _rates_are_decided_once(self) -> Self:
+    @check
+    def _rates_are_decided_once(self) -> None:
         others = {"mixing_temperature": self.mixing_temperature, "mixing_limit": self.mixing_limit}
         given = [f"objective.{name} is {value}" for name, value in others.items() if value not in (None, 1)]
         if self.mixing_weights is not None and given:
@@ -63,7 +63,6 @@ class ObjectiveSpec(SpecPart):
                 f"objective.mixing_weights is {weights}, but {' and '.join(given)}: weights are the rates themselves, "
                 "so leave the others out, or the weights"
             )
-        return self
 
     def identity(self) -> dict[str, Any]:
         """Return the identity settings. Those of mixtures count only where they are set, as they are new."""

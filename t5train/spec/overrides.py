@@ -6,10 +6,11 @@ to run, and is not part of it. Each part of a spec names its execution settings 
 
 import difflib
 import json
-from collections.abc import Mapping
-from typing import Any, ClassVar, get_args, get_origin
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from t5train.errors import SpecError
 from t5train.spec.setting_info import allowed_values
@@ -53,6 +54,11 @@ def names_in(spec: type[BaseModel]) -> list[str]:
 
 def json_schemas(spec: type[BaseModel]) -> dict[str, dict[str, Any]]:
     """Return the JSON schema of every setting of a spec's class, by its name ``part.key``."""
+    return dict(_schemas(spec))
+
+
+@cache
+def _schemas(spec: type[BaseModel]) -> dict[str, dict[str, Any]]:
     schemas: dict[str, dict[str, Any]] = {}
     properties = spec.model_json_schema()["properties"]
     for name, field in spec.model_fields.items():
@@ -67,10 +73,16 @@ def change(spec: type[BaseModel], values: dict[str, Any], settings: Mapping[str,
     """Set ``{"part.key": value}`` in a spec's plain values.
 
     Text is parsed as JSON if possible (``8``, ``true``, ``[1, 2]``, ``null``) and kept as text otherwise. For a setting
-    of type text, ``2`` stays text. Raises SpecError for an unknown setting; the error names the nearest known one.
+    of type text, ``2`` stays text. Raises SpecError for unknown settings; the error names the nearest known ones.
     """
+    wrong = list[str]()
     for setting, value in settings.items():
-        _place(spec, values, setting, value)
+        try:
+            _place(spec, values, setting, value)
+        except SpecError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise SpecError("; ".join(wrong))
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -83,25 +95,38 @@ def nearest(word: str, known: list[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
-def explain(error: ValidationError, spec: type[BaseModel] | None = None) -> str:
-    """Return everything that is wrong with a model's values, in one line.
+def explain(error: ValidationError, spec: type[BaseModel] | None = None, only: str = "") -> str:
+    """Return everything that is wrong with a model's values, in one line, in our words and not in pydantic's.
 
-    With the class of a spec, it says which values a setting takes, and names the nearest known setting.
+    With the class of a spec, it says which values a setting takes, and names the nearest known setting. With ``only``,
+    it says what is wrong with this setting alone; nothing if that depends on others.
     """
+    return "; ".join(dict.fromkeys(_problem(each, spec) for each in error.errors() if _is_of(each, only)))
+
+
+def _is_of(detail: Mapping[str, Any], setting: str) -> bool:
+    return f"{'.'.join(map(str, detail['loc']))}.".startswith(f"{setting}." if setting else "")
+
+
+def _problem(detail: Mapping[str, Any], spec: type[BaseModel] | None) -> str:
+    """Return what is wrong with one value: its name, what it is, and what it must be."""
+    kind, loc = detail["type"], detail["loc"]
+    if kind == "value_error":
+        return str(detail["msg"]).removeprefix("Value error, ")
+    if kind == "missing" and isinstance(loc[-1], int):
+        loc = loc[:-1]  # the list is too short, and is what was given
+    where = ".".join(map(str, loc))
     known = [] if spec is None else names_in(spec)
-    lines = []
-    for detail in error.errors():
-        where = ".".join(str(step) for step in detail["loc"])
-        message = detail["msg"].removeprefix("Value error, ")
-        if detail["type"] == "value_error" or not where:
-            lines.append(message)
-            continue
-        if detail["type"] == "extra_forbidden":
-            message = f"unknown setting{nearest(where, known)}"
-        elif spec is not None and detail["type"] != "missing":
-            message = _must_be(spec, where) or message
-        lines.append(f"{_item_of_list(where)} is {_shown(detail['input'])}: {message}")
-    return "; ".join(lines)
+    if kind == "missing" and loc == detail["loc"]:
+        return f"{where} is missing: set it{_takes(spec, where, ', it must be ')}"
+    given = f"{_item_of_list(where)} is {_shown(detail['input'])}"
+    if kind == "extra_forbidden":
+        return f"{given}: unknown setting{nearest(where, known)}"
+    if not where:
+        return f"the settings are {_shown(detail['input'])}: they must be settings by their name"
+    if inside := [each for each in known if each.startswith(f"{where}.")]:
+        return f"{given}, but it is a group of settings: set those that it holds, such as {inside[0]}"
+    return f"{given}: it must be {_takes(spec, where) or _must_be(detail)}"
 
 
 def _item_of_list(where: str) -> str:
@@ -110,13 +135,41 @@ def _item_of_list(where: str) -> str:
     return f"item {int(step) + 1} of {setting}" if step.isdecimal() else where
 
 
-def _must_be(spec: type[BaseModel], where: str) -> str:
-    """Return which values a setting takes; ``where`` can also be an item of a setting that is a list."""
-    schemas = json_schemas(spec)
-    of_list = schemas.get(where.rpartition(".")[0], {})
-    of_item = of_list.get("items", {})
-    schema = schemas.get(where) or (of_item if "enum" in of_item else of_list)
-    return f"it must be {allowed_values(schema)}" if schema else ""
+def _takes(spec: type[BaseModel] | None, where: str, before: str = "") -> str:
+    """Return which values a setting takes, after ``before``, or empty text; ``where`` can be an item of a list, too."""
+    schemas = {} if spec is None else _schemas(spec)
+    setting, _, step = where.rpartition(".")
+    of_list = schemas.get(setting, {})
+    fixed = of_list.get("prefixItems", [])
+    of_item = fixed[int(step)] if step.isdecimal() and int(step) < len(fixed) else of_list.get("items", {})
+    schema = schemas.get(where) or (of_item if "enum" in of_item or of_item.get("type") in _NUMBERS else of_list)
+    example = f", such as {schema['default']}" if "prefixItems" in schema and "default" in schema else ""
+    return f"{before}{allowed_values(schema)}{example}" if schema else ""
+
+
+_NUMBERS = {"integer", "number"}
+_KINDS = {"string": "text", "int": "a whole number", "float": "a number", "finite": "a number", "bool": "true or false"}
+_KINDS |= {"list": "a list", "tuple": "a list", "dict": "values by name", "model": "values by name", "path": "a path"}
+_BOUNDS = {
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "above {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "below {lt}",
+    "literal_error": "one of {expected}",
+    "string_pattern_mismatch": "text of the form {pattern}",
+    "string_too_short": "text of at least {min_length} characters",
+    "string_too_long": "text of at most {max_length} characters",
+    "too_short": "a list of at least {min_length} items",
+    "too_long": "a list of at most {max_length} items",
+}
+
+
+def _must_be(detail: Mapping[str, Any]) -> str:
+    """Return which values are accepted, as far as the kind of an error says so."""
+    kind = detail["type"]
+    if kind in _BOUNDS:
+        return _BOUNDS[kind].format(**detail.get("ctx", {}))
+    return _KINDS.get(kind.partition("_")[0], "another value")
 
 
 def _shown(value: Any) -> str:
@@ -167,11 +220,33 @@ def _parsed(value: Any, annotation: Any) -> Any:
     return value if is_text and not isinstance(parsed, str | None) else parsed
 
 
+_Check = TypeVar("_Check", bound=Callable[[Any], Any])
+_CHECK = "is_check"
+
+
+def check(method: _Check) -> _Check:
+    """Mark a method of a spec that raises ValueError if settings contradict each other. All are called."""
+    setattr(method, _CHECK, True)
+    return method
+
+
 class SpecPart(BaseModel):
     """One part of a RunSpec. It is immutable, and rejects unknown settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     execution: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="after")
+    def _passes_all_checks(self) -> Self:
+        refused = list[str]()
+        for method in [each for kind in type(self).__mro__ for each in vars(kind).values() if hasattr(each, _CHECK)]:
+            try:
+                method(self)
+            except ValueError as error:
+                refused.append(str(error))
+        if refused:
+            raise ValueError("; ".join(refused))
+        return self
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that are in the fingerprint, as plain JSON values."""

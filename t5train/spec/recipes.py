@@ -209,6 +209,11 @@ def trial_settings() -> dict[str, Any]:
     }
 
 
+def unknown_recipe(name: str) -> str:
+    """Return that there is no such recipe, and which there are."""
+    return f"unknown recipe {name!r}{nearest(name, list(RECIPES))}; choose one of {', '.join(RECIPES)}"
+
+
 def recipe(name: str, settings: Mapping[str, Any] | None = None) -> RunSpec:
     """Return the spec of a recipe, with some settings changed.
 
@@ -226,6 +231,6 @@ def recipe(name: str, settings: Mapping[str, Any] | None = None) -> RunSpec:
 
     """
     if name not in RECIPES:
-        raise SpecError(f"unknown recipe {name!r}{nearest(name, list(RECIPES))}; choose one of {', '.join(RECIPES)}")
+        raise SpecError(unknown_recipe(name))
     spec = RECIPES[name]()
     return spec.with_settings(settings) if settings else spec

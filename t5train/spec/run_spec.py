@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from t5train.errors import SpecError
 from t5train.files.run_folder import RUNS
@@ -14,7 +14,7 @@ from t5train.spec.data_spec import CorpusSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.model_spec import ModelSpec
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
 from t5train.spec.objective_spec import MIXING, ObjectiveSpec
-from t5train.spec.overrides import SpecPart, change, explain, names_in
+from t5train.spec.overrides import SpecPart, change, check, explain, names_in
 from t5train.spec.training_spec import LayoutSpec, OptimizerSpec
 
 RUN_NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
@@ -49,8 +49,8 @@ class RunSpec(SpecPart):
     monitor: MonitorSpec = MonitorSpec()
     profile: ProfileSpec = ProfileSpec()
 
-    @model_validator(mode="after")
-    def _batch_divides(self) -> Self:
+    @check
+    def _batch_divides(self) -> None:
         stages, ranks = self.layout.pipeline_stages, self.cluster.ranks
         if ranks % stages:
             raise ValueError(f"layout.pipeline_stages is {stages}: it must divide cluster.ranks ({ranks})")
@@ -62,10 +62,9 @@ class RunSpec(SpecPart):
                 f"of layout.micro_batch_sequences x cluster.ranks{a_model} ({self.layout.micro_batch_sequences} x "
                 f"{self.data_parallel_size} = {per_pass})"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _rates_are_of_a_mixture(self) -> Self:
+    @check
+    def _rates_are_of_a_mixture(self) -> None:
         texts, weights = 1 + len(self.corpus.mixed_with), self.objective.mixing_weights
         chosen = [name for name in MIXING if name in self.objective.identity()]
         if texts == 1 and chosen:
@@ -78,10 +77,9 @@ class RunSpec(SpecPart):
                 f"objective.mixing_weights has {len(weights)} numbers, but there are {texts} texts (corpus.source and "
                 f"{len(self.corpus.mixed_with)} in corpus.mixed_with): give one for each"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _dask_has_hosts(self) -> Self:
+    @check
+    def _dask_has_hosts(self) -> None:
         if self.shards.executor == "dask" and self.cluster.hostfile is None:
             raise ValueError(
                 "shards.executor is dask, but cluster.hostfile is not set: give --hostfile, or set "
@@ -92,10 +90,9 @@ class RunSpec(SpecPart):
                 "shards.executor is dask, but storage.node_local says that hosts share no storage, which it needs: set "
                 "shards.executor=local"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _pipelines_have_their_own_ways(self) -> Self:
+    @check
+    def _pipelines_have_their_own_ways(self) -> None:
         stages = self.layout.pipeline_stages
         refused = {
             f"layout.zero_stage {self.layout.zero_stage} (set layout.zero_stage=1)": self.layout.zero_stage != 1,
@@ -105,64 +102,57 @@ class RunSpec(SpecPart):
         if stages > 1 and any(refused.values()):
             what = "; ".join(what for what, refuse in refused.items() if refuse)
             raise ValueError(f"layout.pipeline_stages is {stages}, which cannot be combined with {what}")
-        return self
 
-    @model_validator(mode="after")
-    def _layout_has_masters(self) -> Self:
+    @check
+    def _layout_has_masters(self) -> None:
         if self.optimizer.precision == "fp16" and self.layout.zero_stage == 0:
             raise ValueError("layout.zero_stage is 0, but optimizer.precision=fp16 needs ZeRO 1, 2 or 3")
-        return self
 
-    @model_validator(mode="after")
-    def _experts_spread_evenly(self) -> Self:
+    @check
+    def _experts_spread_evenly(self) -> None:
         size, experts = self.layout.expert_parallel_size, self.model.moe.num_experts
         if size > 1 and not experts:
             raise ValueError(f"layout.expert_parallel_size is {size}: a dense model has no experts to spread; set 1")
         for what, count in (("model.moe.num_experts", experts), ("cluster.ranks", self.cluster.ranks)):
             if count % size:
                 raise ValueError(f"layout.expert_parallel_size is {size}: it must divide {what} ({count})")
-        return self
 
-    @model_validator(mode="after")
-    def _experts_have_a_zero_stage(self) -> Self:
+    @check
+    def _experts_have_a_zero_stage(self) -> None:
         if self.model.moe.num_experts and self.layout.zero_stage not in (1, 2):
             raise ValueError(
                 f"layout.zero_stage is {self.layout.zero_stage} and model.moe.num_experts "
                 f"{self.model.moe.num_experts}: experts need ZeRO 1 or 2. At ZeRO 0, DeepSpeed clips "
                 "gradients by a different norm on every rank; at ZeRO 3, DeepSpeed has no layers with experts"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _compiled_graphs_see_parameters(self) -> Self:
+    @check
+    def _compiled_graphs_see_parameters(self) -> None:
         if self.model.compile and self.layout.zero_stage == 3:
             raise ValueError(
                 "model.compile is true and layout.zero_stage 3: ZeRO 3 gathers parameters in hooks that a compiled "
                 "graph does not see; set model.compile=false"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _model_and_checkpoints_have_their_own_folders(self) -> Self:
+    @check
+    def _model_and_checkpoints_have_their_own_folders(self) -> None:
         publish_to, stored = self.storage.publish_to, self.storage.publish_checkpoints_under
         if publish_to is None or stored is None or self.checkpoints_url is None:
-            return self
+            return
         if publish_to.replace("s3a://", "s3://", 1).rstrip("/") == self.checkpoints_url:
             raise ValueError(
                 f"storage.publish_to is {publish_to!r}, and storage.publish_checkpoints_under is {stored!r}, so that "
                 "model and checkpoints would be in one folder: change one of them"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _profiled_steps_exist(self) -> Self:
+    @check
+    def _profiled_steps_exist(self) -> None:
         steps, num_steps = self.profile.range, self.optimizer.num_steps
         if steps is not None and steps.last > num_steps:
             raise ValueError(
                 f"profile.steps is {self.profile.steps!r}, but the last step of the run is {num_steps} "
                 f"(optimizer.num_steps). Set earlier steps, such as profile.steps={max(1, num_steps - 3)}:{num_steps}"
             )
-        return self
 
     def identity(self) -> dict[str, Any]:
         """Return the identity settings of every part, ``{part: {setting: value}}``."""
@@ -220,6 +210,17 @@ def build(values: Mapping[str, Any]) -> RunSpec:
         return RunSpec.model_validate(values)
     except ValidationError as error:
         raise SpecError(explain(error, RunSpec)) from None
+
+
+def wrong_value(setting: str, value: Any) -> str:
+    """Return what is wrong with the value of a setting, whatever the others are; empty if nothing is."""
+    values = RunSpec(recipe="any").model_dump(mode="json")
+    change(RunSpec, values, {setting: value})
+    try:
+        RunSpec.model_validate(values)
+    except ValidationError as error:
+        return explain(error, RunSpec, setting)
+    return ""
 
 
 def setting_names() -> list[str]:

@@ -1,10 +1,10 @@
 """Settings of the optimizer, and of how the model is laid out over ranks."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from t5train.spec.overrides import SpecPart
+from t5train.spec.overrides import SpecPart, check
 
 
 class OptimizerSpec(SpecPart):
@@ -79,8 +79,8 @@ class OptimizerSpec(SpecPart):
         description="First loss scale of fp16, as a power of two; no effect otherwise",
     )
 
-    @model_validator(mode="after")
-    def _schedule_is_possible(self) -> Self:
+    @check
+    def _schedule_is_possible(self) -> None:
         if self.warmup_steps >= self.num_steps:
             raise ValueError(
                 f"optimizer.warmup_steps is {self.warmup_steps}: it must be below optimizer.num_steps "
@@ -93,7 +93,6 @@ class OptimizerSpec(SpecPart):
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas is {self.betas}: both must be at least 0 and below 1")
-        return self
 
 
 class LayoutSpec(SpecPart):
@@ -141,11 +140,10 @@ class LayoutSpec(SpecPart):
         description="Sequences per rank and pass; larger ones are faster, and take more memory",
     )
 
-    @model_validator(mode="after")
-    def _only_what_is_cut_up_is_offloaded(self) -> Self:
+    @check
+    def _only_what_is_cut_up_is_offloaded(self) -> None:
         if self.zero_stage < {"none": 0, "optimizer": 1, "all": 3}[self.offload]:
             raise ValueError(
                 f"layout.offload is {self.offload!r} and layout.zero_stage {self.zero_stage}: 'optimizer' needs ZeRO 1 "
                 "or more, 'all' needs ZeRO 3"
             )
-        return self

@@ -16,10 +16,11 @@ from t5train.data.checks.listed_pairs import open_listed
 from t5train.data.checks.test_sets import of_test_set
 from t5train.data.corpus import of_part, require_different
 from t5train.data.download.partial_file import whole_digest
+from t5train.data.download.source_listing import LeftOut, few
 from t5train.data.passages import SPLITS, FewIds, Row, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import PLAIN_FORMATS, format_of, is_dump, rows
 from t5train.data.samples.span_corruption import geometry
-from t5train.data.sources import PYDOCS, SourceFacts, few, require_source
+from t5train.data.sources import PYDOCS, SourceFacts, require_source
 from t5train.data.vocabulary.sentencepiece_model import train
 from t5train.errors import InputError
 from t5train.host_resources import format_bytes, quantity
@@ -82,6 +83,12 @@ class TextFacts(NamedTuple):
     def skipped(self) -> list[str]:
         """Files of other formats in the folders of the texts."""
         return [name for each in self.sources for name in each.skipped]
+
+    @property
+    def left_out(self) -> LeftOut:
+        """Hidden files and links in the folders of the texts."""
+        kinds = zip(*(each.left_out for each in self.sources), strict=True)
+        return LeftOut(*([name for of_source in kind for name in of_source] for kind in kinds))
 
     def train_bytes(self, spec: CorpusSpec) -> int | None:
         """Return the size of the train split's text: exact if the whole text was read, otherwise from the files' sizes.

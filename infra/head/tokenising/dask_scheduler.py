@@ -30,7 +30,7 @@ from distributed import Client, Scheduler, SchedulerPlugin, as_completed
 from infra.head.tokenising.run_credentials import new_credentials
 from infra.node.tokenising.dask_settings import configure, security, without_http
 from infra.node.tokenising.dask_worker import PROGRESS, JobFailed, perform
-from t5train.data.sources import few
+from t5train.data.download.source_listing import few
 from t5train.data.worker_processes import end_with_parent
 from t5train.errors import WorkerLost
 

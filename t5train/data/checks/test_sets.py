@@ -7,17 +7,20 @@ from pathlib import Path
 from t5train.data.checks.whole_reading import read_whole
 from t5train.data.passages import SourceFile
 from t5train.data.segments import FileSegments
-from t5train.data.sources import local_files
+from t5train.data.sources import files_of_earlier_version, local_files
 from t5train.errors import InputError
 from t5train.host_resources import num_cores
 from t5train.locations import redacted
 from t5train.progress import Progress
 from t5train.spec import CorpusSpec
+from t5train.spec.data_spec import HubText, TextSource
 
 
-def files_of_test_set(source: str, root: Path, progress: Progress) -> list[SourceFile]:
-    """Return the files of one of corpus.test_sets, as ``local_files`` does."""
+def files_of_test_set(source: str, root: Path, progress: Progress, *, as_before: bool = False) -> list[SourceFile]:
+    """Return the files of one of corpus.test_sets, as ``local_files`` does, or as an earlier version did."""
     with of_test_set():
+        if as_before:
+            return files_of_earlier_version(TextSource(source, "", HubText()), root, progress)
         return local_files(source, "", root, progress)
 
 

@@ -18,6 +18,7 @@ from t5train.files.atomic import write_text
 from t5train.host_resources import quantity, require_free_space
 from t5train.progress import Progress
 from t5train.records.stage_records import REMOVED, REPEATED, SKIPPED, Corpus
+from t5train.spec.overrides import explain
 
 TEXT_FINDINGS = "text-findings.json"
 FRAMED_FROM_BYTES = 128 << 20
@@ -25,6 +26,8 @@ FRAMED_FROM_BYTES = 128 << 20
 Without the copy, each shard would read the file from the beginning."""
 _MOST_IDS = 10_000
 """Different ids that are kept to compare them. A text that has more has documents in every split."""
+_MANY_REPEATED = 0.1
+"""Share of the passages. If more repeat others, the log and the data report warn."""
 _FRAMES_SIZE = 2.2
 """Largest size of that copy relative to the compressed file. Measured: 1.1 to 1.6 for .gz, up to 2.1 for .xz."""
 
@@ -67,7 +70,8 @@ class TextFindings(BaseModel):
         try:
             return cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
-            raise InputError(f"{path} cannot be read ({error}). Remove {folder}, and start again") from error
+            said = explain(error) if isinstance(error, ValidationError) else error
+            raise InputError(f"{path} cannot be read ({said}). Remove {folder}, and start again") from error
 
     def write(self, folder: Path) -> None:
         """Write ``text-findings.json``."""
@@ -95,6 +99,16 @@ class TextFindings(BaseModel):
         more = self.skipped_pages - len(self.first_skipped)
         named = "; ".join([*self.first_skipped, *([f"and {more:,} more"] if more else [])])
         return [f"{quantity(self.skipped_pages, 'page')} skipped, because the markup cannot be parsed: {named}"]
+
+    def repetition_warning(self) -> str:
+        """Return a warning if more than a tenth of the passages repeat others; empty otherwise."""
+        if self.repeated_passages <= _MANY_REPEATED * self.passages:
+            return ""
+        return (
+            f"{self.repeated_passages / self.passages:.1%} of {quantity(self.passages, 'passage')} have the text of "
+            "another one, which may be in another split. If files were copied, leave the copies out of corpus.source; "
+            "to remove repeated text from training, set corpus.remove=duplicates"
+        )
 
     def after_removal(
         self, files: Sequence[FileSegments], repetitions: Mapping[str, int], listed: ListedSearch | None

@@ -18,6 +18,10 @@ from t5train.spec.data_spec import HubText
 
 _PACKAGE = "'datasets>=4.8.4,<6'"
 _TEXT_TYPES = {"string", "large_string", "string_view"}
+_NUMBER_TYPES = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {
+    f"float{bits}" for bits in (16, 32, 64)
+}
+_TYPES = {str: "string", int: "int64", float: "float64", type(None): "null"}
 _SHOWN, _SHOWN_CHARACTERS = 20, 500
 _ROWS_FOR_TYPES = 100
 
@@ -169,7 +173,7 @@ def _types(stream: Any) -> dict[str, str]:
     for row in stream.take(_ROWS_FOR_TYPES):
         for name, value in row.items():
             if types.get(name) in {None, "null"}:
-                types[name] = {str: "string", int: "int64", type(None): "null"}.get(type(value), type(value).__name__)
+                types[name] = _TYPES.get(type(value), type(value).__name__)
     return types
 
 
@@ -187,7 +191,7 @@ def _columns(types: Mapping[str, str], text: HubText, dataset: str) -> HubColumn
             f"corpus.column is {text.column!r}, which holds {types[text.column]} and not text: {dataset} has "
             f"the columns {shown}. Set corpus.column to one of type string"
         )
-    has_id = types.get("id") in {*_TEXT_TYPES, "int32", "int64"} and text.column != "id"
+    has_id = types.get("id") in {*_TEXT_TYPES, *_NUMBER_TYPES} and text.column != "id"
     has_title = types.get("title") in _TEXT_TYPES and text.column != "title"
     return HubColumns(text.column, "id" if has_id else None, "title" if has_title else None)
 

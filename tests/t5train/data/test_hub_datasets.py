@@ -314,6 +314,11 @@ def test_rows_with_a_blank_id_are_identified_by_their_place(tmp_path: Path) -> N
     assert [name for name, _, _ in made["passages"]] == ["a", *(f"train-00000-of-00001:{row}" for row in (1, 2, 3))]
 
 
+@pytest.mark.parametrize("kind", ["int16", "int64", "uint32", "float32", "float64", "string"])
+def test_ids_that_are_numbers_of_any_type_are_read(kind: str) -> None:
+    assert hub_dataset._columns({"text": "string", "id": kind}, HubText(), "some dataset").id == "id"
+
+
 def test_files_with_frames_of_another_size_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = hub_shards.HubSource(REPOSITORY, "", HubText())
     before = source.cache(tmp_path)

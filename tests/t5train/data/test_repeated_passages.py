@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 
 from t5train.data import passages
+from t5train.data.checks.whole_reading import TextFindings
 from t5train.data.corpus import build_corpus
 from t5train.data.passages import TextDigests
 from t5train.data.shards import build_shards
 from t5train.records.stage_records import REPEATED
 from t5train.release.card_sections import repeated_line
+from t5train.report.data_report import _finding_blocks
 from t5train.spec import CorpusSpec, ShardsSpec
 from tests.support.generated_text import DataChain
 
@@ -59,3 +61,20 @@ def test_copies_are_counted_over_all_files_and_the_count_reaches_the_shards(
 def test_nothing_is_said_of_text_without_copies_or_of_which_it_is_not_known() -> None:
     counts = {"train_documents": 3, "validation_documents": 1, "test_documents": 1}
     assert repeated_line(counts) == repeated_line(counts | {REPEATED: 0}) == ""
+
+
+@pytest.mark.parametrize(
+    ("copies", "remove", "is_warned"), [(9, (), False), (12, (), True), (12, ("duplicates",), False)]
+)
+def test_a_text_of_which_more_than_a_tenth_repeats_is_warned_of_in_the_log_and_the_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, copies: int, remove: tuple[str, ...], is_warned: bool
+) -> None:
+    lines = [f"line {number} of a text" for number in range(100)]
+    (tmp_path / "a.txt").write_text("\n".join([*lines, *lines[:copies]]))
+    settings = {"source": str(tmp_path / "a.txt"), "split": (998, 1, 1), "remove": remove, "workers": 1}
+    text = build_corpus(CorpusSpec.model_validate(settings), tmp_path)
+    assert any("have the text of another one, which may be in another split" in line for line in caplog.messages) == (
+        is_warned
+    )
+    report = "\n".join(_finding_blocks(TextFindings.of(text)))
+    assert ("- 10.7% of 112 passages have the text of another one" in report) == is_warned

@@ -179,3 +179,39 @@ def test_only_what_differs_from_the_recipe_counts_as_a_change_but_the_text_alway
     )
     changes = read_config(file).changes(recipe("smoke"))
     assert changes == {"corpus.source": '"pydocs"', "optimizer.seed": 1}
+
+
+def test_a_file_with_several_mistakes_names_them_all(file: Path) -> None:
+    file.write_text(
+        "recipe: smok\noptimizer:\n  num_steps: many\n  sed: 1\n  seed:\ncorpus:\n  split: [900, 50]\nbogus: 1\n"
+        "layout: 3\nmodel:\n  version: !x 3\nname: a\nname: b\n"
+    )
+    with pytest.raises(SpecError) as refused:
+        read_config(file)
+    said = str(refused.value)
+    assert said.startswith(f"{file}, line 1: unknown recipe 'smok' (did you mean 'smoke'?)")
+    for message in (
+        "line 3: optimizer.num_steps is 'many': it must be a whole number of at least 1; ",
+        "line 4: unknown setting 'optimizer.sed' (did you mean 'optimizer.seed'?)",
+        "line 5: optimizer.seed has no value",
+        "line 7: corpus.split is [900, 50]: it must be a list of 3 whole numbers, such as [950, 30, 20]; ",
+        "line 8: unknown setting 'bogus'",
+        "line 9: layout is a group of settings",
+        "line 11: model.version has the tag !x",
+        "lines 12 and 13: name is there twice",
+    ):
+        assert f"; {message}" in said
+    assert said.count(str(file)) == 1
+    assert "\n" not in said
+
+
+def test_values_that_are_wrong_in_several_parts_are_all_named(file: Path) -> None:
+    file.write_text("recipe: smoke\noptimizer:\n  num_steps: x\ncorpus:\n  split: [1]\nshards:\n  workers: 0\n")
+    config = read_config(file)
+    with pytest.raises(SpecError) as refused, config.locating():
+        recipe("smoke", config.settings)
+    assert str(refused.value) == (
+        f"{file}, lines 3, 5 and 7: corpus.split is [1]: it must be a list of 3 whole numbers, such as [950, 30, 20]; "
+        "shards.workers is 0: it must be a whole number of at least 1, or null; optimizer.num_steps is 'x': it must be "
+        "a whole number of at least 1"
+    )

@@ -1,15 +1,19 @@
 """A RunSpec is made from settings; a wrong one is refused with its name, its value and its constraint."""
 
 import json
+from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, cast, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field, ValidationError
 
 from t5train.errors import SpecError
-from t5train.spec import Accelerator, build, pad_vocabulary
+from t5train.spec import Accelerator, build, pad_vocabulary, setting_names
+from t5train.spec.overrides import explain
 from t5train.spec.recipes import recipe, smoke
 
 EXPERTS = {"model.version": "v1.0", "model.moe.num_experts": 4}
@@ -245,3 +249,112 @@ def test_hosts_that_share_no_storage_do_not_tokenise() -> None:
     assert recipe("smoke", settings).shards.executor == "dask"
     with pytest.raises(SpecError, match=r"shards\.executor is dask, but storage\.node_local"):
         recipe("smoke", {**settings, "storage.node_local": True})
+
+
+ANY_VALUES = [
+    [],
+    [1],
+    [None],
+    [1, 2, 3, 4],
+    ["a"],
+    {},
+    {"a": 1},
+    True,
+    None,
+    -1,
+    1.5,
+    "nan",
+    "abc",
+    "",
+    b"\xff",
+    object(),
+]
+
+
+@pytest.mark.parametrize("setting", [*setting_names(), "corpus", "model.moe", "storage"])
+def test_no_error_about_a_setting_is_in_the_words_of_a_library(setting: str) -> None:
+    for value in ANY_VALUES:
+        values = smoke().model_dump(mode="json")
+        *parts, key = setting.split(".")
+        reduce(lambda inside, part: inside[part], parts, values)[key] = value
+        said = refusal(values)
+        assert "should" not in said, "a word of pydantic"
+        assert "equired" not in said, "a word of pydantic"
+        assert not said or key in said
+
+
+def refusal(values: object) -> str:
+    try:
+        build(cast(Mapping[str, Any], values))
+    except SpecError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "recipe is missing: set it, it must be text of at most 40 of the characters"),
+        ([], "the settings are []: they must be settings by their name"),
+        (None, "the settings are null: they must be settings by their name"),
+        (
+            {"recipe": "smoke", "corpus": 1},
+            "corpus is 1, but it is a group of settings: set those that it holds, such as",
+        ),
+        (
+            {"recipe": "smoke", "corpus": {"split": [900, 50]}},
+            "corpus.split is [900, 50]: it must be a list of 3 whole",
+        ),
+        (
+            {"recipe": "smoke", "corpus": {"split": [1, "a", 2]}},
+            "item 2 of corpus.split is 'a': it must be a whole number",
+        ),
+    ],
+)
+def test_values_of_another_form_are_refused_with_what_they_must_be(values: object, message: str) -> None:
+    assert refusal(values).startswith(message)
+
+
+class Some(BaseModel):
+    """Values of some kinds."""
+
+    number: int = Field(2, ge=2)
+    kind: Literal["a", "b"] = "a"
+    several: tuple[str, ...] = Field((), min_length=1)
+    flag: bool = False
+    named: dict[str, str]
+
+
+def test_values_of_a_model_that_is_no_spec_are_explained_in_our_words() -> None:
+    with pytest.raises(ValidationError) as refused:
+        Some.model_validate({"number": 1, "kind": "c", "several": [], "flag": "x"})
+    assert explain(refused.value) == (
+        "number is 1: it must be at least 2; kind is 'c': it must be one of 'a' or 'b'; several is []: it must be a "
+        "list of at least 1 items; flag is 'x': it must be true or false; named is missing: set it"
+    )
+
+
+def test_all_unknown_settings_are_named() -> None:
+    with pytest.raises(SpecError, match=r"unknown setting 'sed'; unknown setting 'corpus\.spilt' \(did you"):
+        smoke().with_settings({"sed": 1, "corpus.spilt": 2})
+
+
+def test_all_contradictions_are_named() -> None:
+    wrong = {
+        "optimizer.warmup_steps": 9000,
+        "optimizer.precision": "fp16",
+        "layout.zero_stage": 0,
+        "layout.expert_parallel_size": 2,
+        "corpus.split": [900, 50, 40],
+        "corpus.test_sets": ["a"],
+    }
+    with pytest.raises(SpecError) as of_parts:
+        smoke().with_settings(wrong)
+    for name in ("optimizer.warmup_steps is 9000", "corpus.split is (900, 50, 40)", "corpus.test_sets is set"):
+        assert name in str(of_parts.value)
+    with pytest.raises(SpecError) as of_all:
+        smoke().with_settings(
+            {name: value for name, value in wrong.items() if name.startswith(("layout", "optimizer.p"))}
+        )
+    assert "layout.zero_stage is 0" in str(of_all.value)
+    assert "layout.expert_parallel_size is 2" in str(of_all.value)

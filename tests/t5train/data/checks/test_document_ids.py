@@ -1,9 +1,14 @@
 """Ids decide splits: blank ones do not count, and a text whose ids repeat too much to be split is refused."""
 
+import gzip
 import json
 import logging
+from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -19,7 +24,7 @@ from t5train.spec.recipes import recipe
 ROWS = 400
 
 
-def write(path: Path, ids: list[object]) -> Path:
+def write(path: Path, ids: Sequence[object]) -> Path:
     """Passages with these ids, as .jsonl, .tsv or .parquet."""
     texts = [f"text number {row}" for row in range(len(ids))]
     if path.suffix == ".parquet":
@@ -44,7 +49,51 @@ def test_a_row_with_a_blank_id_is_identified_by_its_place(tmp_path: Path, suffix
 def test_a_row_of_parquet_whose_id_is_nan_or_null_is_identified_by_its_place(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [1.0, float("nan"), None])
     found = [row.passage.id for row in rows(SourceFile(path, path.name))]
-    assert found == ["1.0", "a.parquet:1", "a.parquet:2"]
+    assert found == ["1", "a.parquet:1", "a.parquet:2"]
+
+
+LARGE = 2**53 + 2
+WHOLE = ["0", "1", "-3", "1000", str(LARGE)]
+FLOATS = [-0.0, 1.0, -3.0, 1e3, float(LARGE)]
+DECIMALS = [Decimal("0"), Decimal("1.00"), Decimal("-3"), Decimal("1E+3"), Decimal(LARGE)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        list(map(int, WHOLE)),
+        FLOATS,
+        pyarrow.array(DECIMALS, pyarrow.decimal128(38, 2)),
+        pyarrow.array(WHOLE, pyarrow.binary()),
+        pyarrow.array(WHOLE, pyarrow.large_string()),
+    ],
+)
+def test_a_whole_number_is_one_document_whatever_its_type_in_parquet(tmp_path: Path, content: Sequence[object]) -> None:
+    path = write(tmp_path / "a.parquet", content)
+    assert [row.passage.id for row in rows(SourceFile(path, path.name))] == WHOLE
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+def test_a_whole_number_of_few_bits_is_one_document(tmp_path: Path, kind: type[np.floating[Any]]) -> None:
+    path = write(tmp_path / "a.parquet", pyarrow.array(np.array([1, 2.5, np.nan], kind)))
+    assert [row.passage.id for row in rows(SourceFile(path, path.name))] == ["1", "2.5", "a.parquet:2"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_whole_number_is_one_document_however_json_spells_it(tmp_path: Path, suffix: str) -> None:
+    spellings = ["1", "1.0", "1e0", '"1"', "-0.0", "1E3", "-3.0", f"{LARGE}.0", f"{2**64 + 1}", f"-{2**63 + 1}"]
+    others = ["1.5", '"01"', '"1.0"', "true"]
+    content = "".join(f'{{"id": {each}, "text": "a"}}\n' for each in spellings + others).encode()
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix == ".jsonl.gz" else content)
+    whole = ["1", "1", "1", "1", "0", "1000", "-3", str(LARGE), str(2**64 + 1), str(-(2**63) - 1)]
+    assert [row.passage.id for row in rows(SourceFile(path, path.name))] == [*whole, "1.5", "01", "1.0", "True"]
+
+
+def test_a_column_of_floats_in_tsv_has_the_ids_of_whole_numbers_and_leading_zeros_stay(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tsv", ["1.0", "-3.0", "-0.0", "01", "01.0", "1.5", "1.00", "v1.0"])
+    found = [row.passage.id for row in rows(SourceFile(path, path.name))]
+    assert found == ["1", "-3", "0", "01", "01.0", "1.5", "1.00", "v1.0"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".tsv", ".parquet"])
