@@ -23,6 +23,7 @@ from t5train.report.report_folder import (
 )
 from t5train.report.summary_report import data_wait_line, saving_line, summary_report
 from t5train.spec import RunSpec
+from t5train.spec.recipes import TRIAL_STEPS
 from tasks.artifacts import artifact_pages, data_url, not_disturbing, shown_markdown
 
 _PAGES = {"data": "Data", "training": "Plot of training", "proof": "Proof", "published": "Published model"}
@@ -64,7 +65,11 @@ def show_summary(spec: RunSpec, stages: dict[str, Record], publication: Publicat
     """Report on the whole run, log its losses, and remove the report on an earlier failure."""
     losses = Witness.load(spec.run_folder / WITNESS_FOLDER).validation
     metrics = read(spec.run_folder / METRICS)
-    results = [*loss_lines(losses), saving_line(metrics), data_wait_line(metrics)]
+    results = [
+        *loss_lines(losses, is_trial=spec.optimizer.num_steps <= TRIAL_STEPS),
+        saving_line(metrics),
+        data_wait_line(metrics),
+    ]
     for line in results:
         _log.info("%s", line)
     with not_disturbing("the summary"):

@@ -49,7 +49,7 @@ from t5train.progress import Progress, silent
 from t5train.records.metrics import loss_lines
 from t5train.records.stage_records import Publication
 from t5train.records.witness import Witness
-from t5train.spec.recipes import RECIPES, summary
+from t5train.spec.recipes import RECIPES, TRIAL_STEPS, summary
 
 
 def register(app: typer.Typer) -> None:
@@ -146,7 +146,8 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         complain(f"{_server_stage()}: watch the run at {api_url.removesuffix('/api')}{_login(api_url)}")
         _close_abandoned_runs()
         publication = _run_flow(held, parameters, progress, adopt)
-    for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
+    losses = Witness.load(spec.run_folder / WITNESS_FOLDER).validation
+    for line in loss_lines(losses, is_trial=spec.optimizer.num_steps <= TRIAL_STEPS):
         say(line)
     say(f"published: {publication.url}")
 

@@ -62,6 +62,7 @@ from t5train.release.verification import verify as verify_record
 from t5train.report.data_report import data_lines, train_split_facts
 from t5train.spec import CorpusSpec, MachinesSpec, RunSpec, ShardsSpec
 from t5train.spec.objective_spec import MIXING
+from t5train.spec.recipes import TRIAL_STEPS
 
 _LISTED = "corpus.remove_listed"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -110,6 +111,9 @@ def tokenize(  # noqa: PLR0913, PLR0917 - Typer makes an option of each paramete
     shard_tokens: Annotated[
         int, typer.Option(min=4096, help="Target number of tokens per shard")
     ] = ShardsSpec().shard_tokens,
+    max_unknown_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Largest share of unknown pieces in the text to train on")
+    ] = ShardsSpec().max_unknown_share,
     hostfile: HostfileOption = None,
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
@@ -129,7 +133,9 @@ def tokenize(  # noqa: PLR0913, PLR0917 - Typer makes an option of each paramete
         )
     cluster = MachinesSpec.of(changed).cluster
     executor: Literal["local", "dask"] = "local" if cluster.hostfile is None else "dask"
-    shards = ShardsSpec(workers=workers, shard_tokens=shard_tokens, executor=executor)
+    shards = ShardsSpec(
+        workers=workers, shard_tokens=shard_tokens, executor=executor, max_unknown_share=max_unknown_share
+    )
     on_hosts = workers_for(shards, cluster)
     with stage_display() as progress:
         pieces = given_tokenizer(vocabulary, root, progress, out=root / "tokenizer")
@@ -179,7 +185,8 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
         if begin_again:
             train_again(spec, run)
         made = train_run(spec, tokens, run, progress, adopt=adopt)
-    for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
+    losses = Witness.load(spec.run_folder / WITNESS_FOLDER).validation
+    for line in loss_lines(losses, is_trial=spec.optimizer.num_steps <= TRIAL_STEPS):
         say(line)
     _say(made)
 

@@ -39,6 +39,7 @@ from t5train.checkpoint import resume
 from t5train.checkpoint.resume import has_finished, require_same_settings
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.data.samples.loader import require_enough_samples
+from t5train.data.vocabulary.unknown_pieces import counts_with_unknown, require_known
 from t5train.errors import HostError, LaunchError, SpecError, StoreError
 from t5train.host_resources import make_root, require_free_space, require_writable
 from t5train.model import model_shape
@@ -66,10 +67,10 @@ def train_run(
     another head whose lease has expired. On hosts that do not share the root, ``staged`` gets the bytes that each of
     them needs before its ranks start.
 
-    Raises InputError if the token shards are too few, RunChanged if the run was begun with other settings, RunOwned if
-    another head owns its files on hosts, and a TrainingError if training fails a sanity check. Raises LaunchError or
-    HostError for other failures; most of these are worth a retry. These errors name the hosts that have failed twice in
-    the last week, which spares then replace.
+    Raises InputError if the token shards are too few or have too many unknown pieces, RunChanged if the run was begun
+    with other settings, RunOwned if another head owns its files on hosts, and a TrainingError if training fails a
+    sanity check. Raises LaunchError or HostError for other failures; most of these are worth a retry. These errors name
+    the hosts that have failed twice in the last week, which spares then replace.
     """
     resume.open_run(spec, shards, progress)
     run.copies = run.copies or begin_copies(spec)
@@ -77,6 +78,7 @@ def train_run(
         _store_last(run, progress)
         return checkpoint
     require_enough_samples(spec, shards)
+    require_known(counts_with_unknown(shards), spec.shards.max_unknown_share)
     if run.copies is not None:
         run.copies.prepare(progress)
         run.copies.start()

@@ -15,6 +15,7 @@ import numpy as np
 from t5train.data.passages import SPLITS, Passage, Split, SplitSettings, in_batches, split_of, text_bytes
 from t5train.data.segments import passages_in, stretches_of
 from t5train.data.vocabulary.document_encoder import DocumentEncoder, Documents
+from t5train.data.vocabulary.sentencepiece_model import UNK_ID
 from t5train.data.worker_processes import Advance, Json
 from t5train.files.atomic import replacing, write_json
 
@@ -65,6 +66,10 @@ class _UnigramWriter:
     def count(self, documents: Documents) -> None:
         self._counts += np.bincount(documents.ids, minlength=len(self._counts))
 
+    def of(self, token_id: int) -> int:
+        """Return how often an id was counted."""
+        return int(self._counts[token_id])
+
     def finish(self) -> Json:
         """Write the counts, and return the digest of the file."""
         self._file.write(self._counts)
@@ -72,7 +77,10 @@ class _UnigramWriter:
 
 
 def write_shard(job: Json, advance: Advance) -> Json:
-    """Write the files of one shard. ``build_shards`` makes the job; the shard's description is written last."""
+    """Write the files of one shard. ``build_shards`` makes the job; the shard's description is written last.
+
+    Returns the shard's number, and the tokens and unknown pieces of its train split.
+    """
     folder, names = Path(job["folder"]), job["files"]
     stretches = stretches_of(job)
     rule = SplitSettings(tuple(job["split"]), job["split_seed"])
@@ -99,7 +107,11 @@ def write_shard(job: Json, advance: Advance) -> Json:
         | {job["unigram"]: counted},
     }
     write_json(folder / job["description"], description)
-    return {}
+    return {
+        "number": job["number"],
+        "tokens": writers["train"].counts()["tokens"],
+        "unknown": unigram.of(UNK_ID),
+    }
 
 
 @cache

@@ -14,6 +14,7 @@ shards: whoever trains on the folder alone learns from it what the text is.
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -30,6 +31,15 @@ from t5train.data.segments import FileSegments, Stretch, by_part, divided, passa
 from t5train.data.vocabulary.document_encoder import warn_if_slow
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
+from t5train.data.vocabulary.unknown_pieces import (
+    UNIGRAM_DTYPE,
+    UnknownPieces,
+    counts_with_unknown,
+    recorded_unknown,
+    require_known,
+    unigram_name,
+    unknown_in,
+)
 from t5train.data.worker_processes import Advance, Json, Workers, in_processes
 from t5train.errors import DigestMismatch, InputError, RecordError
 from t5train.files.atomic import write_json
@@ -39,11 +49,19 @@ from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files, verify_file
 from t5train.records.identity import fingerprint
 from t5train.records.kept_files import keep_changed_files
-from t5train.records.stage_records import MANIFEST, REMOVED, REPEATED, Corpus, TokenizerFiles, TokenShards, reusable
+from t5train.records.stage_records import (
+    HELD_OUT_LEFT_OUT,
+    MANIFEST,
+    REMOVED,
+    REPEATED,
+    Corpus,
+    TokenizerFiles,
+    TokenShards,
+    reusable,
+)
 from t5train.spec import NUM_SENTINELS, CorpusSpec, ShardsSpec
 
 _STAGE_VERSION = 3  # incremented when the same inputs would give other bytes
-UNIGRAM_DTYPE = "<i8"
 TEXT_BYTES_PER_TOKEN = 4  # about that of English in T5's vocabulary; decides where shards end
 SETTINGS = "settings.json"
 _SHARDS_WITH_PASSAGES, _TEXTS_WITH_PASSAGES, _PASSAGES_A_SHARD = 4, 8, 250
@@ -101,7 +119,8 @@ def build_shards(  # noqa: PLR0913 - two specs, two records, and where and how t
         The record of the shards; its counts are documents and tokens of each split, and the size of the vocabulary.
 
     Raises:
-        InputError: A source file can no longer be read, or was changed meanwhile.
+        InputError: A source file can no longer be read, or was changed meanwhile; or more than the share
+            ``spec.max_unknown_share`` of the tokens to train on are unknown.
         StorageError: The folder is too small, cannot be written or holds something else.
         WorkerLost: A worker process was killed.
 
@@ -112,6 +131,7 @@ def build_shards(  # noqa: PLR0913 - two specs, two records, and where and how t
     folder = out or _folder(root, corpus_spec, identity)
     with making(folder, identity):
         if found := reusable(TokenShards, folder, identity, progress):
+            require_known(counts_with_unknown(found), spec.max_unknown_share)
             return found
         keep_changed_files(folder)
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -127,27 +147,33 @@ def build_shards(  # noqa: PLR0913 - two specs, two records, and where and how t
             "unigram_dtype": UNIGRAM_DTYPE,
             **corpus_spec.split_identity(),
         }
+        missing = [number for number in range(len(plan)) if not _is_whole(folder, number, identity)]
         jobs = [
             common
             | {
+                "number": number,
                 "description": shard_name(number),
                 "files": _file_names(number),
                 "unigram": unigram_name(number),
-                "stretches": stretches,
+                "stretches": plan[number],
             }
-            for number, stretches in enumerate(plan)
-            if not _is_whole(folder, number, identity)
+            for number in missing
         ]
         _log.info("shards to make: %d of %d", len(jobs), len(plan))
         tokens = sum(_text_bytes(job) for job in jobs) // TEXT_BYTES_PER_TOKEN
         require_space(folder, tokens * _bytes_per_token(tokenizer), "the token shards")
         stamps.keep()
-        _make(jobs, workers or _processes_here(spec), progress)
+        unknown = UnknownPieces(plan, tokenizer.path / SPIECE, spec.max_unknown_share)
+        for number in sorted({*range(len(plan))} - {*missing}):
+            unknown.add(number, read_description(folder, number).splits["train"].tokens, unknown_in(folder, number))
+        _make(jobs, workers or _processes_here(spec), progress, unknown)
         _require_unchanged_text(folder, plan, stamps.changed(), corpus)
-        _record_held_out(folder, plan, corpus_spec, tokenizer)
+        counts = unknown.counts()
+        require_known(counts, spec.max_unknown_share)
+        counts = recorded_unknown(counts) | _record_held_out(folder, plan, corpus_spec, tokenizer)
         stamps.forget()
         write_json(folder / SETTINGS, {"corpus": corpus_spec.identity(), "shards": spec.identity()})
-        return _committed(folder, identity, len(plan), corpus, tokenizer)
+        return _committed(folder, identity, len(plan), corpus, tokenizer, counts)
 
 
 def are_made(root: Path, corpus_spec: CorpusSpec, identity: str) -> bool:
@@ -218,11 +244,6 @@ def lengths_name(split: str, number: int) -> str:
     return f"{split}-{number:05d}.len"
 
 
-def unigram_name(number: int) -> str:
-    """Return the name of the file with the counts of ids in the train split of shard ``number``."""
-    return f"train-{number:05d}.unigram"
-
-
 def read_description(folder: Path, number: int) -> ShardDescription:
     """Read the description of a shard."""
     return ShardDescription.model_validate_json((folder / shard_name(number)).read_bytes())
@@ -262,7 +283,7 @@ def _processes_here(spec: ShardsSpec) -> Workers:
     return work
 
 
-def _make(jobs: list[Json], workers: Workers, progress: Progress) -> None:
+def _make(jobs: list[Json], workers: Workers, progress: Progress, unknown: UnknownPieces) -> None:
     total = sum(_text_bytes(job) for job in jobs)
     done = 0
 
@@ -271,23 +292,31 @@ def _make(jobs: list[Json], workers: Workers, progress: Progress) -> None:
         done += text_bytes
         progress("bytes of text tokenised", done, total)
 
-    for _ in workers("t5train.data.shard_worker:write_shard", jobs, advance):
-        pass
+    for made in workers("t5train.data.shard_worker:write_shard", jobs, advance):
+        unknown.add(**made)
 
 
 def _text_bytes(job: Json) -> int:
     return sum(stretch.segment.text_bytes for stretch in job["stretches"])
 
 
-def _record_held_out(folder: Path, plan: list[list[Stretch]], rule: SplitRule, tokenizer: TokenizerFiles) -> None:
-    """Record held-out passages from a few shards that are spread over the corpus, and of each text of a mixture."""
+def _record_held_out(
+    folder: Path, plan: list[list[Stretch]], rule: SplitRule, tokenizer: TokenizerFiles
+) -> dict[str, int]:
+    """Record held-out passages from a few shards that are spread over the corpus, and of each text of a mixture.
+
+    Returns the counts of ``write_held_out``, and how many passages were left out.
+    """
     spread = range(0, len(plan), -(-len(plan) // _SHARDS_WITH_PASSAGES))
     parts = [stretches[0].part for stretches in plan]
     numbers = sorted({*spread, *map(parts.index, range(min(1 + parts[-1], _TEXTS_WITH_PASSAGES)))})
     dtype, encoder = np.dtype(f"<u{_bytes_per_token(tokenizer)}"), Encoder(tokenizer.path / SPIECE)
     documents = (_validation_documents(folder, number, plan[number], rule, dtype) for number in numbers)
-    found = (passage for each in documents for passage in islice(comparable(each, encoder), _PASSAGES_A_SHARD))
-    write_held_out(folder, found, tokenizer.path / TOKENIZER_JSON)
+    left_out = Counter({HELD_OUT_LEFT_OUT: 0})
+    found = (
+        passage for each in documents for passage in islice(comparable(each, encoder, left_out), _PASSAGES_A_SHARD)
+    )
+    return write_held_out(folder, found, tokenizer.path / TOKENIZER_JSON) | left_out
 
 
 def _validation_documents(
@@ -306,7 +335,14 @@ def _validation_documents(
         yield passage, tokens[start:end]
 
 
-def _committed(folder: Path, identity: str, num_shards: int, corpus: Corpus, tokenizer: TokenizerFiles) -> TokenShards:
+def _committed(
+    folder: Path,
+    identity: str,
+    num_shards: int,
+    corpus: Corpus,
+    tokenizer: TokenizerFiles,
+    counts: dict[str, int],
+) -> TokenShards:
     files: dict[str, FileDigest] = {}
     for number in range(num_shards):
         files |= read_description(folder, number).files
@@ -326,6 +362,7 @@ def _committed(folder: Path, identity: str, num_shards: int, corpus: Corpus, tok
             **_totals(folder, num_shards),
             **{name: count for name, count in corpus.counts.items() if name in {REPEATED, REMOVED}},
             "num_shards": num_shards,
+            **counts,
         },
     ).commit()
 

@@ -127,13 +127,21 @@ LOSSES = {
 """The three losses (nats per token) that show whether the model learned from its inputs."""
 
 
-def loss_lines(losses: Mapping[str, Any]) -> list[str]:
-    """Return the losses as text, one line each, and a last line if the model has learned nothing."""
+def loss_lines(losses: Mapping[str, Any], *, is_trial: bool = False) -> list[str]:
+    """Return the losses as text, one line each, and a last line if the model has learned nothing.
+
+    Of a trial, which has few steps, that is expected.
+    """
     shown = LOSSES | {TEST: "test split, masked tokens"}
     lines = [
         f"{losses[name]:.4f} nats/token: {meaning}" for name, meaning in shown.items() if losses.get(name) is not None
     ]
-    if has_learned_nothing(losses):
+    if has_learned_nothing(losses) and is_trial:
+        lines.append(
+            "The trial has succeeded. So few steps cannot teach a model more than the unigram baseline knows: a trial "
+            "shows that the layout trains, saves and exports, not how well it learns"
+        )
+    elif has_learned_nothing(losses):
         lines.append(
             "The model predicts no better than the unigram baseline. If the validation loss was lower before, train "
             "for fewer steps or on more text; otherwise train for more steps, or lower optimizer.peak_learning_rate"

@@ -158,6 +158,22 @@ REMOVED = "removed_passages"
 SKIPPED = "skipped_pages"
 """The count of pages of Wikipedia dumps that cannot be parsed, of corpora that have some."""
 
+UNKNOWN_PIECES = "unknown_pieces"
+"""The count of tokens to train on that are the unknown piece, of shards and of what a run records. Old ones lack it."""
+
+HELD_OUT_COMPARED, HELD_OUT_TIED = "held_out_compared", "held_out_tied"
+"""The counts of held-out passages that Hugging Face's tokenizer was compared on, and of those of them that it encodes
+with other pieces which are as probable, of shards. Old ones do not have them."""
+
+HELD_OUT_LEFT_OUT = "held_out_left_out"
+"""The count of held-out passages that were not compared, because they spell control tokens, of shards."""
+
+TRAIN_TOKENS = "train_tokens"
+"""The count of tokens to train on, of shards and of what a run records."""
+
+LACKED_CHARACTER = "lacked_character_U+"
+"""Before its code point, the count of a character in a sample of the text that the vocabulary has no piece for."""
+
 OF_TEXT = "train_samples_of_text_"
 """Before its number, the count of different samples to train on of a text of a mixture, in what a run records."""
 

@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 
 from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
+from t5train.data.vocabulary.unknown_pieces import unknown_line
 from t5train.host_resources import quantity
 from t5train.records.metrics import UNIGRAM, VALIDATION, has_learned_nothing
 from t5train.records.stage_records import OF_TEXT, REMOVED, REPEATED
 from t5train.records.witness import TrainedModel, Witness
-from t5train.release.markdown import code
+from t5train.release.markdown import code, escaped
 from t5train.release.markdown import table as markdown_table
 from t5train.spec import ObjectiveSpec
+from t5train.spec.recipes import TRIAL_STEPS
 
 MEANINGS = {
     "validation_content_loss": "Loss of masked tokens of the validation split. Its exponential is the perplexity.",
@@ -68,13 +70,24 @@ def table(headings: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
 
 
 def warning(witness: Witness) -> str:
-    """Return a sentence that the model has learned nothing, if its loss is not below the unigram baseline."""
+    """Return warnings: of many unknown pieces in the text, and of a loss that is not below the unigram baseline."""
+    unknown = unknown_line(witness.trained.data)
+    told = f"\n**The training text has many unknown pieces.** {escaped(unknown)}.\n" if unknown else ""
+    return told + _learned_nothing(witness)
+
+
+def _learned_nothing(witness: Witness) -> str:
     if not has_learned_nothing(witness.validation):
         return ""
     loss, baseline = witness.validation[VALIDATION], witness.validation[UNIGRAM]
+    why = (
+        f" A trial of {quantity(witness.step, 'optimizer step')} is too short for more."
+        if witness.step <= TRIAL_STEPS
+        else ""
+    )
     return (
         f"\n**This model predicts no better than the unigram baseline.** Its loss on held-out text is {loss:.4f} nats "
-        f"per masked token;\nthat of a model that knows only how often each token occurs is {baseline:.4f}.\n"
+        f"per masked token;\nthat of a model that knows only how often each token occurs is {baseline:.4f}.{why}\n"
     )
 
 

@@ -7,19 +7,27 @@ from t5train.data.passages import SPLITS
 from t5train.data.samples.loader import windows_of_texts
 from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
-from t5train.data.shards import UNIGRAM_DTYPE, unigram_name
-from t5train.data.vocabulary.sentencepiece_model import UNK_ID
+from t5train.data.vocabulary.unknown_pieces import counts_with_unknown, unknown_line
 from t5train.host_resources import quantity
 from t5train.locations import shown_text
-from t5train.records.stage_records import REMOVED, Corpus, Record, TokenizerFiles, TokenShards
+from t5train.records.stage_records import (
+    HELD_OUT_COMPARED,
+    HELD_OUT_LEFT_OUT,
+    HELD_OUT_TIED,
+    REMOVED,
+    UNKNOWN_PIECES,
+    Corpus,
+    Record,
+    TokenizerFiles,
+    TokenShards,
+)
 from t5train.release.card_sections import MIXTURE, MixedText, mixture_rows, repeated_line
-from t5train.release.markdown import code, page, table
+from t5train.release.markdown import code, escaped, page, table
 from t5train.report.text_findings_report import SPLIT_NAMES, repetition_lines, repetition_rows
 from t5train.spec import ObjectiveSpec, RunSpec
 
 MOST_EPOCHS = 64
 """Up to this number, repeating the text did little harm to T5 (Raffel et al. 2020, section 3.4.2); 256 epochs did."""
-_COUNT_BYTES = int(UNIGRAM_DTYPE[-1])
 
 
 class SplitFacts(NamedTuple):
@@ -38,17 +46,10 @@ class SplitFacts(NamedTuple):
 
 def train_split_facts(shards: TokenShards, objective: ObjectiveSpec) -> SplitFacts:
     """Return the facts about the train split. Reads a few bytes for each shard."""
-    numbers, window_tokens = range(int(shards.counts["num_shards"])), geometry(objective).window_tokens
     return SplitFacts(
-        unknown_pieces=sum(_count_of(shards, number, UNK_ID) for number in numbers),
-        of_texts=windows_of_texts(shards, "train", window_tokens),
+        unknown_pieces=counts_with_unknown(shards)[UNKNOWN_PIECES],
+        of_texts=windows_of_texts(shards, "train", geometry(objective).window_tokens),
     )
-
-
-def _count_of(shards: TokenShards, number: int, token_id: int) -> int:
-    with open(shards.path / unigram_name(number), "rb") as file:
-        file.seek(token_id * _COUNT_BYTES)
-        return int.from_bytes(file.read(_COUNT_BYTES), "little", signed=True)
 
 
 def data_report(
@@ -66,6 +67,7 @@ def data_report(
         repeated_line(shards.counts),
         _epochs_line(spec, facts),
         *_mixture_blocks(spec, facts),
+        *_tokenizer_blocks(shards),
         "## Digests",
         "Each is the sha256 of a manifest, which lists the digest of every file.",
         table(("", "fingerprint", "manifest", "folder"), map(_digest_row, (corpus, tokenizer, shards))),
@@ -117,6 +119,8 @@ def _split_rows(shards: TokenShards) -> list[tuple[str, str, str, str]]:
 
 
 def _unknown_line(shards: TokenShards, facts: SplitFacts) -> str:
+    if warning := unknown_line({**shards.counts, UNKNOWN_PIECES: facts.unknown_pieces}):
+        return f"**The training text has many unknown pieces.** {escaped(warning)}."
     share = facts.unknown_pieces / max(1, int(shards.counts["train_tokens"]))
     return f"Of the train split, {quantity(facts.unknown_pieces, 'token')} ({share:.4%}) became the unknown piece."
 
@@ -164,6 +168,25 @@ def _epochs_line(spec: RunSpec, facts: SplitFacts) -> str:
         f"{quantity(spec.optimizer.global_batch_sequences, 'sequence')}, and {quantity(facts.samples, 'sample')} of "
         f"{geometry(spec.objective).window_tokens} tokens of text{' in an epoch' if len(epochs) == 1 else ''}."
     )
+
+
+def _tokenizer_blocks(shards: TokenShards) -> list[str]:
+    """Return what the comparison with Hugging Face's tokenizer covered and left out; empty for shards without it."""
+    if HELD_OUT_COMPARED not in shards.counts:
+        return []
+    compared, tied, left_out = (shards.counts[name] for name in (HELD_OUT_COMPARED, HELD_OUT_TIED, HELD_OUT_LEFT_OUT))
+    lines = [
+        f"Hugging Face's tokenizer was compared on {quantity(compared, 'passage')} of the validation split, from a few "
+        f"shards. It gave {compared - tied:,} of them the ids of training, and {tied:,} other pieces that are as "
+        "probable. Certification compares only passages with the ids of training."
+    ]
+    if left_out:
+        lines.append(
+            f"Left out: {quantity(left_out, 'passage')} that spell a control token (</s>, <pad>, <unk>, "
+            "<extra_id_0>) or have U+0085. Training reads control tokens in a text as text, but Hugging Face's "
+            "tokenizer makes them control ids."
+        )
+    return ["## Tokenizer", *map(escaped, lines)]
 
 
 def _digest_row(record: Record) -> tuple[str, str, str, str]:

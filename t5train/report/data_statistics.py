@@ -14,8 +14,9 @@ from t5train.data.passages import SPLITS, Passage, Split
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.segments import passages_in, read_segments
 from t5train.data.shards import lengths_name
-from t5train.data.vocabulary.sentencepiece_model import UNK_ID, Encoder
+from t5train.data.vocabulary.sentencepiece_model import Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE
+from t5train.data.vocabulary.unknown_pieces import lacked_characters, listed
 from t5train.host_resources import quantity
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.release.card_sections import repeated_line
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 SAMPLE_BYTES = 4 << 20
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 QUANTILE_NAMES = ("shortest", "10%", "median", "90%", "99%", "longest")
-_MOST_UNKNOWN = 10
 _WIDTH_INCHES, _HEIGHT_INCHES, _DOTS_PER_INCH = 9.0, 3.4, 100
 _BINS = 60
 
@@ -78,23 +78,15 @@ def data_statistics(
 def sample_text(corpus: Corpus, encoder: Encoder) -> SampledText:
     """Encode passages that are spread over the corpus, and count their words and unknown characters."""
     passages = list(_spread_passages(corpus))
-    encoded = encoder.encode([passage.text for passage in passages])
-    unknown = Counter[str]()
-    for passage, ids in zip(passages, encoded, strict=True):
-        if (ids == UNK_ID).any():
-            unknown.update(passage.text)
+    texts = [passage.text for passage in passages]
+    encoded = encoder.encode(texts)
     return SampledText(
         passages=len(passages),
         words=sum(len(passage.text.split()) for passage in passages),
         pieces=sum(len(ids) for ids in encoded),
         bytes=sum(len(passage.text.encode()) for passage in passages),
-        unknown=Counter({character: unknown[character] for character in unknown if _is_unknown(character, encoder)}),
+        unknown=lacked_characters(texts, encoded, encoder),
     )
-
-
-def _is_unknown(character: str, encoder: Encoder) -> bool:
-    (ids,) = encoder.encode([character])
-    return bool((ids == UNK_ID).any())
 
 
 def _spread_passages(corpus: Corpus) -> Iterator[Passage]:
@@ -130,13 +122,9 @@ def word_lines(statistics: DataStatistics) -> list[str]:
         *([statistics.repeated] if statistics.repeated else []),
     ]
     if sampled.unknown:
-        most = ", ".join(
-            f"{character!r} (U+{ord(character):04X}) {quantity(count, 'time')}"
-            for character, count in sampled.unknown.most_common(_MOST_UNKNOWN)
-        )
         lines.append(
-            f"characters of the sample without a piece: {most}. A vocabulary that is trained with a higher "
-            "tokenizer.character_coverage has more characters"
+            f"characters of the sample without a piece: {listed(sampled.unknown)}. A vocabulary that is trained with "
+            "a higher tokenizer.character_coverage has more characters"
         )
     return lines
 

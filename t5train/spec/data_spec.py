@@ -332,7 +332,7 @@ class TokenizerSpec(SpecPart):
 class ShardsSpec(SpecPart):
     """How token ids are cut into files."""
 
-    execution = frozenset({"workers", "executor"})
+    execution = frozenset({"workers", "executor", "max_unknown_share"})
 
     shard_tokens: int = Field(
         128 << 20,
@@ -349,4 +349,12 @@ class ShardsSpec(SpecPart):
         title="Executor",
         description="local: this machine tokenizes; dask: all hosts of the hostfile do. They have to share the root "
         "and the text, and need the extra dask",
+    )
+    max_unknown_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        title="Largest share of unknown pieces",
+        description="Text is refused if a larger share of the tokens to train on are the unknown piece, for characters "
+        "that the vocabulary lacks. More than 0.01 is a warning, which the model card repeats",
     )

@@ -182,6 +182,10 @@ def summary(name: str) -> str:
     return (RECIPES[name].__doc__ or "").splitlines()[0]
 
 
+TRIAL_STEPS = 50
+"""In so few steps, no model learns more than which tokens are frequent."""
+
+
 def trial_settings() -> dict[str, Any]:
     """Return settings that turn a recipe into a trial of its layout, which takes minutes on two CPU ranks.
 
@@ -197,7 +201,7 @@ def trial_settings() -> dict[str, Any]:
         "model.preset": smallest.model.preset,
         "model.compile": False,
         "optimizer.warmup_steps": 10,
-        "optimizer.num_steps": 50,
+        "optimizer.num_steps": TRIAL_STEPS,
         "optimizer.global_batch_sequences": 16,
         "layout.micro_batch_sequences": 4,
         "layout.pin_memory": False,

@@ -12,7 +12,7 @@ import numpy as np
 
 from t5train.data.samples import span_corruption
 from t5train.data.samples.loader import Batch, Samples
-from t5train.data.shards import UNIGRAM_DTYPE, unigram_name
+from t5train.data.vocabulary.unknown_pieces import UNIGRAM_DTYPE, unigram_name
 from t5train.engine.collectives import data_rank, gather_floats
 from t5train.engine.forward_backward import Passes
 from t5train.errors import DigestMismatch

@@ -21,6 +21,7 @@ from t5train.data.held_out import read_held_out
 from t5train.data.passages import SPLITS
 from t5train.data.samples.loader import Samples, windows_of_texts
 from t5train.data.samples.span_corruption import geometry
+from t5train.data.vocabulary.unknown_pieces import counts_with_unknown, recorded_unknown
 from t5train.engine.collectives import gather_objects, on_accelerator, rank
 from t5train.engine.engine import model_of
 from t5train.engine.parameter_layout import huggingface_names
@@ -185,7 +186,8 @@ def _data(job: TrainJob) -> dict[str, int]:
     repeated = {name: int(count) for name, count in shards.counts.items() if name in {REPEATED, REMOVED}}
     of_texts = windows_of_texts(shards, "train", window_tokens)
     mixed = {f"{OF_TEXT}{text}": samples for text, samples in enumerate(of_texts) if len(of_texts) > 1}
-    return {**counts, **repeated, "train_samples": sum(of_texts), **mixed}
+    unknown = recorded_unknown(counts_with_unknown(shards))
+    return {**counts, **repeated, **unknown, "train_samples": sum(of_texts), **mixed}
 
 
 def _places(model: T5) -> dict[str, Tensor]:

@@ -25,7 +25,8 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
-from itertools import groupby
+from hashlib import sha256
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,17 @@ if TYPE_CHECKING:  # importing it takes long for a worker process, which only en
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 SPECIAL_PIECES = ("<pad>", "</s>", "<unk>")
 _SENTINEL = re.compile("<extra_id_[0-9]+>")
+_RULE = "nmt_nfkc"
+_NMT_NFKC_TABLES = {
+    "0942789e0111452f1cc446f70036e26d24458c3c7858c53cc12ca4d87531279b",  # up to 0.1.91, and T5's own
+    "51d3684747b35ef99cd4802f37cc1ee0c6bec4d060814f774efb1066d3c167f2",  # 0.1.96 to 0.2.0
+    "79372c41389c2b9b29bc171017ab5400e352debd686b02670a42bec709015074",  # 0.2.1
+    "1e2c7b43d3ee9755ceaa2ac335e253d8703604e0249ee1e81156c92b46423844",  # 0.2.3
+}
+"""sha256 of the table of the rule nmt_nfkc in versions of SentencePiece, which differ in their version of Unicode."""
+_WHILE_TRAINING = ("pad piece", "eos piece", "unk piece")
+"""SentencePiece's trainer cuts text where it spells a special piece, and does not count these characters. It does not
+find these names in any text, because there a space is U+2581 by then."""
 _NUM_THREADS = 8  # changes the result, because sums are formed per thread
 _SENTENCE_CHARACTERS = 1000  # at most 4 bytes each: the trainer skips sentences of more than 4192 bytes
 _Piece = sentencepiece_model_pb2.ModelProto.SentencePiece
@@ -50,51 +62,89 @@ _Piece = sentencepiece_model_pb2.ModelProto.SentencePiece
 def require_t5_form(proto: bytes, where: str) -> None:
     """Raise SpecError unless ``proto`` is a SentencePiece model that encodes text as T5's does.
 
-    It must be a unigram model without byte fallback that treats spaces as T5's does. Its first pieces must be
-    ``<pad>``, ``</s>`` and ``<unk>``, and all others plain text, so that no text is encoded as a control id. Raises
-    InputError if ``proto`` is not a SentencePiece model at all.
+    Of a given vocabulary, transformers' T5 tokenizer uses the pieces, their scores and the normalisation table. It does
+    everything else as for T5's own: it splits text at white space, puts a space before each word, and has no byte
+    fallback. A model with other properties would be trained on ids that the published tokenizer does not produce.
+
+    So it must be a unigram model without byte fallback, with T5's normalisation and treatment of spaces. Its first
+    pieces must be ``<pad>``, ``</s>`` and ``<unk>``, and all others plain parts of words, so that no text is encoded as
+    a control id. Raises InputError if ``proto`` is not a SentencePiece model at all.
     """
     require_t5_form_of(_parsed(proto, where), where)
 
 
 def require_t5_form_of(model: sentencepiece_model_pb2.ModelProto, where: str) -> None:
     """Raise SpecError unless a parsed model is one that ``require_t5_form`` accepts."""
-    if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM or model.trainer_spec.byte_fallback:
+    if (difference := next(chain(_differing_settings(model), _differing_pieces(model)), None)) is not None:
         raise SpecError(
-            f"tokenizer.path: {where} must be a SentencePiece unigram model without byte fallback, like T5's "
-            "vocabulary. Choose such a model"
+            f"tokenizer.path: {where} {difference}. transformers' T5 tokenizer would encode text otherwise than "
+            "training does. Choose a vocabulary like T5's, or leave out tokenizer.path to train one"
         )
-    spelling = model.normalizer_spec
-    if not (spelling.add_dummy_prefix and spelling.remove_extra_whitespaces and spelling.escape_whitespaces):
-        raise SpecError(
-            f"tokenizer.path: {where} treats spaces differently from T5's vocabulary. Choose a model with "
-            "add_dummy_prefix, remove_extra_whitespaces and escape_whitespaces"
+
+
+def _differing_settings(model: sentencepiece_model_pb2.ModelProto) -> Iterator[str]:
+    trained, normalised = model.trainer_spec, model.normalizer_spec
+    if trained.model_type != trained.UNIGRAM:
+        kind = trained.ModelType.Name(trained.model_type).lower()
+        yield f"is a SentencePiece model of type {kind}, but must be a unigram model"
+    for name, value, required in (
+        ("byte_fallback", trained.byte_fallback, False),
+        ("treat_whitespace_as_suffix", trained.treat_whitespace_as_suffix, False),
+        ("add_dummy_prefix", normalised.add_dummy_prefix, True),
+        ("remove_extra_whitespaces", normalised.remove_extra_whitespaces, True),
+        ("escape_whitespaces", normalised.escape_whitespaces, True),
+    ):
+        if value != required:
+            yield f"has {name}={str(value).lower()}, but T5's vocabulary has {name}={str(required).lower()}"
+    if not _has_t5_table(model):
+        yield (
+            f"normalises text by the rule {normalised.name or 'identity'!r}, or by a table of its own, but T5's "
+            "vocabulary does so by a table of nmt_nfkc"
         )
+    if model.denormalizer_spec.precompiled_charsmap:
+        yield "has denormalization rules, but T5's vocabulary has none"
+
+
+def _differing_pieces(model: sentencepiece_model_pb2.ModelProto) -> Iterator[str]:
     first = tuple(piece.piece for piece in model.pieces[:3])
     if first != SPECIAL_PIECES:
-        raise SpecError(
-            f"tokenizer.path: {where} begins with the pieces {first}, but must begin with {SPECIAL_PIECES}. Choose "
-            "another model"
-        )
+        yield f"begins with the pieces {first}, but must begin with {SPECIAL_PIECES}"
     kinds = [piece.type for piece in model.pieces[:3]]
     if kinds != [_Piece.CONTROL, _Piece.CONTROL, _Piece.UNKNOWN]:
-        raise SpecError(
-            f"tokenizer.path: in {where}, the types of the pieces {first} must be control, control and unknown. Choose "
-            "another model"
-        )
+        names = ", ".join(_Piece.Type.Name(kind).lower() for kind in kinds)
+        yield f"has the pieces {first} of the types {names}, but they must be control, control and unknown"
     for piece in model.pieces[3:]:
         if piece.type != _Piece.NORMAL or _SENTINEL.search(piece.piece):
-            raise SpecError(
-                f"tokenizer.path: {where} has the special piece {piece.piece!r}, and a text with the same characters "
-                "could be encoded as this piece. Choose a model with <pad>, </s>, <unk> and plain pieces only"
-            )
+            yield f"has the special piece {piece.piece!r}, but beside {SPECIAL_PIECES}, all pieces must be plain text"
+        if not -_LARGEST_COST <= piece.score <= 0:
+            yield f"has the score {piece.score:g} of the piece {piece.piece!r}, but scores must be log probabilities"
+        if SPACE in piece.piece[1:]:
+            yield f"has the piece {piece.piece!r} with a space after its beginning, but no piece may span words"
+    if SPACE not in {piece.piece for piece in model.pieces}:
+        yield f"has no piece for a space ({SPACE!r}), but must have one: else an unknown word joins its neighbours"
+
+
+def _has_t5_table(model: sentencepiece_model_pb2.ModelProto) -> bool:
+    """Return whether the normalisation table is that of nmt_nfkc, in any version of SentencePiece that is known."""
+    table = model.normalizer_spec.precompiled_charsmap
+    return sha256(table).hexdigest() in _NMT_NFKC_TABLES or table == _installed_table()
+
+
+@cache
+def _installed_table() -> bytes:
+    """Return the table that ``train`` uses."""
+    normaliser = sentencepiece.SentencePieceNormalizer(rule_name=_RULE)
+    spec = sentencepiece_model_pb2.ModelProto.FromString(normaliser.serialized_model_proto()).normalizer_spec
+    table: bytes = spec.precompiled_charsmap
+    return table
 
 
 def train(spec: "TokenizerSpec", texts: Iterable[str]) -> bytes:
     """Train a unigram model of ``spec.vocab_size`` pieces, including T5's special ones, with T5's normalisation.
 
-    The same texts in the same order give the same bytes. Signals are not handled before it returns, but other threads
-    run. Raises SpecError if the vocabulary is too large or too small for the texts.
+    Text that spells a special piece counts like any other. The same texts in the same order give the same bytes.
+    Signals are not handled before it returns, but other threads run. Raises SpecError if the vocabulary is too large or
+    too small for the texts.
     """
     model = io.BytesIO()
     try:
@@ -108,16 +158,28 @@ def train(spec: "TokenizerSpec", texts: Iterable[str]) -> bytes:
             eos_id=EOS_ID,
             unk_id=UNK_ID,
             bos_id=-1,
-            pad_piece=SPECIAL_PIECES[PAD_ID],
-            eos_piece=SPECIAL_PIECES[EOS_ID],
-            unk_piece=SPECIAL_PIECES[UNK_ID],
-            normalization_rule_name="nmt_nfkc",
+            pad_piece=_WHILE_TRAINING[PAD_ID],
+            eos_piece=_WHILE_TRAINING[EOS_ID],
+            unk_piece=_WHILE_TRAINING[UNK_ID],
+            normalization_rule_name=_RULE,
             num_threads=_NUM_THREADS,
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
         raise _training_error(spec, str(error)) from error
-    return model.getvalue()
+    return _with_special_pieces(model.getvalue())
+
+
+def _with_special_pieces(proto: bytes) -> bytes:
+    """Return a trained model with the names of T5's special pieces."""
+    model = sentencepiece_model_pb2.ModelProto.FromString(proto)
+    for piece, name in zip(model.pieces, SPECIAL_PIECES, strict=False):
+        piece.piece = name
+    model.trainer_spec.pad_piece = SPECIAL_PIECES[PAD_ID]
+    model.trainer_spec.eos_piece = SPECIAL_PIECES[EOS_ID]
+    model.trainer_spec.unk_piece = SPECIAL_PIECES[UNK_ID]
+    named: bytes = model.SerializeToString()
+    return named
 
 
 def _training_error(spec: "TokenizerSpec", why: str) -> SpecError:
@@ -163,6 +225,7 @@ def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:
 
 
 SCORE_STEPS = 1 << 11  # per nat; float32 has 24 bits, so sums are exact below 2**24 / 2**11
+_LARGEST_COST = 1 << 10  # nats; trained scores are above -20, and sums up to 8192 are exact
 _STRETCH_CHARACTERS = 1200  # text has 2 to 3 nats per character, and a sum of 8192 allows 6.8
 SPACE = "\u2581"  # SentencePiece's symbol for a space
 _NEXT_LINE = "\u0085"
@@ -170,7 +233,6 @@ _COMBINING = {"Mn", "Mc", "Me", "Cf", "Cn"}  # unassigned ones may combine in a 
 # Characters of the basic plane that combine although their category does not say so: prefixes, vowels of Thai and Lao
 # that follow their consonant, parts of Hangul syllables, half-width Japanese sound marks.
 _ALSO_COMBINING = "\u0d4e\u0e33\u0eb3\u1100-\u11ff\ua960-\ua97f\ud7b0-\ud7ff\uff9e\uff9f"
-_LOCAL_RULES = {"nmt_nfkc", "nfkc", "identity"}  # normalisations without a rule that combines a space with neighbours
 
 
 class Encoder:
@@ -271,10 +333,13 @@ def _stretches(text: str) -> list[str]:
 
 
 def _falls_apart_at_spaces(model: sentencepiece_model_pb2.ModelProto) -> bool:
-    """Return whether words are encoded independently: no piece, unknown run or normalisation rule spans two words."""
+    """Return whether words are encoded independently: no piece, unknown run or normalisation rule spans two words.
+
+    No rule of nmt_nfkc combines a space with its neighbours.
+    """
     pieces = {piece.piece for piece in model.pieces}
     return (
-        model.normalizer_spec.name in _LOCAL_RULES
+        _has_t5_table(model)
         and not model.trainer_spec.treat_whitespace_as_suffix
         and SPACE in pieces
         and not any(SPACE in piece[1:] for piece in pieces)

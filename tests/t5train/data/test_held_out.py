@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from t5train.data.held_out import HELD_OUT, choose, comparable, read_held_out, write_held_out
 from t5train.data.passages import Passage, split_of
 from t5train.data.segments import passages_of, read_segments
+from t5train.data.vocabulary.sentencepiece_model import SPACE
 from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.errors import InputError
 from t5train.records.witness import EncodedPassage
@@ -44,7 +46,9 @@ def test_passages_with_unknown_foreign_and_rare_pieces_are_chosen_first() -> Non
 def test_text_that_spells_control_tokens_is_left_out_and_a_long_text_is_cut_at_a_space(data_chain: DataChain) -> None:
     tokenizer = Tokenizer.load(data_chain.tokenizer.path)
     texts = ["a </s> b", "an <extra_id_7>", "<unk>", "next\x85line", "word " * 2000]
-    found = list(comparable(((Passage("", "", text), np.array([1])) for text in texts), tokenizer))
+    left_out = Counter[str]()
+    found = list(comparable(((Passage("", "", text), np.array([1])) for text in texts), tokenizer, left_out))
+    assert left_out == {"held_out_left_out": 4}
     assert [each.text for each in found] == [("word " * 800).rstrip()]
     assert found[0].ids == tokenizer.encode([found[0].text], add_eos=True)[0].tolist()
 
@@ -74,6 +78,53 @@ def test_rows_of_dashes_whose_pieces_are_ordered_differently_are_no_other_vocabu
     other = [each.model_copy(update={"ids": [*each.ids[:-1], each.ids[0]]}) for each in passages]
     with pytest.raises(InputError, match=f"encodes {len(passages) - 3} of {len(passages)} held-out passages"):
         write_held_out(tmp_path, [*passages[:3], *other[3:]], reference)
+
+
+@pytest.fixture
+def dashes(tmp_path: Path) -> Path:
+    """A tokenizer.json in which ``=-`` is as probable as ``=`` and ``-``, but for rounding."""
+    pieces = [["<pad>", 0], ["</s>", 0], ["<unk>", 0], [SPACE, -2], ["-", -3], ["--", -5], ["=", -4], ["=-", -7.0001]]
+    model = {"type": "Unigram", "unk_id": 2, "vocab": pieces, "byte_fallback": False}
+    spaces = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always", "split": True}
+    nothing = dict.fromkeys(("truncation", "padding", "normalizer", "decoder", "post_processor"))
+    document = {"version": "1.0", "added_tokens": [], **nothing, "pre_tokenizer": spaces, "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    return tmp_path / "tokenizer.json"
+
+
+def passage(text: str, *ids: int) -> EncodedPassage:
+    return EncodedPassage(text=text, ids=list(ids))
+
+
+def test_a_segmentation_that_is_as_good_is_counted_and_not_recorded(dashes: Path, tmp_path: Path) -> None:
+    agreed = [passage("--", 3, 5), passage("-", 3, 4)]
+    tied = [passage("---", 3, 4, 5), passage("---", 3, 5, 4), passage("=-", 3, 6, 4), passage("=-", 3, 7)]
+    counts = write_held_out(tmp_path, [*agreed, *tied], dashes)
+    assert counts == {"held_out_compared": 6, "held_out_tied": 2}, "of each two, one is what the library chooses"
+    assert set(map(str, agreed)) < set(map(str, read_held_out(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        passage("--", 3, 4, 4),  # the same text, but less probable
+        passage("--", 3, 4),  # another text
+        passage("--", 5),
+        passage("--", 3, 2),
+        passage("\u4e2d", 3, 2, 2),
+    ],
+)
+def test_a_single_passage_with_other_ids_is_refused(dashes: Path, tmp_path: Path, other: EncodedPassage) -> None:
+    agreed = [passage("--", 3, 5)] * 999
+    with pytest.raises(InputError, match=r"encodes 1 of 1000 held-out passages differently .* Remove"):
+        write_held_out(tmp_path, [*agreed, other], dashes)
+    assert not (tmp_path / HELD_OUT).exists()
+
+
+def test_the_shards_record_what_was_compared_and_what_was_left_out(data_chain: DataChain) -> None:
+    counts = data_chain.shards.counts
+    assert counts["held_out_compared"] >= len(read_held_out(data_chain.shards.path)) > 0
+    assert (counts["held_out_tied"], counts["held_out_left_out"]) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -70,4 +70,8 @@ def test_the_losses_at_the_end_say_plainly_if_the_model_has_learned_nothing() ->
     for poor in (6.0, 6.5):
         last = loss_lines(losses | {"validation_content_loss": poor})[-1]
         assert last.startswith("The model predicts no better than the unigram baseline.")
+        assert loss_lines(losses | {"validation_content_loss": poor}, is_trial=True)[-1].startswith(
+            "The trial has succeeded."
+        )
+    assert len(loss_lines(losses, is_trial=True)) == 3, "a trial that has learned something needs no explanation"
     assert len(loss_lines({"validation_content_loss": 5.5})) == 1, "earlier versions recorded no baseline"

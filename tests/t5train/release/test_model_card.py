@@ -125,6 +125,25 @@ def test_the_card_says_if_the_model_is_no_better_than_word_frequencies(
     assert ("This model predicts no better than the unigram baseline." in card) is is_worse
 
 
+@pytest.mark.parametrize(("unknown", "is_warned"), [(9, False), (10, True)])
+def test_the_card_warns_of_many_unknown_pieces_and_names_the_characters(
+    make_trained: MakeTrained, tmp_path: Path, unknown: int, is_warned: bool
+) -> None:
+    trained = make_trained("v1.1")
+    recorded = Witness.load(trained.witness).trained
+    data = {**recorded.data, "unknown_pieces": unknown, "lacked_character_U+003C": 40, "lacked_character_U+4E2D": 50}
+    trained.change_witness(trained=recorded.model_copy(update={"data": data}).model_dump(mode="json"))
+    card = _card(export(*trained, tmp_path / "out"))
+    assert ("of the training split are the unknown piece (10 of 900)" in card) is is_warned
+    assert ("'\u4e2d' (U+4E2D) 50 times, '<' (U+003C) 40 times" in card.replace("\\", "")) is is_warned
+
+
+def test_the_card_of_a_trial_says_that_it_is_too_short(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained()
+    trained.change_witness(validation={"validation_content_loss": 7.0, "unigram_content_loss": 6.5}, step=50)
+    assert "A trial of 50 optimizer steps is too short for more." in _card(export(*trained, tmp_path / "out"))
+
+
 @pytest.mark.parametrize(("version", "noted"), [("v1.1", True), ("v1.0", False), ("switch", False)])
 def test_only_the_card_of_a_v11_notes_that_weights_are_not_tied(
     make_trained: MakeTrained, tmp_path: Path, version: str, noted: bool

@@ -20,6 +20,20 @@ def test_the_facts_about_the_train_split_equal_what_its_files_hold(data_chain: D
     assert facts.samples == Samples(shards, "train", SPEC.objective, seed=0).num_samples
 
 
+def test_the_report_warns_of_many_unknown_pieces(data_chain: DataChain) -> None:
+    shards, facts = data_chain.shards, train_split_facts(data_chain.shards, SPEC.objective)
+    many = facts._replace(unknown_pieces=int(shards.counts["train_tokens"]) // 50)
+    counts = {**shards.counts, "lacked_character_U+4E2D": 9}
+    report = data_report(
+        SPEC, data_chain.corpus, data_chain.tokenizer, shards.model_copy(update={"counts": counts}), many
+    )
+    assert "2.0% of the tokens of the training split are the unknown piece" in report
+    assert "(U+4E2D) 9 times" in report
+    assert "tokenizer.character" in report
+    few = data_report(SPEC, data_chain.corpus, data_chain.tokenizer, shards, facts)
+    assert "became the unknown piece." in few
+
+
 def test_the_report_has_counts_epochs_and_digests(data_chain: DataChain) -> None:
     shards, facts = data_chain.shards, train_split_facts(data_chain.shards, SPEC.objective)
     report = data_report(SPEC, data_chain.corpus, data_chain.tokenizer, shards, facts)
@@ -29,6 +43,9 @@ def test_the_report_has_counts_epochs_and_digests(data_chain: DataChain) -> None
     for split in ("train", "validation", "test"):
         passages, tokens = shards.counts[f"{split}_documents"], shards.counts[f"{split}_tokens"]
         assert f"| {split} | {passages:,} | {tokens:,} | {tokens / passages:.1f} |" in report
+    compared = shards.counts["held_out_compared"]
+    assert f"Hugging Face's tokenizer was compared on {compared:,} passages of the validation split" in report
+    assert "Left out:" not in report
     epochs = 50 * SPEC.optimizer.global_batch_sequences / facts.samples
     assert f"The run makes {epochs:,.2f} epochs over the train split: 50 steps" in report
     for record in (data_chain.corpus, data_chain.tokenizer, shards):

@@ -87,7 +87,15 @@ def test_the_file_says_which_settings_are_execution_settings() -> None:
     text = recipe_text(recipe("smoke"), needs_source=False)
     marked = re.findall(r"\(execution\)\n *([a-z_]+):", text)
     of_corpus = ["license", "languages", "workers"]
-    assert marked == ["name", *of_corpus, "workers", "executor", "activation_checkpointing", "compile"]
+    assert marked == [
+        "name",
+        *of_corpus,
+        "workers",
+        "executor",
+        "max_unknown_share",
+        "activation_checkpointing",
+        "compile",
+    ]
     sentence = "Settings in layout, storage, cluster, monitor and profile, and those marked (execution)"
     assert sentence in " ".join(text.split("\n# "))
 

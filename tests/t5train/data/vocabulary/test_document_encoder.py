@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from sentencepiece import sentencepiece_model_pb2
+from sentencepiece import SentencePieceNormalizer, sentencepiece_model_pb2
 
 from t5train.data.native import segmenter_build
 from t5train.data.vocabulary.document_encoder import DocumentEncoder, warn_if_slow
@@ -204,7 +204,8 @@ def no_rules(model: Model) -> None:
 
 
 def other_rules(model: Model) -> None:
-    model.normalizer_spec.name = "nmt_nfkc_cf"
+    normaliser = SentencePieceNormalizer(rule_name="nmt_nfkc_cf")
+    model.normalizer_spec.CopyFrom(Model.FromString(normaliser.serialized_model_proto()).normalizer_spec)
 
 
 def user_defined(model: Model) -> None:

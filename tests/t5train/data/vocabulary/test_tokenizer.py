@@ -1,11 +1,14 @@
 """The tokenizer stage: T5's format, Hugging Face's ids, and no control ids from text."""
 
+import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,10 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
+from sentencepiece.sentencepiece_model_pb2 import ModelProto as Model
 
-from t5train.data.vocabulary.sentencepiece_model import train
-from t5train.data.vocabulary.tokenizer import Tokenizer, build_tokenizer, given_tokenizer
+from t5train.data.vocabulary.sentencepiece_model import require_t5_form, train
+from t5train.data.vocabulary.tokenizer import Tokenizer, build_tokenizer, expected_vocab_size, given_tokenizer
 from t5train.errors import InputError, SpecError
 from t5train.spec import TokenizerSpec
 from tests.support.generated_text import WORDS, DataChain
@@ -24,6 +28,7 @@ from tests.support.waiting import await_that
 
 TRAIN = """
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from t5train.data.corpus import build_corpus
 from t5train.data.vocabulary.tokenizer import build_tokenizer
@@ -140,6 +145,39 @@ def test_a_vocabulary_smaller_than_the_alphabet_is_refused() -> None:
         train(TokenizerSpec(vocab_size=300, character_coverage=1.0), [alphabet] * 50)
 
 
+@pytest.mark.parametrize("spelled", ["<unk>", "</s>", "<pad>", "<extra_id_0>", "<b>"])
+def test_text_that_spells_a_special_piece_keeps_its_characters(spelled: str) -> None:
+    texts = [f"the {spelled} of river {index} was named after the {spelled}" for index in range(3000)]
+    proto = train(TokenizerSpec(vocab_size=300), ["".join(WORDS[:100]), " ".join(WORDS), *texts])
+    model = sentencepiece_model_pb2.ModelProto.FromString(proto)
+    assert set(spelled) <= {piece.piece for piece in model.pieces}
+    processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    assert not any(Tokenizer.unk_id in ids for ids in processor.encode(texts[:10]))
+    require_t5_form(proto, "the trained vocabulary")
+
+
+def test_a_trained_model_is_byte_for_byte_that_of_the_trainer_where_no_text_spells_a_special_piece() -> None:
+    texts = [" ".join(WORDS[start : start + 40]) for start in range(560)]
+    plain = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=plain,
+        model_type="unigram",
+        vocab_size=300,
+        character_coverage=TokenizerSpec().character_coverage,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        pad_piece="<pad>",
+        eos_piece="</s>",
+        unk_piece="<unk>",
+        num_threads=8,
+        minloglevel=2,
+    )
+    assert train(TokenizerSpec(vocab_size=300), texts) == plain.getvalue()
+
+
 def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "spiece.model").write_text("no model")
     with pytest.raises(InputError, match="not a SentencePiece model"):
@@ -174,25 +212,117 @@ def test_a_damaged_tokenizer_config_is_refused_with_a_clear_error(
         given_tokenizer(tmp_path, tmp_path)
 
 
-def changed(data_chain: DataChain, change: str) -> bytes:
-    model = sentencepiece_model_pb2.ModelProto()
-    model.ParseFromString((data_chain.tokenizer.path / "spiece.model").read_bytes())
-    if change == "bos":
-        model.pieces[0].piece = "<s>"
-    elif change == "sentinel piece":
-        model.pieces[50].piece = "<extra_id_0>"
-        model.pieces[50].type = model.pieces[50].USER_DEFINED
-    elif change == "plain eos":
-        model.pieces[1].type = model.pieces[1].NORMAL
-    elif change == "spaces":
-        model.normalizer_spec.remove_extra_whitespaces = False
-    return model.SerializeToString()
+def other_first_piece(model: Model) -> None:
+    model.pieces[0].piece = "<s>"
 
 
-@pytest.mark.parametrize("change", ["bos", "sentinel piece", "plain eos", "spaces"])
-def test_a_model_that_is_not_in_t5s_form_is_refused(data_chain: DataChain, tmp_path: Path, change: str) -> None:
-    (tmp_path / "spiece.model").write_bytes(changed(data_chain, change))
+def sentinel_among_pieces(model: Model) -> None:
+    model.pieces[50].piece = "<extra_id_0>"
+
+
+def plain_eos(model: Model) -> None:
+    model.pieces[1].type = model.pieces[1].NORMAL
+
+
+def piece_of_two_words(model: Model) -> None:
+    model.pieces[50].piece = "\u2581ba\u2581el"
+
+
+def no_piece_for_a_space(model: Model) -> None:
+    next(piece for piece in model.pieces if piece.piece == "\u2581").piece = "\u00e4\u00f6"
+
+
+def unused_piece(model: Model) -> None:
+    model.pieces[50].type = model.pieces[50].UNUSED
+
+
+def positive_score(model: Model) -> None:
+    model.pieces[50].score = 0.5
+
+
+def other_rules_under_t5s_name(model: Model) -> None:
+    other = Model.FromString(sentencepiece.SentencePieceNormalizer(rule_name="nfkc_cf").serialized_model_proto())
+    model.normalizer_spec.precompiled_charsmap = other.normalizer_spec.precompiled_charsmap
+
+
+def no_rules_under_t5s_name(model: Model) -> None:
+    model.normalizer_spec.precompiled_charsmap = b""
+
+
+def denormalization(model: Model) -> None:
+    model.denormalizer_spec.precompiled_charsmap = model.normalizer_spec.precompiled_charsmap
+
+
+CHANGES = [
+    *(other_first_piece, sentinel_among_pieces, plain_eos, piece_of_two_words, no_piece_for_a_space, unused_piece),
+    *(positive_score, other_rules_under_t5s_name, no_rules_under_t5s_name, denormalization),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_is_not_in_t5s_form_is_refused(
+    data_chain: DataChain, tmp_path: Path, change: Callable[[Model], None]
+) -> None:
+    model = Model.FromString((data_chain.tokenizer.path / "spiece.model").read_bytes())
+    change(model)
+    (tmp_path / "spiece.model").write_bytes(model.SerializeToString())
     sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spiece.model"))  # it is still a valid model
-    with pytest.raises(SpecError, match=r"tokenizer\.path"):
+    with pytest.raises(SpecError, match=r"tokenizer\.path: .*Choose a vocabulary like T5's"):
         given_tokenizer(tmp_path, tmp_path / "root")
+    assert not (tmp_path / "root").exists()
+
+
+def trained_with(folder: Path, **settings: Any) -> Path:
+    """Train a vocabulary with T5's special pieces, and other settings of SentencePiece than T5's."""
+    model = io.BytesIO()
+    usual: dict[str, Any] = {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc", "vocab_size": 100}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"the time of year number {index} and the way of the day" for index in range(400)]),
+        model_writer=model,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        pad_piece="<pad>",
+        eos_piece="</s>",
+        unk_piece="<unk>",
+        minloglevel=2,
+        **(usual | settings),
+    )
+    (folder / "spiece.model").write_bytes(model.getvalue())
+    return folder / "spiece.model"
+
+
+@pytest.mark.parametrize("given", ["a file", "a folder"])
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"normalization_rule_name": "identity"}, "normalises text by the rule 'identity'"),
+        ({"normalization_rule_name": "nfkc"}, "normalises text by the rule 'nfkc'"),
+        ({"normalization_rule_name": "nfkc_cf"}, "normalises text by the rule 'nfkc_cf'"),
+        ({"normalization_rule_name": "nmt_nfkc_cf"}, "normalises text by the rule 'nmt_nfkc_cf'"),
+        ({"normalization_rule_tsv": "rules.tsv"}, "normalises text by the rule 'user_defined'"),
+        ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix=true"),
+        ({"split_by_whitespace": False, "vocab_size": 400}, "no piece may span words"),
+        ({"add_dummy_prefix": False}, "add_dummy_prefix=false"),
+        ({"remove_extra_whitespaces": False}, "remove_extra_whitespaces=false"),
+        ({"byte_fallback": True, "vocab_size": 400}, "byte_fallback=true"),
+        ({"user_defined_symbols": ["number"]}, "the special piece 'number'"),
+        ({"control_symbols": ["<sep>"]}, "the special piece '<sep>'"),
+        ({"model_type": "bpe"}, "of type bpe"),
+        ({"model_type": "char"}, "of type char"),
+    ],
+)
+def test_a_vocabulary_that_the_published_tokenizer_uses_otherwise_is_refused_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, settings: dict[str, Any], complaint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rules.tsv").write_text("61 62\t63\n")
+    spiece = trained_with(tmp_path, **settings)
+    path = spiece if given == "a file" else tmp_path
+    with pytest.raises(SpecError, match=re.escape(complaint)):
+        given_tokenizer(path, tmp_path / "root")
+    with pytest.raises(SpecError, match=re.escape(complaint)):
+        expected_vocab_size(TokenizerSpec(path=str(path)))
     assert not (tmp_path / "root").exists()
