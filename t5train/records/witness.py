@@ -2,8 +2,13 @@
 
 import hashlib
 import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -67,7 +72,8 @@ class Witness(BaseModel):
     ``huggingface_config`` and ``generation_config`` are the content of an export's ``config.json`` and
     ``generation_config.json``, apart from what transformers adds. ``inputs`` has the fingerprints of all earlier stages
     and, as ``vocabulary``, the sha256 of ``spiece.model``. ``curve`` has the points (step, loss) of each line of the
-    loss curve; it is empty for runs that ended with an earlier version.
+    loss curve, and ``environment`` what decides how the logits were rounded (``computing_environment``). Both are empty
+    for runs that ended with an earlier version.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -88,6 +94,7 @@ class Witness(BaseModel):
     inputs: dict[str, str]
     validation: dict[str, Any]
     curve: dict[str, list[tuple[int, float]]] = {}
+    environment: dict[str, str] = {}
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -118,6 +125,102 @@ def _require_current(path: Path, content: bytes) -> None:
             "run with the version of t5-pretrain that trained it, or train again under another --name. `consolidate` "
             "can still read the weights"
         )
+
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_PROCESSOR = (
+    *("vendor_id", "cpu family", "model", "model name", "stepping", "cache size"),
+    *("CPU implementer", "CPU variant", "CPU part", "CPU revision"),  # of ARM
+)
+_VECTOR_EXTENSIONS = ("sse4", "avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "i8mm")
+_CPU_VARIABLES = (
+    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE"),
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+)
+_ACCELERATOR_VARIABLES = (
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+    "TORCH_BLAS_PREFER_CUBLASLT",
+)
+_LIBRARIES = {"MKL": r"Math Kernel Library Version ([\d.]+)", "oneDNN": r"MKL-DNN v([\d.]+)"}
+
+
+def computing_environment(device_type: str) -> dict[str, str]:
+    """Return what decides how results are rounded on a kind of device: the hardware, its limits and the libraries.
+
+    Processors of one name can have other instruction sets, and libraries can be told not to use them. Therefore
+    ``arithmetic`` is a digest of the results of fixed computations. Equal environments give equal bits with the same
+    number of threads, which the caller sets.
+    """
+    import torch
+
+    of_device = _of_cpu() if device_type == "cpu" else _of_accelerator(device_type)
+    variables = _CPU_VARIABLES if device_type == "cpu" else _ACCELERATOR_VARIABLES
+    return {
+        **of_device,
+        **{name: os.environ[name] for name in variables if os.environ.get(name)},
+        "torch": str(torch.__version__),
+        "arithmetic": _arithmetic(device_type),
+    }
+
+
+def differing_environment(recorded: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """Describe each difference between two environments."""
+    names = [name for name in {**recorded, **here} if recorded.get(name) != here.get(name)]
+    unset = "not set"
+    return [f"{name} ({recorded.get(name, unset)} in training, {here.get(name, unset)} here)" for name in names]
+
+
+def _of_cpu() -> dict[str, str]:
+    import torch
+
+    facts = dict[str, str]()
+    if _CPU_INFO.exists():
+        first, _, _ = _CPU_INFO.read_text("utf-8", "replace").partition("\n\n")
+        lines = (line.partition(":") for line in first.splitlines())
+        facts = {name.strip(): value.strip() for name, _, value in lines}
+    described = [f"{name} {facts[name]}" for name in _PROCESSOR if name in facts]
+    flags = facts.get("flags", facts.get("Features", "")).split()
+    build = {name: re.search(pattern, torch.__config__.show()) for name, pattern in _LIBRARIES.items()}
+    return {
+        "processor": ", ".join([platform.machine(), *described]),
+        "vector extensions": " ".join(sorted(each for each in flags if each.startswith(_VECTOR_EXTENSIONS))),
+        "instruction set of torch": torch.backends.cpu.get_cpu_capability(),
+        **{name: found[1] for name, found in build.items() if found},
+    }
+
+
+def _of_accelerator(device_type: str) -> dict[str, str]:
+    import torch
+
+    found = dict[str, str]()
+    if device_type == "cuda":
+        device, cudnn = torch.cuda.get_device_properties(), cast(Any, torch.backends.cudnn)
+        found = {
+            "processor": f"{device.name}, compute capability {device.major}.{device.minor}, "
+            f"{device.multi_processor_count} multiprocessors",
+            "cuda": str(torch.version.cuda or torch.version.hip),
+            "cudnn": str(cudnn.version()),
+        }
+        for package in ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13"):
+            try:
+                found["cublas"] = version(package)
+            except PackageNotFoundError:
+                continue
+    return found
+
+
+def _arithmetic(device_type: str) -> str:
+    """Return a digest of matrix products, a softmax and a norm of fixed numbers in fp32."""
+    import torch
+
+    whole = torch.randint(-(1 << 15), 1 << 15, (256, 768), generator=torch.Generator().manual_seed(0))
+    numbers = (whole.float() / (1 << 15)).to(device_type)  # exact on every processor
+    with torch.no_grad():
+        products = [numbers @ numbers.T, numbers[:9] @ numbers[:, :64].repeat(3, 1), numbers.T @ numbers]
+        softmax = (products[0] / 8).softmax(-1)
+        norm = numbers * torch.rsqrt(numbers.pow(2).mean(-1, keepdim=True) + 1e-6)
+    results = [digest_tensor(each) for each in (*products, softmax, norm, torch.tanh(numbers))]
+    return hashlib.sha256("".join(results).encode()).hexdigest()[:16]
 
 
 def digest_tensor(tensor: "torch.Tensor") -> str:

@@ -6,6 +6,7 @@ standard output. If its parent process dies, the next line cannot be written, an
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -23,7 +24,13 @@ from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files
 from t5train.records.identity import current_provenance
 from t5train.records.stage_records import Export
-from t5train.records.witness import WITNESS, WITNESS_TENSORS, Witness
+from t5train.records.witness import (
+    WITNESS,
+    WITNESS_TENSORS,
+    Witness,
+    computing_environment,
+    differing_environment,
+)
 from t5train.release.certificate import CERTIFICATE, Certificate, GenerationComparison, ProbeComparison
 from t5train.release.folder_comparison import DOCUMENTS, differing_folder
 from t5train.release.loss_curve import LOSS_CURVE
@@ -42,9 +49,10 @@ from t5train.release.tokenizer_comparison import differing_tokenizer
 
 FAILED_CERTIFICATE = "certificate.failed.json"
 LOG = "certify.log"
-# Relative to the largest logit. On the same kind of device, a dense model's bits must be equal.
+# Relative to the largest logit. On the same hardware with the same libraries, a dense model's bits must be equal.
 OTHER_DEVICE_TOLERANCE = 1e-3
 EXPERTS_TOLERANCE = 1e-5
+_log = logging.getLogger(__name__)
 
 
 def certify_in_fresh_process(export: Export, witness: Path, progress: Progress = silent) -> Export:
@@ -76,7 +84,13 @@ def certify_in_fresh_process(export: Export, witness: Path, progress: Progress =
     files = _uncertified_files(export)
     with reading(certificate):
         content = certificate.read_bytes()
-    Certificate.parse(content, str(certificate)).require_vouching(export.fingerprint, files, str(certificate))
+    made = Certificate.parse(content, str(certificate))
+    made.require_vouching(export.fingerprint, files, str(certificate))
+    if made.relative_tolerance > EXPERTS_TOLERANCE:
+        _log.warning(
+            "%s is certified with a tolerance of %g of the largest logit instead of equal bits: %s",
+            export.path, made.relative_tolerance, made.tolerance_reason,
+        )  # fmt: skip
     return export.model_copy(update={"files": {**files, CERTIFICATE: digest_file(certificate)}}).commit()
 
 
@@ -92,32 +106,62 @@ def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> 
     _require_same_versions(export)
     files = _uncertified_files(export)
     export.model_copy(update={"files": files}).verify(progress)
-    certificate = _compare(export, files, witness, progress)
+    certificate, is_as_recorded = _compare(export, files, witness, progress)
     text = certificate.model_dump_json(indent=1) + "\n"
     if not certificate.passed:
         failed = export_folder.absolute().parent / FAILED_CERTIFICATE
         write_text(failed, text)
         (export_folder / CERTIFICATE).unlink(missing_ok=True)  # an earlier certificate is no longer valid
-        raise CertificationError(
-            f"{export_folder} is not the model that was trained: {'; '.join(certificate.differences)}. "
-            f"The export must not be published. Remove the folder and export again. Details are in {failed}"
-        )
+        raise CertificationError(_refusal(export_folder, certificate, is_as_recorded, failed))
     write_text(export_folder / CERTIFICATE, text)
     return certificate
 
 
-def _compare(export: Export, files: dict[str, FileDigest], folder: Path, progress: Progress) -> Certificate:
+def _refusal(export: Path, certificate: Certificate, is_as_recorded: bool, failed: Path) -> str:
+    """Say what differs and what it means. Wrong files can be made again; other results of the right files cannot."""
+    differences = "; ".join(certificate.differences)
+    if not is_as_recorded:
+        return (
+            f"{export} is not the model that was trained: {differences}. The export must not be published. Remove the "
+            f"folder and export again. Details are in {failed}"
+        )
+    if certificate.relative_tolerance > EXPERTS_TOLERANCE:
+        meaning = (
+            f"{certificate.tolerance_reason}, but the results differ by more than rounding: this machine computes with "
+            "less precision (look for variables such as ONEDNN_DEFAULT_FPMATH_MODE and NVIDIA_TF32_OVERRIDE) or is "
+            "faulty, or the witness was changed"
+        )
+    else:
+        meaning = (
+            f"{certificate.tolerance_reason}, so a machine is faulty, the libraries compute something else than they "
+            "did in training, or the witness was changed"
+        )
+    return (
+        f"{export} cannot be certified here: every file, setting and tensor is as training recorded it, but this "
+        f"machine computes other results: {differences}. {meaning[0].upper()}{meaning[1:]}. Certify on the machine "
+        f"that trained, or on another one; until then, the export must not be published. Details are in {failed}"
+    )
+
+
+def _compare(
+    export: Export, files: dict[str, FileDigest], folder: Path, progress: Progress
+) -> tuple[Certificate, bool]:
+    """Return the certificate, and whether all that was recorded is as it was recorded, whatever is computed from it."""
     witness = Witness.load(folder)
     device = _device(witness)
     tolerance, reason = _tolerance(witness, device)
-    differences = differing_folder(export, witness)
+    differences, computed = differing_folder(export, witness), list[str]()
     probes: dict[str, ProbeComparison] = {}
     generation: GenerationComparison | None = None
     if not differences:  # otherwise it is not safe to load
-        differences, probes, generation = _compare_loaded(export.path, witness, folder, device, tolerance, progress)
-    return Certificate(
-        passed=not differences,
-        differences=differences,
+        model, differences = _compare_loaded(export.path, witness, progress)
+        model = model.to(device)
+        probes = dict(compare_probes(model, witness, folder, device, progress))
+        generation, generated_otherwise = compare_generation(model, witness, folder, device, tolerance)
+        computed = [*differing_probes(probes, tolerance), *generated_otherwise]
+    certificate = Certificate(
+        passed=not differences and not computed,
+        differences=[*differences, *computed],
         export_fingerprint=export.fingerprint,
         run_fingerprint=witness.run_fingerprint,
         weights_fingerprint=export.inputs["weights"],
@@ -138,25 +182,22 @@ def _compare(export: Export, files: dict[str, FileDigest], folder: Path, progres
         num_threads=witness.num_threads,
         provenance=current_provenance(),
     )
+    return certificate, not differences
 
 
-def _compare_loaded(
-    export: Path, witness: Witness, folder: Path, device: str, tolerance: float, progress: Progress
-) -> tuple[list[str], dict[str, ProbeComparison], GenerationComparison]:
-    """Compare the model and tokenizer that plain transformers loads from the folder."""
+def _compare_loaded(export: Path, witness: Witness, progress: Progress) -> tuple[Any, list[str]]:
+    """Load the model and the tokenizer with plain transformers. Returns the model and what differs of their content."""
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5TokenizerFast
 
     model, loading = AutoModelForSeq2SeqLM.from_pretrained(export, output_loading_info=True)
-    model = model.eval().to(device)
+    model = model.eval()
     differences = differing_keys(loading)
     differences += differing_tensors(model, witness, progress)
     differences += differing_ties(model, witness)
     differences += differing_settings(model, witness)
     for kind in (AutoTokenizer, T5TokenizerFast):
         differences += differing_tokenizer(kind.from_pretrained(export), export / SPIECE, witness)
-    probes = dict(compare_probes(model, witness, folder, device, progress))
-    generation, generated_otherwise = compare_generation(model, witness, folder, device, tolerance)
-    return [*differences, *differing_probes(probes, tolerance), *generated_otherwise], probes, generation
+    return model, differences
 
 
 def _device(witness: Witness) -> str:
@@ -172,12 +213,19 @@ def _tolerance(witness: Witness, device: str) -> tuple[float, str]:
     """Return how much the logits may differ, relative to the largest one, and why."""
     if device != witness.device_type:
         return OTHER_DEVICE_TOLERANCE, f"{device} rounds differently from the engine's device, {witness.device_type}"
+    if not witness.environment:
+        return OTHER_DEVICE_TOLERANCE, (
+            "an earlier version wrote the witness, without the processor and libraries of the engine, which may round "
+            "differently from those here"
+        )
+    if differing := differing_environment(witness.environment, computing_environment(device)):
+        return OTHER_DEVICE_TOLERANCE, f"other processors and libraries round differently: {'; '.join(differing)}"
     if witness.huggingface_config.get("num_experts"):
         return EXPERTS_TOLERANCE, (
             "the engine pads every expert's tokens to the same number, and transformers does not: matrix products of "
             "different sizes are summed in a different order"
         )
-    return 0.0, "the same operations on the same kind of device give the same bits"
+    return 0.0, "the same operations on the same processor with the same libraries give the same bits"
 
 
 def _require_its_witness(export: Export, witness: Witness) -> None:

@@ -42,8 +42,8 @@ def fetch(url: str, folder: Path, progress: Progress = silent) -> Published:
 
     Raises:
         InputError: The URL is not one of S3.
-        RecordError: There is no publication, or its manifest is damaged.
-        DigestMismatch: An object is not what the manifest says.
+        RecordError: There is no publication.
+        DigestMismatch: The manifest is damaged, or an object is not what the manifest says.
         PublicationError: The folder holds something else, the publication is not certified, or the server refuses.
         StorageError: The folder cannot be written, or is too small.
 

@@ -83,7 +83,9 @@ tokenizer.save_pretrained("fine-tuned")
 ## Verify
 
 `certificate.json` records how a new process compared this folder with what the training engine recorded of its own
-fp32 weights. `manifest.json` has the size and sha256 of every file, and `t5-pretrain verify FOLDER_OR_URL` checks them.
+fp32 weights. Its `tolerance_reason` says how closely logits had to agree: in all bits, or within rounding if the
+processor or the libraries were other ones than those that trained. `manifest.json` has the size and sha256 of every
+file, and `t5-pretrain verify FOLDER_OR_URL` checks them.
 
 ## Data and licence
 

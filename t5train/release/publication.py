@@ -29,7 +29,7 @@ from t5train.release.object_store.bucket import BucketFolder, is_in_s3
 from t5train.release.object_store.bucket_publication import publish_to_bucket, published_in
 from t5train.release.object_store.insistent_bucket import InsistentBucket
 from t5train.release.object_store.measured_file import unread_files
-from t5train.release.object_store.published_manifest import not_empty, occupied, publication_in
+from t5train.release.object_store.published_manifest import difference, not_empty, occupied, publication_in
 from t5train.release.object_store.write_check import check_writing
 from t5train.release.verification import object_names, verify, verify_object
 
@@ -207,7 +207,8 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
     """Copy a certified export to a folder or an object store.
 
     A local folder appears atomically, by one rename, and a publication in S3 by one conditional write. An intact
-    publication of the same export is reused. Secrets in the URL never appear in records, logs or errors.
+    publication of the same files is reused; only its certificate may be another one. Secrets in the URL never appear in
+    records, logs or errors.
 
     Args:
         export: The certified export.
@@ -237,7 +238,7 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
         export.verify(progress)
         _require_certificate(export)
     record = _record(export, url)
-    if (existing := _existing(url, record.fingerprint, progress)) is not None:
+    if (existing := _existing(url, record, progress)) is not None:
         return existing
     folder = local_folder(url)
     if folder is None:
@@ -286,13 +287,13 @@ def _require_certificate(export: Export) -> None:
     Certificate.parse(content, str(path)).require_vouching(export.fingerprint, export.files, str(path))
 
 
-def _existing(url: str, identity: str, progress: Progress) -> Publication | None:
-    """Return the verified publication with this fingerprint. Raises PublicationError if something else is there."""
+def _existing(url: str, record: Publication, progress: Progress) -> Publication | None:
+    """Return the verified publication of the same files. Raises PublicationError if something else is there."""
     found = publication_at(url)
     if found is None:
         return None
-    if found.fingerprint != identity:
-        raise occupied(url, found)
+    if (other := difference(found, record, url)) is not None:
+        raise other
     try:
         verified = verify(url, progress)
     except (DigestMismatch, PublicationError) as error:

@@ -23,13 +23,12 @@ from t5train.records.digests import FileDigest, SafetensorsDigest, digest_safete
 from t5train.records.stage_records import MANIFEST, Publication, Published, Record, parse_manifest
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.object_store.bucket import BucketFolder, is_in_s3
+from t5train.release.object_store.published_manifest import require_only
 from t5train.release.object_store.stored_objects import read_back
 from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
 
 _CHUNK_BYTES = 8 << 20
 _SHOWN_FAULTS = 50
-_OF_TRANSPORT = {".git", ".gitattributes", ".cache"}
-"""What Git and the Hugging Face Hub's client add to a folder that they fetch."""
 
 
 def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
@@ -132,16 +131,23 @@ def verify_bucket(bucket: BucketFolder, progress: Progress = silent) -> Record:
         present += bucket.names(below=False)
     if isinstance(record, Publication):
         faults += _faults_of(_require_whole, record, present, where)
-        if (content := bucket.read(record.name_beside_manifest(CERTIFICATE))) is not None:  # otherwise a fault by now
-            faults += _faults_of(require_certified, record, content, where)
+        faults += _faults_of(_require_certified_in, bucket, record)
     else:
-        faults += _faults_of(_require_only, record, present, where)
+        faults += _faults_of(require_only, record, present, where)
     _raise_all(faults, where)
     return record.model_copy(update={"url": where})
 
 
+def _require_certified_in(bucket: BucketFolder, record: Publication) -> None:
+    if (content := bucket.read(record.name_beside_manifest(CERTIFICATE))) is not None:  # otherwise a fault by now
+        require_certified(record, content, bucket.url)
+
+
 def manifest_in(bucket: BucketFolder) -> Published:
-    """Return the record of what is published in a bucket's folder. Raises RecordError if there is nothing."""
+    """Return the record of what is published in a bucket's folder.
+
+    Raises RecordError if there is nothing, and DigestMismatch if the manifest is damaged.
+    """
     where = f"{bucket.url}/{MANIFEST}"
     if (content := bucket.read(MANIFEST)) is None:
         raise RecordError(f"{where} does not exist: {_instead_of_manifest(bucket)}")
@@ -203,8 +209,9 @@ def verify_object(
         ) from None
     if found != expected:
         raise DigestMismatch(
-            f"{shown} has {found.size:,} bytes and {found}, but {expected.size:,} bytes and {expected} were recorded: "
-            f"restore the file, or remove the publication (its {MANIFEST} first) and publish again"
+            f"{shown} has {found.size:,} bytes and {found}, but {expected.size:,} bytes and {expected} were recorded, "
+            "so the store received other bytes than were sent, or the file was changed or damaged since: restore the "
+            f"file, or remove the publication (its {MANIFEST} first) and publish again"
         )
 
 
@@ -232,17 +239,7 @@ def _require_whole(record: Publication, present: Iterable[str], where: str) -> N
             f"{where} is not certified: {MANIFEST} lists no {CERTIFICATE}. Certify the export and publish to another "
             "destination, or remove this publication first"
         )
-    _require_only(record, present, where)
-
-
-def _require_only(record: Published, present: Iterable[str], where: str) -> None:
-    """Raise PublicationError if unlisted files are present."""
-    unknown = sorted(set(present) - {*record.files, MANIFEST})
-    if extra := [name for name in unknown if name.split("/")[0] not in _OF_TRANSPORT]:
-        more = f" and {len(extra) - 5:,} more" if extra[5:] else ""
-        raise PublicationError(
-            f"{where} also holds files that were not published: {', '.join(extra[:5])}{more}. Move them elsewhere"
-        )
+    require_only(record, present, where)
 
 
 def require_certified(record: Publication, content: bytes, where: str) -> None:

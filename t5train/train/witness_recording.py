@@ -38,6 +38,7 @@ from t5train.records.witness import (
     TensorDigest,
     TrainedModel,
     Witness,
+    computing_environment,
     digest_tensor,
 )
 from t5train.spec.known_texts import languages_of, licence_of
@@ -146,8 +147,9 @@ def record(
     tensors = _forward(model, probes)
     tensors |= _generate(model, tensors[f"{GENERATED_PROBE}.input_ids"], generation_config(huggingface_config))
     _write_tensors(job.witness_folder / WITNESS_TENSORS, tensors)
+    device_type = torch.device(get_accelerator().current_device_name()).type
     witness = Witness(
-        device_type=torch.device(get_accelerator().current_device_name()).type,
+        device_type=device_type,
         num_threads=torch.get_num_threads(),
         num_parameters=count_parameters(shape),
         tensors=digests,
@@ -157,6 +159,7 @@ def record(
         trained=_trained(job),
         passages=read_held_out(job.shards_folder),
         probes=list(probes),
+        environment=computing_environment(device_type),
         **facts,
     )
     write_json(job.witness_folder / WITNESS, witness.model_dump(mode="json"))

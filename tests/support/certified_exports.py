@@ -1,11 +1,14 @@
 """Exports of random bytes with a passing certificate, of any size and without a model."""
 
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-from t5train.records.digests import digest_files
+from t5train.files.presence import files_below
+from t5train.records.digests import FileDigest, digest_files
 from t5train.records.identity import current_provenance, fingerprint
-from t5train.records.stage_records import Export
+from t5train.records.stage_records import MANIFEST, Export
 from t5train.release.certificate import CERTIFICATE, Certificate
 
 PART_BYTES = 5 << 20  # the least that S3 accepts
@@ -23,6 +26,19 @@ def make_certified(folder: Path, sizes: dict[str, int], seed: int = 0) -> Export
                 file.write(generator.randbytes(min(_CHUNK_BYTES, size - start)))
     files = digest_files(folder, sizes)
     identity = fingerprint({"files": {name: digest.sha256 for name, digest in files.items()}})
+    return _certified(folder, identity, files)
+
+
+def make_forged(folder: Path, export: Export, change: Callable[[Path], None]) -> Export:
+    """Copy an export, change its files, and certify them under its fingerprint."""
+    shutil.copytree(export.path, folder)
+    for name in (CERTIFICATE, MANIFEST):
+        (folder / name).unlink()
+    change(folder)
+    return _certified(folder, export.fingerprint, digest_files(folder, files_below(folder)))
+
+
+def _certified(folder: Path, identity: str, files: dict[str, FileDigest]) -> Export:
     certificate = Certificate(
         passed=True,
         differences=[],

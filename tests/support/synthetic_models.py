@@ -18,7 +18,7 @@ from t5train.data.vocabulary.tokenizer import SPIECE, Tokenizer, write_hugging_f
 from t5train.model.model_shape import generation_config, huggingface_config, resolve
 from t5train.records.digests import digest_file, digest_files
 from t5train.records.stage_records import TokenizerFiles, Weights
-from t5train.records.witness import EncodedPassage
+from t5train.records.witness import EncodedPassage, computing_environment
 from t5train.spec import RunSpec, TokenizerSpec
 from t5train.spec.recipes import recipe
 
@@ -149,6 +149,7 @@ def _witness(
         "tag": "step-00000007",
         "device_type": "cpu",
         "num_threads": torch.get_num_threads(),
+        "environment": computing_environment("cpu"),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tensors": digests,
         "ties": {"lm_head.weight": "shared.weight"} if config["tie_word_embeddings"] else {},

@@ -165,6 +165,11 @@ def read_ledger(bucket: BucketFolder) -> FoundLedger | None:
                 "check the URL, or choose another folder with storage.publish_checkpoints_under"
             )
         return None
+    return read_existing_ledger(bucket)
+
+
+def read_existing_ledger(bucket: BucketFolder) -> FoundLedger | None:
+    """``read_ledger`` where a ledger was seen: the list of objects, which may be stale, is not asked for."""
     try:
         answer = bucket.call("get_object", LEDGER)
         content = bucket.content_of(answer, LEDGER)
@@ -212,7 +217,8 @@ def write_ledger(bucket: BucketFolder, ledger: Ledger, replaced: str | None) -> 
     except StoreError as error:
         if error.code not in (*PRECONDITION_FAILED, *CONTENDED, *TRANSIENT, *MISSING):
             raise
-        found = read_ledger(bucket)
+        is_there = error.code in PRECONDITION_FAILED
+        found = read_existing_ledger(bucket) if is_there else read_ledger(bucket)
         if found is not None and found.ledger.nonce == ledger.nonce:
             return found.etag
         if error.code in TRANSIENT and (found.etag if found else None) == replaced:

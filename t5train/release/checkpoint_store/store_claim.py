@@ -11,7 +11,15 @@ from typing import Any
 
 from t5train.errors import PublicationError, RunOwned, StoreError, T5TrainError
 from t5train.files.os_errors import in_one_line
-from t5train.release.checkpoint_store.ledger import Change, FoundLedger, Holder, Ledger, read_ledger, write_ledger
+from t5train.release.checkpoint_store.ledger import (
+    Change,
+    FoundLedger,
+    Holder,
+    Ledger,
+    read_existing_ledger,
+    read_ledger,
+    write_ledger,
+)
 from t5train.release.object_store.bucket import BucketFolder
 
 _RENEWALS_IN_A_LEASE = 4
@@ -110,7 +118,7 @@ class StoreClaim:
 
         If somebody has deleted the ledger, it is written again.
         """
-        found = read_ledger(self._of_ledger)
+        found = read_existing_ledger(self._of_ledger)
         holder = found.ledger.holder if found else None
         if found is None:
             self._etag = None

@@ -10,10 +10,10 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from t5train.errors import PublicationError, StoreError
+from t5train.errors import DigestMismatch, PublicationError, StoreError
 from t5train.files.confined import confined
 from t5train.locations import redacted
-from t5train.release.object_store.store_errors import MISSING, UNKNOWN_UPLOAD, store_error
+from t5train.release.object_store.store_errors import DAMAGED_ANSWER, MISSING, UNKNOWN_UPLOAD, store_error
 
 _SCHEMES = ("s3://", "s3a://")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
@@ -87,7 +87,10 @@ class BucketFolder:
         return answer
 
     def chunks(self, name: str, start: int = 0) -> Iterator[bytes]:
-        """Yield the content of an object from ``start`` on, whatever the server sends of it. Raises StoreError."""
+        """Yield the content of an object from ``start`` on, whatever the server sends of it. Raises StoreError.
+
+        Raises DigestMismatch after the last byte if the server returned another checksum than that of what arrived.
+        """
         from_start = {"Range": f"bytes={start}-"} if start else {}
         answer = self.call("get_object", name, **from_start)
         with closing(answer["Body"]):
@@ -122,10 +125,11 @@ class BucketFolder:
         try:
             yield from answer["Body"].iter_chunks(_CHUNK_BYTES)
         except Exception as error:  # as above
-            raise store_error(error, self._subject("get_object", name), self.endpoint) from None
+            failure = store_error(error, self._subject("get_object", name), self.endpoint)
+            raise DigestMismatch(str(failure)) if failure.code == DAMAGED_ANSWER else failure from None
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a small object; None if it does not exist. Raises StoreError."""
+        """Return the content of a small object; None if it does not exist. Raises as ``content_of`` does."""
         try:
             return self.content_of(self.call("get_object", name), name)
         except StoreError as error:
@@ -134,7 +138,10 @@ class BucketFolder:
             raise
 
     def content_of(self, answer: dict[str, Any], name: str) -> bytes:
-        """Return the content of a small object from the answer to ``get_object``. Raises StoreError."""
+        """Return the content of a small object from the answer to ``get_object``.
+
+        Raises DigestMismatch if the content does not have the checksum that the server returned, and StoreError.
+        """
         content = b""
         for chunk in self._read(answer, name):
             content += chunk

@@ -19,7 +19,7 @@ from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.checksums import crc_of, encoded
 from t5train.release.object_store.file_upload import FileUploads
 from t5train.release.object_store.measured_file import MeasuredFile, measure
-from t5train.release.object_store.published_manifest import P, not_empty, occupied, published_as
+from t5train.release.object_store.published_manifest import P, difference, not_empty, published_as, require_only
 from t5train.release.object_store.store_errors import CONTENDED, PRECONDITION_FAILED, TRANSIENT, UNKNOWN_UPLOAD
 from t5train.release.object_store.stored_objects import prove, read_back
 from t5train.release.object_store.upload_journal import UploadJournal
@@ -67,16 +67,17 @@ def publish_to_bucket(
             found = _publication_of_another(bucket, uploads, part_bytes, type(record))
             if found is None:
                 found = _commit(bucket, record.model_copy(update={"folder": attempt}).sealed())
-            is_new = found.folder == attempt
+            is_new = found.folder == attempt and found.files == record.files
             if is_new:
                 uploads.send_missing(part_bytes)
-        if found.fingerprint == record.fingerprint and not is_new:
+        other = difference(found, record, bucket.url)
+        if other is None and not is_new:
             measure(files.values(), progress)
             _prove(bucket, found, files)
         if _is_cleaned_up(bucket, journal, found):
             journal.remove()
-        if found.fingerprint != record.fingerprint:
-            raise occupied(bucket.url, found)
+        if other is not None:
+            raise other
     return found.model_copy(update={"reused": not is_new})
 
 
@@ -86,11 +87,20 @@ def published_in(bucket: BucketFolder, kind: type[P]) -> P | None:
     Raises PublicationError for anything else: other files, another kind of record, a damaged manifest.
     """
     present = bucket.names(below=False)  # to read what does not exist may be denied
-    if MANIFEST in present and (content := bucket.read(MANIFEST)) is not None:
-        return published_as(kind, content, bucket.url)
-    if present and MANIFEST not in present:
+    if MANIFEST in present:
+        return _manifest_in(bucket, kind)
+    if present:
         raise not_empty(bucket.url, present)
     return None
+
+
+def _manifest_in(bucket: BucketFolder, kind: type[P]) -> P | None:
+    """Return the record in the manifest; None if there is no manifest. Raises as ``published_in`` does."""
+    try:
+        content = bucket.read(MANIFEST)
+    except DigestMismatch as error:
+        raise PublicationError(str(error)) from error
+    return None if content is None else published_as(kind, content, bucket.url)
 
 
 def _compares_checksums(bucket: BucketFolder, *, is_published: bool) -> bool:
@@ -111,7 +121,7 @@ def _publication_of_another(bucket: BucketFolder, uploads: FileUploads, part_byt
         if isinstance(error, StoreError) and error.code != UNKNOWN_UPLOAD:
             raise
         try:
-            found = published_in(bucket, kind)
+            found = _manifest_in(bucket, kind)
         except StoreError:
             raise error from None  # the cause, which may be a damaged file
         if found is None:
@@ -123,7 +133,8 @@ def _publication_of_another(bucket: BucketFolder, uploads: FileUploads, part_byt
 def _commit(bucket: BucketFolder, record: P) -> P:
     """Write the manifest if there is none, and return the one that is there then.
 
-    After an error, only the server knows whether the manifest was written, so it is asked.
+    After an error, only the server knows whether the manifest was written, so it is asked. A manifest that was just
+    written, or that the server refused to replace, is there: it is read without asking for a list, which may be stale.
     """
     content, started = record.manifest_text().encode(), time.monotonic()
     for number in range(_COMMIT_TRIES):
@@ -135,8 +146,9 @@ def _commit(bucket: BucketFolder, record: P) -> P:
             )  # fmt: skip
         except StoreError as error:
             failure = error
+        is_there = failure is None or failure.code in PRECONDITION_FAILED
         try:
-            found = published_in(bucket, type(record))
+            found = _manifest_in(bucket, type(record)) if is_there else published_in(bucket, type(record))
         except StoreError as error:
             if error.code not in TRANSIENT:
                 raise
@@ -214,11 +226,12 @@ def _remove_orphans(bucket: BucketFolder, found: Published) -> None:
 
 
 def _prove(bucket: BucketFolder, found: Published, files: Mapping[str, MeasuredFile]) -> None:
-    """Raise PublicationError unless the objects of the publication are what its manifest says.
+    """Raise PublicationError unless the publication's objects are what its manifest says, and no others are with them.
 
     The server's checksums prove those that are the files here. Others, such as a certificate that was made again, are
     read. A certificate has to vouch for all files of an export.
     """
+    require_only(found, bucket.names(found.folder, below=bool(found.folder)), bucket.url)
     try:
         for name, digest in found.files.items():
             stored, here = found.name_beside_manifest(name), files.get(name)

@@ -1,12 +1,31 @@
-"""The manifest at a destination, and the error for one that is in the way."""
+"""The manifest at a destination, whether it is of the same model, and the error for one that is in the way."""
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 from t5train.errors import DigestMismatch, PublicationError, RecordError
 from t5train.locations import redacted
+from t5train.records.digests import FileDigest
 from t5train.records.stage_records import MANIFEST, Publication, Published, Record, parse_manifest
+from t5train.release.certificate import CERTIFICATE
 
 P = TypeVar("P", bound=Published)
+_MOST_SHOWN = 5
+_REMEDY = "publish to another destination (`run` has --publish-to and --name), or remove that one yourself"
+
+
+_OF_TRANSPORT = {".git", ".gitattributes", ".cache"}
+"""What Git and the Hugging Face Hub's client add to a folder that they fetch."""
+
+
+def require_only(record: Published, present: Iterable[str], where: str) -> None:
+    """Raise PublicationError if unlisted files are present."""
+    unknown = sorted(set(present) - {*record.files, MANIFEST})
+    if extra := [name for name in unknown if name.split("/")[0] not in _OF_TRANSPORT]:
+        more = f" and {len(extra) - 5:,} more" if extra[5:] else ""
+        raise PublicationError(
+            f"{where} also holds files that were not published: {', '.join(extra[:5])}{more}. Move them elsewhere"
+        )
 
 
 def publication_in(content: bytes, url: str) -> Publication:
@@ -27,12 +46,42 @@ def published_as(kind: type[P], content: bytes, url: str) -> P:
     return record
 
 
+def difference(found: Published, wanted: Published, url: str) -> PublicationError | None:
+    """Return the error for a destination that holds something else than ``wanted``; None if it holds the same.
+
+    Both must have the same fingerprint and the same digest of every file except the certificate, which can be made
+    again; publications also the same inputs and counts. A fingerprint alone proves nothing: whoever writes a manifest
+    states it.
+    """
+    if found.fingerprint != wanted.fingerprint:
+        return occupied(url, found)
+    theirs, ours = ({**each.files, CERTIFICATE: None} for each in (found, wanted))
+    differing = [
+        f"its {name} {_compared(theirs.get(name), ours.get(name))}"
+        for name in sorted({*theirs, *ours})
+        if theirs.get(name) != ours.get(name)
+    ]
+    if isinstance(wanted, Publication):  # a run that was begun again can store the same checkpoint
+        stated = (("inputs", found.inputs, wanted.inputs), ("counts", found.counts, wanted.counts))
+        differing += [f"its {what} differ" for what, there, here in stated if there != here]
+    if not differing:
+        return None
+    more = f", and {len(differing) - _MOST_SHOWN} more" if differing[_MOST_SHOWN:] else ""
+    return PublicationError(
+        f"{redacted(url)} holds {described(found)} with the same fingerprint and other content: "
+        f"{', '.join(differing[:_MOST_SHOWN])}{more}: {_REMEDY}"
+    )
+
+
+def _compared(there: FileDigest | None, here: FileDigest | None) -> str:
+    if there is None:
+        return "is missing"
+    return f"has {there}, but {here} is to be published" if here else "is not to be published"
+
+
 def occupied(url: str, record: Record) -> PublicationError:
     """Return the error for a destination that holds another record."""
-    return PublicationError(
-        f"{redacted(url)} holds {described(record)}: publish to another destination (`run` has --publish-to and "
-        "--name), or remove that one yourself"
-    )
+    return PublicationError(f"{redacted(url)} holds {described(record)}: {_REMEDY}")
 
 
 def described(record: Record) -> str:

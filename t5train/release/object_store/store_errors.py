@@ -9,8 +9,10 @@ from t5train.errors import StoreError
 
 CONTENDED = ("ConditionalRequestConflict", "OperationAborted", "409")
 """Codes of a conditional write that collided with another one. Neither may have been done."""
-WRONG_CHECKSUM = ("BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "FlexibleChecksumError")
+WRONG_CHECKSUM = ("BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch")
 """Codes of a server that compares a checksum with what it received, and finds that it is another one."""
+DAMAGED_ANSWER = "FlexibleChecksumError"
+"""The client's code for an object that arrives with other bytes than its checksum on the server is of."""
 BEYOND_END = ("InvalidRange", "416")
 """Codes for a range that begins where an object ends, or after that."""
 MISSING = ("NoSuchKey", "404")
@@ -68,6 +70,12 @@ _DAMAGED = _Explanation(
     "the server received other bytes than were sent", "Try again; if it happens again, check this machine's memory"
 )
 
+_DAMAGED_ANSWER = _Explanation(
+    "the bytes that arrived do not have the checksum that the server returned: the object is damaged in the store, or "
+    "on the way here",
+    "Try again; if it happens again, restore the object, or remove it and write it again",
+)
+
 _BY_CODE = {
     **dict.fromkeys(("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"), _NO_CREDENTIALS),
     **dict.fromkeys(
@@ -82,6 +90,7 @@ _BY_CODE = {
     **dict.fromkeys(("ResponseStreamingError", "IncompleteReadError"), _NO_ANSWER),
     **dict.fromkeys(("SlowDown", "ServiceUnavailable", "InternalError", "500", "502", "503", "504"), _BUSY),
     **dict.fromkeys(WRONG_CHECKSUM, _DAMAGED),
+    DAMAGED_ANSWER: _DAMAGED_ANSWER,
     "InvalidAccessKeyId": _Explanation(
         "the server does not know this AWS_ACCESS_KEY_ID", f"Check {_CREDENTIALS}, and AWS_ENDPOINT_URL"
     ),

@@ -68,7 +68,8 @@ def read_back(
 def expected_chunks(bucket: BucketFolder, name: str, expected: FileDigest, start: int = 0) -> Iterator[bytes]:
     """Yield the content of an object from ``start`` on, until it is longer than expected.
 
-    Raises DigestMismatch if there is no such object, and StoreError as ``insistent_chunks`` does.
+    Content that does not have the server's own checksum is yielded, too: the caller compares its digest. Raises
+    DigestMismatch if there is no such object, and StoreError as ``insistent_chunks`` does.
     """
     size = start
     try:
@@ -81,13 +82,16 @@ def expected_chunks(bucket: BucketFolder, name: str, expected: FileDigest, start
         if error.code in MISSING:
             raise missing(bucket, name, expected) from None
         raise
+    except DigestMismatch:  # found by the client after the last byte: the caller says more
+        return
 
 
 def differs(bucket: BucketFolder, name: str, found: FileDigest, expected: FileDigest) -> DigestMismatch:
     """The error for an object with other content."""
     return DigestMismatch(
         f"{bucket.url}/{name} has {found.size:,} bytes and {found}, but {expected.size:,} bytes and {expected} "
-        f"were recorded: {_REMEDY}"
+        "were recorded, so the server received other bytes than were sent, or the object was changed or damaged since: "
+        f"{_REMEDY}"
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from t5train.errors import CertificationError, DigestMismatch, InputError, Unrea
 from t5train.records.digests import digest_files
 from t5train.records.stage_records import Export
 from t5train.records.witness import Witness
+from t5train.release import certification
 from t5train.release.certificate import Certificate
 from t5train.release.certification import certify, certify_in_fresh_process
 from t5train.release.export import export
@@ -86,13 +88,108 @@ def test_logits_of_experts_may_differ_by_rounding_and_those_of_dense_models_may_
     exported = make_export(version, certified=False)
     change_witness(tmp_path / "run/witness", moved)
     if not passes:
-        with pytest.raises(CertificationError, match="logits of probe 'random' differ"):
+        with pytest.raises(
+            CertificationError, match=r"cannot be certified here: .*logits of probe 'random' differ"
+        ) as caught:
             certify(exported.path, tmp_path / "run/witness")
+        assert "export again" not in str(caught.value)
         return
     certificate = certify(exported.path, tmp_path / "run/witness")
     assert certificate.relative_tolerance == 1e-5
     assert "summed in a different order" in certificate.tolerance_reason
     assert not certificate.probes["random"].bit_equal
+
+
+def record_environment(witness: Path, **changes: str) -> None:
+    """Change what the witness records of the processor and the libraries that it was made with."""
+    document = json.loads((witness / "witness.json").read_text())
+    rewrite_json(witness / "witness.json", environment=document["environment"] | changes)
+
+
+OTHER_ENVIRONMENTS = [
+    ({"processor": "abacus"}, r"processor \(abacus in training, .* here\)"),
+    ({"vector extensions": "avx2"}, r"vector extensions \(avx2 in training"),
+    ({"instruction set of torch": "DEFAULT"}, r"instruction set of torch \(DEFAULT in training"),
+    ({"MKL_CBWR": "COMPATIBLE"}, r"MKL_CBWR \(COMPATIBLE in training, not set here\)"),
+    ({"torch": "1.0"}, r"torch \(1\.0 in training"),
+    ({"arithmetic": "0" * 16}, r"arithmetic \(0{16} in training"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), OTHER_ENVIRONMENTS)
+def test_with_another_processor_or_library_logits_may_differ_by_rounding_and_the_reason_is_named(
+    make_export: MakeExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    changes: dict[str, str], reason: str,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    monkeypatch.setattr(certification, "_run_certifier", certify)
+    exported, witness = make_export(certified=False), tmp_path / "run/witness"
+    change_witness(witness, 5e-6)
+    record_environment(witness, **changes)
+    done = certify_in_fresh_process(exported, witness)
+    certificate = Certificate.parse((done.path / "certificate.json").read_bytes(), "certificate.json")
+    assert certificate.relative_tolerance == 1e-3
+    assert re.search(reason, certificate.tolerance_reason)
+    assert not certificate.probes["random"].bit_equal
+    assert re.search(f"with a tolerance of 0.001 of the largest logit instead of equal bits: .*{reason}", caplog.text)
+
+
+def test_a_witness_without_the_processor_is_compared_with_a_tolerance(make_export: MakeExport, tmp_path: Path) -> None:
+    exported, witness = make_export(certified=False), tmp_path / "run/witness"
+    change_witness(witness, 5e-6)
+    rewrite_json(witness / "witness.json", environment={})
+    certificate = certify(exported.path, witness)
+    assert certificate.relative_tolerance == 1e-3
+    assert "an earlier version wrote the witness, without the processor" in certificate.tolerance_reason
+
+
+def flip_a_bit(exported: Export) -> None:
+    def flip(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["shared.weight"].view(torch.int32)[5, 3] ^= 1
+
+    change_tensors(exported.path, flip)
+    update_card_digest(exported)
+
+
+def exchange_generated(witness: Path) -> None:
+    """Record another second token of each generated sequence, which no rounding would give."""
+    tensors = load_file(witness / "witness.safetensors")
+    tensors["heldout.generated"][:, 2] += 1
+    tensors["heldout.margins"][:, 1] = 0.5
+    save_file(tensors, witness / "witness.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "found", "is_computed"),
+    [
+        (lambda exported, _: flip_a_bit(exported), r"1 tensor unlike the recorded fp32 masters: shared\.weight", False),
+        (
+            lambda exported, _: update_setting(exported.path, layer_norm_epsilon=1e-5),
+            r"config\.json: layer_norm_epsilon",
+            False,
+        ),
+        (lambda _, witness: change_witness(witness, 5e-3), "logits of probe 'random' differ by up to", True),
+        (lambda _, witness: exchange_generated(witness), "generated differently", True),
+    ],
+)
+def test_a_false_export_is_refused_with_another_processor_too(
+    make_export: MakeExport, tmp_path: Path, damage: Callable[[Export, Path], None], found: str, is_computed: bool
+) -> None:
+    exported, witness = make_export(certified=False), tmp_path / "run/witness"
+    record_environment(witness, processor="abacus")
+    damage(exported, witness)
+    with pytest.raises(CertificationError, match=found) as caught:
+        certify(exported.path, witness)
+    said = str(caught.value)
+    assert ("Remove the folder and export again" in said) is not is_computed
+    assert ("is not the model that was trained" in said) is not is_computed
+    assert ("every file, setting and tensor is as training recorded it" in said) is is_computed
+    assert ("processor (abacus in training" in said) is is_computed
+
+
+def update_setting(folder: Path, **changes: Any) -> None:
+    rewrite_json(folder / "config.json", **changes)
+    reseal(Export.load(folder), "config.json")
 
 
 def test_a_folder_that_is_not_a_witness_is_refused(make_export: MakeExport, tmp_path: Path) -> None:

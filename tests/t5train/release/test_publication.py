@@ -21,6 +21,7 @@ from t5train.release.export import export
 from t5train.release.fetching import fetch
 from t5train.release.publication import check_destination, publish
 from t5train.release.verification import verify
+from tests.support.certified_exports import make_certified, make_forged
 
 MakeExport = Callable[..., Export]
 STORE = "memory://bucket/models/t5"
@@ -136,6 +137,47 @@ def test_another_publication_is_left_alone(make_export: MakeExport, destination:
     filesystem.pipe_file(f"{path}/manifest.json", (other.model_dump_json(indent=1) + "\n").encode())
     with pytest.raises(PublicationError, match=r"another publication .eeeeeeeeeeee.*publish to another destination"):
         publish(exported, destination)
+
+
+def _replace_bytes(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(bytes(700)) and None
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_replace_bytes("model.safetensors"), r"its model\.safetensors has sha256 \w{64}, but sha256 \w{64} is to be"),
+        (_replace_bytes("README.md"), r"its README\.md has sha256 \w{64}, but"),
+        (_replace_bytes("adapter_config.json"), r"its adapter_config\.json is not to be published"),
+        (lambda folder: (folder / "spiece.model").unlink(), r"its spiece\.model is missing"),
+    ],
+)
+def test_a_publication_of_other_files_under_the_same_fingerprint_is_not_reused(
+    tmp_path: Path, destination: str, change: Callable[[Path], None], named: str
+) -> None:
+    exported = make_certified(tmp_path / "export", {"model.safetensors": 700, "README.md": 80, "spiece.model": 90})
+    forged = make_forged(tmp_path / "forged", exported, change)
+    publish(forged, destination)
+    with pytest.raises(PublicationError, match=f"with the same fingerprint and other content: {named}"):
+        publish(exported, destination)
+    assert verify(destination).files == forged.files
+
+
+def test_a_publication_that_states_other_inputs_is_not_reused(tmp_path: Path, destination: str) -> None:
+    exported = make_certified(tmp_path / "export", {"model.safetensors": 700})
+    publish(exported.model_copy(update={"inputs": exported.inputs | {"run": "9" * 64}}), destination)
+    with pytest.raises(PublicationError, match="other content: its inputs differ"):
+        publish(exported, destination)
+
+
+def test_a_publication_with_another_certificate_of_the_same_files_is_reused(tmp_path: Path, destination: str) -> None:
+    exported = make_certified(tmp_path / "export", {"model.safetensors": 700})
+    path = exported.path / "certificate.json"
+    again = json.loads(path.read_text()) | {"num_threads": 7}
+    publish(exported, destination)
+    path.write_text(json.dumps(again))
+    files = exported.files | digest_files(exported.path, ["certificate.json"])
+    assert publish(exported.model_copy(update={"files": files}).commit(), destination).reused
 
 
 def test_a_damaged_publication_is_refused_and_not_overwritten(make_export: MakeExport, destination: str) -> None:

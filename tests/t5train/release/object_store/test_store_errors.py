@@ -1,13 +1,17 @@
 """What is said of a store that refuses or does not answer, before anything is trained."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from infra.node.ports import free_port
-from t5train.errors import PublicationError, StoreError
+from t5train.errors import DigestMismatch, PublicationError, StoreError
+from t5train.records.digests import FileDigest
 from t5train.release.object_store import bucket
 from t5train.release.object_store.bucket import BucketFolder
+from t5train.release.object_store.checksums import encoded
+from t5train.release.object_store.stored_objects import read_back
 from t5train.release.publication import check_destination
 from tests.support import s3_answers
 from tests.support.object_server import ObjectServer
@@ -147,3 +151,28 @@ def test_a_server_that_ignores_conditions_is_named_before_training(
     check_destination(destination)
     assert f"ignores the condition that an object must not exist yet (If-None-Match), so {destination}" in caplog.text
     assert not reader.keys(destination)
+
+
+@pytest.fixture
+def damaging(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketFolder]:
+    """A folder whose objects all arrive with other bytes than the server's checksum is of."""
+    with s3_answers.answering(200, "content", "", {"x-amz-checksum-crc64nvme": encoded(7)}) as endpoint:
+        settings = {"ENDPOINT_URL": endpoint, "DEFAULT_REGION": "r", "ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s"}
+        for name, value in settings.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        yield BucketFolder(URL)
+
+
+def test_an_object_that_arrives_damaged_is_named_with_both_digests(damaging: BucketFolder) -> None:
+    expected = FileDigest(size=5, sha256="5" * 64)
+    meaning = "so the server received other bytes than were sent, or the object was changed or damaged since: restore"
+    with pytest.raises(
+        DigestMismatch,
+        match=rf"^{URL}/config\.json has \d+ bytes and sha256 \w{{64}}, but 5 bytes and sha256 5{{64}} .*{meaning}",
+    ):
+        read_back(damaging, "config.json", expected)
+
+
+def test_a_small_object_that_arrives_damaged_is_not_blamed_on_what_was_sent(damaging: BucketFolder) -> None:
+    with pytest.raises(DigestMismatch, match=rf"^{URL}/run\.json .*do not have the checksum that the server returned"):
+        damaging.read("run.json")

@@ -1,17 +1,20 @@
 """Publications that are there already and are not what they seem, and a server that fails after the decision."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from t5train.errors import PublicationError, StoreError
 from t5train.records.stage_records import Export, Publication, parse_manifest
-from t5train.release.object_store import insistent_bucket
+from t5train.release.object_store import bucket_publication, insistent_bucket
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.upload_journal import UploadJournal
 from t5train.release.publication import publish
 from t5train.release.verification import verify
+from tests.support.certified_exports import make_forged
+from tests.support.changed_answers import answering
 from tests.support.s3_reader import Reader
 
 pytestmark = pytest.mark.slow
@@ -45,6 +48,78 @@ def test_a_manifest_that_names_fewer_files_than_the_certificate_is_not_reused(
     with pytest.raises(PublicationError, match=r"does not certify the present model\.safetensors"):
         publish(exported, destination)
     assert exported.files.keys() <= {name.partition("/")[2] for name in reader.keys(destination)}
+
+
+def test_another_model_under_the_same_fingerprint_is_not_reused_and_stays(
+    make_random_export: MakeExport, destination: str, tmp_path: Path
+) -> None:
+    exported = make_random_export(sizes=SMALL)
+    forged = make_forged(tmp_path / "forged", exported, lambda folder: _overwrite(folder / "model.safetensors"))
+    publish(forged, destination)
+    with pytest.raises(PublicationError, match=r"other content: its model\.safetensors has sha256"):
+        publish(exported, destination)
+    assert verify(destination).files == forged.files
+
+
+def _overwrite(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def test_of_two_models_with_one_fingerprint_the_second_is_refused_after_the_race(
+    make_random_export: MakeExport, destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: Reader
+) -> None:
+    exported = make_random_export(sizes=SMALL)
+    forged = make_forged(tmp_path / "forged", exported, lambda folder: _overwrite(folder / "config.json"))
+
+    def overtaken(send: Callable[[], Any], name: str | None) -> Any:
+        if name == "manifest.json":
+            patch.undo()
+            publish(forged, destination)
+        return send()
+
+    with monkeypatch.context() as patch:
+        answering(patch, "put_object", overtaken)
+        with pytest.raises(PublicationError, match=r"other content: its config\.json has sha256"):
+            publish(exported, destination)
+    assert reader.require_only(destination)["files"] == forged.model_dump(mode="json")["files"]
+
+
+def test_another_file_in_the_folder_of_a_publication_is_not_reused_with_it(
+    make_random_export: MakeExport, destination: str, reader: Reader
+) -> None:
+    exported = make_random_export(sizes=SMALL)
+    folder = publish(exported, destination).folder
+    reader.put(destination, f"{folder}/adapter_config.json", b"{}")
+    with pytest.raises(PublicationError, match=r"files that were not published: adapter_config\.json"):
+        publish(exported, destination)
+
+
+@pytest.mark.parametrize("is_answer_lost", [False, True])
+def test_publishing_succeeds_although_the_list_of_objects_is_stale(
+    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch,
+    is_answer_lost: bool,
+) -> None:  # fmt: skip
+    exported, names = make_random_export(sizes=SMALL), BucketFolder.names
+
+    def lost(send: Callable[[], Any], name: str | None) -> Any:
+        answer = send()
+        if name == "manifest.json" and is_answer_lost:
+            raise StoreError("no answer", code="ReadTimeoutError")
+        return answer
+
+    def stale(self: BucketFolder, folder: str = "", *, below: bool = True) -> list[str]:
+        return [name for name in names(self, folder, below=below) if name != "manifest.json"]
+
+    monkeypatch.setattr(BucketFolder, "names", stale)
+    answering(monkeypatch, "put_object", lost)
+    monkeypatch.setattr(bucket_publication, "_FIRST_PAUSE_SECONDS", 0)
+    published = publish(exported, destination)
+    assert reader.require_only(destination)["folder"] == published.folder
+    assert not published.reused
+    assert publish(exported, destination).reused, (
+        "the list is still stale, and the server refuses to replace the manifest"
+    )
+    reader.require_only(destination)
 
 
 def test_what_cannot_be_removed_after_the_decision_is_named_and_removed_by_the_next_call(
