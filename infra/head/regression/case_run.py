@@ -74,6 +74,8 @@ _LEAST = {
     ACCELERATOR_MEMORY: 0.10,
 }
 _LEAST_OF_STAGES, _LEAST_OF_WAITS = 0.25, 0.75
+_SHORTEST_STAGE, _SHORTEST_SAVE = 20.0, 1.0
+"""In steps of the peer: shorter ones count as this long, as their wall time varies by chance and by the disk."""
 _HASHED_BYTES, _HASHES = 8 << 20, 5
 _ASK_SECONDS = 60.0  # enough to import torch from a slow disk
 _log = logging.getLogger(__name__)
@@ -190,8 +192,8 @@ class CaseRun:
         values[STEP_CPU].append(quartile(_of(trained.steps, "cpu_seconds")) / peer_cpu)
         for name, taken in stages.items():
             values[name].append(taken.cpu_seconds / peer_cpu)
-            values[name + WALL].append(taken.seconds / peer_wall)
-        values[SAVING].append(min(trained.save_seconds) / peer_wall)
+            values[name + WALL].append(max(taken.seconds / peer_wall, _SHORTEST_STAGE))
+        values[SAVING].append(max(min(trained.save_seconds) / peer_wall, _SHORTEST_SAVE))
         values[VALIDATION].append(min(trained.validate_seconds) / peer_wall)
         values[PEER].append(peer_cpu / hash_seconds())
         values[HOST_MEMORY].append(max(_of(trained.steps, "host_memory_bytes")))
