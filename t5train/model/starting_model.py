@@ -299,7 +299,7 @@ def require_pieces(model: ModelSpec, tokenizer: Tokenizer) -> None:
         if (other := found.get(index)) != piece:
             raise SpecError(
                 f"model.start_from is {path}, which has another vocabulary than the run: id {index} is {other!r} in "
-                f"its {TOKENIZER_JSON}, but {piece!r} in tokenizer.path. Set tokenizer.path to the vocabulary of that model"
+                f"its {TOKENIZER_JSON}, but {piece!r} in tokenizer.path. Set tokenizer.path to that model's vocabulary"
             )
 
 
