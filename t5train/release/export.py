@@ -66,9 +66,8 @@ def export(
     existing = reusable(Export, out, identity, progress)
     if existing is not None and (CERTIFICATE in existing.files or _has_current_card(existing, seen)):
         return existing
-    require_t5_form(
-        (tokenizer.path / SPIECE).read_bytes(), str(tokenizer.path / SPIECE)
-    )  # earlier versions trained with others
+    spiece = tokenizer.path / SPIECE
+    require_t5_form(spiece.read_bytes(), str(spiece))  # earlier versions also trained with others
     with filling(out) as folder:
         _take_files(weights, _weight_names(weights), folder, progress)
         _take_files(tokenizer, [SPIECE], folder, progress)
