@@ -103,7 +103,7 @@ shard_worker.write_shard({
     "folder": out, "files": {split: (split + ".bin", split + ".len") for split in SPLITS}, "unigram": "train.unigram",
     "description": "shard.json", "stretches": [(text, "text.jsonl", everything, 0)], "spiece": str(spiece),
     "split": (950, 30, 20), "split_seed": 0, "bytes_per_token": 2, "vocab_size": 32100, "unigram_dtype": "<i8",
-    "fingerprint": "",
+    "fingerprint": "", "number": 0,
 }, lambda text_bytes: None)
 ended = os.times()
 print(ended.user + ended.system - started.user - started.system)

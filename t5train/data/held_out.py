@@ -1,4 +1,4 @@
-"""Held-out passages with the token ids that training uses for them. A published tokenizer must produce the same ids.
+"""Held-out passages with the token ids that training uses for them. A published tokenizer must produce these ids.
 
 They are stored beside the token shards, because the rank that writes the witness may have no other data.
 """

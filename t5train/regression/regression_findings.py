@@ -6,6 +6,7 @@ shows that something else was computed. A quantity whose repeats would allow mor
 own: nothing was checked.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -127,8 +128,9 @@ class Change(NamedTuple):
 
     @property
     def change(self) -> float:
-        """The relative difference."""
-        return abs(self.value / self.before - 1)
+        """The relative difference; infinite if one of the losses is not a number."""
+        change = abs(self.value / self.before - 1)
+        return math.inf if math.isnan(change) else change
 
 
 def largest_change(curve: Sequence[Point], before: Sequence[Point]) -> Change | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from t5train.data.vocabulary.sentencepiece_model import require_t5_form
 from t5train.data.vocabulary.tokenizer import HUGGING_FACE_FILES, SPIECE, write_hugging_face_files
 from t5train.errors import InputError, RecordError, SpecError, StorageError
 from t5train.files.atomic import copy_durably, discard, filling, rename_aside, write_json, write_text
@@ -50,7 +51,7 @@ def export(
     Raises:
         DigestMismatch: An input is damaged.
         InputError: Weights or vocabulary are not those of the witness.
-        SpecError: transformers has no class for the model.
+        SpecError: transformers has no class for the model, or its tokenizer would use the vocabulary otherwise.
         StorageError: ``out`` holds something else, or cannot be written.
 
     """
@@ -65,6 +66,8 @@ def export(
     existing = reusable(Export, out, identity, progress)
     if existing is not None and (CERTIFICATE in existing.files or _has_current_card(existing, seen)):
         return existing
+    spiece = tokenizer.path / SPIECE
+    require_t5_form(spiece.read_bytes(), str(spiece))  # earlier versions also trained with others
     with filling(out) as folder:
         _take_files(weights, _weight_names(weights), folder, progress)
         _take_files(tokenizer, [SPIECE], folder, progress)

@@ -16,6 +16,8 @@ def proof_report(certificate: Certificate, weights: Weights, exported: Export) -
         "weights. A new process loaded the export with plain transformers and compared it with that witness.",
         "## What was compared",
         table(("in the export", "compared with", "result"), _comparisons(certificate)),
+        "## What was not compared",
+        "\n".join(f"- {each}" for each in _left_out(certificate)),
         "## Consolidation",
         f"{weights.counts['tensors']:,} tensors with {weights.counts['parameters']:,} parameters "
         f"({weights.counts['bytes']:,} bytes in fp32) were joined from the parts that the ranks saved at step "
@@ -42,6 +44,21 @@ def _comparisons(certificate: Certificate) -> Iterator[tuple[str, str, str]]:
         "equal",
     )
     yield ", ".join(certificate.documents), "every value that training recorded", "equal"
+
+
+def _left_out(certificate: Certificate) -> Iterator[str]:
+    """Yield what the comparisons leave out by design."""
+    yield (
+        "Held-out passages are some of those whose ids Hugging Face's tokenizer gave when the token shards were made. "
+        "The data report counts the others: passages that spell control tokens, and those with other pieces that are "
+        "as probable."
+    )
+    yield "Of passages with unknown characters, the ids are compared, but not the text that they are decoded to."
+    if certificate.generation is not None:
+        yield (
+            "A generated sequence is compared up to the first choice that was too close to be reproducible, so "
+            f"{quantity(certificate.generation.tokens_compared, 'token')} in all."
+        )
 
 
 def _closeness(probe: ProbeComparison) -> str:

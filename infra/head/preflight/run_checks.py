@@ -9,7 +9,7 @@ from infra.node.storage.garbage import size_of
 from t5train.checkpoint.resume import has_finished
 from t5train.checkpoint.retention import bytes_held, bytes_of_one
 from t5train.data.samples.span_corruption import geometry
-from t5train.data.vocabulary.tokenizer import expected_vocab_size, spiece_in
+from t5train.data.vocabulary.tokenizer import expected_vocab_size, open_given, spiece_in
 from t5train.engine import memory_estimate
 from t5train.errors import SpecError
 from t5train.files.run_folder import CHECKPOINTS, PUBLICATIONS
@@ -59,6 +59,7 @@ def _require_vocabulary_of_start(spec: RunSpec) -> None:
             "be trained that the model does not know. Set tokenizer.path to the vocabulary of that model"
         )
     starting_model.require_vocabulary(spec.model, digest_file(spiece_in(Path(spec.tokenizer.path))).sha256)
+    starting_model.require_pieces(spec.model, open_given(Path(spec.tokenizer.path)))
 
 
 def require_capable(spec: RunSpec, of_model: T5Shape) -> None:

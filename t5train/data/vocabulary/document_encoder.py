@@ -94,7 +94,7 @@ class _Words:
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
-        self.pieces = [piece.piece for piece in encoder.model.pieces]
+        self.pieces = encoder.pieces
         scores = [0.0] * (UNK_ID + 1) + [piece.score for piece in encoder.model.pieces[UNK_ID + 1 :]]
         self.costs = np.array([-round(score * SCORE_STEPS) for score in scores], np.int64)
         self.unknown_cost = int(self.costs[UNK_ID + 1 :].max(initial=0)) + _UNKNOWN_NATS * SCORE_STEPS

@@ -25,7 +25,7 @@ _SAMPLE_BYTES = 4 << 20
 _MOST_TOKENS_PER_BYTE = 4  # no ordinary text has more: a passage of one letter has a space, the letter and EOS
 _REMEDY = (
     "Train the vocabulary with a higher tokenizer.character_coverage, choose one that has these characters "
-    "(tokenizer.path), or remove such text"
+    "(tokenizer.path), or remove such text. Write decomposed characters (NFD) in their composed form (NFC)"
 )
 _log = logging.getLogger(__name__)
 

@@ -53,7 +53,9 @@ def test_copies_are_counted_over_all_files_and_the_count_reaches_the_shards(
     text = build_corpus(spec, tmp_path)
     assert text.counts[REPEATED] == 300
     assert not list(text.path.glob(".digests*"))
-    shards = build_shards(ShardsSpec(shard_tokens=100_000), spec, text, data_chain.tokenizer, tmp_path)
+    shards = build_shards(
+        ShardsSpec(shard_tokens=100_000, max_unknown_share=0.2), spec, text, data_chain.tokenizer, tmp_path
+    )
     assert shards.counts[REPEATED] == 300
     assert repeated_line(shards.counts).startswith("300 passages of 1,201 have the text of another one. ")
 

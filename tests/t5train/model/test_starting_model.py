@@ -16,12 +16,20 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.errors import DigestMismatch, InputError, SpecError, T5TrainError
 from t5train.model.model_shape import resolve
-from t5train.model.starting_model import require_fit, require_vocabulary, start_fingerprint, tensors_of
+from t5train.model.starting_model import (
+    require_fit,
+    require_pieces,
+    require_vocabulary,
+    start_fingerprint,
+    tensors_of,
+)
 from t5train.model.tensor_files import StoredTensors, list_tensors
 from t5train.records.stage_records import Export
 from t5train.spec import ModelSpec
+from tests.support.generated_text import DataChain
 
 SIZES = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 2}
 IDS = 110  # ids of the tokenizer; the embedding has 128 rows
@@ -240,6 +248,31 @@ def test_a_vocabulary_other_than_the_starting_models_is_refused(tmp_path: Path) 
     (tmp_path / "spiece.model").write_bytes(b"pieces")
     with pytest.raises(SpecError, match=f"Set tokenizer.path={tmp_path}"):
         require_vocabulary(_spec(tmp_path, V10), "0" * 64)
+
+
+@pytest.mark.parametrize("change", ["none", "other pieces", "fewer pieces", "not JSON"])
+def test_a_starting_model_with_only_a_tokenizer_json_must_have_the_runs_pieces(
+    data_chain: DataChain, tmp_path: Path, change: str
+) -> None:
+    document = json.loads((data_chain.tokenizer.path / "tokenizer.json").read_text())
+    pieces, tokenizer = document["model"]["vocab"], Tokenizer.load(data_chain.tokenizer.path)
+    if change == "other pieces":
+        pieces[10], pieces[11] = pieces[11], pieces[10]
+    elif change == "fewer pieces":
+        del pieces[200:]
+    (tmp_path / "tokenizer.json").write_text("no" if change == "not JSON" else json.dumps(document))
+    if change == "none":
+        require_pieces(_spec(tmp_path, V10), tokenizer)
+        return
+    with pytest.raises(T5TrainError, match=r"another vocabulary than the run: id \d+ is|is not a unigram tokenizer"):
+        require_pieces(_spec(tmp_path, V10), tokenizer)
+
+
+def test_a_starting_model_without_a_vocabulary_is_used_with_a_warning(
+    data_chain: DataChain, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    require_pieces(_spec(tmp_path, V10), Tokenizer.load(data_chain.tokenizer.path))
+    assert "has neither spiece.model nor tokenizer.json" in caplog.text
 
 
 def test_a_starting_model_is_identified_by_its_content_and_not_its_path(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What counts as worse, and the sentence that says so."""
 
+import math
 from typing import Any
 
 import pytest
@@ -98,6 +99,10 @@ def test_a_loss_may_change_in_neither_direction(factor: float) -> None:
 
 def test_rounding_of_a_loss_is_no_finding() -> None:
     assert sentences(case_result(curves=[changed("loss of step 2", 1 + 5e-6)])) == []
+
+
+def test_a_loss_that_is_not_a_number_is_a_finding() -> None:
+    assert len(sentences(case_result(curves=[changed("loss of step 2", math.nan)]))) == 1
 
 
 def test_a_missing_validation_is_a_finding() -> None:

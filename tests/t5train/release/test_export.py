@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from sentencepiece import sentencepiece_model_pb2
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.records.digests import FileDigest, digest_files
+from t5train.records.witness import Witness
 from t5train.release.export import export
 
 MakeTrained = Callable[..., Any]
@@ -80,6 +82,21 @@ def test_a_model_with_top_2_routing_is_not_exported(make_trained: MakeTrained, t
     *trained, spec = make_trained("switch")
     with pytest.raises(SpecError, match=r"model\.moe\.top_k is 2, .*Set model\.moe\.top_k=1"):
         export(*trained, spec.with_settings({"model.moe.top_k": 2}), tmp_path / "out")
+
+
+def test_a_vocabulary_that_the_published_tokenizer_uses_otherwise_is_not_exported(
+    make_trained: MakeTrained, tmp_path: Path
+) -> None:
+    trained = make_trained()
+    spiece = trained.tokenizer.path / "spiece.model"
+    model = sentencepiece_model_pb2.ModelProto.FromString(spiece.read_bytes())
+    model.normalizer_spec.precompiled_charsmap = b""  # an earlier version trained with such vocabularies
+    spiece.write_bytes(model.SerializeToString())
+    files = trained.tokenizer.files | digest_files(spiece.parent, ["spiece.model"])
+    trained.change_witness(inputs=Witness.load(trained.witness).inputs | {"vocabulary": files["spiece.model"].sha256})
+    changed = trained._replace(tokenizer=trained.tokenizer.model_copy(update={"files": files}))
+    with pytest.raises(SpecError, match="normalises text by the rule"):
+        export(*changed, tmp_path / "out")
 
 
 def test_a_vocabulary_that_the_model_was_not_trained_with_is_refused(make_trained: MakeTrained, tmp_path: Path) -> None:

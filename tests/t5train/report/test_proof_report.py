@@ -36,6 +36,10 @@ def test_the_proof_has_the_counts_comparisons_and_digests_of_the_certificate(
     for name, digest in {**certificate.files, **certificate.witness}.items():
         assert f"| `{name}` | `{digest.sha256}` |" in report
     assert exported.files[CERTIFICATE].sha256 in report
+    assert certificate.generation is not None
+    tokens = f"{certificate.generation.tokens_compared:,} tokens in all"
+    left_out = report.partition("## What was not compared")[2].partition("##")[0]
+    assert all(each in left_out for each in ("control tokens", "unknown characters", tokens))
 
 
 @pytest.mark.parametrize(
