@@ -18,20 +18,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-import fsspec
-
 from t5train.data.download.downloads import Wanted, download
 from t5train.data.download.hub_shards import HubSource, hub_files, hub_source, kept_hub_files, look_at_dataset
 from t5train.data.download.kept_downloads import Downloads, download_places
-from t5train.data.download.remote_reading import Backoff, is_busy, is_web, message_of, storage_options
+from t5train.data.download.remote_reading import Backoff, filesystem_of, is_busy, is_web, message_of
 from t5train.data.formats.wikipedia_dump import require_one_form
 from t5train.data.passages import READ_COLUMNS, Passage, SourceFile
 from t5train.data.readers import FORMATS, format_of
-from t5train.errors import InputError, encodable, printable
+from t5train.errors import InputError, printable
 from t5train.files.atomic import replacing
 from t5train.files.made_files import MadeFiles
 from t5train.host_resources import num_cores, quantity
-from t5train.locations import explained, redacted
+from t5train.locations import explained, redacted, require_utf8_names
 from t5train.progress import Progress, silent
 from t5train.spec.data_spec import HubText
 from t5train.spec.known_texts import BUILT_IN
@@ -173,12 +171,7 @@ def skipped_line(skipped: Sequence[str]) -> str:
 
 def _names(found: list[str]) -> list[str]:
     """Return the names of files relative to their common folder. Raises InputError for one that is not UTF-8."""
-    for each in found:
-        if encodable(each) != each:
-            raise InputError(
-                f"corpus.source includes {printable(each)}, whose name is not UTF-8, as records of files are. Rename "
-                "it, or leave it out"
-            )
+    require_utf8_names(found)
     base = os.path.commonpath([PurePosixPath(each).parent for each in found])
     return [str(PurePosixPath(each).relative_to(base)) for each in found]
 
@@ -197,7 +190,7 @@ def _matched(source: str) -> Matches:
     """Return the files of a source."""
     if not source.strip():
         raise InputError("the text is named by nothing: name a file, folder, pattern or URL")
-    filesystem, path = fsspec.core.url_to_fs(source, **storage_options(source))
+    filesystem, path = filesystem_of(source)
     path = _without_parents(path) if _is_local(filesystem) else path
     shown = redacted(source)
     made = 0

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 from collections.abc import Callable, Iterator
@@ -225,6 +226,23 @@ def test_a_compressed_file_without_a_stream_is_refused(tmp_path: Path, suffix: s
         path.write_bytes(content)
         with pytest.raises(InputError, match=rf"stream 1, which begins at byte 0, .*{cause}"):
             read(path)
+
+
+@pytest.mark.parametrize("suffix", STREAMS)
+def test_fsspec_reads_compressed_files_alike_and_still_writes_them(tmp_path: Path, suffix: str) -> None:
+    compressed.use_in_fsspec()
+    path = tmp_path / f"a.txt{suffix}"
+    with fsspec.open(str(path), "wb", compression="infer") as file:
+        file.write(b"one\n" * 100_000)
+    with fsspec.open(str(path), "rb", compression="infer") as file:
+        assert file.read() == b"one\n" * 100_000
+        assert file.seek(-3, io.SEEK_END) == 399_997
+        assert file.read() == b"ne\n"
+        assert file.seek(200_001) == 200_001
+        assert file.read(7) == b"ne\none\n"
+    path.write_bytes(STREAMS[suffix][0] + b"garbage!")
+    with fsspec.open(str(path), "rb", compression="infer") as file, pytest.raises(compressed.DecompressionError):
+        file.read()
 
 
 def test_a_file_of_nothing_but_a_skippable_frame_holds_no_text(tmp_path: Path) -> None:
