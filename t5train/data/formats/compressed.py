@@ -34,7 +34,7 @@ _AGAIN = "If the file is damaged, fetch or write it again"
 
 
 class DecompressionError(Exception):
-    """A file is damaged, incomplete or needs more memory than there is; the message says where, and ``remedy`` why."""
+    """A file is damaged, incomplete or needs too much memory. The message says where, and ``remedy`` what to do."""
 
     def __init__(self, message: str, remedy: str = _AGAIN) -> None:
         super().__init__(message)
