@@ -1,7 +1,7 @@
 """Locations of text and published folders: a local folder, or any URL that fsspec supports."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import fsspec
 from fsspec.callbacks import Callback
 from fsspec.core import split_protocol
 
-from t5train.errors import InputError, PublicationError, T5TrainError
+from t5train.errors import InputError, PublicationError, T5TrainError, encodable, printable
 from t5train.files.os_errors import explain
 from t5train.progress import Progress
 
@@ -62,6 +62,16 @@ def require_location(location: str, kind: type[Exception] = InputError) -> None:
             f"a URL does not begin with {found[0]!r}: write {scheme}://... (or ./{found[1]}:... for a folder of that "
             "name)"
         )
+
+
+def require_utf8_names(paths: Iterable[str]) -> None:
+    """Raise InputError for a path that is not UTF-8: records of files could not name it."""
+    for each in paths:
+        if encodable(each) != each:
+            raise InputError(
+                f"corpus.source includes {printable(each)}, whose name is not UTF-8, as records of files are. Rename "
+                "it, or leave it out"
+            )
 
 
 def local_folder(url: str) -> Path | None:

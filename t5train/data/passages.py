@@ -36,7 +36,7 @@ ODDITIES = {
     ),
 }
 READ_COLUMNS = ("id", "text", "title")
-"""The columns of .tsv and .parquet files that are read."""
+"""The columns of .tsv, .csv and .parquet files that are read."""
 
 
 class SourceFile(NamedTuple):

@@ -1,12 +1,13 @@
-"""Reads passages from files: one per line of .txt, .jsonl or .tsv, row of .parquet, or article of a Wikipedia dump.
+"""Reads passages from files: one per line of .txt, .jsonl or .tsv, record of .csv, row of .parquet or a dump's page.
 
 Reading can start anywhere in plain files. In a compressed one, all before it has to be decompressed: ``OpenFile`` keeps
 it open, and of a large one the corpus stage stores the passages once more (``PassageFrames``), for random access.
 
-Rows are counted from 0. Blank lines and the header of a .tsv count, too, so that reading can start at any row, given
-its number and its byte offset in the decompressed stream.
+Rows are counted from 0. Blank lines and the header of a .tsv or .csv count, too, so that reading can start at any
+row, given its number and its byte offset in the decompressed stream.
 """
 
+import csv
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -18,26 +19,24 @@ import orjson
 from backports import zstd
 
 from t5train.data.formats.compressed import COMPRESSIONS, Decompressed, DecompressionError
+from t5train.data.formats.passage_frames import frame_rows, is_framed
 from t5train.data.native import segmenter_build
 from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at
 from t5train.errors import InputError
 from t5train.host_resources import format_bytes, quantity
 
-PLAIN_FORMATS = (".txt", ".jsonl", ".tsv")
+PLAIN_FORMATS = (".txt", ".jsonl", ".tsv", ".csv")
 FORMATS = (*PLAIN_FORMATS, ".parquet")
 _DUMP, _DUMP_NAME = ".xml", re.compile(r"-pages-(articles|meta-current)[a-z0-9-]*\.xml(-p[0-9]+p[0-9]+)?$")
 """Dumps of Wikipedia are told from other XML files by their usual names."""
 _BESIDE_DUMPS = re.compile(r"-pages-articles-multistream-index[0-9]*\.txt(-p[0-9]+p[0-9]+)?$|-(md5|sha1)sums\.txt$")
 """Names of files that lie beside dumps, and are no text."""
-FRAMES = ".passages.zst"
-"""The end of the names of files of ``PassageFrames``."""
-_FRAME_LEVEL = 1
 _BLOCK_BYTES = 128 << 10
 SEGMENT_BYTES = 64 << 10
 """Text of a segment, and so of a frame: each ends with the passage that reaches this size."""
 MAX_LINE_BYTES = 64 << 20
-_SEEK_BYTES = 64 << 20
 """Longer lines are refused: a passage is read, encoded and held in memory as a whole, once per worker process."""
+_SEEK_BYTES = 64 << 20
 _ROUNDED_FROM = 2.0**63
 _WHOLE_FLOAT = re.compile(r"(-?(?:0|[1-9][0-9]{0,99}))\.0")
 _TSV_HEADER = "\t".join(READ_COLUMNS)
@@ -49,21 +48,13 @@ def is_compressed(path: Path) -> bool:
     return path.suffix in COMPRESSIONS
 
 
-def is_framed(source: SourceFile) -> bool:
-    """Whether a file was written by ``PassageFrames``, so that each of its segments can be read alone."""
-    return source.path.name.endswith(FRAMES)
-
-
 def is_dump(name: str) -> bool:
     """Whether a file is a dump of Wikipedia, of which reading a part takes as long as reading all."""
     return format_of(name) == _DUMP
 
 
 def format_of(name: str) -> str | None:
-    """Return ``.txt``, ``.jsonl``, ``.tsv``, ``.parquet`` or ``.xml`` for a file name, compressed or not; else None.
-
-    ``.xml`` stands for a dump of Wikipedia.
-    """
+    """Return one of ``FORMATS`` for a file name, compressed or not, or ``.xml`` for a dump of Wikipedia; else None."""
     plain = name.removesuffix(Path(name).suffix) if Path(name).suffix in COMPRESSIONS else name
     if _DUMP_NAME.search(plain):
         return _DUMP
@@ -111,42 +102,17 @@ class OpenFile:
         return self._file
 
 
-class PassageFrames:
-    """Writes passages as JSON lines [id, title, text] in frames of Zstandard, of which each can be read alone.
-
-    Decompressing them takes less time than decompressing a .gz file. They take up to about twice its space.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._lines = file, list[bytes]()
-        self.offset = 0
-        """Where the next frame begins in the file."""
-
-    def add(self, passage: Passage) -> bytes:
-        """Add a passage to the frame. Returns its line."""
-        line = orjson.dumps([*passage]) + b"\n"
-        self._lines.append(line)
-        return line
-
-    def end_frame(self) -> None:
-        """Write the frame, and begin the next."""
-        frame = zstd.compress(b"".join(self._lines), level=_FRAME_LEVEL)
-        self._file.write(frame)
-        self.offset += len(frame)
-        self._lines.clear()
-
-
 def rows(source: SourceFile, number: int = 0, offset: int = 0, opened: OpenFile | None = None) -> Iterator[Row]:
     """Yield the rows of a file from row ``number``, which begins at byte ``offset``, to the end.
 
     ``opened`` keeps the file open for later calls, except .parquet. Raises InputError if a row is malformed, too long
     or not valid UTF-8 (the error names its line), or if the file is truncated, damaged or of an unknown format.
     """
-    reader = _frames if is_framed(source) else _READERS.get(format_of(source.name) or "")
+    reader = frame_rows if is_framed(source) else _READERS.get(format_of(source.name) or "")
     if reader is None:
         compressed = ", ".join(COMPRESSIONS)
         raise InputError(
-            f"{source.shown} has an unsupported format. Use {', '.join(FORMATS)}, or one of the first three compressed "
+            f"{source.shown} has an unsupported format. Use {', '.join(FORMATS)}, or one of the first four compressed "
             f"({compressed})"
         )
     try:
@@ -178,11 +144,12 @@ def _jsonl(source: SourceFile, number: int, offset: int, opened: OpenFile) -> It
         number, offset, at = number + len(found), offset + end - at, end
         line = block[at : block.find(b"\n", at) + 1] or (block[at:] if ended else b"")
         if line:
-            _require_short(source, number, line)
+            _require_short(source, number, len(line))
             yield _json_row(source, number, offset, line)
             number, offset, at = number + 1, offset + len(line), at + len(line)
         elif not ended:
-            _require_short(source, number, rest := block[at:])
+            rest = block[at:]
+            _require_short(source, number, len(rest))
             more = file.read(max(_BLOCK_BYTES, len(rest)))  # twice as much each time, if a line is long
             block, at, ended = rest + more, 0, not more
 
@@ -191,7 +158,7 @@ def _json_row(source: SourceFile, row: int, start: int, line: bytes) -> Row:
     try:
         value = _with_whole_id(orjson.loads(line), line)
     except orjson.JSONDecodeError:  # or UTF-8, or blank
-        value = _json_value(source, row, _decoded(source, row, start, line))
+        value = _json_value(source, row, _decoded(source, row, start, line).rstrip("\r\n"))
     return Row(row, start, _json_passage(source, row, value))
 
 
@@ -242,14 +209,71 @@ def _tsv_passage(source: SourceFile, row: int, line: str) -> Passage:
             "three: id, text, title. Correct this line"
         )
     name, text, title = map(_unquoted, fields)
-    if name.endswith(".0") and (whole := _WHOLE_FLOAT.fullmatch(name)):  # how programs write a column of floats
-        name = str(int(whole[1]))
-    return Passage(id_at(name, source, row), title, text)
+    return Passage(id_at(_untyped(name), source, row), title, text)
+
+
+def _untyped(name: str) -> str:
+    """Return an id of a format without types. Programs write a column of floats with whole numbers as 1.0."""
+    whole = _WHOLE_FLOAT.fullmatch(name) if name.endswith(".0") else None
+    return str(int(whole[1])) if whole else name
 
 
 def _unquoted(field: str) -> str:
     quoted = len(field) >= 2 and field[0] == field[-1] == '"'
     return field[1:-1].replace('""', '"') if quoted else field
+
+
+def _csv(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
+    with OpenFile() as beginning:
+        _, _, header = next(_csv_records(source, 0, 0, beginning), (0, 0, []))
+    if header.count("text") != 1:
+        raise InputError(
+            f"{source.shown} begins with {','.join(header)[:80]!r}, but must begin with a header that names one column "
+            "'text' and may name 'id' and 'title', separated by commas. Add or correct this header"
+        )
+    columns = {name: header.index(name) for name in READ_COLUMNS if header.count(name) == 1}
+    for row, start, fields in _csv_records(source, number, offset, opened):
+        if row > 0:
+            _require_fields(source, row, fields, header)
+            found = {name: fields[column] for name, column in columns.items()} if fields else {}  # of a blank line
+            passage = Passage(
+                id_at(_untyped(found.get("id", "")), source, row), found.get("title", ""), found.get("text", "")
+            )
+            yield Row(row, start, passage)
+
+
+def _require_fields(source: SourceFile, row: int, fields: list[str], header: list[str]) -> None:
+    if fields and len(fields) != len(header):
+        raise InputError(
+            f"{source.shown} record {row + 1} has {quantity(len(fields), 'field')}, but the header has {len(header)}. "
+            'Correct this record: fields with commas, quotes or line ends are written in double quotes, "like ""this"""'
+        )
+
+
+def _csv_records(
+    source: SourceFile, number: int, offset: int, opened: OpenFile
+) -> Iterator[tuple[int, int, list[str]]]:
+    """Yield the number, byte offset and fields of each record (RFC 4180), whose fields may have several lines."""
+    file, start, end = opened.at(source.path, offset), offset, offset
+
+    def lines() -> Iterator[str]:
+        nonlocal end
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            at, end = end, end + len(line)
+            _require_short(source, number, end - start, "record")
+            yield _decoded(source, number, at, line, "record")
+
+    csv.field_size_limit(MAX_LINE_BYTES)  # the default is 128 KiB; each record is bounded here
+    records = csv.reader(lines(), strict=True)
+    try:
+        for fields in records:
+            yield number, start, fields
+            number, start = number + 1, end
+    except csv.Error as error:
+        raise InputError(
+            f"{source.shown} record {number + 1}, which begins at byte {start:,} of the text, is not CSV ({error}). "
+            "Correct this record: each double quote in a field in double quotes is doubled"
+        ) from None
 
 
 def _parquet(source: SourceFile, number: int, offset: int, _: OpenFile) -> Iterator[Row]:
@@ -275,50 +299,25 @@ def _dump(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Ite
     return dump_rows(source, opened.at(source.path, offset), number)
 
 
-def _frames(source: SourceFile, number: int, offset: int, _: OpenFile) -> Iterator[Row]:
-    """Yield the rows of frames. Their offset is where their frame begins in the file as stored."""
-    with open(source.path, "rb") as stored:
-        for start, content in _contents(stored, offset):
-            for line in content.splitlines():
-                yield Row(number, start, Passage(*orjson.loads(line)))
-                number += 1
-
-
-def _contents(stored: IO[bytes], offset: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset and the content of each frame, from the one that begins at ``offset``."""
-    stored.seek(offset)
-    block = b""
-    while block := block or stored.read(_BLOCK_BYTES):
-        frame, content = zstd.ZstdDecompressor(), list[bytes]()
-        content.append(frame.decompress(block))
-        while not frame.eof:
-            if not (block := stored.read(_BLOCK_BYTES)):
-                raise EOFError("its last frame is incomplete")
-            content.append(frame.decompress(block))
-        block = frame.unused_data
-        yield offset, b"".join(content)
-        offset = stored.tell() - len(block)
-
-
 def _lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[tuple[int, int, str]]:
     """Yield the row number, byte offset and text (without line end) of each line."""
     for row, start, line in _raw_lines(source, number, offset, opened):
-        yield row, start, _decoded(source, row, start, line)
+        yield row, start, _decoded(source, row, start, line).rstrip("\r\n")
 
 
-def _decoded(source: SourceFile, row: int, offset: int, line: bytes) -> str:
-    """Return the text of a line without its end, and without the byte order mark of the file."""
+def _decoded(source: SourceFile, row: int, offset: int, line: bytes, what: str = "line") -> str:
+    """Return the text of a line, without the byte order mark of the file."""
     if b"\0" in line:
         raise InputError(
-            f"{source.shown} line {row + 1} has a NUL byte, so the file is not text in UTF-8. Convert it from another "
-            "encoding, such as UTF-16, or leave it out if it is not text"
+            f"{source.shown} {what} {row + 1} has a NUL byte, so the file is not text in UTF-8. Convert it from "
+            "another encoding, such as UTF-16, or leave it out if it is not text"
         )
     content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
     try:
-        return content.rstrip(b"\r\n").decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{source.shown} line {row + 1} is not UTF-8: byte {offset + error.start} of the text is "
+            f"{source.shown} {what} {row + 1} is not UTF-8: byte {offset + error.start} of the text is "
             f"0x{line[error.start]:02x}. Convert the file to UTF-8, or leave it out if it is not text"
         ) from None
 
@@ -327,17 +326,17 @@ def _raw_lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -
     """Yield the row number, byte offset and bytes (with line end) of each line."""
     file = opened.at(source.path, offset)
     while line := file.readline(MAX_LINE_BYTES + 1):
-        _require_short(source, number, line)
+        _require_short(source, number, len(line))
         yield number, offset, line
         number += 1
         offset += len(line)
 
 
-def _require_short(source: SourceFile, number: int, line: bytes) -> None:
-    if len(line) > MAX_LINE_BYTES:
+def _require_short(source: SourceFile, number: int, size_bytes: int, what: str = "line") -> None:
+    if size_bytes > MAX_LINE_BYTES:
         raise InputError(
-            f"{source.shown} line {number + 1} has more than {format_bytes(MAX_LINE_BYTES)}, but a line is one "
-            "passage and is processed as a whole. Split it into lines, for example at paragraphs"
+            f"{source.shown} {what} {number + 1} has more than {format_bytes(MAX_LINE_BYTES)}, but a {what} is one "
+            f"passage and is processed as a whole. Split it into {what}s, for example at paragraphs"
         )
 
 
@@ -354,6 +353,7 @@ _READERS: dict[str, Callable[[SourceFile, int, int, OpenFile], Iterator[Row]]] =
     ".txt": _txt,
     ".jsonl": _jsonl,
     ".tsv": _tsv,
+    ".csv": _csv,
     ".parquet": _parquet,
     _DUMP: _dump,
 }

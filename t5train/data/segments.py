@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from t5train.data.formats.passage_frames import PassageFrames
 from t5train.data.passages import (
     FewIds,
     IdSequence,
@@ -20,7 +21,7 @@ from t5train.data.passages import (
     TextDigests,
     text_bytes,
 )
-from t5train.data.readers import SEGMENT_BYTES, OpenFile, PassageFrames, rows
+from t5train.data.readers import SEGMENT_BYTES, OpenFile, rows
 from t5train.data.worker_processes import Advance, Json
 from t5train.files.atomic import replacing
 

@@ -22,10 +22,10 @@ from t5train.data.download.kept_downloads import Downloads, download_places
 from t5train.data.download.remote_reading import Backoff, is_busy
 from t5train.data.download.source_listing import LeftOut, Matches, is_local, left_out_lines, list_files
 from t5train.data.passages import READ_COLUMNS, Passage, SourceFile
-from t5train.errors import InputError, encodable, printable
+from t5train.errors import InputError
 from t5train.files.atomic import replacing
 from t5train.host_resources import num_cores, quantity
-from t5train.locations import explained, redacted
+from t5train.locations import explained, redacted, require_utf8_names
 from t5train.progress import Progress, silent
 from t5train.spec.data_spec import HubText, TextSource
 from t5train.spec.known_texts import BUILT_IN
@@ -173,12 +173,7 @@ def _size(filesystem: Any, path: str) -> int | None:
 
 def _names(found: list[str]) -> list[str]:
     """Return the names of files relative to their common folder. Raises InputError for one that is not UTF-8."""
-    for each in found:
-        if encodable(each) != each:
-            raise InputError(
-                f"corpus.source includes {printable(each)}, whose name is not UTF-8, as records of files are. Rename "
-                "it, or leave it out"
-            )
+    require_utf8_names(found)
     base = os.path.commonpath([PurePosixPath(each).parent for each in found])
     return [str(PurePosixPath(each).relative_to(base)) for each in found]
 

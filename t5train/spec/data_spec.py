@@ -46,7 +46,7 @@ class CorpusSpec(SpecPart):
     source: str = Field(
         BUILT_IN,
         title="Source",
-        description="Text to train on: a file, folder, glob pattern or fsspec URL of .txt, .jsonl, .tsv or "
+        description="Text to train on: a file, folder, glob pattern or fsspec URL of .txt, .jsonl, .tsv, .csv or "
         ".parquet files, which may be compressed (.gz, .bz2, .xz, .zst); hf://OWNER/NAME, a dataset of the Hugging "
         "Face Hub; psgs_w100 or wiki_dpr, the passages of Wikipedia that DPR reads; or pydocs, Python's own "
         "documentation, which is the demo's text",

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from t5train.data.checks.repetitions import Repetitions
+from t5train.data.formats.passage_frames import FRAMES
 from t5train.data.passages import SourceFile
-from t5train.data.readers import FRAMES
 from t5train.data.segments import FileSegments, Segment, passages_in, stretches_of, write_frames
 from t5train.data.worker_processes import Advance, Json, in_processes
 from t5train.files.atomic import replacing

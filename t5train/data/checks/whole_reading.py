@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.data.checks.document_ids import IdsOfFile
 from t5train.data.checks.listed_pairs import ListedSearch
+from t5train.data.formats.passage_frames import FRAMES, is_framed
 from t5train.data.passages import ODDITIES, IdRows, Skipped, SourceFile, TextDigests
-from t5train.data.readers import FRAMES, is_compressed, is_dump, is_framed
+from t5train.data.readers import is_compressed, is_dump
 from t5train.data.segments import FileSegments, Segment, size_of_text
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError

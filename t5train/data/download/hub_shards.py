@@ -17,8 +17,9 @@ from t5train.data.download.hub_dataset import HubColumns, HubRows, explained_by_
 from t5train.data.download.kept_downloads import cache_folder
 from t5train.data.download.partial_file import Note, read_note, whole_copies, write_note
 from t5train.data.download.remote_reading import Backoff, is_interrupted
+from t5train.data.formats.passage_frames import FRAMES, PassageFrames
 from t5train.data.passages import Passage, SourceFile, id_at, nonblank_bytes
-from t5train.data.readers import FRAMES, SEGMENT_BYTES, PassageFrames, require_short_text
+from t5train.data.readers import SEGMENT_BYTES, require_short_text
 from t5train.data.worker_processes import Advance, Json, in_processes
 from t5train.errors import InputError
 from t5train.files.atomic import replacing

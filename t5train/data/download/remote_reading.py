@@ -12,6 +12,11 @@ from itertools import count
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+import fsspec
+
+from t5train.data.formats.compressed import use_in_fsspec
+from t5train.errors import InputError
+
 READER = "download-reader"
 """Name of the threads that read."""
 TRIES = 8
@@ -31,6 +36,7 @@ _LOST_CLASSES = {
 """Base classes of such errors in aiohttp (the first two), httpx, botocore and the Hub's client.
 
 The last one means that the Hub did not answer a question about a file. ``datasets`` removes its cause."""
+_ARCHIVE_BLOCK_BYTES = 1 << 20
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
@@ -61,6 +67,31 @@ def storage_options(source: str) -> dict[str, Any]:
 
     timeout = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS)
     return {"client_kwargs": {"timeout": timeout}}
+
+
+def filesystem_of(source: str) -> tuple[Any, str]:
+    """Return fsspec's filesystem of a source, and the path in it. Raises InputError for a damaged .tar archive."""
+    use_in_fsspec()  # for archives that are compressed
+    filesystem, path = fsspec.core.url_to_fs(source, **storage_options(source))
+    _require_whole_archive(filesystem)
+    return filesystem, path
+
+
+def _require_whole_archive(filesystem: Any) -> None:
+    """Raise InputError if a .tar archive goes on after what ``tarfile`` takes for its end: a damaged header, say."""
+    if "tar" not in _protocols(filesystem):
+        return
+    archive = filesystem.tar
+    archive.getmembers()
+    archive.fileobj.seek(archive.offset)
+    place = archive.offset
+    while block := archive.fileobj.read(_ARCHIVE_BLOCK_BYTES):
+        if rest := block.lstrip(b"\0"):
+            raise InputError(
+                f"the .tar archive cannot be read to its end: byte {place + len(block) - len(rest):,} is neither the "
+                "header of a file nor padding. Fetch or write the archive again, or unpack it if it is several in one"
+            )
+        place += len(block)
 
 
 class Backoff:

@@ -15,9 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-import fsspec
-
-from t5train.data.download.remote_reading import Backoff, is_busy, is_web, message_of, storage_options
+from t5train.data.download.remote_reading import Backoff, filesystem_of, is_busy, is_web, message_of
 from t5train.data.formats.wikipedia_dump import require_one_form
 from t5train.data.readers import FORMATS, format_of
 from t5train.errors import InputError, printable
@@ -88,7 +86,7 @@ def list_files(source: str, *, with_left_out: bool = False) -> Matches:
     """
     if not source.strip():
         raise InputError("the text is named by nothing: name a file, folder, pattern or URL")
-    filesystem, path = fsspec.core.url_to_fs(source, **storage_options(source))
+    filesystem, path = filesystem_of(source)
     path = _without_parents(path) if is_local(filesystem) else path
     shown = redacted(source)
     made, left_out = 0, LeftOut()

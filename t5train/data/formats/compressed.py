@@ -8,6 +8,7 @@ import bz2
 import io
 import lzma
 from collections.abc import Callable
+from functools import cache
 from typing import IO, Any, NamedTuple, cast
 
 from backports import zstd
@@ -33,7 +34,7 @@ _AGAIN = "If the file is damaged, fetch or write it again"
 
 
 class DecompressionError(Exception):
-    """A file is damaged, incomplete or needs more memory than there is; the message says where, and ``remedy`` why."""
+    """A file is damaged, incomplete or needs too much memory. The message says where, and ``remedy`` what to do."""
 
     def __init__(self, message: str, remedy: str = _AGAIN) -> None:
         super().__init__(message)
@@ -72,26 +73,26 @@ COMPRESSIONS = {
 
 
 class Decompressed(io.BufferedReader):
-    """The content of a compressed file, read forwards. Raises DecompressionError unless all of it can be read."""
+    """The content of a compressed file. Raises DecompressionError unless all of it can be read."""
 
     def __init__(self, stored: IO[bytes], suffix: str) -> None:
         """``stored`` is the compressed file, which is left open; ``suffix`` is a key of ``COMPRESSIONS``."""
         super().__init__(_Streams(stored, COMPRESSIONS[suffix]), _BLOCK_BYTES)
 
 
+@cache
 def use_in_fsspec() -> None:
     """Let fsspec, and so ``datasets``, decompress files in this process as this module does."""
-    from fsspec.compression import register_compression  # slow to import, for workers that read files on this machine
+    from fsspec.compression import compr, register_compression  # slow to import, for workers that read local files
 
     for suffix, compression in COMPRESSIONS.items():
-        register_compression(compression.name, _opener(suffix), suffix.removeprefix("."), force=True)
+        opener = _opener(suffix, compr[compression.name])
+        register_compression(compression.name, opener, suffix.removeprefix("."), force=True)
 
 
-def _opener(suffix: str) -> Callable[..., IO[bytes]]:
-    def opened(stored: IO[bytes], mode: str = "rb", **_: Any) -> IO[bytes]:
-        if "r" not in mode:
-            raise io.UnsupportedOperation(f"{suffix} files are only read here, not opened with mode {mode!r}")
-        return Decompressed(stored, suffix)
+def _opener(suffix: str, compressed: Callable[..., IO[bytes]]) -> Callable[..., IO[bytes]]:
+    def opened(stored: IO[bytes], mode: str = "rb", **options: Any) -> IO[bytes]:
+        return Decompressed(stored, suffix) if "r" in mode else compressed(stored, mode=mode, **options)
 
     return opened
 
@@ -101,7 +102,10 @@ class _Streams(io.RawIOBase):
 
     def __init__(self, stored: IO[bytes], compression: _Compression) -> None:
         self._stored, self._compression = stored, compression
-        self._decompressor = compression.decompressor()
+        self._rewind()
+
+    def _rewind(self) -> None:
+        self._decompressor = self._compression.decompressor()
         self._input, self._stored_bytes = b"", 0
         """What the decompressor has not got yet, and how much has been read in all."""
         self._number, self._begins_at = 1, 0
@@ -112,7 +116,7 @@ class _Streams(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        """Return True, although only forwards."""
+        """Return True, although all before a position has to be decompressed."""
         return True
 
     def tell(self) -> int:
@@ -121,13 +125,21 @@ class _Streams(io.RawIOBase):
 
     def seek(self, offset: int, relative_to: int = io.SEEK_SET, /) -> int:
         """Read up to a position, or to the end if that comes first, and return the new position."""
-        target = offset + (self._position if relative_to == io.SEEK_CUR else 0)
-        if relative_to == io.SEEK_END or target < self._position:
-            raise io.UnsupportedOperation("a compressed file is read forwards only")
-        skipped = memoryview(bytearray(_BLOCK_BYTES))
-        while self._position < target and self.readinto(skipped[: target - self._position]):
-            pass
+        if relative_to == io.SEEK_END:
+            self._skip_to(None)
+        target = offset + (0 if relative_to == io.SEEK_SET else self._position)
+        if target < self._position:
+            self._stored.seek(0)
+            self._rewind()
+        self._skip_to(target)
         return self._position
+
+    def _skip_to(self, target: int | None) -> None:
+        skipped = memoryview(bytearray(_BLOCK_BYTES))
+        while target is None or self._position < target:
+            rest = _BLOCK_BYTES if target is None else min(_BLOCK_BYTES, target - self._position)
+            if not self.readinto(skipped[:rest]):
+                break
 
     def readinto(self, buffer: Any) -> int:
         """Read the next bytes into ``buffer``, and return their number; 0 at the end of the last stream."""

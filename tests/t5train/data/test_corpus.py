@@ -159,7 +159,7 @@ def test_files_of_other_formats_in_a_folder_are_counted_and_the_first_are_named(
         build(text, tmp_path)
     (line,) = [record for record in caplog.records if ".md" in record.getMessage()]
     names = "deep/0.md, deep/1.md, deep/2.md, deep/3.md, deep/4.md and 2 more"
-    assert line.getMessage() == f"leaving out 7 files in other formats than .txt, .jsonl, .tsv, .parquet: {names}"
+    assert line.getMessage() == f"leaving out 7 files in other formats than .txt, .jsonl, .tsv, .csv, .parquet: {names}"
     assert line.levelname == "INFO", "a choice of files needs no warning at every start"
 
 

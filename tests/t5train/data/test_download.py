@@ -1,8 +1,10 @@
 """Downloads of text from a web server, with the failures that web servers have."""
 
+import gzip
 import io
 import json
 import logging
+import lzma
 import random
 import shutil
 import signal
@@ -304,6 +306,26 @@ def test_an_archive_is_read_by_one_thread(tmp_path: Path) -> None:
     build_corpus(CorpusSpec(source=f"tar://*.txt::{tmp_path}/a.tar", workers=1), root)
     for name, content in texts.items():
         assert downloaded(root, name).read_bytes() == content
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, lzma.compress], ids=["", "gz", "xz"])
+def test_an_archive_is_read_to_its_end_or_refused(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
+    packed, suffix = io.BytesIO(), {gzip.compress: ".gz", lzma.compress: ".xz"}.get(compress, "")
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name in "xyz":
+            entry = tarfile.TarInfo(f"{name}.txt")
+            entry.size = 600
+            archive.addfile(entry, io.BytesIO(b"a text\n" * 100))
+    whole, place = packed.getvalue(), tmp_path / f"a.tar{suffix}"
+    header = 2 * (512 + 1024)
+    damaged = whole[:header] + b"?" + whole[header + 1 :]
+    source = f"tar://*.txt::{place}"
+    for content in (damaged, whole[: header + 100], whole + whole):
+        place.write_bytes(compress(content))
+        with pytest.raises(InputError, match=r"\.tar archive cannot be read to its end: byte \d"):
+            require_source(source)
+    place.write_bytes(compress(whole))
+    assert require_source(source).sizes == {f"{name}.txt": 600 for name in "xyz"}
 
 
 def test_an_interruption_ends_a_download_that_waits_for_a_busy_server(web: Web, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 from collections.abc import Callable, Iterator
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 
 from t5train.data import readers
 from t5train.data.formats import compressed
+from t5train.data.formats.passage_frames import FRAMES, PassageFrames
 from t5train.data.passages import Passage, SourceFile
-from t5train.data.readers import FRAMES, PassageFrames, format_of, rows
+from t5train.data.readers import format_of, rows
 from t5train.data.segments import passages_in, passages_of, scan
 from t5train.errors import InputError
 
@@ -227,6 +229,23 @@ def test_a_compressed_file_without_a_stream_is_refused(tmp_path: Path, suffix: s
             read(path)
 
 
+@pytest.mark.parametrize("suffix", STREAMS)
+def test_fsspec_reads_compressed_files_alike_and_still_writes_them(tmp_path: Path, suffix: str) -> None:
+    compressed.use_in_fsspec()
+    path = tmp_path / f"a.txt{suffix}"
+    with fsspec.open(str(path), "wb", compression="infer") as file:
+        file.write(b"one\n" * 100_000)
+    with fsspec.open(str(path), "rb", compression="infer") as file:
+        assert file.read() == b"one\n" * 100_000
+        assert file.seek(-3, io.SEEK_END) == 399_997
+        assert file.read() == b"ne\n"
+        assert file.seek(200_001) == 200_001
+        assert file.read(7) == b"ne\none\n"
+    path.write_bytes(STREAMS[suffix][0] + b"garbage!")
+    with fsspec.open(str(path), "rb", compression="infer") as file, pytest.raises(compressed.DecompressionError):
+        file.read()
+
+
 def test_a_file_of_nothing_but_a_skippable_frame_holds_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt.zst"
     path.write_bytes(SKIPPABLE)
@@ -235,7 +254,10 @@ def test_a_file_of_nothing_but_a_skippable_frame_holds_no_text(tmp_path: Path) -
 
 def with_long_window(content: bytes) -> bytes:
     """Return a frame with a window of 2 GiB, as of zstd --long=31."""
-    options = {zstd.CompressionParameter.window_log: 31, zstd.CompressionParameter.enable_long_distance_matching: 0}
+    options: dict[int, int] = {
+        zstd.CompressionParameter.window_log: 31,
+        zstd.CompressionParameter.enable_long_distance_matching: 0,
+    }
     compressor = zstd.ZstdCompressor(options=options)
     return compressor.compress(content) + compressor.flush()
 
@@ -286,7 +308,8 @@ def test_formats_are_recognised_by_file_name() -> None:
     assert format_of("x/a.b.jsonl.gz") == ".jsonl"
     assert format_of("a.parquet") == ".parquet"
     assert format_of("a.parquet.gz") is None
-    assert format_of("a.csv") is None
+    assert format_of("a.csv.zst") == ".csv"
+    assert format_of("a.xlsx") is None
     assert format_of("README") is None
 
 
@@ -308,7 +331,19 @@ def test_formats_are_recognised_by_file_name() -> None:
         ("a.txt.zst", zstd.compress(b"x" * 1000)[:-5], ["a.txt.zst", "cannot be read to its end"]),
         ("a.txt.zst", b"no zstd", ["a.txt.zst", "cannot be read to its end"]),
         ("a.parquet", b"PAR1 and no more", ["a.parquet", "parquet"]),
-        ("a.csv", b"", ["a.csv", ".jsonl"]),
+        ("a.xlsx", b"", ["a.xlsx", ".jsonl"]),
+        ("a.csv", b"", ["a.csv begins with ''", "a header that names one column 'text'"]),
+        ("a.csv", b"id;text\n1;two\n", ["a.csv begins with 'id;text'", "separated by commas"]),
+        ("a.csv", b"text,text\n", ["a.csv begins with 'text,text'", "one column 'text'"]),
+        ("a.csv", b"id,text\n1,two, three\n", ["a.csv record 2 has 3 fields", "the header has 2"]),
+        ("a.csv", b"id,text\n1\n", ["a.csv record 2 has 1 field", "the header has 2"]),
+        ("a.csv", b'text\none\n"two', ["a.csv record 3, which begins at byte 9 ", "unexpected end of data"]),
+        ("a.csv", b'text\n"a" b\n', ["a.csv record 2, which begins at byte 5 ", "is doubled"]),
+        ("a.csv", b"text\none\rtwo\n", ["a.csv record 2", "new-line character"]),
+        ("a.csv", b"text\none\0\n", ["a.csv record 2 has a NUL byte", "UTF-16"]),
+        ("a.csv", b'text\n"one\ntwo \xff"\n', ["a.csv record 2 is not UTF-8", "byte 14", "0xff"]),
+        ("a.csv", "text\none\n".encode("utf-16"), ["a.csv record 1", "UTF-16"]),
+        ("a.csv.gz", gzip.compress(b"text\n" * 9)[:-9], ["a.csv.gz", "cannot be read to its end"]),
     ],
 )
 def test_an_invalid_file_is_refused_with_the_cause(tmp_path: Path, name: str, content: bytes, words: list[str]) -> None:
@@ -391,3 +426,58 @@ def test_a_text_of_parquet_that_is_too_long_for_one_passage_is_refused(
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * 1000, "a" * 1001]}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"a\.parquet, row 1: the text has more than .* Choose a text in smaller rows"):
         read(tmp_path / "a.parquet")
+
+
+def csv_field(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"'
+
+
+@given(st.lists(st.tuples(ID, *[st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))] * 2)))
+def test_csv_is_read_back_as_written_from_every_record(
+    tmp_path_factory: pytest.TempPathFactory, passages: list[tuple[str, str, str]]
+) -> None:
+    path = tmp_path_factory.mktemp("readers") / "a.csv"
+    records = [",".join(map(csv_field, (x, "other", i, t))) for i, t, x in passages]
+    path.write_bytes("\r\n".join(["text,n,id,title", *records, ""]).encode())
+    found = list(rows(source(path)))
+    assert [row.passage for row in found] == [Passage(*passage) for passage in passages]
+    for row in found:
+        assert next(rows(source(path), row.number, row.offset)) == row
+
+
+def test_a_csv_file_as_spreadsheets_write_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    huge = "word " * 100_000
+    path.write_bytes(f'\ufefftext,author\r\n"one, ""two""\r\n\nthree",a\r\n\r\n,b\r\n{huge},c'.encode())
+    assert [(row.number, row.passage) for row in rows(source(path))] == [
+        (1, Passage("a.csv:1", "", 'one, "two"\r\n\nthree')),
+        (2, Passage("a.csv:2", "", "")),
+        (3, Passage("a.csv:3", "", "")),
+        (4, Passage("a.csv:4", "", huge)),
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.csv.xz"])
+def test_segments_of_csv_begin_at_records_and_not_at_lines(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    texts = [f"{number},\n" + '"word"\n' * (number % 50) for number in range(3000)]
+    content = "\n".join(["title,text", *(f"a,{csv_field(text)}" for text in texts)]).encode()
+    compress: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".xz": lzma.compress}
+    path.write_bytes(compress.get(path.suffix, bytes)(content))
+    scanned = scan(source(path))
+    assert len(scanned.segments) > 5
+    of_file = [(source(path), segment) for segment in scanned.segments]
+    assert [passage.text for passage in passages_in(of_file)] == texts
+    assert [*passages_of(*of_file[-1])][-1].text == texts[-1]
+
+
+def test_an_overlong_record_of_csv_is_refused_without_reading_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 200_000)
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'text\nfirst\n"never closed\n' + b"a line\n" * 100_000)
+    found = rows(source(path))
+    assert next(found).passage.text == "first"
+    with pytest.raises(InputError, match=r"a\.csv record 3 has more than 0\.2 MB, but a record is one passage"):
+        next(found)
