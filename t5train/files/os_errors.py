@@ -13,6 +13,7 @@ from pathlib import PurePath
 from types import FrameType
 
 from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
+from t5train.files.made_files import is_result
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DISK_FAILED = frozenset({errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EUCLEAN})
@@ -49,6 +50,8 @@ def explain(error: OSError) -> str:
     said = error.strerror or " ".join(str(error).split()) or type(error).__name__
     path = None if isinstance(error, ConnectionError | TimeoutError) or error.errno is None else path_of(error)
     remedy = _REMEDIES.get(error.errno or 0)
+    if error.errno == errno.ENOENT and path and is_result(PurePath(path)):
+        remedy = "a finished stage has lost this file: `t5-pretrain run` with the same settings makes it again"
     return (f"{path}: {said}" if path else said) + (f"; {remedy}" if remedy else "")
 
 

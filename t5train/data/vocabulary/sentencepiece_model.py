@@ -173,6 +173,12 @@ _ALSO_COMBINING = "\u0d4e\u0e33\u0eb3\u1100-\u11ff\ua960-\ua97f\ud7b0-\ud7ff\uff
 _LOCAL_RULES = {"nmt_nfkc", "nfkc", "identity"}  # normalisations without a rule that combines a space with neighbours
 
 
+def num_pieces(model: bytes, texts: Iterable[str]) -> int:
+    """Return how many pieces a model divides texts into."""
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    return sum(len(processor.encode(text)) for text in texts)
+
+
 class Encoder:
     """Encodes text to the ids of Hugging Face's T5 tokenizer, except that no text becomes a control id."""
 
