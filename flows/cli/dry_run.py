@@ -12,7 +12,7 @@ from infra.head.hosts.hostfile import read_hosts
 from infra.head.launch.deepspeed_launcher import launch_command
 from infra.head.launch.local_launch import command
 from infra.head.preflight.run_checks import needed_bytes, require_possible
-from infra.head.preflight.text_checks import TextFacts
+from infra.head.preflight.text_checks import TextFacts, bytes_per_token
 from infra.head.storage.continued_run import StoredRun, require_own_settings
 from infra.head.training_run import launch_spec, rank_program, require_startable_now
 from infra.node.attempts import process_guard
@@ -162,9 +162,11 @@ def _epochs(spec: RunSpec, text: TextFacts) -> Epochs:
     train_bytes = text.train_bytes(spec.corpus)
     if train_bytes is None:
         return Epochs(None, f"not known yet: {text.why_unknown()}. `t5-pretrain data stats` shows the number")
-    number = samples * window_tokens * TEXT_BYTES_PER_TOKEN / max(1, train_bytes)
+    local = [file for source in text.sources for file in source.local]
+    token_bytes = bytes_per_token(spec.tokenizer, local) or TEXT_BYTES_PER_TOKEN
+    number = samples * window_tokens * token_bytes / max(1, train_bytes)
     before = ", before passages are removed" if spec.corpus.removes_passages else ""
-    over = f"over the train split{_of_all(spec)}{before}, if a token is {TEXT_BYTES_PER_TOKEN} bytes of text"
+    over = f"over the train split{_of_all(spec)}{before}, if a token is {token_bytes:.1f} bytes of text"
     return Epochs(number, f"about {number:,.2f} {over}")
 
 

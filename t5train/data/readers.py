@@ -236,10 +236,8 @@ def _csv(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iter
         if row > 0:
             _require_fields(source, row, fields, header)
             found = {name: fields[column] for name, column in columns.items()} if fields else {}  # of a blank line
-            passage = Passage(
-                id_at(_untyped(found.get("id", "")), source, row), found.get("title", ""), found.get("text", "")
-            )
-            yield Row(row, start, passage)
+            name = id_at(_untyped(found.get("id", "")), source, row)
+            yield Row(row, start, Passage(name, found.get("title", ""), found.get("text", "")))
 
 
 def _require_fields(source: SourceFile, row: int, fields: list[str], header: list[str]) -> None:

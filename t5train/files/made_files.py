@@ -1,7 +1,7 @@
 """Which files below a folder were made by runs: recognised by what runs leave beside them, not by their names."""
 
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 from t5train.files.run_folder import RUN, RUNS
 
@@ -9,6 +9,11 @@ CLAIM = ".claim"
 """The file in the folder of a data stage that says for which result it is."""
 DOWNLOADED = ".download.json"
 """The end of the name of a downloaded file's note, which lies beside the file."""
+
+
+def is_result(file: PurePath) -> bool:
+    """Whether a path is that of a file in the folder of a data stage, which makes its files again if some are gone."""
+    return Path(file.parent, CLAIM).exists()
 
 
 class MadeFiles:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 from types import FrameType
 
 from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
+from t5train.files.made_files import is_result
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DISK_FAILED = frozenset({errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EUCLEAN})
@@ -57,7 +58,11 @@ def explain(error: OSError) -> str:
 def reason(error: OSError, path: PurePath | str | None = None) -> str:
     """Return the system's message and the remedy, for a message that names the ``path`` already."""
     said = error.strerror or " ".join(str(error).split()) or type(error).__name__
-    remedy = _NO_INODES if error.errno == errno.ENOSPC and lacks_inodes(path) else _REMEDIES.get(error.errno or 0)
+    remedy = _REMEDIES.get(error.errno or 0)
+    if error.errno == errno.ENOSPC and lacks_inodes(path):
+        remedy = _NO_INODES
+    elif error.errno == errno.ENOENT and path and is_result(PurePath(path)):
+        remedy = "a finished stage has lost this file: `t5-pretrain run` with the same settings makes it again"
     return f"{said}; {remedy}" if remedy else said
 
 

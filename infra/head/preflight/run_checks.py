@@ -23,7 +23,10 @@ from t5train.spec import RunSpec
 
 WEIGHT_BYTES = 4
 _RELEASES = 3  # weights, export and publication, if the disk has no hard links
-_REST_BYTES = 512 << 20  # Python's documentation, logs, and the server's database
+_REST_BYTES = 32 << 20
+"""The Prefect server's pages (16 MB) and database, Python's documentation as text, a vocabulary, and reports."""
+_STEP_BYTES = 512
+"""What metrics and logs grow by in a step, at most."""
 
 
 def require_possible(spec: RunSpec) -> T5Shape:
@@ -141,7 +144,8 @@ def needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
     # With corpus.remove: passages are stored once more, in 0.6 times the size of plain text, and of 100 words each, the
     # keys that they are compared by take 0.2 times that size.
     copies = text_bytes if spec.corpus.removes_passages else 0
-    return _checkpoint_bytes(spec, of_model) + releases + text_bytes + copies + _REST_BYTES
+    rest = _REST_BYTES + _STEP_BYTES * spec.optimizer.num_steps
+    return _checkpoint_bytes(spec, of_model) + releases + text_bytes + copies + rest
 
 
 def _checkpoint_bytes(spec: RunSpec, of_model: T5Shape) -> int:

@@ -238,6 +238,12 @@ _COMBINING = {"Mn", "Mc", "Me", "Cf", "Cn"}  # unassigned ones may combine in a 
 _ALSO_COMBINING = "\u0d4e\u0e33\u0eb3\u1100-\u11ff\ua960-\ua97f\ud7b0-\ud7ff\uff9e\uff9f"
 
 
+def num_pieces(model: bytes, texts: Iterable[str]) -> int:
+    """Return how many pieces a model divides texts into."""
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    return sum(len(processor.encode(text)) for text in texts)
+
+
 class Encoder:
     """Encodes text to the ids of Hugging Face's T5 tokenizer, except that no text becomes a control id.
 

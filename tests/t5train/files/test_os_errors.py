@@ -168,3 +168,15 @@ def test_a_file_that_cannot_be_removed_is_named_with_its_full_path() -> None:
     with pytest.raises(PermissionError) as caught:
         remove_folder(Path("/proc/self/fdinfo"))
     assert Path(caught.value.filename).parent == Path("/proc/self/fdinfo")
+
+
+def test_a_file_of_a_finished_stage_that_is_gone_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / ".claim").touch()
+    with pytest.raises(FileNotFoundError) as gone:
+        (tmp_path / "tokens-00000.bin").read_bytes()
+    assert explain(gone.value) == (
+        f"{tmp_path}/tokens-00000.bin: No such file or directory; a finished stage has lost this file: "
+        "`t5-pretrain run` with the same settings makes it again"
+    )
+    (tmp_path / ".claim").unlink()
+    assert explain(gone.value).endswith("; check the path")

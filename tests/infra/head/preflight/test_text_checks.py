@@ -2,17 +2,20 @@
 
 import json
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from infra.head.preflight.text_checks import look_at, require_text
+from infra.head.preflight.run_checks import needed_bytes, require_possible
+from infra.head.preflight.text_checks import bytes_per_token, look_at, require_text
 from t5train.data.passages import SourceFile
 from t5train.data.samples.span_corruption import geometry
+from t5train.data.vocabulary.sentencepiece_model import num_pieces, train
 from t5train.errors import InputError, SpecError
-from t5train.spec import CorpusSpec, ObjectiveSpec, RunSpec
+from t5train.spec import CorpusSpec, ObjectiveSpec, RunSpec, TokenizerSpec
 from t5train.spec.recipes import recipe
 from tests.support.generated_text import write_jsonl
 
@@ -150,3 +153,27 @@ def test_the_size_of_plain_text_in_a_store_is_known_before_it_is_downloaded() ->
         found = require_text(run_of(f"memory://{packed}"))
         assert found.train_bytes(CorpusSpec()) is None
         assert found.why_unknown().endswith(why)
+
+
+def test_the_size_of_a_token_is_estimated_within_a_fifth_for_any_kind_of_text(tmp_path: Path) -> None:
+    words = "".join(topics.values()).split()
+    plain = [" ".join(words[first : first + 50]) for first in range(0, 30_000, 50)]
+    numbers = [
+        " ".join(str(each * 7919 % 99_991) for each in range(first, first + 40)) for first in range(0, 20_000, 40)
+    ]
+    for texts, vocab_size in ((plain, 900), (plain, 300), (numbers, 500)):
+        (tmp_path / "a.txt").write_text("\n".join(texts))
+        spec = TokenizerSpec(vocab_size=vocab_size)
+        pieces = num_pieces(train(spec, iter(texts)), texts) + len(texts)
+        found = bytes_per_token(spec, [SourceFile(tmp_path / "a.txt", "a.txt")])
+        assert found == pytest.approx(sum(map(len, texts)) / pieces, rel=0.2)
+
+
+def test_the_size_of_a_token_of_a_text_with_one_passage_is_unknown(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one passage\n")
+    assert bytes_per_token(TokenizerSpec(), [SourceFile(tmp_path / "a.txt", "a.txt")]) is None
+
+
+def test_the_disk_space_of_a_small_run_is_what_it_takes() -> None:
+    spec = recipe("smoke", {"optimizer.num_steps": 42, "corpus.source": "/nowhere", "name": "nowhere"})
+    assert needed_bytes(spec, require_possible(spec), 2_000_000) == pytest.approx(74e6, rel=0.1), "measured: 74 MB"

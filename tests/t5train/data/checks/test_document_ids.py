@@ -94,6 +94,8 @@ def test_a_column_of_floats_in_tsv_has_the_ids_of_whole_numbers_and_leading_zero
     path = write(tmp_path / "a.tsv", ["1.0", "-3.0", "-0.0", "01", "01.0", "1.5", "1.00", "v1.0"])
     found = [row.passage.id for row in rows(SourceFile(path, path.name))]
     assert found == ["1", "-3", "0", "01", "01.0", "1.5", "1.00", "v1.0"]
+    (tmp_path / "a.csv").write_text("id,text\n1.0,x\n01,x\n1.5,x\n")
+    assert [row.passage.id for row in rows(SourceFile(tmp_path / "a.csv", "a.csv"))] == ["1", "01", "1.5"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".tsv", ".parquet"])
