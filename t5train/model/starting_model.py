@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, Tokenizer
-from t5train.errors import DigestMismatch, InputError, RecordError, SpecError
+from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.confined import child
 from t5train.locations import local_folder
 from t5train.model.model_shape import T5Shape, huggingface_config, preset_of, resolve
@@ -20,7 +20,8 @@ from t5train.model.tensor_files import FLOATING, StoredTensor, StoredTensors, li
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file
 from t5train.records.identity import differences, fingerprint
-from t5train.records.stage_records import MANIFEST, parse_manifest
+from t5train.records.kept_files import recorded_files, require_as_recorded
+from t5train.records.stage_records import MANIFEST
 from t5train.spec import NUM_SENTINELS, ModelSpec, pad_vocabulary
 
 _SETTING = "model.start_from"
@@ -251,6 +252,7 @@ def start_fingerprint(model: ModelSpec, progress: Progress = silent) -> str | No
         done += status.st_size
         progress("bytes of the weights to continue from verified", done, total)
     _require_as_recorded(path, digests)
+    require_as_recorded(path, [CONFIG])
     return fingerprint({"config": described_by(folder.config, path / CONFIG), "files": digests})
 
 
@@ -313,12 +315,7 @@ def _sha256(file: Path, _size: int, _mtime_ns: int, _inode: int) -> str:
 
 
 def _require_as_recorded(folder: Path, digests: Mapping[str, str]) -> None:
-    if not (folder / MANIFEST).is_file():
-        return
-    try:
-        recorded = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST)).files
-    except RecordError as error:  # a manifest of another program
-        _log.warning("the weights in %s are used without verification: %s", folder, error)
+    if (recorded := recorded_files(folder)) is None:
         return
     for name, sha256 in digests.items():
         expected = recorded.get(name)

@@ -1,15 +1,17 @@
-"""Find the user's files in a finished folder: those that its manifest does not list, or that were changed.
+"""Compare a folder with its manifest: find the user's files, and refuse files that are not the recorded ones.
 
-No stage removes or overwrites them.
+The user's files are those that the manifest does not list, or that were changed. No stage removes or overwrites them.
 """
 
+import json
 import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from t5train.errors import DigestMismatch, RecordError
 from t5train.files.atomic import rename_aside
-from t5train.files.presence import files_below
-from t5train.records.digests import verify_file
+from t5train.files.presence import ABSENT, files_below, reading
+from t5train.records.digests import FileDigest, SafetensorsDigest, verify_file
 from t5train.records.stage_records import MANIFEST, Record, parse_manifest
 
 _log = logging.getLogger(__name__)
@@ -23,6 +25,49 @@ def changed_files(record: Record) -> list[str]:
 def unlisted_files(record: Record) -> list[str]:
     """Names of the files in the record's folder that its manifest does not list."""
     return sorted(set(files_below(record.path)) - {MANIFEST, *record.files})
+
+
+def recorded_files(folder: Path) -> Mapping[str, FileDigest | SafetensorsDigest] | None:
+    """Return the digests in the manifest of a folder; None without a manifest, or with another program's.
+
+    Raises RecordError or DigestMismatch for a manifest that is damaged, because nothing can be compared with it.
+    """
+    manifest = folder / MANIFEST
+    try:
+        with reading(manifest):
+            content = manifest.read_bytes()
+    except ABSENT:
+        return None
+    if _is_of_another_program(content):
+        _log.warning("%s is not of this project, so the files in %s are used without verification", manifest, folder)
+        return None
+    return parse_manifest(content, str(manifest)).files
+
+
+def _is_of_another_program(content: bytes) -> bool:
+    """Whether a manifest is intact JSON without the fields of all records. One that is cut off may be ours."""
+    try:
+        document = json.loads(content)
+    except ValueError:
+        return False
+    return not isinstance(document, dict) or not document.keys() & {"kind", "fingerprint", "seal"}
+
+
+def require_as_recorded(folder: Path, names: Iterable[str]) -> None:
+    """Verify these files of a folder if it has a manifest.
+
+    Raises DigestMismatch, naming the first file that differs or that the manifest does not list, and the errors of
+    ``recorded_files``.
+    """
+    if (recorded := recorded_files(folder)) is None:
+        return
+    for name in names:
+        if (digest := recorded.get(name)) is None:
+            raise DigestMismatch(
+                f"{folder / name} is not among the files in {folder / MANIFEST}: it was added later. Remove it, or "
+                "restore the folder"
+            )
+        verify_file(folder / name, digest)
 
 
 def keep_changed_files(folder: Path) -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -132,6 +132,7 @@ _PROCESSOR = (
     *("vendor_id", "cpu family", "model", "model name", "stepping", "cache size"),
     *("CPU implementer", "CPU variant", "CPU part", "CPU revision"),  # of ARM
 )
+_ACCELERATOR = ("name", "major", "minor", "multi_processor_count", "gcnArchName")
 _VECTOR_EXTENSIONS = ("sse4", "avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "i8mm")
 _CPU_VARIABLES = (
     *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE"),
@@ -192,21 +193,20 @@ def _of_cpu() -> dict[str, str]:
 def _of_accelerator(device_type: str) -> dict[str, str]:
     import torch
 
-    found = dict[str, str]()
-    if device_type == "cuda":
-        device, cudnn = torch.cuda.get_device_properties(), cast(Any, torch.backends.cudnn)
-        found = {
-            "processor": f"{device.name}, compute capability {device.major}.{device.minor}, "
-            f"{device.multi_processor_count} multiprocessors",
-            "cuda": str(torch.version.cuda or torch.version.hip),
-            "cudnn": str(cudnn.version()),
-        }
-        for package in ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13"):
-            try:
-                found["cublas"] = version(package)
-            except PackageNotFoundError:
-                continue
-    return found
+    properties = getattr(torch.get_device_module(device_type), "get_device_properties", lambda: None)()
+    described = [f"{name} {getattr(properties, name)}" for name in _ACCELERATOR if hasattr(properties, name)]
+    cudnn: Any = torch.backends.cudnn
+    found = {
+        "processor": ", ".join(described),
+        **{name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")},
+        "cudnn": cudnn.version(),
+    }
+    for package in ("nvidia-cublas", "nvidia-cublas-cu12"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {name: str(value) for name, value in found.items() if value}
 
 
 def _arithmetic(device_type: str) -> str:

@@ -31,7 +31,7 @@ from t5train.files.output_folder import making, stage_folder
 from t5train.progress import Progress, silent
 from t5train.records.digests import digest_file, digest_files
 from t5train.records.identity import fingerprint
-from t5train.records.kept_files import keep_changed_files
+from t5train.records.kept_files import keep_changed_files, require_as_recorded
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards, reusable
 from t5train.spec import NUM_SENTINELS, CorpusSpec, TokenizerSpec
 
@@ -166,6 +166,7 @@ def spiece_in(path: Path) -> Path:
             f"tokenizer.path is {path}, and in its {TOKENIZER_CONFIG} extra_ids is {sentinels}: only {NUM_SENTINELS} "
             f"sentinels are supported. Choose a vocabulary with {NUM_SENTINELS}"
         )
+    require_as_recorded(path, [SPIECE])
     return path / SPIECE
 
 

@@ -1,15 +1,20 @@
 """The folder of a T5 on this machine: checked without torch, then loaded with plain ``transformers``."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
-from t5train.errors import InputError, SpecError
+from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.run_folder import EXPORT
+from t5train.host_resources import num_cores
 from t5train.model.starting_model import CONFIG, HuggingFaceFolder, require_family
+from t5train.records.digests import FileDigest, SafetensorsDigest, verify_file
+from t5train.records.kept_files import recorded_files
+from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.inference.vocabulary import Vocabulary
 from t5train.release.model_card import README, RecordedRun, recorded_run
@@ -19,19 +24,30 @@ _log = logging.getLogger(__name__)
 _TRAINED_TOKENS = 512  # T5's own input length, where a folder does not say otherwise
 
 
+_READ = (".json", ".jinja", ".model", ".safetensors")
+"""Suffixes of files that transformers may read because they are in the folder."""
+
+
 class ModelFolder(NamedTuple):
-    """A complete model. ``run`` is what its card states of its training; empty if this project did not train it."""
+    """A complete model. ``run`` is what its card states of its training; empty if this project did not train it.
+
+    ``recorded`` has the digests of all files if the folder has a manifest.
+    """
 
     path: Path
     config: dict[str, Any]
     run: RecordedRun
+    recorded: Mapping[str, FileDigest | SafetensorsDigest] = {}
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """Check that a folder holds a T5 with its vocabulary, without loading the weights.
 
-        Raises InputError if the folder is missing, incomplete or damaged, or if its weights are pickled, and SpecError
-        if the model is not a T5.
+        If there is a manifest, the sizes of all files and the digests of all but the weights must be as recorded.
+        ``load`` verifies the weights.
+
+        Raises InputError if the folder is missing, incomplete or damaged, or if its weights are pickled; DigestMismatch
+        or RecordError if it is not as recorded; and SpecError if the model is not a T5.
         """
         if not (path / CONFIG).is_file() and (path / EXPORT / CONFIG).is_file():
             raise InputError(f"{PATH} is {path}, the folder of a run. Set {PATH} to its model: {path / EXPORT}")
@@ -42,6 +58,8 @@ class ModelFolder(NamedTuple):
                 f"{path} has neither {SPIECE} nor {TOKENIZER_JSON}. Copy the vocabulary that the model was published "
                 "with into that folder"
             )
+        recorded = recorded_files(path) or {}
+        _require_recorded(path, recorded)
         run = _recorded(path / README)
         if not run.settings and (path / CERTIFICATE).is_file():
             _log.warning(
@@ -50,7 +68,7 @@ class ModelFolder(NamedTuple):
                 path / README,
                 _TRAINED_TOKENS,
             )
-        return cls(path, folder.config, run)
+        return cls(path, folder.config, run, recorded)
 
     @property
     def trained_tokens(self) -> int:
@@ -69,10 +87,13 @@ class ModelFolder(NamedTuple):
         return found
 
     def load(self, device: str) -> Any:
-        """Return the model in fp32 on a device, ready for inference. Raises InputError if its weights do not fit."""
+        """Return the model in fp32 on a device, ready for inference.
+
+        Raises InputError if its weights do not fit, and DigestMismatch if they are not as recorded.
+        """
         from transformers import AutoModelForSeq2SeqLM
 
-        with quiet_transformers():
+        with quiet_transformers(), self._verifying_weights():
             model, loading = AutoModelForSeq2SeqLM.from_pretrained(
                 self.path, dtype="float32", use_safetensors=True, local_files_only=True, output_loading_info=True
             )
@@ -84,12 +105,50 @@ class ModelFolder(NamedTuple):
             )
         return model.eval().to(device)
 
+    @contextmanager
+    def _verifying_weights(self) -> Iterator[None]:
+        """Hash the files of weights on all cores while they are loaded in the block, and compare their digests.
+
+        If both fail, the error that names the damaged file is raised.
+        """
+        weights = [name for name in self.recorded if _is_weights(name)]
+        with ThreadPoolExecutor(num_cores()) as threads:
+            running = [threads.submit(verify_file, self.path / name, self.recorded[name]) for name in weights]
+            try:
+                yield
+            finally:
+                for verified in running:
+                    verified.result()
+
     def load_tokenizer(self) -> Any:
         """Return the tokenizer that ``AutoTokenizer`` makes of the folder. Code in the folder is never run."""
         from transformers import AutoTokenizer
 
         with quiet_transformers():
             return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+
+
+def _require_recorded(folder: Path, recorded: Mapping[str, FileDigest | SafetensorsDigest]) -> None:
+    """Raise DigestMismatch, naming the file, if one is missing, changed, or was added where transformers may read it.
+
+    Of weights, only the size is compared.
+    """
+    if not recorded:
+        return
+    for name, digest in recorded.items():
+        path = folder / name
+        if not _is_weights(name) or not path.is_file() or path.stat().st_size != digest.size:
+            verify_file(path, digest)
+    extra = (path.name for path in folder.iterdir() if path.suffix in _READ and path.is_file())
+    if added := sorted(set(extra) - {*recorded, MANIFEST, CERTIFICATE}):
+        raise DigestMismatch(
+            f"{folder / added[0]} is not among the files in {folder / MANIFEST}: it was added later, and can change "
+            "what the model computes. Remove it"
+        )
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(".safetensors")
 
 
 def chosen_device(device: str | None) -> str:

@@ -163,6 +163,7 @@ def test_the_witness_records_every_weight_and_finite_logits(trained: Trained, la
     folder = trained.root / f"{layout}.whole"
     witness = json.loads((folder / "witness/witness.json").read_text())
     assert witness["tag"] == "step-00000004"
+    assert {"torch", "processor", "arithmetic"} <= witness["environment"].keys()
     assert set(witness["tensors"]) == set(trained.found(f"{layout}.whole")["masters"])
     logits = load_file(folder / "witness/witness.safetensors")["heldout.logits"]
     assert torch.isfinite(logits).all()

@@ -80,6 +80,21 @@ def test_a_released_run_and_one_of_the_same_head_and_root_are_claimed_at_once(
     again.end()
 
 
+def test_a_head_finds_its_own_ledger_although_the_list_of_objects_is_stale(
+    destination: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: Any, **__: Any) -> list[str]:
+        raise AssertionError("the list was asked for, and would be stale")
+
+    head = claim(destination, "/a")
+    with monkeypatch.context() as patch:
+        patch.setattr(BucketFolder, "names", stale)
+        head._etag = f'"{"0" * 32}"'  # as after a write whose answer was lost
+        head.renew()
+    assert not is_superseded(head)
+    head.end()
+
+
 def test_a_claim_that_is_renewed_while_it_is_replaced_is_replaced(
     destination: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,12 +10,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from t5train.errors import InputError, SpecError, T5TrainError
+from t5train.release.inference.evaluation import evaluate
+from t5train.release.inference.generation import generate
 from t5train.release.inference.model_folder import ModelFolder, chosen_device
 
 MakeModel = Callable[..., Path]
 
 
 def _change_config(folder: Path, **changes: Any) -> None:
+    (folder / "manifest.json").unlink()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
 
@@ -65,6 +68,7 @@ def test_missing_tensors_are_an_error_and_not_initialised_at_random(make_model: 
     del tensors["encoder.final_layer_norm.weight"]
     (folder / "model.safetensors").unlink()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "manifest.json").unlink()
     with pytest.raises(InputError, match=r"missing keys encoder\.final_layer_norm\.weight. Copy the model again"):
         ModelFolder.open(folder).load("cpu")
 
@@ -78,12 +82,67 @@ def test_an_export_says_how_it_was_trained_and_others_are_taken_for_t5(
     ours = theirs.parent / "model"
     assert ModelFolder.open(ours).run.settings["optimizer"]["seed"] == 5
     assert ModelFolder.open(ours).trained_tokens == 32
+    (ours / "manifest.json").unlink()
     (ours / "README.md").write_text("---\nlicense: mit\n---\n\n## Settings\n\n```json\n{}\n```\n")
     assert ModelFolder.open(ours).run.settings == {}
     assert "does not record" not in caplog.text
     (ours / "certificate.json").write_text("{}")
     ModelFolder.open(ours)
     assert f"{ours / 'README.md'} does not record how this model was trained" in caplog.text
+
+
+def _flip(name: str) -> Callable[[Path], None]:
+    def flip(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()  # the file may have a second name elsewhere
+        (folder / name).write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+
+    return flip
+
+
+def _add(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text("{}") and None
+
+
+def _cut_manifest(folder: Path) -> None:
+    content = (folder / "manifest.json").read_bytes()
+    (folder / "manifest.json").write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        *((_flip(name), rf"{name} has sha256 \w{{64}}, but sha256") for name in ("tokenizer.json", "spiece.model")),
+        *(
+            (_flip(name), rf"{name} has sha256 \w{{64}}, but sha256")
+            for name in ("README.md", "generation_config.json")
+        ),
+        (_flip("model.safetensors"), r"model\.safetensors has sha256 \w{64}, but sha256"),
+        (lambda folder: (folder / "special_tokens_map.json").unlink(), r"special_tokens_map\.json is missing"),
+        (_add("adapter_config.json"), r"adapter_config\.json is not among the files in .*manifest\.json: it was added"),
+        (_cut_manifest, r"manifest\.json is damaged, or not a manifest"),
+        (_flip("manifest.json"), r"manifest\.json "),
+    ],
+)
+def test_a_folder_that_is_not_as_its_manifest_records_is_refused_by_generate_and_evaluate(
+    make_model: MakeModel, tmp_path: Path, damage: Callable[[Path], None], named: str
+) -> None:
+    folder = make_model()
+    damage(folder)
+    (tmp_path / "text.txt").write_text("Some text to evaluate on. " * 200)
+    with pytest.raises(T5TrainError, match=named):
+        list(generate(folder, ["Some <extra_id_0> text"]))
+    with pytest.raises(T5TrainError, match=named):
+        evaluate(folder, str(tmp_path / "text.txt"), root=tmp_path)
+
+
+def test_a_folder_with_a_manifest_of_another_program_is_used(
+    make_model: MakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_model()
+    (folder / "manifest.json").write_text('{"name": "a web application"}')
+    ModelFolder.open(folder).load("cpu")
+    assert "is not of this project, so the files in" in caplog.text
 
 
 def test_a_vocabulary_with_more_ids_than_the_model_is_refused(make_model: MakeModel) -> None:
