@@ -15,6 +15,7 @@ from flows.spec_from_recipe import has_own_text, require_own_text, resolve
 from infra.head.preflight.run_checks import require_accelerators, require_possible
 from t5train.errors import SpecError
 from t5train.spec import RUN_NAME_PATTERN, RunSpec
+from t5train.spec.known_texts import is_relative_path
 from t5train.spec.overrides import json_schemas
 from t5train.spec.recipes import recipe as recipe_spec
 from t5train.spec.recipes import trial_settings
@@ -216,10 +217,11 @@ class RunParameters(BaseModel):
 
     def spec(self) -> RunSpec:
         """Return the spec. Raises SpecError if the parameters are not valid, or contradict each other."""
-        if not self.root.is_absolute():
-            raise SpecError(
-                f"root is {str(self.root)!r}: give an absolute path, because a worker has another current folder"
-            )
+        for parameter in ("root", "corpus", "publish_under"):
+            if is_relative_path((value := getattr(self, parameter)) and str(value)):
+                raise SpecError(
+                    f"{parameter} is {str(value)!r}: give an absolute path, because a worker has another current folder"
+                )
         for settings in (self.settings or {}, self.deployed_settings or {}):
             self._require_one("root", "storage.root", settings)
         self._require_one("run_name", "name", self.settings or {})

@@ -66,6 +66,7 @@ CLIENT = {
 """Settings of flows, workers and commands, whatever their server. All have Prefect's default values."""
 
 _CONNECTION = {
+    "PREFECT_CLOUD_API_URL": "https://api.prefect.cloud/api",  # clients treat the servers of this URL in another way
     "PREFECT_API_ENABLE_HTTP2": "false",
     "PREFECT_API_REQUEST_TIMEOUT": "60",
     "PREFECT_CLIENT_CUSTOM_HEADERS": "{}",

@@ -12,9 +12,8 @@ from typing import Any
 
 import yaml
 
-from t5train.locations import local_folder
 from t5train.spec import RunSpec
-from t5train.spec.known_texts import is_named_text
+from t5train.spec.known_texts import is_relative_path
 from t5train.spec.setting_info import Part, Setting, parts_of
 
 _WIDTH = 100
@@ -44,18 +43,12 @@ def run_text(spec: RunSpec, path: Path) -> str:
     """Return the file that is stored with a run, at ``path``."""
     continued = [f"t5-pretrain run --config {shlex.quote(str(path))}"]
     corpus = spec.corpus
-    if any(map(_is_relative, (corpus.source, *corpus.mixed_with, corpus.remove_listed, spec.tokenizer.path))):
+    if any(map(is_relative_path, (corpus.source, *corpus.mixed_with, corpus.remove_listed, spec.tokenizer.path))):
         continued = [f"cd {shlex.quote(str(Path.cwd()))}", *continued]
     opening = f"Settings with which the run {spec.run_name!r} was started last. To continue it:\n\n" + "\n".join(
         f"    {command}" for command in continued
     )
     return _text(spec, opening, needs_source=False)
-
-
-def _is_relative(location: str | None) -> bool:
-    if location is None or is_named_text(location) or local_folder(location) is None:
-        return False
-    return not location.startswith(("/", "~", "file:", "local:"))
 
 
 def _text(spec: RunSpec, opening: str, needs_source: bool) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from t5train.locations import local_folder
+
 BUILT_IN = "pydocs"
 """Python's documentation, which is made on this machine."""
 
@@ -76,6 +78,13 @@ def known_texts() -> Mapping[str, KnownText]:
 def is_named_text(source: str) -> bool:
     """Whether a source is the name of a text, and neither a path nor a URL."""
     return source == BUILT_IN or source in known_texts()
+
+
+def is_relative_path(source: str | None) -> bool:
+    """Whether a source is a path that depends on the current folder."""
+    if source is None or is_named_text(source) or local_folder(source) is None:
+        return False
+    return not source.startswith(("/", "~", "file:", "local:"))
 
 
 def location_of(source: str) -> str:

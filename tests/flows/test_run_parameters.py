@@ -188,6 +188,7 @@ def test_two_different_folders_for_a_run_are_refused(given: dict[str, Any], said
     assert parameters("smoke", **same).spec().run_folder == ROOT / "runs" / "a"
 
 
-def test_a_relative_root_is_refused_because_a_worker_has_another_current_folder() -> None:
+@pytest.mark.parametrize("relative", [{"root": "work"}, {"corpus": "text.txt"}, {"publish_under": "published"}])
+def test_a_relative_path_is_refused_because_a_worker_has_another_current_folder(relative: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="give an absolute path"):
-        RunParameters(recipe="smoke", root=Path("work")).spec()
+        RunParameters(**{"recipe": "smoke", "root": ROOT} | relative).spec()
