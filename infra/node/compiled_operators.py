@@ -72,6 +72,15 @@ def unwritable(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     return found
 
 
+def unwritable_text(found: Mapping[str, str]) -> str:
+    """What ``unwritable`` found, in words, and what to do; ``found`` is not empty."""
+    folder, reason = next(iter(found.items()))
+    return (
+        f"{folder}, where DeepSpeed compiles its operators, cannot be written ({reason}). Ranks create a lock there "
+        "even if all are compiled. Make it writable, or set TORCH_EXTENSIONS_DIR to another folder"
+    )
+
+
 def warm() -> None:
     """Compile DeepSpeed's shared-memory collectives for CPU ranks, and Adam, into the folder that ranks use."""
     os.environ["DS_ACCELERATOR"] = "cpu"

@@ -302,6 +302,7 @@ FAULTS = [
         "an unknown host name",
         "node9",
         wrong=hostfile("node0 slots=1\nnode9 slots=1\n"),
+        in_ci=True,
         exit_code=PreflightError.exit_code,
     ),
     Fault(

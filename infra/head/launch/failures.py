@@ -83,8 +83,8 @@ _BY_CAUSE = {
 }
 _DISK_FULL = Diagnosis(
     DiskFull,
-    "the rank's disk is full. Free some space at the path that the output names, or choose another storage.root (or "
-    "storage.scratch, if hosts have their own disks)",
+    "the rank's disk is full. Free some space at the path that the output names (remove files if it lacks inodes, as "
+    "`df -i` shows), or choose another storage.root (or storage.scratch, if hosts have their own disks)",
 )
 # Matched with the last lines of a rank's log; the most specific come first.
 _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (

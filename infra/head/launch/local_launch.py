@@ -32,8 +32,9 @@ from infra.node.attempts import attempt, shared_memory
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.process_guard import LAUNCHER_OPTION, MODULE
 from infra.node.attempts.rank_environment import rank_environment
-from infra.node.compiled_operators import clear_stale_locks, missing
+from infra.node.compiled_operators import clear_stale_locks, missing, unwritable, unwritable_text
 from infra.node.processes import ProcessIdentity
+from t5train.errors import StorageError
 
 _TICK_SECONDS = 0.5
 _LOOK_SECONDS = 0.1
@@ -86,6 +87,8 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
         save_seconds=spec.save_seconds,
     )
     environment = rank_environment(this, num_ranks=spec.num_ranks, accelerator=spec.accelerator, extra=spec.environment)
+    if spec.operators and (found := unwritable(environment)):
+        raise StorageError(unwritable_text(found))
     clear_stale_locks(environment)
     if to_compile := missing(spec.operators, environment):
         _log.warning(

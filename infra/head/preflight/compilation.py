@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from infra.head.preflight.findings import HostReplies, of_each
 from infra.head.preflight.launch_requirements import LaunchRequirements
+from infra.node.compiled_operators import unwritable_text
 from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Facts
 
@@ -37,12 +38,7 @@ def unwritable(replies: HostReplies, requirements: LaunchRequirements) -> Iterat
     def complaint(_: str, facts: Facts) -> str | None:
         if not requirements.operators or not facts.build.unwritable:
             return None
-        folder, reason = next(iter(facts.build.unwritable.items()))
-        return (
-            f"{folder}, where DeepSpeed compiles its operators, cannot be written ({reason}). Ranks create a lock "
-            "there even if all are compiled. Make it writable, or set TORCH_EXTENSIONS_DIR to another folder and list "
-            "it in cluster.environment"
-        )
+        return f"{unwritable_text(facts.build.unwritable)} and list it in cluster.environment"
 
     yield from of_each(replies, complaint)
 

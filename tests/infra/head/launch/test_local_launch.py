@@ -18,7 +18,7 @@ from infra.node.attempts import attempt
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.run_lock import run_lock
 from infra.node.attempts.shared_memory import SEGMENTS
-from t5train.errors import LaunchError, RunLocked, SpecError, WeightsDidNotMove
+from t5train.errors import LaunchError, RunLocked, SpecError, StorageError, WeightsDidNotMove
 from t5train.rank import heartbeat
 from tests.support.guarded_ranks import SAVING_SLOWLY
 
@@ -80,6 +80,12 @@ def test_a_port_in_use_is_refused_before_anything_is_made(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_no_rank_is_started_if_the_folder_of_operators_cannot_be_written(tmp_path: Path) -> None:
+    one = replace(spec(tmp_path, "", 1), operators=("cpu_adam",), environment={"TORCH_EXTENSIONS_DIR": "/proc/self"})
+    with pytest.raises(StorageError, match=r"/proc/self.*, where DeepSpeed compiles its operators, cannot be written"):
+        launch(one)
+
+
 def test_ranks_run_under_deepspeeds_launcher_and_on_tick_is_called(tmp_path: Path, survivors: Survivors) -> None:
     ticks: list[float] = []
     program = "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'DS_ACCELERATOR')))"
