@@ -18,9 +18,9 @@ from t5train.data.checks.unchanged_files import FileStamp, require_unchanged, st
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, ReadText, TextFindings, read_whole
 from t5train.data.download.partial_file import whole_digest
 from t5train.data.download.source_listing import file_identity
+from t5train.data.formats.passage_frames import is_framed
 from t5train.data.formats.wikipedia_dump import require_one_form
 from t5train.data.passages import SourceFile
-from t5train.data.readers import is_framed
 from t5train.data.segments import SEGMENTS, FileSegments, read_segments, write_segments
 from t5train.data.sources import PYDOCS, files_of_earlier_version, local_files, pydocs_files, write_pydocs
 from t5train.errors import InputError, RecordError, UnknownVersion, Unreadable
