@@ -84,7 +84,7 @@ class Segment(NamedTuple):
     """Elements ``start`` to ``stop`` of a flat tensor are a part of tensor number ``owner``, of ``numel`` elements.
 
     That part begins with the tensor's element number ``first``, in row-major order. Weight decay shrinks it if
-    ``is_decayed``.
+    ``is_decayed``; None leaves that to the shape of the tensor that is updated, of which vectors are exempt.
     """
 
     start: int
@@ -92,7 +92,7 @@ class Segment(NamedTuple):
     owner: int
     numel: int
     first: int
-    is_decayed: bool = True
+    is_decayed: bool | None = None
 
 
 class Partition(NamedTuple):
@@ -111,7 +111,9 @@ class Partition(NamedTuple):
 
     def decayed_parts_of(self, flat: Tensor) -> list[Tensor]:
         """Return a view of each segment of ``flat`` that weight decay shrinks."""
-        return [flat[segment.start : segment.stop] for segment in self.segments if segment.is_decayed]
+        by_shape, flat = flat.dim() > 1, flat.view(-1)
+        kept = (each for each in self.segments if (by_shape if each.is_decayed is None else each.is_decayed))
+        return [flat[segment.start : segment.stop] for segment in kept]
 
 
 class _Owners(NamedTuple):
@@ -194,7 +196,7 @@ class AdamWRms(torch.optim.Optimizer):
         if self._kernels is not None:
             self._kernels(flat, gradient, state, group)
             return
-        decayed = self._partitions[flat].decayed_parts_of(flat.view(-1)) if group["weight_decay"] else []
+        decayed = self._partitions[flat].decayed_parts_of(flat) if group["weight_decay"] else []
         if decayed:
             torch._foreach_mul_(decayed, 1 - group["lr"] * group["weight_decay"])
         scales = self._scales(flat) if self.relative else None

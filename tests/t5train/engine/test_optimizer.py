@@ -34,12 +34,12 @@ def _gradients(sizes: list[int]) -> list[list[Tensor]]:
 
 
 def test_without_rms_scaling_the_optimizer_equals_torchs_adamw() -> None:
-    ours, theirs = torch.linspace(-1, 1, 50), torch.linspace(-1, 1, 50)
+    ours, theirs = torch.linspace(-1, 1, 50).view(5, 10), torch.linspace(-1, 1, 50).view(5, 10)
     optimizer = _optimizer([ours], relative=False, weight_decay=0.1)
     optimizer.attach(_whole([ours]), None)
     reference = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
     for (gradient,) in _gradients([50]):
-        ours.grad = theirs.grad = gradient
+        ours.grad = theirs.grad = gradient.view(5, 10)
         optimizer.step()
         reference.step()
     torch.testing.assert_close(ours, theirs)
@@ -58,7 +58,7 @@ def test_a_step_is_proportional_to_the_rms_of_its_tensor() -> None:
 @pytest.mark.parametrize("relative", [True, False])
 def test_weight_decay_shrinks_only_the_parts_that_are_decayed(relative: bool) -> None:
     flat, plain = torch.full((6,), 2.0), torch.full((6,), 2.0)
-    segments = [Segment(0, 2, 0, 2, 0), Segment(2, 5, 1, 3, 0, is_decayed=False)]  # and padding
+    segments = [Segment(0, 2, 0, 2, 0, is_decayed=True), Segment(2, 5, 1, 3, 0, is_decayed=False)]  # and padding
     for tensor, weight_decay in ((flat, 0.5), (plain, 0.0)):
         optimizer = _optimizer([tensor], relative, weight_decay)
         optimizer.attach({tensor: Partition(segments, 2)}, None)
@@ -66,6 +66,16 @@ def test_weight_decay_shrinks_only_the_parts_that_are_decayed(relative: bool) ->
         optimizer.step()
     torch.testing.assert_close(flat[:2], plain[:2] * (1 - 0.1 * 0.5))
     assert torch.equal(flat[2:], plain[2:])
+
+
+def test_of_parameters_that_are_updated_whole_weight_decay_exempts_vectors() -> None:
+    matrix, vector = torch.full((2, 3), 2.0), torch.full((6,), 2.0)
+    optimizer = _optimizer([matrix, vector], weight_decay=0.5)
+    optimizer.attach(_whole([matrix, vector]), None)
+    matrix.grad, vector.grad = torch.zeros(2, 3), torch.zeros(6)
+    optimizer.step()
+    torch.testing.assert_close(matrix, torch.full((2, 3), 1.9))
+    assert torch.equal(vector, torch.full((6,), 2.0))
 
 
 def test_norms_and_position_biases_are_the_parameters_that_are_not_decayed() -> None:
