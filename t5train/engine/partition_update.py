@@ -58,7 +58,9 @@ class Chunks(NamedTuple):
             torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).T.contiguous().to(device),
             torch.tensor(owners, dtype=torch.int64).reshape(-1, 2).T.contiguous().to(device),
             torch.tensor([segment.owner for segment in partition.segments], dtype=torch.int64).to(device),
-            torch.tensor([segment.is_decayed is not False for segment in partition.segments], dtype=torch.int8).to(device),
+            torch.tensor([segment.is_decayed is not False for segment in partition.segments], dtype=torch.int8).to(
+                device
+            ),
             torch.tensor(numels, dtype=torch.float64).to(device),
             [segment.start for segment in partition.segments],
             [segment.stop - segment.start for segment in partition.segments],

@@ -17,7 +17,7 @@ _DROPPED = "(kex|ssh)_exchange_identification|Exceeded MaxStartups"
 _TOO_MANY = (
     "Probably too many connections arrived at once: raise MaxStartups in /etc/ssh/sshd_config there (such as "
     "MaxStartups 100:30:200), or on the jump host if ssh uses one, and reload sshd. If not, check whether the host "
-    "blocks this machine (fail2ban, PerSourcePenalties, hosts.deny)"
+    "blocks this machine (fail2ban, PerSourcePenalties, hosts.deny), and whether cluster.ssh_port is that of sshd"
 )
 
 _Kind = type[HostKeyMismatch] | type[HostUnreachable]
@@ -46,11 +46,6 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
         "its name does not resolve. Correct the hostfile, or add the name to /etc/hosts or ssh's configuration",
     ),
     (
-        _DROPPED,
-        HostUnreachable,
-        f"sshd there closed the connection before the login. {_TOO_MANY}",
-    ),
-    (
         "Connection refused",
         HostUnreachable,
         "connection refused. Start sshd there, or set cluster.ssh_port",
@@ -59,6 +54,16 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
         "timed out|No route to host|Network is unreachable|not responding|Host is down",
         HostUnreachable,
         "no answer. Check that the host is running and reachable over the network",
+    ),
+    (
+        "stdio forwarding failed|exec: .*: not found",
+        HostMisconfigured,
+        "the jump host or proxy command of ssh's configuration does not lead to it. Correct ProxyJump or ProxyCommand",
+    ),
+    (
+        _DROPPED,
+        HostUnreachable,
+        f"sshd there closed the connection before the login. {_TOO_MANY}",
     ),
     (
         "Bad configuration option|terminating, .* bad configuration",
@@ -129,7 +134,7 @@ def remedy_of_launcher(output: str) -> str:
 
 def was_dropped(error: HostError) -> bool:
     """Whether sshd closed the connection before the login, as it does at random when many arrive at once."""
-    return isinstance(error, HostUnreachable) and re.search(_DROPPED, str(error)) is not None
+    return isinstance(error, HostUnreachable) and _TOO_MANY in str(error)
 
 
 def last_lines(stderr: bytes, most: int = 3) -> str:

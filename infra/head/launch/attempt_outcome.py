@@ -100,10 +100,14 @@ class ClusterWatch:
         if self._supervision.succeeded:
             return None
         found = find_failure(self.this, len(self._supervision.ranks))
-        if found.is_of_a_rank:  # hosts that do not answer are not its cause, and were logged
+        failure = self._supervision.failure
+        # An exit that nothing explains may be how a rank noticed that another host was lost.
+        is_explained = type(found.error) is not LaunchError or not isinstance(failure, HostLost)
+        if found.is_of_a_rank and is_explained:  # hosts that do not answer are not its cause, and were logged
             return found.error
-        if (failure := self._supervision.failure) is not None:
-            if self._supervision.lost_all:  # that each of them failed is less likely, so none is blamed
+        if failure is not None:
+            # That each host failed is less likely than that the head's network did, so none is blamed.
+            if isinstance(failure, HostLost) and self._supervision.lost_all:
                 return HostLost(f"{failure}. All hosts were lost at once, so check this machine and its network first")
             return self._with_others_lost(failure)
         if self._unreachable:

@@ -117,7 +117,9 @@ _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
     (
         re.compile(
             r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|Socket closed"
-            r"|Connection closed by remote peer|ncclRemoteError|Connection was likely closed"
+            r"|Connection closed by remote peer|ncclRemoteError|Connection was likely closed|ncclSystemError"
+            r"|unhandled system error|connectFullMesh failed|failed to recv, got 0 bytes|SO_ERROR: |Read error \["
+            r"|returned No route to host"
         ),
         Diagnosis(
             LaunchError,

@@ -29,6 +29,7 @@ from t5train.progress import Interrupted, Interruptible, Progress
 _LOOK_SECONDS = 0.5
 _RETRY_SECONDS = 10.0
 _METRICS_SECONDS = 5.0
+_WAIT_SECONDS = 30.0
 _METRICS_SHARE = 0.05
 """Maximum share of the time that is spent on collecting metrics."""
 _COLLECTING = threading.Lock()
@@ -118,11 +119,19 @@ def keep_up(run: NodeRun, progress: Progress) -> None:
 
 
 def _try_to_bring_metrics(run: NodeRun) -> None:
-    """Collect the metrics until a checkpoint, which are stored with it (infra.head.storage.checkpoint_copies)."""
+    """Collect the metrics until a checkpoint, which are stored with it (infra.head.storage.checkpoint_copies).
+
+    A collection that hangs, as one from a disk that hangs does, does not keep a checkpoint from being gathered.
+    """
+    if not _COLLECTING.acquire(timeout=_WAIT_SECONDS):
+        _log.warning("the metrics are collected later: another collection has not ended for %.0f s", _WAIT_SECONDS)
+        return
     try:
-        bring_metrics(run)
+        _collect_metrics(run)
     except T5TrainError as error:
         _log.info("the metrics are collected later: %s", error)
+    finally:
+        _COLLECTING.release()
 
 
 def _require_known(found: Survey, passed_over: set[str]) -> None:
@@ -149,7 +158,11 @@ def _prunable(run: NodeRun, found: Inventories) -> list[str]:
 def bring_metrics(run: NodeRun) -> None:
     """Collect the metrics that rank 0 has written, as far as they are small enough to be read every few seconds."""
     with _COLLECTING:
-        collect(run.nodes, run.first, run.relative_path, _METRICS, run.folder)
+        _collect_metrics(run)
+
+
+def _collect_metrics(run: NodeRun) -> None:
+    collect(run.nodes, run.first, run.relative_path, _METRICS, run.folder)
 
 
 def bring_monitored(run: NodeRun) -> None:

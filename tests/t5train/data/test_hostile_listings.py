@@ -11,7 +11,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from t5train.data.corpus import build_corpus
-from t5train.data.sources import local_files, require_source, skipped_line
+from t5train.data.download.source_listing import skipped_line
+from t5train.data.sources import local_files, require_source
 from t5train.errors import InputError
 from t5train.progress import silent
 from t5train.spec import CorpusSpec

@@ -79,13 +79,13 @@ def test_a_port_in_use_is_refused_before_anything_is_made(tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_no_rank_is_started_if_the_folder_of_operators_cannot_be_written(tmp_path: Path) -> None:
     one = replace(spec(tmp_path, "", 1), operators=("cpu_adam",), environment={"TORCH_EXTENSIONS_DIR": "/proc/self"})
     with pytest.raises(StorageError, match=r"/proc/self.*, where DeepSpeed compiles its operators, cannot be written"):
         launch(one)
 
 
+@pytest.mark.slow
 def test_ranks_run_under_deepspeeds_launcher_and_on_tick_is_called(tmp_path: Path, survivors: Survivors) -> None:
     ticks: list[float] = []
     program = "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'DS_ACCELERATOR')))"

@@ -357,6 +357,17 @@ def test_a_host_that_does_not_answer_is_blamed_only_if_no_rank_failed_by_itself(
     assert failure.hosts == hosts
 
 
+def test_an_exit_that_nothing_explains_is_not_the_cause_if_another_host_was_lost_before(
+    failing: Callable[..., ClusterWatch],
+) -> None:
+    watch = failing("an error that no pattern knows", 1)
+    watch._supervision._hosts["b"].last_message_at -= 2 * LEASE_SECONDS
+    watch.end()
+    failure = watch.failure()
+    assert isinstance(failure, HostLost)
+    assert failure.hosts == ("b",)
+
+
 def test_a_rank_that_failed_by_itself_is_the_cause_even_if_a_lease_expires_while_the_attempt_ends(
     transport: Unsteady, failing: Callable[..., ClusterWatch]
 ) -> None:

@@ -28,7 +28,6 @@ from tests.support.waiting import await_that
 
 TRAIN = """
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from t5train.data.corpus import build_corpus
 from t5train.data.vocabulary.tokenizer import build_tokenizer
