@@ -36,6 +36,7 @@ _REMEDIES = {
     errno.EMFILE: "this process may not open more files: raise the limit (`ulimit -n`), then start again",
     errno.ENFILE: "this machine may not open more files: raise fs.file-max (`sysctl fs.file-max`)",
     errno.ENOENT: "check the path",
+    errno.EEXIST: "a file or folder of that name exists: move it away, or use another path",
     errno.ENOTDIR: "a part of the path is a file: move it away, or use another path",
     errno.EISDIR: "a file is expected there: move the folder away, or use another path",
     errno.ELOOP: "the path's symbolic links form a loop: remove one of the links",

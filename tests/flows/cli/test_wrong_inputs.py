@@ -172,7 +172,7 @@ PLACES = [
         2,
         "recipe 'base' needs text to train on: name a file",
     ),
-    Wrong("run smoke --root file", 5, "file cannot be written: Not a directory; choose another root"),
+    Wrong("run smoke --root file", 5, "file cannot be written: Not a directory; a part of the path is a file"),
     Wrong("run smoke --root 'runs[1]'", 2, "choose a folder without these characters"),
     Wrong("run smoke --name a/b", 2, "name is 'a/b': it must be"),
     Wrong("run smoke --name ..", 2, "name is '..': it must be"),

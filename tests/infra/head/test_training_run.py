@@ -22,7 +22,7 @@ RUN = {"optimizer.num_steps": 100, "storage.checkpoint_every_steps": 10, "storag
 SMOKE = recipe("smoke")
 PARAMETERS = count_parameters(resolve(SMOKE.model, expected_vocab_size(SMOKE.tokenizer)))
 CHECKPOINT = 16 * PARAMETERS
-REST = 3 * 4 * PARAMETERS + (512 << 20)
+REST = 3 * 4 * PARAMETERS + (32 << 20) + 512 * 100
 
 
 def required_bytes(root: Path, **storage: Any) -> int:

@@ -307,7 +307,7 @@ def test_a_tag_removed_by_a_run_during_consolidation_is_reported(
 
 def test_an_output_folder_that_cannot_be_created_is_named(write_checkpoint: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"file cannot be created: .*File exists; choose another"):
+    with pytest.raises(StorageError, match=r"file cannot be created: .*File exists; .*use another path"):
         consolidate(write_checkpoint().folder, tmp_path / "file" / "out")
 
 
