@@ -36,7 +36,7 @@ from t5train.progress import Progress
 HOST = "127.0.0.1"
 DEFAULT_PORT = 4200
 START_SECONDS = HANG_SECONDS
-"""How long a starting server may neither use CPU time nor print anything. On a busy machine, a start takes minutes."""
+"""How long a starting server may print nothing and use next to no CPU time. On a busy machine, it takes minutes."""
 
 STOP_SECONDS = 10.0
 LOG = "server.log"
