@@ -8,8 +8,10 @@ from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows import run_parameters
+from flows.server.prefect_settings import reading_settings
 from flows.workers import run_records
 from flows.workers.run_records import records_folder
 from infra.head.launch.held_run import HeldRun
@@ -171,7 +173,11 @@ def _is_cancelled() -> bool:
     if context is None or context.flow_run is None:
         return False
     try:
-        with get_client(sync_client=True, httpx_settings={"timeout": _ANSWER_SECONDS}) as client:
+        with (
+            reading_settings(),
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),  # with retries, it would take minutes
+            get_client(sync_client=True, httpx_settings={"timeout": _ANSWER_SECONDS}) as client,
+        ):
             state = client.read_flow_run(context.flow_run.id).state
     except Exception:  # the run is ending, and its ranks have saved: only the record is less exact
         return False

@@ -12,9 +12,13 @@ from infra.node import processes
 from t5train.errors import LaunchError
 
 HANG_SECONDS = 600.0
-"""A process that uses no CPU time and prints nothing for so long hangs."""
+"""A process that prints nothing for so long, and uses next to no CPU time, hangs."""
+
+WORKING_SHARE = 0.05
+"""The share of a core that a process which works uses at least: one that waits for something in a loop uses less."""
 
 _LOOK_SECONDS = 0.1
+_TICKS = os.sysconf("SC_CLK_TCK")
 _LAST_LINES = 10
 
 
@@ -36,30 +40,26 @@ def await_start(
         output: The file to which the process writes its output, open for reading.
         begin: Where the output of this process begins in the file, in bytes.
         report: Called with the seconds since the call, again and again.
-        hang_seconds: How long the process may neither use CPU time nor print anything.
+        hang_seconds: How long the process may print nothing and use less than 5% of a core.
 
     Raises:
         LaunchError: The process ended or hangs. The error shows its last lines.
 
     """
     started = worked_at = time.monotonic()
-    work = (0, 0)
+    cpu_seconds, printed = 0.0, begin
     while not is_ready():
         now = time.monotonic()
         if process.poll() is not None:
             raise LaunchError(failure(process, name, output, begin))
         with suppress(ProcessLookupError):  # it has just ended: the next look says how
-            if (found := _work(process, output)) != work:
-                work, worked_at = found, now
+            used, size = processes.activity(process.pid).cpu_ticks / _TICKS, os.fstat(output.fileno()).st_size
+            if size != printed or used - cpu_seconds >= WORKING_SHARE * hang_seconds:
+                cpu_seconds, printed, worked_at = used, size, now
         if now - worked_at > hang_seconds:
             raise LaunchError(failure(process, name, output, begin, hang_seconds))
         report(now - started)
         time.sleep(_LOOK_SECONDS)
-
-
-def _work(process: subprocess.Popen[bytes], output: IO[bytes]) -> tuple[int, int]:
-    """Return the CPU time and the size of the output, which grow while a process works."""
-    return processes.activity(process.pid).cpu_ticks, os.fstat(output.fileno()).st_size
 
 
 def failure(
@@ -68,7 +68,7 @@ def failure(
     """Return why a process has ended, or that it hangs; its last lines; and what to do. The arguments are as above."""
     code = process.poll()
     if code is None:
-        how = f"has used no CPU time and printed nothing for {hang_seconds:.0f} s"
+        how = f"has printed nothing and used less than {WORKING_SHARE:.0%} of a core for {hang_seconds:.0f} s"
         remedy = "Check that its disk responds, and start it again"
     elif code == -signal.SIGKILL:
         how = "was killed with SIGKILL"

@@ -22,7 +22,7 @@ from prefect.workers.process import ProcessWorker
 from pydantic import BaseModel
 
 from flows.deployment.definitions import Definitions, Deployment, Queue
-from flows.deployment.deployment_defaults import DeploymentDefaults, changed
+from flows.deployment.deployment_defaults import DeploymentDefaults, changed, of_settings
 from flows.server.prefect_settings import NEUTRAL_FOLDER
 
 POOL = "t5-pretrain"
@@ -40,6 +40,8 @@ class Record(BaseModel):
     defaults: dict[str, Any] = {}
     created: list[str] = []
     """``Definitions.names`` of everything that it created and did not remove."""
+    of_settings: list[str] = []
+    """Which of the defaults come from settings: the next settings replace them."""
 
 
 class Deployed(NamedTuple):
@@ -66,16 +68,17 @@ def deploy(given: Mapping[str, Any], default_root: Path) -> Deployed:
 async def _deploy(given: Mapping[str, Any], default_root: Path, definitions: Definitions) -> Deployed:
     async with get_client() as client:
         record = Record.model_validate(await Variable.aget(RECORD, default={}))
-        defaults = changed({"root": str(default_root)} | record.defaults, given)
+        defaults = changed({"root": str(default_root)} | record.defaults, given, record.of_settings)
+        parameters, settings = defaults.parameters(), of_settings(record.of_settings, record.defaults, given)
         refused = defaults.refused(definitions)
         # Recorded first, so that an interrupted call's creations are known to the next one.
         created = list(dict.fromkeys([*record.created, *definitions.names()]))
-        await _keep(Record(defaults=defaults.parameters(), created=created))
+        await _keep(Record(defaults=parameters, created=created, of_settings=settings))
         await _apply(client, definitions, defaults)
         for name in created:
             if name not in definitions.names():
                 await _remove(client, name)
-        await _keep(Record(defaults=defaults.parameters(), created=definitions.names()))
+        await _keep(Record(defaults=parameters, created=definitions.names(), of_settings=settings))
         names = [each.full_name for each in definitions.deployments]
         return Deployed(names, defaults, refused, other_texts(definitions, defaults))
 

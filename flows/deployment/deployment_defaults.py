@@ -1,6 +1,6 @@
 """What all deployments train on, where, and what becomes of it: configured once, and kept on the Prefect server."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +73,34 @@ class DeploymentDefaults(BaseModel):
         return deployed | {"corpus.source": self.corpus}
 
 
-def changed(earlier: Mapping[str, Any], given: Mapping[str, Any]) -> DeploymentDefaults:
+def changed(
+    earlier: Mapping[str, Any], given: Mapping[str, Any], earlier_of_settings: Collection[str] = ()
+) -> DeploymentDefaults:
     """Return the earlier defaults with those given now. An empty value removes the earlier one; None keeps it.
 
+    Settings replace all earlier ones, also those that have become parameters, which ``earlier_of_settings`` names.
     Raises SpecError if one of them holds a secret, or if two of those given now contradict each other.
     """
     given = {name: value for name, value in given.items() if value is not None}
+    if "deployed_settings" in given:
+        replaced = {"deployed_settings", *earlier_of_settings}
+        earlier = {name: value for name, value in earlier.items() if name not in replaced}
     _defaults({**earlier, **given}).require_no_secrets()
     for parameter, setting in _AS_PARAMETERS.items():
         named, value = given.get(parameter), (given.get("deployed_settings") or {}).get(setting)
         if named is not None and value not in (None, named):
             raise SpecError(f"--{parameter} is {named}, but --set {setting} is {value}: give only one")
     return _defaults(_with_parameters(earlier) | _with_parameters(given))
+
+
+def of_settings(names: Iterable[str], earlier: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Return which parameters of the changed defaults come from settings; ``names`` are those of the earlier ones."""
+    if (settings := given.get("deployed_settings")) is not None:
+        names = [name for name, each in _AS_PARAMETERS.items() if each in settings]
+    else:
+        kept = earlier.get("deployed_settings") or {}
+        names = [*names, *(name for name, each in _AS_PARAMETERS.items() if each in kept and name not in earlier)]
+    return [name for name in names if given.get(name) is None]
 
 
 def _defaults(values: Mapping[str, Any]) -> DeploymentDefaults:

@@ -41,12 +41,20 @@ class UserProfiles:
     def find(cls, environment: Mapping[str, str] = os.environ) -> "UserProfiles":
         """Look where Prefect looks, except in the current folder."""
         home = environment.get("PREFECT_HOME") or Path.home() / ".prefect"
-        path = Path(environment.get("PREFECT_PROFILES_PATH") or Path(home) / "profiles.toml")
+        path = Path(environment.get("PREFECT_PROFILES_PATH") or Path(home).expanduser() / "profiles.toml")
         overrides = tuple(name for name in CHOOSING if environment.get(name))
         found = cls(path, overrides, None)
         with suppress(InputError, StorageError):  # `write` raises them
             found = cls(path, overrides, _parse(path, found._text()).get("active"))
         return found
+
+    def active_settings(self, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+        """Return the settings of the profile that Prefect uses; empty if the file does not have it.
+
+        Raises InputError or StorageError if the file cannot be read.
+        """
+        found = _parse(self.path, self._text())
+        return _settings(found, environment.get("PREFECT_PROFILE") or found.get("active", DEFAULT))
 
     def is_ours(self, api_url: str) -> bool:
         """Return whether ``api_url`` is configured only because ``up`` activated its profile."""
@@ -111,14 +119,25 @@ class UserProfiles:
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
+    """Return the contents of a profiles file, in which the active profile is a name, and each profile a table."""
     try:
-        return tomllib.loads(text)
+        found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is not TOML ({error}). Correct the file") from error
+    if not isinstance(found.get("active", ""), str):
+        raise InputError(f"{path}: active is {found['active']!r}, but must be the name of a profile. Correct the file")
+    profiles = found.get("profiles", {})
+    tables = {"profiles": profiles} | (
+        {f"profiles.{name}": each for name, each in profiles.items()} if isinstance(profiles, dict) else {}
+    )
+    for name, value in tables.items():
+        if not isinstance(value, dict):
+            raise InputError(f"{path}: {name} is {value!r}, but must be a table [{name}]. Correct the file")
+    return found
 
 
-def _settings(found: dict[str, Any]) -> dict[str, Any]:
-    settings: dict[str, Any] = found.get("profiles", {}).get(NAME, {})
+def _settings(found: dict[str, Any], name: str = NAME) -> dict[str, Any]:
+    settings: dict[str, Any] = found.get("profiles", {}).get(name, {})
     return settings
 
 

@@ -25,6 +25,7 @@ from flows.server.prefect_settings import (
     QUIET,
     SERVER,
     client_environment,
+    put,
     reading_settings,
 )
 from infra.node.ports import free_port
@@ -35,7 +36,7 @@ from t5train.progress import Progress
 HOST = "127.0.0.1"
 DEFAULT_PORT = 4200
 START_SECONDS = HANG_SECONDS
-"""How long a starting server may neither use CPU time nor print anything. On a busy machine, a start takes minutes."""
+"""How long a starting server may print nothing and use next to no CPU time. On a busy machine, it takes minutes."""
 
 STOP_SECONDS = 10.0
 LOG = "server.log"
@@ -49,6 +50,7 @@ _FLUSH_SECONDS = 5.0
 _BUSY_SECONDS = 60.0  # a server that is running may be busy
 _MOMENT_SECONDS = 1.0  # a process that looks for a running server takes a shared lock for a moment
 
+URL_VARIABLE = "PREFECT_API_URL"
 DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 
 
@@ -61,12 +63,14 @@ class RunningServer(NamedTuple):
 
 
 def configured_api_url() -> str | None:
-    """Return the API URL from PREFECT_API_URL or the active Prefect profile; None if there is none."""
-    os.environ.update(QUIET | CLIENT | without_proxy())
+    """Return the API URL from PREFECT_API_URL or the active Prefect profile; None if there is none, or it is empty."""
+    put(os.environ, QUIET | CLIENT | without_proxy())
+    if not os.environ.get(URL_VARIABLE):
+        os.environ.pop(URL_VARIABLE, None)  # an empty one would override the profile's
     with reading_settings():
         from prefect.settings import get_current_settings
 
-        return get_current_settings().api.url
+        return get_current_settings().api.url or None
 
 
 def without_proxy(host: str = HOST) -> dict[str, str]:
@@ -199,7 +203,7 @@ def become_client(home: Path, api_url: str) -> None:
     settings are refreshed here.
     """
     os.environ.pop("PREFECT_PROFILE", None)  # it names a profile in the user's home, which does not exist in this home
-    os.environ.update(client_environment(home, api_url, api_key.read(home)))
+    put(os.environ, client_environment(home, api_url, api_key.read(home)))
     with reading_settings():
         from prefect.context import refresh_global_settings_context
 
@@ -326,11 +330,13 @@ def _start(log: Path, bound: socket.socket, environment: Mapping[str, str]) -> s
 
     -P keeps modules in the user's current folder from shadowing libraries.
     """
+    variables = {name: value for name, value in os.environ.items() if name != "PREFECT_PROFILE"}
+    put(variables, environment)
     with open(log, "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "flows.server.server_process", str(bound.fileno())],
             pass_fds=[bound.fileno()],
-            env={name: value for name, value in os.environ.items() if name != "PREFECT_PROFILE"} | dict(environment),
+            env=variables,
             cwd=NEUTRAL_FOLDER,
             stdin=subprocess.DEVNULL,
             stdout=output,

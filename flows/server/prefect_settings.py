@@ -8,12 +8,16 @@ Left to the user: how much is logged and how it looks, which server is used and 
 of a server, how often its services and a worker look for work, and everything that flows do not use.
 """
 
-from collections.abc import Iterator
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import chdir, contextmanager
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from flows.server.prefect_profile import UserProfiles
 from t5train.errors import InputError
 from t5train.files.os_errors import in_one_line
 from t5train.spec.overrides import explain
@@ -123,18 +127,103 @@ def client_environment(home: Path, api_url: str, key: str) -> dict[str, str]:
     )
 
 
+_SECTIONS = frozenset(
+    f"PREFECT_{name}".rstrip("_").upper()
+    for group, names in {
+        "": "api cli client cloud deployments events experiments flows internal logging plugins results runner server "
+        "tasks telemetry testing worker",
+        "client_": "metrics",
+        "logging_": "to_api",
+        "runner_": "server",
+        "server_": "api concurrency database deployments docket ephemeral events flow_run_graph logs services tasks ui "
+        "worker_channel",
+        "server_database_": "sqlalchemy sqlalchemy_connect_args sqlalchemy_connect_args_tls",
+        "server_services_": "cancellation_cleanup db_vacuum event_persister event_logger foreman late_runs scheduler "
+        "pause_expirations repossessor cleanup_reconciler task_run_recorder triggers",
+        "server_tasks_": "scheduling",
+        "tasks_": "runner scheduling",
+        "worker_": "webserver",
+    }.items()
+    for name in (f"{group}{each}" for each in names.split())
+)
+"""Variables that hold a whole section of Prefect's settings as JSON: they override variables of single settings."""
+
+
+def put(environment: MutableMapping[str, str], settings: Mapping[str, str]) -> None:
+    """Set variables, and remove those with the same names in another case, which Prefect could use instead."""
+    for name in [name for name in environment if name not in settings and name.upper() in settings]:
+        del environment[name]
+    environment.update(settings)
+
+
+def _require_no_sections(names: Iterable[str], where: str) -> None:
+    for name in names:
+        if name.upper() in _SECTIONS:
+            raise InputError(
+                f"{name}{where} holds a whole section of Prefect's settings, which would override those that runs "
+                "need. Set its settings one by one"
+            )
+
+
 @contextmanager
 def reading_settings() -> Iterator[None]:
     """Let Prefect read its settings within the block, without files in the current folder.
 
-    Raises InputError if a setting is not valid.
+    Raises InputError if a setting is not valid, or a variable or the active profile sets a whole section.
     """
+    profiles = UserProfiles.find()
+    _require_no_sections(os.environ, "")
+    _require_no_sections(profiles.active_settings(), f" in {profiles.path}")
     with chdir(NEUTRAL_FOLDER):
         try:
             yield
-        except ValueError as error:
-            why = explain(error) if isinstance(error, ValidationError) else in_one_line(error)
+        except (tomllib.TOMLDecodeError, AttributeError) as error:
             raise InputError(
-                f"a setting of Prefect is not valid: {why}. Correct it where you have set it: in the environment "
-                "(PREFECT_...), or in the active profile (`prefect config view --show-sources`)"
+                f"{profiles.path} does not hold Prefect profiles ({in_one_line(error)}). Correct the file"
             ) from error
+        except ValueError as error:
+            why = _explained(error)
+            raise InputError(
+                f"a setting of Prefect is not valid: {why}. Correct it where you have set it: in the environment, or "
+                f"in the active profile in {profiles.path}"
+            ) from error
+
+
+def _explained(error: ValueError) -> str:
+    """Return what is wrong with Prefect's settings, each of which is named by its variable."""
+    if not isinstance(error, ValidationError):
+        return _not_json(error) or in_one_line(error)
+    # Errors of this type follow from others.
+    locations = (each["loc"] for each in error.errors() if each["type"] != "default_factory_not_called")
+    return "; ".join(_problem(error, ".".join(map(str, loc))) for loc in dict.fromkeys(locations))
+
+
+def _problem(error: ValidationError, setting: str) -> str:
+    name = setting.upper()
+    if not name.startswith("PREFECT_"):  # an alias is the name of a variable
+        prefixes = (_prefix(each) for each in _classes(BaseModel) if each.__name__ == error.title)
+        name = f"{next(prefixes, '')}{name}"
+    what = explain(error, only=setting)
+    return (
+        what if not setting else what.replace(setting, name, 1) if what.startswith(f"{setting} ") else f"{name}: {what}"
+    )
+
+
+def _not_json(error: ValueError) -> str:
+    """Return which variables hold a value that is not JSON, of which pydantic names only the field; empty if none."""
+    field = next(iter(re.findall(r'error parsing value for field "(\w+)"', str(error))), "")
+    variables = {f"{_prefix(each)}{field}".upper() for each in _classes(BaseModel) if field in each.model_fields}
+    given = sorted(variables & {*map(str.upper, os.environ), *UserProfiles.find().active_settings()})
+    return f"{' or '.join(given)} is not JSON" if given else ""
+
+
+def _prefix(settings: type[BaseModel]) -> str:
+    return str(dict(settings.model_config).get("env_prefix", ""))
+
+
+def _classes(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """Yield Prefect's settings classes. Their modules cannot be imported when Prefect cannot read its settings."""
+    for each in model.__subclasses__():
+        if each.__module__.startswith("prefect.settings."):
+            yield each
+        yield from _classes(each)

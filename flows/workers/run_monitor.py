@@ -118,13 +118,13 @@ async def _resume_or_give_up(client: PrefectClient, run: FlowRun) -> str | None:
         return None  # somebody has decided about it in the meantime
     did_start = run.state.message != WHY_OFFLINE
     resumes = _resumes_since(run, tag) + did_start
+    what = "was stopped" if is_stop(run.state.message or "") else "crashed"
     if run.deployment_id is None:
         return await _give_up(
-            client, run, "crashed, and its deployment no longer exists", "Start it from another deployment"
+            client, run, f"{what}, and its deployment no longer exists", "Start it from another deployment"
         )
     if resumes > MOST_RESUMES:
-        return await _give_up(client, run, f"crashed {resumes} times {_since(tag)}", _REMEDY)
-    what = "was stopped" if is_stop(run.state.message or "") else "crashed"
+        return await _give_up(client, run, f"{what} after {MOST_RESUMES} resumes {_since(tag)}", _REMEDY)
     since = f"resume {resumes} of at most {MOST_RESUMES} {_since(tag)}"
     await client.update_flow_run_labels(run.id, {RESUMES_LABEL: resumes, CHECKPOINT_LABEL: tag})
     # Due since it was due first, so that it comes before runs that have waited for it.

@@ -1,10 +1,12 @@
 """A flow that is ended by SIGTERM records whether somebody cancelled it, and says how to continue."""
 
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 from prefect.client.schemas.objects import State, StateType
@@ -45,6 +47,22 @@ def test_a_cancelled_run_is_told_apart_from_one_whose_worker_stops(
     with pytest.raises(TerminationSignal), hold_run(tmp_path), pretrain._noting_cancellation():
         raise TerminationSignal(15)
     assert getattr(read_start(tmp_path), "how", None) == how
+
+
+def test_a_server_that_does_not_answer_is_asked_once_whether_the_run_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context = SimpleNamespace(get=lambda: SimpleNamespace(flow_run=SimpleNamespace(id=uuid4())))
+    monkeypatch.setattr(pretrain, "FlowRunContext", context)
+    monkeypatch.setattr(pretrain, "_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/api")
+        assert not pretrain._is_cancelled()
+        silent.setblocking(False)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
 
 
 @pytest.mark.parametrize(("is_cancelled", "what"), [(True, "cancelled in Prefect"), (False, "stopped (SIGTERM)")])

@@ -1,6 +1,7 @@
 """A server has all the time that it needs to start while it works, and an error shows what it printed."""
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ def ready_after(looks: int) -> Any:
 def test_a_process_that_works_is_waited_for_without_a_limit(
     works: str, tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, ticks = tmp_path / "log", itertools.count()
+    log, ticks = tmp_path / "log", itertools.count(step=6 * os.sysconf("SC_CLK_TCK"))  # 6% of a core
 
     def activity(_: int) -> Activity:
         if works == "by printing":
@@ -55,9 +56,13 @@ def test_a_process_that_works_is_waited_for_without_a_limit(
     assert clock[0] == 100 * 100
 
 
-def test_a_process_that_does_nothing_hangs(tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.node.processes.activity", lambda _: Activity("D", 7))
-    said = r"it has used no CPU time and printed nothing for 600 s: it printed nothing\. Check that its disk responds"
+@pytest.mark.parametrize("share", [0, 4])
+def test_a_process_that_does_next_to_nothing_hangs(
+    share: int, tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count(7, share * os.sysconf("SC_CLK_TCK"))
+    monkeypatch.setattr("infra.node.processes.activity", lambda _: Activity("D", next(ticks)))
+    said = r"it has printed nothing and used less than 5% of a core for 600 s: it printed nothing\. Check that its disk"
     with started(tmp_path / "log") as (process, output), pytest.raises(LaunchError, match=said):
         await_start(process, "it", ready_after(100), output)
     assert clock[0] == 700

@@ -75,7 +75,8 @@ def deploy(
 ) -> None:
     """Create or update queues, deployments and schedules on the configured Prefect server.
 
-    Safe to repeat. Values are kept for the next call; an empty one, such as --hostfile "", removes the earlier one.
+    Safe to repeat. Values are kept for the next call; an empty one, such as --hostfile "", removes the earlier one, and
+    --set replaces all earlier settings.
     """
     api_url = prefect_server.configured_api_url()
     if api_url is None:

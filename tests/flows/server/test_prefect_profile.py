@@ -109,6 +109,34 @@ def test_a_profiles_file_that_cannot_be_edited_is_left_unchanged(tmp_path: Path,
     assert len(list(found.path.parent.iterdir())) == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("profiles = []\n", r"profiles is \[\], but must be a table \[profiles\]"),
+        ('profiles = "x"\n', r"profiles is 'x', but must be a table"),
+        (f'[profiles]\n{NAME} = "x"\n', rf"profiles\.{NAME} is 'x', but must be a table"),
+        ("active = 3\n", "active is 3, but must be the name of a profile"),
+    ],
+)
+def test_profiles_that_are_not_tables_are_refused_by_the_name_of_the_file(
+    tmp_path: Path, content: str, said: str
+) -> None:
+    found = written(tmp_path, content)
+    refusal = pytest.raises(InputError, match=rf"{found.path}: {said}.*Correct the file")
+    with refusal:
+        found.write(URL, KEY)
+    with refusal:
+        found.is_ours(URL)
+    assert profiles(tmp_path).active is None
+    assert found.path.read_text() == content
+
+
+def test_a_home_that_begins_with_a_tilde_is_in_the_users_home_as_for_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert UserProfiles.find({"PREFECT_HOME": "~/mine"}).path == Path("/home/me/mine/profiles.toml")
+    assert UserProfiles.find({"PREFECT_PROFILES_PATH": "~/mine.toml"}).path == Path("~/mine.toml")
+
+
 def test_a_symlink_to_the_profiles_file_is_kept(tmp_path: Path) -> None:
     found = written(tmp_path, "")
     target = tmp_path / "dotfiles.toml"

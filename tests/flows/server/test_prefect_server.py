@@ -32,6 +32,17 @@ root: {handlers: [stranger]}
 """
 
 
+def test_an_empty_url_in_the_environment_or_the_profile_counts_as_none(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment |= {"PREFECT_HOME": str(tmp_path), "PREFECT_API_URL": ""}
+    command, found = [sys.executable, "-P", "-c", "\n".join(ASK.splitlines()[:3])], []
+    for url in ("", "http://team.example/api"):
+        (tmp_path / "profiles.toml").write_text(f'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "{url}"\n')
+        made = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        found.append(made.stdout.strip())
+    assert found == ["None", "http://team.example/api"]
+
+
 def test_the_port_of_a_server_that_died_refuses_clients_and_cannot_be_taken() -> None:
     port = free_port()
     with listening(port) as bound:

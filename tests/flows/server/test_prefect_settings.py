@@ -2,10 +2,13 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -15,8 +18,8 @@ from pydantic import AliasChoices, BaseModel
 
 from flows.cli import run_command
 from flows.run_parameters import RunParameters
-from flows.server.prefect_server import _embedded_environment, server_environment
-from flows.server.prefect_settings import CLIENT, SERVER, client_environment, reading_settings
+from flows.server.prefect_server import _embedded_environment, _start, server_environment
+from flows.server.prefect_settings import _SECTIONS, CLIENT, SERVER, client_environment, put, reading_settings
 from infra.head.launch.held_run import HeldRun
 from t5train.errors import InputError
 from t5train.progress import silent
@@ -86,6 +89,15 @@ HOSTILE = {
     "PREFECT_WORKER_HEARTBEAT_SECONDS": "9999",
     "PREFECT_LOGGING_MARKUP": "true",
 }
+IN_ANOTHER_CASE = {"prefect_tasks_default_retries": "3", "Prefect_Logging_Markup": "true"}
+WHOLE_SECTIONS = {
+    "PREFECT_SERVER": '{"database": {"connection_url": "sqlite+aiosqlite:////tmp/other.db"}}',
+    "PREFECT_SERVER_API": '{"auth_string": null}',
+    "PREFECT_API": '{"url": "http://stranger.invalid/api"}',
+    "PREFECT_TASKS": '{"default_retries": 3}',
+    "PREFECT_LOGGING": '{"markup": true}',
+    "prefect_tasks": '{"default_retries": 3}',
+}
 
 
 def settings_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str]]:
@@ -100,6 +112,18 @@ def settings_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, s
         yield f"{path}{name}", (names[0] if names else f"{prefix}{name}").upper()
 
 
+def sections_of(model: type[BaseModel]) -> Iterator[str]:
+    """The variables that hold a whole section."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield f"{dict(model.model_config)['env_prefix']}{name}".upper()
+            yield from sections_of(field.annotation)
+
+
+def without_prefect(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    return {name: text for name, text in environment.items() if not name.startswith("PREFECT_")}
+
+
 def value(settings: BaseModel, path: str) -> object:
     found: object = settings
     for name in path.split("."):
@@ -110,6 +134,8 @@ def value(settings: BaseModel, path: str) -> object:
 def test_everything_that_flows_and_workers_rely_on_is_decided() -> None:
     found = {variable for path, variable in settings_of(Settings) if path.startswith(RELIED_ON)}
     assert found - CLIENT.keys() == LEFT
+    assert sorted(sections_of(Settings)) == sorted(_SECTIONS)
+    assert not _SECTIONS & {variable for _, variable in settings_of(Settings)}
 
 
 def test_pinned_settings_exist_and_have_prefects_default_values(
@@ -141,7 +167,8 @@ def test_hostile_settings_in_environment_profile_and_files_change_nothing(tmp_pa
     (current / ".env").write_text(lines)
     (current / "prefect.toml").write_text(HOSTILE_TOML.format(""))
     (current / "pyproject.toml").write_text(HOSTILE_TOML.format("tool.prefect."))
-    environment = {name: text for name, text in os.environ.items() if not name.startswith("PREFECT_")}
+    # Prefect would take the last of the variables that differ only in case.
+    environment = without_prefect() | dict.fromkeys(map(str.upper, IN_ANOTHER_CASE), "0") | IN_ANOTHER_CASE
     environment |= {"PREFECT_HOME": str(tmp_path), "PREFECT_PROFILE": "mine"} | HOSTILE
     if is_embedded:
         home.mkdir(mode=0o700)
@@ -165,12 +192,69 @@ def test_a_run_reads_no_settings_in_the_current_folder_when_it_turns_heartbeats_
     assert Path.cwd() == tmp_path
 
 
-def test_a_setting_that_is_not_valid_is_one_line_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PREFECT_API_REQUEST_TIMEOUT", "soon")
-    refusal = pytest.raises(InputError, match=r"setting of Prefect is not valid: .*'soon'.*Correct it")
+@pytest.mark.parametrize(("name", "text"), WHOLE_SECTIONS.items())
+@pytest.mark.parametrize("is_in_profile", [False, True])
+def test_a_variable_that_holds_a_whole_section_is_refused_before_prefect_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, is_in_profile: bool
+) -> None:
+    monkeypatch.setenv("PREFECT_PROFILES_PATH", str(tmp_path / "profiles.toml"))
+    if is_in_profile:
+        (tmp_path / "profiles.toml").write_text(f"active = 'mine'\n[profiles.mine]\n{name} = '{text}'\n")
+    else:
+        monkeypatch.setenv(name, text)
+    where = f" in {tmp_path}/profiles.toml" if is_in_profile else ""
+    refusal = pytest.raises(
+        InputError, match=f"^{name}{where} holds a whole section of Prefect's settings, which would"
+    )
+    with refusal, reading_settings():
+        pytest.fail("Prefect could read it")
+
+
+def test_variables_that_differ_from_ours_only_in_case_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"PREFECT_HOME": "/a", "prefect_home": "/b", "other": "kept"}
+    put(environment, {"PREFECT_HOME": "/c"})
+    assert environment == {"PREFECT_HOME": "/c", "other": "kept"}
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr("subprocess.Popen", lambda *_, env, **__: started.append(env))
+    monkeypatch.setenv("prefect_server_api_auth_string", "known:to-others")
+    _start(
+        tmp_path / "log", cast(socket.socket, SimpleNamespace(fileno=lambda: 0)), server_environment(tmp_path, 1, "key")
+    )
+    assert "prefect_server_api_auth_string" not in started[0]
+    assert started[0]["PREFECT_SERVER_API_AUTH_STRING"] == "key"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("PREFECT_API_REQUEST_TIMEOUT", "soon"),
+        ("PREFECT_LOGGING_LEVEL", "LOUD"),
+        ("PREFECT_SERVER_DATABASE_TIMEOUT", "soon"),
+        ("PREFECT_DEBUG_MODE", "perhaps"),
+        ("PREFECT_CLIENT_CUSTOM_HEADERS", "{"),
+    ],
+)
+def test_a_setting_that_is_not_valid_is_one_line_with_its_variable_and_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    monkeypatch.setenv(name, text)
+    said = rf"a setting of Prefect is not valid: {name} is ('{text}'|not JSON)[^;]*\. Correct it where you have set it"
+    refusal = pytest.raises(InputError, match=said)
     with refusal as refused, reading_settings():
         Settings()
     assert "\n" not in str(refused.value)
+    assert "prefect config view" not in str(refused.value)
+
+
+@pytest.mark.parametrize("error", [tomllib.TOMLDecodeError("Invalid value"), AttributeError("no attribute 'get'")])
+def test_the_error_about_profiles_that_prefect_cannot_read_names_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setenv("PREFECT_PROFILES_PATH", str(tmp_path / "profiles.toml"))
+    with pytest.raises(InputError, match=rf"{tmp_path}/profiles\.toml .*Correct the file"), reading_settings():
+        raise error
 
 
 def test_the_database_of_another_server_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
