@@ -50,7 +50,7 @@ def test_too_little_disk_space_is_reported_with_both_sizes(tmp_path: Path) -> No
 
 def test_a_root_under_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot be written: Not a directory; choose another root"):
+    with pytest.raises(StorageError, match="cannot be written: Not a directory; a part of the path is a file"):
         require_space(tmp_path / "file" / "root", 1, "the run")
 
 
@@ -63,7 +63,7 @@ def test_an_early_check_of_a_root_creates_nothing(tmp_path: Path) -> None:
     require_writable(tmp_path / "a" / "root")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"file/root cannot be written: Not a directory; choose another root"):
+    with pytest.raises(StorageError, match="file/root cannot be written: Not a directory; a part of the path"):
         require_writable(tmp_path / "file" / "root")
 
 
