@@ -10,7 +10,7 @@ from pathlib import Path
 
 from t5train.errors import SpecError, StorageError
 from t5train.files.atomic import try_writing
-from t5train.files.os_errors import free_inodes, reason
+from t5train.files.os_errors import free_inodes, nearest_existing, reason
 
 _LEAST_INODES = 100
 _GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -55,7 +55,7 @@ def make_root(root: Path) -> None:
 
 def require_free_space(root: Path, needed_bytes: int, what: str) -> None:
     """Raise StorageError unless ``needed_bytes`` for ``what`` fit in ``root``, which need not exist yet."""
-    free_bytes, inodes = free_space_bytes(root), free_inodes(_nearest(root))
+    free_bytes, inodes = free_space_bytes(root), free_inodes(nearest_existing(root))
     if inodes is not None and inodes < _LEAST_INODES:
         raise StorageError(
             f"too few inodes for {what}: the disk of {root} has {inodes:,} free, but {_LEAST_INODES:,} are needed, one "
@@ -72,7 +72,7 @@ def require_free_space(root: Path, needed_bytes: int, what: str) -> None:
 
 def free_space_bytes(root: Path) -> int:
     """Return how many bytes are free where ``root`` is or would be created."""
-    return shutil.disk_usage(_nearest(root)).free
+    return shutil.disk_usage(nearest_existing(root)).free
 
 
 def require_writable(root: Path) -> None:
@@ -81,15 +81,10 @@ def require_writable(root: Path) -> None:
     A full disk passes, because there may be nothing left to write.
     """
     try:
-        try_writing(_nearest(root))
+        try_writing(nearest_existing(root))
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise _not_writable(root, error) from error
-
-
-def _nearest(root: Path) -> Path:
-    """Return ``root``, or its nearest parent that exists."""
-    return next(folder for folder in (root, *root.absolute().parents) if folder.exists())
 
 
 def _not_writable(root: Path, error: OSError) -> StorageError:

@@ -18,7 +18,6 @@ from t5train.records.series import MetricsSeries
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 
-_BEAT_SECONDS = 10.0
 _STARTING = "ranks are starting"
 _BETWEEN_STEPS = {"save": "saving a checkpoint", "validate": "validating"}
 _AFTER_STEPS = {"save": "saving the last checkpoint and the witness", "validate": "validating the result"}
@@ -80,7 +79,7 @@ class ProgressReport:
             return None
         name = rank_name(0) if self._spec.cluster.hostfile is None else HEAD
         beat = heartbeat.read(heartbeat.beat_file(self._attempt / name))
-        if beat is None or time.monotonic() - beat.beat >= _BEAT_SECONDS:
+        if beat is None or time.monotonic() - beat.beat >= heartbeat.FRESH_SECONDS:
             return None
         self._has_beaten = True
         return beat

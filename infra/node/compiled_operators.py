@@ -20,6 +20,7 @@ from infra.node.attempts.rank_environment import search_path
 from infra.node.operator_folder import VARIABLE, operator_folder
 from t5train.files.atomic import try_writing
 from t5train.files.locks import file_system
+from t5train.files.os_errors import nearest_existing
 
 # On other types, such as nfs, lustre, cifs and fuse, a process on another machine may have a file open.
 _LOCAL = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
@@ -63,7 +64,7 @@ def compiled(environment: Mapping[str, str] = os.environ) -> list[str]:
 def unwritable(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Folders in which ranks with this environment could create no file, and why, by path."""
     folder, found = operator_folder(environment), dict[str, str]()
-    present = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    present = nearest_existing(folder)
     for each in (present, *(folder.glob("*/") if present == folder else ())):
         try:
             try_writing(each)

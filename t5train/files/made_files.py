@@ -12,8 +12,8 @@ DOWNLOADED = ".download.json"
 
 
 def is_result(file: PurePath) -> bool:
-    """Whether a path is that of a file in the folder of a data stage, which makes its files again if some are gone."""
-    return Path(file.parent, CLAIM).exists()
+    """Whether a path is in the folder of a finished data stage, which makes its files again if some are gone."""
+    return all(Path(file.parent, name).exists() for name in (CLAIM, "manifest.json"))
 
 
 class MadeFiles:

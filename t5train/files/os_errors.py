@@ -67,6 +67,11 @@ def reason(error: OSError, path: PurePath | str | None = None) -> str:
     return f"{said}; {remedy}" if remedy else said
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return ``path``, or its nearest parent that exists."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
 def free_inodes(path: PurePath | str) -> int | None:
     """How many more files and folders the disk of an existing path can hold; None if it sets no limit."""
     found = os.statvfs(path)
@@ -78,7 +83,7 @@ def lacks_inodes(path: PurePath | str | None) -> bool:
     if path is None:
         return False
     try:
-        return free_inodes(next(each for each in (Path(path), *Path(path).absolute().parents) if each.exists())) == 0
+        return free_inodes(nearest_existing(Path(path))) == 0
     except OSError:
         return False  # the path cannot be inspected
 

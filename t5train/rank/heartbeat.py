@@ -31,6 +31,8 @@ IN_WORDS: Mapping[Phase, str] = {
     "validate": "validating",
 }
 BEAT_SECONDS = 1.0
+FRESH_SECONDS = 10.0
+"""A heartbeat that is older says nothing about the present."""
 _BYTES = 256
 _STEPS_REMEMBERED = 101
 _MEDIANS = 10

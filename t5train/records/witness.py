@@ -129,17 +129,34 @@ def _require_current(path: Path, content: bytes) -> None:
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _PROCESSOR = (
-    *("vendor_id", "cpu family", "model", "model name", "stepping", "cache size"),
-    *("CPU implementer", "CPU variant", "CPU part", "CPU revision"),  # of ARM
+    "vendor_id",
+    "cpu family",
+    "model",
+    "model name",
+    "stepping",
+    "cache size",
+    # of ARM
+    "CPU implementer",
+    "CPU variant",
+    "CPU part",
+    "CPU revision",
 )
 _ACCELERATOR = ("name", "major", "minor", "multi_processor_count", "gcnArchName")
 _VECTOR_EXTENSIONS = ("sse4", "avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "i8mm")
 _CPU_VARIABLES = (
-    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE"),
-    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    "ATEN_CPU_CAPABILITY",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_DEBUG_CPU_TYPE",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
 )
 _ACCELERATOR_VARIABLES = (
-    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG",
     "TORCH_BLAS_PREFER_CUBLASLT",
 )
 _LIBRARIES = {"MKL": r"Math Kernel Library Version ([\d.]+)", "oneDNN": r"MKL-DNN v([\d.]+)"}

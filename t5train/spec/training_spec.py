@@ -36,7 +36,11 @@ class OptimizerSpec(SpecPart):
         1e-5, ge=0, le=1, title="Final rate", description="Learning rate at the end of the cosine; not above the peak"
     )
     weight_decay: float = Field(
-        0.0, ge=0, le=1, title="Weight decay", description="Decoupled weight decay, as in AdamW"
+        0.0,
+        ge=0,
+        le=1,
+        title="Weight decay",
+        description="Decoupled weight decay, as in AdamW; norms and position biases are exempt",
     )
     betas: tuple[float, float] = Field(
         (0.9, 0.999),

@@ -219,7 +219,10 @@ FAULTS = {
         "t5train.data.shard_worker", slow_tokenising, "smoke", "time", "a token shard takes 1 s longer", "sharding"
     ),
     "new-torch": Planted(
-        *("t5train.engine.forward_backward", double_losses, "smoke", "loss"),
+        "t5train.engine.forward_backward",
+        double_losses,
+        "smoke",
+        "loss",
         what="a new torch doubles the losses",
         says=f"-> {NEW_TORCH}",
         is_upgrade=True,

@@ -63,9 +63,7 @@ def test_an_early_check_of_a_root_creates_nothing(tmp_path: Path) -> None:
     require_writable(tmp_path / "a" / "root")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    with pytest.raises(
-        StorageError, match=r"file/root cannot be written: Not a directory; a part of the path is a file"
-    ):
+    with pytest.raises(StorageError, match="file/root cannot be written: Not a directory; a part of the path"):
         require_writable(tmp_path / "file" / "root")
 
 

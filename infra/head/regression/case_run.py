@@ -5,7 +5,7 @@
     peer  repeat 1  peer  repeat 2  peer  repeat 3  peer  resumed run
 
 Each repeat is divided by the mean of the peer before and after it, so that a slow machine does not look like a slow
-program. Of steps, stages and tokenising, wall time and CPU time are measured: wall time alone shows a wait, and CPU
+program. Wall time and CPU time are measured for steps, stages and tokenising: only wall time shows waiting, and CPU
 time stays steady on a busy machine. Other programs make some steps, saves and validations slower, but none faster: a
 repeat counts with the lower quartile of its steps, and with its fastest save and validation.
 """

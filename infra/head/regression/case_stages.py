@@ -21,10 +21,14 @@ from t5train.release.certification import certify_in_fresh_process
 from t5train.spec import RunSpec
 
 _IMPORTED = (
-    *("t5train.checkpoint.consolidate.consolidation", "t5train.release.export"),
-    *("transformers.models.t5.tokenization_t5", "transformers.models.auto.tokenization_auto"),
+    "t5train.checkpoint.consolidate.consolidation",
+    "t5train.release.export",
+    "transformers.models.t5.tokenization_t5",
+    "transformers.models.auto.tokenization_auto",
     "transformers.generation.configuration_utils",
-    *("matplotlib.style", "matplotlib.figure", "matplotlib.backends.backend_agg"),
+    "matplotlib.style",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
 )
 _VALIDATION = {
     "validation_loss": "validation loss",
@@ -43,7 +47,8 @@ class NightData(NamedTuple):
 
 def make_data(spec: RunSpec, progress: Progress) -> NightData:
     """Make text, vocabulary and shards under the spec's root."""
-    for module in _IMPORTED:  # otherwise, the first stages that are measured would import them: 12 times an export
+    # imported here, so that the first measured stage does not pay for it (an export would take 12 times as long)
+    for module in _IMPORTED:
         import_module(module)
     root = spec.storage.root
     corpus = build_corpus(spec.corpus, root, progress)

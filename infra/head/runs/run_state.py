@@ -45,7 +45,6 @@ _LEASE_MAY_LIVE_SECONDS = 300.0
 """Whether a process on another machine still holds a run takes seconds to find out. If its lease was last renewed
 longer ago than this, it does not; clocks of machines that share a root must agree as closely."""
 _STEPS = 50
-_BEAT_SECONDS = 10.0
 
 
 class State(StrEnum):
@@ -284,7 +283,11 @@ def _phase(attempt_folder: Path) -> str | None:
     is_on_hosts = read_json(attempt_folder / attempt.ATTEMPT).get("hosts") is not None
     name = attempt.HEAD if is_on_hosts else attempt.rank_name(0)
     beat, now = heartbeat.read(heartbeat.beat_file(attempt_folder / name)), time.monotonic()
-    if beat is None or _lease_boot_id(attempt_folder) != boot_id() or not 0 <= now - beat.beat < _BEAT_SECONDS:
+    if (
+        beat is None
+        or _lease_boot_id(attempt_folder) != boot_id()
+        or not 0 <= now - beat.beat < heartbeat.FRESH_SECONDS
+    ):
         return None
     # A rank that exceeds its limit is being ended.
     is_slow = heartbeat.unusual_seconds(beat) <= (seconds := now - beat.since) <= beat.limit

@@ -41,8 +41,6 @@ from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS
 from t5train.rank import heartbeat
 
 _TICK_SECONDS = 1.0
-_BEAT_SECONDS = 10.0
-"""A heartbeat that is older says nothing about the present."""
 _END_SECONDS = 30.0
 """Longer than it can take to end an attempt."""
 
@@ -137,7 +135,7 @@ class _Session:
 
     def _phase(self) -> RankPhase | None:
         beat, now = heartbeat.read(heartbeat.beat_file(self._this.rank_files(rank_name(0)))), time.monotonic()
-        if beat is None or now - beat.beat > _BEAT_SECONDS:
+        if beat is None or now - beat.beat > heartbeat.FRESH_SECONDS:
             return None
         return RankPhase(beat.phase, beat.step, now - beat.since, beat.limit)
 

@@ -35,12 +35,14 @@ class Client:
     ("before", "after", "message", "line"),
     [
         (
-            *(StateType.CANCELLING, StateType.CANCELLED),
+            StateType.CANCELLING,
+            StateType.CANCELLED,
             "This run was cancelled, and its process has ended.",
             "run 'mine' was cancelled and is now closed in Prefect",
         ),
         (
-            *(StateType.RUNNING, StateType.CRASHED),
+            StateType.RUNNING,
+            StateType.CRASHED,
             "The process of this run ended before the run did.",
             "run 'mine' was killed and is now closed in Prefect; start the same run again to resume it",
         ),

@@ -177,8 +177,16 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     ],
 )
 def test_a_phase_that_takes_unusually_long_is_reported_once_and_then_rarely(
-    spec: RunSpec, caplog: pytest.LogCaptureFixture, phase: str, limit: float, usual: float, words: str
+    spec: RunSpec,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: str,
+    limit: float,
+    usual: float,
+    words: str,
 ) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr("infra.head.progress_report.time.monotonic", lambda: now)
     run = Run(spec)
     run.begin(1, None)
     run.beat(phase, lasting=usual - 5, limit=limit)

@@ -174,6 +174,8 @@ def test_a_file_of_a_finished_stage_that_is_gone_is_made_again(tmp_path: Path) -
     (tmp_path / ".claim").touch()
     with pytest.raises(FileNotFoundError) as gone:
         (tmp_path / "tokens-00000.bin").read_bytes()
+    assert explain(gone.value).endswith("; check the path"), "the stage has not finished"
+    (tmp_path / "manifest.json").touch()
     assert explain(gone.value) == (
         f"{tmp_path}/tokens-00000.bin: No such file or directory; a finished stage has lost this file: "
         "`t5-pretrain run` with the same settings makes it again"

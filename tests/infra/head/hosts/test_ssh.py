@@ -318,7 +318,9 @@ def test_a_command_gets_its_input_whatever_the_users_ssh_config_says(sshd: Sshd,
     assert run(ssh, HERE, ["cat"], stdin=b"the request", deadline_seconds=20).stdout == b"the request"
 
 
-def test_a_connection_that_sshd_drops_for_being_one_of_many_is_made_again(tmp_path: Path) -> None:
+def test_a_connection_that_sshd_drops_for_being_one_of_many_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Busy:
         """A host whose sshd drops the first two connections."""
 
@@ -327,6 +329,7 @@ def test_a_connection_that_sshd_drops_for_being_one_of_many_is_made_again(tmp_pa
             script = f'echo x >> "$1"; test $(wc -l < "$1") -gt "$2" || {{ echo "{said}" >&2; exit 255; }}; cat'
             return ["sh", "-c", script, "sh", str(tmp_path / "tries"), limit]
 
+    monkeypatch.setattr("infra.head.hosts.ssh._RETRY_SECONDS", (0.0, 0.0))
     limit = "2"
     assert run(Busy(), "node1", ["x"], stdin=b"hello", deadline_seconds=60).stdout == b"hello"
     limit = "1000"
