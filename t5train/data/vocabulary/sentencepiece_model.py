@@ -9,8 +9,9 @@ Sums: SentencePiece adds up scores in float32 from the beginning of a text; the 
 word. Scores are therefore rounded to a grid on which float32 sums are exact up to 8192. Equally good segmentations
 (``---``+``-`` and ``-``+``---``) then tie instead of being decided by rounding errors. Rounding can also make a tie of
 segmentations whose scores differ by less than the grid: of such a word, the ids may not be those of the reference. That
-is rare: 24 of 42,400 hostile texts had one. A long text is encoded in
-stretches that are short enough to stay below 8192. They end at spaces, which always separate pieces.
+is rare: 24 of 42,400 hostile texts had one. A long text is encoded in stretches that are short enough to stay below
+8192. They end at spaces, which always separate pieces. Only a word of thousands of characters without a space (base64,
+hexadecimal digits) can cost more: of such a word, too, rounding may decide between segmentations that almost tie.
 
 Normalisation: SentencePiece replaces the longest match of its table, wherever it occurs. The reference works grapheme
 by grapheme. It replaces a grapheme of fewer than six bytes by the shortest match at its beginning, and drops the rest
