@@ -63,6 +63,12 @@ _SENTENCE_CHARACTERS = 1000  # at most 4 bytes each: the trainer skips sentences
 _Piece = sentencepiece_model_pb2.ModelProto.SentencePiece
 
 
+FINISH_OR_BEGIN_ANOTHER = (
+    "begin a new run (another --name) with a vocabulary like T5's, or finish it with the version that began it"
+)
+"""The remedy for a run that an earlier version began with a vocabulary that is now refused."""
+
+
 def require_t5_form(proto: bytes, where: str) -> None:
     """Raise SpecError unless ``proto`` is a SentencePiece model that encodes text as T5's does.
 
@@ -82,7 +88,8 @@ def require_t5_form_of(model: sentencepiece_model_pb2.ModelProto, where: str) ->
     if (difference := next(chain(_differing_settings(model), _differing_pieces(model)), None)) is not None:
         raise SpecError(
             f"tokenizer.path: {where} {difference}. transformers' T5 tokenizer would encode text otherwise than "
-            "training does. Choose a vocabulary like T5's, or leave out tokenizer.path to train one"
+            "training does. Choose a vocabulary like T5's, or leave out tokenizer.path to train one. A run that an "
+            f"earlier version began with this vocabulary cannot use another: {FINISH_OR_BEGIN_ANOTHER}"
         )
 
 
