@@ -8,13 +8,12 @@ from t5train.locations import redacted
 from t5train.records.digests import FileDigest
 from t5train.records.stage_records import MANIFEST, Publication, Published, Record, parse_manifest
 from t5train.release.certificate import CERTIFICATE
-from t5train.release.loss_curve import LOSS_CURVE
-from t5train.release.model_card import README
+from t5train.release.model_card import CARD_FILES
 
 P = TypeVar("P", bound=Published)
 _MOST_SHOWN = 5
 _REMEDY = "publish to another destination (`run` has --publish-to and --name), or remove that one yourself"
-_CARD = {README, LOSS_CURVE}  # both depend on the version and commit that exports
+
 
 _OF_TRANSPORT = {".git", ".gitattributes", ".cache"}
 """What Git and the Hugging Face Hub's client add to a folder that they fetch."""
@@ -65,7 +64,7 @@ def difference(found: Published, wanted: Published, url: str) -> PublicationErro
         differing += [f"its {what} differ" for what, there, here in stated if there != here]
     if not differing:
         return None
-    if len(differing) == len(names) and {*names} <= _CARD:
+    if len(differing) == len(names) and {*names} <= CARD_FILES:
         return PublicationError(
             f"{redacted(url)} holds this model with another card ({', '.join(names)}), as another version or commit "
             "writes it. All other files are the same, so the model need not be published again. To publish the new "
