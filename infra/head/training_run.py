@@ -39,7 +39,7 @@ from t5train.checkpoint import resume
 from t5train.checkpoint.resume import has_finished, require_same_settings
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.data.samples.loader import require_enough_samples
-from t5train.data.vocabulary.unknown_pieces import counts_with_unknown, require_known
+from t5train.data.vocabulary.unknown_pieces import require_known_in
 from t5train.errors import HostError, LaunchError, SpecError, StoreError
 from t5train.host_resources import make_root, require_free_space, require_writable
 from t5train.model import model_shape
@@ -78,7 +78,7 @@ def train_run(
         _store_last(run, progress)
         return checkpoint
     require_enough_samples(spec, shards)
-    require_known(counts_with_unknown(shards), spec.shards.max_unknown_share)
+    require_known_in(shards, spec.shards.max_unknown_share)
     if run.copies is not None:
         run.copies.prepare(progress)
         run.copies.start()

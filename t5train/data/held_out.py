@@ -30,6 +30,7 @@ _MOST_CHARACTERS = 4000
 # Passages with these are left out: transformers encodes special pieces and sentinels as control ids, but training does
 # not, and only one of the two treats U+0085 as a space.
 _READ_DIFFERENTLY = re.compile("|".join([*map(re.escape, SPECIAL_PIECES), "<extra_id_[0-9]+>", "\x85"]))
+_FLOAT32_STEPS = 1 << 24
 _log = logging.getLogger(__name__)
 
 
@@ -111,7 +112,8 @@ def write_held_out(folder: Path, found: Iterable[EncodedPassage], tokenizer_json
 def _is_as_good(ids: Sequence[int], as_trained: Sequence[int], pieces: Sequence[tuple[str, float]]) -> bool:
     """Return whether two segmentations have the same pieces, or the same text and the same score but for rounding.
 
-    Encoder rounds the score of each piece to a multiple of 1 / SCORE_STEPS.
+    Encoder rounds the score of each piece to a multiple of 1 / SCORE_STEPS. Of a word that costs more than 2**24 steps,
+    as a few thousand random letters do, SentencePiece also rounds each sum to float32, which has 24 bits.
     """
     one, other = Counter(ids), Counter(as_trained)
     if one == other:
@@ -120,7 +122,9 @@ def _is_as_good(ids: Sequence[int], as_trained: Sequence[int], pieces: Sequence[
         return False
     differing = [*(one - other).elements(), *(other - one).elements()]
     difference = sum(pieces[index][1] * (one[index] - other[index]) for index in set(differing))
-    return abs(difference) <= len(differing) / (2 * SCORE_STEPS)
+    cost = -sum(pieces[index][1] for index in as_trained)
+    rounding = 1 / (2 * SCORE_STEPS) + (2 * cost / _FLOAT32_STEPS if cost > _FLOAT32_STEPS / SCORE_STEPS else 0)
+    return abs(difference) <= len(differing) * rounding
 
 
 def _text(ids: Sequence[int], pieces: Sequence[tuple[str, float]]) -> str:

@@ -34,9 +34,9 @@ from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
 from t5train.data.vocabulary.unknown_pieces import (
     UNIGRAM_DTYPE,
     UnknownPieces,
-    counts_with_unknown,
     recorded_unknown,
     require_known,
+    require_known_in,
     unigram_name,
     unknown_in,
 )
@@ -120,7 +120,8 @@ def build_shards(  # noqa: PLR0913 - two specs, two records, and where and how t
 
     Raises:
         InputError: A source file can no longer be read, or was changed meanwhile; or more than the share
-            ``spec.max_unknown_share`` of the tokens to train on are unknown.
+            ``spec.max_unknown_share`` of the tokens to train on are unknown. Finished shards of an earlier version are
+            reused with a warning.
         StorageError: The folder is too small, cannot be written or holds something else.
         WorkerLost: A worker process was killed.
 
@@ -131,7 +132,7 @@ def build_shards(  # noqa: PLR0913 - two specs, two records, and where and how t
     folder = out or _folder(root, corpus_spec, identity)
     with making(folder, identity):
         if found := reusable(TokenShards, folder, identity, progress):
-            require_known(counts_with_unknown(found), spec.max_unknown_share)
+            require_known_in(found, spec.max_unknown_share)
             return found
         keep_changed_files(folder)
         (folder / MANIFEST).unlink(missing_ok=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from t5train.data.vocabulary.sentencepiece_model import require_t5_form
+from t5train.data.vocabulary.sentencepiece_model import FINISH_OR_BEGIN_ANOTHER, require_t5_form
 from t5train.data.vocabulary.tokenizer import HUGGING_FACE_FILES, SPIECE, write_hugging_face_files
 from t5train.errors import InputError, RecordError, SpecError, StorageError
 from t5train.files.atomic import copy_durably, discard, filling, rename_aside, write_json, write_text
@@ -66,8 +66,7 @@ def export(
     existing = reusable(Export, out, identity, progress)
     if existing is not None and (CERTIFICATE in existing.files or _has_current_card(existing, seen)):
         return existing
-    spiece = tokenizer.path / SPIECE
-    require_t5_form(spiece.read_bytes(), str(spiece))  # earlier versions also trained with others
+    _require_publishable(tokenizer.path / SPIECE, spec.run_name)
     with filling(out) as folder:
         _take_files(weights, _weight_names(weights), folder, progress)
         _take_files(tokenizer, [SPIECE], folder, progress)
@@ -143,6 +142,17 @@ def _require_its_vocabulary(tokenizer: TokenizerFiles, witness: Witness) -> None
             f"{tokenizer.path} does not have the vocabulary that the model was trained with. Give the folder "
             f"(--tokenizer) whose {SPIECE} has sha256 {expected}"
         )
+
+
+def _require_publishable(spiece: Path, run: str) -> None:
+    """Raise SpecError for a vocabulary that only earlier versions trained with."""
+    try:
+        require_t5_form(spiece.read_bytes(), str(spiece))
+    except SpecError as error:
+        raise SpecError(
+            f"run {run} was begun by an earlier version with the vocabulary {spiece}. Its published tokenizer would "
+            f"not give the ids that the model was trained on: {FINISH_OR_BEGIN_ANOTHER}"
+        ) from error
 
 
 def _warn_of_other_statements(spec: RunSpec, witness: Witness) -> None:

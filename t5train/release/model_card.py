@@ -20,6 +20,8 @@ from t5train.release.loss_curve import LOSS_CURVE
 from t5train.release.markdown import code
 
 README = "README.md"
+CARD_FILES = frozenset({README, LOSS_CURVE})
+"""The card and its picture, which the version and commit that export a model determine. transformers reads neither."""
 FACTS = "t5_pretrain"
 _SETTINGS = "\n## Settings\n\n```json\n"
 _HUB = {

@@ -9,8 +9,9 @@ Sums: SentencePiece adds up scores in float32 from the beginning of a text; the 
 word. Scores are therefore rounded to a grid on which float32 sums are exact up to 8192. Equally good segmentations
 (``---``+``-`` and ``-``+``---``) then tie instead of being decided by rounding errors. Rounding can also make a tie of
 segmentations whose scores differ by less than the grid: of such a word, the ids may not be those of the reference. That
-is rare: 24 of 42,400 hostile texts had one. A long text is encoded in
-stretches that are short enough to stay below 8192. They end at spaces, which always separate pieces.
+is rare: 24 of 42,400 hostile texts had one. A long text is encoded in stretches that are short enough to stay below
+8192. They end at spaces, which always separate pieces. Only a word of thousands of characters without a space (base64,
+hexadecimal digits) can cost more: of such a word, too, rounding may decide between segmentations that almost tie.
 
 Normalisation: SentencePiece replaces the longest match of its table, wherever it occurs. The reference works grapheme
 by grapheme. It replaces a grapheme of fewer than six bytes by the shortest match at its beginning, and drops the rest
@@ -59,7 +60,14 @@ _WHILE_TRAINING = ("pad piece", "eos piece", "unk piece")
 find these names in any text, because there a space is U+2581 by then."""
 _NUM_THREADS = 8  # changes the result, because sums are formed per thread
 _SENTENCE_CHARACTERS = 1000  # at most 4 bytes each: the trainer skips sentences of more than 4192 bytes
+_TRAINERS_UNKNOWN = "\u2585"  # the trainer's own symbol for unknown characters: it skips sentences that contain it
 _Piece = sentencepiece_model_pb2.ModelProto.SentencePiece
+
+
+FINISH_OR_BEGIN_ANOTHER = (
+    "begin a new run (another --name) with a vocabulary like T5's, or finish it with the version that began it"
+)
+"""The remedy for a run that an earlier version began with a vocabulary that is now refused."""
 
 
 def require_t5_form(proto: bytes, where: str) -> None:
@@ -81,7 +89,8 @@ def require_t5_form_of(model: sentencepiece_model_pb2.ModelProto, where: str) ->
     if (difference := next(chain(_differing_settings(model), _differing_pieces(model)), None)) is not None:
         raise SpecError(
             f"tokenizer.path: {where} {difference}. transformers' T5 tokenizer would encode text otherwise than "
-            "training does. Choose a vocabulary like T5's, or leave out tokenizer.path to train one"
+            "training does. Choose a vocabulary like T5's, or leave out tokenizer.path to train one. A run that an "
+            f"earlier version began with this vocabulary cannot use another: {FINISH_OR_BEGIN_ANOTHER}"
         )
 
 
@@ -205,7 +214,7 @@ def _training_error(spec: "TokenizerSpec", why: str) -> SpecError:
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         for start in range(0, len(text), _SENTENCE_CHARACTERS):
-            yield text[start : start + _SENTENCE_CHARACTERS]
+            yield text[start : start + _SENTENCE_CHARACTERS].replace(_TRAINERS_UNKNOWN, " ")
 
 
 def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:

@@ -155,3 +155,12 @@ def require_known(counts: Mapping[str, int], max_share: float) -> None:
         )
     if line:
         _log.warning("%s", line)
+
+
+def require_known_in(shards: TokenShards, max_share: float) -> None:
+    """Call ``require_known`` for finished shards.
+
+    Those that do not record their unknown pieces are accepted with a warning: an earlier version made them, and runs
+    may have begun on them.
+    """
+    require_known(counts_with_unknown(shards), max_share if UNKNOWN_PIECES in shards.counts else 1)

@@ -1,6 +1,7 @@
 """The folder of a T5 on this machine: checked without torch, then loaded with plain ``transformers``."""
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,15 +18,19 @@ from t5train.records.kept_files import recorded_files
 from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.inference.vocabulary import Vocabulary
-from t5train.release.model_card import README, RecordedRun, recorded_run
+from t5train.release.model_card import CARD_FILES, README, RecordedRun, recorded_run
 
 PATH = "PATH"
 _log = logging.getLogger(__name__)
 _TRAINED_TOKENS = 512  # T5's own input length, where a folder does not say otherwise
 
 
-_READ = (".json", ".jinja", ".model", ".safetensors")
-"""Suffixes of files that transformers may read because they are in the folder."""
+_READ = re.compile(
+    r".*\.model|.*\.jinja|(adapter_)?model\.safetensors(\.index\.json)?|"
+    r"(config|adapter_config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json|"
+    r"(vocab|tekken)\.json"
+)
+"""Names of files that transformers reads because they are in the folder."""
 
 
 class ModelFolder(NamedTuple):
@@ -44,7 +49,7 @@ class ModelFolder(NamedTuple):
         """Check that a folder holds a T5 with its vocabulary, without loading the weights.
 
         If there is a manifest, the sizes of all files and the digests of all but the weights must be as recorded.
-        ``load`` verifies the weights.
+        ``load`` verifies the weights. Of the model card and its picture, a difference is only logged.
 
         Raises InputError if the folder is missing, incomplete or damaged, or if its weights are pickled; DigestMismatch
         or RecordError if it is not as recorded; and SpecError if the model is not a T5.
@@ -131,20 +136,30 @@ class ModelFolder(NamedTuple):
 def _require_recorded(folder: Path, recorded: Mapping[str, FileDigest | SafetensorsDigest]) -> None:
     """Raise DigestMismatch, naming the file, if one is missing, changed, or was added where transformers may read it.
 
-    Of weights, only the size is compared.
+    Of weights, only the size is compared. Model cards are edited where models are shared, so a difference is logged.
     """
     if not recorded:
         return
     for name, digest in recorded.items():
         path = folder / name
-        if not _is_weights(name) or not path.is_file() or path.stat().st_size != digest.size:
+        if name in CARD_FILES:
+            _warn_if_changed(path, digest)
+        elif not _is_weights(name) or not path.is_file() or path.stat().st_size != digest.size:
             verify_file(path, digest)
-    extra = (path.name for path in folder.iterdir() if path.suffix in _READ and path.is_file())
-    if added := sorted(set(extra) - {*recorded, MANIFEST, CERTIFICATE}):
+    extra = (path.name for path in folder.iterdir() if _READ.fullmatch(path.name) and path.is_file())
+    if added := sorted(set(extra) - {*recorded}):
         raise DigestMismatch(
-            f"{folder / added[0]} is not among the files in {folder / MANIFEST}: it was added later, and can change "
-            "what the model computes. Remove it"
+            f"{folder / added[0]} is not among the files in {folder / MANIFEST}: it was added later, and transformers "
+            "reads it, so it can change what the model computes. Remove it"
         )
+
+
+def _warn_if_changed(path: Path, digest: FileDigest | SafetensorsDigest) -> None:
+    try:
+        verify_file(path, digest)
+    except DigestMismatch as error:
+        read = ", but `evaluate` masks spans by the settings that the card has" if path.name == README else ""
+        _log.warning("%s. The model is used all the same: transformers does not read this file%s", error, read)
 
 
 def _is_weights(name: str) -> bool:

@@ -8,6 +8,7 @@ from t5train.locations import redacted
 from t5train.records.digests import FileDigest
 from t5train.records.stage_records import MANIFEST, Publication, Published, Record, parse_manifest
 from t5train.release.certificate import CERTIFICATE
+from t5train.release.model_card import CARD_FILES
 
 P = TypeVar("P", bound=Published)
 _MOST_SHOWN = 5
@@ -56,16 +57,19 @@ def difference(found: Published, wanted: Published, url: str) -> PublicationErro
     if found.fingerprint != wanted.fingerprint:
         return occupied(url, found)
     theirs, ours = ({**each.files, CERTIFICATE: None} for each in (found, wanted))
-    differing = [
-        f"its {name} {_compared(theirs.get(name), ours.get(name))}"
-        for name in sorted({*theirs, *ours})
-        if theirs.get(name) != ours.get(name)
-    ]
+    names = [name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)]
+    differing = [f"its {name} {_compared(theirs.get(name), ours.get(name))}" for name in names]
     if isinstance(wanted, Publication):  # a run that was begun again can store the same checkpoint
         stated = (("inputs", found.inputs, wanted.inputs), ("counts", found.counts, wanted.counts))
         differing += [f"its {what} differ" for what, there, here in stated if there != here]
     if not differing:
         return None
+    if len(differing) == len(names) and {*names} <= CARD_FILES:
+        return PublicationError(
+            f"{redacted(url)} holds this model with another card ({', '.join(names)}), as another version or commit "
+            "writes it. All other files are the same, so the model need not be published again. To publish the new "
+            f"card too, {_REMEDY}"
+        )
     more = f", and {len(differing) - _MOST_SHOWN} more" if differing[_MOST_SHOWN:] else ""
     return PublicationError(
         f"{redacted(url)} holds {described(found)} with the same fingerprint and other content: "

@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
+from t5train.data.held_out import write_held_out
 from t5train.data.vocabulary.sentencepiece_model import Encoder
 from t5train.data.vocabulary.tokenizer import Tokenizer, given_tokenizer
+from t5train.errors import InputError
+from t5train.records.witness import EncodedPassage
 from tests.support.generated_text import WORDS, DataChain
 
 PARAGRAPH = " ".join(WORDS[:300])
@@ -56,6 +59,18 @@ def test_ties_between_segmentations_are_broken_as_by_hugging_face(
 ) -> None:
     expected = hugging_face(text).input_ids
     assert Tokenizer.load(ambiguous_tokenizer).encode([text], add_eos=True)[0].tolist() == expected
+
+
+def test_a_word_whose_sums_float32_rounds_is_no_other_vocabulary(data_chain: DataChain, tmp_path: Path) -> None:
+    scores = {"-": -7.13, "=": -6.7, "--": -14.2592, "==": -13.3992}
+    folder = given_tokenizer(with_pieces(data_chain, tmp_path / "given", scores), tmp_path).path
+    text = "".join(random.Random(0).choices("-=", k=4000))
+    (ids,) = Tokenizer.load(folder).encode([text], add_eos=True)
+    found = [EncodedPassage(text=text, ids=ids.tolist())]
+    assert write_held_out(tmp_path, found, folder / "tokenizer.json") == {"held_out_compared": 1, "held_out_tied": 1}
+    half = found[0].model_copy(update={"ids": found[0].ids[: len(found[0].ids) // 2]})
+    with pytest.raises(InputError, match="encodes 1 of 1 held-out passages differently"):
+        write_held_out(tmp_path, [half], folder / "tokenizer.json")
 
 
 @pytest.mark.parametrize("add_eos", [True, False])

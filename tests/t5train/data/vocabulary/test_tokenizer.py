@@ -177,6 +177,12 @@ def test_a_trained_model_is_byte_for_byte_that_of_the_trainer_where_no_text_spel
     assert train(TokenizerSpec(vocab_size=300), texts) == plain.getvalue()
 
 
+def test_text_beside_the_trainers_own_symbol_for_unknown_characters_is_trained_on() -> None:
+    texts = [" ".join(WORDS[start : start + 40]) for start in range(560)]
+    bars = [f"{text} \u2585" for text in texts]
+    assert train(TokenizerSpec(vocab_size=300), bars) == train(TokenizerSpec(vocab_size=300), texts)
+
+
 def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "spiece.model").write_text("no model")
     with pytest.raises(InputError, match="not a SentencePiece model"):
@@ -266,7 +272,7 @@ def test_a_model_that_is_not_in_t5s_form_is_refused(
     change(model)
     (tmp_path / "spiece.model").write_bytes(model.SerializeToString())
     sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spiece.model"))  # it is still a valid model
-    with pytest.raises(SpecError, match=r"tokenizer\.path: .*Choose a vocabulary like T5's"):
+    with pytest.raises(SpecError, match=r"tokenizer\.path: .*Choose a vocabulary like T5's.*begin a new run"):
         given_tokenizer(tmp_path, tmp_path / "root")
     assert not (tmp_path / "root").exists()
 

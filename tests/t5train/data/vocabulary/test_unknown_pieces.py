@@ -85,6 +85,18 @@ def test_unknown_pieces_of_shards_that_an_earlier_version_made_are_counted_from_
     assert counts_with_unknown(shards.model_copy(update={"counts": earlier})) == shards.counts
 
 
+def test_finished_shards_of_an_earlier_version_with_many_unknown_pieces_are_reused_with_a_warning(
+    data_chain: DataChain, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = lines_with("\u4e2d \u00a7 \u4e2d", every=1)
+    shards = made_of(data_chain, tmp_path, text, max_unknown_share=0.6)
+    counts = {name: count for name, count in shards.counts.items() if name not in recorded_unknown(shards.counts)}
+    shards.model_copy(update={"counts": counts}).commit()
+    caplog.clear()
+    assert made_of(data_chain, tmp_path, text).reused
+    assert "of the tokens of the training split are the unknown piece" in caplog.text
+
+
 def test_a_text_is_refused_as_soon_as_its_other_shards_cannot_change_it(data_chain: DataChain, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\u4e2d " * 1000)
     path = str(tmp_path / "text.txt")

@@ -101,7 +101,10 @@ def _flip(name: str) -> Callable[[Path], None]:
 
 
 def _add(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text("{}") and None
+    def add(folder: Path) -> None:
+        (folder / name).write_text("{}")
+
+    return add
 
 
 def _cut_manifest(folder: Path) -> None:
@@ -112,10 +115,9 @@ def _cut_manifest(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        *((_flip(name), rf"{name} has sha256 \w{{64}}, but sha256") for name in ("tokenizer.json", "spiece.model")),
         *(
             (_flip(name), rf"{name} has sha256 \w{{64}}, but sha256")
-            for name in ("README.md", "generation_config.json")
+            for name in ("tokenizer.json", "spiece.model", "generation_config.json")
         ),
         (_flip("model.safetensors"), r"model\.safetensors has sha256 \w{64}, but sha256"),
         (lambda folder: (folder / "special_tokens_map.json").unlink(), r"special_tokens_map\.json is missing"),
@@ -134,6 +136,26 @@ def test_a_folder_that_is_not_as_its_manifest_records_is_refused_by_generate_and
         list(generate(folder, ["Some <extra_id_0> text"]))
     with pytest.raises(T5TrainError, match=named):
         evaluate(folder, str(tmp_path / "text.txt"), root=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "warning"),
+    [
+        (_flip("README.md"), "README.md has sha256"),
+        (lambda folder: (folder / "README.md").unlink(), "README.md is missing"),
+        (lambda folder: (folder / "loss_curve.png").unlink(), "loss_curve.png is missing"),
+        (_add("trainer_state.json"), None),
+    ],
+)
+def test_files_that_transformers_does_not_read_may_differ_from_the_manifest(
+    make_model: MakeModel, caplog: pytest.LogCaptureFixture, change: Callable[[Path], None], warning: str | None
+) -> None:
+    folder = make_model()
+    change(folder)
+    ModelFolder.open(folder)
+    warnings = [message for message in caplog.messages if "The model is used all the same" in message]
+    assert len(warnings) == (warning is not None)
+    assert all(f"{folder}/{warning}" in message for message in warnings)
 
 
 def test_a_folder_with_a_manifest_of_another_program_is_used(
