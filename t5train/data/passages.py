@@ -115,6 +115,10 @@ class IdSequence:
             self._next += 1
 
 
+ID_RULE = 2
+"""Incremented when ``id_at`` or a reader spells ids differently: they decide the splits. 1 kept 1.0 as it is."""
+
+
 def id_at(found: object, source: SourceFile, row: int) -> str:
     """Return the id of a row: its place if it has none, because one id would put every such row into one split.
 
