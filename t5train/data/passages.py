@@ -115,6 +115,10 @@ class IdSequence:
             self._next += 1
 
 
+ID_RULE = 2
+"""Incremented when ``id_at`` or a reader spells ids differently: they decide the splits. 1 kept 1.0 as it is."""
+
+
 def id_at(found: object, source: SourceFile, row: int) -> str:
     """Return the id of a row: its place if it has none, because one id would put every such row into one split.
 
@@ -124,17 +128,23 @@ def id_at(found: object, source: SourceFile, row: int) -> str:
     return name if name.strip() else f"{source.name}:{row}"
 
 
+def title_of(found: object) -> str:
+    """Return a title as text; empty for null and for NaN."""
+    return str(found) if found and not _is_nan(found) else ""
+
+
+def _is_nan(found: object) -> bool:
+    return isinstance(found, float | np.floating | Decimal) and isnan(found)
+
+
 def _spelled(found: object) -> str:
     """Return an id as text; empty for null and for NaN, which usually stands for a missing id in a column of floats."""
-    if found is None:
+    if found is None or _is_nan(found):
         return ""
     if isinstance(found, bytes):  # a column of text that the program that wrote it did not mark as text
         return found.decode(errors="backslashreplace")
-    if isinstance(found, float | np.floating | Decimal):
-        if isnan(found):
-            return ""
-        if isfinite(found) and found == int(found):
-            return str(int(found))
+    if isinstance(found, float | np.floating | Decimal) and isfinite(found) and found == int(found):
+        return str(int(found))
     return str(found)
 
 

@@ -21,7 +21,7 @@ from backports import zstd
 from t5train.data.formats.compressed import COMPRESSIONS, Decompressed, DecompressionError
 from t5train.data.formats.passage_frames import frame_rows, is_framed
 from t5train.data.native import segmenter_build
-from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at
+from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at, title_of
 from t5train.errors import InputError
 from t5train.host_resources import format_bytes, quantity
 
@@ -38,6 +38,7 @@ MAX_LINE_BYTES = 64 << 20
 """Longer lines are refused: a passage is read, encoded and held in memory as a whole, once per worker process."""
 _SEEK_BYTES = 64 << 20
 _ROUNDED_FROM = 2.0**63
+_NO_IDS = {"NaN", "nan"}
 _WHOLE_FLOAT = re.compile(r"(-?(?:0|[1-9][0-9]{0,99}))\.0")
 _TSV_HEADER = "\t".join(READ_COLUMNS)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -167,7 +168,7 @@ def _json_value(source: SourceFile, row: int, line: str) -> Any:
     if not line.strip():
         return {"text": ""}
     try:
-        return orjson.loads(line)
+        return _with_whole_id(orjson.loads(line), line)
     except orjson.JSONDecodeError as error:
         raise InputError(
             f"{source.shown} line {row + 1} is not JSON ({error.msg}, at column {error.colno}). Correct this line"
@@ -177,10 +178,10 @@ def _json_value(source: SourceFile, row: int, line: str) -> Any:
 def _json_passage(source: SourceFile, row: int, value: Any) -> Passage:
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise InputError(f'{source.shown} line {row + 1} is not an object with "text": "...". Correct this line')
-    return Passage(id_at(value.get("id"), source, row), str(value.get("title") or ""), value["text"])
+    return Passage(id_at(value.get("id"), source, row), title_of(value.get("title")), value["text"])
 
 
-def _with_whole_id(value: Any, line: bytes) -> Any:
+def _with_whole_id(value: Any, line: bytes | str) -> Any:
     """Return a parsed line, again if its id may be a whole number of more than 64 bits, which orjson rounds."""
     found = value.get("id") if isinstance(value, dict) else None
     return json.loads(line) if isinstance(found, float) and abs(found) >= _ROUNDED_FROM else value
@@ -213,7 +214,9 @@ def _tsv_passage(source: SourceFile, row: int, line: str) -> Passage:
 
 
 def _untyped(name: str) -> str:
-    """Return an id of a format without types. Programs write a column of floats with whole numbers as 1.0."""
+    """Return an id of a format without types. Programs write a column of floats with 1.0, and NaN for no id."""
+    if name in _NO_IDS:
+        return ""
     whole = _WHOLE_FLOAT.fullmatch(name) if name.endswith(".0") else None
     return str(int(whole[1])) if whole else name
 

@@ -12,7 +12,7 @@ from typing import IO
 
 import numpy as np
 
-from t5train.data.passages import SPLITS, Passage, Split, SplitSettings, in_batches, split_of, text_bytes
+from t5train.data.passages import ID_RULE, SPLITS, Passage, Split, SplitSettings, in_batches, split_of, text_bytes
 from t5train.data.segments import passages_in, stretches_of
 from t5train.data.vocabulary.document_encoder import DocumentEncoder, Documents
 from t5train.data.vocabulary.sentencepiece_model import UNK_ID
@@ -96,6 +96,7 @@ def write_shard(job: Json, advance: Advance) -> Json:
         counted = unigram.finish()
     description = {
         "fingerprint": job["fingerprint"],
+        "id_rule": ID_RULE,
         **({"part": part} if (part := stretches[0][0].part) else {}),  # without mixtures, as earlier versions wrote it
         "source": [(source.name, segment.first_row, segment.rows) for source, segment in stretches],
         "splits": {split: writer.counts() for split, writer in writers.items()},

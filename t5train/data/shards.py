@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from t5train.data.checks.unchanged_files import TextStamps, require_recorded
 from t5train.data.corpus import corpus_name
 from t5train.data.held_out import HELD_OUT, comparable, write_held_out
-from t5train.data.passages import SPLITS, Passage, SourceFile, SplitRule, split_of
+from t5train.data.passages import ID_RULE, SPLITS, Passage, SourceFile, SplitRule, split_of
 from t5train.data.segments import FileSegments, Stretch, by_part, divided, passages_of, read_segments, size_of_text
 from t5train.data.vocabulary.document_encoder import warn_if_slow
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, Encoder
@@ -80,10 +80,12 @@ class ShardDescription(BaseModel):
     """The content of ``shard-NNNNN.json``, which marks a shard as complete.
 
     ``source`` lists [file name, first row, number of rows], and ``part`` is which of the texts of a mixture that is.
+    ``id_rule`` is how the ids that decide the splits are spelled; earlier versions did not record it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     fingerprint: str
+    id_rule: int = 1
     part: int = 0
     source: list[tuple[str, int, int]]
     splits: dict[str, SplitCounts]
@@ -260,7 +262,10 @@ def _bytes_per_token(tokenizer: TokenizerFiles) -> int:
 
 
 def _is_whole(folder: Path, number: int, identity: str) -> bool:
-    """Return whether a shard exists and matches its description. Damage is logged."""
+    """Return whether a shard exists, matches its description and is split by ids as spelled now. Damage is logged.
+
+    Other shards of the same text would be split by other ids: a document could be in two splits, or in none.
+    """
     try:
         description = read_description(folder, number)
         for name, digest in description.files.items():
@@ -270,7 +275,7 @@ def _is_whole(folder: Path, number: int, identity: str) -> bool:
     except (ValidationError, DigestMismatch) as error:
         _log.warning("making shard %d again, because its files are damaged: %s", number, error)
         return False
-    return description.fingerprint == identity
+    return description.fingerprint == identity and description.id_rule == ID_RULE
 
 
 def _processes_here(spec: ShardsSpec) -> Workers:
@@ -323,7 +328,7 @@ def _record_held_out(
 def _validation_documents(
     folder: Path, number: int, stretches: list[Stretch], rule: SplitRule, dtype: np.dtype
 ) -> Iterator[tuple[Passage, np.ndarray]]:
-    """Yield the validation passages of a shard in order, each with its ids from the shard's files."""
+    """Yield the validation passages of a shard, each with its ids. Raises InputError if they are not as many."""
     tokens = np.fromfile(folder / tokens_name("validation", number), dtype)
     ends = np.cumsum(np.fromfile(folder / lengths_name("validation", number), "<u4"), dtype=np.int64)
     passages = (
@@ -332,8 +337,14 @@ def _validation_documents(
         for passage in passages_of(SourceFile(Path(stretch.path), stretch.name), stretch.segment)
         if split_of(rule, passage.id) == "validation"
     )
-    for passage, end, start in zip(passages, ends, [0, *ends[:-1]], strict=False):
-        yield passage, tokens[start:end]
+    try:
+        for passage, end, start in zip(passages, ends, [0, *ends][: len(ends)], strict=True):
+            yield passage, tokens[start:end]
+    except ValueError:  # of zip
+        raise InputError(
+            f"shard {number} in {folder} does not have as many validation documents as the text it is made of. Remove "
+            "the folder of the shards and start again: they are then made again"
+        ) from None
 
 
 def _committed(

@@ -18,7 +18,7 @@ from t5train.data.download.kept_downloads import cache_folder
 from t5train.data.download.partial_file import Note, read_note, whole_copies, write_note
 from t5train.data.download.remote_reading import Backoff, is_interrupted
 from t5train.data.formats.passage_frames import FRAMES, PassageFrames
-from t5train.data.passages import Passage, SourceFile, id_at, nonblank_bytes
+from t5train.data.passages import Passage, SourceFile, id_at, nonblank_bytes, title_of
 from t5train.data.readers import SEGMENT_BYTES, require_short_text
 from t5train.data.worker_processes import Advance, Json, in_processes
 from t5train.errors import InputError
@@ -214,7 +214,7 @@ def _passages(stream: Any, columns: HubColumns, source: SourceFile, name: str) -
             )
         require_short_text(source.name, number, text or "")
         has_text = has_text or text is not None
-        yield Passage(id_at(_value(row, columns.id), source, number), str(_value(row, columns.title) or ""), text or "")
+        yield Passage(id_at(_value(row, columns.id), source, number), title_of(_value(row, columns.title)), text or "")
     if number >= 0 and not has_text:
         raise InputError(
             f"{name} has {quantity(number + 1, 'row')}, but none has a value in column {columns.text!r} "

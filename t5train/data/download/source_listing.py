@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from t5train.data.download.remote_reading import Backoff, filesystem_of, is_busy, is_web, message_of
+from t5train.data.download.remote_reading import Backoff, filesystem_of, is_busy, is_hub, is_web, message_of
 from t5train.data.formats.wikipedia_dump import require_one_form
 from t5train.data.readers import FORMATS, format_of
 from t5train.errors import InputError, printable
@@ -88,6 +88,7 @@ def list_files(source: str, *, with_left_out: bool = False) -> Matches:
         raise InputError("the text is named by nothing: name a file, folder, pattern or URL")
     filesystem, path = filesystem_of(source)
     path = _without_parents(path) if is_local(filesystem) else path
+    plain = _plain(filesystem)
     shown = redacted(source)
     made, left_out = 0, LeftOut()
     if not (is_web(filesystem) and glob.has_magic(path)) and _is_file(filesystem, path, shown):
@@ -96,7 +97,7 @@ def list_files(source: str, *, with_left_out: bool = False) -> Matches:
         return _in_folder(filesystem, path, shown, with_left_out)
     else:
         matched = _in_pattern(filesystem, path, shown)
-        hidden = [] if with_left_out else [each for each in matched if not _is_named(each, path)]
+        hidden = [] if with_left_out else [each for each in matched if not _is_named(plain(each), plain(path))]
         of_user = sorted(set(matched) - set(hidden))
         found, copies = of_user, list[str]()
         if is_local(filesystem):
@@ -104,7 +105,7 @@ def list_files(source: str, *, with_left_out: bool = False) -> Matches:
             made = len(of_user) - len(found)
             found, copies = (found, copies) if with_left_out else _without_copies(found)
         base = _folder_of_pattern(path)
-        left_out = LeftOut(*([_below(base, each) for each in names] for names in (hidden, copies)))
+        left_out = LeftOut(*([_below(plain(base), plain(each)) for each in names] for names in (hidden, copies)))
         if not found and not made:
             raise InputError(
                 f"corpus.source {shown!r} matches only hidden files: {few(left_out.hidden)}. To read them, name what "
@@ -126,6 +127,11 @@ def _below(folder: str, file: str) -> str:
     """Return a path relative to a folder; only its name if the store writes the folder in another way."""
     top, parts = _parts(folder), _parts(file)
     return "/".join(parts[len(top) :] if parts[: len(top)] == top else parts[-1:])
+
+
+def _plain(filesystem: Any) -> Callable[[str], str]:
+    """Return what gives the names in a path as they are: those of the web and of the Hub may be percent-encoded."""
+    return unquote if is_web(filesystem) or is_hub(filesystem) else str
 
 
 def _is_file(filesystem: Any, path: str, shown: str) -> bool:
@@ -166,15 +172,17 @@ def _in_folder(filesystem: Any, path: str, shown: str, with_left_out: bool) -> M
         _require_readable(path, lambda folder: _may_have_text(PurePosixPath(folder).relative_to(path), made))
     entries = filesystem.find(path, detail=True)
     every = [each for each, entry in sorted(entries.items()) if not _is_device(entry)]
-    hidden = [] if with_left_out else [each for each in every if format_of(each) and _is_hidden(_below(path, each))]
+    plain = _plain(filesystem)
+    below = {each: _below(plain(path), plain(each)) for each in every}
+    hidden = [] if with_left_out else [each for each in every if format_of(each) and _is_hidden(below[each])]
     shown_files = sorted(set(every) - set(hidden))
     of_user = made.without(shown_files) if is_local(filesystem) else shown_files
     found, copies, folders = [each for each in of_user if format_of(each)], list[str](), list[str]()
     if is_local(filesystem) and not with_left_out:
         folders = [each for each in of_user if entries[each].get("islink") and Path(each).is_dir()]
         found, copies = _without_copies(each for each in found if _is_file_or_broken(each))
-    left_out = LeftOut(*([_below(path, each) for each in names] for names in (hidden, copies, folders)))
-    skipped = [_below(path, each) for each in of_user if not format_of(each) and each not in folders]
+    left_out = LeftOut(*([below[each] for each in names] for names in (hidden, copies, folders)))
+    skipped = [below[each] for each in of_user if not format_of(each) and each not in folders]
     require_one_form(found)
     if not found:
         reasons = [f" It has only files of other formats: {few(skipped)}."] if skipped else []
@@ -279,7 +287,6 @@ def _is_part(part: str, wanted: str) -> bool:
     """Whether a part of a pattern matches a name, and names its first character if that is ``.`` or ``_``."""
     if part == wanted:
         return True
-    wanted = wanted.replace("[^", "[!")
     return fnmatchcase(part, wanted) and (not _begins_hidden(part) or _names_first(part[0], wanted))
 
 
@@ -298,7 +305,7 @@ def _has_magic(part: str) -> bool:
 
 
 def _parts(path: str) -> list[str]:
-    return [each for each in unquote(path).split("/") if each not in ("", ".")]
+    return [each for each in path.split("/") if each not in ("", ".")]
 
 
 def _without_copies(files: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at
+from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at, title_of
 from t5train.errors import InputError, printable
 
 _BATCH_ROWS = 4096
@@ -100,7 +100,7 @@ def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) ->
         for values in batch.to_pylist():
             if row >= number:
                 name = id_at(values.get("id"), source, row)
-                yield Row(row, 0, Passage(name, str(values.get("title") or ""), values["text"] or ""))
+                yield Row(row, 0, Passage(name, title_of(values.get("title")), values["text"] or ""))
             row += 1
 
 

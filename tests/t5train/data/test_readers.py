@@ -74,6 +74,24 @@ def test_a_row_without_an_id_is_identified_by_file_and_row(tmp_path: Path) -> No
     assert [passage.id for passage in read(path)] == ["a.jsonl:0", "a.jsonl:1", "0"]
 
 
+@pytest.mark.parametrize("name", ["NaN", "nan", '"nan"'])
+def test_an_id_that_is_not_a_number_is_missing_in_a_format_without_types(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.csv").write_text(f"id,text\n{name},one\n")
+    (tmp_path / "a.tsv").write_text(f"id\ttext\ttitle\n{name}\tone\t\n")
+    assert [read(tmp_path / each)[0].id for each in ("a.csv", "a.tsv")] == ["a.csv:1", "a.tsv:1"]
+
+
+def test_a_title_that_is_not_a_number_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"title": [float("nan"), 2.5], "text": ["one", "two"]}), path)
+    assert [passage.title for passage in read(path)] == ["", "2.5"]
+
+
+def test_a_long_id_after_a_byte_order_mark_keeps_its_digits(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": 123456789012345678901, "text": "one"}\n', encoding="utf-8-sig")
+    assert [passage.id for passage in read(tmp_path / "a.jsonl")] == ["123456789012345678901"]
+
+
 def test_a_line_of_txt_is_a_passage_and_a_blank_line_an_empty_one(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffone\r\n\n  two é\n".encode())

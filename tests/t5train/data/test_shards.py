@@ -1,6 +1,7 @@
 """The shards stage: the content of its files, and the same bytes for any number of workers."""
 
 import gzip
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,17 @@ from t5train.data.held_out import HELD_OUT
 from t5train.data.native import segmenter_build
 from t5train.data.passages import SPLITS, split_of
 from t5train.data.segments import passages_of, read_segments
-from t5train.data.shards import build_shards, read_description, shard_name, tokens_name, unigram_name
+from t5train.data.shards import (
+    _validation_documents,
+    build_shards,
+    plan_shards,
+    read_description,
+    shard_name,
+    tokens_name,
+    unigram_name,
+)
 from t5train.data.vocabulary.tokenizer import Tokenizer
-from t5train.errors import StorageError
+from t5train.errors import InputError, StorageError
 from t5train.records.stage_records import MANIFEST, TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec
 from tests.support.generated_text import DataChain
@@ -154,6 +163,34 @@ def test_an_interrupted_stage_resumes_where_it_stopped(
     assert "1 of" in caplog.text
     assert not list(tmp_path.glob(".*.tmp"))
     assert again.files == data_chain.shards.files
+
+
+def test_shards_split_by_ids_of_an_earlier_version_are_made_again_unless_all_are_finished(
+    data_chain: DataChain, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    build(data_chain, out)
+    made = contents(out)
+    of_earlier = json.loads((out / shard_name(1)).read_bytes())
+    del of_earlier["id_rule"]
+    (out / shard_name(1)).write_text(json.dumps(of_earlier))
+    assert read_description(out, 1).id_rule == 1
+    before = (out / tokens_name("validation", 1)).stat().st_ino
+    (out / MANIFEST).unlink()
+    build(data_chain, out)
+    assert contents(out) == made
+    assert (out / tokens_name("validation", 1)).stat().st_ino != before
+
+
+def test_a_shard_with_other_documents_than_its_text_is_blamed_and_not_the_tokenizer(
+    data_chain: DataChain, tmp_path: Path
+) -> None:
+    for name in ("bin", "len"):
+        (tmp_path / f"validation-00000.{name}").write_bytes(b"")
+    plan = plan_shards(read_segments(data_chain.corpus.path), data_chain.shards_spec.shard_tokens)
+    documents = _validation_documents(tmp_path, 0, plan[0], data_chain.corpus_spec, np.dtype("<u2"))
+    with pytest.raises(InputError, match="Remove the folder of the shards"):
+        list(documents)
 
 
 def test_finished_shards_are_reused(data_chain: DataChain, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_hidden_files_below_a_folder_are_no_text_and_the_log_names_them(
         (".[!.]*", ["._a.txt", ".a.txt.swp.txt"]),
         ("[._]*/*.txt", [".git/a.txt", ".ipynb_checkpoints/a-checkpoint.txt"]),
         ("[!a]*.txt", None),
-        ("[^a]*.txt", None),
+        ("[^a]*.txt", ["a.txt"]),
         ("_temporary/*/*.txt", ["_temporary/0/part-0.txt"]),
         ("_temporary/**/*.txt", ["_temporary/0/part-0.txt"]),
         (".Trash-0/**", [".Trash-0/files/a.txt"]),
@@ -132,6 +132,20 @@ def test_what_is_named_is_read_though_it_is_hidden(tmp_path: Path, named: str) -
     make(tmp_path, "_text/_a.txt", "_text/b.txt", ".cache/text/b.txt", ".cache/_text/a.txt")
     expected = {"_text": ["_text/b.txt"], "_text/_a.txt": ["_text/_a.txt"]}.get(named, [".cache/text/b.txt"])
     assert paths_of(tmp_path / named, tmp_path) == expected
+
+
+@pytest.mark.parametrize("store", ["local", "memory"])
+def test_a_percent_sign_in_a_name_stands_for_itself(
+    tmp_path: Path, memory: fsspec.AbstractFileSystem, store: str
+) -> None:
+    names = ["%2Ehid.txt", "%5Fc.txt", "a%2F_b/c.txt", "https%3A%2F%2Fx.org%2F_a.txt"]
+    make(tmp_path / "text", *names, "_x%2Fy.txt")
+    memory.pipe({f"/text/{name}": b"one\n" for name in (*names, "_x%2Fy.txt")})
+    source = {"local": f"{tmp_path}/text", "memory": "memory://text"}[store]
+    found = require_source(source)
+    assert [*found.sizes] == names
+    assert found.left_out.hidden == ["_x%2Fy.txt"]
+    assert [*require_source(f"{source}/**/*.txt").sizes] == names
 
 
 def test_a_store_may_write_the_named_folder_in_another_way() -> None:
