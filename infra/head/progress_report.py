@@ -147,7 +147,7 @@ class _SlowPhases:
                 "disks and the network between the hosts. A rank is ended when this takes %.0f min (cluster.deadlines"
                 ".%s_seconds)",
                 self._seconds // 60,
-                heartbeat.IN_WORDS[beat.phase],
+                heartbeat.PHASE_DESCRIPTIONS[beat.phase],
                 beat.step,
                 beat.limit / 60,
                 beat.phase,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # guards must not import pydantic
     from t5train.spec.cluster_spec import DeadlinesSpec
 
 Phase = Literal["start", "compile", "step", "save", "validate"]
-IN_WORDS: Mapping[Phase, str] = {
+PHASE_DESCRIPTIONS: Mapping[Phase, str] = {
     "start": "starting",
     "compile": "preparing the first step",
     "step": "training",

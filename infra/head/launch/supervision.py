@@ -204,7 +204,7 @@ class Supervision:
 
     def _keep_phase(self, found: RankPhase, at: float) -> None:
         """Keep it for the progress report and for ``status``, which are other threads or processes."""
-        if (phase := next((each for each in heartbeat.IN_WORDS if each == found.phase), None)) is not None:
+        if (phase := next((each for each in heartbeat.PHASE_DESCRIPTIONS if each == found.phase), None)) is not None:
             beat = Beat(at, phase, at - found.seconds, found.limit_seconds, found.step)
             with suppress(OSError):  # the phase is then not shown; training does not depend on it
                 heartbeat.write(heartbeat.beat_file(self.this.rank_files(HEAD)), beat)

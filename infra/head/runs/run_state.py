@@ -291,7 +291,7 @@ def _phase(attempt_folder: Path) -> str | None:
         return None
     # A rank that exceeds its limit is being ended.
     is_slow = heartbeat.unusual_seconds(beat) <= (seconds := now - beat.since) <= beat.limit
-    return heartbeat.IN_WORDS[beat.phase] + (f" for {seconds // 60:.0f} min" if is_slow else "")
+    return heartbeat.PHASE_DESCRIPTIONS[beat.phase] + (f" for {seconds // 60:.0f} min" if is_slow else "")
 
 
 def _lease_boot_id(attempt_folder: Path) -> str | None:
