@@ -91,13 +91,6 @@ def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
         _write_config(spec)
         return
     require_same(spec.run_name, path, identity)
-    if decays_all(spec):
-        _log.warning(
-            "run %s was begun by an earlier version: its weight decay (%g) also shrinks norms and position biases. It "
-            "keeps this rule; new runs exempt them",
-            spec.run_name,
-            spec.optimizer.weight_decay,
-        )
     if unique_id(spec.run_folder) is None:  # begun by a version without unique ids
         write_json(path, json.loads(path.read_text("utf-8")) | {"unique_id": _new_id()})
 
@@ -238,6 +231,13 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
     """
     if not is_asked_to_begin_again(spec.run_folder):
         _require_own_checkpoints(spec, shards)
+    if decays_all(spec):
+        _log.warning(
+            "run %s was begun by an earlier version: its weight decay (%g) also shrinks norms and position biases. It "
+            "keeps this rule; new runs exempt them",
+            spec.run_name,
+            spec.optimizer.weight_decay,
+        )
     tag = resume_tag(spec.run_folder, progress)
     consolidated = None
     if tag is not None:

@@ -50,7 +50,7 @@ _SENTINEL = re.compile("<extra_id_[0-9]+>")
 _RULE = "nmt_nfkc"
 _NMT_NFKC_TABLES = {
     "0942789e0111452f1cc446f70036e26d24458c3c7858c53cc12ca4d87531279b",  # up to 0.1.91, and T5's own
-    "51d3684747b35ef99cd4802f37cc1ee0c6bec4d060814f774efb1066d3c167f2",  # 0.1.96 to 0.2.0
+    "51d3684747b35ef99cd4802f37cc1ee0c6bec4d060814f774efb1066d3c167f2",  # 0.1.99 and 0.2.0
     "79372c41389c2b9b29bc171017ab5400e352debd686b02670a42bec709015074",  # 0.2.1
     "1e2c7b43d3ee9755ceaa2ac335e253d8703604e0249ee1e81156c92b46423844",  # 0.2.3
 }
@@ -109,10 +109,7 @@ def _differing_settings(model: sentencepiece_model_pb2.ModelProto) -> Iterator[s
         if value != required:
             yield f"has {name}={str(value).lower()}, but T5's vocabulary has {name}={str(required).lower()}"
     if not _has_t5_table(model):
-        yield (
-            f"normalises text by the rule {normalised.name or 'identity'!r}, or by a table of its own, but T5's "
-            "vocabulary does so by a table of nmt_nfkc"
-        )
+        yield f"has another normalisation table than {_RULE} (its rule is named {normalised.name or 'identity'!r})"
     if model.denormalizer_spec.precompiled_charsmap:
         yield "has denormalization rules, but T5's vocabulary has none"
 
@@ -129,7 +126,10 @@ def _differing_pieces(model: sentencepiece_model_pb2.ModelProto) -> Iterator[str
         if piece.type != _Piece.NORMAL or _SENTINEL.search(piece.piece):
             yield f"has the special piece {piece.piece!r}, but beside {SPECIAL_PIECES}, all pieces must be plain text"
         if not -_LARGEST_COST <= piece.score <= 0:
-            yield f"has the score {piece.score:g} of the piece {piece.piece!r}, but scores must be log probabilities"
+            yield (
+                f"has the score {piece.score:g} for the piece {piece.piece!r}, but scores must be from "
+                f"-{_LARGEST_COST} to 0 (log probabilities)"
+            )
         if SPACE in piece.piece[1:]:
             yield f"has the piece {piece.piece!r} with a space after its beginning, but no piece may span words"
     if SPACE not in {piece.piece for piece in model.pieces}:
@@ -226,8 +226,8 @@ def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:
     except Exception as error:
         # protobuf and SentencePiece share no narrower base class
         raise InputError(
-            f"{where} is not a SentencePiece model, or is damaged. Restore the file or choose another model "
-            "(tokenizer.path)"
+            f"{where} is not a SentencePiece model, or is damaged ({str(error).rstrip('. ')}). Restore the file or "
+            "choose another model (tokenizer.path)"
         ) from error
     if not model.pieces:
         raise InputError(

@@ -386,6 +386,7 @@ def test_a_run_keeps_the_rule_of_weight_decay_that_it_began_with(
     _checkpoint(decayed, 100, earlier)
     open_run(decayed, shards)
     require_same_settings(decayed)
+    assert "weight decay" not in caplog.text, "a finished run is only opened"
     job = TrainJob.read(write_job(decayed, shards, tmp_path))
     assert (job.resume_tag, job.run_fingerprint, job.decays_all) == (tag_of(100), earlier, True)
     assert "its weight decay (0.1) also shrinks norms and position biases. It keeps this rule" in caplog.text

@@ -264,6 +264,25 @@ CHANGES = [
 ]
 
 
+@pytest.mark.parametrize(("score", "named"), [(-2000.0, "-2000"), (0.5, "0.5")])
+def test_a_score_that_is_no_log_probability_is_named_with_its_limits(
+    data_chain: DataChain, tmp_path: Path, score: float, named: str
+) -> None:
+    model = Model.FromString((data_chain.tokenizer.path / "spiece.model").read_bytes())
+    model.pieces[50].score = score
+    (tmp_path / "spiece.model").write_bytes(model.SerializeToString())
+    with pytest.raises(SpecError, match=rf"has the score {named} for .*must be from -1024 to 0 \(log probabilities\)"):
+        given_tokenizer(tmp_path, tmp_path / "root")
+
+
+def test_a_score_that_is_not_a_number_is_named(data_chain: DataChain, tmp_path: Path) -> None:
+    model = Model.FromString((data_chain.tokenizer.path / "spiece.model").read_bytes())
+    model.pieces[50].score = float("nan")
+    (tmp_path / "spiece.model").write_bytes(model.SerializeToString())
+    with pytest.raises(InputError, match=r"is damaged \(.*score is NaN or Inf\)\. Restore the file"):
+        given_tokenizer(tmp_path, tmp_path / "root")
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_is_not_in_t5s_form_is_refused(
     data_chain: DataChain, tmp_path: Path, change: Callable[[Model], None]
@@ -303,11 +322,26 @@ def trained_with(folder: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"normalization_rule_name": "identity"}, "normalises text by the rule 'identity'"),
-        ({"normalization_rule_name": "nfkc"}, "normalises text by the rule 'nfkc'"),
-        ({"normalization_rule_name": "nfkc_cf"}, "normalises text by the rule 'nfkc_cf'"),
-        ({"normalization_rule_name": "nmt_nfkc_cf"}, "normalises text by the rule 'nmt_nfkc_cf'"),
-        ({"normalization_rule_tsv": "rules.tsv"}, "normalises text by the rule 'user_defined'"),
+        (
+            {"normalization_rule_name": "identity"},
+            "has another normalisation table than nmt_nfkc (its rule is named 'identity')",
+        ),
+        (
+            {"normalization_rule_name": "nfkc"},
+            "has another normalisation table than nmt_nfkc (its rule is named 'nfkc')",
+        ),
+        (
+            {"normalization_rule_name": "nfkc_cf"},
+            "has another normalisation table than nmt_nfkc (its rule is named 'nfkc_cf')",
+        ),
+        (
+            {"normalization_rule_name": "nmt_nfkc_cf"},
+            "has another normalisation table than nmt_nfkc (its rule is named 'nmt_nfkc_cf')",
+        ),
+        (
+            {"normalization_rule_tsv": "rules.tsv"},
+            "has another normalisation table than nmt_nfkc (its rule is named 'user_defined')",
+        ),
         ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix=true"),
         ({"split_by_whitespace": False, "vocab_size": 400}, "no piece may span words"),
         ({"add_dummy_prefix": False}, "add_dummy_prefix=false"),
