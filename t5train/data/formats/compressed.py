@@ -1,5 +1,8 @@
 """Decompresses .gz, .bz2, .xz and .zst files to their last byte, or raises an error that says where they are damaged.
 
+Damage is found by the checksums that a file has, after the content that they are of. .zst may have none (``zstd`` adds
+one, some libraries do not): content that is altered, but still can be decompressed, is not found then.
+
 The standard library's readers of .bz2 and .xz end at the first stream that they do not recognise, and so lose the rest
 of a file without an error. fsspec uses them: ``use_in_fsspec`` replaces them.
 """

@@ -228,6 +228,20 @@ def test_what_follows_an_intact_stream_is_read_or_refused(tmp_path: Path, suffix
             read(path)
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.tsv", "a.jsonl"])
+def test_of_a_damaged_compressed_file_the_checksum_is_blamed_and_not_the_text(tmp_path: Path, name: str) -> None:
+    """With level 0, gzip stores the text as it is."""
+    stored = bytearray(gzip.compress(b"id\ttext,text\ttitle\n" + b"one\n" * 50_000, compresslevel=0))
+    stored[20] = 0xFF
+    path = tmp_path / f"{name}.gz"
+    path.write_bytes(stored)
+    with pytest.raises(InputError, match=r"cannot be read to its end \(stream 1, .*\. If the file is damaged, fetch"):
+        read(path)
+    path.write_bytes(gzip.compress(b"text\xff\n"))
+    with pytest.raises(InputError, match="UTF-8"):
+        read(path)
+
+
 @pytest.mark.parametrize("zeros", [1, 2, 3, 5, 70_001])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_padding_of_xz_that_is_not_a_multiple_of_four_is_refused(tmp_path: Path, zeros: int, is_last: bool) -> None:
