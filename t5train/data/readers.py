@@ -282,9 +282,13 @@ def _csv_records(
             yield number, start, fields
             number, start = number + 1, end
     except csv.Error as error:
+        said, remedy = str(error), "Correct this record: each double quote in a field in double quotes is doubled"
+        if said.startswith("new-line character"):  # and goes on with advice to programmers
+            said = "a carriage return (CR) is in a field without double quotes"
+            remedy = "Convert the line ends of the file to LF, or write this field in double quotes"
         raise InputError(
-            f"{source.shown} record {number + 1}, which begins at byte {start:,} of the text, is not CSV ({error}). "
-            "Correct this record: each double quote in a field in double quotes is doubled"
+            f"{source.shown} record {number + 1}, which begins at byte {start:,} of the text, is not CSV ({said}). "
+            f"{remedy}"
         ) from None
 
 

@@ -192,6 +192,11 @@ class _Streams(io.RawIOBase):
 
     def _failed(self, error: Exception) -> DecompressionError:
         said = str(error) or type(error).__name__
+        if "Dictionary mismatch" in said:
+            return self._error(
+                f"{said}: it needs a dictionary that is in another file",
+                "Write the file again without a dictionary (zstd without -D). A damaged file may fail in the same way",
+            )
         if not isinstance(error, MemoryError) and "memory" not in said.lower():
             return self._error(said)
         return self._error(
