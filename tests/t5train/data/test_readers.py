@@ -429,7 +429,7 @@ def test_a_parquet_row_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
 def test_a_file_that_needs_a_dictionary_is_refused_with_the_remedy(tmp_path: Path) -> None:
     dictionary = zstd.train_dict([b"some words %d" % number * 20 for number in range(300)], 1000)
     (tmp_path / "a.txt.zst").write_bytes(zstd.compress(b"some words\n" * 50, zstd_dict=dictionary))
-    with pytest.raises(InputError, match="needs a dictionary .* Write the file again without a dictionary"):
+    with pytest.raises(InputError, match=r"needs a dictionary .* Write the file again without a dictionary"):
         read(tmp_path / "a.txt.zst")
 
 
