@@ -185,7 +185,9 @@ def _said(error: Exception, url: str) -> str:
 
 
 def _remedy(error: Exception) -> str:
-    """Return advice about credentials if they caused the error: stores only report that access is denied."""
+    """Return the remedy that an error has, or advice about credentials: stores only report that access is denied."""
+    if isinstance(remedy := getattr(error, "remedy", None), str):
+        return f". {remedy}"
     if not isinstance(error, PermissionError) and "Credentials" not in type(error).__name__:
         return ""
     return (

@@ -9,6 +9,7 @@ row, given its number and its byte offset in the decompressed stream.
 
 import csv
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -102,6 +103,12 @@ class OpenFile:
         self._file.seek(offset)
         return self._file
 
+    def read_on(self, path: Path) -> None:
+        """Read a compressed file to its end. Raises DecompressionError if it is damaged."""
+        if is_compressed(path):
+            place = 0 if self._file is None or path != self._path else self._file.tell()
+            self.at(path, place).seek(0, os.SEEK_END)
+
 
 def rows(source: SourceFile, number: int = 0, offset: int = 0, opened: OpenFile | None = None) -> Iterator[Row]:
     """Yield the rows of a file from row ``number``, which begins at byte ``offset``, to the end.
@@ -118,7 +125,11 @@ def rows(source: SourceFile, number: int = 0, offset: int = 0, opened: OpenFile 
         )
     try:
         with OpenFile() if opened is None else nullcontext(opened) as file:
-            yield from reader(source, number, offset, file)
+            try:
+                yield from reader(source, number, offset, file)
+            except InputError:  # of damaged content, perhaps: checksums come after what they are of
+                file.read_on(source.path)
+                raise
     except DecompressionError as error:
         raise InputError(f"{source.shown} cannot be read to its end ({error}). {error.remedy}") from error
     except (OSError, EOFError, zstd.ZstdError) as error:
@@ -271,9 +282,13 @@ def _csv_records(
             yield number, start, fields
             number, start = number + 1, end
     except csv.Error as error:
+        said, remedy = str(error), "Correct this record: each double quote in a field in double quotes is doubled"
+        if said.startswith("new-line character"):  # and goes on with advice to programmers
+            said = "a carriage return (CR) is in a field without double quotes"
+            remedy = "Convert the line ends of the file to LF, or write this field in double quotes"
         raise InputError(
-            f"{source.shown} record {number + 1}, which begins at byte {start:,} of the text, is not CSV ({error}). "
-            "Correct this record: each double quote in a field in double quotes is doubled"
+            f"{source.shown} record {number + 1}, which begins at byte {start:,} of the text, is not CSV ({said}). "
+            f"{remedy}"
         ) from None
 
 

@@ -2,11 +2,13 @@
 
 import errno
 import logging
+import posixpath
 import queue
 import random
+import tarfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
@@ -37,6 +39,8 @@ _LOST_CLASSES = {
 
 The last one means that the Hub did not answer a question about a file. ``datasets`` removes its cause."""
 _ARCHIVE_BLOCK_BYTES = 1 << 20
+_MOST_LINKS = 40
+"""As Linux follows."""
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
@@ -78,13 +82,19 @@ def filesystem_of(source: str) -> tuple[Any, str]:
 
 
 def _require_whole_archive(filesystem: Any) -> None:
-    """Raise InputError if a .tar archive goes on after what ``tarfile`` takes for its end: a damaged header, say."""
-    if "tar" not in _protocols(filesystem):
+    """Raise InputError if a .tar archive lacks the zeros at its end, or goes on after them or a damaged header."""
+    if not is_tar(filesystem):
         return
     archive = filesystem.tar
     archive.getmembers()
     archive.fileobj.seek(archive.offset)
     place = archive.offset
+    if not archive.fileobj.read(tarfile.BLOCKSIZE):
+        raise InputError(
+            f"the .tar archive ends at byte {place:,}, without the block of zeros that marks its end, so files may be "
+            "missing. Fetch or write the archive again"
+        )
+    archive.fileobj.seek(place)
     while block := archive.fileobj.read(_ARCHIVE_BLOCK_BYTES):
         if rest := block.lstrip(b"\0"):
             raise InputError(
@@ -242,6 +252,25 @@ def is_web(filesystem: Any) -> bool:
 def is_hub(filesystem: Any) -> bool:
     """Whether a filesystem reads from the Hugging Face Hub."""
     return "hf" in _protocols(filesystem)
+
+
+def is_tar(filesystem: Any) -> bool:
+    """Whether a filesystem reads from a .tar archive."""
+    return "tar" in _protocols(filesystem)
+
+
+def linked_members(filesystem: Any, paths: Iterable[str]) -> dict[str, str | None]:
+    """Return which member of a .tar archive each path leads to through links; None for one that is no link."""
+    members = {posixpath.normpath(each.name): each for each in filesystem.tar}
+
+    def linked(path: str) -> str | None:
+        found, steps = posixpath.normpath(path), 0
+        while (member := members.get(found)) and (member.islnk() or member.issym()) and steps < _MOST_LINKS:
+            folder = posixpath.dirname(found) if member.issym() else ""
+            found, steps = posixpath.normpath(posixpath.join(folder, member.linkname)), steps + 1
+        return found if steps else None
+
+    return {each: linked(each) for each in paths}
 
 
 def _protocols(filesystem: Any) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ further names of one file.
 
 import glob
 import os
+import posixpath
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,7 +16,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from t5train.data.download.remote_reading import Backoff, filesystem_of, is_busy, is_hub, is_web, message_of
+from t5train.data.download.remote_reading import (
+    Backoff,
+    filesystem_of,
+    is_busy,
+    is_hub,
+    is_tar,
+    is_web,
+    linked_members,
+    message_of,
+)
 from t5train.data.formats.wikipedia_dump import require_one_form
 from t5train.data.readers import FORMATS, format_of
 from t5train.errors import InputError, printable
@@ -104,6 +114,8 @@ def list_files(source: str, *, with_left_out: bool = False) -> Matches:
             found = MadeFiles(Path(_folder_of_pattern(path))).without(of_user)
             made = len(of_user) - len(found)
             found, copies = (found, copies) if with_left_out else _without_copies(found)
+        elif is_tar(filesystem) and not with_left_out:
+            found, copies = _without_linked_members(filesystem, found)
         base = _folder_of_pattern(path)
         left_out = LeftOut(*([_below(plain(base), plain(each)) for each in names] for names in (hidden, copies)))
         if not found and not made:
@@ -181,6 +193,8 @@ def _in_folder(filesystem: Any, path: str, shown: str, with_left_out: bool) -> M
     if is_local(filesystem) and not with_left_out:
         folders = [each for each in of_user if entries[each].get("islink") and Path(each).is_dir()]
         found, copies = _without_copies(each for each in found if _is_file_or_broken(each))
+    elif is_tar(filesystem) and not with_left_out:
+        found, copies = _without_linked_members(filesystem, found)
     left_out = LeftOut(*([below[each] for each in names] for names in (hidden, copies, folders)))
     skipped = [below[each] for each in of_user if not format_of(each) and each not in folders]
     require_one_form(found)
@@ -316,9 +330,20 @@ def _without_copies(files: Iterable[str]) -> tuple[list[str], list[str]]:
     """
     is_link = {each: Path(each).is_symlink() for each in files}
     of_links = any(is_link.values())
+    return _once(is_link, lambda each: _identity(each, is_resolved=of_links))
+
+
+def _without_linked_members(filesystem: Any, files: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return files of a .tar archive as ``_without_copies`` does."""
+    linked = linked_members(filesystem, files)
+    is_link = {each: target is not None for each, target in linked.items()}
+    return _once(is_link, lambda each: linked[each] or posixpath.normpath(each))
+
+
+def _once(is_link: Mapping[str, bool], identity: Callable[[str], object]) -> tuple[list[str], list[str]]:
     kept, seen, copies = list[str](), set[object](), list[str]()
     for each in sorted(is_link, key=lambda name: (is_link[name], name)):
-        found = _identity(each, is_resolved=of_links)
+        found = identity(each)
         (copies if found in seen else kept).append(each)
         seen.add(found)
     return sorted(kept), sorted(copies)

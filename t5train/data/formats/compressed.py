@@ -1,5 +1,8 @@
 """Decompresses .gz, .bz2, .xz and .zst files to their last byte, or raises an error that says where they are damaged.
 
+Damage is found by the checksums that a file has, after the content that they are of. .zst may have none (``zstd`` adds
+one, some libraries do not): content that is altered, but still can be decompressed, is not found then.
+
 The standard library's readers of .bz2 and .xz end at the first stream that they do not recognise, and so lose the rest
 of a file without an error. fsspec uses them: ``use_in_fsspec`` replaces them.
 """
@@ -7,7 +10,7 @@ of a file without an error. fsspec uses them: ``use_in_fsspec`` replaces them.
 import bz2
 import io
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import IO, Any, NamedTuple, cast
 
@@ -50,6 +53,8 @@ class _Compression(NamedTuple):
     """Makes a decompressor for one stream."""
     padding: int
     """Zeros may follow a stream, as many as a multiple of this; 0 if there may be none."""
+    archives: Sequence[str]
+    """Short ends of names of .tar archives that are compressed so."""
 
 
 def memory_limit_bytes() -> int:
@@ -64,10 +69,10 @@ def _zstd() -> Any:
 
 
 COMPRESSIONS = {
-    ".gz": _Compression("gzip", lambda: igzip_lib.IgzipDecompressor(igzip_lib.DECOMP_GZIP), 1),
-    ".bz2": _Compression("bz2", bz2.BZ2Decompressor, 1),
-    ".xz": _Compression("xz", lambda: lzma.LZMADecompressor(memlimit=memory_limit_bytes()), 4),
-    ".zst": _Compression("zstd", _zstd, 0),
+    ".gz": _Compression("gzip", lambda: igzip_lib.IgzipDecompressor(igzip_lib.DECOMP_GZIP), 1, ["tgz"]),
+    ".bz2": _Compression("bz2", bz2.BZ2Decompressor, 1, ["tbz2", "tbz"]),
+    ".xz": _Compression("xz", lambda: lzma.LZMADecompressor(memlimit=memory_limit_bytes()), 4, ["txz"]),
+    ".zst": _Compression("zstd", _zstd, 0, ["tzst"]),
 }
 """By the end of a file's name. .zip is not one of them: it is an archive of any number of files."""
 
@@ -87,7 +92,7 @@ def use_in_fsspec() -> None:
 
     for suffix, compression in COMPRESSIONS.items():
         opener = _opener(suffix, compr[compression.name])
-        register_compression(compression.name, opener, suffix.removeprefix("."), force=True)
+        register_compression(compression.name, opener, [suffix.removeprefix("."), *compression.archives], force=True)
 
 
 def _opener(suffix: str, compressed: Callable[..., IO[bytes]]) -> Callable[..., IO[bytes]]:
@@ -187,6 +192,11 @@ class _Streams(io.RawIOBase):
 
     def _failed(self, error: Exception) -> DecompressionError:
         said = str(error) or type(error).__name__
+        if "Dictionary mismatch" in said:
+            return self._error(
+                f"{said}: it needs a dictionary that is in another file",
+                "Write the file again without a dictionary (zstd without -D). A damaged file may fail in the same way",
+            )
         if not isinstance(error, MemoryError) and "memory" not in said.lower():
             return self._error(said)
         return self._error(

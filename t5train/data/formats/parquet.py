@@ -97,11 +97,33 @@ def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) ->
         row += file.metadata.row_group(group).num_rows
         group += 1
     for batch in batches(source.path, file, _BATCH_ROWS, range(group, file.num_row_groups), columns):
-        for values in batch.to_pylist():
+        for values in _decoded(source, batch, row):
             if row >= number:
                 name = id_at(values.get("id"), source, row)
                 yield Row(row, 0, Passage(name, title_of(values.get("title")), values["text"] or ""))
             row += 1
+
+
+def _decoded(source: SourceFile, batch: Any, first_row: int) -> list[dict[str, Any]]:
+    """Return the values of each row of a batch. Raises InputError for text that is not UTF-8."""
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+    except UnicodeDecodeError:
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            for row, value in enumerate(column, first_row):
+                _require_utf8(source, row, name, value)
+        raise
+    return rows
+
+
+def _require_utf8(source: SourceFile, row: int, column: str, value: pyarrow.Scalar) -> None:
+    try:
+        value.as_py()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{source.shown}, row {row}: column {column!r} is not UTF-8, as text of parquet is: byte {error.start} is "
+            f"0x{error.object[error.start]:02x}. Convert this text, or write the file again without this row"
+        ) from None
 
 
 def _columns(source: SourceFile, schema: pyarrow.Schema) -> list[str]:

@@ -16,11 +16,14 @@ MOST_NESTED = 100
 """The largest wikis nest markup up to about 40 deep."""
 MOST_WORK = 500_000_000
 """Characters that are read again for markup that is not closed, times ``_weight``. They take up to ten seconds."""
+_WORK_OF_ITEM = 1000
+"""Each of the characters that begin the item of a list is a node of its own."""
 _MARKUP = re.compile(
     r"(?P<open><!--|\{\{|\[\[|^[ \t:*#;]*\{\||\[(?=[a-z+]{2,}:|//))"
     r"|(?P<close>-->|\}\}|\]\]|\|\}(?!\})|\])"
     r"|<(?P<end>/?)(?P<tag>[^\s<>/!{}\[\]|']+)(?:(?P<attributes>[^<>]*)>)?"
     r"|(?P<quotes>'{2,5})"
+    r"|(?P<items>^[*#:;]+)"
     r"|(?P<line>\n)",
     re.MULTILINE | re.IGNORECASE,
 )
@@ -70,6 +73,8 @@ def _work(wikitext: str) -> int:
         elif (mark := found["quotes"]) is not None:
             if not unclosed.close(mark, place):
                 unclosed.add(mark, place)
+        elif (items := found["items"]) is not None:
+            unclosed.add_work(_WORK_OF_ITEM * len(items))
         else:
             unclosed.end_line(place)
     return unclosed.work_at_end(len(wikitext))
@@ -111,6 +116,9 @@ class _Unclosed:
     def add(self, closed_by: str, place: int) -> None:
         self._open.append((closed_by, place))
         self._counts[closed_by] += 1
+
+    def add_work(self, work: int) -> None:
+        self._work += work
 
     def close(self, mark: str, place: int) -> bool:
         """Close the last markup that ``mark`` closes, if there is any, and drop what is open in it."""

@@ -1,5 +1,6 @@
 """Downloads of text from a web server, with the failures that web servers have."""
 
+import bz2
 import gzip
 import io
 import json
@@ -324,8 +325,51 @@ def test_an_archive_is_read_to_its_end_or_refused(tmp_path: Path, compress: Call
         place.write_bytes(compress(content))
         with pytest.raises(InputError, match=r"\.tar archive cannot be read to its end: byte \d"):
             require_source(source)
+    place.write_bytes(compress(whole[: 2 * (512 + 1024)]))
+    with pytest.raises(InputError, match=r"archive ends at byte 3,072, without the block of zeros"):
+        require_source(source)
     place.write_bytes(compress(whole))
     assert require_source(source).sizes == {f"{name}.txt": 600 for name in "xyz"}
+
+
+@pytest.mark.parametrize("wanted", ["", "**/*.txt"])
+def test_links_in_an_archive_are_no_further_texts(tmp_path: Path, wanted: str) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        (tmp_path / "b.txt").write_text("one\n")
+        archive.add(tmp_path / "b.txt", "./deep/b.txt")
+        for name, kind, target in (
+            ("a.txt", tarfile.SYMTYPE, "deep/b.txt"),
+            ("c.txt", tarfile.LNKTYPE, "deep/b.txt"),
+            ("deep/d.txt", tarfile.SYMTYPE, "../a.txt"),
+            ("e.txt", tarfile.SYMTYPE, "deep/notes.md"),
+            ("f.txt", tarfile.SYMTYPE, "deep/notes.md"),
+        ):
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = kind, target
+            archive.addfile(entry)
+        archive.add(tmp_path / "b.txt", "deep/notes.md")
+    found = require_source(f"tar://{wanted}::{tmp_path}/a.tar")
+    assert [*found.sizes] == ["deep/b.txt", "e.txt"]
+    assert found.left_out.copies == ["a.txt", "c.txt", "deep/d.txt", "f.txt"]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"), [("tgz", gzip.compress), ("tbz2", bz2.compress), ("txz", lzma.compress)]
+)
+def test_short_names_of_compressed_archives_are_known(
+    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
+) -> None:
+    packed, place = io.BytesIO(), tmp_path / f"a.{suffix}"
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("empty.txt"))
+        entry = tarfile.TarInfo("a.txt")
+        entry.size = 4
+        archive.addfile(entry, io.BytesIO(b"one\n"))
+    place.write_bytes(compress(packed.getvalue()))
+    assert require_source(f"tar://a.txt::{place}").sizes == {"a.txt": 4}
+    place.write_bytes(compress(packed.getvalue())[:-9])
+    with pytest.raises(InputError, match=r"cannot be decompressed: .*\. If the file is damaged, fetch or write it"):
+        require_source(f"tar://a.txt::{place}")
 
 
 def test_an_interruption_ends_a_download_that_waits_for_a_busy_server(web: Web, tmp_path: Path) -> None:

@@ -228,6 +228,20 @@ def test_what_follows_an_intact_stream_is_read_or_refused(tmp_path: Path, suffix
             read(path)
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.tsv", "a.jsonl"])
+def test_of_a_damaged_compressed_file_the_checksum_is_blamed_and_not_the_text(tmp_path: Path, name: str) -> None:
+    """With level 0, gzip stores the text as it is."""
+    stored = bytearray(gzip.compress(b"id\ttext,text\ttitle\n" + b"one\n" * 50_000, compresslevel=0))
+    stored[20] = 0xFF
+    path = tmp_path / f"{name}.gz"
+    path.write_bytes(stored)
+    with pytest.raises(InputError, match=r"cannot be read to its end \(stream 1, .*\. If the file is damaged, fetch"):
+        read(path)
+    path.write_bytes(gzip.compress(b"text\xff\n"))
+    with pytest.raises(InputError, match="UTF-8"):
+        read(path)
+
+
 @pytest.mark.parametrize("zeros", [1, 2, 3, 5, 70_001])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_padding_of_xz_that_is_not_a_multiple_of_four_is_refused(tmp_path: Path, zeros: int, is_last: bool) -> None:
@@ -357,7 +371,12 @@ def test_formats_are_recognised_by_file_name() -> None:
         ("a.csv", b"id,text\n1\n", ["a.csv record 2 has 1 field", "the header has 2"]),
         ("a.csv", b'text\none\n"two', ["a.csv record 3, which begins at byte 9 ", "unexpected end of data"]),
         ("a.csv", b'text\n"a" b\n', ["a.csv record 2, which begins at byte 5 ", "is doubled"]),
-        ("a.csv", b"text\none\rtwo\n", ["a.csv record 2", "new-line character"]),
+        ("a.csv", b"text\none\rtwo\n", ["a.csv record 2", "carriage return"]),
+        (
+            "a.csv",
+            b"text\rone\rtwo\r",
+            ["a.csv record 1", "carriage return", "Convert the line ends of the file to LF"],
+        ),
         ("a.csv", b"text\none\0\n", ["a.csv record 2 has a NUL byte", "UTF-16"]),
         ("a.csv", b'text\n"one\ntwo \xff"\n', ["a.csv record 2 is not UTF-8", "byte 14", "0xff"]),
         ("a.csv", "text\none\n".encode("utf-16"), ["a.csv record 1", "UTF-16"]),
@@ -395,6 +414,23 @@ def test_a_parquet_file_with_two_text_columns_is_refused(tmp_path: Path) -> None
     pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=["text", "text"]), path)
     with pytest.raises(InputError, match=r"has the columns text \(string\), text \(string\)"):
         scan(source(path))
+
+
+def test_a_parquet_row_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    values = pyarrow.array([b"one", None, b"tw\xff", b"three"], pyarrow.binary())
+    text = pyarrow.Array.from_buffers(pyarrow.string(), len(values), values.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet", row_group_size=2)
+    with pytest.raises(
+        InputError, match=r"a\.parquet, row 2: column 'text' is not UTF-8, .*: byte 2 is 0xff\. Convert"
+    ):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_file_that_needs_a_dictionary_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    dictionary = zstd.train_dict([b"some words %d" % number * 20 for number in range(300)], 1000)
+    (tmp_path / "a.txt.zst").write_bytes(zstd.compress(b"some words\n" * 50, zstd_dict=dictionary))
+    with pytest.raises(InputError, match=r"needs a dictionary .* Write the file again without a dictionary"):
+        read(tmp_path / "a.txt.zst")
 
 
 def test_a_truncated_parquet_file_is_named(tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ HOSTILE = {
     "tables after a tab": "\n\t{|" * 10_000,
     "unclosed comments": "<!--" * 10_000,
     "closed before": "|}</b>}}" * 5_000 + "{{a|<b>\n{|" * 5_000,
+    "nested lists": ("*" * 50 + " a\n") * 12_000,
     "long": "a " * (1 << 20) + "b",
 }
 
@@ -209,6 +210,7 @@ def test_a_page_that_would_end_or_stall_the_parser_is_refused(wikitext: str) -> 
         "text <ref name=a>{{cite|url=http://a|}}</ref> [[a|b]] '''c''' d's<br>\n* e\n" * 5000,
         "{|\n|-\n| a || {{b|}}\n|}\n" * 3000,
         "<p>a\n\n{{b\n" * 30 + "text " * 20_000,
+        ("** a\n*# b\n" * 20_000),
         ("<p>" + "text " * 233 + "\n") * 300,
         ("<small>" + "text " * 22 + "\n") * 1000,
         ("<b>" + "text " * 40 + "\n") * 700,
