@@ -45,7 +45,7 @@ def test_a_manifest_that_names_fewer_files_than_the_certificate_is_not_reused(
     fewer = {name: digest for name, digest in record.files.items() if name != "model.safetensors"}
     changed = record.model_copy(update={"files": fewer}).sealed()
     reader.put(destination, "manifest.json", changed.manifest_text().encode())
-    with pytest.raises(PublicationError, match=r"does not certify the present model\.safetensors"):
+    with pytest.raises(PublicationError, match=r"its model\.safetensors is missing"):
         publish(exported, destination)
     assert exported.files.keys() <= {name.partition("/")[2] for name in reader.keys(destination)}
 
