@@ -1,6 +1,7 @@
 """Fixtures and switches that every test may use."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -26,6 +27,9 @@ os.environ["PATH"] = search_path()
 # Without a GPU, Triton interprets kernels. It has to know before its first import.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"
+# A shell's background job ignores Ctrl-C, and so would every process that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Let tests that start ranks by themselves use the operators that `make setup` compiled.
 os.environ[VARIABLE] = str(operator_folder())
 
