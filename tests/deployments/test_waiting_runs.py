@@ -134,7 +134,8 @@ def test_waiting_runs_that_could_not_start_fail_with_the_reason_and_others_wait_
     assert "tokenizer.path is /nowhere.model" in states["no file"][1]
     assert titles["no GPU"].startswith("moe: The run could not start: this machine has no GPU")
     reports = ask(home, f"{api_url}/artifacts/filter", {"artifacts": {"key": {"any_": ["failure"]}}})
-    assert {runs[each["flow_run_id"]] for each in reports} == states.keys()
+    # Other tests of this process may have reported failures of other runs to the same server.
+    assert {runs[each["flow_run_id"]] for each in reports if each["flow_run_id"] in runs} == states.keys()
     set_state(server, ask, possible, type="CANCELLED")
 
 
