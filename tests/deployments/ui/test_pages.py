@@ -38,7 +38,7 @@ SETTINGS |= {
 STAGES = ("Get the text", "Train the tokenizer", "Tokenise", "Train", "Consolidate to fp32", "Export to Hugging Face")
 STAGES += ("Certify", "Publish")
 LOSS = r"training loss \(all target tokens\) \d+\.\d+ nats/token"
-TITLE = rf"moe: Train: [\d,]+ of {NUM_STEPS:,} steps, {LOSS}, [\d,]+ tokens/s, .* left"
+TITLE = rf"moe: Train: [\d,]+ of {NUM_STEPS:,} steps, training loss \d+\.\d+ nats/token, .* left"
 
 
 class Watched(NamedTuple):
