@@ -253,7 +253,7 @@ def test_a_silent_connection_is_closed_about_when_the_lease_expires(lease_second
 
 def test_the_users_ssh_config_cannot_weaken_our_security_settings(tmp_path: Path) -> None:
     if shutil.which("ssh") is None:
-        pytest.skip("no ssh on this machine")
+        pytest.skip("no ssh on this machine: apt-get install openssh-client")
     loose = tmp_path / "loose"
     loose.write_text("StrictHostKeyChecking no\nForwardAgent yes\nControlMaster auto\nRemoteCommand x\nUser root\n")
     (tmp_path / "known hosts").touch()
@@ -295,7 +295,7 @@ DISTURBING = {
 
 def test_no_setting_of_the_user_disturbs_commands_or_their_input(tmp_path: Path) -> None:
     if shutil.which("ssh") is None:
-        pytest.skip("no ssh on this machine")
+        pytest.skip("no ssh on this machine: apt-get install openssh-client")
     (tmp_path / "users").write_text("".join(f"{line}\n" for line in DISTURBING))
     config = tmp_path / "config"
     config.write_text(ssh_config(ClusterSpec()).replace("Include ~/.ssh/config", f"Include {tmp_path}/users"))

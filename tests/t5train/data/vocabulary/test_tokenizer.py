@@ -26,6 +26,8 @@ from t5train.spec import TokenizerSpec
 from tests.support.generated_text import WORDS, DataChain
 from tests.support.waiting import await_that
 
+T5S_SPECIAL_PIECES: dict[str, Any] = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+T5S_SPECIAL_PIECES |= {"pad_piece": "<pad>", "eos_piece": "</s>", "unk_piece": "<unk>"}
 TRAIN = """
 import sys
 from pathlib import Path
@@ -164,13 +166,7 @@ def test_a_trained_model_is_byte_for_byte_that_of_the_trainer_where_no_text_spel
         model_type="unigram",
         vocab_size=300,
         character_coverage=TokenizerSpec().character_coverage,
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
-        pad_piece="<pad>",
-        eos_piece="</s>",
-        unk_piece="<unk>",
+        **T5S_SPECIAL_PIECES,
         num_threads=8,
         minloglevel=2,
     )
@@ -304,13 +300,7 @@ def trained_with(folder: Path, **settings: Any) -> Path:
         sentence_iterator=iter([f"the time of year number {index} and the way of the day" for index in range(400)]),
         model_writer=model,
         hard_vocab_limit=False,
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
-        pad_piece="<pad>",
-        eos_piece="</s>",
-        unk_piece="<unk>",
+        **T5S_SPECIAL_PIECES,
         minloglevel=2,
         **(usual | settings),
     )
