@@ -197,7 +197,7 @@ def test_the_command_line_creates_inspects_uses_and_removes_a_cluster() -> None:
             assert run(*command.split()).returncode == 0
         assert run("exec", "head", "ssh", "node0", "hostname").stdout == "node0\n"
         refused = run("exec", "node7", "true")
-        assert (refused.returncode, refused.stderr) == (1, "error: there is no host 'node7': use one of head node0\n")
+        assert (refused.returncode, refused.stderr) == (7, "error: there is no host 'node7': use one of head node0\n")
     finally:
         down = run("down")
     assert down.returncode == 0
