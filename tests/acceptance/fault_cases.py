@@ -266,14 +266,6 @@ FAULTS = [
         silent_and_killed,
         settings=("cluster.lease_seconds=30",),
     ),
-    Fault(
-        "a host's inodes are full",
-        "rank 1.*node1.*no free inodes.*exclude node1",
-        inodes_used_up,
-        few_inodes,
-        exit_code=DiskFull.exit_code,
-        root=UNSHARED,
-    ),
     Fault("DeepSpeed's launcher is killed", "launcher", signalled("head", LAUNCHER, signal.SIGKILL)),
     Fault("pdsh is killed", "launcher", signalled("head", PDSH, signal.SIGKILL), in_ci=True),
     Fault("the head is killed", "", signalled("head", HEAD, signal.SIGKILL), exit_code=137),
@@ -344,5 +336,14 @@ FAULTS = [
         nothing_written,
         exit_code=0,
         environment={"HF_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET},
+    ),
+    # The last one: the run is resumed after all faults, on these mounts, which a node that loses power would lose.
+    Fault(
+        "a host's inodes are full",
+        "rank 1.*node1.*no free inodes.*exclude node1",
+        inodes_used_up,
+        few_inodes,
+        exit_code=DiskFull.exit_code,
+        root=UNSHARED,
     ),
 ]
