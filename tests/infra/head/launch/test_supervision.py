@@ -19,6 +19,7 @@ from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.exit_record import Cause, ExitRecord
 from infra.node.attempts.session_messages import Alive, Order, RankEnded, RankError, RankPhase
+from infra.node.processes import ProcessIdentity
 from t5train.errors import DiskFailed, DiskFull, HostLost, LaunchError, RankKilled
 from t5train.rank import heartbeat
 from t5train.rank.heartbeat import Beat, beat_file
@@ -366,6 +367,31 @@ def test_an_exit_that_nothing_explains_is_not_the_cause_if_another_host_was_lost
     failure = watch.failure()
     assert isinstance(failure, HostLost)
     assert failure.hosts == ("b",)
+
+
+def test_a_rank_that_exceeded_its_deadline_is_not_the_cause_if_another_host_was_lost(
+    this: Attempt, failing: Callable[..., ClusterWatch]
+) -> None:
+    """On a GPU, a rank that waits for a lost host does so outside torch.distributed, until the deadline of its step."""
+    watch = failing('File "/v/torch/cuda/__init__.py", line 1 in synchronize', -9)
+    reason = "phase 'step' of step 7 took 61 s; its deadline is 60 s"
+    this.write_exit(replace(exit_record(0, -9), cause=Cause.PHASE, reason=reason))
+    watch.end()
+    failure = watch.failure()
+    assert isinstance(failure, HostLost)
+    assert failure.hosts == ("b",)
+    assert "rank 0 of 2 on a was ended by its guard (phase 'step' of step 7 took 61 s" in str(failure)
+
+
+def test_a_restarted_host_is_the_cause_although_its_rank_left_no_exit_record(
+    this: Attempt, transport: Unsteady, supervise: Callable[..., Supervision]
+) -> None:
+    supervision = supervise(b="another")
+    look_until(supervision, lambda: supervision.failed)
+    this.write_process("rank-00001", ProcessIdentity(1, 0), ProcessIdentity(1, 0))  # as collected from there
+    failure = ClusterWatch(supervision, ClusterLauncher(this.run_id), transport, lambda: None).failure()
+    assert isinstance(failure, HostLost)
+    assert str(failure) == "b was restarted while its ranks were running"
 
 
 def test_a_rank_that_failed_by_itself_is_the_cause_even_if_a_lease_expires_while_the_attempt_ends(
