@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import re
@@ -293,6 +294,22 @@ def test_a_host_whose_disk_cannot_be_written_is_named_at_once(
     assert type(supervision.failure) is DiskFailed
     assert str(supervision.failure).startswith(f"b: {lease}: Too many levels of symbolic links; ")
     assert supervision.failure.hosts == ("b",)
+
+
+def test_ranks_are_ended_although_the_heads_own_disk_is_full(
+    this: Attempt, supervise: Callable[..., Supervision], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_exit(_this: Attempt, record: ExitRecord) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"/full/{record.name}.exit.json")
+
+    supervision = supervise()
+    monkeypatch.setattr(Attempt, "write_exit", write_exit)
+    supervision._take("a", time.monotonic(), RankEnded(exit_record(0, -9)))
+    supervision.order(Order.END)
+    look_until(supervision, lambda: not supervision.not_ended)
+    assert type(supervision.failure) is DiskFull
+    assert str(supervision.failure).startswith("this machine: /full/rank-00000.exit.json: No space left on device; ")
+    assert supervision.failure.hosts == ()
 
 
 def test_hosts_that_are_lost_together_are_all_named(transport: Unsteady, supervise: Callable[..., Supervision]) -> None:
