@@ -83,8 +83,6 @@ _BY_CAUSE = {
         "the rank hung after the last line of its output. If it was only slow, raise cluster.deadlines for that phase",
     ),
 }
-_MAY_HAVE_WAITED = (Cause.HEAD, Cause.PHASE)
-"""Causes that ranks of several hosts have in common if one of the hosts, or the network, is at fault."""
 _DISK_FULL = Diagnosis(
     DiskFull,
     "the rank's disk is full. Free some space at the path that the output names (remove files if it lacks inodes, as "
@@ -296,14 +294,14 @@ def _first_failure(
         return None
     diagnosis, record, rank = min(failed, key=lambda one: (one[0].hops, one[1].ended_at))
     what = f"{_who(this, rank, num_ranks, record)} {record}"
-    # With more hops, another host is at fault, and it is not known which. A rank that was asked to end did not fail.
-    is_known = diagnosis.hops == 0 and diagnosis.kind is not Preempted
-    # A rank that lost the head, or exceeded a deadline, may only show that its host, or another one, lost the network.
-    is_of_a_rank = is_known and record.cause not in _MAY_HAVE_WAITED
-    alike = {
-        tuple(_host_of(this, each)) for found, one, each in failed if (found, one.cause) == (diagnosis, record.cause)
-    }
-    blamed = _host_of(this, rank) if is_known and (is_of_a_rank or len(alike) == 1) else []
+    # With more hops, another host is at fault, and it is not known which. A host that was silent for so long that its
+    # rank lost the head is named by the head, unless the head was suspended. A rank that was asked to end did not fail.
+    is_known = diagnosis.hops == 0 and diagnosis.kind not in (HostLost, Preempted)
+    # A rank that exceeded a deadline may have waited for another: one of another host that did so, or of a lost host.
+    may_have_waited = record.cause == Cause.PHASE
+    alike = {tuple(_host_of(this, other)) for found, _, other in failed if found == diagnosis}
+    blamed = _host_of(this, rank) if is_known and not (may_have_waited and len(alike) > 1) else []
+    is_of_a_rank = is_known and not may_have_waited
     if diagnosis.advice:
         what = f"{what}: {diagnosis.advice}"
     return diagnosis.kind, what, rank, blamed, is_of_a_rank

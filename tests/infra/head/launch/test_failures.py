@@ -168,14 +168,19 @@ def test_a_host_is_not_blamed_for_a_rank_that_was_asked_to_stop_and_did_not_save
     assert error.hosts == ()
 
 
-@pytest.mark.parametrize("cause", [Cause.PHASE, Cause.HEAD])
-def test_no_host_is_blamed_if_ranks_of_several_hosts_waited_too_long_for_the_same(
-    over_hosts: Attempt, cause: Cause
-) -> None:
-    ended(over_hosts, 1, -9, cause, host="node2")
+def test_no_host_is_blamed_if_ranks_of_several_hosts_exceeded_a_deadline(over_hosts: Attempt) -> None:
+    ended(over_hosts, 1, -9, Cause.PHASE, host="node2")
     assert failure_of(over_hosts, 2).hosts == ("node2",)
-    ended(over_hosts, 0, -9, cause, host="node1")
+    ended(over_hosts, 0, -9, Cause.PHASE, host="node1")
     assert failure_of(over_hosts, 2).hosts == ()
+
+
+def test_no_host_is_blamed_if_a_rank_lost_a_head_that_did_not_lose_its_host(over_hosts: Attempt) -> None:
+    """A head that was suspended, for example with its virtual machine, finds such records when it continues."""
+    ended(over_hosts, 1, -9, Cause.HEAD, host="node2")
+    error = failure_of(over_hosts, 2)
+    assert type(error) is HostLost
+    assert error.hosts == ()
 
 
 def test_the_error_of_a_run_over_hosts_names_the_host(tmp_path: Path) -> None:
