@@ -73,9 +73,9 @@ Belongs = Callable[[int], bool]
 """A predicate on a pid that selects processes."""
 
 
-def in_group(group: int) -> Belongs:
-    """Select the running processes of a process group."""
-    return lambda pid: _is_running(pid, lambda stat: stat.group == group)
+def in_session(session: int) -> Belongs:
+    """Select the running processes of a session, in any process group: ninja gives each compiler one of its own."""
+    return lambda pid: _is_running(pid, lambda stat: stat.session == session)
 
 
 def in_run(run_id: str) -> Belongs:
@@ -177,7 +177,7 @@ def activity(pid: int) -> Activity:
 class _Stat:
     state: str
     parent: int
-    group: int
+    session: int
     cpu_ticks: int
     start_time: int
 
@@ -201,7 +201,7 @@ def _stat(pid: int) -> _Stat:
     return _Stat(
         state=fields[0],
         parent=int(fields[1]),
-        group=int(fields[2]),
+        session=int(fields[3]),
         cpu_ticks=cpu_ticks,
         start_time=int(fields[19]),
     )

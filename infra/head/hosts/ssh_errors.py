@@ -33,12 +33,32 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
         r"No \S+ host key is known for (?P<name>\S+)|Host key verification failed",
         HostKeyMismatch,
         "its host key is unknown. Check that the name leads to this host and verify the fingerprint, then add the key "
-        "with `ssh-keyscan {scan} >> ~/.ssh/known_hosts` (or to cluster.known_hosts)",
+        "with `ssh-keyscan {scan} >> ~/.ssh/known_hosts` (or to cluster.known_hosts, which is also read if ssh's "
+        "configuration names another UserKnownHostsFile)",
     ),
     (
-        "Permission denied|Too many authentication failures",
+        r"stdio forwarding failed|"
+        r"(?m:^\S*sh:.*(not found|No such file|[Pp]ermission denied))[\s\S]*(kex_|banner )exchange",
         HostMisconfigured,
-        "it rejects this user's SSH keys. Run `ssh-copy-id {host}`, or set cluster.ssh_user",
+        "the jump host or proxy command of ssh's configuration does not lead to it. Correct ProxyJump or ProxyCommand",
+    ),
+    (
+        "Unable to negotiate|(?m:^bind .*: )|KnownHostsCommand",
+        HostMisconfigured,
+        "ssh's configuration on this machine does not suit this host. Correct the setting that ssh's message is about "
+        "(Ciphers, HostKeyAlgorithms, BindAddress, KnownHostsCommand, ...) in ~/.ssh/config or /etc/ssh/ssh_config",
+    ),
+    (
+        "Too many authentication failures",
+        HostMisconfigured,
+        "it was offered too many SSH keys before the right one. Name the key in ~/.ssh/config (IdentityFile, and "
+        "IdentitiesOnly yes), or remove others from the agent (`ssh-add -d`)",
+    ),
+    (
+        "Permission denied",
+        HostMisconfigured,
+        "it rejects this user's SSH keys. Run `ssh-copy-id {host}`, or set cluster.ssh_user. A key with a passphrase "
+        "needs an agent: run `ssh-add`",
     ),
     (
         "Could not resolve hostname",
@@ -51,14 +71,15 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
         "connection refused. Start sshd there, or set cluster.ssh_port",
     ),
     (
+        "timed out during banner exchange",
+        HostUnreachable,
+        "its port accepted the connection, but sshd did not answer in time. Check that the host is not overloaded, and "
+        "that a jump host or proxy command of ssh's configuration answers",
+    ),
+    (
         "timed out|No route to host|Network is unreachable|not responding|Host is down",
         HostUnreachable,
         "no answer. Check that the host is running and reachable over the network",
-    ),
-    (
-        "stdio forwarding failed|exec: .*: not found",
-        HostMisconfigured,
-        "the jump host or proxy command of ssh's configuration does not lead to it. Correct ProxyJump or ProxyCommand",
     ),
     (
         _DROPPED,
@@ -89,9 +110,10 @@ def failure_of_ssh(host: str, stderr: bytes) -> HostError:
         )
     for pattern, kind, remedy in _FAILURES:
         if match := re.search(pattern, text):
-            name = match.groupdict().get("name") or host  # as in known_hosts: [host]:port if the port is not 22
-            at = re.fullmatch(r"\[.+\]:(\d+)", name)
-            scan = f"-p {at[1]} {host}" if at else host
+            # As in known_hosts, with HostName and HostKeyAlias applied: [host]:port if the port is not 22.
+            name = match.groupdict().get("name") or host
+            at = re.fullmatch(r"\[(.+)\]:(\d+)", name)
+            scan = f"-p {at[2]} {at[1]}" if at else name
             return kind(
                 f"{host}: {remedy.format(host=host, name=name, scan=scan)}. ssh said: {last_lines(stderr)}", [host]
             )

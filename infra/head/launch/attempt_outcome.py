@@ -99,8 +99,9 @@ class ClusterWatch:
         """Return the error to raise after everything has ended; None if all ranks succeeded."""
         if self._supervision.succeeded:
             return None
-        found = find_failure(self.this, len(self._supervision.ranks))
         failure = self._supervision.failure
+        lost_hosts = failure.hosts if isinstance(failure, HostLost) else ()
+        found = find_failure(self.this, len(self._supervision.ranks), lost_hosts)
         # An exit that nothing explains may be how a rank noticed that another host was lost.
         is_explained = type(found.error) is not LaunchError or not isinstance(failure, HostLost)
         if found.is_of_a_rank and is_explained:  # hosts that do not answer are not its cause, and were logged

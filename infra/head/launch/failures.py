@@ -1,5 +1,6 @@
 """Finds out why an attempt failed: which one error to raise, given the files that its ranks and guards left."""
 
+import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from t5train.errors import (
 )
 from t5train.files.atomic import try_writing
 from t5train.files.os_errors import of_rank
+from t5train.files.run_folder import ATTEMPT_SPEC
 from t5train.rank import error_report
 
 _SIGKILL, _SIGBUS, _SIGSEGV, _SIGABRT = -9, -7, -11, -6
@@ -194,10 +196,11 @@ def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
     return find_failure(this, num_ranks).error
 
 
-def find_failure(this: Attempt, num_ranks: int) -> Found:
+def find_failure(this: Attempt, num_ranks: int, lost_hosts: Collection[str] = ()) -> Found:
     """Find the error that a rank reported, or else a LaunchError of the class that fits the first rank that failed.
 
-    Call this after all processes of the attempt have ended and the files of its ranks are in its folder.
+    Call this after all processes of the attempt have ended and the files of its ranks are in its folder. Ranks of
+    ``lost_hosts`` may have left no exit record because their host was lost.
     """
     read = {rank: error_report.read(this.rank_files(rank_name(rank))) for rank in range(num_ranks)}
     reported = {rank: error for rank, error in read.items() if error is not None}
@@ -207,7 +210,7 @@ def find_failure(this: Attempt, num_ranks: int) -> Found:
     if failed:
         first = min(failed, key=lambda rank: _ended_at(this, rank))
         return Found(_on_its_host(this, first, num_ranks, of_ranks[first]), is_of_a_rank=True)
-    if (found := _first_failure(this, num_ranks, reported.keys())) is None:
+    if (found := _first_failure(this, num_ranks, reported.keys(), lost_hosts)) is None:
         ended = next(iter(reported.values()), None) or _launcher_failure(this, num_ranks)
         return Found(ended, is_of_a_rank=False)
     kind, what, rank, hosts, is_of_a_rank = found
@@ -238,18 +241,29 @@ def _of_guards(this: Attempt, num_ranks: int) -> dict[int, T5TrainError]:
 
 
 def _on_its_host(this: Attempt, rank: int, num_ranks: int, error: T5TrainError) -> T5TrainError:
-    """Add the rank, its host and how to exclude that host to a disk error. Returns any other error unchanged."""
+    """Add the rank, its host and how to exclude that host to a disk error. Returns any other error unchanged.
+
+    A host is not blamed for a full disk that all hosts share.
+    """
     if not isinstance(error, DiskFull | DiskFailed | StorageError):
         return error
-    hosts = _host_of(this, rank)
+    hosts = [] if isinstance(error, DiskFull) and _is_on_shared_root(this, error) else _host_of(this, rank)
     remedy = "".join(f". To train without {host}, use --exclude {host}" for host in hosts)
     return type(error)(f"{_who(this, rank, num_ranks, None)}: {error}{remedy}", hosts)
+
+
+def _is_on_shared_root(this: Attempt, error: DiskFull) -> bool:
+    spec = this.folder / ATTEMPT_SPEC
+    is_shared = not spec.exists() or not json.loads(spec.read_text("utf-8")).get("node_local")
+    return is_shared and f"{this.folder.parents[3]}/" in str(error)
 
 
 _First = tuple[type[T5TrainError], str, int, list[str], bool]
 
 
-def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) -> _First | None:
+def _first_failure(
+    this: Attempt, num_ranks: int, explained: Collection[int], lost_hosts: Collection[str]
+) -> _First | None:
     """Find the failure that caused the others.
 
     Returns the class of its error, what happened, the rank, the hosts to blame, and whether the rank failed by itself.
@@ -260,7 +274,8 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
     """
     records = {rank: this.exit_record(rank_name(rank)) for rank in range(num_ranks) if rank not in explained}
     for rank, record in records.items():
-        if record is None and (this.folder / f"{rank_name(rank)}.pid").exists():
+        is_lost = not {*lost_hosts}.isdisjoint(_host_of(this, rank))
+        if record is None and not is_lost and (this.folder / f"{rank_name(rank)}.pid").exists():
             who = _who(this, rank, num_ranks, None)
             try:
                 try_writing(this.folder)
@@ -279,10 +294,14 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
         return None
     diagnosis, record, rank = min(failed, key=lambda one: (one[0].hops, one[1].ended_at))
     what = f"{_who(this, rank, num_ranks, record)} {record}"
-    # With more hops, another host is at fault, and it is not known which.
-    blamed = _host_of(this, rank) if diagnosis.hops == 0 else []
-    # A rank that lost the head may only show that its host lost the network. One that was asked to end did not fail.
-    is_of_a_rank = diagnosis.hops == 0 and diagnosis.kind not in (HostLost, Preempted)
+    # With more hops, another host is at fault, and it is not known which. A host that was silent for so long that its
+    # rank lost the head is named by the head, unless the head was suspended. A rank that was asked to end did not fail.
+    is_known = diagnosis.hops == 0 and diagnosis.kind not in (HostLost, Preempted)
+    # A rank that exceeded a deadline may have waited for another: one of another host that did so, or of a lost host.
+    may_have_waited = record.cause == Cause.PHASE
+    alike = {tuple(_host_of(this, other)) for found, _, other in failed if found == diagnosis}
+    blamed = _host_of(this, rank) if is_known and not (may_have_waited and len(alike) > 1) else []
+    is_of_a_rank = is_known and not may_have_waited
     if diagnosis.advice:
         what = f"{what}: {diagnosis.advice}"
     return diagnosis.kind, what, rank, blamed, is_of_a_rank

@@ -21,6 +21,8 @@ RENEW_SECONDS = 2.0
 _LOOK_SECONDS = 0.25
 _SILENT_SECONDS = 8.0
 """Silence after which to reconnect. That is faster than to wait for TCP, which waits longer after each try."""
+_LOGIN_SHARE = 0.5
+"""Share of the lease after which to reconnect if not even the first message has arrived, as when a login is slow."""
 _BACKOFF_SECONDS = (1.0, 2.0)
 
 
@@ -43,6 +45,7 @@ class HostSession:
         self.host = host
         self._nodes = Nodes(transport, (host,), code=this.code)
         self._run_id, self._offsets, self._news = this.run_id, offsets, news
+        self._login_seconds = _LOGIN_SHARE * (this.lease_seconds or 0)
         self._order: Order | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._stay_open, name=f"session on {host}", daemon=True)
@@ -73,19 +76,20 @@ class HostSession:
     def _converse(self, node: Channel) -> None:
         """Exchange messages until the session is closed. Raises BrokenOff or HostUnreachable if it is lost."""
         sent, renewed_at, last_message_at = None, -RENEW_SECONDS, time.monotonic()
+        tolerated_seconds = max(_SILENT_SECONDS, self._login_seconds)
         while not self._closed.is_set():
             now = time.monotonic()
             if now - renewed_at >= RENEW_SECONDS:
                 node.send(Instruction(Order.RENEW))
                 renewed_at = now
             if reports := node.receive_within(_LOOK_SECONDS, Report):
-                last_message_at = now
+                last_message_at, tolerated_seconds = now, _SILENT_SECONDS
             for report in reports:
                 self._receive(report)
             if self._order not in (None, sent):
                 node.send(Instruction(self._order))
                 sent = self._order
-            if now - last_message_at > _SILENT_SECONDS:
+            if now - last_message_at > tolerated_seconds:
                 silent_seconds = now - last_message_at
                 raise HostUnreachable(
                     f"{self.host}: no message received for {silent_seconds:.0f} s. Check whether the host hangs, and "

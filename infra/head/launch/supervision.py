@@ -33,8 +33,9 @@ from infra.node.attempts.session_messages import (
     Report,
     Saved,
 )
-from t5train.errors import DiskFailed, HostLost, LaunchError
+from t5train.errors import DiskFailed, DiskFull, HostLost, LaunchError
 from t5train.files.atomic import write_json
+from t5train.files.os_errors import explain, of_rank
 from t5train.rank import heartbeat
 from t5train.rank.heartbeat import Beat
 
@@ -195,12 +196,17 @@ class Supervision:
         name = report.name if isinstance(report, RankError) else report.record.name
         if name not in self.ranks:  # checked before a name from another machine becomes the name of a file here
             return
-        if isinstance(report, RankError):
-            reported = {"type": redact(report.kind), "message": redact(report.message)}
-            write_json(self.this.folder / f"{name}.error.json", reported)
-        else:
+        if isinstance(report, RankEnded):
             self.records[name] = report.record
-            self.this.write_exit(report.record)
+        try:
+            if isinstance(report, RankEnded):
+                self.this.write_exit(report.record)
+            else:
+                reported = {"type": redact(report.kind), "message": redact(report.message)}
+                write_json(self.this.folder / f"{name}.error.json", reported)
+        except OSError as error:  # not raised here: first, the ranks of all hosts must be ended
+            kind = DiskFull if isinstance(of_rank(error), DiskFull) else DiskFailed
+            self._fail(kind(f"this machine: {explain(error)}"))
 
     def _keep_phase(self, found: RankPhase, at: float) -> None:
         """Keep it for the progress report and for ``status``, which are other threads or processes."""

@@ -5,7 +5,7 @@
     attempt.json            its run id, the head responsible for it, and its time limits
     launcher.log            output of DeepSpeed's launcher
     rank-00000.log          output of a rank
-    rank-00000.pid          its process (whose pid is also its process group) and its guard
+    rank-00000.pid          its process (whose pid is also its session) and its guard
     rank-00000.beat         its heartbeat (t5train.rank.heartbeat)
     rank-00000.exit.json    how it ended; written by its guard (infra.node.attempts.exit_record)
     head.beat               what rank 0 did when its host last reported, in the head's clock; with several hosts

@@ -5,7 +5,7 @@
     python -m infra.node.attempts.process_guard ATTEMPT_FOLDER PROGRAM [ARGUMENT...]     a rank
     python -m infra.node.attempts.process_guard --launcher ATTEMPT_FOLDER PROGRAM ...    DeepSpeed's launcher
 
-The program runs in its own session and writes its output to a file. The guard ends it, with its whole process group,
+The program runs in its own session and writes its output to a file. The guard ends it, with its whole session,
 when the watchdog finds a reason, such as the death of the head (infra.node.attempts.watchdog). If the guard itself is
 killed, the kernel kills the program. The exit record is written last. Standard library only: a guard must start quickly
 on any node.
@@ -104,7 +104,7 @@ def _folder_among(arguments: list[str]) -> Path | None:
 def _run(
     this: Attempt, name: str, start: Callable[[], subprocess.Popen[bytes]], alarms: _Alarms
 ) -> tuple[int | None, Verdict]:
-    """Start the program, wait, and end its process group.
+    """Start the program, wait, and end its session.
 
     Returns its return code (None if it survived SIGKILL), and the cause and reason of its end.
     """
@@ -118,8 +118,8 @@ def _run(
         # A SIGTERM to the launcher itself asks to stop all: the head tells the ranks, and the rest of the launcher ends
         # with them. A launcher that has ranks on this machine passes the signal on instead.
         this.order_stop()
-        processes.await_end(processes.in_group(child.pid), this.grace_seconds)
-    left = processes.end(processes.in_group(child.pid), grace_seconds=0)
+        processes.await_end(processes.in_session(child.pid), this.grace_seconds)
+    left = processes.end(processes.in_session(child.pid), grace_seconds=0)
     return None if child.pid in left else child.wait(), verdict
 
 

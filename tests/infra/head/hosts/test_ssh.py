@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from infra.head.hosts import code_shipping, node_client
 from infra.head.hosts import ssh as ssh_module
 from infra.head.hosts.ssh import Output, Ssh, Transport, quoted, run_everywhere, ssh_config
+from infra.head.hosts.ssh_errors import failure_of_ssh
 from infra.node import processes
 from infra.node.node_folders import node_path
 from t5train.errors import HostError, HostKeyMismatch, HostTimeout, HostUnreachable, RemoteFailed, SpecError
@@ -138,6 +139,43 @@ def test_a_host_that_cannot_be_reached_is_named_with_a_remedy(host: str, words: 
     ssh = Ssh.configured(ClusterSpec(ssh_port=1), tmp_path)
     with pytest.raises(HostUnreachable, match=f"{host}: {words}.* ssh said: ssh: "):
         run(ssh, host, ["true"], deadline_seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("users", "words"),
+    [
+        ("Ciphers 3des-cbc", r"ssh's configuration on this machine does not suit .* ssh said: Unable to negotiate"),
+        ("BindAddress 192.0.2.1", r"ssh's configuration on this machine does not suit .* ssh said: bind 192\.0\.2\.1"),
+        ("ProxyCommand /no/such/program", r"the jump host or proxy command of ssh's configuration does not lead to it"),
+        (
+            "HostName 127.0.0.1\nUserKnownHostsFile /dev/null",
+            r"`ssh-keyscan -p \d+ 127\.0\.0\.1 >> .*UserKnownHostsFile\)",
+        ),
+    ],
+)
+def test_a_setting_of_the_user_that_prevents_a_connection_is_named(
+    users: str, words: str, sshd: Sshd, tmp_path: Path
+) -> None:
+    ssh = sshd(known=None) if "HostName" in users else sshd()
+    (tmp_path / "users").write_text(f"{users}\n")
+    config = ssh.config.read_text().replace("Include ~/.ssh/config", f"Include {tmp_path}/users")
+    ssh.config.write_text(config)
+    with pytest.raises(HostError, match=words):
+        run(ssh, "node1" if "HostName" in users else HERE, ["true"], deadline_seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("Received disconnect: Too many authentication failures", "IdentitiesOnly yes"),
+        ("root@node1: Permission denied (publickey).", "ssh-add"),
+        ("Connection timed out during banner exchange", "its port accepted the connection, but sshd did not answer"),
+        ("bash: line 1: exec: nc: not found\nkex_exchange_identification: x", "Correct ProxyJump or ProxyCommand"),
+        ("zsh:1: permission denied: ./proxy\nkex_exchange_identification: x", "Correct ProxyJump or ProxyCommand"),
+    ],
+)
+def test_the_remedy_fits_what_ssh_said(said: str, words: str) -> None:
+    assert words in str(failure_of_ssh("node1", said.encode()))
 
 
 def test_a_host_name_that_looks_like_an_ssh_option_runs_no_command(tmp_path: Path) -> None:

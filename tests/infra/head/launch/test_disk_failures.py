@@ -1,5 +1,7 @@
 """If a rank's disk fails, the error begins with the rank, its host and the path, and names a remedy."""
 
+import errno
+import json
 import os
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from infra.head.launch.failures import failure_of
 from infra.node.attempts import attempt, guard_failure
 from infra.node.attempts.attempt import Attempt
 from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
+from t5train.files.run_folder import ATTEMPT_SPEC
 from t5train.rank import error_report
 from tests.support.small_disk import run_with_disk
 
@@ -64,6 +67,21 @@ def test_an_error_of_a_ranks_disk_names_rank_host_path_and_remedy(
     assert str(error).startswith(f"rank 1 of 2 on node2: {start}")
     assert str(error).endswith(". To train without node2, use --exclude node2")
     assert error.hosts == ("node2",)
+
+
+@pytest.mark.parametrize(("node_local", "hosts"), [(False, ()), (True, ("node2",))])
+def test_no_host_is_blamed_for_a_full_disk_that_all_hosts_share(
+    tmp_path: Path, node_local: bool, hosts: tuple[str, ...]
+) -> None:
+    this = attempt.begin(tmp_path / "runs" / "r", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
+    (this.folder / ATTEMPT_SPEC).write_text(json.dumps({"node_local": node_local}))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "runs" / "r" / "checkpoints" / "x"))
+    error_report.report(this.rank_files(attempt.rank_name(1)), full)
+    error = failure_of(this, 2)
+    assert type(error) is DiskFull
+    assert str(error).startswith("rank 1 of 2 on node2: ")
+    assert ("--exclude" in str(error)) == node_local
+    assert error.hosts == hosts
 
 
 def test_a_failed_disk_is_retried_and_a_full_disk_is_not() -> None:

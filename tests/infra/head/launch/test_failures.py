@@ -154,6 +154,35 @@ def test_preempted_ranks_are_the_cause_only_if_no_other_rank_failed(this: Attemp
     assert type(failure_of(this, 3)) is RankKilled
 
 
+@pytest.fixture
+def over_hosts(tmp_path: Path) -> Attempt:
+    """An attempt with a rank on each of two hosts."""
+    return attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
+
+
+def test_a_host_is_not_blamed_for_a_rank_that_was_asked_to_stop_and_did_not_save_in_time(over_hosts: Attempt) -> None:
+    reason = "SIGTERM; it was still running after 30 s"
+    over_hosts.write_exit(ExitRecord("rank-00001", -9, Cause.REQUESTED, reason, now(), now(), "node2"))
+    error = failure_of(over_hosts, 2)
+    assert type(error) is Preempted
+    assert error.hosts == ()
+
+
+def test_no_host_is_blamed_if_ranks_of_several_hosts_exceeded_a_deadline(over_hosts: Attempt) -> None:
+    ended(over_hosts, 1, -9, Cause.PHASE, host="node2")
+    assert failure_of(over_hosts, 2).hosts == ("node2",)
+    ended(over_hosts, 0, -9, Cause.PHASE, host="node1")
+    assert failure_of(over_hosts, 2).hosts == ()
+
+
+def test_no_host_is_blamed_if_a_rank_lost_a_head_that_did_not_lose_its_host(over_hosts: Attempt) -> None:
+    """A head that was suspended, for example with its virtual machine, finds such records when it continues."""
+    ended(over_hosts, 1, -9, Cause.HEAD, host="node2")
+    error = failure_of(over_hosts, 2)
+    assert type(error) is HostLost
+    assert error.hosts == ()
+
+
 def test_the_error_of_a_run_over_hosts_names_the_host(tmp_path: Path) -> None:
     this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0, 1), "node2": (0,)})
     ended(this, 2, -9, host="node2")

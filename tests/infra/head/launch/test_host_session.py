@@ -3,11 +3,16 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from infra.head.launch import host_session
 from infra.head.launch.host_session import HostSession, News, SessionBroken
+from infra.node.attempts import attempt
 from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.session_messages import Alive
+from infra.node.messages import encode
 
 
 @dataclass(frozen=True)
@@ -36,5 +41,19 @@ def test_a_broken_session_reports_the_cause_and_reconnects(argv: tuple[str, ...]
         assert received_at <= time.monotonic()
         assert isinstance(message, SessionBroken)
         assert message.reason.startswith(words)
+    session.close()
+    session.join()
+
+
+def test_a_slow_login_is_awaited_longer_than_a_silent_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_session, "_SILENT_SECONDS", 0.2)
+    this = attempt.begin(tmp_path / "run", None, 60.0, {"a": (0,)})
+    news = News()
+    script = f"sleep 2; echo '{encode(Alive(())).decode().strip()}'; sleep 60"
+    session = HostSession(FixedCommand(("sh", "-c", script)), "a", this, {}, news)
+    assert news.get(timeout=20)[2] == Alive(())
+    broken = news.get(timeout=20)[2]
+    assert isinstance(broken, SessionBroken)
+    assert broken.reason.startswith("a: no message received for 0 s. ")
     session.close()
     session.join()

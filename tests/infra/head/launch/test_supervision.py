@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.exit_record import Cause, ExitRecord
 from infra.node.attempts.session_messages import Alive, Order, RankEnded, RankError, RankPhase
+from infra.node.processes import ProcessIdentity
 from t5train.errors import DiskFailed, DiskFull, HostLost, LaunchError, RankKilled
 from t5train.rank import heartbeat
 from t5train.rank.heartbeat import Beat, beat_file
@@ -294,6 +296,22 @@ def test_a_host_whose_disk_cannot_be_written_is_named_at_once(
     assert supervision.failure.hosts == ("b",)
 
 
+def test_ranks_are_ended_although_the_heads_own_disk_is_full(
+    this: Attempt, supervise: Callable[..., Supervision], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_exit(_this: Attempt, record: ExitRecord) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"/full/{record.name}.exit.json")
+
+    supervision = supervise()
+    monkeypatch.setattr(Attempt, "write_exit", write_exit)
+    supervision._take("a", time.monotonic(), RankEnded(exit_record(0, -9)))
+    supervision.order(Order.END)
+    look_until(supervision, lambda: not supervision.not_ended)
+    assert type(supervision.failure) is DiskFull
+    assert str(supervision.failure).startswith("this machine: /full/rank-00000.exit.json: No space left on device; ")
+    assert supervision.failure.hosts == ()
+
+
 def test_hosts_that_are_lost_together_are_all_named(transport: Unsteady, supervise: Callable[..., Supervision]) -> None:
     transport.silent = "ab"
     supervision = supervise()
@@ -366,6 +384,31 @@ def test_an_exit_that_nothing_explains_is_not_the_cause_if_another_host_was_lost
     failure = watch.failure()
     assert isinstance(failure, HostLost)
     assert failure.hosts == ("b",)
+
+
+def test_a_rank_that_exceeded_its_deadline_is_not_the_cause_if_another_host_was_lost(
+    this: Attempt, failing: Callable[..., ClusterWatch]
+) -> None:
+    """On a GPU, a rank that waits for a lost host does so outside torch.distributed, until the deadline of its step."""
+    watch = failing('File "/v/torch/cuda/__init__.py", line 1 in synchronize', -9)
+    reason = "phase 'step' of step 7 took 61 s; its deadline is 60 s"
+    this.write_exit(replace(exit_record(0, -9), cause=Cause.PHASE, reason=reason))
+    watch.end()
+    failure = watch.failure()
+    assert isinstance(failure, HostLost)
+    assert failure.hosts == ("b",)
+    assert "rank 0 of 2 on a was ended by its guard (phase 'step' of step 7 took 61 s" in str(failure)
+
+
+def test_a_restarted_host_is_the_cause_although_its_rank_left_no_exit_record(
+    this: Attempt, transport: Unsteady, supervise: Callable[..., Supervision]
+) -> None:
+    supervision = supervise(b="another")
+    look_until(supervision, lambda: supervision.failed)
+    this.write_process("rank-00001", ProcessIdentity(1, 0), ProcessIdentity(1, 0))  # as collected from there
+    failure = ClusterWatch(supervision, ClusterLauncher(this.run_id), transport, lambda: None).failure()
+    assert isinstance(failure, HostLost)
+    assert str(failure) == "b was restarted while its ranks were running"
 
 
 def test_a_rank_that_failed_by_itself_is_the_cause_even_if_a_lease_expires_while_the_attempt_ends(

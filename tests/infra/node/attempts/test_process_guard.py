@@ -219,10 +219,12 @@ def test_a_rank_over_hosts_gets_variables_of_the_head_and_of_its_own_machine(lea
     assert "STRAY" not in seen
 
 
+@pytest.mark.parametrize("own_group", ["", "os.setpgid(0, 0), "])  # as ninja starts compilers
 def test_child_processes_that_a_rank_leaves_behind_are_ended(
-    this: Attempt, start_guard: Start, survivors: Survivors
+    this: Attempt, start_guard: Start, survivors: Survivors, own_group: str
 ) -> None:
-    assert start_guard("import os, time; os.fork() or time.sleep(600)").wait(20) == 0
+    program = f"import os, time; os.fork() or ({own_group}time.sleep(600)); time.sleep(0.5)"
+    assert start_guard(program).wait(20) == 0
     assert survivors(this.run_id) == set()
 
 
