@@ -108,6 +108,8 @@ def _differing_settings(model: sentencepiece_model_pb2.ModelProto) -> Iterator[s
     ):
         if value != required:
             yield f"has {name}={str(value).lower()}, but T5's vocabulary has {name}={str(required).lower()}"
+    if (trained.eos_piece or SPECIAL_PIECES[EOS_ID]) != SPECIAL_PIECES[EOS_ID]:
+        yield f"ends texts with {trained.eos_piece!r} (eos_piece), but T5's vocabulary with {SPECIAL_PIECES[EOS_ID]!r}"
     if not _has_t5_table(model):
         yield f"has another normalisation table than {_RULE} (its rule is named {normalised.name or 'identity'!r})"
     if model.denormalizer_spec.precompiled_charsmap:
@@ -122,8 +124,12 @@ def _differing_pieces(model: sentencepiece_model_pb2.ModelProto) -> Iterator[str
     if kinds != [_Piece.CONTROL, _Piece.CONTROL, _Piece.UNKNOWN]:
         names = ", ".join(_Piece.Type.Name(kind).lower() for kind in kinds)
         yield f"has the pieces {first} of the types {names}, but they must be control, control and unknown"
+    lowest = min((piece.score for piece in model.pieces[3:]), default=0)
+    for piece in model.pieces[:3]:
+        if piece.score < lowest:  # transformers derives the cost of unknown characters from the lowest score of all
+            yield f"has the score {piece.score:g} for {piece.piece}, but no other piece has a score below {lowest:g}"
     for piece in model.pieces[3:]:
-        if piece.type != _Piece.NORMAL or _SENTINEL.search(piece.piece):
+        if piece.type != _Piece.NORMAL or piece.piece in SPECIAL_PIECES or _SENTINEL.search(piece.piece):
             yield f"has the special piece {piece.piece!r}, but beside {SPECIAL_PIECES}, all pieces must be plain text"
         if not -_LARGEST_COST <= piece.score <= 0:
             yield (
