@@ -203,7 +203,7 @@ def test_another_number_of_sentinels_is_refused(data_chain: DataChain, tmp_path:
         given_tokenizer(tmp_path, tmp_path)
 
 
-@pytest.mark.parametrize("settings", ["{garbage", "[]", "\0"])
+@pytest.mark.parametrize("settings", ["{garbage", "[]", "\0", "[" * 100_000])
 def test_a_damaged_tokenizer_config_is_refused_with_a_clear_error(
     data_chain: DataChain, tmp_path: Path, settings: str
 ) -> None:
