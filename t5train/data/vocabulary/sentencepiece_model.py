@@ -60,7 +60,7 @@ _WHILE_TRAINING = ("pad piece", "eos piece", "unk piece")
 find these names in any text, because there a space is U+2581 by then."""
 _NUM_THREADS = 8  # changes the result, because sums are formed per thread
 _SENTENCE_CHARACTERS = 1000  # at most 4 bytes each: the trainer skips sentences of more than 4192 bytes
-_TRAINERS_UNKNOWN = "\u2585"  # the trainer's own symbol for unknown characters: it skips sentences that contain it
+TRAINERS_UNKNOWN = "\u2585"  # the trainer's own symbol for unknown characters: it skips sentences that contain it
 _Piece = sentencepiece_model_pb2.ModelProto.SentencePiece
 
 
@@ -220,7 +220,7 @@ def _training_error(spec: "TokenizerSpec", why: str) -> SpecError:
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         for start in range(0, len(text), _SENTENCE_CHARACTERS):
-            yield text[start : start + _SENTENCE_CHARACTERS].replace(_TRAINERS_UNKNOWN, " ")
+            yield text[start : start + _SENTENCE_CHARACTERS].replace(TRAINERS_UNKNOWN, " ")
 
 
 def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:
