@@ -60,8 +60,9 @@ def read_held_out(shards_folder: Path) -> list[EncodedPassage]:
         ) from error
     if not passages:
         raise InputError(
-            f"{path} holds no passage, but certification compares tokenizers on at least one. Use more text, or "
-            "give validation a larger share (corpus.split), then make the token shards again"
+            f"{path} holds no passage, but certification compares tokenizers on at least one that has no control token "
+            "(</s>, <pad>, <unk>, <extra_id_0>). Use more text, also without control tokens, or give validation a "
+            "larger share (corpus.split), then make the token shards again"
         )
     return passages
 
@@ -143,7 +144,8 @@ def comparable(
         if len(text) > _MOST_CHARACTERS:
             text = text[:_MOST_CHARACTERS].rsplit(" ", 1)[0]
             (ids,) = encoder.encode([text], add_eos=True)
-        if not _READ_DIFFERENTLY.search(text):
+        # Special pieces are also found in what a text is normalised to: full-width brackets become < and >.
+        if not _READ_DIFFERENTLY.search(text) and not _READ_DIFFERENTLY.search(encoder.normalised(text)):
             yield EncodedPassage(text=text, ids=ids.tolist())
         elif left_out is not None:
             left_out[HELD_OUT_LEFT_OUT] += 1

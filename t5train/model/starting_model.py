@@ -177,7 +177,7 @@ def _read_json(path: Path, named: str) -> dict[str, Any]:
         found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path} does not exist. Set {named} to the folder of a complete model") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"{path} cannot be read ({error}). If the file is damaged, copy it again from where you got the model"
         ) from error
@@ -292,7 +292,7 @@ def require_pieces(model: ModelSpec, tokenizer: Tokenizer) -> None:
         document = json.loads((path / TOKENIZER_JSON).read_bytes())
         found = {index: piece for index, (piece, _) in enumerate(document["model"]["vocab"])}
         found |= {each["id"]: each["content"] for each in document["added_tokens"]}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{path / TOKENIZER_JSON} is not a unigram tokenizer in JSON. Copy it again from where you got the model"
         ) from error

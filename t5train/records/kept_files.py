@@ -48,7 +48,7 @@ def _is_of_another_program(content: bytes) -> bool:
     """Whether a manifest is intact JSON without the fields of all records. One that is cut off may be ours."""
     try:
         document = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return not isinstance(document, dict) or not document.keys() & {"kind", "fingerprint", "seal"}
 

@@ -303,7 +303,7 @@ def is_intact(content: bytes, kind: str | None) -> bool:
     """Whether ``content`` is an unaltered manifest of this kind (or any, if None), of any version."""
     try:
         document = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(document, dict) and kind in {None, document.get("kind")} and is_sealed(document, "seal")
 

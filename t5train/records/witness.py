@@ -116,7 +116,7 @@ def _require_current(path: Path, content: bytes) -> None:
     """Raise InputError for a witness of an earlier version, which recorded less than certification compares."""
     try:
         found = json.loads(content).get("schema_version")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return  # validation reports what is wrong with it
     if isinstance(found, int) and found < SCHEMA_VERSION:
         raise InputError(

@@ -45,7 +45,8 @@ def compare(tonight: CaseResult, baseline: CaseResult | None) -> list[Finding]:
     worse = [*_losses(tonight, baseline), *grown(tonight, baseline)]
     if changed := changed_versions(baseline.machine, tonight.machine):
         worse = [each.model_copy(update={"sentence": f"{each.sentence} ({'; '.join(changed)})"}) for each in worse]
-    return [*found, *worse, *unsteady(tonight), *_unsteady_baseline(tonight, baseline)]
+    worthless = [*unsteady(tonight), *_unsteady_baseline(tonight, baseline)]
+    return [*found, *worse, *_not_measured(tonight, baseline), *worthless]
 
 
 def grown(tonight: CaseResult, baseline: CaseResult) -> list[Finding]:
@@ -54,6 +55,15 @@ def grown(tonight: CaseResult, baseline: CaseResult) -> list[Finding]:
         _finding(tonight, _about(measured), _growth(name, measured, against))
         for name, measured in tonight.measured.items()
         if (against := baseline.measured.get(name)) is not None and _is_worse(measured, against)
+    ]
+
+
+def _not_measured(tonight: CaseResult, baseline: CaseResult) -> list[Finding]:
+    """Return the quantities that only the baseline has, and so are not checked."""
+    return [
+        _finding(tonight, _about(measured), f"{name} is in the baseline, but was not measured, so it was not checked")
+        for name, measured in baseline.measured.items()
+        if name not in tonight.measured
     ]
 
 

@@ -185,7 +185,7 @@ def recorded_run(card: str) -> RecordedRun:
     try:
         facts = read_front_matter(card)[FACTS] if heading else {}
         settings, data = json.loads(rest.partition("\n```")[0]) if heading else {}, facts.get("data", {})
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return RecordedRun({}, {})
     return RecordedRun(settings if isinstance(settings, dict) else {}, data if isinstance(data, dict) else {})
 

@@ -15,7 +15,7 @@ from t5train.errors import (
     T5TrainError,
 )
 from t5train.files.confined import confined
-from t5train.files.presence import ABSENT, files_below, is_there, reading
+from t5train.files.presence import ABSENT, files_below, is_folder, is_there, names_in, reading
 from t5train.files.run_folder import RUN
 from t5train.locations import explained, local_folder, redacted, remote_folder, require_location
 from t5train.progress import Progress, silent
@@ -73,7 +73,10 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
     record = record.model_copy(update={"path": holds_files})
     faults: list[T5TrainError] = list(record.faults(progress))
     if isinstance(record, Publication):
-        faults += _faults_of(_require_whole, record, files_below(holds_files), str(holds_files))
+        present = files_below(holds_files)
+        if record.folder:  # as in S3, only the folder that the manifest names counts, and what is beside the manifest
+            present += [name for name in names_in(folder) if not is_folder(folder / name)]
+        faults += _faults_of(_require_whole, record, present, str(folder))
         if is_there(holds_files / CERTIFICATE):  # otherwise a fault by now
             with reading(holds_files / CERTIFICATE):
                 content = (holds_files / CERTIFICATE).read_bytes()
@@ -86,7 +89,8 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
 def verify_remote(url: str, progress: Progress = silent) -> Record:
     """``verify`` for any other URL that fsspec can read. Files are streamed and not stored."""
     filesystem, folder = remote_folder(url)
-    where = redacted(url).rstrip("/")
+    top = where = redacted(url).rstrip("/")
+    beside = list[str]()
     with explained(url, "cannot be read"):
         try:
             content = filesystem.cat_file(f"{folder}/{MANIFEST}")
@@ -98,12 +102,13 @@ def verify_remote(url: str, progress: Progress = silent) -> Record:
         for name in record.files:  # a corpus may name files anywhere, but only on its own machine
             confined(Path(folder), name, f"{where}/{MANIFEST}", RecordError)
         if isinstance(record, Publication) and record.folder:
+            beside = [name for name in object_names(filesystem, folder) if "/" not in name]
             folder, where = f"{folder}/{record.folder}", f"{where}/{record.folder}"
         faults: list[T5TrainError] = []
         for name, digest in record.files.items():
             faults += _faults_of(verify_object, filesystem, f"{folder}/{name}", digest, f"{where}/{name}", progress)
         if isinstance(record, Publication):
-            faults += _faults_of(_require_whole, record, object_names(filesystem, folder), where)
+            faults += _faults_of(_require_whole, record, [*object_names(filesystem, folder), *beside], top)
             if filesystem.exists(f"{folder}/{CERTIFICATE}"):  # otherwise a fault by now
                 content = filesystem.cat_file(f"{folder}/{CERTIFICATE}")
                 faults += _faults_of(require_certified, record, content, where)

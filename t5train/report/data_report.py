@@ -183,8 +183,8 @@ def _tokenizer_blocks(shards: TokenShards) -> list[str]:
     if left_out:
         lines.append(
             f"Left out: {quantity(left_out, 'passage')} that spell a control token (</s>, <pad>, <unk>, "
-            "<extra_id_0>) or have U+0085. Training reads control tokens in a text as text, but Hugging Face's "
-            "tokenizer makes them control ids."
+            "<extra_id_0>), also after normalisation, or have U+0085. Training reads control tokens in a text as text, "
+            "but Hugging Face's tokenizer makes them control ids."
         )
     return ["## Tokenizer", *map(escaped, lines)]
 

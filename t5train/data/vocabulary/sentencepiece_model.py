@@ -60,7 +60,7 @@ _WHILE_TRAINING = ("pad piece", "eos piece", "unk piece")
 find these names in any text, because there a space is U+2581 by then."""
 _NUM_THREADS = 8  # changes the result, because sums are formed per thread
 _SENTENCE_CHARACTERS = 1000  # at most 4 bytes each: the trainer skips sentences of more than 4192 bytes
-_TRAINERS_UNKNOWN = "\u2585"  # the trainer's own symbol for unknown characters: it skips sentences that contain it
+TRAINERS_UNKNOWN = "\u2585"  # the trainer's own symbol for unknown characters: it skips sentences that contain it
 _Piece = sentencepiece_model_pb2.ModelProto.SentencePiece
 
 
@@ -108,6 +108,8 @@ def _differing_settings(model: sentencepiece_model_pb2.ModelProto) -> Iterator[s
     ):
         if value != required:
             yield f"has {name}={str(value).lower()}, but T5's vocabulary has {name}={str(required).lower()}"
+    if (trained.eos_piece or SPECIAL_PIECES[EOS_ID]) != SPECIAL_PIECES[EOS_ID]:
+        yield f"ends texts with {trained.eos_piece!r} (eos_piece), but T5's vocabulary with {SPECIAL_PIECES[EOS_ID]!r}"
     if not _has_t5_table(model):
         yield f"has another normalisation table than {_RULE} (its rule is named {normalised.name or 'identity'!r})"
     if model.denormalizer_spec.precompiled_charsmap:
@@ -122,8 +124,12 @@ def _differing_pieces(model: sentencepiece_model_pb2.ModelProto) -> Iterator[str
     if kinds != [_Piece.CONTROL, _Piece.CONTROL, _Piece.UNKNOWN]:
         names = ", ".join(_Piece.Type.Name(kind).lower() for kind in kinds)
         yield f"has the pieces {first} of the types {names}, but they must be control, control and unknown"
+    lowest = min((piece.score for piece in model.pieces[3:]), default=0)
+    for piece in model.pieces[:3]:
+        if piece.score < lowest:  # transformers derives the cost of unknown characters from the lowest score of all
+            yield f"has the score {piece.score:g} for {piece.piece}, but no other piece has a score below {lowest:g}"
     for piece in model.pieces[3:]:
-        if piece.type != _Piece.NORMAL or _SENTINEL.search(piece.piece):
+        if piece.type != _Piece.NORMAL or piece.piece in SPECIAL_PIECES or _SENTINEL.search(piece.piece):
             yield f"has the special piece {piece.piece!r}, but beside {SPECIAL_PIECES}, all pieces must be plain text"
         if not -_LARGEST_COST <= piece.score <= 0:
             yield (
@@ -214,7 +220,7 @@ def _training_error(spec: "TokenizerSpec", why: str) -> SpecError:
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         for start in range(0, len(text), _SENTENCE_CHARACTERS):
-            yield text[start : start + _SENTENCE_CHARACTERS].replace(_TRAINERS_UNKNOWN, " ")
+            yield text[start : start + _SENTENCE_CHARACTERS].replace(TRAINERS_UNKNOWN, " ")
 
 
 def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:

@@ -176,7 +176,7 @@ def _num_sentinels(config: Path) -> Any:
         return NUM_SENTINELS
     try:
         settings = json.loads(config.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(
             f"tokenizer.path: {config} is not JSON ({error}). Restore the file, or remove it: without the file, "
             f"{NUM_SENTINELS} sentinels are assumed"

@@ -12,7 +12,7 @@ import numpy as np
 
 from t5train.data.passages import SourceFile
 from t5train.data.segments import Stretch, passages_in
-from t5train.data.vocabulary.sentencepiece_model import UNK_ID, Encoder
+from t5train.data.vocabulary.sentencepiece_model import TRAINERS_UNKNOWN, UNK_ID, Encoder
 from t5train.errors import InputError
 from t5train.host_resources import quantity
 from t5train.records.stage_records import LACKED_CHARACTER, TRAIN_TOKENS, UNKNOWN_PIECES, TokenShards
@@ -139,9 +139,10 @@ def unknown_line(counts: Mapping[str, int]) -> str:
     unknown, tokens, start = counts[UNKNOWN_PIECES], counts[TRAIN_TOKENS], len(LACKED_CHARACTER)
     lacked = Counter({chr(int(name[start:], 16)): n for name, n in counts.items() if name.startswith(LACKED_CHARACTER)})
     named = f" (in a sample of the text, {listed(lacked)})" if lacked else ""
+    reserved = ". No trained vocabulary has U+2585: replace U+2585 in the text" if TRAINERS_UNKNOWN in lacked else ""
     return (
         f"{unknown / max(1, tokens):.1%} of the tokens of the training split are the unknown piece ({unknown:,} of "
-        f"{tokens:,}), because the vocabulary lacks their characters{named}. {_REMEDY}"
+        f"{tokens:,}), because the vocabulary lacks their characters{named}. {_REMEDY}{reserved}"
     )
 
 

@@ -46,9 +46,10 @@ def test_passages_with_unknown_foreign_and_rare_pieces_are_chosen_first() -> Non
 def test_text_that_spells_control_tokens_is_left_out_and_a_long_text_is_cut_at_a_space(data_chain: DataChain) -> None:
     tokenizer = Tokenizer.load(data_chain.tokenizer.path)
     texts = ["a </s> b", "an <extra_id_7>", "<unk>", "next\x85line", "word " * 2000]
+    texts += ["\uff1c/s\uff1e", "<\x01unk>", "\uff1cextra_id_7>"]  # normalisation gives control tokens
     left_out = Counter[str]()
     found = list(comparable(((Passage("", "", text), np.array([1])) for text in texts), tokenizer, left_out))
-    assert left_out == {"held_out_left_out": 4}
+    assert left_out == {"held_out_left_out": 7}
     assert [each.text for each in found] == [("word " * 800).rstrip()]
     assert found[0].ids == tokenizer.encode([found[0].text], add_eos=True)[0].tolist()
 

@@ -28,7 +28,7 @@ def sentences(tonight: CaseResult, baseline: CaseResult | None = None) -> list[s
 
 
 def with_measured(name: str, values: Measured) -> CaseResult:
-    return case_result(measured={name: values})
+    return case_result(measured={**case_result().measured, name: values})
 
 
 def test_a_night_like_the_baseline_has_no_finding() -> None:
@@ -57,6 +57,13 @@ def test_a_slow_step_is_reported_with_its_ratio_the_baseline_and_what_is_allowed
 def test_each_quantity_has_its_sentence(name: str, before: Measured, tonight: Measured, expected: str) -> None:
     [said] = sentences(with_measured(name, tonight), with_measured(name, before))
     assert said.startswith(f"moe: {expected}")
+
+
+def test_a_quantity_of_the_baseline_that_was_not_measured_is_a_finding() -> None:
+    before = with_measured(SAVING, measured(5.0))
+    [said] = sentences(case_result(), before)
+    assert said == "moe: saving is in the baseline, but was not measured, so it was not checked"
+    assert sentences(before, case_result()) == []
 
 
 def test_growth_up_to_the_minimum_and_any_improvement_are_no_findings() -> None:

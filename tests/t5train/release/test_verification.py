@@ -93,6 +93,31 @@ def test_a_file_that_was_not_published_is_an_error(published: Path) -> None:
             verify(location)
 
 
+@pytest.mark.parametrize("location", ["folder", "store"])
+def test_a_file_beside_the_manifest_of_a_publication_copied_from_s3_is_an_error(published: Path, location: str) -> None:
+    attempt = published / f"{'0' * 12}-{'0' * 16}"
+    record = Publication.load(published).model_copy(update={"folder": attempt.name}).sealed()
+    attempt.mkdir()
+    for name in record.files:
+        (published / name).rename(attempt / name)
+    (published / "manifest.json").write_text(record.manifest_text())
+    earlier = published / f"{'1' * 12}-{'1' * 16}"  # what an interrupted upload has left, as in S3
+    earlier.mkdir()
+    (earlier / "config.json").touch()
+
+    def url() -> str:
+        filesystem = fsspec.filesystem("memory")
+        filesystem.store.clear()
+        for path in published.rglob("*.*"):
+            filesystem.pipe_file(f"/copied/{path.relative_to(published)}", path.read_bytes())
+        return "memory://copied"
+
+    verify(published if location == "folder" else url())
+    (published / "adapter_config.json").touch()
+    with pytest.raises(PublicationError, match=r"(published|copied) also holds .*not published: adapter_config\.json"):
+        verify(published if location == "folder" else url())
+
+
 def test_what_git_and_the_hub_add_to_a_folder_is_not_looked_at(published: Path) -> None:
     for name in (".git/HEAD", ".gitattributes", ".cache/huggingface/download/config.json.metadata"):
         (published / name).parent.mkdir(parents=True, exist_ok=True)
@@ -146,6 +171,7 @@ def test_a_location_without_a_finished_result_is_refused(tmp_path: Path) -> None
         b"[]",
         b"{",
         b"\xff",
+        b"[" * 100_000,
         b'{"kind": "corpus"}',
         b'{"kind": "soup", "path": ".", "fingerprint": "", "files": {}}',
     ],

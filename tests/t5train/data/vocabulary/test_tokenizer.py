@@ -203,7 +203,7 @@ def test_another_number_of_sentinels_is_refused(data_chain: DataChain, tmp_path:
         given_tokenizer(tmp_path, tmp_path)
 
 
-@pytest.mark.parametrize("settings", ["{garbage", "[]", "\0"])
+@pytest.mark.parametrize("settings", ["{garbage", "[]", "\0", "[" * 100_000])
 def test_a_damaged_tokenizer_config_is_refused_with_a_clear_error(
     data_chain: DataChain, tmp_path: Path, settings: str
 ) -> None:
@@ -254,9 +254,26 @@ def denormalization(model: Model) -> None:
     model.denormalizer_spec.precompiled_charsmap = model.normalizer_spec.precompiled_charsmap
 
 
+def special_piece_again(model: Model) -> None:
+    model.pieces[50].piece = "</s>"
+
+
+def other_end_piece(model: Model) -> None:
+    model.trainer_spec.eos_piece = "<pad>"
+
+
+def no_end_piece(model: Model) -> None:
+    model.trainer_spec.eos_piece = "<end>"
+
+
+def special_piece_of_lower_score_than_others(model: Model) -> None:
+    model.pieces[2].score = -1000  # the published tokenizer would make unknown characters cost that much
+
+
 CHANGES = [
     *(other_first_piece, sentinel_among_pieces, plain_eos, piece_of_two_words, no_piece_for_a_space, unused_piece),
     *(positive_score, other_rules_under_t5s_name, no_rules_under_t5s_name, denormalization),
+    *(special_piece_again, other_end_piece, no_end_piece, special_piece_of_lower_score_than_others),
 ]
 
 

@@ -121,3 +121,9 @@ def test_the_warning_names_the_most_frequent_characters_first() -> None:
     assert "'\u4e2d' (U+4E2D) 9 times, '<' (U+003C) 7 times" in line
     assert not unknown_line(MANY | {"unknown_pieces": 10})
     assert not unknown_line({})
+
+
+def test_the_character_that_no_trained_vocabulary_has_gets_a_remedy_that_helps() -> None:
+    counts = {"train_tokens": 100, "unknown_pieces": 20}
+    assert "replace U+2585 in the text" in unknown_line(counts | {"lacked_character_U+2585": 20})
+    assert "U+2585" not in unknown_line(counts | {"lacked_character_U+0041": 20})

@@ -107,6 +107,14 @@ def _add(name: str) -> Callable[[Path], None]:
     return add
 
 
+def _nest(name: str) -> Callable[[Path], None]:
+    def nest(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).write_text("[" * 100_000)
+
+    return nest
+
+
 def _cut_manifest(folder: Path) -> None:
     content = (folder / "manifest.json").read_bytes()
     (folder / "manifest.json").write_bytes(content[: len(content) // 2])
@@ -124,6 +132,8 @@ def _cut_manifest(folder: Path) -> None:
         (_add("adapter_config.json"), r"adapter_config\.json is not among the files in .*manifest\.json: it was added"),
         (_cut_manifest, r"manifest\.json is damaged, or not a manifest"),
         (_flip("manifest.json"), r"manifest\.json "),
+        (_nest("manifest.json"), r"manifest\.json is damaged"),
+        (_nest("config.json"), r"config\.json "),
     ],
 )
 def test_a_folder_that_is_not_as_its_manifest_records_is_refused_by_generate_and_evaluate(
