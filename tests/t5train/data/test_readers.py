@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import lzma
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,22 @@ def test_fsspec_reads_compressed_files_alike_and_still_writes_them(tmp_path: Pat
     path.write_bytes(STREAMS[suffix][0] + b"garbage!")
     with fsspec.open(str(path), "rb", compression="infer") as file, pytest.raises(compressed.DecompressionError):
         file.read()
+
+
+def test_headers_of_gzip_are_read_wherever_a_block_of_the_file_ends(tmp_path: Path) -> None:
+    """They have all optional fields: extra ones, a name, a comment and a checksum."""
+    path, block = tmp_path / "a.txt.gz", compressed._BLOCK_BYTES
+    header = b"\x1f\x8b\x08\x1e\0\0\0\0\0\xff" + b"\6\0BC\2\0\1\1" + b"a.txt\0" + b"comment\0"
+    header += zlib.crc32(header).to_bytes(4, "little")[:2]
+    stream = header + gzip.compress(b"two\n", mtime=0)[10:]
+    for part in range(len(header) + 1):
+        before = io.BytesIO()
+        with gzip.GzipFile("x" * (block - part - 25), "wb", fileobj=before, mtime=0) as file:
+            file.write(b"one\n")
+        first = before.getvalue()
+        assert len(first) == block - part
+        path.write_bytes(first + stream)
+        assert [passage.text for passage in read(path)] == ["one", "two"], part
 
 
 def test_a_file_of_nothing_but_a_skippable_frame_holds_no_text(tmp_path: Path) -> None:
