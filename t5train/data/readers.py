@@ -139,8 +139,14 @@ def rows(source: SourceFile, number: int = 0, offset: int = 0, opened: OpenFile 
 
 
 def _txt(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
-    for row, start, line in _lines(source, number, offset, opened):
-        yield Row(row, start, Passage(f"{source.name}:{row}", "", line.strip()))
+    for row, start, line in _raw_lines(source, number, offset, opened):
+        text = _decoded(source, row, start, line).strip()
+        if start == 0 and "\r" in text and not line.endswith(b"\n"):
+            raise InputError(
+                f"{source.shown} has carriage returns (CR), but no line feed (LF), so all of it would be one passage. "
+                "Convert its line ends to LF"
+            )
+        yield Row(row, start, Passage(f"{source.name}:{row}", "", text))
 
 
 def _jsonl(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:

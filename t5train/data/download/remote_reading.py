@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import fsspec
 
 from t5train.data.formats.compressed import COMPRESSIONS, use_in_fsspec
-from t5train.errors import InputError
+from t5train.errors import InputError, printable
 
 READER = "download-reader"
 """Name of the threads that read."""
@@ -77,7 +77,16 @@ def storage_options(source: str) -> dict[str, Any]:
 
 
 def filesystem_of(source: str) -> tuple[Any, str]:
-    """Return fsspec's filesystem of a source, and the path in it. Raises InputError for a damaged .tar archive."""
+    """Return fsspec's filesystem of a source, and the path in it.
+
+    Raises InputError for a damaged .tar archive, and for a path with ``::``, of which fsspec would drop what follows.
+    """
+    first, separator, _ = source.partition("::")
+    if separator and "://" not in first and first not in fsspec.available_protocols():
+        raise InputError(
+            f"{printable(source)} has ::, which separates a file in an archive from the archive, as in "
+            "tar://a.txt::/data/a.tar. Rename what has :: in its name, or name the folder that it is in"
+        )
     use_in_fsspec()  # for archives that are compressed
     filesystem, path = fsspec.core.url_to_fs(source, **storage_options(source))
     _require_whole_archive(filesystem)

@@ -370,6 +370,7 @@ def test_formats_are_recognised_by_file_name() -> None:
     ("name", "content", "words"),
     [
         ("a.txt", b"fine\nbad \xff\n", ["a.txt line 2", "byte 9", "0xff", "UTF-8"]),
+        ("a.txt", b"one\rtwo\r", ["a.txt has carriage returns", "Convert its line ends to LF"]),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["a.jsonl line 2", "not JSON"]),
         ("a.jsonl", b'{"body": "x"}\n', ["a.jsonl line 1", '"text"']),
         ("a.jsonl", b'["text"]\n', ["a.jsonl line 1", '"text"']),

@@ -186,6 +186,14 @@ def test_a_file_is_read_once_whatever_links_there_are_to_it(tmp_path: Path, sour
     )
 
 
+@pytest.mark.parametrize("named", ["a.txt::b.txt", "c::d", "c::d/*.txt"])
+def test_a_path_with_two_colons_does_not_stand_for_what_is_before_them(tmp_path: Path, named: str) -> None:
+    make(tmp_path, "text/a.txt", "text/a.txt::b.txt", "text/c/e.txt", "text/c::d/e.txt")
+    with pytest.raises(InputError, match=r"has ::, which separates .* or name the folder that it is in"):
+        require_source(str(tmp_path / "text" / named))
+    assert len(require_source(str(tmp_path / "text")).sizes) == 4
+
+
 def test_links_to_folders_that_a_pattern_may_match_are_named(tmp_path: Path) -> None:
     make(tmp_path, "text/one/a.txt", "other/b.txt", "text/.claim")
     make(tmp_path / "text/run", ".claim", "a.txt")
