@@ -139,8 +139,14 @@ def rows(source: SourceFile, number: int = 0, offset: int = 0, opened: OpenFile 
 
 
 def _txt(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
-    for row, start, line in _lines(source, number, offset, opened):
-        yield Row(row, start, Passage(f"{source.name}:{row}", "", line.strip()))
+    for row, start, line in _raw_lines(source, number, offset, opened):
+        text = _decoded(source, row, start, line).strip()
+        if start == 0 and "\r" in text and not line.endswith(b"\n"):
+            raise InputError(
+                f"{source.shown} has carriage returns (CR), but no line feed (LF), so all of it would be one passage. "
+                "Convert its line ends to LF"
+            )
+        yield Row(row, start, Passage(f"{source.name}:{row}", "", text))
 
 
 def _jsonl(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
@@ -195,7 +201,12 @@ def _json_passage(source: SourceFile, row: int, value: Any) -> Passage:
 def _with_whole_id(value: Any, line: bytes | str) -> Any:
     """Return a parsed line, again if its id may be a whole number of more than 64 bits, which orjson rounds."""
     found = value.get("id") if isinstance(value, dict) else None
-    return json.loads(line) if isinstance(found, float) and abs(found) >= _ROUNDED_FROM else value
+    if not isinstance(found, float) or abs(found) < _ROUNDED_FROM:
+        return value
+    try:
+        return json.loads(line)
+    except RecursionError:  # orjson allows more
+        raise orjson.JSONDecodeError("values are nested too deeply", "", 0) from None
 
 
 def _tsv(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
@@ -233,19 +244,20 @@ def _untyped(name: str) -> str:
 
 
 def _unquoted(field: str) -> str:
-    quoted = len(field) >= 2 and field[0] == field[-1] == '"'
+    """Return a field without quotes if it was written in quotes, so that each in it is doubled."""
+    quoted = len(field) >= 2 and field[0] == field[-1] == '"' and '"' not in field[1:-1].replace('""', "")
     return field[1:-1].replace('""', '"') if quoted else field
 
 
 def _csv(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
     with OpenFile() as beginning:
         _, _, header = next(_csv_records(source, 0, 0, beginning), (0, 0, []))
-    if header.count("text") != 1:
+    if "text" not in header or any(header.count(name) > 1 for name in READ_COLUMNS):
         raise InputError(
             f"{source.shown} begins with {','.join(header)[:80]!r}, but must begin with a header that names one column "
-            "'text' and may name 'id' and 'title', separated by commas. Add or correct this header"
+            "'text' and may name one 'id' and one 'title', separated by commas. Add or correct this header"
         )
-    columns = {name: header.index(name) for name in READ_COLUMNS if header.count(name) == 1}
+    columns = {name: header.index(name) for name in READ_COLUMNS if name in header}
     for row, start, fields in _csv_records(source, number, offset, opened):
         if row > 0:
             _require_fields(source, row, fields, header)

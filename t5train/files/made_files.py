@@ -1,5 +1,6 @@
 """Which files below a folder were made by runs: recognised by what runs leave beside them, not by their names."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path, PurePath, PurePosixPath
 
@@ -27,7 +28,8 @@ class MadeFiles:
     def includes(self, file: str) -> bool:
         """Whether runs made a file below ``top``."""
         place = PurePosixPath(file).relative_to(self._top)
-        return self.includes_folder(place.parent) or Path(f"{file}{DOWNLOADED}").exists()
+        note = f"{file}{DOWNLOADED}"
+        return self.includes_folder(place.parent) or os.path.exists(note)  # noqa: PTH110  Path refuses one too long
 
     def includes_folder(self, place: PurePosixPath) -> bool:
         """The same for all that is in a folder, given relative to ``top``."""

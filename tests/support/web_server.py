@@ -48,6 +48,8 @@ class Web:
     index: bool = False
     """Whether there is a page with links to the files."""
     overstates_size: bool = False
+    encoding: str = ""
+    """The Content-Encoding that is stated of all files."""
     changed_at: int = 0
     changes_meanwhile: bool = False
     seconds_per_answer: float = 0.0
@@ -145,6 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Accept-Ranges", "bytes")
         if self.web.has_ranges and self.web.reports_changes:
             self.send_header("ETag", f'"{sha256(self._content()).hexdigest()}-{self.web.changed_at}"')
+        if self.web.encoding:
+            self.send_header("Content-Encoding", self.web.encoding)
         if self.web.sends_size:
             self.send_header("Content-Length", str(size if status < 300 and is_there else 0))
         for name, value in (more or {}).items():

@@ -4,6 +4,7 @@ Beside a download lies its note: state, size and sha256. While it is incomplete,
 note of it says how many bytes of which state are known to be on disk; another start continues there.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -76,7 +77,9 @@ def read_note(local: Path) -> Note | None:
         noted = json.loads(_note(local).read_bytes())
         content = FileDigest(size=noted["size"], sha256=noted["sha256"])
         return Note(str(noted["state"]), content, FileDigest(**noted["whole"]) if noted.get("whole") else None)
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in {errno.ENOENT, errno.ENAMETOOLONG}:
+            raise
         return None
     except (ValueError, KeyError, TypeError) as error:
         _log.warning("the record of the download of %s is damaged: %s", local, error)

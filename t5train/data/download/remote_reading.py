@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import count
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
 
-from t5train.data.formats.compressed import use_in_fsspec
-from t5train.errors import InputError
+from t5train.data.formats.compressed import COMPRESSIONS, use_in_fsspec
+from t5train.errors import InputError, printable
 
 READER = "download-reader"
 """Name of the threads that read."""
@@ -63,18 +64,29 @@ def storage_options(source: str) -> dict[str, Any]:
     """Return how fsspec is to reach a source.
 
     Web servers get limits for silence in place of aiohttp's five minutes for a whole transfer, which a large file
-    exceeds.
+    exceeds. Some call the compression of a file its Content-Encoding: compressed files are kept as they are stored.
     """
     if urlsplit(source).scheme not in {"http", "https"} or "::" in source:
         return {}
     from aiohttp import ClientTimeout  # slow to import, and only needed here
 
     timeout = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS)
-    return {"client_kwargs": {"timeout": timeout}}
+    is_compressed = PurePosixPath(urlsplit(source).path).suffix in COMPRESSIONS
+    as_stored = {"auto_decompress": False, "headers": {"Accept-Encoding": "identity"}} if is_compressed else {}
+    return {"client_kwargs": {"timeout": timeout, **as_stored}}
 
 
 def filesystem_of(source: str) -> tuple[Any, str]:
-    """Return fsspec's filesystem of a source, and the path in it. Raises InputError for a damaged .tar archive."""
+    """Return fsspec's filesystem of a source, and the path in it.
+
+    Raises InputError for a damaged .tar archive, and for a path with ``::``, of which fsspec would drop what follows.
+    """
+    first, separator, _ = source.partition("::")
+    if separator and "://" not in first and first not in fsspec.available_protocols():
+        raise InputError(
+            f"{printable(source)} has ::, which separates a file in an archive from the archive, as in "
+            "tar://a.txt::/data/a.tar. Rename what has :: in its name, or name the folder that it is in"
+        )
     use_in_fsspec()  # for archives that are compressed
     filesystem, path = fsspec.core.url_to_fs(source, **storage_options(source))
     _require_whole_archive(filesystem)

@@ -106,18 +106,20 @@ def list_files(source: str, *, with_left_out: bool = False) -> Matches:
     elif filesystem.isdir(path):
         return _in_folder(filesystem, path, shown, with_left_out)
     else:
-        matched = _in_pattern(filesystem, path, shown)
+        matched, folders = _in_pattern(filesystem, path, shown)
         hidden = [] if with_left_out else [each for each in matched if not _is_named(plain(each), plain(path))]
         of_user = sorted(set(matched) - set(hidden))
         found, copies = of_user, list[str]()
         if is_local(filesystem):
-            found = MadeFiles(Path(_folder_of_pattern(path))).without(of_user)
+            by_runs = MadeFiles(Path(_folder_of_pattern(path)))
+            found, folders = by_runs.without(of_user), by_runs.without(folders)
             made = len(of_user) - len(found)
             found, copies = (found, copies) if with_left_out else _without_copies(found)
         elif is_tar(filesystem) and not with_left_out:
             found, copies = _without_linked_members(filesystem, found)
         base = _folder_of_pattern(path)
-        left_out = LeftOut(*([_below(plain(base), plain(each)) for each in names] for names in (hidden, copies)))
+        not_read = (hidden, copies, [] if with_left_out else folders)
+        left_out = LeftOut(*([_below(plain(base), plain(each)) for each in names] for names in not_read))
         if not found and not made:
             raise InputError(
                 f"corpus.source {shown!r} matches only hidden files: {few(left_out.hidden)}. To read them, name what "
@@ -181,7 +183,7 @@ def _in_folder(filesystem: Any, path: str, shown: str, with_left_out: bool) -> M
     """Return all files of known formats in a folder, at any depth."""
     made = MadeFiles(Path(path))
     if is_local(filesystem):
-        _require_readable(path, lambda folder: _may_have_text(PurePosixPath(folder).relative_to(path), made))
+        _linked_folders(path, lambda folder: _may_have_text(PurePosixPath(folder).relative_to(path), made))
     entries = filesystem.find(path, detail=True)
     every = [each for each, entry in sorted(entries.items()) if not _is_device(entry)]
     plain = _plain(filesystem)
@@ -213,32 +215,40 @@ def _may_have_text(place: PurePosixPath, made: MadeFiles) -> bool:
     return not _is_hidden(str(place)) and not made.includes_folder(place)
 
 
-def _in_pattern(filesystem: Any, path: str, shown: str) -> list[str]:
-    """Return the files that a pattern matches. A path without wildcards matches nothing, because it does not exist."""
+def _in_pattern(filesystem: Any, path: str, shown: str) -> tuple[list[str], list[str]]:
+    """Return the files that a pattern matches, and the links to folders that it may match, but that are not followed.
+
+    A path without wildcards matches nothing, because it does not exist.
+    """
+    links = list[str]()
     if is_local(filesystem) and glob.has_magic(path):
-        _require_readable(_folder_of_pattern(path), lambda folder: _may_be_named_in(folder, path))
+        links = _linked_folders(_folder_of_pattern(path), lambda folder: _may_be_named_in(folder, path))
     is_file = _is_file_or_broken if is_local(filesystem) else lambda each: _is_file(filesystem, each, shown)
     found = list(filter(is_file, filesystem.glob(path)))
     if found:
-        return found
+        return found, links
     if glob.has_magic(path):
-        raise InputError(f"corpus.source {shown!r} matches no file. Correct the pattern")
+        not_followed = f" (links to folders are read only if they are named: {few(links)})" if links else ""
+        raise InputError(f"corpus.source {shown!r} matches no file{not_followed}. Correct the pattern")
     if is_local(filesystem) and _is_there(Path(path)):
         raise InputError(f"corpus.source {shown!r} is neither a file nor a folder. Set corpus.source to one of these")
     raise InputError(f"corpus.source {shown!r} does not exist. Correct the path or URL")
 
 
-def _require_readable(top: str, may_hold_text: Callable[[str], bool]) -> None:
-    """Raise the system's error if a folder below ``top`` cannot be listed: fsspec leaves such folders out silently.
+def _linked_folders(top: str, may_hold_text: Callable[[str], bool]) -> list[str]:
+    """Return the symbolic links to folders below ``top``, which fsspec does not follow.
 
-    Only root can list lost+found, which every ext4 file system has, and which holds no text.
+    Raises the system's error if a folder cannot be listed: fsspec leaves such folders out silently. Only root can list
+    lost+found, which every ext4 file system has, and which holds no text.
     """
-    errors = list[OSError]()
+    errors, links = list[OSError](), list[str]()
     for folder, names, _ in os.walk(top, onerror=errors.append):
         names[:] = [each for each in names if each != "lost+found" and may_hold_text(str(Path(folder, each)))]
+        links += [str(place) for each in names if (place := Path(folder, each)).is_symlink()]
     for error in errors:
         if not isinstance(error, FileNotFoundError):
             raise error
+    return sorted(links)
 
 
 def _is_there(path: Path) -> bool:

@@ -34,6 +34,8 @@ _FAILURES = (
 )
 """What decompressors raise. isal's stub declares its error as an instance."""
 _AGAIN = "If the file is damaged, fetch or write it again"
+_GZIP_HEADER_BYTES, _MOST_HEADER_BYTES = 10, 1 << 20
+"""A header of gzip has names and comments of any length. One of more than the second is no gzip."""
 
 
 class DecompressionError(Exception):
@@ -55,6 +57,8 @@ class _Compression(NamedTuple):
     """Zeros may follow a stream, as many as a multiple of this; 0 if there may be none."""
     archives: Sequence[str]
     """Short ends of names of .tar archives that are compressed so."""
+    has_header: Callable[[bytes], bool] = lambda _: True
+    """Whether the decompressor may get the beginning of a stream before it gets more."""
 
 
 def memory_limit_bytes() -> int:
@@ -68,8 +72,23 @@ def _zstd() -> Any:
     return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: window_log})
 
 
+def _has_gzip_header(start: bytes) -> bool:
+    """Whether the header of a .gz stream is complete: isal takes many for damaged if it gets them in two pieces."""
+    if len(start) < _GZIP_HEADER_BYTES or len(start) >= _MOST_HEADER_BYTES:
+        return len(start) >= _MOST_HEADER_BYTES
+    flags, end = start[3], _GZIP_HEADER_BYTES
+    if flags & 4:  # extra fields, after their size
+        end += 2 + int.from_bytes(start[end : end + 2], "little")
+    for flag in (8, 16):  # a name and a comment, each with a zero at its end
+        if flags & flag and not (end := start.find(b"\0", end) + 1):
+            return False
+    return len(start) >= end + (2 if flags & 2 else 0)  # a checksum
+
+
 COMPRESSIONS = {
-    ".gz": _Compression("gzip", lambda: igzip_lib.IgzipDecompressor(igzip_lib.DECOMP_GZIP), 1, ["tgz"]),
+    ".gz": _Compression(
+        "gzip", lambda: igzip_lib.IgzipDecompressor(igzip_lib.DECOMP_GZIP), 1, ["tgz"], _has_gzip_header
+    ),
     ".bz2": _Compression("bz2", bz2.BZ2Decompressor, 1, ["tbz2", "tbz"]),
     ".xz": _Compression("xz", lambda: lzma.LZMADecompressor(memlimit=memory_limit_bytes()), 4, ["txz"]),
     ".zst": _Compression("zstd", _zstd, 0, ["tzst"]),
@@ -113,7 +132,7 @@ class _Streams(io.RawIOBase):
         self._decompressor = self._compression.decompressor()
         self._input, self._stored_bytes = b"", 0
         """What the decompressor has not got yet, and how much has been read in all."""
-        self._number, self._begins_at = 1, 0
+        self._number, self._begins_at, self._has_header = 1, 0, False
         self._position = 0
 
     def readable(self) -> bool:
@@ -151,6 +170,8 @@ class _Streams(io.RawIOBase):
         while True:
             if self._decompressor.eof and not self._begin_stream():
                 return 0
+            while not self._has_header:
+                self._has_header = self._compression.has_header(self._input) or not self._read()
             if not self._input and self._decompressor.needs_input and not self._read():
                 is_empty = " and is empty" if not self._stored_bytes else ""
                 raise self._error(f"the file ends at byte {self._stored_bytes:,}{is_empty}")
@@ -166,9 +187,9 @@ class _Streams(io.RawIOBase):
 
     def _read(self) -> bool:
         """Read more of the compressed file. Returns False at its end."""
-        self._input = self._stored.read(_BLOCK_BYTES)
-        self._stored_bytes += len(self._input)
-        return bool(self._input)
+        more = self._stored.read(_BLOCK_BYTES)
+        self._input, self._stored_bytes = self._input + more, self._stored_bytes + len(more)
+        return bool(more)
 
     def _begin_stream(self) -> bool:
         """Prepare to read the next stream. Returns False if there is none."""
@@ -187,6 +208,7 @@ class _Streams(io.RawIOBase):
         if not self._input:
             return False
         self._number, self._begins_at = self._number + 1, self._stored_bytes - len(self._input)
+        self._has_header = False
         self._decompressor = self._compression.decompressor()
         return True
 

@@ -65,8 +65,9 @@ def is_text(kind: pyarrow.DataType) -> bool:
 
 
 def _damaged(path: Path, where: str, error: Exception) -> InputError:
-    shown = printable(str(path))
-    return InputError(f"{shown} cannot be read as parquet{where} ({error}). Fetch or write the file again")
+    shown, is_encrypted = printable(str(path)), "decrypt" in str(error).lower()
+    remedy = "Write the file again without encryption" if is_encrypted else "Fetch or write the file again"
+    return InputError(f"{shown} cannot be read as parquet{where} ({error}). {remedy}")
 
 
 def stored_text_bytes(source: SourceFile) -> int:
@@ -127,8 +128,13 @@ def _require_utf8(source: SourceFile, row: int, column: str, value: pyarrow.Scal
 
 
 def _columns(source: SourceFile, schema: pyarrow.Schema) -> list[str]:
-    found = [name for name in READ_COLUMNS if schema.names.count(name) == 1]
-    if "text" not in found or not is_text(schema.field("text").type):
+    found = [name for name in READ_COLUMNS if name in schema.names]
+    if (twice := [name for name in found if schema.names.count(name) > 1]) and twice != ["text"]:
+        raise InputError(
+            f"{source.shown} has more than one column {twice[0]!r}. Write the file again with one, or choose other "
+            "files (corpus.source)"
+        )
+    if schema.names.count("text") != 1 or not is_text(schema.field("text").type):
         raise InputError(
             f"{source.shown} needs one string column named 'text', but has the columns {_types(schema)}. Write the "
             "file again with such a column, or choose other files (corpus.source)"

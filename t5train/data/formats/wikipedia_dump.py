@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 from xml.etree import ElementTree
 
 from t5train.data.formats.wikitext_limits import TooComplexError, require_parsable, require_shallow
-from t5train.data.passages import Passage, Row, SkippedRow, SourceFile
+from t5train.data.passages import Passage, Row, SkippedRow, SourceFile, id_at
 from t5train.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def dump_rows(source: SourceFile, file: IO[bytes], number: int) -> Iterator[Row]
         )
     try:
         for row, article in enumerate(islice(_articles(source, file), number, None), start=number):
-            yield article.row(row)
+            yield article._replace(id=id_at(article.id, source, row)).row(row)
     except ElementTree.ParseError as error:
         raise InputError(
             f"{source.shown} is not well-formed XML ({error}). If the file is damaged, fetch it again"

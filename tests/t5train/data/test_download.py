@@ -93,6 +93,18 @@ def test_a_store_that_sends_no_parts_and_no_size_is_read_from_the_beginning(web:
     assert "bytes of text.txt downloaded" in seen
 
 
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_compressed_file_is_kept_as_it_is_stored_whatever_the_server_calls_its_encoding(
+    web: Web, tmp_path: Path, *, has_ranges: bool
+) -> None:
+    web.files["/text.txt.gz"], web.encoding, web.has_ranges = gzip.compress(LINES), "gzip", has_ranges
+    for pattern in ("text.txt.gz", "*.gz"):
+        web.files["/"], web.index = b"", True
+        assert build(web, tmp_path, pattern=pattern).counts["passages"] == LINES.count(b"\n")
+        assert downloaded(tmp_path, "text.txt.gz").read_bytes() == web.files["/text.txt.gz"]
+        shutil.rmtree(tmp_path / "cache")
+
+
 def test_a_redirected_file_is_downloaded(web: Web, tmp_path: Path) -> None:
     web.redirects = True
     assert build(web, tmp_path).counts["passages"] == 40_000

@@ -5,6 +5,8 @@ import gzip
 import io
 import json
 import lzma
+import zlib
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow.parquet import encryption
 
 from t5train.data import readers
 from t5train.data.formats import compressed
@@ -280,6 +283,22 @@ def test_fsspec_reads_compressed_files_alike_and_still_writes_them(tmp_path: Pat
         file.read()
 
 
+def test_headers_of_gzip_are_read_wherever_a_block_of_the_file_ends(tmp_path: Path) -> None:
+    """They have all optional fields: extra ones, a name, a comment and a checksum."""
+    path, block = tmp_path / "a.txt.gz", compressed._BLOCK_BYTES
+    header = b"\x1f\x8b\x08\x1e\0\0\0\0\0\xff" + b"\6\0BC\2\0\1\1" + b"a.txt\0" + b"comment\0"
+    header += zlib.crc32(header).to_bytes(4, "little")[:2]
+    stream = header + gzip.compress(b"two\n", mtime=0)[10:]
+    for part in range(len(header) + 1):
+        before = io.BytesIO()
+        with gzip.GzipFile("x" * (block - part - 25), "wb", fileobj=before, mtime=0) as file:
+            file.write(b"one\n")
+        first = before.getvalue()
+        assert len(first) == block - part
+        path.write_bytes(first + stream)
+        assert [passage.text for passage in read(path)] == ["one", "two"], part
+
+
 def test_a_file_of_nothing_but_a_skippable_frame_holds_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt.zst"
     path.write_bytes(SKIPPABLE)
@@ -351,6 +370,7 @@ def test_formats_are_recognised_by_file_name() -> None:
     ("name", "content", "words"),
     [
         ("a.txt", b"fine\nbad \xff\n", ["a.txt line 2", "byte 9", "0xff", "UTF-8"]),
+        ("a.txt", b"one\rtwo\r", ["a.txt has carriage returns", "Convert its line ends to LF"]),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["a.jsonl line 2", "not JSON"]),
         ("a.jsonl", b'{"body": "x"}\n', ["a.jsonl line 1", '"text"']),
         ("a.jsonl", b'["text"]\n', ["a.jsonl line 1", '"text"']),
@@ -368,6 +388,12 @@ def test_formats_are_recognised_by_file_name() -> None:
         ("a.xlsx", b"", ["a.xlsx", ".jsonl"]),
         ("a.csv", b"", ["a.csv begins with ''", "a header that names one column 'text'"]),
         ("a.csv", b"id;text\n1;two\n", ["a.csv begins with 'id;text'", "separated by commas"]),
+        ("a.csv", b"id,text,id\n1,one,2\n", ["a.csv begins with 'id,text,id'", "may name one 'id'"]),
+        (
+            "a.jsonl",
+            b'{"id": 1e30, "text": "x", "more": ' + b"[" * 999 + b"]" * 999 + b"}\n",
+            ["a.jsonl line 1 is not JSON", "nested too deeply"],
+        ),
         ("a.csv", b"text,text\n", ["a.csv begins with 'text,text'", "one column 'text'"]),
         ("a.csv", b"id,text\n1,two, three\n", ["a.csv record 2 has 3 fields", "the header has 2"]),
         ("a.csv", b"id,text\n1\n", ["a.csv record 2 has 1 field", "the header has 2"]),
@@ -416,6 +442,43 @@ def test_a_parquet_file_with_two_text_columns_is_refused(tmp_path: Path) -> None
     pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=["text", "text"]), path)
     with pytest.raises(InputError, match=r"has the columns text \(string\), text \(string\)"):
         scan(source(path))
+
+
+def test_a_parquet_file_with_two_id_columns_is_refused(tmp_path: Path) -> None:
+    """Without ids, passages of one document could be in two splits."""
+    table = pyarrow.table([["one"], ["1"], ["2"]], names=["text", "id", "id"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a\.parquet has more than one column 'id'"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_parquet_file_that_is_encrypted_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    class Keys(encryption.KmsClient):  # type: ignore[misc]  # pyarrow has no types
+        def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> bytes:  # noqa: ARG002
+            return b64encode(key_bytes)
+
+    settings = encryption.EncryptionConfiguration(footer_key="key", column_keys={"key": ["text"]})
+    keys = encryption.CryptoFactory(lambda _: Keys()).file_encryption_properties(
+        encryption.KmsConnectionConfig(), settings
+    )
+    table = pyarrow.table({"text": ["one"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", encryption_properties=keys)
+    with pytest.raises(InputError, match=r"\(.*decrypt.*\)\. Write the file again without encryption"):
+        read(tmp_path / "a.parquet")
+
+
+def test_quotes_in_a_field_of_tsv_that_is_not_in_quotes_stay(tmp_path: Path) -> None:
+    fields = {
+        '"He said" and "she said"': '"He said" and "she said"',
+        '"a ""b"" c"': 'a "b" c',
+        '"unclosed': '"unclosed',
+        '"""': '"""',
+        '""""': '"',
+        '""': "",
+    }
+    path = tmp_path / "a.tsv"
+    path.write_text("id\ttext\ttitle\n" + "".join(f"1\t{field}\tt\n" for field in fields))
+    assert [passage.text for passage in read(path)] == [*fields.values()]
 
 
 def test_a_parquet_row_that_is_not_utf_8_is_named(tmp_path: Path) -> None:

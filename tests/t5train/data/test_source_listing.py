@@ -180,11 +180,40 @@ def test_a_file_is_read_once_whatever_links_there_are_to_it(tmp_path: Path, sour
     assert paths_of(text / source, text) == ["b.txt", "deep/f.txt", "in.txt", "of_hidden.txt"]
     left_out = require_source(str(text / source)).left_out
     assert left_out.copies == ["a.txt", "chain.txt", "deep/hard.txt", "deep/to_hard.txt", "in_again.txt"]
-    if not source:
-        assert left_out.folders == ["deep/top.txt", "parent"]
-        assert left_out.lines()[-1] == (
-            "leaving out 2 links to folders, which are read only if they are named: deep/top.txt, parent"
-        )
+    assert left_out.folders == ["deep/top.txt", "parent"]
+    assert left_out.lines()[-1] == (
+        "leaving out 2 links to folders, which are read only if they are named: deep/top.txt, parent"
+    )
+
+
+@pytest.mark.parametrize("named", ["a.txt::b.txt", "c::d", "c::d/*.txt"])
+def test_a_path_with_two_colons_does_not_stand_for_what_is_before_them(tmp_path: Path, named: str) -> None:
+    make(tmp_path, "text/a.txt", "text/a.txt::b.txt", "text/c/e.txt", "text/c::d/e.txt")
+    with pytest.raises(InputError, match=r"has ::, which separates .* or name the folder that it is in"):
+        require_source(str(tmp_path / "text" / named))
+    assert len(require_source(str(tmp_path / "text")).sizes) == 4
+
+
+def test_links_to_folders_that_a_pattern_may_match_are_named(tmp_path: Path) -> None:
+    make(tmp_path, "text/one/a.txt", "other/b.txt", "text/.claim")
+    make(tmp_path / "text/run", ".claim", "a.txt")
+    for link in ("text/two", "text/one/deep", "text/_hidden", "text/run/three"):
+        (tmp_path / link).symlink_to(tmp_path / "other")
+    found = require_source(str(tmp_path / "text/*/*.txt"))
+    assert ([*found.sizes], found.left_out.folders) == (["a.txt"], ["two"])
+    with pytest.raises(
+        InputError, match=r"matches no file \(links to folders .* only if they are named: .*/text/two\)"
+    ):
+        require_source(str(tmp_path / "text/t*/*.txt"))
+
+
+@pytest.mark.parametrize("source", ["", "*.txt"])
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path: Path, source: str) -> None:
+    """That of its download record would be too long."""
+    name = "x" * 251 + ".txt"
+    make(tmp_path / "text", name)
+    corpus = build_corpus(CorpusSpec(source=str(tmp_path / "text" / source), workers=1), tmp_path / "root")
+    assert [Path(path).name for path in corpus.files if Path(path).is_absolute()] == [name]
 
 
 def test_a_folder_that_is_named_by_a_link_is_read(tmp_path: Path) -> None:

@@ -73,6 +73,12 @@ def test_articles_lose_their_markup_and_other_pages_are_left_out(tmp_path: Path)
     assert [row.passage.id for row in rows(dump, 2)] == ["5"]
 
 
+def test_a_page_without_an_id_is_identified_by_its_place(tmp_path: Path) -> None:
+    """With the same id, all such pages would be in one split."""
+    dump = write(tmp_path, *(page(number, "text").replace(f"<id>{number}</id>", "<id/>") for number in (1, 2)))
+    assert [row.passage.id for row in rows(dump)] == [f"{NAME}:0", f"{NAME}:1"]
+
+
 def test_unfinished_markup_is_text() -> None:
     assert plain_text("a [[b {{c == e <ref>f") == "a [[b {{c == e <ref>f"
     assert plain_text("") == ""
