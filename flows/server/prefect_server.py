@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -143,7 +144,7 @@ def answers(api_url: str, seconds: float = 5.0) -> bool:
     try:
         with urllib.request.urlopen(f"{api_url}/health", timeout=seconds) as response:  # noqa: S310  # the user's own URL
             return bool(response.status == 200)
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):  # the last: what answers does not speak HTTP, or the URL has spaces
         return False
 
 

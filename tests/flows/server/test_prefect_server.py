@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.server import api_key, prefect_server
 from flows.server.prefect_profile import CHOOSING, UserProfiles
-from flows.server.prefect_server import HOST, _refuse_after, configured_api_url, join, listening, own_server
+from flows.server.prefect_server import HOST, _refuse_after, answers, configured_api_url, join, listening, own_server
 from flows.workers import run_records
 from infra.node.ports import free_port
 from t5train.errors import LaunchError, StorageError
@@ -168,3 +168,15 @@ def test_relative_folders_and_a_slash_after_the_url_mean_what_they_mean_to_prefe
     command = [sys.executable, "-P", "-c", program]
     made = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert made.stdout.split() == ["http://team.example/api", str(tmp_path / "mine")]
+
+
+def test_what_does_not_speak_http_or_is_no_url_is_no_server() -> None:
+    assert not answers(f"http://{HOST}:1/api with a space")
+    with socket.create_server((HOST, 0)) as other:
+
+        def speak() -> None:
+            with other.accept()[0] as client:
+                client.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        threading.Thread(target=speak, daemon=True).start()
+        assert not answers(f"http://{HOST}:{other.getsockname()[1]}/api")
