@@ -15,13 +15,20 @@ from flows.spec_from_recipe import has_own_text, require_own_text, resolve
 from infra.head.preflight.run_checks import require_accelerators, require_possible
 from t5train.errors import SpecError
 from t5train.spec import RUN_NAME_PATTERN, RunSpec
-from t5train.spec.known_texts import is_relative_path
+from t5train.spec.known_texts import BUILT_IN, is_relative_path, known_texts
 from t5train.spec.overrides import json_schemas
 from t5train.spec.recipes import recipe as recipe_spec
 from t5train.spec.recipes import trial_settings
 
-_WITHOUT_SECRETS = r"^(?!(.*::)?[\w+.-]+://[^/]*:[^/]*@)(?!(.*::)?(https?|s3a?|gc?s)://[^/]*@)(?!.*\?[\w-]+=)"
-"""Refuses URLs with a password or a query, also chained ones, so that the server does not even store them."""
+_TEXTS = "|".join([BUILT_IN, *known_texts()])
+_ALLOWED = (
+    r"^(?!(.*::)?[\w+.-]+://[^/]*:[^/]*@)(?!(.*::)?(https?|s3a?|gc?s)://[^/]*@)(?!.*\?[\w-]+=)"
+    rf"(/|~|[\w+.-]+:|({_TEXTS})$)"
+)
+"""Refuses URLs with a password or a query, also chained ones, so that the server does not even store them.
+
+Also refuses relative paths, because a worker has another current folder. The name of a known text is not a path.
+"""
 
 LOCATIONS = (
     *("corpus.source", "corpus.mixed_with", "corpus.test_sets", "corpus.remove_listed"),
@@ -29,7 +36,10 @@ LOCATIONS = (
 )
 """Settings that name files, of which some can be URLs, and all could be given one. Some are lists."""
 
-_LOCATION = {"type": "string", "minLength": 1, "pattern": _WITHOUT_SECRETS}
+PATHS = ("cluster.hostfile", "cluster.known_hosts", "storage.root")
+"""Settings that name local files or folders only."""
+
+_LOCATION = {"type": "string", "minLength": 1, "pattern": _ALLOWED}
 _LOCAL_PATH = {"type": "string", "pattern": "^/"}
 
 
@@ -39,9 +49,8 @@ def _settings() -> dict[str, Any]:
     It is below "then", because Prefect's form would show a field for each of the settings otherwise.
     """
     properties = json_schemas(RunSpec)
-    for name in LOCATIONS:
-        without_secrets = {"pattern": _WITHOUT_SECRETS, "items": {"pattern": _WITHOUT_SECRETS}}
-        properties[name] = {"allOf": [properties[name], without_secrets]}
+    for name in (*LOCATIONS, *PATHS):
+        properties[name] = {"allOf": [properties[name], {"pattern": _ALLOWED, "items": {"pattern": _ALLOWED}}]}
     return {"type": "object", "if": True, "then": {"properties": properties, "additionalProperties": False}}
 
 

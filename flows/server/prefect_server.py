@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -27,10 +28,12 @@ from flows.server.prefect_settings import (
     client_environment,
     put,
     reading_settings,
+    require_usable_settings,
 )
 from infra.node.ports import free_port
 from t5train.errors import InputError, LaunchError, RunLocked, StorageError
 from t5train.files.locks import is_locked, private_folder, try_lock
+from t5train.files.os_errors import in_one_line
 from t5train.progress import Progress
 
 HOST = "127.0.0.1"
@@ -52,6 +55,7 @@ _MOMENT_SECONDS = 1.0  # a process that looks for a running server takes a share
 
 URL_VARIABLE = "PREFECT_API_URL"
 DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+_PATH_VARIABLES = ("PREFECT_HOME", "PREFECT_PROFILES_PATH", "PREFECT_LOGGING_CONFIG_PATH")
 
 
 class RunningServer(NamedTuple):
@@ -64,13 +68,21 @@ class RunningServer(NamedTuple):
 
 def configured_api_url() -> str | None:
     """Return the API URL from PREFECT_API_URL or the active Prefect profile; None if there is none, or it is empty."""
-    put(os.environ, QUIET | CLIENT | without_proxy())
+    put(os.environ, QUIET | CLIENT | without_proxy() | _absolute_paths())
     if not os.environ.get(URL_VARIABLE):
         os.environ.pop(URL_VARIABLE, None)  # an empty one would override the profile's
     with reading_settings():
         from prefect.settings import get_current_settings
 
-        return get_current_settings().api.url or None
+        api_url = get_current_settings().api.url or ""
+    require_usable_settings()
+    return api_url.rstrip("/") or None
+
+
+def _absolute_paths() -> dict[str, str]:
+    """Return the variables of paths, made absolute: Prefect reads its settings in another folder, as workers do."""
+    given = {name: os.environ.get(name) for name in _PATH_VARIABLES}
+    return {name: str(Path(path).expanduser().absolute()) for name, path in given.items() if path}
 
 
 def without_proxy(host: str = HOST) -> dict[str, str]:
@@ -106,19 +118,24 @@ def join(root: Path, api_url: str) -> None:
 
 
 def _require_admission(api_url: str) -> None:
+    from httpx import HTTPError
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectHTTPStatusError
 
     with get_client(sync_client=True) as client:
         try:
             client.read_flows(limit=1)
-        except PrefectHTTPStatusError as error:
-            if error.response.status_code not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-                raise
+        except (HTTPError, ValueError) as error:  # what is not of the API can answer with anything
+            code = error.response.status_code if isinstance(error, PrefectHTTPStatusError) else None
+            if code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                raise LaunchError(
+                    f"the Prefect server at {api_url} rejects this client (HTTP {code}). Set PREFECT_API_AUTH_STRING, "
+                    "use the profile that has it (`prefect profile use NAME`), or give the --root with which "
+                    "`t5-pretrain up` was started"
+                ) from error
             raise LaunchError(
-                f"the Prefect server at {api_url} rejects this client (HTTP {error.response.status_code}). Set "
-                "PREFECT_API_AUTH_STRING, use the profile that has it (`prefect profile use NAME`), or give the --root "
-                "with which `t5-pretrain up` was started"
+                f"{api_url} does not respond as Prefect's API does ({in_one_line(error)}). Check that PREFECT_API_URL "
+                "is the address of a Prefect server and ends with /api, and that the server works"
             ) from error
 
 
@@ -127,7 +144,7 @@ def answers(api_url: str, seconds: float = 5.0) -> bool:
     try:
         with urllib.request.urlopen(f"{api_url}/health", timeout=seconds) as response:  # noqa: S310  # the user's own URL
             return bool(response.status == 200)
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):  # the last: what answers does not speak HTTP, or the URL has spaces
         return False
 
 
@@ -208,6 +225,7 @@ def become_client(home: Path, api_url: str) -> None:
         from prefect.context import refresh_global_settings_context
 
         refresh_global_settings_context()
+    require_usable_settings()
 
 
 def key_file(api_url: str) -> Path | None:

@@ -83,6 +83,11 @@ _CONNECTION = {
 _MEMORY = "prefect.server.utilities.messaging.memory"
 
 SERVER = {
+    # Clients look for the API at this path. Larger events than a limit are dropped: runs would look lost.
+    "PREFECT_SERVER_API_BASE_PATH": "/api",
+    "PREFECT_SERVER_EVENTS_MAXIMUM_SIZE_BYTES": "1500000",
+    "PREFECT_SERVER_EVENTS_MAXIMUM_LABELS_PER_RESOURCE": "500",
+    "PREFECT_SERVER_EVENTS_MAXIMUM_RELATED_RESOURCES": "100",
     "PREFECT_SERVER_API_DEFAULT_LIMIT": "200",
     "PREFECT_SERVER_API_MAX_PARAMETER_SIZE": "524288",
     "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true",
@@ -187,6 +192,35 @@ def reading_settings() -> Iterator[None]:
                 f"a setting of Prefect is not valid: {why}. Correct it where you have set it: in the environment, or "
                 f"in the active profile in {profiles.path}"
             ) from error
+
+
+def require_usable_settings() -> None:
+    """Raise InputError if Prefect could read its settings, but a file or proxy that they name cannot be used."""
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.logging.configuration import load_logging_config
+    from prefect.settings import get_current_settings
+
+    found = get_current_settings()
+    if (path := found.logging.config_path).exists():
+        try:
+            load_logging_config(path)
+        except Exception as error:  # it can be a folder, not readable, not YAML or not a table, each with its own error
+            raise InputError(
+                f"{path} is not a logging configuration of Prefect ({in_one_line(error)}). Correct it, or unset "
+                "PREFECT_LOGGING_CONFIG_PATH"
+            ) from error
+    try:
+        SyncPrefectClient("http://127.0.0.1/api")
+    except OSError as error:
+        raise InputError(
+            f"{found.api.ssl_cert_file} cannot be used as certificates of Prefect's client ({in_one_line(error)}). "
+            "Correct PREFECT_API_SSL_CERT_FILE or SSL_CERT_FILE, whichever names it"
+        ) from error
+    except (ImportError, ValueError) as error:
+        raise InputError(
+            f"Prefect's client cannot use a proxy that the environment names ({in_one_line(error)}). Correct or unset "
+            "ALL_PROXY, HTTP_PROXY and HTTPS_PROXY"
+        ) from error
 
 
 def _explained(error: ValueError) -> str:

@@ -202,7 +202,7 @@ def require_startable(
     ``run`` is the run, if it is held: ranks that are running on hosts have what monitoring needs. ``text`` is given if
     the text is not read any more. Returns the model's shape, and what is known of the text.
     """
-    require_absolute(spec.storage.root)
+    require_absolute("root", spec.storage.root)
     require_same_settings(spec)
     if run is None or run.running_hosts is None:
         require_wandb(spec)

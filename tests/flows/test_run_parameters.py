@@ -44,6 +44,18 @@ def parameters(recipe: str = "base", **more: Any) -> RunParameters:
         ({"settings": {"tokenizer.path": "https://host/spiece.model?key=secret"}}, "does not match"),
         ({"settings": {"corpus.mixed_with": ["more.txt", "https://user:secret@host/text.txt"]}}, "does not match"),
         ({"settings": {"corpus.test_sets": ["s3://key:secret@bucket/squad.jsonl"]}}, "does not match"),
+        ({"corpus": "text.txt"}, "'text.txt' does not match"),
+        ({"publish_under": "published"}, "'published' does not match"),
+        ({"settings": {"corpus.source": "./text.txt"}}, "'./text.txt' does not match"),
+        ({"settings": {"corpus.mixed_with": ["/data/text.txt", "more.txt"]}}, "'more.txt' does not match"),
+        ({"settings": {"corpus.test_sets": ["squad.jsonl"]}}, "'squad.jsonl' does not match"),
+        ({"settings": {"corpus.remove_listed": "pairs.jsonl"}}, "'pairs.jsonl' does not match"),
+        ({"settings": {"tokenizer.path": "spiece.model"}}, "'spiece.model' does not match"),
+        ({"settings": {"model.start_from": "runs/old/export"}}, "'runs/old/export' does not match"),
+        ({"settings": {"storage.publish_to": "pydocs2"}}, "'pydocs2' does not match"),
+        ({"settings": {"cluster.hostfile": "hosts"}}, "'hosts' does not match"),
+        ({"settings": {"cluster.known_hosts": "../known_hosts"}}, "'../known_hosts' does not match"),
+        ({"deployed_settings": {"storage.root": "work"}}, "'work' does not match"),
     ],
 )
 def test_the_server_refuses_a_wrong_parameter_when_a_run_is_created(wrong: dict[str, Any], said: str) -> None:
@@ -54,6 +66,8 @@ def test_the_server_refuses_a_wrong_parameter_when_a_run_is_created(wrong: dict[
 def test_the_server_accepts_every_kind_of_parameter() -> None:
     settings = {"optimizer.num_steps": 5, "cluster.hostfile": None, "corpus.split": [900, 50, 50], "name": "n"}
     create(settings=settings, corpus="/data/part-??.txt", publish_under="s3://bucket/t5", hostfile="/etc/hosts")
+    create(corpus="psgs_w100", settings={"corpus.mixed_with": ["pydocs", "hf://owner/name", "~/text"]})
+    create(settings={"tokenizer.path": "~/spiece.model", "model.start_from": "file:///data/t5", "storage.root": "~/t5"})
     create(corpus=None, steps=None, run_name=None, settings=None, publish_under=None, hostfile=None, scratch=None)
     create(
         run_name="mine",

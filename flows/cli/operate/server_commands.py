@@ -13,7 +13,7 @@ import typer
 from flows.cli.operate.worker_command import run_worker
 from flows.cli.options import RootOption, root_of, settings
 from flows.cli.terminal import complain, progress_display, say
-from flows.run_parameters import LOCATIONS
+from flows.run_parameters import LOCATIONS, PATHS
 from flows.server import api_key, prefect_profile, prefect_server
 from t5train.errors import InputError, SpecError, StorageError
 from t5train.locations import local_folder
@@ -30,9 +30,6 @@ def register(app: typer.Typer) -> None:
     app.command()(deploy)
     app.command()(up)
 
-
-_PATHS = ("cluster.hostfile", "cluster.known_hosts")
-"""Settings that name local files only."""
 
 _DEPLOYED = "Deployments"
 """Heading in the help of the options that configure deployments."""
@@ -113,7 +110,7 @@ def _absolute_paths(changed: dict[str, Any]) -> dict[str, Any]:
             return [absolute(each) for each in value]
         return value if not isinstance(value, str) or is_named_text(value) else _absolute(value)
 
-    return changed | {name: absolute(changed[name]) for name in (*LOCATIONS, *_PATHS) if name in changed}
+    return changed | {name: absolute(changed[name]) for name in (*LOCATIONS, *PATHS) if name in changed}
 
 
 def _absolute(location: str | None) -> str | None:

@@ -82,11 +82,11 @@ def require_free(spec: RunSpec) -> None:
         ports.require_free(spec.cluster.master_port)
 
 
-def require_absolute(root: Path) -> None:
-    """Raise SpecError if the root is a relative path."""
-    if not root.is_absolute():
+def require_absolute(name: str, path: Path) -> None:
+    """Raise SpecError if a path, which ``name`` calls, is relative."""
+    if not path.is_absolute():
         raise SpecError(
-            f"root is {str(root)!r}, a relative path. Give an absolute path, because a Prefect worker has another "
+            f"{name} is {str(path)!r}, a relative path. Give an absolute path, because a Prefect worker has another "
             "working folder"
         )
 

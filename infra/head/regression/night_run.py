@@ -112,15 +112,18 @@ class Night:
 def begin_night(root: Path, names: Sequence[str] | None, hostfile: Path | None, keep_nights: int) -> Iterator[Night]:
     """Begin a night, and hold the lock of ``{root}/regression`` until the block ends.
 
-    Raises SpecError or RegressionUsage before anything is created if an argument is not valid, and RegressionRunning if
-    another night is running.
+    Raises SpecError or RegressionUsage before anything is created if an argument is not valid, RegressionRunning if
+    another night is running, and RegressionError if a baseline is damaged.
     """
-    require_absolute(root)
+    require_absolute("root", root)
+    if hostfile is not None:
+        require_absolute("hostfile", hostfile)
     chosen = _chosen(names, hostfile)
     if not 1 <= keep_nights <= MAX_NIGHTS:
         raise RegressionUsage(f"keep_nights is {keep_nights}: it must be from 1 to {MAX_NIGHTS}")
     regression = RegressionFolder(root)
     with regression.locked():
+        regression.baselines.history()  # a damaged one would end the night after its first case
         yield Night(regression, chosen, keep_nights)
 
 

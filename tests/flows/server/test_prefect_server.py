@@ -4,15 +4,18 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.server import api_key, prefect_server
 from flows.server.prefect_profile import CHOOSING, UserProfiles
-from flows.server.prefect_server import HOST, _refuse_after, configured_api_url, join, listening, own_server
+from flows.server.prefect_server import HOST, _refuse_after, answers, configured_api_url, join, listening, own_server
 from flows.workers import run_records
 from infra.node.ports import free_port
 from t5train.errors import LaunchError, StorageError
@@ -125,3 +128,55 @@ def test_a_client_of_a_server_of_up_that_has_ended_is_told_what_to_do(
     monkeypatch.setenv("PREFECT_API_URL", api_url)
     with pytest.raises(LaunchError, match="unset PREFECT_API_URL"):
         join(tmp_path, api_url)
+
+
+class _AnyPage(BaseHTTPRequestHandler):
+    """Answers every request with a page, as Prefect's server does outside of its API."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "6")
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_a_url_that_is_not_that_of_an_api_is_an_error_that_names_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadingHTTPServer((HOST, 0), _AnyPage) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://{HOST}:{server.server_port}"
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        with (
+            temporary_settings({PREFECT_API_URL: url}),
+            pytest.raises(LaunchError, match=rf"{url} does not respond as .*PREFECT_API_URL .* ends with /api"),
+        ):
+            join(tmp_path, url)
+        server.shutdown()
+
+
+def test_relative_folders_and_a_slash_after_the_url_mean_what_they_mean_to_prefect_in_the_current_folder(
+    tmp_path: Path,
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment |= {"PREFECT_HOME": "mine", "PREFECT_API_URL": "http://team.example/api/"}
+    program = "\n".join([*ASK.splitlines()[:3], "from prefect.settings import get_current_settings"])
+    program += "\nprint(get_current_settings().home)"
+    command = [sys.executable, "-P", "-c", program]
+    made = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert made.stdout.split() == ["http://team.example/api", str(tmp_path / "mine")]
+
+
+def test_what_does_not_speak_http_or_is_no_url_is_no_server() -> None:
+    assert not answers(f"http://{HOST}:1/api with a space")
+    with socket.create_server((HOST, 0)) as other:
+
+        def speak() -> None:
+            with other.accept()[0] as client:
+                client.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        threading.Thread(target=speak, daemon=True).start()
+        assert not answers(f"http://{HOST}:{other.getsockname()[1]}/api")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -151,8 +152,11 @@ def test_pinned_settings_exist_and_have_prefects_default_values(
     with reading_settings():
         pinned = Settings()
     paths = {variable: path for path, variable in settings_of(Settings)}
-    # None stands for the other setting of results.
-    own = {"PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": True, "PREFECT_TASKS_DEFAULT_PERSIST_RESULT": False}
+    own = {
+        "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": True,
+        "PREFECT_TASKS_DEFAULT_PERSIST_RESULT": False,  # None stands for the other setting of results
+        "PREFECT_SERVER_API_BASE_PATH": "/api",  # None stands for it
+    }
     for name in CLIENT | SERVER:
         assert value(pinned, paths[name]) == own.get(name, value(defaults, paths[name])), name
     assert set(server_environment(tmp_path, 1, "key")) - {"DO_NOT_TRACK"} <= paths.keys()
@@ -246,6 +250,29 @@ def test_a_setting_that_is_not_valid_is_one_line_with_its_variable_and_a_remedy(
         Settings()
     assert "\n" not in str(refused.value)
     assert "prefect config view" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("PREFECT_API_SSL_CERT_FILE", "{missing}", "missing cannot be used as certificates .* Correct PREFECT_API_SSL"),
+        ("PREFECT_API_SSL_CERT_FILE", "{file}", "logging.yml cannot be used as certificates"),
+        ("all_proxy", "socks5://127.0.0.1:1080", "cannot use a proxy .*SOCKS.* unset ALL_PROXY"),
+        ("https_proxy", "quic://127.0.0.1:1080", "cannot use a proxy .*quic.* unset ALL_PROXY"),
+        ("PREFECT_LOGGING_CONFIG_PATH", "{file}", "logging.yml is not a logging configuration .*PREFECT_LOGGING"),
+    ],
+)
+def test_a_setting_that_names_a_file_or_proxy_that_cannot_be_used_is_one_line_with_a_remedy(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    (tmp_path / "logging.yml").write_text("no table: [")
+    value = text.format(missing=tmp_path / "missing", file=tmp_path / "logging.yml")
+    environment = without_prefect() | {"PREFECT_HOME": str(tmp_path / "home"), name: value}
+    command = [sys.executable, "-P", "-m", "flows.cli", "deploy"]
+    made = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert re.search(f"^error: .*{said}", made.stderr), made.stderr
+    assert made.returncode == InputError.exit_code
+    assert len(made.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("error", [tomllib.TOMLDecodeError("Invalid value"), AttributeError("no attribute 'get'")])

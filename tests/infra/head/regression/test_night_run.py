@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from infra.head.regression import night_run
-from infra.head.regression.night_run import Night
+from infra.head.regression.night_run import Night, begin_night
+from t5train.errors import RegressionError, SpecError
 from t5train.progress import silent
 from t5train.regression.night_folders import RegressionFolder
 from t5train.regression.night_results import CaseResult, NightResult
@@ -57,3 +58,24 @@ def test_a_first_night_whose_repeats_differ_too_much_records_no_baseline(regress
     assert not noisy.passed
     assert noisy.notes == ["moe: no baseline for this machine; none recorded, because of what was found"]
     assert regression.baselines.history() == []
+
+
+def test_relative_paths_are_refused_because_a_worker_has_another_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("localhost slots=1\n")
+    for root, hostfile, said in (
+        (Path("work"), None, "root is 'work'"),
+        (tmp_path, Path("hosts"), "hostfile is 'hosts'"),
+    ):
+        with pytest.raises(SpecError, match=f"{said}, a relative path"), begin_night(root, None, hostfile, 14):
+            pytest.fail("the night began")
+
+
+def test_a_damaged_baseline_is_found_before_the_night_trains(regression: RegressionFolder, tmp_path: Path) -> None:
+    regression.baselines.folder.mkdir(parents=True)
+    (regression.baselines.folder / "20261123T021500000000-moe-12345678.json").write_text("{")
+    with pytest.raises(RegressionError, match=r"damaged .* Move the file away"), begin_night(tmp_path, None, None, 14):
+        pytest.fail("the night began")
+    assert regression.nights() == []
