@@ -6,35 +6,14 @@ import re
 import signal
 import sys
 import traceback
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from flows.cli import (
-    bench_command,
-    config_commands,
-    data_commands,
-    model_commands,
-    preflight_command,
-    run_command,
-    stage_commands,
-)
-from flows.cli.command_help import Group, add_help
-from flows.cli.operate import (
-    board_command,
-    gc_command,
-    regression_command,
-    server_commands,
-    team_commands,
-    wheelhouse_command,
-    worker_command,
-)
-from flows.cli.runs import rm_command, status_command
+from flows.cli.command_help import Group
 from flows.cli.terminal import complain, say
 from t5train.errors import SpecError, StorageError, T5TrainError
 from t5train.files.os_errors import explain
-from t5train.spec import nearest, setting_names
 
 app = typer.Typer(
     name="t5-pretrain",
@@ -54,6 +33,8 @@ def _print_versions(asked: bool) -> None:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # takes a tenth of a second, and help does without
+
     try:
         return version(package)
     except PackageNotFoundError:
@@ -70,26 +51,6 @@ def _options(
     """Take the options before the name of a command."""
 
 
-for commands in (
-    run_command,
-    config_commands,
-    preflight_command,
-    stage_commands,
-    data_commands,
-    model_commands,
-    status_command,
-    board_command,
-    rm_command,
-    gc_command,
-    wheelhouse_command,
-    bench_command,
-    regression_command,
-    server_commands,
-    team_commands,
-    worker_command,
-):
-    commands.register(app)
-add_help(app)
 _PLAIN = {
     "Value error, ": "",
     "Input should be": "it must be",
@@ -170,6 +131,8 @@ def _setting_meant(error: Any) -> str:
     takes_settings = error.ctx and any(each.name == "changes" for each in error.ctx.command.params)
     if option is None or not takes_settings:
         return ""
+    from t5train.spec import nearest, setting_names  # takes a second, and help does without
+
     meant = nearest(option.lstrip("-").replace("-", "_"), setting_names())
     return f" Settings are changed with `--set part.key=value`{meant}." if meant else ""
 

@@ -21,11 +21,6 @@ from t5train.train.step_benchmark import IDLE, PROFILED_STEPS, Measured, tokens_
 _GIB = 2**30
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command()(bench)
-
-
 def bench(
     recipe: RecipeOrConfig = None,
     config: ConfigOption = None,

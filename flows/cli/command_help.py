@@ -1,21 +1,41 @@
-"""The help of every command: the panel that lists it, and examples. In one place, so that they read as one text."""
+"""All commands: the module and the panel of each, and examples. In one place, so that the help reads as one text.
 
+A command's module is imported when the command is used. Help that only lists commands does without.
+"""
+
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from flows.cli.early_interruption import ending_at_once
 
-class CommandHelp(NamedTuple):
-    """Where a command is listed, and how it is used."""
 
-    panel: str
-    examples: tuple[str, ...]
+class Command(NamedTuple):
+    """A command: the function of its name in ``module`` of this package. The docstring of the function is its help."""
+
+    module: str
+    panel: str | None = None
+    examples: tuple[str, ...] = ()
+
+
+class CommandGroup(NamedTuple):
+    """A command that only has further commands."""
+
+    help: str
+    commands: Mapping[str, "Command | CommandGroup"]
+    panel: str | None = None
+    examples: tuple[str, ...] = ()
 
 
 _TRAIN, _STAGES, _OPERATE = "Train", "Single stages", "Operate"
-COMMANDS = {
-    "run": CommandHelp(
+COMMANDS: Mapping[str, Command | CommandGroup] = {
+    "run": Command(
+        "run_command",
         _TRAIN,
         (
             "t5-pretrain run smoke",
@@ -24,22 +44,28 @@ COMMANDS = {
             "t5-pretrain run moe --trial",
         ),
     ),
-    "init": CommandHelp(
+    "init": Command(
+        "config_commands",
         _TRAIN,
         (
             "t5-pretrain init base > run.yaml",
             "t5-pretrain init smoke --set optimizer.num_steps=60 > run.yaml",
         ),
     ),
-    "recipes": CommandHelp(_TRAIN, ("t5-pretrain recipes", "t5-pretrain recipes --json")),
-    "status": CommandHelp(
-        _TRAIN, ("t5-pretrain status", "t5-pretrain status mine --root /data/t5", "t5-pretrain status --json")
+    "recipes": Command("run_command", _TRAIN, ("t5-pretrain recipes", "t5-pretrain recipes --json")),
+    "status": Command(
+        "runs.status_command",
+        _TRAIN,
+        ("t5-pretrain status", "t5-pretrain status mine --root /data/t5", "t5-pretrain status --json"),
     ),
-    "board": CommandHelp(
-        _TRAIN, ("t5-pretrain board", "t5-pretrain board mine --root /data/t5", "t5-pretrain board --port 6007")
+    "board": Command(
+        "operate.board_command",
+        _TRAIN,
+        ("t5-pretrain board", "t5-pretrain board mine --root /data/t5", "t5-pretrain board --port 6007"),
     ),
-    "rm": CommandHelp(_TRAIN, ("t5-pretrain rm mine", "t5-pretrain rm mine --hostfile hosts --yes")),
-    "generate": CommandHelp(
+    "rm": Command("runs.rm_command", _TRAIN, ("t5-pretrain rm mine", "t5-pretrain rm mine --hostfile hosts --yes")),
+    "generate": Command(
+        "model_commands",
         _TRAIN,
         (
             "t5-pretrain generate work/published/mine 'A model <extra_id_0> text.'",
@@ -47,14 +73,16 @@ COMMANDS = {
             "t5-pretrain generate work/published/mine - --json < texts.txt",
         ),
     ),
-    "evaluate": CommandHelp(
+    "evaluate": Command(
+        "model_commands",
         _TRAIN,
         (
             "t5-pretrain evaluate MODEL --corpus pydocs --max-sequences 1000",
             "t5-pretrain evaluate MODEL --corpus '/data/*.txt' --split test --json",
         ),
     ),
-    "preflight": CommandHelp(
+    "preflight": Command(
+        "operate.preflight_command",
         _TRAIN,
         (
             "t5-pretrain preflight base --hostfile hosts --root /shared/t5",
@@ -62,7 +90,8 @@ COMMANDS = {
             "t5-pretrain preflight --hostfile hosts --install wheels --into /opt/t5",
         ),
     ),
-    "bench": CommandHelp(
+    "bench": Command(
+        "bench_command",
         _TRAIN,
         (
             "t5-pretrain bench smoke",
@@ -70,7 +99,17 @@ COMMANDS = {
             "t5-pretrain bench base --shards work/shards/wiki-0123456789ab --alone",
         ),
     ),
-    "data": CommandHelp(
+    "data": CommandGroup(
+        "Look at a text, also as the model sees it, or by its embeddings.",
+        {
+            "show": Command("data_commands"),
+            "stats": Command("data_commands"),
+            "check": Command("data_commands"),
+            "index": CommandGroup(
+                "Check a FAISS index of a text's embeddings, or search with one.",
+                {"check": Command("index_commands"), "duplicates": Command("index_commands")},
+            ),
+        },
         _TRAIN,
         (
             "t5-pretrain data show base --corpus '/data/*.txt'",
@@ -79,50 +118,63 @@ COMMANDS = {
             "t5-pretrain data index duplicates '/data/*.parquet' --out pairs.jsonl",
         ),
     ),
-    "corpus": CommandHelp(
+    "corpus": Command(
+        "stage_commands",
         _STAGES,
         (
             "t5-pretrain corpus --corpus '/data/*.jsonl.gz' --root /data/t5",
             "t5-pretrain corpus --config run.yaml",
         ),
     ),
-    "tokenizer": CommandHelp(
+    "tokenizer": Command(
+        "stage_commands",
         _STAGES,
         (
             "t5-pretrain tokenizer smoke",
             "t5-pretrain tokenizer --config run.yaml --set tokenizer.vocab_size=8000",
         ),
     ),
-    "tokenize": CommandHelp(
-        _STAGES, ("t5-pretrain tokenize --corpus '/data/*.txt' --tokenizer T5_MODEL --out tokens",)
+    "tokenize": Command(
+        "stage_commands", _STAGES, ("t5-pretrain tokenize --corpus '/data/*.txt' --tokenizer T5_MODEL --out tokens",)
     ),
-    "train": CommandHelp(
+    "train": Command(
+        "stage_commands",
         _STAGES,
         (
             "t5-pretrain train smoke --shards tokens/shards",
             "t5-pretrain train --config run.yaml",
         ),
     ),
-    "consolidate": CommandHelp(
+    "consolidate": Command(
+        "stage_commands",
         _STAGES,
         (
             "t5-pretrain consolidate work/runs/mine/checkpoints weights",
             "t5-pretrain consolidate checkpoints weights --shard-size 5G --moments",
         ),
     ),
-    "export": CommandHelp(_STAGES, ("t5-pretrain export weights model --run work/runs/mine --tokenizer TOKENIZER",)),
-    "certify": CommandHelp(_STAGES, ("t5-pretrain certify model work/runs/mine/witness",)),
-    "publish": CommandHelp(
-        _STAGES, ("t5-pretrain publish model /data/published/mine", "t5-pretrain publish model s3://bucket/t5/mine")
+    "export": Command(
+        "stage_commands", _STAGES, ("t5-pretrain export weights model --run work/runs/mine --tokenizer TOKENIZER",)
     ),
-    "verify": CommandHelp(
-        _STAGES, ("t5-pretrain verify work/published/mine", "t5-pretrain verify s3://bucket/t5/mine --json")
+    "certify": Command("stage_commands", _STAGES, ("t5-pretrain certify model work/runs/mine/witness",)),
+    "publish": Command(
+        "stage_commands",
+        _STAGES,
+        ("t5-pretrain publish model /data/published/mine", "t5-pretrain publish model s3://bucket/t5/mine"),
     ),
-    "fetch": CommandHelp(_STAGES, ("t5-pretrain fetch s3://bucket/t5/mine model",)),
-    "gc": CommandHelp(
-        _OPERATE, ("t5-pretrain gc", "t5-pretrain gc --free", "t5-pretrain gc --hostfile hosts --root /data/t5")
+    "verify": Command(
+        "stage_commands",
+        _STAGES,
+        ("t5-pretrain verify work/published/mine", "t5-pretrain verify s3://bucket/t5/mine --json"),
     ),
-    "wheelhouse": CommandHelp(
+    "fetch": Command("stage_commands", _STAGES, ("t5-pretrain fetch s3://bucket/t5/mine model",)),
+    "gc": Command(
+        "operate.gc_command",
+        _OPERATE,
+        ("t5-pretrain gc", "t5-pretrain gc --free", "t5-pretrain gc --hostfile hosts --root /data/t5"),
+    ),
+    "wheelhouse": Command(
+        "operate.wheelhouse_command",
         _OPERATE,
         (
             "t5-pretrain wheelhouse wheels",
@@ -130,16 +182,28 @@ COMMANDS = {
             "t5-pretrain wheelhouse wheels --extra flows --extra s3",
         ),
     ),
-    "up": CommandHelp(
+    "up": Command(
+        "operate.server_commands",
         _OPERATE,
         ("t5-pretrain up", "t5-pretrain up --root /data/t5 --corpus '/data/*.txt'"),
     ),
-    "deploy": CommandHelp(_OPERATE, ("t5-pretrain deploy --root /data/t5 --corpus '/data/*.txt'",)),
-    "server": CommandHelp(_OPERATE, ("t5-pretrain server --root /data/t5",)),
-    "worker": CommandHelp(_OPERATE, ("t5-pretrain worker",)),
-    "notifications": CommandHelp(_OPERATE, ("T5_PRETRAIN_WEBHOOK=https://example.org/hook t5-pretrain notifications",)),
-    "regression": CommandHelp(
-        _OPERATE, ("t5-pretrain regression run", "t5-pretrain regression accept --why 'a new machine'")
+    "deploy": Command(
+        "operate.server_commands", _OPERATE, ("t5-pretrain deploy --root /data/t5 --corpus '/data/*.txt'",)
+    ),
+    "server": Command("operate.team_commands", _OPERATE, ("t5-pretrain server --root /data/t5",)),
+    "worker": Command("operate.worker_command", _OPERATE, ("t5-pretrain worker",)),
+    "notifications": Command(
+        "operate.team_commands", _OPERATE, ("T5_PRETRAIN_WEBHOOK=https://example.org/hook t5-pretrain notifications",)
+    ),
+    "regression": CommandGroup(
+        "Check whether anything got worse since the baseline.",
+        {
+            "run": Command("operate.regression_command"),
+            "show": Command("operate.regression_command"),
+            "accept": Command("operate.regression_command"),
+        },
+        _OPERATE,
+        ("t5-pretrain regression run", "t5-pretrain regression accept --why 'a new machine'"),
     ),
 }
 """The commands in the order in which they are listed."""
@@ -153,8 +217,24 @@ class _Command(TyperCommand):
         return _without_types(super().get_params(ctx))
 
 
+class _ListedCommand(TyperCommand):
+    """A command as help and shells list it. Its module is imported, which takes a second, when it is used."""
+
+    def __init__(self, name: str, entry: Command) -> None:
+        super().__init__(name, help=_summary(name, entry), rich_help_panel=entry.panel)
+        self._entry = entry
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Import the command, and return the context of its use."""
+        return imported(str(self.name), self._entry).make_context(info_name, args, parent, **extra)
+
+
 class Group(TyperGroup):
-    """The same for a group of commands."""
+    """A group of the commands in a table, which shows flags without a type."""
+
+    def __init__(self, *, entries: Mapping[str, Command | CommandGroup] | None = None, **settings: Any) -> None:
+        commands = {name: _listed(name, entry) for name, entry in (COMMANDS if entries is None else entries).items()}
+        super().__init__(**settings | {"commands": commands})
 
     def get_params(self, ctx: Any) -> Any:
         """Return the parameters, flags with an empty type."""
@@ -169,36 +249,34 @@ def _without_types(parameters: Any) -> Any:
     return parameters
 
 
-def add_help(app: typer.Typer) -> None:
-    """Give all registered commands their panels, examples and order. Commands without an entry come last."""
-    for command in app.registered_commands:
-        command.cls = _Command
-        entry = COMMANDS.get(name_of(command))
-        if entry is not None:
-            command.rich_help_panel, command.epilog = entry.panel, _epilog(entry)
-    for group in app.registered_groups:
-        _set_classes(group)
-        entry = COMMANDS.get(str(group.typer_instance.info.name)) if group.typer_instance else None
-        if entry is not None:
-            group.rich_help_panel, group.epilog = entry.panel, _epilog(entry)
-    order = {name: place for place, name in enumerate(COMMANDS)}
-    app.registered_commands.sort(key=lambda command: order.get(name_of(command), len(order)))
+def _listed(name: str, entry: Command | CommandGroup) -> TyperCommand | TyperGroup:
+    if isinstance(entry, Command):
+        return _ListedCommand(name, entry)
+    about = {"help": entry.help, "epilog": _epilog(entry), "rich_help_panel": entry.panel}
+    return Group(name=name, entries=entry.commands, no_args_is_help=True, **about)
 
 
-def _set_classes(group: typer.models.TyperInfo) -> None:
-    group.cls = Group
-    if group.typer_instance is not None:
-        for command in group.typer_instance.registered_commands:
-            command.cls = _Command
-        for inside in group.typer_instance.registered_groups:
-            _set_classes(inside)
+def imported(name: str, entry: Command) -> Any:
+    """Return a command with its function and parameters. Ctrl-C while its module is imported ends the process."""
+    with ending_at_once():
+        module = import_module(f"{__package__}.{entry.module}")
+    app = typer.Typer(add_completion=False)
+    described = app.command(name, cls=_Command, epilog=_epilog(entry), rich_help_panel=entry.panel)
+    described(getattr(module, name))
+    return typer.main.get_command(app)
 
 
-def name_of(command: typer.models.CommandInfo) -> str:
-    """Return the name under which a command is called."""
-    return command.name or str(getattr(command.callback, "__name__", ""))
+def _summary(name: str, entry: Command) -> str:
+    """Return the first line of the docstring of a command's function, read from the file without importing it."""
+    source = (Path(__file__).parent / f"{entry.module.replace('.', '/')}.py").read_text("utf-8")
+    found = re.search(rf'^def {name}\(.*?^    """(.+?)(""")?$', source, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise LookupError(f"{entry.module} has no function {name} with a docstring")
+    return found[1]
 
 
-def _epilog(entry: CommandHelp) -> str:
+def _epilog(entry: Command | CommandGroup) -> str | None:
+    if not entry.examples:
+        return None
     lines = "\n".join(f"  {example}" for example in entry.examples)
     return f"Example{'s' if len(entry.examples) > 1 else ''}:\n{lines}"

@@ -1,17 +1,10 @@
 """``init``: writes a configuration file to start from."""
 
-import typer
-
 from flows.cli.options import RecipeArgument, SetOption, settings
 from flows.cli.terminal import say
 from flows.spec_from_recipe import has_own_text
 from t5train.spec.config_text import recipe_text
 from t5train.spec.recipes import recipe as recipe_spec
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command()(init)
 
 
 def init(recipe: RecipeArgument, changes: SetOption = None) -> None:

@@ -8,7 +8,6 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from flows.cli import index_commands
 from flows.cli.options import (
     ConfigOption,
     CorpusOption,
@@ -50,18 +49,6 @@ class _Data(NamedTuple):
     corpus: Corpus
     tokenizer: TokenizerFiles
     shards: TokenShards
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    data = typer.Typer(
-        name="data", no_args_is_help=True, help="Look at a text, also as the model sees it, or by its embeddings."
-    )
-    data.command()(show)
-    data.command()(stats)
-    data.command()(check)
-    index_commands.register(data)
-    app.add_typer(data)
 
 
 def show(  # noqa: PLR0913, PLR0917 - one for each option

@@ -49,16 +49,6 @@ PlotOption = Annotated[
 ]
 
 
-def register(data: typer.Typer) -> None:
-    """Add the commands of this module to ``data``."""
-    index = typer.Typer(
-        name="index", no_args_is_help=True, help="Check a FAISS index of a text's embeddings, or search with one."
-    )
-    index.command()(check)
-    index.command()(duplicates)
-    data.add_typer(index)
-
-
 def check(  # noqa: PLR0913, PLR0917 - one for each option
     source: SourceArgument,
     index: Annotated[

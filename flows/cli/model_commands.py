@@ -36,12 +36,6 @@ DeviceOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command()(generate)
-    app.command()(evaluate)
-
-
 def generate(  # noqa: PLR0913, PLR0917 - one for each option
     path: ModelArgument,
     texts: Annotated[

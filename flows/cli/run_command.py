@@ -52,12 +52,6 @@ from t5train.records.witness import Witness
 from t5train.spec.recipes import RECIPES, TRIAL_STEPS, summary
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command()(run)
-    app.command()(recipes)
-
-
 def recipes(as_json: JsonOption = False) -> None:
     """List the recipes."""
     if as_json:

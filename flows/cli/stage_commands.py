@@ -68,12 +68,6 @@ _LISTED = "corpus.remove_listed"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module, in the order of the stages."""
-    for command in (corpus, tokenizer, tokenize, train, consolidate, export, certify, publish, verify, fetch):
-        app.command()(command)
-
-
 def corpus(
     recipe: RecipeOrSmoke = None,
     config: ConfigOption = None,

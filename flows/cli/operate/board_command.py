@@ -26,11 +26,6 @@ _ADDRESS = "127.0.0.1"
 _LOOK_SECONDS, _END_SECONDS = 0.2, 5.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command()(board)
-
-
 def board(
     run: Annotated[
         str | None,

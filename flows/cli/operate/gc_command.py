@@ -45,11 +45,6 @@ _HEAD = "this machine"
 T = TypeVar("T")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command()(gc)
-
-
 def gc(
     changes: SetOption = None,
     root: RootOption = None,

@@ -16,7 +16,6 @@ from t5train.regression.night_report import COLUMNS, REPORT, rows
 from t5train.regression.night_results import CaseResult, NightResult
 from t5train.regression.regression_findings import unsteady
 
-_app = typer.Typer(name="regression", no_args_is_help=True, help="Check whether anything got worse since the baseline.")
 NightOption = Annotated[
     str | None, typer.Option("--night", metavar="NAME", help="Night's folder name", show_default="the newest")
 ]
@@ -25,12 +24,6 @@ CaseOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.add_typer(_app)
-
-
-@_app.command()
 @as_storage_errors()
 def run(
     cases: CaseOption = None,
@@ -46,14 +39,12 @@ def run(
     _show(night.folder, result)
 
 
-@_app.command()
 def show(root: RootOption = None, night: NightOption = None) -> None:
     """Show the results of a night. The exit code is 1 if something got worse."""
     folder = RegressionFolder(root_of(root)).night(night)
     _show(folder, NightResult.read(folder))
 
 
-@_app.command()
 @as_storage_errors()
 def accept(
     why: Annotated[str, typer.Option(metavar="TEXT", help="Reason, which is recorded")],

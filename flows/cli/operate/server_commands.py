@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from flows.deployment.deploy import Deployed  # imports Prefect, which reads its settings when it is imported
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command()(deploy)
-    app.command()(up)
-
-
 _DEPLOYED = "Deployments"
 """Heading in the help of the options that configure deployments."""
 CorpusOption = Annotated[

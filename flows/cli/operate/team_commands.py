@@ -14,12 +14,6 @@ from flows.server.team_server import Address
 from t5train.errors import SpecError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command()(server)
-    app.command()(notifications)
-
-
 def server(
     root: RootOption = None,
     host: Annotated[

@@ -12,11 +12,6 @@ from infra.head.environments.wheel_collection import collect_project
 from t5train.host_resources import format_bytes, quantity
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command()(wheelhouse)
-
-
 def wheelhouse(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the wheels", readable=False)],
     python: Annotated[

@@ -10,8 +10,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import typer
-
 from flows.cli.options import RootOption, root_of
 from flows.cli.terminal import complain, say
 from flows.server import prefect_server
@@ -39,11 +37,6 @@ HEARTBEATS = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
 
 The automation and the run monitors rely on them to find lost runs.
 """
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command()(worker)
 
 
 def worker(root: RootOption = None) -> None:

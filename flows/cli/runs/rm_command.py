@@ -21,11 +21,6 @@ _COLUMNS = ["host", "what", "size", "why"]
 _HEAD = "this machine"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command()(rm)
-
-
 def rm(
     run: Annotated[
         str,

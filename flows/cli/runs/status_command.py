@@ -23,11 +23,6 @@ RunArgument = Annotated[
 JSON_SCHEMA_VERSION = 1
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command()(status)
-
-
 def status(
     run: RunArgument = None,
     root: RootOption = None,

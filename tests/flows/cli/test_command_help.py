@@ -1,11 +1,14 @@
-"""Help that a newcomer can use: panels, examples that are valid commands, versions, completion; all without torch."""
+"""Help that a newcomer can use: panels, examples that are valid commands, versions, completion; all without torch.
+
+The list of commands and the versions import next to nothing, so that they appear at once.
+"""
 
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 import typer
 
 from flows.cli import __main__
-from flows.cli.command_help import COMMANDS, name_of
+from flows.cli.command_help import COMMANDS, Command, CommandGroup, imported
 from t5train.files.run_folder import RUNS
 from t5train.spec import setting_names
 from t5train.spec.recipes import RECIPES
@@ -34,13 +37,41 @@ sys.argv[0] = "t5-pretrain"
 from flows.cli.__main__ import main
 main()
 """
-GROUPS = [group.typer_instance for group in __main__.app.registered_groups if group.typer_instance]
-NAMES = [*map(name_of, __main__.app.registered_commands), *(str(group.info.name) for group in GROUPS)]
+IMPORTED = """
+import atexit, sys
+
+atexit.register(lambda: print("imported:", *sys.modules))
+sys.argv[0] = "t5-pretrain"
+from flows.cli import main
+main()
+"""
+OWN = {"flows", "tasks", "infra", "t5train", "deployments"}
+
+
+def single_commands(
+    entries: Mapping[str, Command | CommandGroup], group: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Command]]:
+    """The words of each command, and its entry."""
+    for name, entry in entries.items():
+        if isinstance(entry, Command):
+            yield " ".join((*group, name)), entry
+        else:
+            yield from single_commands(entry.commands, (*group, name))
+
+
+SINGLE_COMMANDS = dict(single_commands(COMMANDS))
 
 
 def test_every_command_is_in_a_panel_with_examples() -> None:
-    assert set(NAMES) == set(COMMANDS), "add new commands to flows/cli/command_help.py"
-    assert all(entry.examples for entry in COMMANDS.values())
+    assert all(entry.panel and entry.examples for entry in COMMANDS.values())
+
+
+@pytest.mark.parametrize("command", SINGLE_COMMANDS)
+def test_a_list_of_commands_shows_the_first_line_of_the_help_of_each(command: str) -> None:
+    listed: Any = typer.main.get_command(__main__.app)
+    for word in command.split():
+        listed = listed.commands[word]
+    assert listed.help == imported(listed.name, SINGLE_COMMANDS[command]).help.splitlines()[0]
 
 
 @pytest.mark.parametrize("example", [example for entry in COMMANDS.values() for example in entry.examples])
@@ -85,7 +116,7 @@ def test_help_lists_commands_in_panels_with_run_first(
     assert max(map(len, short.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", NAMES)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_fits_a_terminal_and_ends_with_its_examples(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -104,6 +135,17 @@ def test_help_versions_and_configuration_files_need_neither_torch_nor_prefect(ru
     first, second = helped(run_python, "--version").splitlines()
     assert re.fullmatch(r"t5-pretrain \d+\.\d+\.\d+", first)
     assert re.fullmatch(r"Python 3\.\d+\.\d+, torch \d\S*, deepspeed \d\S*, transformers \d\S*, prefect \S.*", second)
+
+
+@pytest.mark.parametrize("words", [("--version",), ("--help",), ("data", "--help"), ("data", "index"), ("nonsense",)])
+def test_a_list_of_commands_and_the_versions_import_next_to_nothing(
+    run_python: RunPython, words: tuple[str, ...]
+) -> None:
+    modules = run_python(IMPORTED, *words).stdout.rpartition("imported: ")[2].split()
+    own = [module for module in modules if module.partition(".")[0] in OWN]
+    assert "flows.cli.command_help" in own
+    assert not {"prefect", "torch", "transformers", "deepspeed", "pyarrow", "numpy", "fsspec"} & {*modules}
+    assert len(own) <= 30, own
 
 
 def completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str) -> list[str]:

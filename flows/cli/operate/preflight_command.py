@@ -58,11 +58,6 @@ IntoOption = Annotated[
 _OUTCOMES = ["host", "result", "what"]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command()(preflight)
-
-
 def preflight(  # noqa: PLR0913, PLR0917 - one for each option
     recipe: RecipeOrSmoke = None,
     config: ConfigOption = None,
