@@ -78,10 +78,17 @@ def needed_columns(read_range: ReadRange, size_bytes: int, wanted: Sequence[str]
     import pyarrow  # slow to import, and only needed for this format
     from pyarrow.parquet import ParquetFile
 
+    from t5train.data.formats.parquet import holds_several
+
     try:
         with ParquetFile(_RemoteBytes(read_range, size_bytes)) as file:
+            if holds_several(file.metadata, size_bytes, read_range):
+                return None
             schema = file.schema_arrow
-            names = tuple(each for each in wanted if schema.names.count(each) == 1 and _is_flat(schema.field(each)))
+            found = [each for each in wanted if each in schema.names]
+            if any(schema.names.count(each) > 1 for each in found):  # refused when the whole file is read
+                return None
+            names = tuple(each for each in found if _is_flat(schema.field(each)))
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
     except pyarrow.ArrowException:
         return None

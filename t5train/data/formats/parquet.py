@@ -1,9 +1,9 @@
 """Reads passages from .parquet files. Only the columns id, text and title are read."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow
 import pyarrow.parquet
@@ -12,6 +12,8 @@ from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at,
 from t5train.errors import InputError, printable
 
 _BATCH_ROWS = 4096
+_MAGIC, _LAST_BYTES = b"PAR1", 8
+"""A file begins and ends with the first; the length of its footer is before the one at the end."""
 _DAMAGED = (pyarrow.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises for damaged files: OSError for a page that differs from its checksum."""
 
@@ -26,13 +28,41 @@ def parquet_rows(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
 def open_parquet(path: Path, **options: Any) -> Iterator[pyarrow.parquet.ParquetFile]:
     """Open a file whose pages are compared with their checksums, if they have any.
 
-    Raises InputError if the file, or what is read of it, is damaged.
+    Raises InputError if the file, or what is read of it, is damaged, or if it is several files.
     """
     try:
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
+            with open(path, "rb") as stored:
+                if holds_several(file.metadata, path.stat().st_size, lambda start, end: _range(stored, start, end)):
+                    raise InputError(
+                        f"{printable(str(path))} is several .parquet files one after another, of which only the last "
+                        "would be read. Store each in a file of its own"
+                    )
             yield file
     except _DAMAGED as error:
         raise _damaged(path, "", error) from error
+
+
+def holds_several(
+    metadata: pyarrow.parquet.FileMetaData, size_bytes: int, read_range: Callable[[int, int], bytes]
+) -> bool:
+    """Whether a file is several .parquet files, as ``cat`` joins them: then one ends where the next one begins.
+
+    The last one's footer describes the first bytes, so what it does not describe is between these and the footer.
+    """
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    ends = [
+        min(each.dictionary_page_offset or each.data_page_offset, each.data_page_offset) + each.total_compressed_size
+        for each in columns
+    ]
+    start, end = max(ends, default=0), size_bytes - _LAST_BYTES - metadata.serialized_size
+    return start < end and _MAGIC + _MAGIC in read_range(start, end)
+
+
+def _range(stored: IO[bytes], start: int, end: int) -> bytes:
+    stored.seek(start)
+    return stored.read(end - start)
 
 
 def batches(

@@ -452,6 +452,18 @@ def test_a_parquet_file_with_two_id_columns_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "a.parquet")
 
 
+def test_parquet_files_one_after_another_are_refused(tmp_path: Path) -> None:
+    parts = []
+    for text in ("first", "second"):
+        path = tmp_path / f"{text}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), path)
+        assert read(path)
+        parts.append(path.read_bytes())
+    (tmp_path / "both.parquet").write_bytes(b"".join(parts))
+    with pytest.raises(InputError, match="files one after another, of which only the last"):
+        read(tmp_path / "both.parquet")
+
+
 def test_a_parquet_file_that_is_encrypted_is_refused_with_the_remedy(tmp_path: Path) -> None:
     class Keys(encryption.KmsClient):  # type: ignore[misc]  # pyarrow has no types
         def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> bytes:  # noqa: ARG002

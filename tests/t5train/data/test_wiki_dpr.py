@@ -179,6 +179,19 @@ def test_columns_are_fetched_of_every_type_of_text_and_compared_with_their_check
         fetch(content.replace(b"passage 300", b"passafe 300"))
 
 
+@pytest.mark.parametrize("fault", ["several files", "two id columns"])
+def test_columns_are_not_fetched_of_a_file_that_is_refused_as_a_whole(tmp_path: Path, fault: str) -> None:
+    path, names = tmp_path / "whole.parquet", ["id", "text", "embeddings"] + ["id"] * (fault == "two id columns")
+    columns = {
+        "id": ["1"] * 600,
+        "text": ["passage"] * 600,
+        "embeddings": [[1.0 / (row + 1)] * 16 for row in range(600)],
+    }
+    pyarrow.parquet.write_table(pyarrow.table([columns[name] for name in names], names=names), path)
+    stored = path.read_bytes() * (2 if fault == "several files" else 1)
+    assert needed_columns(lambda start, end: stored[start:end], len(stored), ["id", "text", "title"]) is None
+
+
 @pytest.mark.parametrize("kind", [pyarrow.string_view(), pyarrow.large_string()])
 def test_a_known_text_may_have_every_type_of_text(tmp_path: Path, kind: pyarrow.DataType) -> None:
     path = tmp_path / "a.parquet"
