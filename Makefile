@@ -13,6 +13,8 @@ ROOT := work
 WORKERS := 2
 # OpenMP's threads sleep while they wait: two processes have more of them than there are cores, and spinning takes minutes.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of processes, and each would compile all modules that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 # PYTHON=/path/to/python3.11 chooses the interpreter that .venv is made from. Shims of version managers may be on
 # PATH and yet not run, so a candidate is asked for its version.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
