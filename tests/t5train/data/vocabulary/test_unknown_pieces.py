@@ -104,9 +104,9 @@ def test_a_text_is_refused_as_soon_as_its_other_shards_cannot_change_it(data_cha
     path = str(tmp_path / "text.txt")
     plan = [[Stretch(path, "text.txt", Segment(0, 1, 0, 1000))] for _ in range(4)]
     unknown = UnknownPieces(plan, data_chain.tokenizer.path / "spiece.model", 0.1)
-    unknown.add(2, tokens=1000, unknown=700)
-    with pytest.raises(InputError, match=r"70\.0% of the tokens"):
-        unknown.add(0, tokens=1000, unknown=700)
+    unknown.add(2, tokens=1000, unknown=900)
+    with pytest.raises(InputError, match=r"90\.0% of the tokens"):
+        unknown.add(0, tokens=1000, unknown=900)
 
 
 def test_text_that_normalisation_makes_longer_is_not_refused_too_early(data_chain: DataChain, tmp_path: Path) -> None:
