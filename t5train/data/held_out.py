@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from t5train.records.witness import EncodedPassage
 HELD_OUT = "held-out-passages.json"
 _MOST_PASSAGES = 32
 _CANDIDATES = 1000
+_WARNING_SHARE = 0.01
 _MOST_CHARACTERS = 4000
 # Passages with these are left out: transformers encodes special pieces and sentinels as control ids, but training does
 # not, and only one of the two treats U+0085 as a space.
@@ -107,7 +108,26 @@ def write_held_out(folder: Path, found: Iterable[EncodedPassage], tokenizer_json
         tied,
     )
     write_text(folder / HELD_OUT, chosen.model_dump_json(indent=1) + "\n")
-    return {HELD_OUT_COMPARED: len(candidates), HELD_OUT_TIED: tied}
+    counts = {HELD_OUT_COMPARED: len(candidates), HELD_OUT_TIED: tied}
+    if line := tied_line(counts):
+        _log.warning("%s", line)
+    return counts
+
+
+def tied_line(counts: Mapping[str, int]) -> str:
+    """Return a warning if Hugging Face's tokenizer gives more than 1% of the compared passages other pieces.
+
+    Empty if not, or if it is not recorded. ``counts`` are those of token shards.
+    """
+    tied, compared = counts.get(HELD_OUT_TIED, 0), counts.get(HELD_OUT_COMPARED, 0)
+    if tied <= _WARNING_SHARE * compared:
+        return ""
+    return (
+        f"{tied / compared:.1%} of the held-out passages ({tied:,} of {compared:,}) get other ids from the published "
+        f"tokenizer than training uses, because scores of pieces are equal once rounded to 1/{SCORE_STEPS}, or words "
+        "have pieces in several orders (rows of dashes). The model never trains on them. Choose a vocabulary whose "
+        "scores are further apart (tokenizer.path), leave out tokenizer.path to train one, or remove such text"
+    )
 
 
 def _is_as_good(ids: Sequence[int], as_trained: Sequence[int], pieces: Sequence[tuple[str, float]]) -> bool:

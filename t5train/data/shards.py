@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.data.checks.unchanged_files import TextStamps, require_recorded
 from t5train.data.corpus import corpus_name
-from t5train.data.held_out import HELD_OUT, comparable, write_held_out
+from t5train.data.held_out import HELD_OUT, comparable, tied_line, write_held_out
 from t5train.data.passages import ID_RULE, SPLITS, Passage, SourceFile, SplitRule, split_of
 from t5train.data.segments import FileSegments, Stretch, by_part, divided, passages_of, read_segments, size_of_text
 from t5train.data.vocabulary.document_encoder import warn_if_slow
@@ -135,6 +135,8 @@ def build_shards(  # noqa: PLR0913 - two specs, two records, and where and how t
     with making(folder, identity):
         if found := reusable(TokenShards, folder, identity, progress):
             require_known_in(found, spec.max_unknown_share)
+            if line := tied_line(found.counts):
+                _log.warning("%s", line)
             return found
         keep_changed_files(folder)
         (folder / MANIFEST).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, Tokenizer
+from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, Tokenizer, differing_piece
 from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.confined import child
 from t5train.locations import local_folder
@@ -22,7 +22,7 @@ from t5train.records.digests import FileDigest, digest_file
 from t5train.records.identity import differences, fingerprint
 from t5train.records.kept_files import recorded_files, require_as_recorded
 from t5train.records.stage_records import MANIFEST
-from t5train.spec import NUM_SENTINELS, ModelSpec, pad_vocabulary
+from t5train.spec import ModelSpec, pad_vocabulary
 
 _SETTING = "model.start_from"
 _SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
@@ -275,34 +275,30 @@ def require_vocabulary(model: ModelSpec, spiece_sha256: str) -> None:
 
 
 def require_pieces(model: ModelSpec, tokenizer: Tokenizer) -> None:
-    """Raise SpecError if the ``start_from`` folder has no spiece.model and a ``tokenizer.json`` with other pieces.
+    """Raise SpecError if the ``start_from`` folder has a ``tokenizer.json`` with other pieces or scores.
 
     Logs a warning if the folder has no vocabulary at all. Raises InputError for a ``tokenizer.json`` that is damaged.
     """
-    path = _folder(model)
-    if path is None or (path / SPIECE).is_file():
+    if (path := _folder(model)) is None:
         return
-    if not (path / TOKENIZER_JSON).is_file():
+    if (path / TOKENIZER_JSON).is_file():
+        _require_pieces_in(path, tokenizer)
+    elif not (path / SPIECE).is_file():
         _log.warning(
             "%s has neither %s nor %s: whether the vocabulary is that of the model cannot be checked",
             *(path, SPIECE, TOKENIZER_JSON),
         )
-        return
-    try:
-        document = json.loads((path / TOKENIZER_JSON).read_bytes())
-        found = {index: piece for index, (piece, _) in enumerate(document["model"]["vocab"])}
-        found |= {each["id"]: each["content"] for each in document["added_tokens"]}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(
-            f"{path / TOKENIZER_JSON} is not a unigram tokenizer in JSON. Copy it again from where you got the model"
-        ) from error
-    sentinels = [f"<extra_id_{index}>" for index in reversed(range(NUM_SENTINELS))]
-    for index, piece in enumerate([*tokenizer.pieces, *sentinels]):
-        if (other := found.get(index)) != piece:
-            raise SpecError(
-                f"model.start_from is {path}, which has another vocabulary than the run: id {index} is {other!r} in "
-                f"its {TOKENIZER_JSON}, but {piece!r} in tokenizer.path. Set tokenizer.path to that model's vocabulary"
-            )
+
+
+def _require_pieces_in(path: Path, tokenizer: Tokenizer) -> None:
+    remedy = "Set tokenizer.path to that model's vocabulary"
+    if (path / SPIECE).is_file():  # require_vocabulary compares it
+        remedy = f"Its {SPIECE} has the run's vocabulary. Copy both files again from where you got the model"
+    if difference := differing_piece(path / TOKENIZER_JSON, tokenizer):
+        raise SpecError(
+            f"model.start_from is {path}, which has another vocabulary than the run: {difference} in tokenizer.path. "
+            f"{remedy}"
+        )
 
 
 def _folder(model: ModelSpec) -> Path | None:

@@ -45,7 +45,7 @@ from t5train.release.model_comparison import (
     differing_ties,
     expected_ties,
 )
-from t5train.release.tokenizer_comparison import differing_tokenizer
+from t5train.release.tokenizer_comparison import differing_tokenizer, left_out_line
 
 FAILED_CERTIFICATE = "certificate.failed.json"
 LOG = "certify.log"
@@ -74,7 +74,8 @@ def certify_in_fresh_process(export: Export, witness: Path, progress: Progress =
         DigestMismatch: A certified export is damaged.
 
     """
-    _require_its_witness(export, Witness.load(witness))
+    recorded = Witness.load(witness)
+    _require_its_witness(export, recorded)
     if _is_certified(export, witness):
         if not export.reused:  # otherwise every byte has just been compared
             export.verify(progress)
@@ -91,6 +92,8 @@ def certify_in_fresh_process(export: Export, witness: Path, progress: Progress =
             "%s is certified with a tolerance of %g of the largest logit instead of equal bits: %s",
             export.path, made.relative_tolerance, made.tolerance_reason,
         )  # fmt: skip
+    if line := left_out_line(recorded.passages):
+        _log.info("%s", line)
     return export.model_copy(update={"files": {**files, CERTIFICATE: digest_file(certificate)}}).commit()
 
 

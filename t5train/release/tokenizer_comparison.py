@@ -64,6 +64,17 @@ def _differing_special(tokenizer: Any, sentinels: list[str]) -> Iterator[str]:
         yield "the tokenizer does not end a text with a single </s>"
 
 
+def left_out_line(passages: Sequence[EncodedPassage]) -> str:
+    """Return how many passages ``differing_tokenizer`` does not decode, and the first; empty if there are none."""
+    found = [each.text for each in passages if UNK_ID in each.ids]
+    if not found:
+        return ""
+    return (
+        f"{len(found)} of {len(passages)} held-out passages have unknown characters, which each library decodes "
+        f"differently: only their ids are compared, not their decoded text. The first is {found[0][:40]!r}"
+    )
+
+
 def _differing_texts(tokenizer: Any, processor: Any, passages: Sequence[EncodedPassage]) -> list[str]:
     """Describe passages whose ids do not decode as with SentencePiece.
 

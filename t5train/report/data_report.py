@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from t5train.data.checks.whole_reading import TextFindings
+from t5train.data.held_out import tied_line
 from t5train.data.passages import SPLITS
 from t5train.data.samples.loader import windows_of_texts
 from t5train.data.samples.mixture import rates
@@ -180,6 +181,8 @@ def _tokenizer_blocks(shards: TokenShards) -> list[str]:
         f"shards. It gave {compared - tied:,} of them the ids of training, and {tied:,} other pieces that are as "
         "probable. Certification compares only passages with the ids of training."
     ]
+    if line := tied_line(shards.counts):
+        lines.append(f"Warning: {line}.")
     if left_out:
         lines.append(
             f"Left out: {quantity(left_out, 'passage')} that spell a control token (</s>, <pad>, <unk>, "

@@ -17,6 +17,7 @@ from t5train.data.segments import Stretch, passages_of, read_segments, stretches
 from t5train.data.vocabulary.sentencepiece_model import (
     EOS_ID,
     PAD_ID,
+    SCORE_STEPS,
     SPECIAL_PIECES,
     UNK_ID,
     Encoder,
@@ -90,7 +91,8 @@ def build_tokenizer(
         The record of the tokenizer's files; its count ``vocab_size`` includes sentinels.
 
     Raises:
-        InputError: The file at ``spec.path`` is not a SentencePiece model.
+        InputError: The file at ``spec.path`` is not a SentencePiece model, or the folder there also has a
+            ``tokenizer.json`` that is damaged or of another vocabulary.
         SpecError: That model is not in T5's form, or ``spec.vocab_size`` does not fit the text.
         StorageError: The folder cannot be written, or holds something else.
         WorkerLost: The process that trains the vocabulary was killed.
@@ -136,6 +138,7 @@ def given_tokenizer(path: Path, root: Path, progress: Progress = silent, *, out:
     spiece = spiece_in(path)
     proto = spiece.read_bytes()
     require_t5_form(proto, str(spiece))
+    _require_one_vocabulary(path, Tokenizer(spiece))
     content = sha256(proto).hexdigest()
     identity = fingerprint({"kind": "tokenizer", "stage": _STAGE_VERSION, "spiece": content})
     folder = out or stage_folder(root, "tokenizer", "given", identity)
@@ -147,7 +150,40 @@ def open_given(path: Path) -> Tokenizer:
     """Load the tokenizer of a ``spiece.model`` or a Hugging Face folder. Raises the errors of ``build_tokenizer``."""
     spiece = spiece_in(path)
     require_t5_form(spiece.read_bytes(), str(spiece))
-    return Tokenizer(spiece)
+    tokenizer = Tokenizer(spiece)
+    _require_one_vocabulary(path, tokenizer)
+    return tokenizer
+
+
+def _require_one_vocabulary(path: Path, tokenizer: Tokenizer) -> None:
+    """Raise InputError if a folder has a ``tokenizer.json`` of another vocabulary than its ``spiece.model``."""
+    if (path / TOKENIZER_JSON).is_file() and (difference := differing_piece(path / TOKENIZER_JSON, tokenizer)):
+        raise InputError(
+            f"{path} holds two vocabularies: {difference} in its {SPIECE}. Copy both files again from where the "
+            f"vocabulary was published, or remove {TOKENIZER_JSON} if the {SPIECE} is the one to use"
+        )
+
+
+def differing_piece(file: Path, tokenizer: Tokenizer) -> str | None:
+    """Describe the first id for which a ``tokenizer.json`` has another piece, score or sentinel than ``tokenizer``.
+
+    Raises InputError if the file is damaged.
+    """
+    try:
+        document = json.loads(file.read_bytes())
+        found = {index: (str(piece), float(score)) for index, (piece, score) in enumerate(document["model"]["vocab"])}
+        added = {each["id"]: each["content"] for each in document["added_tokens"]}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{file} is not a unigram tokenizer in JSON. Copy it again from where you got it") from error
+    sentinels = [f"<extra_id_{index}>" for index in reversed(range(NUM_SENTINELS))]
+    for index, piece in enumerate([*tokenizer.pieces, *sentinels]):
+        other, score = found.get(index, (None, 0.0))
+        if (other := added.get(index, other)) != piece:
+            return f"id {index} is {other!r} in its {TOKENIZER_JSON}, but {piece!r}"
+        expected = tokenizer.model.pieces[index].score if len(SPECIAL_PIECES) <= index < tokenizer.num_pieces else score
+        if not abs(score - expected) <= 1 / SCORE_STEPS:  # not a number differs, too
+            return f"id {index} is {piece!r} with the score {score:g} in its {TOKENIZER_JSON}, but {expected:g}"
+    return None
 
 
 def spiece_in(path: Path) -> Path:

@@ -22,7 +22,7 @@ _COUNT_BYTES = int(UNIGRAM_DTYPE[-1])
 _WARNING_SHARE = 0.01
 _MOST_CHARACTERS = 10
 _SAMPLE_BYTES = 4 << 20
-_MOST_TOKENS_PER_BYTE = 4  # no ordinary text has more: a passage of one letter has a space, the letter and EOS
+_MOST_TOKENS_PER_BYTE = 7  # a passage of U+FDFA alone (3 bytes) has a space, 18 characters and EOS; others have less
 _REMEDY = (
     "Train the vocabulary with a higher tokenizer.character_coverage, choose one that has these characters "
     "(tokenizer.path), or remove such text. Write decomposed characters (NFD) in their composed form (NFC)"

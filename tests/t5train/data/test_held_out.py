@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from t5train.data.held_out import HELD_OUT, choose, comparable, read_held_out, write_held_out
+from t5train.data.held_out import HELD_OUT, choose, comparable, read_held_out, tied_line, write_held_out
 from t5train.data.passages import Passage, split_of
 from t5train.data.segments import passages_of, read_segments
 from t5train.data.vocabulary.sentencepiece_model import SPACE
@@ -103,6 +103,19 @@ def test_a_segmentation_that_is_as_good_is_counted_and_not_recorded(dashes: Path
     counts = write_held_out(tmp_path, [*agreed, *tied], dashes)
     assert counts == {"held_out_compared": 6, "held_out_tied": 2}, "of each two, one is what the library chooses"
     assert set(map(str, agreed)) < set(map(str, read_held_out(tmp_path)))
+
+
+@pytest.mark.parametrize(("agreed", "warned"), [(98, True), (99, False)])
+def test_more_than_one_percent_of_equally_probable_segmentations_is_a_warning(
+    dashes: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, agreed: int, warned: bool
+) -> None:
+    tied = [passage("=-", 3, 6, 4), passage("=-", 3, 7)]  # one of them is what the library chooses
+    counts = write_held_out(tmp_path, [passage("--", 3, 5)] * (agreed - 1) + tied, dashes)
+    assert counts["held_out_tied"] == 1
+    found = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [each.split(" of the held-out")[0] for each in found] == ["1.0%"] * warned
+    assert all("(1 of 99)" in each and "scores" in each and "tokenizer.path" in each for each in found)
+    assert tied_line(counts) == "".join(found)
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,21 @@ def test_a_starting_model_with_only_a_tokenizer_json_must_have_the_runs_pieces(
         require_pieces(_spec(tmp_path, V10), tokenizer)
 
 
+def test_a_starting_model_whose_tokenizer_json_is_not_of_its_spiece_model_is_refused(
+    data_chain: DataChain, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.load(data_chain.tokenizer.path)
+    shutil.copy(data_chain.tokenizer.path / "spiece.model", tmp_path)
+    require_pieces(_spec(tmp_path, V10), tokenizer)
+    document = json.loads((data_chain.tokenizer.path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    require_pieces(_spec(tmp_path, V10), tokenizer)
+    document["model"]["vocab"][10:12] = document["model"]["vocab"][11:9:-1]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(SpecError, match=r"id 10 is .* in tokenizer\.path\. Its spiece\.model has .* Copy both files"):
+        require_pieces(_spec(tmp_path, V10), tokenizer)
+
+
 def test_a_starting_model_without_a_vocabulary_is_used_with_a_warning(
     data_chain: DataChain, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,6 +1,7 @@
 """Only the model that was trained gets a certificate."""
 
 import json
+import logging
 import os
 import random
 import re
@@ -364,6 +365,22 @@ def test_a_shuffled_tokenizer_is_refused_and_the_passages_alone_would_detect_it(
     assert f"of {len(passages)} held-out passages have other ids than in training" in difference
     found = differing_tokenizer(tokenizer, exported.path / "spiece.model", Witness.load(witness))
     assert "ids map to other pieces" in found[0]
+
+
+def test_the_log_counts_and_names_passages_whose_decoded_text_is_not_compared(
+    make_export: MakeExport, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(certification, "_run_certifier", certify)
+    exported = make_export(certified=False)
+    witness = exported.path.parent / "witness"
+    ids = AutoTokenizer.from_pretrained(exported.path)("\u4e2d").input_ids
+    known = [each.model_dump() for each in Witness.load(witness).passages if 2 not in each.ids]
+    rewrite_json(witness / "witness.json", passages=[{"text": "\u4e2d", "ids": ids}, *known])
+    with caplog.at_level(logging.INFO):
+        certify_in_fresh_process(exported, witness)
+    (line,) = [each for each in caplog.messages if "unknown characters" in each]
+    assert line.startswith(f"1 of {1 + len(known)} held-out passages")
+    assert line.endswith("The first is '\u4e2d'")
 
 
 @pytest.mark.parametrize("listed", [True, False])

@@ -213,6 +213,49 @@ def test_a_damaged_tokenizer_config_is_refused_with_a_clear_error(
         given_tokenizer(tmp_path, tmp_path)
 
 
+def other_pieces(document: dict[str, Any]) -> None:
+    vocabulary = document["model"]["vocab"]
+    vocabulary[10], vocabulary[11] = vocabulary[11], vocabulary[10]
+
+
+def other_score(document: dict[str, Any]) -> None:
+    document["model"]["vocab"][10][1] -= 0.01
+
+
+def no_sentinels(document: dict[str, Any]) -> None:
+    document["added_tokens"] = [each for each in document["added_tokens"] if "extra_id" not in each["content"]]
+    document["model"]["vocab"] = [each for each in document["model"]["vocab"] if "extra_id" not in each[0]]
+
+
+def no_vocabulary(document: dict[str, Any]) -> None:
+    del document["model"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_pieces, r"holds two vocabularies: id 10 is .* in its tokenizer\.json, but .* Copy both files again"),
+        (other_score, r"id 10 is .* with the score .* in its tokenizer\.json, but .*Copy both files again"),
+        (no_sentinels, r"id 300 is None in its tokenizer\.json, but '<extra_id_99>' in its spiece\.model"),
+        (no_vocabulary, r"tokenizer\.json is not a unigram tokenizer in JSON\. Copy it again"),
+    ],
+)
+def test_a_folder_whose_two_files_hold_different_vocabularies_is_refused(
+    data_chain: DataChain, tmp_path: Path, change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    (tmp_path / "spiece.model").write_bytes((data_chain.tokenizer.path / "spiece.model").read_bytes())
+    document = json.loads((data_chain.tokenizer.path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    assert given_tokenizer(tmp_path, tmp_path / "root").files == data_chain.tokenizer.files
+    change(document)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=said):
+        given_tokenizer(tmp_path, tmp_path / "root")
+    with pytest.raises(InputError, match=said):
+        expected_vocab_size(TokenizerSpec(path=str(tmp_path)))
+    assert given_tokenizer(tmp_path / "spiece.model", tmp_path / "root").reused, "a named file needs no other"
+
+
 def other_first_piece(model: Model) -> None:
     model.pieces[0].piece = "<s>"
 

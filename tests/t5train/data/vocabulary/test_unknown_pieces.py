@@ -9,6 +9,8 @@ import pytest
 from t5train.data.corpus import build_corpus
 from t5train.data.segments import Segment, Stretch
 from t5train.data.shards import build_shards
+from t5train.data.vocabulary.sentencepiece_model import Encoder
+from t5train.data.vocabulary.tokenizer import SPIECE
 from t5train.data.vocabulary.unknown_pieces import (
     UnknownPieces,
     counts_with_unknown,
@@ -102,9 +104,18 @@ def test_a_text_is_refused_as_soon_as_its_other_shards_cannot_change_it(data_cha
     path = str(tmp_path / "text.txt")
     plan = [[Stretch(path, "text.txt", Segment(0, 1, 0, 1000))] for _ in range(4)]
     unknown = UnknownPieces(plan, data_chain.tokenizer.path / "spiece.model", 0.1)
-    unknown.add(2, tokens=1000, unknown=700)
-    with pytest.raises(InputError, match=r"70\.0% of the tokens"):
-        unknown.add(0, tokens=1000, unknown=700)
+    unknown.add(2, tokens=1000, unknown=900)
+    with pytest.raises(InputError, match=r"90\.0% of the tokens"):
+        unknown.add(0, tokens=1000, unknown=900)
+
+
+def test_text_that_normalisation_makes_longer_is_not_refused_too_early(data_chain: DataChain, tmp_path: Path) -> None:
+    longest = "\ufdfa"  # becomes 18 characters, more for its bytes than any other
+    text_bytes, tokens = len(longest.encode()), len(Encoder(data_chain.tokenizer.path / SPIECE).normalised(longest)) + 2
+    first, later = (Stretch("", "", Segment(0, 1, 0, n)) for n in (1, 900 * text_bytes))
+    unknown = UnknownPieces([[first], [later]], tmp_path, 0.1)
+    unknown.add(0, tokens=2000, unknown=1990)
+    unknown.add(1, tokens=900 * tokens, unknown=0)  # now 10% of all
 
 
 def test_a_share_at_the_limit_is_accepted() -> None:
