@@ -201,8 +201,7 @@ MUTATIONS = [
         anchor="if error.errno in _UNSUPPORTED:",
         replacement="if error.errno == errno.ENOTSUP and not _UNSUPPORTED:",
         tests=(
-            "tests/t5train/files/test_locks.py"
-            "::test_a_file_system_without_locks_is_named_with_the_path_and_the_remedy",
+            "tests/t5train/files/test_locks.py::test_a_file_system_without_locks_is_named_with_the_path_and_the_remedy",
         ),
     ),
 ]

@@ -66,7 +66,9 @@ MUTATIONS = [
         file=f"{_CONSOLIDATE}/tensor_writer.py",
         anchor="if not np.array_equal(stored.view(bits), rounded.numpy().view(bits)):",
         replacement="if len(stored) != size:",
-        tests=(f"{_TESTS}/test_refusals.py::test_an_optimizer_partition_that_does_not_round_to_the_weights_is_refused",),
+        tests=(
+            f"{_TESTS}/test_refusals.py::test_an_optimizer_partition_that_does_not_round_to_the_weights_is_refused",
+        ),
     ),
     Mutation(
         name="checksums-of-records-not-compared",

@@ -70,12 +70,15 @@ class MutatedCopy:
                 (packages / entry.name).write_text(text.replace(str(REPOSITORY), str(self.folder)), "utf-8")
             elif entry.name != "__pycache__":
                 (packages / entry.name).symlink_to(entry)
-        for script in Path(sysconfig.get_path("scripts")).iterdir():
-            if (folder / "bin" / script.name).exists() or not script.is_file():
+        for program in Path(sysconfig.get_path("scripts")).iterdir():
+            own = folder / "bin" / program.name
+            if own.exists() or not program.is_file():
                 continue
-            content = script.read_bytes()
-            (folder / "bin" / script.name).write_bytes(content.replace(sys.prefix.encode(), bytes(folder)))
-            shutil.copymode(script, folder / "bin" / script.name)
+            if (content := program.read_bytes()).startswith(b"#!"):
+                own.write_bytes(content.replace(sys.prefix.encode(), bytes(folder)))
+                shutil.copymode(program, own)
+            else:
+                own.symlink_to(program)
 
     def _require_own_code(self) -> None:
         """Raise SystemExit unless processes of this environment, scripts included, import the copy."""

@@ -28,9 +28,7 @@ MUTATIONS = [
         file=f"{_SERVER}/api_key.py",
         anchor="atomic.replacing(path_of(home), mode=0o600)",
         replacement="atomic.replacing(path_of(home))",
-        tests=(
-            "tests/flows/server/test_api_key.py::test_each_start_makes_a_new_key_that_only_its_owner_can_read",
-        ),
+        tests=("tests/flows/server/test_api_key.py::test_each_start_makes_a_new_key_that_only_its_owner_can_read",),
     ),
     Mutation(
         name="other-origins-may-use-the-server",
@@ -174,8 +172,7 @@ MUTATIONS = [
         anchor="- self._silent[run.id].since > SILENCE]",
         replacement="- self._silent[run.id].since > 100 * SILENCE]",
         tests=(
-            f"{_MONITOR}"
-            "::test_a_silent_run_of_a_machine_that_is_down_is_lost_even_if_the_servers_automation_forgot_it",
+            f"{_MONITOR}::test_a_silent_run_of_a_machine_that_is_down_is_lost_even_if_the_servers_automation_forgot_it",
         ),
     ),
     Mutation(
@@ -209,8 +206,7 @@ MUTATIONS = [
         anchor="found.st_uid == os.getuid() and not found.st_mode & 0o077:",
         replacement="found.st_uid == os.getuid() and not found.st_mode & 0o007:",
         tests=(
-            "tests/infra/node/test_private_code.py"
-            "::test_code_in_a_folder_that_others_could_have_written_is_not_run",
+            "tests/infra/node/test_private_code.py::test_code_in_a_folder_that_others_could_have_written_is_not_run",
         ),
     ),
     Mutation(

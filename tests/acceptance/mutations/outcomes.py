@@ -10,7 +10,8 @@ from pathlib import Path
 from tests.acceptance.mutations.mutated_copy import REPOSITORY, tracked_files
 from tests.acceptance.mutations.mutation import Mutation
 
-_NOT_CODE = ("docs/", "tests/acceptance/mutations/", "CHANGELOG.md", "README.md")
+_CODE = ("t5train/", "infra/", "tasks/", "flows/", "deployments/", "tests/", "pyproject.toml")
+_MUTATIONS = "tests/acceptance/mutations/"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def _digest_of_code() -> str:
     """Identify the product and its tests; not the mutations themselves, which have digests of their own."""
     digest = hashlib.sha256()
     for name in tracked_files():
-        if not name.startswith(_NOT_CODE) and (path := REPOSITORY / name).is_file():
+        is_code = name.startswith(_CODE) and not name.startswith(_MUTATIONS)
+        if is_code and (path := REPOSITORY / name).is_file():
             digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:12]
 

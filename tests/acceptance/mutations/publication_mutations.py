@@ -34,7 +34,9 @@ MUTATIONS = [
         file=f"{_STORE}/file_body.py",
         anchor="if self._at == self._size and self._crc != crc:",
         replacement="if self._at > self._size and self._crc != crc:",
-        tests=(f"{_TESTS}/test_file_body.py::test_a_file_that_is_changed_while_it_is_sent_keeps_its_size_and_is_refused",),
+        tests=(
+            f"{_TESTS}/test_file_body.py::test_a_file_that_is_changed_while_it_is_sent_keeps_its_size_and_is_refused",
+        ),
     ),
     Mutation(
         name="sha256-not-compared-while-read",
@@ -84,8 +86,7 @@ MUTATIONS = [
         anchor="if parent.is_symlink():",
         replacement="if parent.is_symlink() and not parent.exists():",
         tests=(
-            "tests/t5train/data/test_hostile_listings.py"
-            "::test_a_link_in_the_cache_does_not_lead_a_download_elsewhere",
+            "tests/t5train/data/test_hostile_listings.py::test_a_link_in_the_cache_does_not_lead_a_download_elsewhere",
         ),
     ),
     Mutation(
@@ -110,7 +111,9 @@ MUTATIONS = [
         file="t5train/train/wandb_sync.py",
         anchor='return text.replace(key, "[secret]") if key else text',
         replacement='return text if key else ""',
-        tests=("tests/t5train/train/test_wandb_sync.py::test_a_wandb_that_fails_is_reported_once_and_training_continues",),
+        tests=(
+            "tests/t5train/train/test_wandb_sync.py::test_a_wandb_that_fails_is_reported_once_and_training_continues",
+        ),
     ),
     Mutation(
         name="all-variables-passed-for-wandb",

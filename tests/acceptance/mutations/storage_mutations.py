@@ -106,9 +106,7 @@ MUTATIONS = [
         file=f"{_STORAGE}/checkpoint_inventory.py",
         anchor="_names(found) - steps.keys() - unreadable(found).keys()",
         replacement="_names(found) - steps.keys()",
-        tests=(
-            f"{_TESTS}/test_recovery.py::test_pruning_keeps_a_checkpoint_with_a_file_that_a_host_cannot_read_now",
-        ),
+        tests=(f"{_TESTS}/test_recovery.py::test_pruning_keeps_a_checkpoint_with_a_file_that_a_host_cannot_read_now",),
     ),
     Mutation(
         name="old-checkpoints-of-returning-hosts-used",
@@ -117,8 +115,7 @@ MUTATIONS = [
         anchor="if late := [host for host in nodes.hosts if host in checkpoint_record.not_begun_again(run.folder)]:",
         replacement="if late := [host for host in checkpoint_record.not_begun_again(run.folder) if not host]:",
         tests=(
-            f"{_TESTS}/test_recovery.py"
-            "::test_old_checkpoints_of_a_host_that_returns_after_begin_again_are_set_aside",
+            f"{_TESTS}/test_recovery.py::test_old_checkpoints_of_a_host_that_returns_after_begin_again_are_set_aside",
         ),
     ),
     Mutation(
@@ -135,9 +132,7 @@ MUTATIONS = [
         file=f"{_STORAGE}/run_storage.py",
         anchor="        checkpoint_record.note_adopted(self.run.folder, found)\n",
         replacement="",
-        tests=(
-            f"{_TESTS}/test_claim.py::test_adopting_a_run_without_one_of_its_hosts_does_not_restart_it_at_step_0",
-        ),
+        tests=(f"{_TESTS}/test_claim.py::test_adopting_a_run_without_one_of_its_hosts_does_not_restart_it_at_step_0",),
     ),
     Mutation(
         name="requests-not-checked-against-the-owner",
@@ -162,8 +157,7 @@ MUTATIONS = [
         anchor="return max(left, found.lease_seconds) if _has_running_ranks(folder) else left",
         replacement="return left",
         tests=(
-            f"{_TESTS}/test_claim.py"
-            "::test_ranks_that_outlive_their_head_prevent_another_head_from_adopting_the_run",
+            f"{_TESTS}/test_claim.py::test_ranks_that_outlive_their_head_prevent_another_head_from_adopting_the_run",
         ),
     ),
     Mutation(
@@ -181,8 +175,7 @@ MUTATIONS = [
         anchor="    _require_own_run(request)\n    folder",
         replacement="    folder",
         tests=(
-            "tests/infra/node/test_actions.py"
-            "::test_no_attempt_is_prepared_for_a_run_that_another_head_has_taken_over",
+            "tests/infra/node/test_actions.py::test_no_attempt_is_prepared_for_a_run_that_another_head_has_taken_over",
         ),
     ),
     Mutation(
@@ -203,8 +196,7 @@ MUTATIONS = [
         anchor="Checkpoint.load(run.folder).verify(progress)",
         replacement="Checkpoint.load(run.folder)",
         tests=(
-            f"{_TESTS}/test_garbage_collection.py"
-            "::test_hosts_keep_their_files_if_the_heads_copy_has_a_flipped_bit",
+            f"{_TESTS}/test_garbage_collection.py::test_hosts_keep_their_files_if_the_heads_copy_has_a_flipped_bit",
         ),
     ),
     Mutation(
@@ -319,8 +311,6 @@ MUTATIONS = [
         file="infra/head/retries.py",
         anchor="if error.retryable and len(last) == MOST_ALIKE and",
         replacement="if error.retryable and len(last) > MOST_ALIKE and",
-        tests=(
-            "tests/infra/head/test_retries.py::test_the_third_failure_that_differs_only_in_numbers_is_not_retried",
-        ),
+        tests=("tests/infra/head/test_retries.py::test_the_third_failure_that_differs_only_in_numbers_is_not_retried",),
     ),
 ]

@@ -132,9 +132,7 @@ MUTATIONS = [
         file=f"{_LAUNCH}/failures.py",
         anchor="(record.cause != Cause.PARENT or is_over_hosts)",
         replacement="record.cause != Cause.PARENT",
-        tests=(
-            f"{_FAILURES}::test_a_launcher_that_was_killed_on_a_host_is_named_before_ranks_that_lost_that_host",
-        ),
+        tests=(f"{_FAILURES}::test_a_launcher_that_was_killed_on_a_host_is_named_before_ranks_that_lost_that_host",),
     ),
     Mutation(
         name="hosts-of-lost-connections-blamed",
@@ -150,7 +148,9 @@ MUTATIONS = [
         file=f"{_LAUNCH}/failures.py",
         anchor="if not isinstance(error, DiskFull | DiskFailed | StorageError):",
         replacement="if isinstance(error, DiskFull | DiskFailed | StorageError):",
-        tests=("tests/infra/head/launch/test_disk_failures.py::test_an_error_of_a_ranks_disk_names_rank_host_path_and_remedy",),
+        tests=(
+            "tests/infra/head/launch/test_disk_failures.py::test_an_error_of_a_ranks_disk_names_rank_host_path_and_remedy",
+        ),
     ),
     Mutation(
         name="restarted-head-ends-its-ranks",
@@ -234,8 +234,8 @@ MUTATIONS = [
         name="two-names-of-one-machine-accepted",
         claims=("faults: one machine listed twice",),
         file="infra/head/preflight/agreement.py",
-        anchor="        if len(hosts) > 1:\n            yield (\n                f\"{names(hosts)}: these names",
-        replacement="        if len(hosts) > 2:\n            yield (\n                f\"{names(hosts)}: these names",
+        anchor='        if len(hosts) > 1:\n            yield (\n                f"{names(hosts)}: these names',
+        replacement='        if len(hosts) > 2:\n            yield (\n                f"{names(hosts)}: these names',
         tests=(f"{_CHECKLIST}::test_a_host_with_a_fault_is_named_with_the_remedy",),
     ),
     Mutation(
@@ -292,9 +292,7 @@ MUTATIONS = [
         file=f"{_ATTEMPTS}/rank_environment.py",
         anchor="            text = text.replace(value, _HIDDEN)",
         replacement="            text = text.replace(name, _HIDDEN)",
-        tests=(
-            f"{_ENVIRONMENT}::test_redact_removes_passwords_in_urls_and_values_of_variables_with_secret_names",
-        ),
+        tests=(f"{_ENVIRONMENT}::test_redact_removes_passwords_in_urls_and_values_of_variables_with_secret_names",),
     ),
     Mutation(
         name="hosts-without-code-asked-to-run-it",
@@ -321,7 +319,9 @@ MUTATIONS = [
         file=f"{_LAUNCH}/log_collection.py",
         anchor="return found is not None and int(found[1]) in ranks",
         replacement="return found is not None and bool(ranks)",
-        tests=("tests/infra/head/launch/test_log_collection.py::test_a_host_cannot_write_the_logs_of_other_hosts_ranks",),
+        tests=(
+            "tests/infra/head/launch/test_log_collection.py::test_a_host_cannot_write_the_logs_of_other_hosts_ranks",
+        ),
     ),
     Mutation(
         name="escape-sequences-shown",
@@ -329,6 +329,8 @@ MUTATIONS = [
         file=f"{_ATTEMPTS}/log_tail.py",
         anchor='return _CONTROLS.sub("", _ESCAPES.sub("", text))',
         replacement='return _CONTROLS.sub("", text) if len(text) > _LINE_CHARACTERS else text',
-        tests=("tests/flows/cli/test_terminal.py::test_escape_sequences_from_stores_and_hosts_are_removed_from_output",),
+        tests=(
+            "tests/flows/cli/test_terminal.py::test_escape_sequences_from_stores_and_hosts_are_removed_from_output",
+        ),
     ),
 ]

@@ -149,7 +149,9 @@ MUTATIONS = [
         file="t5train/engine/gradient_reduction.py",
         anchor="alpha=1 / self._ranks)",
         replacement="alpha=1.0)",
-        tests=(f"{_ENGINE}/test_gradient_reduction.py::test_each_rank_sums_what_it_owns_of_the_gradients_of_all_ranks",),
+        tests=(
+            f"{_ENGINE}/test_gradient_reduction.py::test_each_rank_sums_what_it_owns_of_the_gradients_of_all_ranks",
+        ),
     ),
     Mutation(
         name="adams-bias-not-corrected",
@@ -199,10 +201,8 @@ MUTATIONS = [
         claims=("safety: A process that impersonates a rank sends a pickle",),
         file="t5train/engine/collectives.py",
         anchor='    content = json.dumps(mine).encode("ascii")\n',
-        replacement='    import pickle as json\n\n    content = json.dumps(mine)\n',
-        tests=(
-            f"{_ENGINE}/test_collectives.py::test_objects_gathered_from_other_ranks_are_exact_and_never_unpickled",
-        ),
+        replacement="    import pickle as json\n\n    content = json.dumps(mine)\n",
+        tests=(f"{_ENGINE}/test_collectives.py::test_objects_gathered_from_other_ranks_are_exact_and_never_unpickled",),
     ),
     Mutation(
         name="rendezvous-listens-on-all-interfaces",
