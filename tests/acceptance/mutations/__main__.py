@@ -13,15 +13,15 @@ is 1 if a mutation survived, or tests fail without one.
 
 import argparse
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.acceptance.mutations.all_mutations import MUTATIONS, TOPICS
+from tests.acceptance.mutations.all_mutations import MUTATIONS
 from tests.acceptance.mutations.mutated_copy import REPOSITORY, MutatedCopy
 from tests.acceptance.mutations.mutation import Mutation
 from tests.acceptance.mutations.outcomes import Outcome, Record
@@ -39,52 +39,8 @@ def failed_tests(copy: MutatedCopy, tests: Iterable[str], *, at_first: bool) -> 
     No test has failed if pytest could not run them, for example because the code cannot be imported, or if they hang.
     """
     switches = ["-q", "-n0", "--tb=short", "-rfE", *(["--exitfirst"] if at_first else [])]
-    command = [str(copy.python), "-m", "pytest", *switches, *tests]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=copy.folder,
-            env=copy.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return [], f"no result after {_SECONDS:.0f} s"
-    output = done.stdout + done.stderr
-    return (_FAILED.findall(output) if done.returncode == _TESTS_FAILED else []), output
-
-
-def require_passing(copy: MutatedCopy, mutations: Sequence[Mutation], record: Record) -> bool:
-    """Run the tests that are not known to pass without a mutation. Print those that fail; return whether none does."""
-    tests = dict.fromkeys(test for mutation in mutations for test in mutation.tests if test not in record.passed)
-    if not tests:
-        return True
-    began = time.monotonic()
-    failed, output = failed_tests(copy, tests, at_first=False)
-    seconds = time.monotonic() - began
-    if failed or not re.search(r"^\d+ passed in ", output, re.MULTILINE):  # nor is one skipped
-        print(f"without a mutation, these tests fail: {', '.join(failed)}\n{output[-6000:]}", flush=True)
-        return False
-    record.add_passed(set(tests), seconds)
-    print(f"{len(tests)} tests pass without a mutation ({seconds:.0f} s)", flush=True)
-    return True
-
-
-def outcome_of(mutation: Mutation, copies: SimpleQueue[MutatedCopy], record: Record) -> Outcome:
-    """Plant a mutation in a copy that is free, run its tests and record the outcome."""
-    copy = copies.get()
-    try:
-        began = time.monotonic()
-        with copy.planted(mutation):
-            failed, output = failed_tests(copy, mutation.tests, at_first=True)
-        seconds = round(time.monotonic() - began, 1)
-    finally:
-        copies.put(copy)
-    if not failed:
-        print(output[-2000:], flush=True)
-    return record.add(mutation, failed[0] if failed else "", seconds)
+    code, output = copy.pytest.run([*switches, *tests], _SECONDS)
+    return (_FAILED.findall(output) if code == _TESTS_FAILED else []), output
 
 
 def show(outcome: Outcome) -> None:
@@ -93,37 +49,51 @@ def show(outcome: Outcome) -> None:
     print(f"{outcome.mutation}: {what} ({outcome.seconds:.1f} s)", flush=True)
 
 
+def outcome_of(mutation: Mutation, free: SimpleQueue[MutatedCopy], record: Record) -> Outcome | None:
+    """Run a mutation's tests in a copy that is free, first without it, then with it, and record the outcome.
+
+    None, and nothing is recorded, if a test does not pass without the mutation, or is skipped.
+    """
+    copy = free.get()
+    try:
+        if new := [test for test in mutation.tests if test not in record.passed]:
+            failed, output = failed_tests(copy, new, at_first=False)
+            if failed or not re.search(r"^\d+ passed in ", output, re.MULTILINE):
+                print(f"without {mutation.name}, its tests do not pass:\n{output[-4000:]}", flush=True)
+                return None
+            record.add_passed(new)
+        began = time.monotonic()
+        with copy.planted(mutation):
+            failed, output = failed_tests(copy, mutation.tests, at_first=True)
+        seconds = round(time.monotonic() - began, 1)
+    finally:
+        free.put(copy)
+    if not failed:
+        print(output[-2000:], flush=True)
+    show(outcome := record.add(mutation, failed[0] if failed else "", seconds))
+    return outcome
+
+
 def main() -> int:
     """Run the command."""
     options = _options()
     record = Record(options.record)
     chosen = [mutation for mutation in MUTATIONS if mutation.name in options.only]
     to_do = [mutation for mutation in chosen if not record.caught(mutation)]
-    copies = SimpleQueue[MutatedCopy]()
-    if to_do:
-        for number in range(options.jobs):
-            copies.put(MutatedCopy(options.copies.absolute() / f"copy-{number}"))
     outcomes = [found for mutation in chosen if (found := record.caught(mutation))]
-    is_passing = True
-    with ThreadPoolExecutor(options.jobs) as threads:
-        for topic in TOPICS:
-            of_topic = [mutation for mutation in topic if mutation in to_do]
-            if not of_topic:
-                continue
-            copy = copies.get()
-            is_passing &= (passes := require_passing(copy, of_topic, record))
-            copies.put(copy)
-            if passes:
-                for outcome in threads.map(lambda each: outcome_of(each, copies, record), of_topic):
-                    show(outcome)
-                    outcomes.append(outcome)
+    free = SimpleQueue[MutatedCopy]()
+    with ThreadPoolExecutor(options.jobs) as threads, ExitStack() as stack:
+        for number in range(min(options.jobs, len(to_do))):
+            free.put(stack.enter_context(MutatedCopy(options.copies.absolute() / f"copy-{number}")))
+        found = threads.map(lambda each: outcome_of(each, free, record), to_do)
+        outcomes += [outcome for outcome in found if outcome is not None]
     caught = [outcome for outcome in outcomes if outcome.failed]
     seconds = sum(outcome.seconds for outcome in outcomes)
     print(f"{len(caught)} of {len(chosen)} mutations caught, in {seconds:.0f} s of tests", flush=True)
     for outcome in outcomes:
         if not outcome.failed:
             show(outcome)
-    return 0 if is_passing and len(caught) == len(chosen) else 1
+    return 0 if len(caught) == len(chosen) else 1
 
 
 def _options() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""All mutations, by topic. The tests of a topic are first run together, without a mutation."""
+"""All mutations, by topic."""
 
 from tests.acceptance.mutations import (
     checkpoint_mutations,
@@ -10,13 +10,12 @@ from tests.acceptance.mutations import (
     training_mutations,
 )
 
-TOPICS = (
-    consolidation_mutations.MUTATIONS,
-    publication_mutations.MUTATIONS,
-    training_mutations.MUTATIONS,
-    checkpoint_mutations.MUTATIONS,
-    storage_mutations.MUTATIONS,
-    supervision_mutations.MUTATIONS,
-    operation_mutations.MUTATIONS,
+MUTATIONS = (
+    *consolidation_mutations.MUTATIONS,
+    *publication_mutations.MUTATIONS,
+    *training_mutations.MUTATIONS,
+    *checkpoint_mutations.MUTATIONS,
+    *storage_mutations.MUTATIONS,
+    *supervision_mutations.MUTATIONS,
+    *operation_mutations.MUTATIONS,
 )
-MUTATIONS = tuple(mutation for topic in TOPICS for mutation in topic)

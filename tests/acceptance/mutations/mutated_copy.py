@@ -14,15 +14,18 @@ import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from tests.acceptance.mutations.mutation import Mutation
+from tests.acceptance.mutations.warm_pytest import WarmPytest
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PACKAGES = ("t5train", "infra", "tasks", "flows", "tests")
 
 
 class MutatedCopy:
-    """A copy of the tracked files, and of what `make setup` builds, in a folder that is made anew."""
+    """A copy of the tracked files, and of what `make setup` builds, in a new folder. A context manager."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,7 +35,16 @@ class MutatedCopy:
             shutil.copy2(REPOSITORY / name, folder / name, follow_symlinks=False)
         self._make_environment(folder / ".venv")
         self._require_own_code()
+        self.pytest = WarmPytest(self.python, folder, self.environment)
         self._planted = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.pytest.end()
 
     @property
     def python(self) -> Path:
@@ -97,5 +109,6 @@ def tracked_files() -> list[str]:
 
 
 def _built_files() -> list[str]:
-    built = REPOSITORY.glob("t5train/data/native/*.so")
-    return [str(path.relative_to(REPOSITORY)) for path in built]
+    """The compiled segmenter, and compiled modules, which are valid for copies of their sources with the same time."""
+    built = [REPOSITORY.glob("t5train/data/native/*.so"), *(REPOSITORY.glob(f"{each}/**/*.pyc") for each in PACKAGES)]
+    return [str(path.relative_to(REPOSITORY)) for found in built for path in found]

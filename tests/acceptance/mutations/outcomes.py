@@ -1,9 +1,10 @@
-"""The record of what tests found: one JSON line for each mutation, and for each group of tests without a mutation."""
+"""The record of what tests found: one JSON line for each mutation, and for tests that pass without one."""
 
 import hashlib
 import json
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,10 +45,10 @@ class Record:
         found = self._outcomes.get(mutation.name)
         return found if found and found.failed and found.digest == mutation.digest else None
 
-    def add_passed(self, tests: set[str], seconds: float) -> None:
+    def add_passed(self, tests: Sequence[str]) -> None:
         """Record tests that passed without a mutation."""
-        self.passed |= tests
-        self._append({**self._stamp(), "passed": sorted(tests), "seconds": round(seconds, 1)})
+        self.passed.update(tests)
+        self._append({**self._stamp(), "passed": [*tests]})
 
     def add(self, mutation: Mutation, failed: str, seconds: float) -> Outcome:
         """Record the outcome of a mutation."""
