@@ -78,7 +78,8 @@ def main() -> int:
     """Run the command."""
     options = _options()
     record = Record(options.record)
-    chosen = [mutation for mutation in MUTATIONS if mutation.name in options.only]
+    by_name = {mutation.name: mutation for mutation in MUTATIONS}
+    chosen = [by_name[name] for name in options.only]
     to_do = [mutation for mutation in chosen if not record.caught(mutation)]
     outcomes = [found for mutation in chosen if (found := record.caught(mutation))]
     free = SimpleQueue[MutatedCopy]()

@@ -50,7 +50,7 @@ MUTATIONS = [
         tests=(f"{_TESTS}/test_reassembly.py::test_any_layout_is_consolidated_bit_for_bit",),
     ),
     Mutation(
-        name="a-pipeline-stage-left-out",
+        name="weights-that-are-not-trained-left-out",
         claims=(_IS_MODEL,),
         file=f"{_LAYOUTS}/assembly.py",
         anchor="if name not in masters and name not in module.aliases",

@@ -221,7 +221,7 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        name="peers-of-dask-need-no-certificate",
+        name="older-tls-accepted-by-dask",
         claims=("safety: Somebody sends code to the scheduler or the workers of Dask",),
         file="infra/node/tokenising/dask_settings.py",
         anchor="tls_min_version=ssl.TLSVersion.TLSv1_3",

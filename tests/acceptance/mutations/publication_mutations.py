@@ -116,11 +116,11 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        name="all-variables-passed-for-wandb",
+        name="variables-of-ranks-shown",
         claims=("safety: The API key of Weights & Biases leaks",),
-        file="infra/head/preflight/monitor_checks.py",
-        anchor='if not spec.monitor.wandb or spec.monitor.wandb_mode == "offline":',
-        replacement="if not spec.monitor.wandb_mode:",
+        file="infra/head/launch/local_launch.py",
+        anchor="environment: Mapping[str, str] = field(default_factory=dict, repr=False)",
+        replacement="environment: Mapping[str, str] = field(default_factory=dict)",
         tests=(
             "tests/infra/head/preflight/test_monitor_checks.py"
             "::test_the_key_reaches_ranks_in_their_environment_and_nothing_else",
