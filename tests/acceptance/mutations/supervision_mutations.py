@@ -309,8 +309,8 @@ MUTATIONS = [
         name="archives-of-any-size-unpacked",
         claims=("safety: A host sends an archive of logs that fills memory",),
         file=f"{_LAUNCH}/log_collection.py",
-        anchor="content = archive.read(most + 1)",
-        replacement="content = archive.read()[: most + 1]",
+        anchor="    if len(content) > most:\n",
+        replacement="    if len(content) < most < 0:\n",
         tests=("tests/infra/head/launch/test_log_collection.py",),
     ),
     Mutation(

@@ -4,12 +4,14 @@ The process imports nothing of this project, so every fork imports the code as i
 """
 
 import ctypes
+import gc
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -19,6 +21,7 @@ _PACKAGES = ("numpy", "torch", "pydantic", "pyarrow", "safetensors", "typer", "r
 # Plugins of pytest that these packages import are not rewritten. Nothing here reads their assertions.
 _SWITCHES = ("-Wignore::pytest.PytestAssertRewriteWarning",)
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_FAILED = 3  # pytest's exit code for an internal error
 
 
 class WarmPytest:
@@ -53,12 +56,20 @@ class WarmPytest:
 def _serve() -> None:
     for package in _PACKAGES:
         import_module(package)
+    gc.collect()
+    gc.freeze()  # or tests would get the warnings about what these packages have not closed
     for line in sys.stdin:
         output, seconds, *arguments = json.loads(line)
         if not (pid := os.fork()):
-            os._exit(_pytest(output, arguments))
-        if not select.select([os.pidfd_open(pid)], [], [], seconds)[0]:
+            try:
+                os._exit(_pytest(output, arguments))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(_FAILED)
+        process = os.pidfd_open(pid)
+        if not select.select([process], [], [], seconds)[0]:
             os.killpg(pid, signal.SIGKILL)
+        os.close(process)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
         with suppress(ProcessLookupError):  # nothing that a test has started is left
             os.killpg(pid, signal.SIGKILL)
