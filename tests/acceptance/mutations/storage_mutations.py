@@ -5,11 +5,6 @@ from tests.acceptance.mutations.mutation import Mutation
 _STORAGE = "infra/head/storage"
 _TESTS = "tests/infra/head/storage"
 _REMOVAL = "tests/infra/head/runs/test_run_removal.py"
-_WRITE_SIDECARS = """    for name, text in sorted(tag.texts.items()):
-        if not is_there(folder / name):  # a sidecar that is there is this one: others were set aside
-            write_text(folder / name, text)
-"""
-_GATHER = "    _Gathering(nodes, tag_path(run_name, tag.name), folder, lacking, progress).run(tag.places)\n"
 
 MUTATIONS = [
     Mutation(
@@ -21,17 +16,12 @@ MUTATIONS = [
         tests=(f"{_TESTS}/test_gather.py::test_a_copy_that_cannot_be_read_is_replaced_from_a_node_and_set_aside",),
     ),
     Mutation(
-        name="sidecars-gathered-before-the-files",
+        name="interrupted-gathers-begin-again",
         claims=("resumes: the head is restarted while it gathers",),
-        file=f"{_STORAGE}/gather.py",
-        anchor=_GATHER + _WRITE_SIDECARS,
-        replacement=_WRITE_SIDECARS + _GATHER,
-        tests=(
-            f"{_TESTS}/test_gather.py"
-            "::test_a_head_killed_during_a_gather_never_leaves_an_incomplete_tag_that_looks_complete",
-            f"{_TESTS}/test_gather.py"
-            "::test_a_file_damaged_on_every_host_is_named_with_its_hosts_and_the_tag_stays_incomplete",
-        ),
+        file="infra/node/storage/pull.py",
+        anchor="    if partial.exists():\n        digest, size = _hash_of(partial)",
+        replacement="    if partial.exists():\n        partial.unlink()",
+        tests=(f"{_TESTS}/test_gather.py::test_an_interrupted_transfer_resumes_where_it_stopped",),
     ),
     Mutation(
         name="arriving-files-not-verified",
@@ -39,7 +29,11 @@ MUTATIONS = [
         file="infra/node/storage/pull.py",
         anchor="if found == wanted.sha256:",
         replacement="if found:",
-        tests=(f"{_TESTS}/test_gather.py::test_a_damaged_file_is_replaced_from_an_intact_copy",),
+        tests=(
+            f"{_TESTS}/test_gather.py::test_a_damaged_partial_file_is_transferred_again",
+            f"{_TESTS}/test_gather.py"
+            "::test_a_file_damaged_on_every_host_is_named_with_its_hosts_and_the_tag_stays_incomplete",
+        ),
     ),
     Mutation(
         name="damaged-newest-checkpoint-not-set-aside",
