@@ -5,6 +5,11 @@ from tests.acceptance.mutations.mutation import Mutation
 _STORAGE = "infra/head/storage"
 _TESTS = "tests/infra/head/storage"
 _REMOVAL = "tests/infra/head/runs/test_run_removal.py"
+_WRITE_SIDECARS = """    for name, text in sorted(tag.texts.items()):
+        if not is_there(folder / name):  # a sidecar that is there is this one: others were set aside
+            write_text(folder / name, text)
+"""
+_GATHER = "    _Gathering(nodes, tag_path(run_name, tag.name), folder, lacking, progress).run(tag.places)\n"
 
 MUTATIONS = [
     Mutation(
@@ -16,12 +21,20 @@ MUTATIONS = [
         tests=(f"{_TESTS}/test_gather.py::test_a_copy_that_cannot_be_read_is_replaced_from_a_node_and_set_aside",),
     ),
     Mutation(
+        name="sidecars-gathered-before-the-files",
+        claims=("resumes: the head is restarted while it gathers",),
+        file=f"{_STORAGE}/gather.py",
+        anchor=_GATHER + _WRITE_SIDECARS,
+        replacement=_WRITE_SIDECARS + _GATHER,
+        tests=(f"{_TESTS}/test_gather.py::test_an_interrupted_transfer_resumes_where_it_stopped",),
+    ),
+    Mutation(
         name="interrupted-gathers-begin-again",
         claims=("resumes: the head is restarted while it gathers",),
         file="infra/node/storage/pull.py",
         anchor="    if partial.exists():\n        digest, size = _hash_of(partial)",
         replacement="    if partial.exists():\n        partial.unlink()",
-        tests=(f"{_TESTS}/test_gather.py::test_an_interrupted_transfer_resumes_where_it_stopped",),
+        tests=(f"{_TESTS}/test_gather.py::test_a_full_disk_keeps_the_partial_file_and_the_transfer_resumes_from_it",),
     ),
     Mutation(
         name="arriving-files-not-verified",
