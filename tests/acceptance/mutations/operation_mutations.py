@@ -111,7 +111,8 @@ MUTATIONS = [
         anchor="if _parse(self.path, text) != wanted:",
         replacement="if not _parse(self.path, text):",
         tests=(
-            "tests/flows/server/test_prefect_profile.py::test_a_profiles_file_that_cannot_be_edited_is_left_unchanged",
+            "tests/flows/server/test_prefect_profile.py"
+            "::test_a_profiles_file_that_cannot_be_restored_is_left_unchanged_and_the_error_has_a_remedy",
         ),
     ),
     Mutation(
