@@ -105,7 +105,7 @@ MUTATIONS = [
         file="t5train/checkpoint/tags.py",
         anchor="missing = sorted(set(range(first.world_size)) -",
         replacement="missing = sorted(set(range(first.world_size - 1)) -",
-        tests=(f"{_SIDECAR}::test_a_missing_rank_is_named",),
+        tests=(f"{_SIDECAR}::test_complete_tags_are_sorted_newest_first_and_exclude_unfinished_ones",),
     ),
     Mutation(
         name="ranks-of-two-runs-mixed",
