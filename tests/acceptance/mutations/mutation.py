@@ -1,0 +1,43 @@
+"""One mutation of the product: a plausible fault, and the tests that must fail because of it."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+class Misplaced(Exception):
+    """A mutation that does not fit the code any more: its anchor occurs not at all, or more than once."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault that is planted by replacing a text that occurs exactly once in a file.
+
+    Each claim names a page (``proven``, ``safety``, ``faults`` or ``resumes``) and, after a colon, the first words of a
+    row of its tables, or, for ``proven``, words of the README's "What is proven". ``tests`` are pytest's node ids, the
+    cheapest that show the fault; at least one of them must fail.
+    """
+
+    name: str
+    claims: tuple[str, ...]
+    file: str
+    anchor: str
+    replacement: str
+    tests: tuple[str, ...]
+
+    def planted_in(self, text: str) -> str:
+        """Return the file's text with the fault. Raises Misplaced unless the anchor occurs exactly once."""
+        if (found := text.count(self.anchor)) != 1:
+            raise Misplaced(f"{self.name}: its anchor occurs {found} times in {self.file}: {self.anchor!r}")
+        return text.replace(self.anchor, self.replacement)
+
+    @property
+    def digest(self) -> str:
+        """What identifies the mutation in the record of outcomes, besides its name."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
+
+    @property
+    def test_files(self) -> list[Path]:
+        """The files of the named tests, relative to the repository, each once."""
+        return list(dict.fromkeys(Path(test.partition("::")[0]) for test in self.tests))
