@@ -109,9 +109,14 @@ def write_held_out(folder: Path, found: Iterable[EncodedPassage], tokenizer_json
     )
     write_text(folder / HELD_OUT, chosen.model_dump_json(indent=1) + "\n")
     counts = {HELD_OUT_COMPARED: len(candidates), HELD_OUT_TIED: tied}
+    warn_of_ties(counts)
+    return counts
+
+
+def warn_of_ties(counts: Mapping[str, int]) -> None:
+    """Log ``tied_line``, if there is one."""
     if line := tied_line(counts):
         _log.warning("%s", line)
-    return counts
 
 
 def tied_line(counts: Mapping[str, int]) -> str:

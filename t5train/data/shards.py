@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.data.checks.unchanged_files import TextStamps, require_recorded
 from t5train.data.corpus import corpus_name
-from t5train.data.held_out import HELD_OUT, comparable, tied_line, write_held_out
+from t5train.data.held_out import HELD_OUT, comparable, warn_of_ties, write_held_out
 from t5train.data.passages import ID_RULE, SPLITS, Passage, SourceFile, SplitRule, split_of
 from t5train.data.segments import FileSegments, Stretch, by_part, divided, passages_of, read_segments, size_of_text
 from t5train.data.vocabulary.document_encoder import warn_if_slow
@@ -135,8 +135,7 @@ def build_shards(  # noqa: PLR0913 - two specs, two records, and where and how t
     with making(folder, identity):
         if found := reusable(TokenShards, folder, identity, progress):
             require_known_in(found, spec.max_unknown_share)
-            if line := tied_line(found.counts):
-                _log.warning("%s", line)
+            warn_of_ties(found.counts)
             return found
         keep_changed_files(folder)
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -350,12 +349,7 @@ def _validation_documents(
 
 
 def _committed(
-    folder: Path,
-    identity: str,
-    num_shards: int,
-    corpus: Corpus,
-    tokenizer: TokenizerFiles,
-    counts: dict[str, int],
+    folder: Path, identity: str, num_shards: int, corpus: Corpus, tokenizer: TokenizerFiles, counts: dict[str, int]
 ) -> TokenShards:
     files: dict[str, FileDigest] = {}
     for number in range(num_shards):

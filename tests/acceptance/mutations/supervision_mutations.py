@@ -74,7 +74,7 @@ MUTATIONS = [
         name="children-of-ranks-left-behind",
         claims=(_NONE_LEFT,),
         file=f"{_ATTEMPTS}/process_guard.py",
-        anchor="left = processes.end(processes.in_group(child.pid), grace_seconds=0)",
+        anchor="left = processes.end(processes.in_session(child.pid), grace_seconds=0)",
         replacement="left = processes.end(lambda pid: pid == child.pid, grace_seconds=0)",
         tests=(f"{_GUARD}::test_child_processes_that_a_rank_leaves_behind_are_ended",),
     ),
