@@ -57,10 +57,11 @@ def test_a_missing_save_folder_has_no_tags(tmp_path: Path) -> None:
     assert complete_tags(tmp_path / "nothing") == []
 
 
-def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", range(3))
+def test_a_missing_rank_is_named(tmp_path: Path, rank: int) -> None:
     folder = save(tmp_path, 400, ranks=3)
-    (folder / "rank-00001.json").unlink()
-    with pytest.raises(IncompleteCheckpoint, match=r"rank-00001\.json"):
+    (folder / f"rank-0000{rank}.json").unlink()
+    with pytest.raises(IncompleteCheckpoint, match=rf"rank-0000{rank}\.json"):
         require_complete(folder)
 
 

@@ -1,5 +1,6 @@
 import io
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,14 @@ def test_an_archive_that_unpacks_to_too_many_bytes_is_refused_before_it_fills_me
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_collection, "_MOST_BYTES_OF_A_RANK", 1 << 20)
-    with pytest.raises(tarfile.TarError, match="more than 2 MiB"):
-        unpack(packed(**{"rank-00000.log": "x" * (3 << 20)}), tmp_path, range(2))
+    archive = packed(**{"rank-00000.log": "x" * (64 << 20)})
+    tracemalloc.start()
+    try:
+        with pytest.raises(tarfile.TarError, match="more than 2 MiB"):
+            unpack(archive, tmp_path, range(2))
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
     assert not list(tmp_path.iterdir())
 
 
