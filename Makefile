@@ -21,7 +21,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations prove bench-consolidate bench-publish variants-table faults resumes kills upload-faults operation-faults regression-faults regression-quiet io-faults settings-page recording up clean
+.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations prove test-durations test-runs bench-consolidate bench-publish variants-table faults resumes kills upload-faults operation-faults regression-faults regression-quiet io-faults settings-page recording up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -79,6 +79,12 @@ certificate-faults: setup ## Change exports before certification, one fault at a
 
 mutations: setup ## Plant faults in a copy of the code, one at a time; tests must notice each; continues where it was interrupted
 	@$(BIN)/python -m tests.acceptance.mutations --jobs $(WORKERS)
+
+test-durations: setup ## Run all tests (root), and write to docs/test-durations.md what each took
+	@$(BIN)/python -m tests.acceptance.measure_tests
+
+test-runs: setup ## Run all tests ten times, half of them on busy cores and in random order (root); continues where it was interrupted
+	@$(BIN)/python -m tests.acceptance.repeat_tests
 
 prove: setup ## Run the long proofs that are due, and record each in docs/proofs.md; hours, continues where it was interrupted
 	@$(BIN)/python -m tests.acceptance.prove

@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 from zlib import crc32
 
@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # Let tests that start ranks by themselves use the operators that `make setup` compiled.
 os.environ[VARIABLE] = str(operator_folder())
 
-SHOWN_FILES, SHOWN_SECONDS = 40, 3.0
+pytest_plugins = ["tests.support.durations"]
 GOLDEN = Path(__file__).parent / "golden"
 
 settings.register_profile("local", deadline=None)
@@ -44,11 +44,14 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kill-rounds", type=int, default=1, help="rounds of tests that kill or race processes")
     parser.addoption("--kill-variant", default="zero1", help="what tests/flows/test_kill.py trains")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of each, in random order")
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew instead of comparing")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu or cluster, with the reason, if this machine cannot run them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked gpu or cluster, with the reason, if this machine cannot run them; shuffle if asked to."""
+    if (seed := config.getoption("--shuffle")) is not None:
+        _shuffle(items, Random(seed))
     for marker, missing in (("gpu", _why_no_accelerator), ("cluster", namespaces.what_is_missing)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and (reason := missing()):
@@ -56,17 +59,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the test files that took longest, including the time of their fixtures."""
-    seconds = Counter[str]()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.partition("::")[0]] += report.duration
-    if slowest := [each for each in seconds.most_common(SHOWN_FILES) if each[1] > SHOWN_SECONDS]:
-        terminalreporter.write_sep("=", "slowest files")
-        for file, took in slowest:
-            terminalreporter.write_line(f"{took:7.1f} s  {file}")
+def _shuffle(items: list[pytest.Item], random: Random) -> None:
+    """Shuffle files, and tests within each, so that tests of a file still share its fixtures."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    shuffled = list(files.values())
+    random.shuffle(shuffled)
+    for tests in shuffled:
+        random.shuffle(tests)
+    items[:] = [item for tests in shuffled for item in tests]
 
 
 def _why_no_accelerator() -> str | None:

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from t5train.files.atomic import write_text
+from tests.acceptance.result_table import ResultTable
 
-TABLE = Path("docs/proofs.md")
-_HEADER = "| proof | commit | date | minutes | result |\n|---|---|---|---|---|\n"
-_PASSED = "passed"
+PAGE = Path("docs/proofs.md")
+COLUMNS = ("proof", "commit", "date", "minutes", "result")
+PASSED = "passed"
 _HOSTS = ("infra", "t5train/rank", "t5train/train", "t5train/checkpoint", "tests/support")
 _RUNS = (*_HOSTS, "t5train/engine", "t5train/data/samples", "t5train/release", "t5train/files")
 
@@ -49,19 +49,17 @@ PROOFS = (
 
 
 def prove(proofs: Sequence[Proof], root: Path, *, list_only: bool = False) -> bool:
-    """Run the proofs that are due. Returns whether none of those that ran, or are recorded, has failed.
+    """Run the proofs that are due. Returns whether all of them have passed.
 
     Raises SystemExit if a file that a proof is about has changes that are not committed.
     """
-    recorded = read_table(root / TABLE)
+    table = ResultTable(root / PAGE, COLUMNS)
     for proof in proofs:
-        if not is_due(proof, recorded.get(proof.target), root):
-            continue
-        print(f"{proof.target} is due", flush=True)
-        if not list_only:
-            recorded[proof.target] = _run(proof, root)
-            write_table(root / TABLE, recorded)
-    return all(_passed(recorded.get(proof.target)) for proof in proofs)
+        if is_due(proof, table.rows().get(proof.target), root):
+            print(f"{proof.target} is due", flush=True)
+            if not list_only:
+                table.add(_run(proof, root))
+    return all(_passed(table.rows().get(proof.target)) for proof in proofs)
 
 
 def is_due(proof: Proof, row: Sequence[str] | None, root: Path) -> bool:
@@ -72,7 +70,7 @@ def is_due(proof: Proof, row: Sequence[str] | None, root: Path) -> bool:
 
 
 def _passed(row: Sequence[str] | None) -> bool:
-    return row is not None and row[-1] == _PASSED
+    return row is not None and row[-1] == PASSED
 
 
 def _run(proof: Proof, root: Path) -> list[str]:
@@ -82,24 +80,11 @@ def _run(proof: Proof, root: Path) -> list[str]:
     started = time.monotonic()
     code = subprocess.run(["make", proof.target], cwd=root, check=False).returncode
     minutes = f"{(time.monotonic() - started) / 60:.0f}"
-    return [proof.target, commit, time.strftime("%Y-%m-%d"), minutes, f"failed ({code})" if code else _PASSED]
+    return [proof.target, commit, time.strftime("%Y-%m-%d"), minutes, f"failed ({code})" if code else PASSED]
 
 
 def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
-
-
-def read_table(page: Path) -> dict[str, list[str]]:
-    """Return the cells of each row, by the proof's name."""
-    _, _, rows = page.read_text("utf-8").partition(_HEADER)
-    cells = [line.strip("|").split("|") for line in rows.splitlines() if line.startswith("|")]
-    return {row[0].strip(): [cell.strip() for cell in row] for row in cells}
-
-
-def write_table(page: Path, recorded: dict[str, list[str]]) -> None:
-    """Replace the page's rows, and keep the text above them."""
-    above, header, _ = page.read_text("utf-8").partition(_HEADER)
-    write_text(page, above + header + "".join(f"| {' | '.join(row)} |\n" for row in recorded.values()))
 
 
 def main() -> int:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.prove import PROOFS, TABLE, Proof, prove, read_table
+from tests.acceptance.prove import COLUMNS, PAGE, PROOFS, Proof, prove
+from tests.acceptance.result_table import ResultTable
 
 HEAD = "# Proofs\n\n| proof | commit | date | minutes | result |\n|---|---|---|---|---|\n"
 FIRST, SECOND = Proof("first", ["a"]), Proof("second", ["b"])
@@ -20,7 +21,7 @@ def git(root: Path, *arguments: str) -> None:
 def root(tmp_path: Path) -> Path:
     """A repository with two proofs, which count how often they have run. The second fails."""
     (tmp_path / "docs").mkdir()
-    (tmp_path / TABLE).write_text(HEAD)
+    (tmp_path / PAGE).write_text(HEAD)
     (tmp_path / "Makefile").write_text("first:\n\techo >> first.ran\nsecond:\n\techo >> second.ran; exit 3\n")
     for name in ("a", "b"):
         (tmp_path / name).write_text("1")
@@ -47,7 +48,7 @@ def test_a_proof_that_has_passed_is_due_again_when_its_subject_changes(root: Pat
 
 def test_a_proof_that_failed_is_recorded_and_due_again(root: Path) -> None:
     assert not prove([FIRST, SECOND], root)
-    assert read_table(root / TABLE)["second"][-1] == "failed (2)"
+    assert ResultTable(root / PAGE, COLUMNS).rows()["second"][-1] == "failed (2)"
     assert not prove([FIRST, SECOND], root)
     assert times(root) == [1, 2]
 
