@@ -4,7 +4,6 @@
 """
 
 import json
-import sys
 from pathlib import Path
 
 import deepspeed
@@ -14,6 +13,7 @@ from deepspeed.utils import groups
 from t5train.spec import build
 from t5train.spec.rank_job import TrainJob
 from t5train.train.loop import Trainer
+from tests.support.training import rank_main
 
 
 def main(jobs: Path) -> None:
@@ -35,4 +35,4 @@ def main(jobs: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    rank_main.run(main)

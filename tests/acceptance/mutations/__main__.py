@@ -7,8 +7,8 @@
     python -m tests.acceptance.mutations --jobs 2             two at a time, each in a copy of its own
 
 Run it before a test is removed, and after: whatever was removed, each mutation must still be caught. Tests first have
-to pass without a mutation. Outcomes are kept in a file, and hold for the code that they were made with. The exit code
-is 1 if a mutation survived, or tests fail without one.
+to pass without a mutation. Outcomes are kept in a file, and hold for the code that they were made with. All of them
+together are the table in docs/claims.md. The exit code is 1 if a mutation survived, or tests fail without one.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 
+from tests.acceptance.mutations import claims_page
 from tests.acceptance.mutations.all_mutations import MUTATIONS
 from tests.acceptance.mutations.mutated_copy import REPOSITORY, MutatedCopy
 from tests.acceptance.mutations.mutation import Mutation
@@ -94,6 +95,8 @@ def main() -> int:
     for outcome in outcomes:
         if not outcome.failed:
             show(outcome)
+    if len(chosen) == len(MUTATIONS):
+        claims_page.write(chosen, outcomes)
     return 0 if len(caught) == len(chosen) else 1
 
 

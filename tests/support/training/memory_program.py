@@ -6,7 +6,6 @@ and writes ``{name}.bytes`` beside it for each job, as rank 0 measured it.
 
 import gc
 import json
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -28,6 +27,7 @@ from t5train.engine.optimizer import AdamWRms
 from t5train.spec import build
 from t5train.spec.rank_job import TrainJob
 from t5train.train import loop
+from tests.support.training import rank_main
 from tests.support.training.fused_ranks import fused
 
 INTERPRETED_ELEMENTS = 1 << 16
@@ -120,4 +120,4 @@ def _live_bytes(earlier: Tensors = ()) -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    rank_main.run(main)

@@ -44,6 +44,7 @@ from t5train.spec import RunSpec, build
 from t5train.spec.rank_job import Consolidated, TrainJob
 from t5train.train import loop
 from t5train.train.witness_recording import full_masters
+from tests.support.training import rank_main
 from tests.support.training.fused_ranks import fused
 
 
@@ -351,4 +352,4 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     np.random.seed(0)
     sys.addaudithook(_note_opened)
-    main(Path(sys.argv[1]))
+    rank_main.run(main)

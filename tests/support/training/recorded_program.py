@@ -6,7 +6,6 @@ recorded. CPUs record nothing, so a double launches the passes.
 """
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from deepspeed import comm
 from torch import Tensor
 
 from t5train.engine import pipeline_engine
+from tests.support.training import rank_main
 from tests.support.training.update_program import state_of, take_step, trainer_of
 
 STEPS = 3
@@ -76,4 +76,4 @@ def _states(entry: dict[str, Any], is_recorded: bool) -> dict[str, Tensor]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    main(Path(sys.argv[1]))
+    rank_main.run(main)

@@ -7,7 +7,6 @@ each rank has its own, like experts that ranks divide.
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from deepspeed import comm
 from torch import Tensor, nn
 
 from t5train.engine.gradient_reduction import FlatGroup, GradientReduction
+from tests.support.training import rank_main
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ALIGNMENT = 4
@@ -79,4 +79,4 @@ def _reduced(groups: list[FlatGroup], job: dict[str, Any]) -> list[Tensor]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    rank_main.run(main)

@@ -8,7 +8,6 @@ that number.
 
 import contextlib
 import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from t5train.errors import NonFiniteLoss
 from t5train.spec import build
 from t5train.spec.rank_job import TrainJob
 from t5train.train import loop
+from tests.support.training import rank_main
 from tests.support.training.fused_ranks import fused
 
 
@@ -111,4 +111,4 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    main(Path(sys.argv[1]))
+    rank_main.run(main)

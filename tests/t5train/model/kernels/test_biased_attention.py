@@ -35,13 +35,13 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "shorter than a block": Case(1, 2, 3, 3, 64),
+    "shorter than a block": Case(1, 2, 3, 3, 32),
     "one short of a block": Case(1, 1, 63, 63, 32),
     "causal, one past a block": Case(2, 1, 65, 65, 32, causal=True),
     "far beyond the farthest distance": Case(1, 1, 333, 333, 32),
     "causal, far beyond": Case(1, 1, 333, 333, 32, causal=True),
-    "more keys than queries, padded": Case(3, 2, 70, 200, 64, is_padded=True),
-    "more queries than keys": Case(1, 2, 200, 70, 64),
+    "more keys than queries, padded": Case(2, 1, 70, 200, 64, is_padded=True),
+    "more queries than keys": Case(1, 1, 200, 70, 64),
     "cross-attention without a bias": Case(2, 2, 40, 130, 64, has_bias=False),
     "128 wide, causal, padded": Case(2, 1, 130, 130, 128, causal=True, is_padded=True),
 }
@@ -126,12 +126,12 @@ def _check(case: Case) -> None:
     for found, wanted in zip(_parts(computed), _parts(_expected(inputs, case.causal)), strict=True):
         error = float((found.double() - wanted).norm() / wanted.norm())
         assert error <= BOUNDS[case.dtype], error
-    assert all(map(torch.equal, computed, _computed(inputs, case.causal))), "two calls give different bits"
+    if HAS_GPU:
+        assert all(map(torch.equal, computed, _computed(inputs, case.causal))), "two calls give different bits"
 
 
-@pytest.mark.parametrize("name", ["shorter than a block", "more keys than queries, padded"])
-def test_the_compiler_keeps_the_graph_whole(name: str) -> None:
-    case = CASES[name]
+@pytest.mark.parametrize("case", [Case(1, 1, 3, 3, 32), Case(2, 1, 3, 5, 32, is_padded=True)], ids=["self", "cross"])
+def test_the_compiler_keeps_the_graph_whole(case: Case) -> None:
     inputs = Inputs.of(case)
     compiled = torch.compile(_mixed, fullgraph=True, backend="aot_eager")
     output = compiled(inputs, case.causal)
