@@ -10,9 +10,9 @@ BIN := .venv/bin
 ROOT := work
 # How many test files run at the same time: many wait, or keep one core busy. A file's tests stay in one process, as they
 # share what is slow to make. In the order of the files, the longest ones are not among the last.
-WORKERS := 2
+WORKERS := 3
 # OpenMP's threads sleep while they wait: two processes have more of them than there are cores, and spinning takes minutes.
-PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Tests start hundreds of processes, and each would compile all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 # PYTHON=/path/to/python3.11 chooses the interpreter that .venv is made from. Shims of version managers may be on
@@ -21,7 +21,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations prove test-durations test-runs bench-consolidate bench-publish variants-table faults resumes kills upload-faults operation-faults regression-faults regression-quiet io-faults settings-page recording up clean
+.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations test-durations test-runs prove bench-consolidate bench-publish variants-table faults resumes kills upload-faults operation-faults regression-faults regression-quiet io-faults settings-page recording up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -50,6 +50,7 @@ screenshots: setup ## Take the documentation's pictures of Prefect's pages, in t
 	@.ci/browser
 	SCREENSHOTS=docs/images $(BIN)/pytest -m ui
 
+test-cluster: WORKERS := 2  # each keeps several hosts busy
 test-cluster: setup ## The tests that need several hosts, made of namespaces on this machine (root)
 	@$(PYTEST) -m cluster
 
@@ -78,7 +79,7 @@ certificate-faults: setup ## Change exports before certification, one fault at a
 	@$(BIN)/python -m tests.acceptance.certificate_faults
 
 mutations: setup ## Plant faults in a copy of the code, one at a time; tests must notice each; continues where it was interrupted
-	@$(BIN)/python -m tests.acceptance.mutations --jobs $(WORKERS)
+	@$(BIN)/python -m tests.acceptance.mutations --jobs 2
 
 test-durations: setup ## Run all tests (root), and write to docs/test-durations.md what each took
 	@$(BIN)/python -m tests.acceptance.measure_tests

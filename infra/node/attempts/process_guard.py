@@ -65,7 +65,9 @@ def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecor
     else:
         processes.die_with_parent(signal.SIGHUP)
     if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)  # else a signal to the launcher's group would end this guard before it records anything
+        # Else a signal to the launcher's group, or the end of its session, would end this guard before it records
+        # anything.
+        os.setsid()
     environment = dict(os.environ) if is_launcher else variables_of_rank(this, os.environ)
     name = attempt.LAUNCHER if is_launcher else attempt.rank_name(int(environment["RANK"]))
     this.reserve_exit(name)

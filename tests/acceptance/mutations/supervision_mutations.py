@@ -23,6 +23,14 @@ MUTATIONS = [
         tests=(f"{_GUARD}::test_the_output_and_exit_code_of_a_rank_are_recorded",),
     ),
     Mutation(
+        name="guards-end-with-the-session-of-their-launcher",
+        claims=("faults: a rank is killed",),
+        file=f"{_ATTEMPTS}/process_guard.py",
+        anchor="os.setsid()",
+        replacement="os.setpgid(0, 0)",
+        tests=("tests/infra/head/launch/test_local_launch.py::test_the_first_rank_that_fails_ends_the_others",),
+    ),
+    Mutation(
         name="killed-ranks-not-noticed-by-the-head",
         claims=("faults: a rank is killed",),
         file=f"{_LAUNCH}/supervision.py",
