@@ -10,9 +10,9 @@ BIN := .venv/bin
 ROOT := work
 # How many test files run at the same time: many wait, or keep one core busy. A file's tests stay in one process, as they
 # share what is slow to make. In the order of the files, the longest ones are not among the last.
-WORKERS := 3
+WORKERS := 2
 # OpenMP's threads sleep while they wait: two processes have more of them than there are cores, and spinning takes minutes.
-PYTEST = OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Tests start hundreds of processes, and each would compile all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 # PYTHON=/path/to/python3.11 chooses the interpreter that .venv is made from. Shims of version managers may be on
@@ -50,7 +50,6 @@ screenshots: setup ## Take the documentation's pictures of Prefect's pages, in t
 	@.ci/browser
 	SCREENSHOTS=docs/images $(BIN)/pytest -m ui
 
-test-cluster: WORKERS := 2  # each keeps several hosts busy
 test-cluster: setup ## The tests that need several hosts, made of namespaces on this machine (root)
 	@$(PYTEST) -m cluster
 
@@ -79,7 +78,7 @@ certificate-faults: setup ## Change exports before certification, one fault at a
 	@$(BIN)/python -m tests.acceptance.certificate_faults
 
 mutations: setup ## Plant faults in a copy of the code, one at a time; tests must notice each; continues where it was interrupted
-	@$(BIN)/python -m tests.acceptance.mutations --jobs 2
+	@$(BIN)/python -m tests.acceptance.mutations --jobs $(WORKERS)
 
 test-durations: setup ## Run all tests (root), and write to docs/test-durations.md what each took
 	@$(BIN)/python -m tests.acceptance.measure_tests

@@ -27,7 +27,7 @@ _STAGES = {
     "ui": "ui",
     "cluster": "cluster",
 }
-_WORKERS = 3
+_WORKERS = 2
 _FILES, _TESTS = 60, 40
 """How many of the costliest files and tests the page lists."""
 

@@ -42,7 +42,7 @@ from t5train.model.t5 import T5, RMSNorm
 from t5train.progress import silent
 from t5train.spec import RunSpec, build
 from t5train.spec.rank_job import Consolidated, TrainJob
-from t5train.train import loop
+from t5train.train import loop, wandb_sync
 from t5train.train.witness_recording import full_masters
 from tests.support.training import rank_main
 from tests.support.training.fused_ranks import fused
@@ -352,4 +352,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     np.random.seed(0)
     sys.addaudithook(_note_opened)
+    # On a busy machine, W&B's process takes longer to start than these trainings take.
+    wandb_sync.SECONDS_TO_END = wandb_sync.SECONDS_AFTER_ERROR = 300.0
     rank_main.run(main)

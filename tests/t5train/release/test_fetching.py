@@ -109,7 +109,8 @@ def test_a_stream_that_breaks_is_continued_where_it_broke_also_many_times(
 def test_a_stream_that_stays_broken_ends_the_fetch_which_continues_later(
     published: Export, destination: str, tmp_path: Path, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(insistent_bucket, "INSIST_SECONDS", 1.0)
+    monkeypatch.setattr(insistent_bucket, "INSIST_SECONDS", 3.0)
+    monkeypatch.setattr(insistent_bucket, "_FIRST_PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(bucket, "_TRIES", 1)
     reads = list[str]()
 
@@ -122,7 +123,7 @@ def test_a_stream_that_stays_broken_ends_the_fetch_which_continues_later(
     proxy.disturb = disturb
     with pytest.raises(StoreError, match=r"model\.safetensors cannot be read: the server is busy"):
         fetch(destination, tmp_path / "fetched")
-    assert len(reads) > 2
+    assert len(reads) > 1, "it is continued, as often as there is time"
     assert (tmp_path / ".fetched.partial/model.safetensors").stat().st_size > 300_000
     proxy.disturb = lambda _: None
     fetch(destination, tmp_path / "fetched")
