@@ -234,10 +234,11 @@ def test_ending_an_attempt_ends_its_ranks_and_launchers_and_no_other_processes(
     assert not (prepared / "lease").exists()
 
 
+@pytest.mark.parametrize("by", [EndAttempt, RemoveAttempt])  # as if removed: on a new disk
 def test_a_session_on_an_ended_attempt_ends_without_renewing_the_lease(
-    prepared: Path, act: Act, open_session: Callable[..., HostSession]
+    prepared: Path, act: Act, open_session: Callable[..., HostSession], by: type[EndAttempt | RemoveAttempt]
 ) -> None:
-    act(EndAttempt(RUN_ID))
+    act(by(RUN_ID))
     session = open_session()
     assert session.receive(Ended) == Ended(())
     assert not (prepared / "lease").exists()
