@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,20 +16,36 @@ from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.exit_record import Cause
 from infra.node.attempts.watchdog import Watchdog
-from infra.node.processes import ProcessIdentity
+from infra.node.processes import Activity, ProcessIdentity
 from t5train.rank import heartbeat
 from t5train.rank.heartbeat import Beat
-from tests.support.guarded_ranks import SLEEP, STUBBORN, recorded_exit
+from tests.support.guarded_ranks import HANG_SECONDS, SLEEP, STUBBORN, guard_arguments, recorded_exit
 
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
 Survivors = Callable[[str], set[int]]
+SEVERAL_LOOKS_SECONDS = 2.5
+"""In this time a guard looks at least twice whether its rank must be ended."""
 
-BEAT_ONCE = (
-    "import os, time; from pathlib import Path; from t5train.rank.heartbeat import *;"
-    "from t5train.files.run_folder import RANK_FILES;"
-    "write(beat_file(Path(os.environ[RANK_FILES])), Beat(0.0, 'step', time.monotonic(), 600.0, 7))\n"
-)
+SIGNALLED_AT_STARTUP = """
+import os, signal, sys
+from infra.node.attempts import process_guard
+moment, read, run = sys.argv.pop(1), process_guard.attempt.read, process_guard._start
+def signalled(when):
+    if moment == when:
+        os.kill(os.getpid(), signal.SIGTERM)
+def read_then(*arguments):
+    signalled("before")
+    return read(*arguments)
+def start_then(*arguments):
+    signalled("just before")
+    child = run(*arguments)
+    signalled("after")
+    return child
+process_guard.attempt.read, process_guard._start = read_then, start_then
+process_guard.main()
+"""
+"""A guard that gets SIGTERM at a moment of its startup."""
 HANGING = """
 import faulthandler, signal, time
 from types import SimpleNamespace
@@ -43,9 +60,13 @@ with Heartbeat.of_rank(SimpleNamespace(start_seconds=60, save_seconds=1.0)) as h
 """
 
 
-def guarded(start: Start, this: Attempt, program: str) -> subprocess.Popen[bytes]:
-    argv = ("-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", program)
-    return start(*argv, RANK="0", T5_RUN_ID=this.run_id)
+def guarded(start: Start, this: Attempt, program: str, **environment: str) -> subprocess.Popen[bytes]:
+    return start(*guard_arguments(this, program), **{"RANK": "0", "T5_RUN_ID": this.run_id, **environment})
+
+
+def last_renewed(this: Attempt, seconds_ago: float) -> None:
+    """Let the lease be as if the head had renewed it that long ago."""
+    (this.folder / head_lease.LEASE).write_text(f"{time.monotonic() - seconds_ago:<24.3f}")
 
 
 def rank_pid(this: Attempt) -> int:
@@ -54,7 +75,7 @@ def rank_pid(this: Attempt) -> int:
 
 def test_the_output_and_exit_code_of_a_rank_are_recorded(this: Attempt, start_guard: Start) -> None:
     guard = start_guard("import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)")
-    assert guard.wait(20) == 1
+    assert guard.wait(HANG_SECONDS) == 1
     assert sorted(this.log("rank-00000").read_text().split()) == ["err", "out"]
     record = this.exit_record("rank-00000")
     assert record is not None
@@ -63,7 +84,7 @@ def test_the_output_and_exit_code_of_a_rank_are_recorded(this: Attempt, start_gu
 
 
 def test_a_rank_that_exits_with_0_is_recorded_as_succeeded(this: Attempt, start_guard: Start) -> None:
-    assert start_guard("pass").wait(20) == 0
+    assert start_guard("pass").wait(HANG_SECONDS) == 0
     record = this.exit_record("rank-00000")
     assert record is not None
     assert record.succeeded
@@ -74,7 +95,7 @@ def test_a_killed_rank_is_recorded_with_its_signal(
 ) -> None:
     guard = running(STUBBORN)
     os.kill(rank_pid(this), signal.SIGKILL)
-    assert guard.wait(20) == 1
+    assert guard.wait(HANG_SECONDS) == 1
     record = this.exit_record("rank-00000")
     assert str(record) == "was killed by SIGKILL"
     assert survivors(this.run_id) == set()  # its forked child was ended too
@@ -94,7 +115,7 @@ def test_a_guard_that_gets_sigint_or_sighup_kills_its_rank_and_records_the_signa
 ) -> None:
     guard = running(SLEEP)
     guard.send_signal(number)
-    assert guard.wait(20) == 1
+    assert guard.wait(HANG_SECONDS) == 1
     assert survivors(this.run_id) == set()
     record = this.exit_record("rank-00000")
     assert record is not None
@@ -105,7 +126,7 @@ def test_a_rank_stopped_by_sigstop_is_detected_and_killed(this: Attempt, running
     replace(this, beat_seconds=1.0).write()
     guard = running(SLEEP)
     os.kill(rank_pid(this), signal.SIGSTOP)
-    assert guard.wait(60) == 1
+    assert guard.wait(HANG_SECONDS) == 1
     assert survivors(this.run_id) == set()
     cause, reason, _ = recorded_exit(this)
     assert cause == Cause.BEAT
@@ -123,25 +144,25 @@ def test_a_rank_without_a_first_heartbeat_is_detected(this: Attempt, monkeypatch
     assert rank.check() is None
 
 
+@pytest.mark.parametrize("computes", [False, True])
 def test_a_rank_without_heartbeats_is_ended_if_it_sleeps_but_not_if_it_computes(
-    tmp_path: Path, start: Start, until: Until
+    this: Attempt, start: Start, monkeypatch: pytest.MonkeyPatch, computes: bool
 ) -> None:
-    for number, work in enumerate(("time.sleep(600)", "while True: pass")):
-        this = attempt.begin(tmp_path / f"run{number}", ProcessIdentity.of(os.getpid()), beat_seconds=1.0)
-        guard = guarded(start, this, BEAT_ONCE + work)
-        until(this.rank_files("rank-00000").with_suffix(".beat").exists)
-        if number == 0:
-            assert guard.wait(60) == 1
-            assert recorded_exit(this)[0] == Cause.BEAT
-        else:
-            time.sleep(3)
-            assert guard.poll() is None
+    monkeypatch.setattr("infra.node.attempts.watchdog.processes.activity", lambda _pid: Activity("S", next(ticks)))
+    ticks = count(step=int(computes))
+    beat = Beat(0.0, "step", time.monotonic(), 600.0, 7)
+    heartbeat.write(heartbeat.beat_file(this.rank_files("rank-00000")), beat)
+    watchdog = Watchdog(replace(this, beat_seconds=3.0), "rank-00000", os.getpid(), None)
+    verdicts = [watchdog.check() for _ in range(5)]  # as the guard does, once a second
+    assert verdicts[:4] == [None] * 4
+    assert computes == (verdicts[4] is None)
+    assert computes or verdicts[4] == (Cause.BEAT, "no sign of life for 4 s: the process is stopped or hangs")
 
 
 def test_a_rank_that_exceeds_a_phase_deadline_is_ended_and_its_log_shows_where_it_hangs(
     this: Attempt, running: Start
 ) -> None:
-    assert running(HANGING).wait(60) == 1
+    assert running(HANGING).wait(HANG_SECONDS) == 1
     cause, reason, _ = recorded_exit(this)
     assert cause == Cause.PHASE
     assert reason.startswith("phase 'save' of step 7 took ")
@@ -152,7 +173,7 @@ def test_a_rank_that_exceeds_a_phase_deadline_is_ended_and_its_log_shows_where_i
 @pytest.fixture
 def leased(tmp_path: Path) -> Attempt:
     """An attempt over several hosts, as one host sees it."""
-    this = attempt.begin(tmp_path / "run", None, lease_seconds=6.0)
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=600.0)
     (this.folder / "environment.json").write_text(json.dumps({"GIVEN": "by the head", "T5_RUN_ID": this.run_id}))
     head_lease.begin(this.folder)
     return this
@@ -162,57 +183,57 @@ def test_a_rank_runs_until_its_lease_is_no_longer_renewed(
     leased: Attempt, start: Start, until: Until, survivors: Survivors
 ) -> None:
     guard = guarded(start, leased, SLEEP)
-    for _ in range(40):  # for longer than the lease
-        head_lease.renew(leased.folder)
-        time.sleep(0.2)
+    until((leased.folder / "rank-00000.pid").exists)
+    last_renewed(leased, seconds_ago=300.0)
+    head_lease.renew(leased.folder)
+    assert head_lease.age_seconds(leased.folder) < 200
+    time.sleep(SEVERAL_LOOKS_SECONDS)
     assert guard.poll() is None
-    assert guard.wait(30) == 1
+    last_renewed(leased, seconds_ago=601.0)
+    assert guard.wait(HANG_SECONDS) == 1
     cause, reason, _ = recorded_exit(leased)
     assert cause == Cause.HEAD
-    assert reason.startswith("no message from the head for ")
+    assert reason.startswith("no message from the head for 60")
     assert survivors(leased.run_id) == set()
 
 
 def test_a_launcher_over_hosts_outlives_its_head_but_ends_when_its_lease_expires(
     leased: Attempt, start: Start, until: Until
 ) -> None:
-    argv = ["-m", "infra.node.attempts.process_guard", "--launcher", str(leased.folder), sys.executable, "-c", SLEEP]
+    argv = guard_arguments(leased, SLEEP, "--launcher")
     head = start("-c", f"import subprocess, sys; subprocess.run([sys.executable, *{argv!r}])")
-    until(lambda: head_lease.renew(leased.folder) or (leased.folder / "launcher.pid").exists())
+    until((leased.folder / "launcher.pid").exists)
     head.kill()
     head.wait()
-    for _ in range(5):
-        head_lease.renew(leased.folder)
-        time.sleep(0.3)
+    time.sleep(SEVERAL_LOOKS_SECONDS)
     assert leased.exit_record("launcher") is None
+    last_renewed(leased, seconds_ago=601.0)
     until(lambda: leased.exit_record("launcher"))
     record = leased.exit_record("launcher")
     assert record is not None
     assert record.cause == Cause.HEAD
-    assert record.reason.startswith("no message from the head for ")
+    assert record.reason.startswith("no message from the head for 60")
 
 
 def test_a_rank_whose_lease_was_removed_is_killed_at_once_and_cannot_be_started_again(
     leased: Attempt, start: Start, until: Until
 ) -> None:
-    replace(leased, lease_seconds=60.0).write()
     guard = guarded(start, leased, STUBBORN)
     until(lambda: leased.log("rank-00000").exists() and b"ready" in leased.log("rank-00000").read_bytes())
     (leased.folder / head_lease.LEASE).unlink()
     guard.terminate()
-    assert guard.wait(20) == 1
+    assert guard.wait(HANG_SECONDS) == 1
     # At once: otherwise the reason would be SIGTERM, after which the guard waits for the rank, or the age of the lease.
     assert recorded_exit(leased)[:2] == (Cause.REQUESTED, "the head ended the run")
     again = guarded(start, leased, SLEEP)
-    assert again.wait(20) == 1
+    assert again.wait(HANG_SECONDS) == 1
     assert recorded_exit(leased)[0] == Cause.REFUSED
 
 
 def test_a_rank_over_hosts_gets_variables_of_the_head_and_of_its_own_machine(leased: Attempt, start: Start) -> None:
     program = "import json, os; print(json.dumps(dict(os.environ)))"
     numbers = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "MASTER_PORT": "29500"}
-    argv = ("-m", "infra.node.attempts.process_guard", str(leased.folder), sys.executable, "-c", program)
-    assert start(*argv, **numbers, HOME="/home/here", STRAY="1").wait(20) == 0
+    assert start(*guard_arguments(leased, program), **numbers, HOME="/home/here", STRAY="1").wait(HANG_SECONDS) == 0
     seen = json.loads(leased.log("rank-00003").read_text())
     expected = {"GIVEN": "by the head", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
     assert seen.items() >= {**expected, "HOME": "/home/here", "T5_RANK_FILES": f"{leased.folder}/rank-00003"}.items()
@@ -224,19 +245,19 @@ def test_child_processes_that_a_rank_leaves_behind_are_ended(
     this: Attempt, start_guard: Start, survivors: Survivors, own_group: str
 ) -> None:
     program = f"import os, time; os.fork() or ({own_group}time.sleep(600)); time.sleep(0.5)"
-    assert start_guard(program).wait(20) == 0
+    assert start_guard(program).wait(HANG_SECONDS) == 0
     assert survivors(this.run_id) == set()
 
 
-@pytest.mark.parametrize("delay_seconds", [0.0, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15])
+@pytest.mark.parametrize("moment", ["before", "just before", "after"])
 def test_a_signal_at_any_moment_of_startup_is_not_lost(
-    this: Attempt, start_guard: Start, delay_seconds: float, survivors: Survivors
+    this: Attempt, start: Start, moment: str, survivors: Survivors
 ) -> None:
-    guard = start_guard(SLEEP)
-    time.sleep(delay_seconds)
-    guard.terminate()
-    assert guard.wait(20) != 0
+    """The signal arrives before the guard knows its attempt, or just before or after it starts its rank."""
+    startup = ["-c", SIGNALLED_AT_STARTUP, moment, *guard_arguments(this, SLEEP)[2:]]
+    assert start(*startup, RANK="0", T5_RUN_ID=this.run_id).wait(HANG_SECONDS) == 1
     assert survivors(this.run_id) == set()
+    assert recorded_exit(this)[:2] == (Cause.REQUESTED, "SIGTERM")
 
 
 def test_the_rank_ends_when_the_head_is_killed(
@@ -244,19 +265,10 @@ def test_the_rank_ends_when_the_head_is_killed(
 ) -> None:
     head = start("-c", SLEEP)
     this = attempt.begin(tmp_path / "run", ProcessIdentity.of(head.pid))
-    guard = start(
-        "-m",
-        "infra.node.attempts.process_guard",
-        str(this.folder),
-        sys.executable,
-        "-c",
-        SLEEP,
-        RANK="0",
-        T5_RUN_ID=this.run_id,
-    )
+    guard = guarded(start, this, SLEEP)
     until((this.folder / "rank-00000.pid").exists)
     head.kill()  # and not reaped: it counts as dead although it is a zombie
-    assert guard.wait(20) == 1
+    assert guard.wait(HANG_SECONDS) == 1
     assert survivors(this.run_id) == set()
     assert str(this.exit_record("rank-00000")) == "was ended by its guard (the head died)"
 
@@ -264,7 +276,7 @@ def test_the_rank_ends_when_the_head_is_killed(
 def test_the_rank_ends_when_the_guards_parent_is_killed(
     this: Attempt, start: Start, until: Until, survivors: Survivors
 ) -> None:
-    guard = [sys.executable, "-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", SLEEP]
+    guard = [sys.executable, *guard_arguments(this, SLEEP)]
     parent = start("-c", f"import subprocess; subprocess.run({guard})", RANK="0", T5_RUN_ID=this.run_id)
     until((this.folder / "rank-00000.pid").exists)
     parent.kill()
@@ -279,8 +291,8 @@ def test_no_rank_starts_if_the_heads_pid_now_belongs_to_another_process(
 ) -> None:
     alive = ProcessIdentity.of(os.getpid())
     this = attempt.begin(tmp_path / "run", ProcessIdentity(alive.pid, alive.start_time + ticks))
-    guard = start("-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", SLEEP, RANK="0")
-    assert guard.wait(20) == 1
+    guard = guarded(start, this, SLEEP)
+    assert guard.wait(HANG_SECONDS) == 1
     assert not this.log("rank-00000").exists()
     record = this.exit_record("rank-00000")
     assert record is not None
@@ -293,7 +305,7 @@ def test_the_ranks_lock_is_held_until_the_rank_is_gone(this: Attempt, running: S
         with pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         guard.terminate()
-        guard.wait(20)
+        guard.wait(HANG_SECONDS)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -305,8 +317,6 @@ def test_the_rank_itself_holds_the_ranks_lock(this: Attempt, running: Start) -> 
 
 def test_a_rank_sees_the_devices_that_its_user_chose(this: Attempt, start: Start) -> None:
     program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
-    environment = {"RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1", "T5_VISIBLE_DEVICES": "GPU-a,GPU-b"}
-    start(
-        "-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", program, **environment
-    ).wait(20)
+    devices = {"CUDA_VISIBLE_DEVICES": "0,1", "T5_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+    guarded(start, this, program, **devices).wait(HANG_SECONDS)
     assert this.log("rank-00000").read_text() == "GPU-a,GPU-b\n"

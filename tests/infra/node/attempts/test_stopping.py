@@ -1,9 +1,9 @@
 """Ranks that are told to stop get time to save, and complete a save whatever happens to the head."""
 
 import json
+import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,9 +16,17 @@ from infra.node.attempts.attempt import Attempt, now
 from infra.node.attempts.exit_record import Cause, ExitRecord
 from infra.node.attempts.process_guard import stopping_attempts
 from infra.node.attempts.rank_environment import ENVIRONMENT
+from infra.node.attempts.watchdog import Watchdog
 from infra.node.processes import ProcessIdentity
 from t5train.rank import heartbeat
-from tests.support.guarded_ranks import SAVING_SLOWLY, SLEEP, STUBBORN, recorded_exit
+from tests.support.guarded_ranks import (
+    HANG_SECONDS,
+    SAVING_SLOWLY,
+    SLEEP,
+    STUBBORN,
+    guard_arguments,
+    recorded_exit,
+)
 
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
@@ -33,7 +41,7 @@ SAVING = (
 def test_sigterm_to_a_guard_gives_its_rank_time_to_save(this: Attempt, running: Start) -> None:
     guard = running(SAVING)
     guard.terminate()
-    assert guard.wait(20) == 1
+    assert guard.wait(HANG_SECONDS) == 1
     assert this.log("rank-00000").read_text().endswith("saved\n")
     assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM", 1)
 
@@ -44,7 +52,7 @@ def test_a_rank_still_running_after_the_grace_period_is_killed_with_its_children
     replace(this, grace_seconds=1.0).write()
     guard = running(STUBBORN)
     guard.terminate()
-    assert guard.wait(20) == 1
+    assert guard.wait(HANG_SECONDS) == 1
     assert survivors(this.run_id) == set()
     assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM; it was still running after 1 s", -signal.SIGKILL)
 
@@ -56,14 +64,16 @@ def test_a_save_that_began_within_the_grace_period_is_completed(this: Attempt, r
     assert this.folder not in stopping_attempts()
     this.order_stop()
     assert this.folder in stopping_attempts(), "a worker takes no run meanwhile"
-    assert guard.wait(20) == 1
+    assert guard.wait(HANG_SECONDS) == 1
     assert this.folder not in stopping_attempts()
     assert this.log("rank-00000").read_text() == "ready\nsaved\n"
     assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM; it was still running after 3 s", -signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("is_ordered", "log"), [(True, "ready\nsaved\n"), (False, "ready\n")])
-@pytest.mark.parametrize("lost", ["head", "parent", "lease"])
+@pytest.mark.parametrize(
+    ("lost", "is_ordered", "log"),
+    [*((lost, True, "ready\nsaved\n") for lost in ("head", "parent", "lease")), ("head", False, "ready\n")],
+)
 def test_a_save_that_the_head_ordered_is_completed_without_the_head(
     tmp_path: Path, start: Start, until: Until, survivors: Survivors, lost: str, is_ordered: bool, log: str
 ) -> None:
@@ -73,7 +83,7 @@ def test_a_save_that_the_head_ordered_is_completed_without_the_head(
     (this.folder / ENVIRONMENT).write_text(json.dumps({"T5_RUN_ID": this.run_id}))
     if is_over_hosts:
         head_lease.begin(this.folder)
-    argv = ["-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", SAVING_SLOWLY]
+    argv = guard_arguments(this, SAVING_SLOWLY)
     parent = start(
         "-c", f"import subprocess, sys; subprocess.run([sys.executable, *{argv!r}])", RANK="0", T5_RUN_ID=this.run_id
     )
@@ -97,24 +107,22 @@ def test_a_save_that_the_head_ordered_is_completed_without_the_head(
     until(lambda: not survivors(this.run_id))
 
 
-def test_a_rank_gets_no_time_to_save_if_a_peer_failed(this: Attempt, running: Start) -> None:
-    guard = running(STUBBORN)
+def test_a_rank_gets_no_time_to_save_if_a_peer_failed(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "kill", lambda *_: None)  # the rank ignores SIGTERM
+    watchdog = Watchdog(this, "rank-00000", os.getpid(), None)
+    assert watchdog.handle_signals(bytes([signal.SIGTERM])) is None
     this.write_process("rank-00001", ProcessIdentity(1, 0), ProcessIdentity(1, 0))
     this.write_exit(ExitRecord("rank-00001", -9, Cause.EXITED, "exited", now(), now()))
-    guard.terminate()
-    assert guard.wait(30) == 1
-    assert recorded_exit(this) == (Cause.REQUESTED, "rank-00001 failed", -signal.SIGKILL)
+    assert watchdog.check() == (Cause.REQUESTED, "rank-00001 failed")
 
 
 def test_sigterm_to_a_launchers_guard_orders_a_stop_and_leaves_the_launcher_running(
     this: Attempt, start: Start, until: Until
 ) -> None:
-    guard = start(
-        "-m", "infra.node.attempts.process_guard", "--launcher", str(this.folder), sys.executable, "-c", SLEEP
-    )
+    guard = start(*guard_arguments(this, SLEEP, "--launcher"))
     until((this.folder / "launcher.pid").exists)
     guard.terminate()
     until(lambda: this.is_stop_ordered)
     assert guard.poll() is None
     guard.send_signal(signal.SIGINT)
-    assert guard.wait(30) == 1
+    assert guard.wait(HANG_SECONDS) == 1
