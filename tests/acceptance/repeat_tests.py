@@ -2,7 +2,7 @@
 
     python -m tests.acceptance.repeat_tests [--runs 10] [--ci-runs 3]
 
-Every second run shares the cores with two endless loops, and has its tests in an order drawn anew. Each run adds a row
+Every second run shares the cores with two endless loops, and has its tests in a new random order. Each run adds a row
 to docs/test-runs.md. Runs that are there are not repeated, so an interrupted command continues. The output of a run
 that fails is kept in work/test-runs. The exit code is 1 if a run failed.
 """
