@@ -21,7 +21,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations test-durations test-runs prove bench-consolidate bench-publish variants-table faults resumes kills upload-faults operation-faults regression-faults regression-quiet io-faults settings-page recording up clean
+.PHONY: help setup demo demo-cluster test test-fast test-matrix test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations test-durations test-runs prove bench-consolidate bench-publish variants-table faults resumes kills upload-faults operation-faults regression-faults regression-quiet io-faults settings-page recording up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -41,6 +41,9 @@ test: setup .venv/.triton lint types ## Everything that must pass: lint, types, 
 
 test-fast: setup ## The tests that start neither DeepSpeed nor a server
 	@$(PYTEST) -m "not slow and not cluster"
+
+test-matrix: setup ## The tests of layouts with all layouts; `make test` takes those with all pairs of factors
+	@TEST_MATRIX=1 $(PYTEST) tests/t5train/checkpoint/consolidate tests/t5train/checkpoint/test_reshard.py tests/t5train/train
 
 test-ui: setup ## The tests that look at Prefect's pages in a browser
 	@.ci/browser

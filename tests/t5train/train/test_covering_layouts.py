@@ -1,0 +1,38 @@
+"""The layouts that tests take by default have every pair of factors of all layouts."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.training.layouts import _covering, pairs_of
+
+LAYOUTS = st.lists(
+    st.tuples(
+        st.sampled_from(["zero0", "zero1", "zero2", "zero3"]),
+        st.sampled_from(["fp32", "bf16", "fp16"]),
+        st.sampled_from(["", "-ep2", "-pp2", "-pp4"]),
+        st.sampled_from(["", "-offload"]),
+        st.sampled_from(["", "-tied", "-tied-deep"]),
+    ).map(lambda parts: f"{parts[0]}-{''.join(parts[1:])}"),
+    unique=True,
+)
+
+
+@given(layouts=LAYOUTS, data=st.data())
+def test_every_pair_of_factors_is_in_a_chosen_layout(layouts: list[str], data: st.DataObject) -> None:
+    always = data.draw(st.lists(st.sampled_from(layouts)) if layouts else st.just([]))
+    others = dict(zip(layouts, data.draw(st.permutations(layouts)), strict=True))
+    for given_layouts in (layouts, others):
+        chosen = _covering(given_layouts, always)
+        assert chosen == [layout for layout in layouts if layout in chosen]
+        assert set(always) <= set(chosen)
+    assert set().union(*map(pairs_of, layouts)) == set().union(*map(pairs_of, _covering(layouts, always)))
+
+
+def test_a_layout_whose_pairs_are_all_in_others_is_left_out() -> None:
+    layouts = ["zero1-fp32", "zero1-bf16-offload", "zero1-fp32-ep2", "zero1-bf16", "zero2-bf16-offload-tied-deep"]
+    assert pairs_of("zero2-bf16-offload-tied-deep") == {
+        ("zero2", "bf16"), ("zero2", "offload"), ("zero2", "tied-deep"),
+        ("bf16", "offload"), ("bf16", "tied-deep"), ("offload", "tied-deep"),
+    }  # fmt: skip
+    assert _covering(layouts, ()) == ["zero1-bf16-offload", "zero1-fp32-ep2", "zero2-bf16-offload-tied-deep"]
+    assert _covering(layouts, ["zero1-fp32"])[0] == "zero1-fp32"
