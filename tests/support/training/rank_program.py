@@ -1,8 +1,11 @@
 """The program that ranks run in training tests: many small trainings per launch, as a launch takes ten seconds.
 
 ``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
-"resume_tag", "fault", "other_layout", "other_tag"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each job.
+"resume_tag", "killed", "fault", "other_layout", "other_tag"}]``, and writes ``{name}.rank-{rank}.json`` beside it for
+each job.
 
+- ``killed`` is the folder of a run. Its checkpoint ``resume_tag`` and its metrics are copied, as if it had been killed
+  some steps after it saved.
 - ``other_layout`` is the folder of a run in another layout. Its checkpoint ``other_tag`` is consolidated, and training
   starts from the result. Training that starts from another layout or from ``model.start_from`` saves a checkpoint
   before its first step.
@@ -42,7 +45,7 @@ from t5train.model.t5 import T5, RMSNorm
 from t5train.progress import silent
 from t5train.spec import RunSpec, build
 from t5train.spec.rank_job import Consolidated, TrainJob
-from t5train.train import loop, wandb_sync
+from t5train.train import loop, sanity_checks, wandb_sync
 from t5train.train.witness_recording import full_masters
 from tests.support.training import rank_main
 from tests.support.training.fused_ranks import fused
@@ -57,6 +60,8 @@ def main(jobs: Path) -> None:
         groups.mpu = None  # otherwise DeepSpeed keeps the grid of an earlier pipeline run
         if "ranks_a_node" in entry:
             _enter_node(entry)
+        if "killed" in entry:
+            _copy_killed(Path(entry["killed"]), Path(entry["run_folder"]), entry["resume_tag"])
         found = _run(entry)
         path = jobs.with_name(f"{entry['name']}.rank-{comm.get_rank()}.json")
         path.write_text(json.dumps(found))
@@ -92,6 +97,14 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
     except T5TrainError as error:
         return found | {"error": type(error).__name__, "message": str(error)}
     return found | {"step": trainer.step, "masters": _digests(trainer), "not_decayed": _not_decayed(trainer.engine)}
+
+
+def _copy_killed(run: Path, into: Path, tag: str) -> None:
+    """Copy what a run would have left if it had been killed between its checkpoint ``tag`` and the next one."""
+    if comm.get_rank() == 0:
+        shutil.copytree(run / "checkpoints" / tag, into / "checkpoints" / tag)
+        shutil.copyfile(run / "metrics.jsonl", into / "metrics.jsonl")
+    comm.barrier()
 
 
 def _enter_node(entry: dict[str, Any]) -> None:
@@ -309,14 +322,15 @@ def _rank_0_has_only_unused_rows() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _every_step_is_skipped() -> Iterator[None]:
-    """Count every step as skipped, as DeepSpeed's fp16 engine does when gradients overflow at every step."""
+    """Count every step as skipped, as DeepSpeed's fp16 engine does when gradients overflow. Three may be skipped."""
     original = forward_backward.update
 
     def update(engine: Any) -> float | None:
         engine.skipped_steps += engine.is_gradient_accumulation_boundary()
         return original(engine)
 
-    with mock.patch.object(forward_backward, "update", update):
+    few = mock.patch.object(sanity_checks, "SKIPS_WHILE_SCALING", 3)
+    with few, mock.patch.object(forward_backward, "update", update):
         yield
 
 
