@@ -43,7 +43,7 @@ test-fast: setup ## The tests that start neither DeepSpeed nor a server
 	@$(PYTEST) -m "not slow and not cluster"
 
 test-matrix: setup ## The tests of layouts with all layouts; `make test` takes those with all pairs of factors
-	@TEST_MATRIX=1 $(PYTEST) tests/t5train/checkpoint/consolidate tests/t5train/checkpoint/test_reshard.py tests/t5train/train
+	@TEST_MATRIX=1 $(PYTEST) tests/t5train/train/test_training.py
 
 test-ui: setup ## The tests that look at Prefect's pages in a browser
 	@.ci/browser
