@@ -1,26 +1,24 @@
 """Which layouts a test of many layouts takes: by default a few with all pairs of factors, on request all of them."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import combinations
 
 ALL = bool(os.environ.get("TEST_MATRIX"))
 """Whether tests take all layouts, as ``make test-matrix`` asks them to."""
 
 
-def covering(layouts: Collection[str] | Mapping[str, str], always: Collection[str] = ()) -> list[str]:
+def covering(layouts: Collection[str], always: Collection[str] = ()) -> list[str]:
     """Layouts in which every pair of factors that occurs in ``layouts`` occurs at least once, and those in ``always``.
 
-    A layout that is mapped to another one counts with the factors of both. Each choice is the layout with the most
-    pairs that are missing, the first of several, so that the result is always the same; it keeps the order of
-    ``layouts``. With ``TEST_MATRIX`` in the environment, it is all of them.
+    Each choice is the layout with the most pairs that are missing, the first of several, so that the result is always
+    the same; it keeps the order of ``layouts``. With ``TEST_MATRIX`` in the environment, it is all of them.
     """
     return list(layouts) if ALL else _covering(layouts, always)
 
 
-def _covering(layouts: Collection[str] | Mapping[str, str], always: Collection[str]) -> list[str]:
-    others = layouts if isinstance(layouts, Mapping) else {}
-    pairs = {layout: pairs_of(layout) | pairs_of(others.get(layout, layout)) for layout in layouts}
+def _covering(layouts: Collection[str], always: Collection[str]) -> list[str]:
+    pairs = {layout: pairs_of(layout) for layout in layouts}
     chosen = {layout for layout in layouts if layout in always}
     missing = set().union(*pairs.values()).difference(*(pairs[layout] for layout in chosen))
     while missing:

@@ -20,12 +20,10 @@ LAYOUTS = st.lists(
 @given(layouts=LAYOUTS, data=st.data())
 def test_every_pair_of_factors_is_in_a_chosen_layout(layouts: list[str], data: st.DataObject) -> None:
     always = data.draw(st.lists(st.sampled_from(layouts)) if layouts else st.just([]))
-    others = dict(zip(layouts, data.draw(st.permutations(layouts)), strict=True))
-    for given_layouts in (layouts, others):
-        chosen = _covering(given_layouts, always)
-        assert chosen == [layout for layout in layouts if layout in chosen]
-        assert set(always) <= set(chosen)
-    assert set().union(*map(pairs_of, layouts)) == set().union(*map(pairs_of, _covering(layouts, always)))
+    chosen = _covering(layouts, always)
+    assert chosen == [layout for layout in layouts if layout in chosen]
+    assert set(always) <= set(chosen)
+    assert set().union(*map(pairs_of, layouts)) == set().union(*map(pairs_of, chosen))
 
 
 def test_a_layout_whose_pairs_are_all_in_others_is_left_out() -> None:

@@ -35,7 +35,6 @@ EXPERTS = [layout for layout in LAYOUTS if "-ep" in layout and "fp16" not in lay
 CERTIFIED = [layout for layout in LAYOUTS if layout in RECOMPUTED or "-pp" in layout or layout == "zero1-bf16-offload"]
 OFFLOADED = ["zero1-fp32-offload", "zero2-fp32-offload", "zero3-fp32-offload"]
 EQUAL = ["zero0-fp32", "zero1-fp32", "zero2-fp32", "zero3-fp32", "zero1-fp32-pp2"]
-EQUAL = covering(EQUAL, always=["zero0-fp32"])
 SUMMED = ["zero0-bf16", "zero1-bf16-offload", "zero1-bf16-ep2", "zero1-bf16-pp2-tied-deep"]
 SUMMED = covering([*SUMMED, "zero2-bf16", "zero2-bf16-ep2-offload", "zero3-bf16", "zero3-bf16-offload"])
 KEYS = ("step", "loss", "gradient_norm", "validation_loss", "router_loss", "dropped_tokens")
