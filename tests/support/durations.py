@@ -13,8 +13,23 @@ from pathlib import Path
 import pytest
 
 _SHOWN_FILES, _SHOWN_SECONDS = 40, 3.0
-_used = 0.0
-"""CPU seconds that this worker and its children had used at the end of the last phase of a test."""
+_CPU = "cpu"
+"""The property of a test's reports that has a phase's CPU seconds; pytest-xdist takes it to the main process."""
+
+
+class _CpuClock:
+    """CPU seconds of this process and of its children that have ended."""
+
+    def __init__(self) -> None:
+        self._used = 0.0
+
+    def lap(self) -> float:
+        """Return the CPU seconds since the last call."""
+        before, self._used = self._used, sum(os.times()[:4])
+        return self._used - before
+
+
+_clock = _CpuClock()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,18 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    global _used  # noqa: PLW0603  # pytest's hooks are functions of a module
-    _used = sum(os.times()[:4])
+    _clock.lap()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the CPU seconds of a phase to its report, as ``cpu``; pytest-xdist takes them to the main process."""
-    global _used  # noqa: PLW0603
+    """Add the CPU seconds of a phase to its report."""
     report = yield
-    used = sum(os.times()[:4])
-    report.cpu = used - _used  # type: ignore[attr-defined]
-    _used = used
+    report.user_properties.append((_CPU, _clock.lap()))
     return report
 
 
@@ -61,5 +72,5 @@ def _measured(terminalreporter: pytest.TerminalReporter) -> dict[str, list[float
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 tests[report.nodeid][0] += report.duration
-                tests[report.nodeid][1] += getattr(report, "cpu", 0.0)
+                tests[report.nodeid][1] += sum(float(value) for name, value in report.user_properties if name == _CPU)
     return tests

@@ -31,8 +31,8 @@ def _covering(layouts: Collection[str], always: Collection[str]) -> list[str]:
 def pairs_of(layout: str) -> set[tuple[str, str]]:
     """The pairs of factors that a layout such as ``zero2-bf16-ep2-offload`` has, in a fixed order.
 
-    Factors are the ZeRO stage, the precision, offload, the parallelism of experts or of a pipeline, and what else the
-    name has.
+    The factors are the ZeRO stage, the precision, offload, expert or pipeline parallelism, and any other options in the
+    name.
     """
     stage, precision, *options = layout.split("-")
     known = [option for option in options if option == "offload" or option[:2] in ("ep", "pp")]
