@@ -1,24 +1,17 @@
 """Small trainings on real ranks: settings by a short name of a layout, the launch, and its results."""
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
-from infra.node.attempts import shared_memory
-from infra.node.ports import free_port
 from t5train.checkpoint.consolidate import consolidate
 from t5train.engine.collectives import digest64
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
-
-_ROOT = Path(__file__).parents[3]
+from tests.support.forked_ranks import run_ranks
 
 
 def spec_of(layout: str, num_steps: int = 4, ranks: int = 2, saved_every: int = 2) -> RunSpec:
@@ -102,36 +95,5 @@ def train(root: Path, jobs: list[dict[str, Any]], shards: TokenShards, ranks: in
 
 
 def launch(jobs: Path, ranks: int = 2, program: str = "rank_program") -> None:
-    """Run a program of this package on ``ranks`` ranks. DeepSpeed's launcher is not used: its import takes seconds."""
-    port, seconds = free_port(), 600
-    environment = os.environ | {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, "-m", f"tests.support.training.{program}", str(jobs)]
-    logs = [jobs.with_suffix(f".rank-{rank}.log") for rank in range(ranks)]
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, log in enumerate(logs):
-            with open(log, "wb") as output:
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                started.append(
-                    subprocess.Popen(command, env=environment | own, stdout=output, stderr=subprocess.STDOUT)
-                )
-        deadline = time.monotonic() + seconds
-        # Stop when a rank fails: the others would wait for it forever.
-        while None in (codes := [process.poll() for process in started]) and not any(codes):
-            assert time.monotonic() < deadline, f"ranks do not end in {seconds} s"
-            time.sleep(0.05)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-        shared_memory.remove_all("127.0.0.1", port)
-    assert not any(codes), "".join(log.read_text(errors="replace")[-3000:] for log in logs)
+    """Run a program of this package on ``ranks`` ranks."""
+    run_ranks(f"tests.support.training.{program}", [str(jobs)], ranks, jobs)

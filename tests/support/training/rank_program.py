@@ -1,4 +1,4 @@
-"""The program that ranks run in training tests: many small trainings per launch, as a launch takes ten seconds.
+"""The program that ranks run in training tests: many small trainings per launch, as a launch takes seconds.
 
 ``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
 "resume_tag", "killed", "fault", "other_layout", "other_tag"}]``, and writes ``{name}.rank-{rank}.json`` beside it for

@@ -1,8 +1,5 @@
 """Checkpoints to consolidate: generated files in DeepSpeed's layout, or files that DeepSpeed itself saved."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from infra.node.attempts import shared_memory
 from tests.support.checkpoints.deepspeed_files import Layout, Written
 from tests.support.checkpoints.sidecar_files import write
+from tests.support.forked_ranks import run_ranks
 
 
 @pytest.fixture
@@ -59,29 +56,8 @@ def launch_on_accelerators(tmp_path_factory: pytest.TempPathFactory) -> Callable
     return lambda program, *rest: _launch(program, tmp_path_factory.mktemp("gpu"), *rest, accelerator=None)
 
 
-_ROOT = Path(__file__).parents[4]
-
-
 def _launch(program: str, folder: Path, num_ranks: int, *arguments: str, accelerator: str | None = "cpu") -> Path:
     """Run a program of tests.support.checkpoints on ``num_ranks`` ranks. It writes to ``folder``."""
-    ranks, port = [], os.getpid()  # the port only names the ranks' shared memory
-    for rank in range(num_ranks):
-        environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks),
-            "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}",
-            **({"DS_ACCELERATOR": accelerator} if accelerator else {}),
-        }  # fmt: skip
-        with open(folder / f"rank{rank}.log", "wb") as log:
-            command = [sys.executable, "-m", f"tests.support.checkpoints.{program}", str(folder), *arguments]
-            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=600) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-        shared_memory.remove_all("127.0.0.1", port)
-    logs = "".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(num_ranks))
-    assert not any(codes), logs
+    program = f"tests.support.checkpoints.{program}"
+    run_ranks(program, [str(folder), *arguments], num_ranks, folder / "log", accelerator)
     return folder
