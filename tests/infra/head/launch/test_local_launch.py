@@ -170,8 +170,9 @@ def test_nothing_survives_a_killed_head_and_the_next_attempt_waits_for_its_ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_seconds", [0.0, 1.0, 2.0, 3.0])
-@pytest.mark.parametrize("victim", ["head", "launcher"])
+@pytest.mark.parametrize(
+    ("victim", "delay_seconds"), [("head", 0.0), ("launcher", 1.0), ("head", 2.0), ("launcher", 3.0)]
+)
 def test_no_process_survives_a_kill_during_the_start(
     tmp_path: Path, victim: str, delay_seconds: float, start: Start, until: Until, survivors: Survivors
 ) -> None:
