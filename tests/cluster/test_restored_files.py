@@ -10,7 +10,7 @@ import pytest
 
 from infra.testcluster import Cluster
 from infra.testcluster.__main__ import run_demo
-from infra.testcluster.host_files import HOME, ROOT
+from infra.testcluster.host_files import ROOT
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.verification import verify
 from tests.support.cluster_runs import SETTINGS, weights
@@ -18,43 +18,30 @@ from tests.support.rolled_back_runs import FIRST, UnsharedRun
 
 pytestmark = pytest.mark.cluster
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "moe": {
-        "model.version": "v1.0",
-        "model.moe.num_experts": 4,
-        "layout.zero_stage": 2,
-        "layout.expert_parallel_size": 2,
-        "layout.micro_batch_sequences": 8,
-    },
-    "pipeline": {"layout.pipeline_stages": 2, "layout.micro_batch_sequences": 8},
-}
-"""Layouts in which some files are written on one node and read on both."""
+# Every node reads the model states of both stages, and writes those of one.
+PIPELINE: dict[str, Any] = {"layout.pipeline_stages": 2}
 
 
-@pytest.fixture(scope="module")
-def unshared(prepared: Path) -> Iterator[Cluster]:
-    """A head and two nodes that share nothing, with token shards on the head."""
+@pytest.fixture
+def pipeline(prepared: Path, tmp_path: Path) -> Iterator[UnsharedRun]:
+    """A run on a head and two nodes that share nothing, with token shards on the head."""
     with Cluster.temporary(f"restored-{os.getpid()}", nodes=2) as cluster:
         shutil.copytree(prepared / "shards", cluster.disk("head", f"{ROOT}/shards"))
-        cluster.disk("head", f"{HOME}/two-slots").write_text(cluster.hostfile(slots=2))
-        yield cluster
+        yield UnsharedRun(cluster, tmp_path, "pipeline", **PIPELINE)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_files_written_on_one_node_are_restored_to_every_node_that_reads_them(
-    unshared: Cluster, variant: str, tmp_path: Path
-) -> None:
-    run = UnsharedRun(unshared, tmp_path, variant, **VARIANTS[variant])
-    hosts = ["--hostfile", f"{HOME}/two-slots"]
-    first = run.train(hosts)
+# For all layouts, also with several ranks a node, tests/t5train/train/test_node_local.py compares the files that a rank
+# is given with those that DeepSpeed opens.
+def test_files_written_on_one_node_are_restored_to_every_node_that_reads_them(pipeline: UnsharedRun) -> None:
+    first = pipeline.train()
     assert first.exit_code == 0, first.output[-4000:]
-    expected = weights(run.folder)
-    run.roll_back(["node0"])
-    run.wipe("node1")
-    again = run.train(hosts)
+    expected = weights(pipeline.folder)
+    pipeline.roll_back(["node0"])
+    pipeline.wipe("node1")
+    again = pipeline.train()
     assert again.exit_code == 0, again.output[-4000:]
-    assert run.resumed_from() == [None, FIRST]
-    assert weights(run.folder) == expected
+    assert pipeline.resumed_from() == [None, FIRST]
+    assert weights(pipeline.folder) == expected
 
 
 def test_the_demonstration_ends_with_a_certified_publication(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
