@@ -1,9 +1,10 @@
 """Test clusters that tests share. A test that changes a cluster restores it, or uses a cluster of its own."""
 
+import fcntl
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,27 @@ import pytest
 
 from infra.testcluster import Cluster
 from tests.support.cluster_runs import ClusterRunner, prepare, weights
+
+Make = Callable[[Path], object]
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Make], Path]:
+    """``made_once(name, make)``: a file or folder that the first worker to need it makes, while others wait for it."""
+    own = tmp_path_factory.getbasetemp()
+    folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def made_once(name: str, make: Make) -> Path:
+        made = folder / name
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                making = tmp_path_factory.mktemp("made") / name
+                make(making)
+                making.rename(made)
+        return made
+
+    return made_once
 
 
 @pytest.fixture(scope="session")
@@ -39,11 +61,9 @@ def run_on(cluster: Cluster) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(made_once: Callable[[str, Make], Path]) -> Path:
     """A root with the text, the tokenizer and the token shards that every run here uses."""
-    root = tmp_path_factory.mktemp("prepared")
-    prepare(root)
-    return root
+    return made_once("prepared", prepare)
 
 
 @pytest.fixture(scope="session")
@@ -69,6 +89,16 @@ def train(runner: ClusterRunner) -> Callable[[str, str, list[str]], Any]:
 
 
 @pytest.fixture(scope="session")
-def one_host(train: Callable[[str, str, list[str]], Any]) -> Callable[[int], Any]:
-    """``one_host(ranks)``: digests of the final weights of a run on one host, trained once per number of ranks."""
-    return cache(lambda ranks: train("train", f"one-host-{ranks}", ["--set", f"cluster.ranks={ranks}"]))
+def one_host(
+    train: Callable[[str, str, list[str]], Any], made_once: Callable[[str, Make], Path]
+) -> Callable[..., dict[str, Any]]:
+    """``one_host(ranks, batch)``: digests of the final weights of a run on one host, which is trained only once."""
+
+    def one_host(ranks: int, batch: int = 64) -> dict[str, Any]:
+        name = f"one-host-{ranks}-{batch}"
+        options = [f"--set=cluster.ranks={ranks}", f"--set=optimizer.global_batch_sequences={batch}"]
+        made = made_once(name, lambda path: path.write_text(json.dumps(train("train", name, options))))
+        digests: dict[str, Any] = json.loads(made.read_text())
+        return digests
+
+    return one_host

@@ -130,7 +130,8 @@ class ClusterRunner:
 
 
 def prepare(root: Path) -> None:
-    """Make the text, the tokenizer and the token shards that every run uses."""
+    """Make the text, the tokenizer and the token shards that every run uses, in a folder that need not exist."""
+    root.mkdir(exist_ok=True)
     spec = recipe("smoke").with_settings({**SETTINGS, "storage.root": str(root)})
     text = build_corpus(spec.corpus, root)
     vocabulary = build_tokenizer(spec.tokenizer, spec.corpus, text, root)

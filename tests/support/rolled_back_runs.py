@@ -22,15 +22,15 @@ SECONDS = 400
 class UnsharedRun:
     """A cluster whose hosts share no storage, and a run on it."""
 
-    def __init__(self, cluster: Cluster, logs: Path, name: str, **settings: Any) -> None:
-        self.cluster, self.name = cluster, name
-        self.root = cluster.disk("head", ROOT)
+    def __init__(self, cluster: Cluster, logs: Path, name: str, root: str = ROOT, **settings: Any) -> None:
+        self.cluster, self.name, self._root = cluster, name, Path(root)
+        self.root = cluster.disk("head", root)
         self.runner = ClusterRunner(cluster, logs, settings)
         self.folder = self.root / "runs" / name
 
     def start(self, command: str, options: Sequence[str]) -> Started:
         """Start the run on the head."""
-        return self.runner.start(command, self.name, options, root=Path(ROOT))
+        return self.runner.start(command, self.name, options, root=self._root)
 
     def train(self, options: Sequence[str] = HOSTS) -> Ended:
         """Start the run on the head, and wait for it to end."""
