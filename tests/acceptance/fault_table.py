@@ -23,7 +23,6 @@ from t5train.files.run_folder import WITNESS_FOLDER
 from tests.acceptance.fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
 from tests.support.cluster_runs import ClusterRunner, Ended, Started, last_step, prepare, weights
 
-STRIKE_AT, STEPS_BETWEEN, SLOW = 25, 5, "8mbit"
 SETTINGS = {
     "optimizer.num_steps": 70,
     "storage.checkpoint_every_steps": 20,
@@ -38,6 +37,20 @@ _HEADER = """\
 | fault | ranks ended after | command ended after | message | exit code | processes left | bit-equal after restart |
 |---|---|---|---|---|---|---|
 """
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When faults strike, and how fast runs train."""
+
+    strike_at: int = 25
+    """The first step at which a fault strikes."""
+    steps_between: int = 5
+    """How many steps a run takes at least after it has resumed, before the next fault strikes."""
+    rate: str | None = None
+    """The rate of the first node's link before a fault strikes."""
+    struck_rate: str = "8mbit"
+    """Its rate afterwards: faster, training might finish before the fault is noticed."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ class Outcome:
         return f"| {name} | {ranks} | {seconds} | {message} | {self.exit_code} | {left} | {equal} |"
 
 
-def inject(runner: ClusterRunner, fault: Fault, run_name: str | None = None) -> Outcome:
+def inject(runner: ClusterRunner, fault: Fault, run_name: str | None = None, pace: Pace = Pace()) -> Outcome:
     """Start a run, inject the fault, and record how the run ends and which processes are left.
 
     ``run_name`` may be a run that an earlier fault has ended, which then resumes. The default is the fault's own run.
@@ -72,12 +85,13 @@ def inject(runner: ClusterRunner, fault: Fault, run_name: str | None = None) -> 
     steps_before = last_step(runner.root / fault.root / "runs" / run_name)
     with fault.wrong(runner):
         others = runner.processes()
+        runner.cluster.set_rate("node0", pace.rate)
         at = time.monotonic()
         run = _start(runner, fault, run_name)
         if fault.strike:
-            run.await_step(max(STRIKE_AT, steps_before + STEPS_BETWEEN), LONGEST_SECONDS)
-            if fault.ends_ranks or fault.started_again:
-                runner.cluster.set_rate("node0", SLOW)  # or training might finish before the fault is noticed
+            run.await_step(max(pace.strike_at, steps_before + pace.steps_between), LONGEST_SECONDS)
+            goes_on = not fault.ends_ranks and not fault.started_again
+            runner.cluster.set_rate("node0", None if goes_on else pace.struck_rate)
             at = time.monotonic()
             fault.strike(runner, run)
         ended, ranks_gone_at = _follow(runner, fault, run, run_name)
