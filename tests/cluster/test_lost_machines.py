@@ -69,7 +69,7 @@ def test_a_run_continues_on_fresh_machines_with_the_same_weights_but_not_while_i
     machines: ClusterRunner, store: dict[str, str], one_host: Callable[[int], Any]
 ) -> None:
     cluster, folder = machines.cluster, machines.cluster.disk("head", f"{ROOT}/runs/{NAME}")
-    lost = machines.start("run", NAME, ["--hostfile", HOSTFILE], store, Path(ROOT))
+    lost = machines.start("train", NAME, ["--hostfile", HOSTFILE], store, Path(ROOT))
     cluster.set_rate("node0", SLOW)
     deadline = time.monotonic() + SECONDS
     while "step-00000015 is stored" not in (said := lost.log.read_text("utf-8", "replace")):
