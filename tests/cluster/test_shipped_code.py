@@ -108,15 +108,7 @@ def test_hosts_without_the_heads_code_are_refused_and_ship_code_is_suggested(run
     assert not any(runner.cluster.disk(host, SHIPPED_CODE).exists() for host in ("node0", "node1"))
 
 
-def test_hosts_train_with_the_shipped_code(runner: ClusterRunner) -> None:
-    ended = start(runner, "shipped", "--ship-code").wait(SECONDS)
-    assert ended.exit_code == 0, ended.output[-4000:]
-    assert not runner.left()
-    assert [each.code for each in attempts(runner, "shipped")] == [own_bundle().digest]
-    assert (runner.cluster.disk("node0", SHIPPED_CODE) / "t5train/train/__pycache__").is_dir()
-
-
-def test_a_restarted_head_continues_the_run_with_the_shipped_code(runner: ClusterRunner) -> None:
+def test_hosts_train_with_the_shipped_code_which_a_restarted_head_continues(runner: ClusterRunner) -> None:
     first = start(runner, "attached", "--ship-code", *LONG)
     until(lambda: is_training(runner, first))
     signal_head(runner, first, signal.SIGKILL)
@@ -129,6 +121,7 @@ def test_a_restarted_head_continues_the_run_with_the_shipped_code(runner: Cluste
     assert "and saved it" in second.log.read_text("utf-8")
     assert not runner.left()
     assert [each.code for each in attempts(runner, "attached")] == [own_bundle().digest]
+    assert (runner.cluster.disk("node0", SHIPPED_CODE) / "t5train/train/__pycache__").is_dir()
 
 
 def test_code_that_was_changed_or_removed_on_a_host_is_shipped_again(runner: ClusterRunner) -> None:
