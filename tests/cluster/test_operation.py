@@ -1,5 +1,6 @@
 """A run that Prefect operates survives what kills its operators. `make operation-faults` does this a hundred times."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from tests.acceptance.operation.operation_site import Site
 pytestmark = pytest.mark.cluster
 
 
-def test_a_run_whose_worker_and_server_are_killed_is_resumed_and_published_bit_equal(tmp_path: Path) -> None:
+def test_a_run_whose_worker_and_server_are_killed_is_resumed_and_published_bit_equal(
+    tmp_path: Path, prepared: Path
+) -> None:
     faults = [fault for fault in FAULTS if fault.name in {"the worker is killed", "the server is killed"}]
-    with Site.up(tmp_path, **{"optimizer.num_steps": 150, "storage.validate_every_steps": 150}) as site:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    with Site.up(tmp_path, **{"optimizer.num_steps": 100, "storage.validate_every_steps": 100}) as site:
         outcomes = play_round(site, 1, faults, undisturbed_weights(site))
     assert len(outcomes) == len(faults)
     assert [each for each in outcomes if not each.passed] == []
