@@ -32,6 +32,17 @@ from tests.support import prefect_servers
 home, url, method, body = sys.argv[1:]
 print(json.dumps(prefect_servers.ask(Path(home), url, json.loads(body), method)))
 """
+# In one process, as each takes a second to start.
+AWAIT_STATE = """
+import sys, time
+from pathlib import Path
+from tests.support import prefect_servers
+home, url, state, seconds = sys.argv[1:]
+deadline = time.monotonic() + float(seconds)
+while (found := prefect_servers.ask(Path(home), url, None, "GET")["state_type"]) != state:
+    assert time.monotonic() < deadline, found
+    time.sleep(0.3)
+"""
 
 
 class Prefect:
@@ -65,7 +76,10 @@ class Prefect:
         self.ask(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False})
 
     def await_state(self, run: str, state: str) -> None:
-        self._await(lambda: self.ask(f"flow_runs/{run}")["state_type"] == state)
+        url = f"{URL}/flow_runs/{run}"
+        argv = ["python", "-c", AWAIT_STATE, str(self._runner.root / "prefect"), url, state, str(SECONDS)]
+        awaited = self._runner.cluster.exec("head", argv, timeout=2 * SECONDS)
+        assert awaited.returncode == 0, awaited.stderr
 
     def await_step(self, run_folder: Path, step: int) -> None:
         self._await(lambda: last_step(run_folder) >= step)
@@ -120,14 +134,14 @@ def test_a_run_that_is_cancelled_or_whose_worker_stops_saves_ends_everywhere_and
 ) -> None:
     folder = runner.root / "runs" / NAME
     first = prefect.run()
-    prefect.await_step(folder, 20)
+    prefect.await_step(folder, 5)
     prefect.cancel(first)
     await_end_on_nodes(runner)
     prefect.await_state(first, "CANCELLED")
     saved = last_step(folder)
     assert (folder / "checkpoints" / f"step-{saved:08d}").is_dir()
     prefect.run()
-    prefect.await_step(folder, saved + 20)
+    prefect.await_step(folder, saved + 5)
     second = json.loads((folder / "attempts" / "0002" / "spec.json").read_text("utf-8"))
     assert second["resume_tag"] == f"step-{saved:08d}"
     prefect.end()
