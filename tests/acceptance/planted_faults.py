@@ -2,8 +2,8 @@
 
 ``environment_of(fault, folder)`` returns a PYTHONPATH with a ``sitecustomize.py``, which every Python process imports
 when it starts. It calls ``plant``, which changes one real function as soon as its module is imported. The peer imports
-none of these modules, so that no fault changes it. ``train_once`` and ``measure_once`` are no faults: they make a night
-shorter.
+none of these modules, so that no fault changes it. ``make_cases_small``, ``measure_once`` and ``time_few_steps`` are no
+faults: they make a night shorter.
 """
 
 import os
@@ -168,14 +168,25 @@ def double_losses(forward_backward: Any) -> None:
     passes.step = step
 
 
-def train_once(regression_cases: Any) -> None:
-    """Each case of a night is trained and timed once, not two or three times."""
-    regression_cases.CASES = tuple(replace(case, repeats=1) for case in regression_cases.CASES)
+def make_cases_small(text: str) -> Callable[[Any], None]:
+    """Each case of a night is trained and timed once, not two or three times, by a single rank, on a text."""
+    small = {"corpus.source": text, "tokenizer.vocab_size": 300, "cluster.ranks": 1}
+
+    def change(regression_cases: Any) -> None:
+        cases = regression_cases.CASES
+        regression_cases.CASES = tuple(replace(case, settings={**case.settings, **small}, repeats=1) for case in cases)
+
+    return change
 
 
 def measure_once(night_run: Any) -> None:
     """No case is measured once more because it seems slower: other programs take turns on the same cores."""
     night_run.Night._is_slower = lambda *_: False
+
+
+def time_few_steps(case_run: Any) -> None:
+    """The peer takes a few steps, not 60: too few for a time that is worth comparing."""
+    case_run.PEER_STEPS = 10
 
 
 class Planted(NamedTuple):
@@ -253,21 +264,23 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
-def plant(name: str | None, once: bool) -> None:
-    """Plant a fault in this process, if one is named. With ``once``, nights train and time each case once."""
+def plant(name: str | None, small_text: str | None) -> None:
+    """Plant a fault in this process, if one is named. If a text is given, nights are short ones on that text."""
     if name is not None:
         sys.meta_path.insert(0, _AfterImport(FAULTS[name].module, FAULTS[name].change))
         if FAULTS[name].is_upgrade:
             sys.meta_path.insert(0, _AfterImport("t5train.regression.machine_key", upgrade_torch))
-    if once:
-        sys.meta_path.insert(0, _AfterImport("t5train.regression.regression_cases", train_once))
+    if small_text is not None:
+        sys.meta_path.insert(0, _AfterImport("t5train.regression.regression_cases", make_cases_small(small_text)))
         sys.meta_path.insert(0, _AfterImport("infra.head.regression.night_run", measure_once))
+        sys.meta_path.insert(0, _AfterImport("infra.head.regression.case_run", time_few_steps))
 
 
-def environment_of(name: str | None, folder: Path, *, once: bool = False) -> dict[str, str]:
+def environment_of(name: str | None, folder: Path, *, small_text: Path | None = None) -> dict[str, str]:
     """Return the environment of a command with a fault in all its processes; ``folder`` gets ``sitecustomize.py``."""
     folder.mkdir(parents=True, exist_ok=True)
-    code = f"from tests.acceptance.planted_faults import plant\n\nplant({name!r}, {once})\n"
+    text = None if small_text is None else str(small_text)
+    code = f"from tests.acceptance.planted_faults import plant\n\nplant({name!r}, {text!r})\n"
     (folder / "sitecustomize.py").write_text(code, "utf-8")
     paths = [str(folder), str(_ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}

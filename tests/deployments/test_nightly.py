@@ -10,6 +10,7 @@ import pytest
 from t5train.regression.night_folders import RegressionFolder
 from t5train.regression.night_results import NightResult
 from tests.acceptance.planted_faults import environment_of
+from tests.support.generated_text import write_jsonl
 from tests.support.team_servers import BIN, Team, worker
 from tests.support.waiting import await_that
 
@@ -19,19 +20,25 @@ CASE = "smoke"
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def text(tmp_path: Path) -> Path:
+    """What the nights train on."""
+    return write_jsonl(tmp_path / "text.jsonl", 1000)
+
+
+@pytest.fixture
+def root(tmp_path: Path, text: Path) -> Path:
     """A root with one clean night, which recorded its baseline."""
     command = [f"{BIN}/t5-pretrain", "regression", "run", "--root", str(tmp_path), "--case", CASE]
-    subprocess.run(command, env=environment_of(None, tmp_path / "clean", once=True), cwd="/", check=True)
+    subprocess.run(command, env=environment_of(None, tmp_path / "clean", small_text=text), cwd="/", check=True)
     return tmp_path
 
 
 def test_a_night_finds_a_fault_in_resuming_and_equal_losses_everywhere_else(
-    team: Team, root: Path, tmp_path: Path
+    team: Team, root: Path, text: Path, tmp_path: Path
 ) -> None:
     folders = RegressionFolder(root)
     assert [baseline.result.case for baseline in folders.baselines.history()] == [CASE]
-    planted = environment_of("lost-moments", tmp_path / "planted", once=True)
+    planted = environment_of("lost-moments", tmp_path / "planted", small_text=text)
     with worker(team, PYTHONPATH=planted["PYTHONPATH"]):
         run = started(team, {"root": str(root), "cases": [CASE], "keep_nights": 1})
         await_that(lambda: team.run(run)["end_time"] is not None)
