@@ -267,20 +267,30 @@ class _AfterImport(MetaPathFinder):
 def plant(name: str | None, small_text: str | None) -> None:
     """Plant a fault in this process, if one is named. If a text is given, nights are short ones on that text."""
     if name is not None:
-        sys.meta_path.insert(0, _AfterImport(FAULTS[name].module, FAULTS[name].change))
+        plant_after_import(FAULTS[name].module, FAULTS[name].change)
         if FAULTS[name].is_upgrade:
-            sys.meta_path.insert(0, _AfterImport("t5train.regression.machine_key", upgrade_torch))
+            plant_after_import("t5train.regression.machine_key", upgrade_torch)
     if small_text is not None:
-        sys.meta_path.insert(0, _AfterImport("t5train.regression.regression_cases", make_cases_small(small_text)))
-        sys.meta_path.insert(0, _AfterImport("infra.head.regression.night_run", measure_once))
-        sys.meta_path.insert(0, _AfterImport("infra.head.regression.case_run", time_few_steps))
+        plant_after_import("t5train.regression.regression_cases", make_cases_small(small_text))
+        plant_after_import("infra.head.regression.night_run", measure_once)
+        plant_after_import("infra.head.regression.case_run", time_few_steps)
+
+
+def plant_after_import(module: str, change: Callable[[Any], None]) -> None:
+    """Let this process change a module right after it has imported it."""
+    sys.meta_path.insert(0, _AfterImport(module, change))
 
 
 def environment_of(name: str | None, folder: Path, *, small_text: Path | None = None) -> dict[str, str]:
     """Return the environment of a command with a fault in all its processes; ``folder`` gets ``sitecustomize.py``."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = None if small_text is None else str(small_text)
     code = f"from tests.acceptance.planted_faults import plant\n\nplant({name!r}, {text!r})\n"
+    return {**os.environ, "PYTHONPATH": with_first_import(code, folder)}
+
+
+def with_first_import(code: str, folder: Path) -> str:
+    """Return a PYTHONPATH with which every Python process executes ``code`` first, and write that into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(code, "utf-8")
     paths = [str(folder), str(_ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return os.pathsep.join(path for path in paths if path)

@@ -22,19 +22,21 @@ from infra.node.ports import free_port
 from infra.node.processes import RUN_ID_VARIABLE
 from t5train.release.verification import verify
 from t5train.spec.recipes import trial_settings
-from tests.support.generated_text import TINY
+from tests.support import paced_training
+from tests.support.generated_text import TINY, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.ui]
 
-NUM_STEPS = 900
-"""So many steps that a run still trains after all its pages have been looked at."""
+NUM_STEPS = paced_training.HELD + 20
 SETTINGS = trial_settings() | TINY
 SETTINGS |= {
-    "tokenizer.vocab_size": 500,
+    "optimizer.global_batch_sequences": 4,
+    "layout.micro_batch_sequences": 2,
     "optimizer.num_steps": NUM_STEPS,
-    "storage.checkpoint_every_steps": 450,
-    "storage.validate_every_steps": 225,
+    "storage.checkpoint_every_steps": NUM_STEPS // 2,
+    "storage.validate_every_steps": NUM_STEPS // 4,
 }
+del SETTINGS["corpus.source"]  # the run has a smaller text
 STAGES = ("Get the text", "Train the tokenizer", "Tokenise", "Train", "Consolidate to fp32", "Export to Hugging Face")
 STAGES += ("Certify", "Publish")
 LOSS = r"training loss \(all target tokens\) \d+\.\d+ nats/token"
@@ -59,6 +61,7 @@ class Watched(NamedTuple):
     rank_environments: str
     """The environments of the ranks of this run."""
     root: Path
+    text: Path
     ask: Callable[[str, dict[str, object]], Any]
 
     def artifact(self, key: str, run_id: str | None = None) -> str:
@@ -72,13 +75,15 @@ def watched(
 ) -> Iterator[Watched]:
     root, user, port = tmp_path_factory.mktemp("root"), tmp_path_factory.mktemp("user"), free_port()
     server, bucket = f"http://127.0.0.1:{port}", f"{object_store.url}/watched"
-    options = ["--corpus", "pydocs", "--publish-to", bucket]
+    text, paces = write_jsonl(user / "text.jsonl", 400), user / "paces"
+    options = ["--corpus", str(text), "--publish-to", bucket]
     options += [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+    paced = paced_training.environment_of(paces)
 
     def filtered(what: str, query: dict[str, object]) -> Any:
         return ask(root / "prefect", f"{server}/api/{what}/filter", query)
 
-    with up(root, port, *options, PREFECT_HOME=str(user / ".prefect"), **object_store.environment):
+    with up(root, port, *options, PREFECT_HOME=str(user / ".prefect"), **object_store.environment, **paced):
         page.log_in(server, (root / "prefect/api-key").read_text().strip())
         page.open(f"{server}/runs")
         page.text("Runs")  # the parts of pages are loaded before training begins
@@ -94,11 +99,13 @@ def watched(
         plot = _picture(page)
         assert filtered("flow_runs", {})[0]["state_type"] == "RUNNING"
         command_lines, rank_environments = _of_processes("cmdline"), _of_processes("environ", f"{RUN_ID_VARIABLE}=")
+        paced_training.go_on(paces)
+        page.open("about:blank")  # a page that shows a run is drawn again and again
         _wait(lambda: filtered("flow_runs", {})[0]["state_type"] == "COMPLETED", filtered)
         published = f"{bucket}/{next((root / 'runs').iterdir()).name}"
         failed = _failed_run(user, root, filtered, run["id"])
         shown = title, seen, plot, failed
-        yield Watched(server, run["id"], published, *shown, command_lines, rank_environments, root, filtered)
+        yield Watched(server, run["id"], published, *shown, command_lines, rank_environments, root, text, filtered)
 
 
 def _failed_run(user: Path, root: Path, ask: Callable[[str, dict[str, object]], Any], other: str) -> str:
@@ -181,7 +188,9 @@ def test_the_plot_of_training_is_rendered_and_grows(
 
 def test_the_data_report_shows_text_vocabulary_tokens_and_epochs(watched: Watched, page: Any) -> None:
     page.open(watched.artifact("data"))
-    page.text("Text from pydocs", "600 pieces", "tokens per passage", "epochs over the train split", "unknown piece")
+    page.text(
+        f"Text from {watched.text}", "400 pieces", "tokens per passage", "epochs over the train split", "unknown piece"
+    )
 
 
 def test_the_proof_shows_what_was_compared(watched: Watched, page: Any) -> None:
