@@ -30,18 +30,21 @@ from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.records import metrics
 from t5train.spec.recipes import recipe
+from tests.support import paced_training
 from tests.support.generated_text import write_jsonl
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS, SAVED_EVERY = 100, 10
+NUM_STEPS, SAVED_EVERY = 40, 5
 SETTINGS = {
     "tokenizer.vocab_size": 300,
     "model.d_model": 32,
     "model.d_ff": 64,
     "objective.input_tokens": 32,
+    "optimizer.global_batch_sequences": 16,
     "optimizer.num_steps": NUM_STEPS,
     "optimizer.warmup_steps": 10,
+    "layout.micro_batch_sequences": 8,
     "storage.checkpoint_every_steps": SAVED_EVERY,
     "storage.validate_every_steps": 20,
     "storage.validate_sequences": 32,
@@ -49,7 +52,7 @@ SETTINGS = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "zero1": {},
-    "pipeline": {"layout.pipeline_stages": 2, "layout.micro_batch_sequences": 16},
+    "pipeline": {"layout.pipeline_stages": 2, "layout.micro_batch_sequences": 4},
     "moe": {
         "model.version": "v1.0",
         "model.moe.num_experts": 4,
@@ -75,12 +78,15 @@ def _command(root: Path, settings: dict[str, Any], command: str = "run") -> list
 
 
 @contextmanager
-def _started(root: Path, settings: dict[str, Any], command: str = "run") -> Iterator[subprocess.Popen[bytes]]:
-    argv = _command(root, settings, command)
+def _started(
+    root: Path, settings: dict[str, Any], command: str = "run", *, is_paced: bool = False
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a run. A paced one trains so slowly that it cannot end before it is killed."""
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+    if is_paced:
+        pipes["env"] = os.environ | paced_training.environment_of(root / "paces")
     with open(root / "output.log", "ab") as log:
-        process = subprocess.Popen(
-            argv, cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+        process = subprocess.Popen(_command(root, settings, command), cwd=root, stdout=log, stderr=log, **pipes)
     try:
         yield process
     finally:
@@ -135,7 +141,7 @@ def test_a_run_killed_three_times_leaves_nothing_and_ends_with_the_same_weights(
     run = tmp_path / "runs" / RUN
     settings = VARIANTS[variant] | _text(data)
     shutil.copytree(data, tmp_path, dirs_exist_ok=True)
-    with _started(tmp_path, settings) as flow:
+    with _started(tmp_path, settings, is_paced=True) as flow:
         rank_gone = _kill("rank", _wait_for(run, steps[0], 1), flow)
         launcher_gone = _kill("launcher", _wait_for(run, steps[1], 2), flow)
         flow_gone = _kill("flow", _wait_for(run, steps[2], 3), flow)
@@ -166,7 +172,7 @@ def test_a_run_saves_on_sigterm_and_a_rank_stopped_by_sigstop_is_detected(
     run = tmp_path / "runs" / RUN
     settings = SAVED_ONLY_ON_SIGNAL | _text(data)
     shutil.copytree(data, tmp_path, dirs_exist_ok=True)
-    with _started(tmp_path, settings) as flow:
+    with _started(tmp_path, settings, is_paced=True) as flow:
         os.kill(_pid(_wait_for(run, 5, 1), "rank-00001", "process"), signal.SIGTERM)
         os.kill(_pid(_wait_for(run, 3 + _resumed_from(run, 2), 2), "launcher", "process"), signal.SIGTERM)
         stopped = _wait_for(run, 3 + _resumed_from(run, 3), 3)

@@ -34,18 +34,22 @@ def pace(folder: str) -> None:
 
 def _paced(go_on_file: Path) -> Callable[[Any], None]:
     def change(forward_backward: Any) -> None:
-        passes = forward_backward.WholePasses
-        original, taken = passes.step, 0
-
-        def step(self: Any, batches: Any) -> Any:
-            nonlocal taken
-            taken += 1
-            if not go_on_file.exists():
-                time.sleep(_SECONDS)
-            while taken == HELD and not go_on_file.exists():
-                time.sleep(_SECONDS)
-            return original(self, batches)
-
-        passes.step = step
+        for passes in (forward_backward.WholePasses, forward_backward.PipelinePasses):
+            passes.step = _slow(passes.step, go_on_file)
 
     return change
+
+
+def _slow(original: Callable[[Any, Any], Any], go_on_file: Path) -> Callable[[Any, Any], Any]:
+    taken = 0
+
+    def step(self: Any, batches: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if not go_on_file.exists():
+            time.sleep(_SECONDS)
+        while taken == HELD and not go_on_file.exists():
+            time.sleep(_SECONDS)
+        return original(self, batches)
+
+    return step
