@@ -23,6 +23,7 @@ from flows.workers.run_records import RESTORED, folder_of, worker_name
 from infra.node import processes
 from t5train.files.run_folder import LAST_COMPLETE, RUNS
 from tasks.stages import CORPUS, SHARDS, TOKENIZER, TRAIN
+from tests.support import paced_training
 from tests.support.generated_text import TINY, write_jsonl
 from tests.support.team_servers import Team, worker
 from tests.support.waiting import await_that
@@ -340,12 +341,12 @@ def test_a_run_whose_machine_died_continues_from_its_checkpoint_when_the_worker_
     team: Team, tmp_path: Path
 ) -> None:
     text = write_jsonl(tmp_path / "text.jsonl", 400)
-    # So many steps that it still trains when it is killed, soon after its first checkpoint.
-    steps = {"optimizer.num_steps": 200, "storage.validate_every_steps": 200, "storage.checkpoint_every_steps": 25}
+    steps = {"optimizer.num_steps": 40, "storage.validate_every_steps": 40, "storage.checkpoint_every_steps": 5}
     settings = TINY | steps | {"corpus.source": str(text)}
     parameters = {"recipe": "smoke", "root": str(tmp_path), "settings": settings, "run_name": "one"}
     run = team.start("SCHEDULED", parameters=parameters)
-    with worker(team) as process:
+    # The ranks sleep in each step, so that the run still trains when it is killed, soon after its first checkpoint.
+    with worker(team, **paced_training.environment_of(tmp_path / "paces")) as process:
         checkpoint = tmp_path / RUNS / "one" / LAST_COMPLETE
         await_that(lambda: checkpoint.exists() or team.run(run)["state_type"] == "FAILED")
         flow = int(team.run(run)["infrastructure_pid"])

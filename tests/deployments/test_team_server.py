@@ -140,7 +140,7 @@ def test_failed_crashed_and_late_runs_are_posted_once(team: Team) -> None:
 def test_a_schedule_fires_at_its_time_and_its_run_is_published(team: Team, tmp_path: Path) -> None:
     (smoke,) = team.ask("deployments/filter", {"deployments": {"name": {"any_": ["smoke"]}}})
     few = {"optimizer.num_steps": 20, "storage.checkpoint_every_steps": 20, "storage.validate_every_steps": 20}
-    settings = TINY | few | {"corpus.source": str(write_jsonl(tmp_path / "text.jsonl", 400))}
+    settings = TINY | few | {"cluster.ranks": 1} | {"corpus.source": str(write_jsonl(tmp_path / "text.jsonl", 400))}
     parameters = {"root": str(tmp_path), "run_name": "scheduled", "settings": settings}
     with worker(team):
         at = datetime.now(UTC) + timedelta(seconds=30)  # ample: the scheduler looks every two seconds

@@ -23,11 +23,14 @@ SETTINGS = {
     "model.d_model": 32,
     "model.d_ff": 64,
     "objective.input_tokens": 32,
+    "optimizer.global_batch_sequences": 8,
     "optimizer.num_steps": 20,
     "optimizer.warmup_steps": 5,
+    "layout.micro_batch_sequences": 8,
     "storage.checkpoint_every_steps": 10,
     "storage.validate_every_steps": 20,
     "storage.validate_sequences": 32,
+    "cluster.ranks": 1,
 }
 POLL_SECONDS = 0.05
 RUN_SECONDS = 900
