@@ -14,6 +14,8 @@ from infra.node.ports import free_port
 from infra.node.processes import RUN_ID_VARIABLE
 from t5train.checkpoint.resume_point import resume_tag
 from t5train.spec.recipes import trial_settings
+from tests.support import paced_training
+from tests.support.generated_text import TINY, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.ui]
 
@@ -84,9 +86,11 @@ class Operated(NamedTuple):
 def operated(page: Any, up: Any, ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
     root, port = tmp_path_factory.mktemp("operated"), free_port()
     server = f"http://127.0.0.1:{port}"
-    small = trial_settings()
+    text = str(write_jsonl(tmp_path_factory.mktemp("text") / "text.jsonl", 400))
+    small = trial_settings() | TINY | {"corpus.source": text, "storage.checkpoint_every_steps": 5}
     options = [word for name, value in small.items() for word in ("--set", f"{name}={json.dumps(value)}")]
-    with up(root, port, "--corpus", "pydocs", *options):
+    # Its ranks sleep in each step: one of the runs trains until it is cancelled.
+    with up(root, port, *options, **paced_training.environment_of(tmp_path_factory.mktemp("paces"))):
         page.log_in(server, (root / "prefect/api-key").read_text().strip())
         yield Operated(
             page, server, root, lambda what, query: ask(root / "prefect", f"{server}/api/{what}/filter", query)
