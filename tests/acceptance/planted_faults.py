@@ -170,7 +170,8 @@ def double_losses(forward_backward: Any) -> None:
 
 def make_cases_small(text: str) -> Callable[[Any], None]:
     """Each case of a night is trained and timed once, not two or three times, by a single rank, on a text."""
-    small = {"corpus.source": text, "tokenizer.vocab_size": 300, "cluster.ranks": 1}
+    small: dict[str, Any] = {"corpus.source": text, "tokenizer.vocab_size": 300, "cluster.ranks": 1}
+    small |= {"optimizer.global_batch_sequences": 4, "layout.micro_batch_sequences": 4}
 
     def change(regression_cases: Any) -> None:
         cases = regression_cases.CASES
