@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha1, sha256
 from http.server import BaseHTTPRequestHandler
+from secrets import token_hex
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -18,8 +19,8 @@ class Hub:
 
     def __init__(self, files: dict[str, bytes], repository: str = REPOSITORY) -> None:
         self.repository = repository
-        self.main = "a" * 40
-        """The commit that the branch main is at."""
+        self.main = token_hex(20)
+        """The commit that the branch main is at. No two hubs have the same, as clients keep files by their commit."""
         self.commits = {self.main: files}
         self.sent = dict[str, bytes]()
         self.is_gated = False
@@ -49,7 +50,11 @@ class Hub:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    hub: Hub
+    site: "HubSite"
+
+    @property
+    def hub(self) -> Hub:
+        return self.site.hub
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -143,8 +148,30 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
+class HubSite:
+    """One URL for several hubs, one after the other: clients read the URL on import."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.hub = Hub({})
+
+    @contextmanager
+    def serving(self, hub: Hub) -> Iterator[Hub]:
+        """Serve a dataset, and set ``hub.url``."""
+        self.hub, hub.url = hub, self.url
+        yield hub
+        self.hub = Hub({})
+
+
+@contextmanager
+def running_site() -> Iterator[HubSite]:
+    site = HubSite()
+    with at_loopback(type("Handler", (_Handler,), {"site": site})) as site.url:
+        yield site
+
+
 @contextmanager
 def serving_hub(hub: Hub) -> Iterator[Hub]:
-    """Serve a dataset, and set ``hub.url``, which is the client's HF_ENDPOINT."""
-    with at_loopback(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
+    """Serve a dataset at a URL of its own, and set ``hub.url``, which is the client's HF_ENDPOINT."""
+    with running_site() as site, site.serving(hub):
         yield hub

@@ -1,4 +1,4 @@
-"""Builds corpora from a local Hub in processes of their own, because its clients read their settings on import."""
+"""Builds corpora from a local Hub in processes of their own, as runs do: its clients keep what they have asked for."""
 
 import gzip
 import io

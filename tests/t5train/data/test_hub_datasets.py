@@ -25,7 +25,7 @@ from t5train.data.download.remote_reading import Backoff, is_interrupted, messag
 from t5train.data.sources import require_source
 from t5train.errors import InputError
 from t5train.spec.data_spec import HubText
-from tests.support.hub_server import REPOSITORY, Hub, serving_hub
+from tests.support.hub_server import REPOSITORY, Hub, HubSite
 from tests.support.hub_texts import build_all, build_one, command, environment, json_lines, vectors_file
 
 CARD = b"""---
@@ -72,9 +72,15 @@ def files(words: str = "") -> dict[str, bytes]:
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    with serving_hub(Hub(files())) as hub:
+def hub(hub_site: HubSite) -> Iterator[Hub]:
+    with hub_site.serving(Hub(files())) as hub:
         yield hub
+
+
+@pytest.fixture(autouse=True)
+def _prepared(python_with_datasets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import ``datasets`` once for all processes, which takes longer than what they do."""
+    monkeypatch.setattr(sys, "executable", python_with_datasets)
 
 
 def kept(root: Path) -> dict[str, str]:
@@ -201,20 +207,20 @@ def test_a_damaged_shard_is_streamed_again_and_must_be_the_same_text(hub: Hub, t
     assert not place.exists()
 
 
-def test_ids_and_titles_are_read_where_there_are_any_and_embeddings_are_not(tmp_path: Path) -> None:
+def test_ids_and_titles_are_read_where_there_are_any_and_embeddings_are_not(hub_site: HubSite, tmp_path: Path) -> None:
     of_vectors = {f"data/train-{number:05d}-of-00002.parquet": vectors_file(900 * number, 900) for number in range(2)}
-    with serving_hub(Hub(of_vectors)) as hub:
+    with hub_site.serving(Hub(of_vectors)) as hub:
         made = build_one(hub, tmp_path, {"source": NAME})
     assert made["counts"]["passages"] == 1800
     assert made["passages"][1799] == ["1799", "Title 257", "words of passage 1799"]
     assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/*.zst")) < 100_000
 
 
-def test_every_type_of_text_in_parquet_is_streamed(tmp_path: Path) -> None:
+def test_every_type_of_text_in_parquet_is_streamed(hub_site: HubSite, tmp_path: Path) -> None:
     file, texts = io.BytesIO(), pyarrow.array(["one", "two", "one"])
     columns = {"text": texts.dictionary_encode(), "title": texts.cast(pyarrow.string_view())}
     pyarrow.parquet.write_table(pyarrow.table(columns), file)
-    with serving_hub(Hub({"train.parquet": file.getvalue()})) as hub:
+    with hub_site.serving(Hub({"train.parquet": file.getvalue()})) as hub:
         made = build_one(hub, tmp_path, {"source": NAME, "workers": 1})
     assert [passage[1:] for passage in made["passages"]] == [["one", "one"], ["two", "two"], ["one", "one"]]
 
@@ -236,10 +242,10 @@ def with_checksums(rows: int) -> bytes:
     ids=["parquet", "gz"],
 )
 def test_a_flipped_bit_is_noticed_where_the_format_has_checksums(
-    tmp_path: Path, name: str, content: bytes, place: bytes | None
+    hub_site: HubSite, tmp_path: Path, name: str, content: bytes, place: bytes | None
 ) -> None:
     position = len(content) // 2 if place is None else content.index(place)
-    with serving_hub(Hub({name: content})) as hub:
+    with hub_site.serving(Hub({name: content})) as hub:
         hub.sent[name] = bytes([*content[:position], content[position] ^ 1, *content[position + 1 :]])
         said = build_one(hub, tmp_path, {"source": NAME, "workers": 1})["error"]
         assert re.search(rf"{NAME} cannot be read by datasets: .*(CRC|invalid|decompress)", said), said
@@ -250,11 +256,11 @@ def test_a_flipped_bit_is_noticed_where_the_format_has_checksums(
 
 @pytest.mark.parametrize(("suffix", "compress"), [("xz", lzma.compress), ("bz2", bz2.compress)])
 def test_compressed_files_are_streamed_to_their_last_byte_or_refused(
-    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
+    hub_site: HubSite, tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
 ) -> None:
     parts = [compress(b"".join(b'{"text": "%d %d"}\n' % (part, row) for row in range(900))) for part in range(2)]
     name, padding = f"train.jsonl.{suffix}", b"\0" * 4
-    with serving_hub(Hub({name: padding.join(parts)})) as hub:
+    with hub_site.serving(Hub({name: padding.join(parts)})) as hub:
         made = build_one(hub, tmp_path / "padded", {"source": NAME, "workers": 1})
         assert made["counts"]["passages"] == 1800
         hub.commit({name: parts[0] + b"XX" + parts[1][2:]})
@@ -285,9 +291,11 @@ def test_errors_say_what_there_is_to_choose_from_and_what_to_do(hub: Hub, tmp_pa
     assert "has a loading script, and code of datasets is never run. See" in scripted
 
 
-def test_a_row_without_text_is_an_empty_passage_and_rows_of_other_types_are_refused(tmp_path: Path) -> None:
+def test_a_row_without_text_is_an_empty_passage_and_rows_of_other_types_are_refused(
+    hub_site: HubSite, tmp_path: Path
+) -> None:
     rows = [{"text": "one"}, {"text": None}, {"text": "three"}]
-    with serving_hub(Hub({"train.jsonl.gz": json_lines(*rows)})) as hub:
+    with hub_site.serving(Hub({"train.jsonl.gz": json_lines(*rows)})) as hub:
         made = build_one(hub, tmp_path / "a", {"source": NAME})
         assert (made["counts"]["passages"], made["counts"]["empty_passages"]) == (2, 1)
         hub.commit({"train-0.jsonl.gz": json_lines({"text": "one"}), "train-1.jsonl.gz": json_lines({"text": [2]})})
@@ -296,20 +304,20 @@ def test_a_row_without_text_is_an_empty_passage_and_rows_of_other_types_are_refu
     assert "name its files by their path: corpus.source=hf://datasets/someone/texts/PATH" in said
 
 
-def test_a_shard_whose_file_does_not_have_the_column_is_refused(tmp_path: Path) -> None:
+def test_a_shard_whose_file_does_not_have_the_column_is_refused(hub_site: HubSite, tmp_path: Path) -> None:
     features = b"".join(b"  - name: %b\n    dtype: string\n" % name for name in (b"text", b"content"))
     card = b"---\ndataset_info:\n  features:\n" + features + b"---\n"
     with_text, without = json_lines({"text": "one"}), json_lines({"content": "two"}, {"content": "three"})
-    with serving_hub(Hub({"README.md": card, "train-0.jsonl.gz": with_text, "train-1.jsonl.gz": without})) as hub:
+    with hub_site.serving(Hub({"README.md": card, "train-0.jsonl.gz": with_text, "train-1.jsonl.gz": without})) as hub:
         said = build_one(hub, tmp_path, {"source": NAME, "workers": 1})["error"]
     assert "shard train-00001-of-00002 of hf://someone/texts has 2 rows, but none has a value in column" in said
     assert "'text' (corpus.column): its file may not have this column. Set corpus.column" in said
     assert [*kept(tmp_path)] == ["train-00000-of-00002.passages.zst"]
 
 
-def test_rows_with_a_blank_id_are_identified_by_their_place(tmp_path: Path) -> None:
+def test_rows_with_a_blank_id_are_identified_by_their_place(hub_site: HubSite, tmp_path: Path) -> None:
     rows = [{"id": name, "text": f"text {name}"} for name in ("a", "", " ", None)]
-    with serving_hub(Hub({"train.jsonl.gz": json_lines(*rows)})) as hub:
+    with hub_site.serving(Hub({"train.jsonl.gz": json_lines(*rows)})) as hub:
         made = build_one(hub, tmp_path, {"source": NAME})
     assert [name for name, _, _ in made["passages"]] == ["a", *(f"train-00000-of-00001:{row}" for row in (1, 2, 3))]
 

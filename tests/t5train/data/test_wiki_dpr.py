@@ -1,6 +1,7 @@
 """wiki_dpr from a server like the Hub: a text that has a name, but no digests until its first download."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from t5train.data.passages import SourceFile
 from t5train.data.readers import rows
 from t5train.spec.known_indexes import known_indexes
 from t5train.spec.known_texts import known_texts, licence_of
-from tests.support.hub_server import Hub, serving_hub
+from tests.support.hub_server import Hub, HubSite
 from tests.support.hub_texts import build_all, build_one, vectors_file
 
 WIKI = {"source": "wiki_dpr", "workers": 1}
@@ -35,9 +36,15 @@ def files(words: str = "words") -> dict[str, bytes]:
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    with serving_hub(Hub(files(), repository="facebook/wiki_dpr")) as hub:
+def hub(hub_site: HubSite) -> Iterator[Hub]:
+    with hub_site.serving(Hub(files(), repository="facebook/wiki_dpr")) as hub:
         yield hub
+
+
+@pytest.fixture(autouse=True)
+def _prepared(python_with_datasets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import ``datasets`` once for all processes, which takes longer than what they do."""
+    monkeypatch.setattr(sys, "executable", python_with_datasets)
 
 
 def downloaded(root: Path) -> list[Path]:
@@ -141,8 +148,8 @@ def test_fewer_files_than_the_named_text_has_are_downloaded_again(hub: Hub, tmp_
 
 def test_a_named_text_and_a_dataset_by_its_name_share_the_commit(hub: Hub, tmp_path: Path) -> None:
     build(hub, tmp_path)
+    hub.files["README.md"] = CARD
     hub.commit(files("moved") | {"README.md": CARD})
-    hub.commits["a" * 40]["README.md"] = CARD
     (made,) = build_all(hub, tmp_path, {"source": "hf://facebook/wiki_dpr", "workers": 1})
     assert made["passages"][0][2] == "words of passage 1"
 
