@@ -1,5 +1,6 @@
 """A site for hubs, and a Python that has imported what builds data."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -36,3 +37,9 @@ def python_with_datasets(tmp_path_factory: pytest.TempPathFactory, hub_site: Hub
     environment = {"HF_ENDPOINT": hub_site.url, "HF_HOME": str(folder / "hf-home")}
     with prepared_python(folder, [*_STAGES, "datasets", "t5train.data.download.hub_shards"], environment) as python:
         yield python
+
+
+@pytest.fixture
+def quick_workers(python_with_stages: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import modules once for all processes that the test starts. What they compute takes less time than that."""
+    monkeypatch.setattr(sys, "executable", python_with_stages)

@@ -23,6 +23,8 @@ from t5train.records.digests import digest_file
 from t5train.records.stage_records import Corpus
 from t5train.spec import CorpusSpec
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 
 @pytest.fixture
 def remote() -> Iterator[fsspec.AbstractFileSystem]:

@@ -33,6 +33,8 @@ from tests.support.served_text import BLOCK, DURABLE, LINES, NUM_BLOCKS, serving
 from tests.support.waiting import await_that
 from tests.support.web_server import GOOD, SIGNATURE, Answer, Request, Web
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 BUILD = f"""
 import sys
 from pathlib import Path

@@ -17,6 +17,8 @@ from t5train.errors import InputError
 from t5train.records.witness import EncodedPassage
 from tests.support.generated_text import DataChain
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 
 def test_the_shards_stage_records_validation_passages_with_the_ids_it_wrote(data_chain: DataChain) -> None:
     passages = read_held_out(data_chain.shards.path)

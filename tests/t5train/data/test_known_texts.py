@@ -17,6 +17,8 @@ from t5train.spec.known_texts import KnownFile, KnownText
 from tests.support.served_text import BLOCK, LINES, serving_text
 from tests.support.web_server import GOOD, Answer, Web
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 
 @pytest.fixture
 def web() -> Iterator[Web]:

@@ -19,6 +19,8 @@ from t5train.spec.known_texts import KnownText, languages_of, licence_of
 from t5train.spec.recipes import recipe
 from tests.support.generated_text import write_copies, write_jsonl
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 HUB = "hf://someone/texts"
 
 

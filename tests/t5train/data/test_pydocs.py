@@ -7,6 +7,8 @@ import pytest
 
 from t5train.data import sources
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:

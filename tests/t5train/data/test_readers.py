@@ -28,6 +28,8 @@ from t5train.data.readers import format_of, rows
 from t5train.data.segments import passages_in, passages_of, scan
 from t5train.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\t\0"), max_size=40)
 ID = LINE.filter(str.strip)  # a blank one does not count
 UNTYPED_ID = ID.filter(lambda name: not name.endswith(".0") and name.lower() != "nan")  # these are read as numbers

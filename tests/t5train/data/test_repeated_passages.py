@@ -15,6 +15,8 @@ from t5train.report.data_report import _finding_blocks
 from t5train.spec import CorpusSpec, ShardsSpec
 from tests.support.generated_text import DataChain
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 
 def digests_of(texts: list[str]) -> TextDigests:
     found = TextDigests()

@@ -32,6 +32,8 @@ from t5train.records.stage_records import MANIFEST, TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec
 from tests.support.generated_text import DataChain
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 
 def build(data_chain: DataChain, out: Path, workers: int = 2) -> TokenShards:
     spec = ShardsSpec(shard_tokens=data_chain.shards_spec.shard_tokens, workers=workers)

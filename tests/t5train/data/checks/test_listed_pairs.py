@@ -24,6 +24,8 @@ from t5train.spec import CorpusSpec
 from t5train.spec.recipes import recipe
 from tests.support.generated_text import WORDS
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 SPLIT = (700, 200, 100)
 FILE_ROWS = 100
 HEADER = {"kind": "near-duplicates", "schema_version": 2, "source": "text", "index": None}

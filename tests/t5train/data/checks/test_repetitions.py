@@ -23,6 +23,8 @@ from t5train.records.stage_records import REPEATED, Corpus
 from t5train.spec import CorpusSpec
 from tests.support.generated_text import WORDS
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 SPLIT = (700, 200, 100)
 
 

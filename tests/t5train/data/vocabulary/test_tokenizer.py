@@ -26,6 +26,8 @@ from t5train.spec import TokenizerSpec
 from tests.support.generated_text import WORDS, DataChain
 from tests.support.waiting import await_that
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 T5S_SPECIAL_PIECES: dict[str, Any] = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
 T5S_SPECIAL_PIECES |= {"pad_piece": "<pad>", "eos_piece": "</s>", "unk_piece": "<unk>"}
 TRAIN = """
