@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,17 +56,32 @@ def embeddings_in(folder: Path) -> Embeddings:
     return embeddings_of([SourceFile(path, path.name) for path in sorted(folder.iterdir())])
 
 
+@cache
+def _trained(vectors: bytes, dimension: int, kind: str, metric: int) -> np.ndarray:
+    """An empty index that was trained with vectors, as bytes."""
+    index = faiss.index_factory(dimension, kind, metric)
+    index.train(np.frombuffer(vectors, np.float32).reshape(-1, dimension))
+    return faiss.serialize_index(index)
+
+
 def write_index(
     path: Path,
     vectors: np.ndarray | Sequence[np.ndarray],
     kind: str = "Flat",
     metric: int = faiss.METRIC_INNER_PRODUCT,
     lists_searched: int = 4,
+    trained_with: EmbeddedPassages | None = None,
 ) -> Path:
-    """Write an index of vectors, and return its path."""
+    """Write an index of vectors, and return its path. It is trained with them, or quicker with those of passages.
+
+    Training with those of passages is done once.
+    """
     content = np.ascontiguousarray(vectors, np.float32)
-    index = faiss.index_factory(content.shape[1], kind, metric)
-    index.train(content)
+    if trained_with is None:
+        index = faiss.index_factory(content.shape[1], kind, metric)
+        index.train(content)
+    else:
+        index = faiss.deserialize_index(_trained(trained_with.vectors.tobytes(), content.shape[1], kind, metric))
     index.add(content)
     if kind.startswith("IVF"):
         index.nprobe = lists_searched

@@ -1,7 +1,9 @@
 """Inputs of the stages: token shards of the built-in corpus, and exports made without training."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -32,18 +34,31 @@ def make_trained(tmp_path: Path) -> MakeTrained:
     return make
 
 
+@pytest.fixture(scope="session")
+def made_exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Path]:
+    """``made_exports(version, certified)`` is the folder that an export was made in, once. Tests copy it."""
+
+    @cache
+    def made(version: str, certified: bool) -> Path:
+        folder = tmp_path_factory.mktemp("exports")
+        trained = synthetic_models.make_trained(folder, version)
+        exported = export(*trained, folder / "run/export")
+        if certified:
+            certify(exported.path, trained.witness)
+            files = exported.files | digest_files(exported.path, ["certificate.json"])
+            exported.model_copy(update={"files": files}).commit()
+        return folder
+
+    return made
+
+
 @pytest.fixture
-def make_export(make_trained: MakeTrained, tmp_path: Path) -> Callable[..., Export]:
-    """Makes an export, and certifies it in this process unless told not to."""
+def make_export(made_exports: Callable[[str, bool], Path], tmp_path: Path) -> Callable[..., Export]:
+    """Makes an export, certified unless told not to."""
 
     def make(version: str = "v1.1", *, certified: bool = True) -> Export:
-        trained = make_trained(version)
-        exported = export(*trained, tmp_path / "run/export")
-        if not certified:
-            return exported
-        certify(exported.path, trained.witness)
-        files = exported.files | digest_files(exported.path, ["certificate.json"])
-        return exported.model_copy(update={"files": files}).commit()
+        copytree(made_exports(version, certified), tmp_path, dirs_exist_ok=True)
+        return Export.load(tmp_path / "run/export")
 
     return make
 

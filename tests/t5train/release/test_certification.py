@@ -7,7 +7,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,23 @@ from t5train.release.certificate import Certificate
 from t5train.release.certification import certify, certify_in_fresh_process
 from t5train.release.export import export
 from t5train.release.tokenizer_comparison import differing_passages, differing_tokenizer
+from tests.support.prepared_python import prepared_python
 
 MakeTrained = Callable[..., Any]
 MakeExport = Callable[..., Export]
+
+
+@pytest.fixture(scope="module")
+def python_with_certification(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    modules = ["t5train.release.certification", "transformers.models.t5.modeling_t5"]
+    with prepared_python(tmp_path_factory.mktemp("python"), modules, {"HF_HUB_OFFLINE": "1"}) as python:
+        yield python
+
+
+@pytest.fixture
+def quick_processes(python_with_certification: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import the slow modules once for the processes of all tests; one test certifies in a real Python."""
+    monkeypatch.setattr(sys, "executable", python_with_certification)
 
 
 def rewrite_json(path: Path, **changes: Any) -> None:
@@ -200,8 +214,10 @@ def test_a_folder_that_is_not_a_witness_is_refused(make_export: MakeExport, tmp_
 
 @pytest.mark.parametrize("version", ["v1.0", "v1.1"])
 def test_a_fresh_process_certifies_the_model_that_was_trained(
-    make_trained: MakeTrained, tmp_path: Path, version: str
+    make_trained: MakeTrained, tmp_path: Path, request: pytest.FixtureRequest, version: str
 ) -> None:
+    if version == "v1.0":
+        request.getfixturevalue("quick_processes")
     trained = make_trained(version)
     steps: set[str] = set()
     exported = export(*trained, tmp_path / "out")
@@ -216,6 +232,7 @@ def test_a_fresh_process_certifies_the_model_that_was_trained(
     assert {"tensors compared", "probes compared"} <= steps
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_a_valid_certificate_is_reused_and_one_of_another_witness_is_not(
     make_trained: MakeTrained, make_export: MakeExport
 ) -> None:
@@ -255,6 +272,7 @@ def test_a_certificate_is_not_reused_for_files_that_changed_on_disk(make_export:
         certify_in_fresh_process(Export.load(exported.path), exported.path.parent / "witness")
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_one_flipped_bit_of_a_weight_is_refused_with_the_name_of_its_tensor(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     name = "decoder.block.0.layer.0.SelfAttention.q.weight"
@@ -419,6 +437,7 @@ def test_an_export_by_another_version_of_transformers_is_refused_with_both_versi
         certify(exported.path, exported.path.parent / "witness")
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_an_error_that_ends_the_fresh_process_is_reported(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     witness = exported.path.parent / "witness"
@@ -439,6 +458,7 @@ def test_a_fresh_process_that_ends_without_a_message_is_reported_with_its_exit_c
         certify_in_fresh_process(exported, exported.path.parent / "witness")
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_a_process_whose_parent_has_ended_ends_quietly(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     command = [sys.executable, "-m", "t5train.release.certification", exported.path, exported.path.parent / "witness"]

@@ -16,7 +16,7 @@ from t5train.errors import InputError
 from t5train.spec.known_indexes import KnownIndex, known_indexes
 from tests.support.embedded_passages import DIMENSION, embedded_passages, embeddings_in, write_index, write_parquet
 
-PASSAGES = embedded_passages()
+PASSAGES, OTHERS = embedded_passages(), embedded_passages(seed=1)
 ROWS = len(PASSAGES.vectors)
 KINDS = ["Flat", "HNSW32_SQ8", "IVF8_HNSW16,PQ16x4"]
 SAMPLE = Sample(queries=50, neighbours=10)
@@ -57,7 +57,7 @@ def test_an_index_of_the_vectors_passes_and_its_recall_is_recorded(
     tmp_path: Path, checked: Checked, kind: str, metric: Any
 ) -> None:
     number = faiss.METRIC_L2 if metric == "L2" else faiss.METRIC_INNER_PRODUCT
-    path = write_index(tmp_path / "x.faiss", PASSAGES.vectors, kind, number)
+    path = write_index(tmp_path / "x.faiss", PASSAGES.vectors, kind, number, trained_with=PASSAGES)
     report = checked(path, known_as(path, metric=metric))
     assert not failed(report)
     assert report.facts is not None
@@ -75,12 +75,12 @@ def test_an_index_of_the_vectors_passes_and_its_recall_is_recorded(
 @pytest.mark.parametrize("is_known", [True, False])
 def test_an_index_of_other_vectors_is_refused(tmp_path: Path, checked: Checked, kind: str, is_known: bool) -> None:
     others = {
-        "other passages": embedded_passages(seed=1).vectors,
-        "another order": PASSAGES.vectors[::-1],
-        "one row on": np.roll(PASSAGES.vectors, 1, axis=0),
+        "other passages": (OTHERS, OTHERS.vectors),
+        "another order": (PASSAGES, PASSAGES.vectors[::-1]),
+        "one row on": (PASSAGES, np.roll(PASSAGES.vectors, 1, axis=0)),
     }
-    for name, vectors in others.items():
-        path = write_index(tmp_path / f"{name}.faiss", vectors, kind)
+    for name, (passages, vectors) in others.items():
+        path = write_index(tmp_path / f"{name}.faiss", vectors, kind, trained_with=passages)
         report = checked(path, known_as(path) if is_known else None)
         assert failed(report) == ["vectors of their own rows", "recall@10"], name
         assert report.recorded is None
@@ -91,7 +91,7 @@ def with_wrong_rows() -> dict[str, np.ndarray]:
     wrong = ROWS // 20
     scattered = np.random.default_rng(0).choice(ROWS, wrong, replace=False)
     contiguous, tail = np.arange(300, 300 + wrong), np.arange(ROWS - wrong, ROWS)
-    others = embedded_passages(seed=1).vectors
+    others = OTHERS.vectors
     made = {
         "others, scattered": (scattered, others[scattered]),
         "others, contiguous": (contiguous, others[contiguous]),
@@ -109,7 +109,7 @@ def with_wrong_rows() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_index_with_a_few_wrong_rows_is_refused(tmp_path: Path, checked: Checked, kind: str) -> None:
     for name, vectors in with_wrong_rows().items():
-        report = checked(write_index(tmp_path / f"{name}.faiss", vectors, kind))
+        report = checked(write_index(tmp_path / f"{name}.faiss", vectors, kind, trained_with=PASSAGES))
         assert "vectors of their own rows" in failed(report), name
         assert report.recorded is None
 
@@ -167,7 +167,7 @@ def test_an_index_that_differs_from_the_catalogue_or_the_embeddings_is_refused(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_truncated_or_foreign_file_is_refused(tmp_path: Path, checked: Checked, kind: str) -> None:
-    content = write_index(tmp_path / "good.faiss", PASSAGES.vectors, kind).read_bytes()
+    content = write_index(tmp_path / "good.faiss", PASSAGES.vectors, kind, trained_with=PASSAGES).read_bytes()
     cut = [0, 3, 40, len(content) // 2, len(content) - 8]
     for number, bad in enumerate([b"PAR1" * 1000, *(content[:size] for size in cut)]):
         path = tmp_path / f"{number}.faiss"
