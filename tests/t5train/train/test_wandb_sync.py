@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread, Timer
 
@@ -20,9 +21,23 @@ from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
 from t5train.train import wandb_sync
 from t5train.train.wandb_sync import SyncJob, WandbProcess
+from tests.support.prepared_python import prepared_python
 from tests.support.training import wandb_files
 
 SECRET = "0123456789abcdef" * 2 + "01234567"
+
+
+@pytest.fixture(scope="module")
+def python_with_wandb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    modules = ["t5train.train.wandb_sync", "wandb"] if find_spec("wandb") else []
+    with prepared_python(tmp_path_factory.mktemp("python"), modules, {}) as python:
+        yield python
+
+
+@pytest.fixture
+def quick_processes(python_with_wandb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import wandb once for the processes of all tests."""
+    monkeypatch.setattr(sys, "executable", python_with_wandb)
 
 
 @pytest.fixture
@@ -54,6 +69,7 @@ def losses(path: Path) -> dict[int, float]:
     return {step: values["loss"] for step, values in wandb_files.history(path).items() if "loss" in values}
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_a_resume_continues_the_same_wandb_run_and_sends_each_step_once(job: TrainJob) -> None:
     pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
     attempt(job, 0, {step: {"loss": float(step), "mfu": None} for step in range(6)})
@@ -65,6 +81,7 @@ def test_a_resume_continues_the_same_wandb_run_and_sends_each_step_once(job: Tra
     assert "mfu" not in wandb_files.history(first)[1]
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_training_that_begins_again_is_a_new_wandb_run(job: TrainJob) -> None:
     pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
     attempt(job, 0, {1: {"loss": 1.0}, 2: {"loss": 2.0}})
@@ -74,6 +91,7 @@ def test_training_that_begins_again_is_a_new_wandb_run(job: TrainJob) -> None:
     assert losses(second) == {1: 1.5}
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_a_run_that_switches_wandb_on_later_sends_its_earlier_steps_too(job: TrainJob) -> None:
     pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
     with Metrics(job.metrics_path, job.tensorboard_folder, 0) as metrics:
@@ -82,6 +100,7 @@ def test_a_run_that_switches_wandb_on_later_sends_its_earlier_steps_too(job: Tra
     assert losses(wandb_files.segments(job.run_folder)[0]) == {1: 1.0, 2: 2.0}
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_neither_the_api_key_nor_paths_and_hosts_are_sent_or_stored(
     job: TrainJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +197,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
         each.server_close()
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_metrics_are_recorded_offline_if_training_ends_before_the_server_answers(
     job: TrainJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +215,7 @@ def test_metrics_are_recorded_offline_if_training_ends_before_the_server_answers
     assert wandb_sync._Sent.read(online(job)).step == -1, "the next attempt sends all steps"
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_metrics_are_recorded_offline_while_training_runs_after_three_failed_tries(
     job: TrainJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +240,7 @@ def test_metrics_are_recorded_offline_while_training_runs_after_three_failed_tri
     assert wandb_sync._Sent.read(online(job)).step == -1, "the next attempt sends all steps"
 
 
+@pytest.mark.usefixtures("quick_processes")
 @pytest.mark.parametrize("status", [401, 404])
 def test_a_wrong_key_or_project_is_reported_at_once_and_the_metrics_are_recorded_offline(
     job: TrainJob, server: Callable[[int], None], status: int
