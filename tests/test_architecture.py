@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -63,8 +64,13 @@ LIBRARY = [name for name in MODULES if layer(name) in {"t5train", "infra"}]
 RUNNABLE = [name for name in MODULES if not name.endswith("__main__")]
 
 
-def imported(name: str) -> Iterator[str]:
+@cache
+def imported(name: str) -> list[str]:
     """Dotted names of the modules that a module imports, at its top or inside a function."""
+    return list(_imported(name))
+
+
+def _imported(name: str) -> Iterator[str]:
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
