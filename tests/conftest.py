@@ -21,6 +21,7 @@ from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.model.parameters import ParameterSlot
 from t5train.records.digests import digest_files
 from tests.support.object_server import ObjectServer, running_server
+from tests.support.prepared_python import STAGES, prepared_python
 
 # Put this Python's ninja first, as ranks do: with another ninja, operators are compiled again, which takes minutes.
 os.environ["PATH"] = search_path()
@@ -156,3 +157,15 @@ def reader(object_store: ObjectServer) -> Any:
 def destination(s3: ObjectServer, request: pytest.FixtureRequest) -> str:
     """A destination in the object store that only this test uses."""
     return f"{s3.url}/{request.node.originalname}-{crc32(request.node.name.encode()):08x}/t5"
+
+
+@pytest.fixture(scope="session")
+def python_with_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with prepared_python(tmp_path_factory.mktemp("python"), STAGES, {}) as python:
+        yield python
+
+
+@pytest.fixture
+def quick_workers(python_with_stages: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import modules once for all processes that the test starts. What they compute takes less time than that."""
+    monkeypatch.setattr(sys, "executable", python_with_stages)

@@ -27,6 +27,15 @@ from selectors import EVENT_READ, DefaultSelector
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
+STAGES = (
+    "t5train.data.corpus",
+    "t5train.data.shards",
+    "t5train.data.shard_worker",
+    "t5train.data.vocabulary.tokenizer",
+    "t5train.data.checks.removal",
+    "t5train.data.checks.repetitions",
+)
+"""The modules of the data stages."""
 _CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 

@@ -16,6 +16,7 @@ from t5train.errors import SpecError
 from t5train.records.stage_records import TokenShards
 from tests.support.generated_text import write_jsonl
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
 NO_SPLITS = '{"fingerprint": "", "source": [], "splits": {}, "files": {}}'
 
 
