@@ -34,6 +34,8 @@ from tests.support.waiting import await_that
 from tests.support.web_server import GOOD, SIGNATURE, Answer, Request, Web
 
 pytestmark = pytest.mark.usefixtures("quick_workers")
+PYTHON = sys.executable
+"""The real one, for processes that are sent signals: those of quick_workers get none but SIGKILL."""
 
 BUILD = f"""
 import sys
@@ -388,7 +390,7 @@ def test_short_names_of_compressed_archives_are_known(
 
 def test_an_interruption_ends_a_download_that_waits_for_a_busy_server(web: Web, tmp_path: Path) -> None:
     web.answer = lambda request: Answer(503, (("Retry-After", "500"),)) if request.end else GOOD
-    command = [sys.executable, "-c", BUILD, f"{web.url}/text.txt", str(tmp_path)]
+    command = [PYTHON, "-c", BUILD, f"{web.url}/text.txt", str(tmp_path)]
     with subprocess.Popen(command) as process:
         await_that(lambda: any(each.end for each in web.requests), seconds=60)
         time.sleep(1)
@@ -421,7 +423,7 @@ def test_a_download_that_is_killed_again_and_again_is_complete_in_the_end(web: W
     web.seconds_per_answer = 0.15
     rng = random.Random(0)
     for _ in range(3):
-        with subprocess.Popen([sys.executable, "-c", BUILD, f"{web.url}/text.txt", str(tmp_path)]) as process:
+        with subprocess.Popen([PYTHON, "-c", BUILD, f"{web.url}/text.txt", str(tmp_path)]) as process:
             web.requests.clear()
             wanted = rng.randrange(8, 14)
             while len(content_requests(web)) < wanted and process.poll() is None:

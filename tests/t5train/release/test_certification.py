@@ -458,7 +458,6 @@ def test_a_fresh_process_that_ends_without_a_message_is_reported_with_its_exit_c
         certify_in_fresh_process(exported, exported.path.parent / "witness")
 
 
-@pytest.mark.usefixtures("quick_processes")
 def test_a_process_whose_parent_has_ended_ends_quietly(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     command = [sys.executable, "-m", "t5train.release.certification", exported.path, exported.path.parent / "witness"]

@@ -27,6 +27,8 @@ from tests.support.generated_text import WORDS, DataChain
 from tests.support.waiting import await_that
 
 pytestmark = pytest.mark.usefixtures("quick_workers")
+PYTHON = sys.executable
+"""The real one, for processes that are sent signals: those of quick_workers get none but SIGKILL."""
 
 T5S_SPECIAL_PIECES: dict[str, Any] = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
 T5S_SPECIAL_PIECES |= {"pad_piece": "<pad>", "eos_piece": "</s>", "unk_piece": "<unk>"}
@@ -110,7 +112,7 @@ def test_no_process_goes_on_training_once_the_stage_is_interrupted_or_killed(
     letters = random.Random(0).choices("abcdefghijklmnopqrst", k=5_000_000)  # about a minute's work
     words = ("".join(letters[start : start + 8]) for start in range(0, len(letters), 8))
     (tmp_path / "text.txt").write_text("\n".join(" ".join(line) for line in zip(*[words] * 10, strict=False)))
-    command, pipe = [sys.executable, "-c", TRAIN, str(tmp_path)], subprocess.PIPE
+    command, pipe = [PYTHON, "-c", TRAIN, str(tmp_path)], subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as stage:
         assert stage.stdout is not None
         while not stage.stdout.readline().startswith("seconds of vocabulary training"):
