@@ -5,8 +5,8 @@ one with its arguments, environment, working folder, umask and standard streams.
 status or by a signal, and if it is killed, so is the fork. Arguments other than ``-c CODE`` or ``-m MODULE``, with or
 without ``-P`` before, are left to the real Python.
 
-Tests of what a process does on a signal or as a member of its session, or of how Python ends, need the real one: signals
-are not passed on, a fork has a session of its own, and errors of its last flush are suppressed.
+Tests of what a process does on a signal or as a member of its session, or of how Python ends, need the real one:
+signals are not passed on, a fork has a session of its own, and errors of its last flush are suppressed.
 Modules that read environment variables on import have read those of the prepared process.
 """
 
