@@ -13,6 +13,8 @@ ROOT := work
 WORKERS := 2
 # OpenMP's threads sleep while they wait: two processes have more of them than there are cores, and spinning takes minutes.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A third of the quick tests' time is waiting, so they have half as many workers more.
+QUICK := $(PYTEST) --numprocesses $$(($(WORKERS) * 3 / 2)) -m "not slow and not cluster"
 # Tests start hundreds of processes, and each would compile all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 # PYTHON=/path/to/python3.11 chooses the interpreter that .venv is made from. Shims of version managers may be on
@@ -35,12 +37,12 @@ demo-cluster: setup ## The same on two hosts that share nothing, made of namespa
 	@$(BIN)/python -m infra.testcluster demo --root $(ROOT)
 
 test: setup .venv/.triton lint types ## Everything that must pass: lint, types, quick tests, then slow ones
-	@$(PYTEST) -m "not slow and not cluster"
+	@$(QUICK)
 	.ci/postgresql
 	$(PYTEST) -m "slow and not cluster and not ui"
 
 test-fast: setup ## The tests that start neither DeepSpeed nor a server
-	@$(PYTEST) -m "not slow and not cluster"
+	@$(QUICK)
 
 test-matrix: setup ## The tests of layouts with all layouts; `make test` takes those with all pairs of factors
 	@TEST_MATRIX=1 $(PYTEST) tests/t5train/train/test_training.py
