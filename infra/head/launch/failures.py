@@ -133,11 +133,13 @@ _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
 # How NCCL and torch report that /dev/shm is full.
 _SHARED_MEMORY = re.compile(rf"{SEGMENTS}|shared memory|No space left on device")
 _IN_A_COLLECTIVE = re.compile(r'File "[^"]*(torch/distributed|deepspeed/comm)/')
+_IMPORTING = 'File "<frozen importlib'
+_STACK = re.compile(r"^ *(?:Current thread|Thread) 0x", re.MULTILINE)
 
 
 def diagnose(record: ExitRecord, output: str) -> Diagnosis:
     """Diagnose a rank that did not succeed; ``output`` is the end of its log."""
-    if record.cause == Cause.PHASE and _IN_A_COLLECTIVE.search(output):
+    if record.cause == Cause.PHASE and _waits_for_others(output):
         return _WAITED
     if record.cause in _BY_CAUSE:
         return _BY_CAUSE[record.cause]
@@ -149,6 +151,14 @@ def diagnose(record: ExitRecord, output: str) -> Diagnosis:
     is_full = record.free_bytes is not None and record.free_bytes < _FULL_BYTES
     unknown = _DISK_FULL if is_full else Diagnosis(LaunchError, "")
     return next((found for words, found in _BY_WORDS if words.search(output)), unknown)
+
+
+def _waits_for_others(output: str) -> bool:
+    """Whether a thread was in a collective, by the stacks that the rank wrote before it was ended.
+
+    A thread that imports a module of these packages is in one of their files, too.
+    """
+    return any(_IN_A_COLLECTIVE.search(stack) and _IMPORTING not in stack for stack in _STACK.split(output))
 
 
 def _of_signal(record: ExitRecord, output: str) -> Diagnosis:

@@ -34,6 +34,11 @@ def started(this: Attempt, rank: int) -> None:
 
 
 FULL_SHARED_MEMORY = {"shared_memory_free_bytes": 4096, "shared_memory_bytes": 64 << 20, "host": "node1"}
+IMPORTING = """\
+  File "/v/torch/distributed/tensor/_api.py", line 9 in <module>
+  File "<frozen importlib._bootstrap_external>", line 940 in exec_module
+"""
+"""The stack of a thread that imports a module of torch.distributed, the innermost frame first."""
 # For each: a rank's exit record, its output, the class of the error, and words of the error's message.
 CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     (
@@ -106,6 +111,13 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     ({"cause": Cause.BEAT, "reason": "no sign of life for 11 s"}, "", RankStopped, "no sign of life for 11 s"),
     ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/numpy/x.py", line 1 in f', RankStopped, "took 61 s"),
     ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/torch/distributed/c.py", line 1', CollectiveTimeout, ""),
+    ({"cause": Cause.PHASE, "reason": "took 61 s"}, f"Current thread 0x1:\n{IMPORTING}", RankStopped, "took 61 s"),
+    (
+        {"cause": Cause.PHASE, "reason": "took 61 s"},
+        f'Thread 0x2:\n{IMPORTING}Current thread 0x1:\n  File "/v/deepspeed/comm/torch.py", line 1 in recv\n',
+        CollectiveTimeout,
+        "",
+    ),
     ({"cause": Cause.HEAD, "reason": "no message from the head for 61 s"}, "", HostLost, "no message from the head"),
     (
         {"cause": Cause.REQUESTED, "reason": "SIGTERM; it was still running after 30 s"},
