@@ -2,13 +2,15 @@
 
     python -m tests.acceptance.certificate_faults [--trials 600] [--seed 0] [--only FILE]
 
-Each fault changes one parsed value of a published file before certification. The manifest is rewritten to match, so
-that only the certificate can refuse the fault. A fault that changes no parsed value is not counted. The command prints
+Each fault changes one parsed value of a published file before certification. The digests in the manifest and in the
+model card are rewritten to match, as if the export had made the file so: only a comparison with what training recorded
+can refuse the fault. A fault that changes no parsed value is not counted. The command prints
 the planted and refused faults by file and kind. It fails unless every fault is refused and every sound export is
 certified. Any value of any document may be chosen; the seed decides which.
 """
 
 import argparse
+import itertools
 import logging
 import os
 import random
@@ -25,6 +27,7 @@ from t5train.records.digests import digest_file
 from t5train.records.stage_records import Export
 from t5train.release.certification import certify
 from t5train.release.export import export
+from t5train.release.model_card import README
 from tests.acceptance.file_faults import FAULTS, parsed
 from tests.support.synthetic_models import make_trained
 
@@ -73,14 +76,17 @@ def _make_intact(folder: Path, version: str, num_files: int) -> IntactExport:
 
 
 def _choices(intact: dict[str, IntactExport], only: str | None) -> list[tuple[str, str, str]]:
-    """Every kind of fault in every file of every export."""
-    return [
-        (version, name, kind)
-        for version, each in intact.items()
-        for name in sorted(each.exported.files)
-        for kind in FAULTS[_file_kind(name)]
-        if only is None or name == only
-    ]
+    """Every kind of fault in every file of every export.
+
+    Each kind comes once, in exports of one version after another, before any comes again.
+    """
+    alike: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+    for version, each in intact.items():
+        for name in sorted(each.exported.files):
+            for kind in FAULTS[_file_kind(name)] if only is None or name == only else ():
+                alike.setdefault((_file_kind(name), kind), []).append((version, name, kind))
+    turned = [[*every[turn % len(every) :], *every[: turn % len(every)]] for turn, every in enumerate(alike.values())]
+    return [choice for each_once in itertools.zip_longest(*turned) for choice in each_once if choice is not None]
 
 
 def _file_kind(name: str) -> str:
@@ -93,20 +99,25 @@ def _planted(exported: Export, name: str, kind: str, generator: random.Random) -
 
     Yields its description, or None if nothing changed.
     """
-    path, manifest = exported.path / name, exported.path / "manifest.json"
-    original, original_manifest = path.read_bytes(), manifest.read_bytes()
-    content, described = FAULTS[_file_kind(name)][kind](original, generator)
-    if parsed(name, content) == parsed(name, original):
+    path, card, manifest = (exported.path / each for each in (name, README, "manifest.json"))
+    originals = {each: each.read_bytes() for each in (card, manifest, path)}
+    content, described = FAULTS[_file_kind(name)][kind](originals[path], generator)
+    if parsed(name, content) == parsed(name, originals[path]):
         yield None
         return
     try:
         path.unlink()  # it may be a link to the run's weights
         path.write_bytes(content)
-        exported.model_copy(update={"files": exported.files | {name: digest_file(path)}}).commit()
+        changed = {name: digest_file(path)}
+        if name != README:
+            old, new = (files[name].sha256.encode() for files in (exported.files, changed))
+            card.write_bytes(originals[card].replace(old, new))
+            changed[README] = digest_file(card)
+        exported.model_copy(update={"files": exported.files | changed}).commit()
         yield described
     finally:
-        path.write_bytes(original)
-        manifest.write_bytes(original_manifest)
+        for each, original in originals.items():
+            each.write_bytes(original)
 
 
 def _is_refused(intact: IntactExport) -> bool:

@@ -1,4 +1,4 @@
-"""Faults in every published file, planted before certification and sealed in the manifest."""
+"""Faults in every published file, planted before certification, with digests that match them."""
 
 from pathlib import Path
 
@@ -7,8 +7,9 @@ from tests.acceptance.file_faults import FAULTS
 
 
 def test_every_fault_is_refused_by_the_certificate_even_with_a_matching_manifest(tmp_path: Path) -> None:
-    table, missed = campaign(tmp_path, trials=160, seed=1)
+    kinds = sum(len(of_file) for of_file in FAULTS.values())
+    table, missed = campaign(tmp_path, trials=kinds, seed=1)
     assert not missed
     assert {file for file, _ in table} == set(FAULTS)
-    assert sum(count["planted"] for count in table.values()) > 130
+    assert len(table) > 0.8 * kinds, "the others change no parsed value of the file"
     assert set(FAMILIES) == {"v1.0", "v1.1", "switch"}
