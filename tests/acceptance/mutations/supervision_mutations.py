@@ -180,6 +180,24 @@ MUTATIONS = [
         tests=(f"{_SUPERVISION}::test_a_silent_host_causes_a_warning_and_is_lost_when_the_lease_expires",),
     ),
     Mutation(
+        name="silent-hosts-blamed-for-ranks-of-others",
+        claims=("faults: a host is silent while another host's rank fails",),
+        file=f"{_LAUNCH}/failures.py",
+        anchor="is_known = diagnosis.hops == 0 and",
+        replacement="is_known = diagnosis.hops < 0 and",
+        tests=(f"{_SUPERVISION}::test_a_host_that_does_not_answer_is_blamed_only_if_no_rank_failed_by_itself",),
+    ),
+    Mutation(
+        name="inodes-not-counted",
+        claims=("faults: a host's inodes are full",),
+        file="t5train/files/os_errors.py",
+        anchor="return free_inodes(nearest_existing(Path(path))) == 0",
+        replacement="return free_inodes(nearest_existing(Path(path))) == -1",
+        tests=(
+            "tests/t5train/files/test_os_errors.py::test_a_file_system_without_free_inodes_is_told_apart_from_a_full_one",
+        ),
+    ),
+    Mutation(
         name="restarted-hosts-not-noticed",
         claims=("faults: a node loses power",),
         file=f"{_LAUNCH}/supervision.py",
