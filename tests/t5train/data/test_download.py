@@ -420,17 +420,37 @@ def test_too_little_disk_space_is_noticed_before_anything_is_transferred(
 
 
 def test_a_download_that_is_killed_again_and_again_is_complete_in_the_end(web: Web, tmp_path: Path) -> None:
-    web.seconds_per_answer = 0.15
     rng = random.Random(0)
-    for _ in range(3):
+    for durable in (1, 2, 3):
+        killed = threading.Event()
+        web.answer = answering_until(
+            (durable + 1) * DURABLE, killed
+        )  # so that it cannot be complete before it is killed
         with subprocess.Popen([PYTHON, "-c", BUILD, f"{web.url}/text.txt", str(tmp_path)]) as process:
-            web.requests.clear()
-            wanted = rng.randrange(8, 14)
-            while len(content_requests(web)) < wanted and process.poll() is None:
-                time.sleep(0.01)
+            await_that(lambda: noted_bytes(tmp_path) >= durable * DURABLE, seconds=120)  # noqa: B023  called here
+            time.sleep(rng.uniform(0, 0.1))
             process.send_signal(signal.SIGKILL)
-    web.seconds_per_answer = 0.0
+        killed.set()
+    noted = noted_bytes(tmp_path)
+    web.answer = lambda _: GOOD
     web.requests.clear()
     build(web, tmp_path)
     assert downloaded(tmp_path).read_bytes() == LINES
-    assert min(each.start for each in content_requests(web)) >= DURABLE, "what was on disk is not fetched again"
+    assert min(each.start for each in content_requests(web)) == noted, "what was on disk is not fetched again"
+
+
+def answering_until(limit: int, released: threading.Event) -> Callable[[Request], Answer]:
+    """Hold the requests for bytes from ``limit`` on until the event."""
+
+    def answer(request: Request) -> Answer:
+        if request.start >= limit and request.start != len(LINES) - 1:
+            released.wait()
+        return GOOD
+
+    return answer
+
+
+def noted_bytes(root: Path) -> int:
+    """How many bytes of the incomplete download are known to be on disk."""
+    notes = [json.loads(note.read_bytes()) for note in (root / "cache").rglob(".text.txt.part.json")]
+    return notes[0]["bytes"] if notes else 0

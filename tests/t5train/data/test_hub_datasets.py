@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -132,10 +133,12 @@ def test_a_killed_download_continues_with_the_missing_shards(hub: Hub, tmp_path:
     whole = build_one(hub, tmp_path / "whole", EN)
     root, last = tmp_path / "killed", f"en/train.{SHARDS - 1}.json.gz"
 
+    killed = threading.Event()
+
     def hold_back_the_last(path: str) -> int:
         if path == last:
-            time.sleep(1)
-        return 503 if path == last else 206
+            killed.wait()
+        return 206
 
     hub.status = hold_back_the_last
     downloading = command(root, EN)
@@ -144,6 +147,7 @@ def test_a_killed_download_continues_with_the_missing_shards(hub: Hub, tmp_path:
             assert process.poll() is None
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
+    killed.set()
     hub.status = lambda _: 206
     written = {path: path.stat().st_mtime_ns for path in root.glob("cache/*/*.passages.zst")}
     hub.downloads.clear()
