@@ -169,3 +169,17 @@ def python_with_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 def quick_workers(python_with_stages: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Import modules once for all processes that the test starts. What they compute takes less time than that."""
     monkeypatch.setattr(sys, "executable", python_with_stages)
+
+
+@pytest.fixture(scope="session")
+def python_with_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    modules = ["tests.support.rank_imports", "deepspeed.launcher.launch"]
+    settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+    with prepared_python(tmp_path_factory.mktemp("python"), modules, settings) as python:
+        yield python
+
+
+@pytest.fixture
+def quick_ranks(python_with_ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``quick_workers``, for ranks on the CPU. Models are not compiled, as that takes minutes."""
+    monkeypatch.setattr(sys, "executable", python_with_ranks)

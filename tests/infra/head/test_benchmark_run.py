@@ -12,6 +12,7 @@ from t5train.train.step_benchmark import OTHER, BenchmarkJob, kind_of
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_ranks")
 def test_steps_of_real_ranks_are_measured() -> None:
     spec = recipe("smoke").with_settings({"model.num_layers": 1, "model.num_decoder_layers": 1})
     told: list[tuple[str, int, int | None]] = []
@@ -28,6 +29,7 @@ def test_steps_of_real_ranks_are_measured() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_ranks")
 def test_ranks_of_a_benchmark_report_their_phases_and_one_that_takes_too_long_is_ended() -> None:
     spec = recipe("smoke").with_settings({"cluster.ranks": 1, "cluster.deadlines.compile_seconds": 0.01})
     with pytest.raises(RankStopped, match=r"phase 'compile' of step [01] took .*its deadline is 0 s"):

@@ -13,7 +13,7 @@ from t5train.progress import silent
 from t5train.regression import peer_loop
 from t5train.regression.regression_cases import CASES, RegressionCase
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_ranks")]
 
 
 def job_of(case: RegressionCase) -> PeerJob:
