@@ -35,6 +35,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 os.environ[VARIABLE] = str(operator_folder())
 
 pytest_plugins = ["tests.support.durations"]
+_OF_RANKS = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 GOLDEN = Path(__file__).parent / "golden"
 
 settings.register_profile("local", deadline=None)
@@ -174,8 +175,7 @@ def quick_workers(python_with_stages: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture(scope="session")
 def python_with_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     modules = ["tests.support.rank_imports", "deepspeed.launcher.launch"]
-    settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
-    with prepared_python(tmp_path_factory.mktemp("python"), modules, settings) as python:
+    with prepared_python(tmp_path_factory.mktemp("python"), modules, {"DS_ACCELERATOR": "cpu", **_OF_RANKS}) as python:
         yield python
 
 
@@ -183,3 +183,5 @@ def python_with_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 def quick_ranks(python_with_ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``quick_workers``, for ranks on the CPU. Models are not compiled, as that takes minutes."""
     monkeypatch.setattr(sys, "executable", python_with_ranks)
+    for name, value in _OF_RANKS.items():
+        monkeypatch.setenv(name, value)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import loss_curves
 from benchmarks.loss_curves import Curve
 from infra.head.peer_ranks import measure_peer
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
@@ -25,17 +26,17 @@ TINY = {
     "layout.micro_batch_sequences": 4,
     "cluster.ranks": 1,
 }
-ROOT = Path(__file__).parents[2]
+PYTHON, ROOT = sys.executable, Path(__file__).parents[2]
+# The command, of which only the ranks are forks: it gets signals.
+PROGRAM = """
+import sys
+sys.executable = sys.argv.pop(1)
+from benchmarks import loss_curves
+raise SystemExit(loss_curves.main())
+"""
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_ranks")]
 
 
-@pytest.fixture(autouse=True)
-def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling a peer takes two minutes here."""
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("peer", ["pytorch", "deepspeed", "trainer"])
 def test_a_peer_trains_the_recipes_model(peer: Peer, tmp_path: Path) -> None:
     if peer == "trainer" and find_spec("accelerate") is None:
@@ -52,12 +53,13 @@ def test_a_peer_trains_the_recipes_model(peer: Peer, tmp_path: Path) -> None:
     assert measured.memory_bytes > 100e6
 
 
-@pytest.mark.slow
-def test_interrupted_loss_curves_leave_no_rank_and_continue(tmp_path: Path) -> None:
+def test_interrupted_loss_curves_leave_no_rank_and_continue(
+    python_with_ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = [part for name, value in TINY.items() for part in ("--set", f"{name}={str(value).lower()}")]
-    command = [sys.executable, "-m", "benchmarks.loss_curves", "smoke", "--root", str(tmp_path), "--steps", "3"]
+    arguments = ["smoke", "--root", str(tmp_path), "--steps", "3", *settings]
     rows = tmp_path / "losses.jsonl"
-    with subprocess.Popen([*command, *settings], cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
+    with subprocess.Popen([PYTHON, "-c", PROGRAM, python_with_ranks, *arguments], cwd=ROOT) as first:
         second_log = tmp_path / "logs" / "losses-none" / "rank-0.log"
         while first.poll() is None and not second_log.exists():
             time.sleep(0.1)
@@ -66,8 +68,8 @@ def test_interrupted_loss_curves_leave_no_rank_and_continue(tmp_path: Path) -> N
     [row] = map(Curve.model_validate_json, rows.read_text("utf-8").splitlines())
     assert row.variant == "kernels"
     assert not _processes_with(str(tmp_path))
-    done = subprocess.run([*command, *settings], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["loss_curves", *arguments])
+    assert not loss_curves.main()
     curves = {row.variant: row for row in map(Curve.model_validate_json, rows.read_text("utf-8").splitlines())}
     assert list(curves) == ["kernels", "none", "none again"]
     assert curves["kernels"] == row
@@ -76,7 +78,7 @@ def test_interrupted_loss_curves_leave_no_rank_and_continue(tmp_path: Path) -> N
     assert len(once) == 3
     assert again == pytest.approx(once, rel=1e-5)
     assert again != once, "sums in another order are rounded differently"
-    assert "difference by rounding alone" in done.stdout
+    assert "difference by rounding alone" in capsys.readouterr().out
 
 
 def _processes_with(text: str) -> list[str]:

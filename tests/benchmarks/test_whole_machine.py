@@ -1,7 +1,6 @@
 """All layouts can be measured on 2, 4 and 8 ranks, their losses are of the same samples, and a tiny one is measured."""
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +20,6 @@ from t5train.errors import LaunchError
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = """
-from benchmarks import whole_machine
-from flows.cli import terminal
-
-terminal.SECONDS_BETWEEN_LINES = 0
-raise SystemExit(whole_machine.main())
-"""
-"""The command, which shows its progress as often as it is told."""
 LAYOUTS = [(ranks, number) for ranks in (2, 4, 8) for number in range(len(layouts(8)))]
 
 
@@ -121,23 +111,24 @@ def test_layouts_that_do_not_exist_are_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_ranks")
 def test_a_tiny_layout_is_measured_once_on_two_ranks_and_on_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    command = [sys.executable, "-c", PROGRAM, "--root", str(tmp_path), "--ranks", "2", "--tiny"]
-    command += ["--only", "base", "--steps", "2", "--loss-steps", "3"]
-    first, again = (
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400) for _ in range(2)
-    )
-    assert (first.returncode, again.returncode) == (0, 0), first.stderr
-    assert first.stdout.count("starts, expected") == 2
-    assert first.stdout.startswith("base:\nours, repeat 1: starts")
-    assert "starts, expected" not in again.stdout, "everything was measured"
-    assert "base:" not in again.stdout
-    shown = re.findall(r"^\d+ of (\d+) \(\d+ %\) steps", first.stderr, re.MULTILINE)
+    monkeypatch.setattr("flows.cli.terminal.SECONDS_BETWEEN_LINES", 0)
+    command = ["whole_machine", "--root", str(tmp_path), "--ranks", "2", "--tiny"]
+    monkeypatch.setattr(sys, "argv", [*command, "--only", "base", "--steps", "2", "--loss-steps", "3"])
+    assert not whole_machine.main()
+    first = capsys.readouterr()
+    assert first.out.count("starts, expected") == 2
+    assert first.out.startswith("base:\nours, repeat 1: starts")
+    assert not whole_machine.main()
+    again = capsys.readouterr().out
+    assert "starts, expected" not in again, "everything was measured"
+    assert "base:" not in again
+    shown = re.findall(r"^\d+ of (\d+) \(\d+ %\) steps", first.err, re.MULTILINE)
     assert {"9", "3"} <= set(shown), "both speed, with 7 more steps, and losses show their progress"
-    speed, losses = (row.split("|")[2:-1] for row in again.stdout.splitlines() if row.startswith("| base |"))
+    speed, losses = (row.split("|")[2:-1] for row in again.splitlines() if row.startswith("| base |"))
     together, alone, linear = (float(cell.replace(",", "")) for cell in speed[1:4])
     assert linear == pytest.approx(together / (2 * alone), abs=0.01)
     last, last_alone = (float(cell) for cell in losses[:2])
