@@ -5,6 +5,7 @@ import sys
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.exit_record import Cause
 from infra.node.attempts.process_guard import MODULE
+from t5train.rank import heartbeat
 
 HANG_SECONDS = 120.0
 """Only a guard that hangs takes as long to end, however busy the machine is."""
@@ -16,22 +17,36 @@ STUBBORN = (
     "print('ready', flush=True); time.sleep(600)"
 )
 SAVING_SLOWLY = """
-import signal, time
+import os, signal, time
+from pathlib import Path
 from types import SimpleNamespace
 from t5train.rank.heartbeat import Heartbeat
+may_end = Path(os.environ["T5_RANK_FILES"]).parent / "may-end"
 def save(*_):
     heart.enter("save", 7)
-    time.sleep(5)
+    while not may_end.exists():
+        time.sleep(0.02)
     print("saved", flush=True)
     heart.enter("step", 8)
 signal.signal(signal.SIGTERM, save)
-deadlines = SimpleNamespace(start_seconds=60, compile_seconds=60, step_seconds=60, save_seconds=60)
+deadlines = SimpleNamespace(start_seconds=600, compile_seconds=600, step_seconds=600, save_seconds=600)
 with Heartbeat.of_rank(deadlines) as heart:
     print("ready", flush=True)
     while True:
         time.sleep(600)
 """
-"""Writes heartbeats as ranks do. On SIGTERM it saves for five seconds, and then goes on as if it had not been told."""
+"""Writes heartbeats as ranks do. On SIGTERM it saves until ``end_saves``, and then goes on as if not told."""
+
+
+def saves(this: Attempt, *ranks: str) -> bool:
+    """Whether these ranks are saving a checkpoint."""
+    beats = [heartbeat.read(heartbeat.beat_file(this.rank_files(rank))) for rank in ranks]
+    return all(beat is not None and beat.phase == "save" for beat in beats)
+
+
+def end_saves(this: Attempt) -> None:
+    """Let all saves of an attempt's ranks end."""
+    (this.folder / "may-end").touch()
 
 
 def guard_arguments(this: Attempt, program: str, *options: str) -> list[str]:
