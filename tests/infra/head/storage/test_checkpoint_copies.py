@@ -3,7 +3,6 @@
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,17 @@ from t5train.spec.recipes import recipe
 from tests.support.checkpoints import small_tags
 from tests.support.checkpoints.stored_runs import kill, ledger_at
 from tests.support.s3_reader import Reader
+from tests.support.waiting import await_that
 
 pytestmark = pytest.mark.slow
 
-SECONDS, LEASE_SECONDS = 30, 5
+HANG_SECONDS = 120
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LOOK_SECONDS", "_POLL_SECONDS"):
+        monkeypatch.setattr(f"infra.head.storage.checkpoint_copies.{name}", 0.1)
 
 
 @pytest.fixture
@@ -48,7 +54,7 @@ def make_spec(tmp_path: Path, destination: str) -> Callable[[str], RunSpec]:
             "storage.root": json.dumps(str(tmp_path / root)),
             "name": "wiki",
             "storage.publish_checkpoints_under": destination,
-            "cluster.lease_seconds": LEASE_SECONDS,
+            "cluster.lease_seconds": 600,
             **settings,
         }
         spec = recipe("smoke").with_settings(changes)
@@ -80,10 +86,7 @@ def stored_tags(spec: RunSpec) -> list[str]:
 
 
 def await_stored(spec: RunSpec, *expected: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while stored_tags(spec) != [*expected]:
-        assert time.monotonic() < deadline, stored_tags(spec)
-        time.sleep(0.2)
+    await_that(lambda: stored_tags(spec) == [*expected])
 
 
 def test_complete_checkpoints_are_copied_while_ranks_run_and_the_newest_ones_kept(
@@ -111,7 +114,10 @@ def test_a_store_that_does_not_answer_is_logged_once_and_nothing_else_ends_until
     spec = make_spec()
     copies = copies_of(spec)
 
+    tried = threading.Semaphore(0)
+
     def failing(*_: object, **__: object) -> object:
+        tried.release()
         raise StoreError("s3 cannot be written: the server is busy", code="SlowDown")
 
     with monkeypatch.context() as patched:
@@ -120,7 +126,8 @@ def test_a_store_that_does_not_answer_is_logged_once_and_nothing_else_ends_until
         patched.setattr("infra.head.storage.checkpoint_copies._INSIST_SECONDS", 1)
         small_tags.save(spec.run_folder / CHECKPOINTS, 100)
         copies.start()
-        time.sleep(2)
+        for _ in range(9):  # several times, with each of its tries
+            assert tried.acquire(timeout=HANG_SECONDS)
         copies.require_kept()
         assert caplog.text.count("cannot store the newest checkpoint, will retry") == 1
         with pytest.raises(PublicationError, match=r"training is done, but .* no step is trained again"):
@@ -134,8 +141,11 @@ def test_a_head_that_was_superseded_stops(make_spec: Callable[..., RunSpec]) -> 
     spec, other = make_spec(), make_spec("b")
     copies = copies_of(spec)
     small_tags.save(spec.run_folder / CHECKPOINTS, 100)
-    kill(copies.claim())
-    time.sleep(LEASE_SECONDS + 2)
+    claim = copies.claim()
+    assert claim.ledger.holder is not None
+    expired = claim.ledger.holder.model_copy(update={"lease_seconds": 0})
+    claim.change(lambda ledger: ledger.changed(holder=expired))  # as long after the last renewal
+    kill(claim)
     taken = copies_of(other)
     for act in (copies.confirm, copies.require_kept, lambda: copies.catch_up(silent)):
         with pytest.raises(RunOwned):
@@ -158,8 +168,15 @@ def test_a_run_that_has_lost_its_checkpoints_gets_the_newest_one_back(make_spec:
 
 
 def test_a_run_that_begins_again_keeps_what_is_stored_and_uses_none_of_it(
-    make_spec: Callable[..., RunSpec], reader: Reader
+    make_spec: Callable[..., RunSpec], reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    looked, look = threading.Semaphore(0), CheckpointCopies._next
+
+    def look_and_tell(of: CheckpointCopies) -> str | None:
+        looked.release()
+        return look(of)
+
+    monkeypatch.setattr(CheckpointCopies, "_next", look_and_tell)
     spec = make_spec()
     copies = copies_of(spec)
     small_tags.save(spec.run_folder / CHECKPOINTS, 100)
@@ -168,10 +185,12 @@ def test_a_run_that_begins_again_keeps_what_is_stored_and_uses_none_of_it(
     before = reader.keys(str(spec.checkpoints_url))
     ask_to_begin_again(spec.run_folder)
     copies.prepare(silent)
-    copies.start()
-    time.sleep(1)
     small_tags.save(spec.run_folder / CHECKPOINTS, 200)  # is not copied: the old ones are there until ranks are started
-    time.sleep(1)
+    while looked.acquire(blocking=False):
+        pass
+    copies.start()
+    for _ in range(3):
+        assert looked.acquire(timeout=HANG_SECONDS)
     assert stored_tags(spec) == ["step-00000100"]
     assert resume_tag(spec.run_folder) is None
     small_tags.save(spec.run_folder / CHECKPOINTS, 50)
@@ -302,13 +321,16 @@ def test_stopping_does_not_wait_for_a_store_that_does_not_answer(
         raise StoreError("no answer", code="ReadTimeoutError")
 
     monkeypatch.setattr(BucketFolder, "call", hanging)
-    monkeypatch.setattr("infra.head.storage.checkpoint_copies._STOP_SECONDS", 1)
+    monkeypatch.setattr("infra.head.storage.checkpoint_copies._STOP_SECONDS", 0.1)
+    monkeypatch.setattr("t5train.release.checkpoint_store.store_claim._END_SECONDS", 0.1)
     small_tags.save(spec.run_folder / CHECKPOINTS, 100)
     copies.start()
-    assert called.wait(SECONDS)
-    began = time.monotonic()
+    assert called.wait(HANG_SECONDS)
+    late_answer = threading.Timer(HANG_SECONDS, answering.set)
+    late_answer.start()
     copies.end()
-    assert time.monotonic() - began < 15
+    assert not answering.is_set()
+    late_answer.cancel()
     answering.set()
 
 
