@@ -11,11 +11,13 @@ import pytest
 
 from infra.head.hosts.ssh import Ssh
 from infra.node import processes
+from infra.node.__main__ import ACTIONS
 from infra.node.attempts import attempt
 from infra.node.attempts.attempt import Attempt
 from infra.node.ports import free_port
 from infra.node.processes import ProcessIdentity
 from t5train.spec import ClusterSpec
+from tests.support.prepared_python import prepared_python
 from tests.support.simulated_nodes import LocalHosts, Site
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -96,6 +98,14 @@ def running(
 def local_hosts(tmp_path: Path) -> LocalHosts:
     (tmp_path / "hosts").mkdir()
     return LocalHosts(tmp_path / "hosts")
+
+
+@pytest.fixture(scope="session")
+def python_of_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """For actions that end by themselves: a Python that has imported them."""
+    modules = dict.fromkeys(each.partition(":")[0] for each in ACTIONS.values() if "node.storage" in each)
+    with prepared_python(tmp_path_factory.mktemp("nodes"), [*modules, "infra.node.__main__"], {}) as python:
+        yield python
 
 
 @pytest.fixture

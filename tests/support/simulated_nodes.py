@@ -52,15 +52,15 @@ sys.exit(main())
 class LocalHosts:
     """A transport to hosts that are folders of this machine: commands run here, with the host's own node folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
+        self.folder, self.python = folder, python
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         """The command of an action of infra.node that uses the host's folder; the code receiver runs unchanged."""
         if "\n" in argv[-1]:
             return list(argv)
         (self.folder / host).mkdir(exist_ok=True)
-        return [sys.executable, "-c", NODE, str(self.folder / host), argv[-1]]
+        return [self.python, "-c", NODE, str(self.folder / host), argv[-1]]
 
     def attempt_folder(self, host: str, run_id: str) -> Path:
         return self.folder / host / f"t5-pretrain-{os.getuid()}" / "attempts" / run_id

@@ -199,7 +199,10 @@ def test_the_lease_is_renewed_until_the_run_is_released_and_expires_afterwards(
             until(lambda before=before: all(map(str.__ne__, (lease.read_text() for lease in leases), before)))
         with pytest.raises(RunOwned, match="it may be running"):
             second.claimed(adopt=True)
-    time.sleep(SECONDS + 0.2)
+        renewal = first.claim._renewal
+    assert renewal is not None
+    assert not renewal._thread.is_alive()
+    simulate_dead_head(site, first)
     assert [owner.head for owner in second.claimed(adopt=True)] == ["this-head"]
 
 
