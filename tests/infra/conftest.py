@@ -1,4 +1,5 @@
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -95,15 +96,15 @@ def running(
 
 
 @pytest.fixture
-def local_hosts(tmp_path: Path) -> LocalHosts:
+def local_hosts(tmp_path: Path, python_of_nodes: str) -> LocalHosts:
     (tmp_path / "hosts").mkdir()
-    return LocalHosts(tmp_path / "hosts")
+    return LocalHosts(tmp_path / "hosts", python_of_nodes)
 
 
 @pytest.fixture(scope="session")
 def python_of_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """For actions that end by themselves: a Python that has imported them."""
-    modules = dict.fromkeys(each.partition(":")[0] for each in ACTIONS.values() if "node.storage" in each)
+    """A Python that has imported the modules of most actions."""
+    modules = dict.fromkeys(each.partition(":")[0] for each in ACTIONS.values() if not re.search("inspe|tokeni", each))
     with prepared_python(tmp_path_factory.mktemp("nodes"), [*modules, "infra.node.__main__"], {}) as python:
         yield python
 

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -7,16 +6,9 @@ from infra.head.hosts.hostfile import Host, Hosts
 from infra.head.storage.node_paths import NodeRun
 from infra.node.attempts.run_ownership import Owner
 from t5train.spec import StorageSpec
-from tests.support.simulated_nodes import RUN, LocalHosts, Site
+from tests.support.simulated_nodes import RUN, Site
 
 OWNER = Owner("1" * 32, "this-head", "/this/root", "2026-01-01T00:00:00", lease_seconds=60.0)
-
-
-@pytest.fixture
-def local_hosts(tmp_path: Path, python_of_nodes: str) -> LocalHosts:
-    """As elsewhere, but the actions' modules are imported only once."""
-    (tmp_path / "hosts").mkdir()
-    return LocalHosts(tmp_path / "hosts", python_of_nodes)
 
 
 @pytest.fixture

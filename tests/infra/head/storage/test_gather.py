@@ -217,16 +217,18 @@ from infra.head.storage.checkpoint_inventory import complete_tags
 from tests.support.simulated_nodes import LocalHosts
 
 run, checkpoints = sys.argv[1], Path(sys.argv[2])
-nodes = Nodes(LocalHosts(Path(sys.argv[3])), ("a", "b"))
+nodes = Nodes(LocalHosts(Path(sys.argv[3]), sys.argv[4]), ("a", "b"))
 tag = complete_tags(survey(nodes, run, checkpoints).found)[0]
 print("gathering", flush=True)
 gather(nodes, run, tag, checkpoints)
 """
 
 
-def test_a_head_killed_during_a_gather_never_leaves_an_incomplete_tag_that_looks_complete(site: Site) -> None:
+def test_a_head_killed_during_a_gather_never_leaves_an_incomplete_tag_that_looks_complete(
+    site: Site, python_of_nodes: str
+) -> None:
     site.save(8, size=8_000_000)
-    argv = [sys.executable, "-c", HEAD, RUN, str(site.checkpoints), str(site.folder / "hosts")]
+    argv = [sys.executable, "-c", HEAD, RUN, str(site.checkpoints), str(site.folder / "hosts"), python_of_nodes]
     generator = random.Random(0)
     for _ in range(5):
         with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as head:
