@@ -127,7 +127,7 @@ def hosts_of_this_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     before = set(psutil.Process().children(recursive=True))
     yield ssh
     left = set(psutil.Process().children(recursive=True)) - before
-    assert not psutil.wait_procs(left, timeout=10)[1]
+    assert not psutil.wait_procs(left, timeout=120)[1]
     pids = [int(path.read_text()) for path in folder.glob("*.pid")]
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 

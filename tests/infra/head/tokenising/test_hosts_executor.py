@@ -3,8 +3,9 @@
 Hosts on which jobs hang are in ``test_hung_hosts.py``.
 """
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,23 @@ from t5train.errors import InputError, RemoteFailed, StorageError, WorkerLost
 from t5train.spec import ClusterSpec, CorpusSpec, ShardsSpec, TokenizerSpec
 from tests.infra.head.tokenising.conftest import Site
 from tests.support.generated_text import write_jsonl
+from tests.support.prepared_python import prepared_python
 
 Do = Callable[..., list[dict[str, object]]]
+
+
+@pytest.fixture(scope="module")
+def python_with_dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    modules = ["infra.node.__main__", "infra.node.tokenising.dask_worker", "infra.head.tokenising.dask_scheduler"]
+    modules += ["distributed", "distributed.worker", "distributed.scheduler", "t5train.data.shards"]
+    with prepared_python(tmp_path_factory.mktemp("python"), modules, {}) as python:
+        yield python
+
+
+@pytest.fixture(autouse=True)
+def quick_hosts(python_with_dask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import modules once for the schedulers, hosts and job processes of all tests."""
+    monkeypatch.setattr(sys, "executable", python_with_dask)
 
 
 def modes(folder: Path) -> dict[str, int]:

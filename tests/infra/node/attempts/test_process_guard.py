@@ -24,8 +24,8 @@ from tests.support.guarded_ranks import HANG_SECONDS, SLEEP, STUBBORN, guard_arg
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
 Survivors = Callable[[str], set[int]]
-SEVERAL_LOOKS_SECONDS = 2.5
-"""In this time a guard looks at least twice whether its rank must be ended."""
+LOOK_SECONDS = 1.5
+"""In this time a guard looks at least once whether its rank must be ended."""
 
 SIGNALLED_AT_STARTUP = """
 import os, signal, sys
@@ -187,7 +187,7 @@ def test_a_rank_runs_until_its_lease_is_no_longer_renewed(
     last_renewed(leased, seconds_ago=300.0)
     head_lease.renew(leased.folder)
     assert head_lease.age_seconds(leased.folder) < 200
-    time.sleep(SEVERAL_LOOKS_SECONDS)
+    time.sleep(LOOK_SECONDS)
     assert guard.poll() is None
     last_renewed(leased, seconds_ago=601.0)
     assert guard.wait(HANG_SECONDS) == 1
@@ -205,7 +205,7 @@ def test_a_launcher_over_hosts_outlives_its_head_but_ends_when_its_lease_expires
     until((leased.folder / "launcher.pid").exists)
     head.kill()
     head.wait()
-    time.sleep(SEVERAL_LOOKS_SECONDS)
+    time.sleep(LOOK_SECONDS)
     assert leased.exit_record("launcher") is None
     last_renewed(leased, seconds_ago=601.0)
     until(lambda: leased.exit_record("launcher"))

@@ -57,7 +57,7 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_elsewhere(local_flock: dict[str, str], code: str, run: Path, lease: float) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-c", ELSEWHERE + code, str(run), str(lease)]
-    return subprocess.run(argv, env=os.environ | local_flock, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(argv, env=os.environ | local_flock, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_a_head_on_another_machine_is_refused_with_the_name_of_the_holder(
@@ -76,15 +76,20 @@ def test_a_head_on_another_machine_is_refused_with_the_name_of_the_holder(
 def test_another_machine_can_take_a_released_run_at_once(tmp_path: Path, local_flock: dict[str, str]) -> None:
     with run_lock(tmp_path):
         pass
-    began = time.monotonic()
     free = run_elsewhere(local_flock, "print(holder(run))\nwith run_lock(run): print('in')", tmp_path, 600)
-    assert free.stdout.split() == ["None", "in"], free.stderr
-    assert time.monotonic() - began < 30
+    assert free.stdout.split() == ["None", "in"], free.stderr  # before the time limit, half of the lease
 
 
 def test_the_run_of_a_dead_head_on_another_machine_is_taken_over_only_after_the_lease(
-    tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    start: Start,
+    until: Until,
+    local_flock: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(run_lease, "_GLANCE_SECONDS", 0.5)
+    monkeypatch.setattr(run_lease, "LEASE_SECONDS", 1.0)
     dead = start("-c", HOLD.replace("sys.stdin.read()", "time.sleep(600)"), str(tmp_path), "2", **local_flock)
     until((tmp_path / "held").exists)
     dead.kill()
@@ -129,12 +134,13 @@ def test_a_head_notices_that_another_head_has_taken_over_its_run(
 def test_a_stopped_head_loses_the_run_and_gets_an_error_when_it_resumes(
     tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str]
 ) -> None:
-    stopped = start("-c", HOLD.replace("sys.stdin.read()", "time.sleep(5)"), str(tmp_path), "2", **local_flock)
+    until_lost = HOLD.replace("sys.stdin.read()", "\n while lease.lost_to is None: time.sleep(0.05)\n")
+    stopped = start("-c", until_lost, str(tmp_path), "2", **local_flock)
     until((tmp_path / "held").exists)
     stopped.send_signal(signal.SIGSTOP)
     with run_lock(tmp_path) as lease:
         stopped.send_signal(signal.SIGCONT)
-        assert stopped.wait(30) == 1
+        assert stopped.wait(300) == 1
         lease.require_held()
     assert f"was taken over by process {os.getpid()} on" in (tmp_path / "output.txt").read_text()
 
