@@ -23,10 +23,10 @@ from distributed import Client, Security
 from infra.node.tokenising.dask_settings import security
 from infra.node.tokenising.worker_messages import Credentials
 
-for given in json.loads(sys.argv[2]):
+for given, seconds in json.loads(sys.argv[2]):
     scheme, secure = ("tls", security(Credentials(**given))) if given else ("tcp", Security())
     try:
-        with Client(f"{scheme}://127.0.0.1:{sys.argv[1]}", security=secure, timeout=4):
+        with Client(f"{scheme}://127.0.0.1:{sys.argv[1]}", security=secure, timeout=seconds):
             print("accepted")
     except OSError:
         print("refused")
@@ -38,9 +38,10 @@ def test_only_a_client_with_the_credentials_of_the_run_is_accepted(
 ) -> None:
     messages = list[Json | None]()
     with scheduler_process(5, messages.append) as scheduler:
-        given = [None, asdict(new_credentials()), asdict(scheduler.credentials)]
+        own = asdict(scheduler.credentials)
+        given = [(own, 120), (None, 2), (asdict(new_credentials()), 2)]
         result = run_python(CLIENTS, str(scheduler.port), json.dumps(given))
-    assert result.stdout.split() == ["refused", "refused", "accepted"], result.stderr
+    assert result.stdout.split() == ["accepted", "refused", "refused"], result.stderr
 
 
 def listening(process: psutil.Process) -> set[int]:
