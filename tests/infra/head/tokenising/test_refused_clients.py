@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from pathlib import Path
 from socket import create_connection
 
 import psutil
@@ -42,6 +43,22 @@ def test_only_a_client_with_the_credentials_of_the_run_is_accepted(
         given = [(own, 120), (None, 2), (asdict(new_credentials()), 2)]
         result = run_python(CLIENTS, str(scheduler.port), json.dumps(given))
     assert result.stdout.split() == ["accepted", "refused", "refused"], result.stderr
+
+
+def test_an_older_tls_is_refused_even_with_the_credentials(tmp_path: Path) -> None:
+    versions = list[str | None]()
+    with scheduler_process(5, list[Json | None]().append) as scheduler:
+        chain = tmp_path / "chain.pem"
+        chain.write_text(scheduler.credentials.certificate + scheduler.credentials.key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.load_cert_chain(chain)
+        for newest in (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2):
+            context.maximum_version = newest
+            with suppress(ssl.SSLError), create_connection(("127.0.0.1", scheduler.port), timeout=120) as connection:
+                with context.wrap_socket(connection) as secure:
+                    versions.append(secure.version())
+    assert versions == ["TLSv1.3"]
 
 
 def listening(process: psutil.Process) -> set[int]:
