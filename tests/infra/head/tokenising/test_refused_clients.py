@@ -55,9 +55,9 @@ def test_an_older_tls_is_refused_even_with_the_credentials(tmp_path: Path) -> No
         context.load_cert_chain(chain)
         for newest in (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2):
             context.maximum_version = newest
-            with suppress(ssl.SSLError), create_connection(("127.0.0.1", scheduler.port), timeout=120) as connection:
-                with context.wrap_socket(connection) as secure:
-                    versions.append(secure.version())
+            with suppress(ssl.SSLError), ExitStack() as stack:
+                connection = stack.enter_context(create_connection(("127.0.0.1", scheduler.port), timeout=120))
+                versions.append(stack.enter_context(context.wrap_socket(connection)).version())
     assert versions == ["TLSv1.3"]
 
 
