@@ -20,6 +20,7 @@ def spec_of(layout: str, num_steps: int = 4, ranks: int = 2, saved_every: int = 
         {
             "model.d_model": 32,
             "model.d_ff": 64,
+            "model.num_layers": 2,
             "model.dropout_rate": 0.1,
             "objective.input_tokens": 32,
             "optimizer.num_steps": num_steps,
@@ -83,14 +84,19 @@ class Trained:
         return {name: digest64(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
 
 
-def train(root: Path, jobs: list[dict[str, Any]], shards: TokenShards, ranks: int = 2) -> Trained:
-    """Train all jobs on these shards, in one launch. A job without a run folder has one of its name in ``root``."""
+def train(
+    root: Path, jobs: list[dict[str, Any]], shards: TokenShards, ranks: int = 2, program: str = "rank_program"
+) -> Trained:
+    """Have a program of this package do all jobs on these shards, in one launch of ``ranks`` ranks.
+
+    A job without a run folder has one of its name in ``root``.
+    """
     for job in jobs:
         job.setdefault("run_folder", f"{root}/{job['name']}")
         job["shards"] = str(shards.path)
-        Path(job["run_folder"]).mkdir(exist_ok=True)
+        Path(job["run_folder"]).mkdir(parents=True, exist_ok=True)
     (root / "jobs.json").write_text(json.dumps(jobs))
-    launch(root / "jobs.json", ranks)
+    launch(root / "jobs.json", ranks, program)
     return Trained(root)
 
 
