@@ -1,7 +1,8 @@
 """Checkpoints of nodes that share no disk: saved, gathered, brought back and resumed by real DeepSpeed.
 
 Every layout first trains to its end. It then resumes from the last checkpoint but one, after one node has lost its
-disk.
+disk. On four ranks, every kind of rank group has several ranks: the experts are split over two ranks, with two
+replicas; one pipeline has two stages and two replicas, and another one has four stages.
 """
 
 import json
@@ -25,7 +26,7 @@ SHORT |= {"storage.keep_last": 1, "storage.validate_every_steps": 2}
 TAG, LAST = "step-00000001", "step-00000002"
 ONE_RANK_A_NODE = ["zero0-fp32", "zero1-bf16", "zero2-fp32-tied", "zero3-fp32", "zero2-bf16-offload"]
 ONE_RANK_A_NODE += ["zero3-bf16-offload", "zero2-fp32-ep1", "zero1-bf16-ep2", "zero1-fp32-pp2-tied"]
-TWO_RANKS_A_NODE = ["zero2-bf16", "zero2-fp32-ep2", "zero1-bf16-pp4"]
+TWO_RANKS_A_NODE = ["zero2-bf16", "zero2-fp32-ep2", "zero1-bf16-pp4", "zero1-fp32-tied-pp2"]
 REPLICATED = {"zero0-fp32", "zero1-bf16", "zero2-fp32-tied", "zero2-bf16-offload", "zero2-bf16"}
 CASES = [(layout, 1) for layout in ONE_RANK_A_NODE] + [(layout, 2) for layout in TWO_RANKS_A_NODE]
 
@@ -66,7 +67,7 @@ def test_an_intact_node_and_one_that_was_wiped_resume_bit_equal(
     for rank in range(2 * ranks_a_node):
         whole, resumed = (trained.found(f"{layout}.{what}", rank) for what in ("whole", "resumed"))
         assert whole["step"] == resumed["step"] == 2
-        assert whole["masters"] == resumed["masters"]
+        assert whole["masters"] == resumed["masters"] == trained.found(f"{layout}.whole")["masters"]
 
 
 @pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
@@ -124,3 +125,27 @@ def test_ranks_on_node_local_storage_do_not_prune(trained: OnNodes) -> None:
     for node in (0, 1):
         kept = (trained.root / f"zero2-bf16.whole/node-{node}/checkpoints").iterdir()
         assert sorted(path.name for path in kept if path.is_dir()) == [TAG, LAST]
+
+
+def test_the_sidecars_of_a_pipeline_list_the_layers_that_each_rank_wrote(trained: OnNodes) -> None:
+    sidecars = trained.sidecars("zero1-fp32-tied-pp2", LAST)
+    positions = [(one.layout.pipeline_rank, one.layout.data_parallel_rank) for one in sidecars]
+    assert positions == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    layers = [{name for name in one.files if name.startswith("layer_")} for one in sidecars]
+    assert "layer_00-model_states.pt" in layers[0]
+    assert layers[2]
+    assert layers[1] == layers[3] == set()
+    held = [{slot.name for group in one.groups for slot in group} for one in sidecars]
+    assert held[0] == held[1]
+    assert {"shared.weight"} <= held[0] & held[2]
+
+
+def test_the_sidecar_of_a_rank_lists_the_experts_that_it_wrote(trained: OnNodes) -> None:
+    sidecars = trained.sidecars("zero2-fp32-ep2", LAST)
+    experts = [{int(name.split("_")[3]) for name in one.files if name.startswith("layer_")} for one in sidecars]
+    assert experts == [{0, 1}, {2, 3}, set(), set()]
+    held = [(one.layout.expert_rank, one.layout.expert_data_rank) for one in sidecars]
+    assert held == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    slots = {slot.name for group in sidecars[3].groups for slot in group}
+    assert "encoder.block.1.layer.1.mlp.experts.expert_2.wi.weight" in slots
+    assert "encoder.block.1.layer.1.mlp.experts.expert_1.wi.weight" not in slots
