@@ -28,6 +28,7 @@ SMALLER = {
     "storage.checkpoint_every_steps": 10,
     "storage.validate_every_steps": 10,
     "storage.validate_sequences": 16,
+    "cluster.ranks": 1,
 }
 
 
@@ -57,8 +58,8 @@ def test_a_recipe_takes_settings() -> None:
 
 
 @pytest.mark.slow
-def test_the_example_of_the_readme_publishes_a_model(tmp_path: Path) -> None:
-    """Run the example as it is written, except for a smaller model and other paths."""
+def test_the_example_of_the_readme_publishes_a_model(tmp_path: Path, quick_workers: None) -> None:
+    """Run the example as it is written, except for a smaller model on one rank and other paths."""
     (tmp_path / "notes.txt").write_text("".join(f"The note {n} is about {n * n} things.\n" for n in range(2000)))
     _, _, section = README.read_text("utf-8").partition("## From Python")
     code = section.partition("```python\n")[2].partition("```")[0]

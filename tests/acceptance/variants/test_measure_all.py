@@ -1,7 +1,6 @@
 """The command that runs every variant: its cases, its results, and how it continues after an interruption."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,13 +9,12 @@ import pytest
 from t5train.data.corpus import build_corpus
 from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.spec.recipes import RECIPES, recipe
+from tests.acceptance.variants import measure_all
 from tests.acceptance.variants.measure_all import Results
 from tests.acceptance.variants.variant_cases import CASES, Case
 from tests.acceptance.variants.variant_runs import with_mfu
 from tests.acceptance.variants.variant_table import table
 from tests.support.generated_text import write_jsonl
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("tiny", [False, True])
@@ -51,14 +49,19 @@ def test_the_table_shows_failed_cases_with_their_errors() -> None:
 
 
 @pytest.mark.slow
-def test_a_case_is_run_once_to_its_certificate_and_a_skipped_one_has_a_reason(tmp_path: Path) -> None:
+def test_a_case_is_run_once_to_its_certificate_and_a_skipped_one_has_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quick_workers: None
+) -> None:
     text = str(write_jsonl(tmp_path / "text.jsonl", 2000))
     spec = recipe("smoke").with_settings({"tokenizer.vocab_size": 300, "corpus.source": text})
     vocabulary = build_tokenizer(spec.tokenizer, spec.corpus, build_corpus(spec.corpus, tmp_path), tmp_path)
-    command = [sys.executable, "-m", "tests.acceptance.variants.measure_all", "--tiny"]
-    command += ["--corpus", text, "--tokenizer", str(vocabulary.path)]
-    command += ["--out", str(tmp_path / "out"), "--only", "zero2-1", "t5_11b-1", "--until-seconds", "1000"]
-    outputs = [_output(command) for _ in range(2)]
+    options = ["--tiny", "--corpus", text, "--tokenizer", str(vocabulary.path), "--out", str(tmp_path / "out")]
+    options += ["--only", "zero2-1", "t5_11b-1", "--until-seconds", "1000"]
+    monkeypatch.setattr(sys, "argv", ["measure_all", *options])
+    outputs = []
+    for _ in range(2):
+        measure_all.main()
+        outputs.append(capsys.readouterr().out)
     rows = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
     assert [row["name"] for row in rows] == ["zero2-1"]
     assert rows[0]["passed"], rows[0]
@@ -69,9 +72,3 @@ def test_a_case_is_run_once_to_its_certificate_and_a_skipped_one_has_a_reason(tm
     assert outputs[0].startswith("zero2-1: passed")
     assert "zero2-1: passed" not in outputs[1]
     assert all("not run: t5_11b-1: " in output for output in outputs)
-
-
-def _output(command: list[str]) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout

@@ -24,8 +24,6 @@ from tests.support.training.launched import launch, spec_of
 LAYOUTS = ["zero0-bf16", "zero1-bf16", "zero2-fp32-ep2", "zero2-bf16-offload", "zero3-bf16-offload"]
 # Large enough that hardly anything else counts.
 LARGE = {"model.d_model": 256, "model.d_ff": 512, "model.num_heads": 8}
-
-
 FUSED = ["zero1-bf16", "zero2-bf16", "zero2-bf16-ep2"]
 FUSED_ALONE = ["zero1-bf16", "zero2-bf16"]
 
