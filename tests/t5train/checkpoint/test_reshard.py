@@ -19,7 +19,7 @@ from t5train.records.metrics import read
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
-from tests.support.training.launched import Trained, launch, spec_of
+from tests.support.training.launched import Trained, spec_of, train
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +51,7 @@ def _job(root: Path, name: str, layout: str, ranks: int, **more: Any) -> dict[st
     if pair in SCALES:
         settings |= {"optimizer.initial_scale_power": SCALES[pair], "layout.micro_batch_sequences": 16 // ranks}
     spec = spec_of(layout, num_steps=6, ranks=ranks, saved_every=3).with_settings(settings)
-    folder = root / "runs" / name
-    folder.mkdir(parents=True)
-    return {"name": name, "spec": spec.model_dump(mode="json"), "run_folder": str(folder), **more}
+    return {"name": name, "spec": spec.model_dump(mode="json"), "run_folder": f"{root}/runs/{name}", **more}
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +67,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
         )
         launches[1][1].append(_job(root, f"{layout}.other", other, 4, **from_two))
         launches[2][1].append(_job(root, f"{layout}.back", layout, 2, **from_four))
-    for number, (ranks, jobs) in enumerate(launches):
-        path = root / f"jobs-{number}.json"
-        path.write_text(json.dumps([{**job, "shards": str(pydocs_shards.path)} for job in jobs]))
-        launch(path, ranks)
+    for ranks, jobs in launches:
+        train(root, jobs, pydocs_shards, ranks)
     return Trained(root)
 
 
