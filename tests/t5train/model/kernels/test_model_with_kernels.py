@@ -8,7 +8,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from t5train.data.samples.span_corruption import Geometry
-from t5train.model import pipeline_model
+from t5train.model import attention, pipeline_model
 from t5train.model.activation_checkpointing import checkpoint_activations
 from t5train.model.initialization import initialise
 from t5train.model.model_shape import T5Shape, resolve
@@ -32,8 +32,16 @@ LENGTHS, FEWER = (130, 20), (20, 9)
 """Tokens of inputs and targets. With 130, some tiles lie beyond the farthest distance that the bias tells apart."""
 
 
+@pytest.fixture(autouse=True)
+def few_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let biases tell 24 distances apart, not 128, as the interpreter runs about 100 programs of a kernel a second.
+
+    Each distance takes two for each head. test_biased_attention.py takes 128.
+    """
+    monkeypatch.setattr(attention, "RELATIVE_MAX_DISTANCE", 24)
+
+
 def _shape(version: str, num_layers: int = 1, num_heads: int = 1) -> T5Shape:
-    """A small model: the interpreter runs about 100 programs of a kernel a second, and a head's bias takes 260."""
     settings = {"preset": "smoke", "num_layers": num_layers, "num_decoder_layers": 1, "d_model": 64, "d_kv": 32}
     return resolve(ModelSpec.model_validate({**settings, "num_heads": num_heads, "version": version}), VOCABULARY)
 
@@ -146,7 +154,7 @@ def test_a_pipeline_trains_with_the_kernels_alike() -> None:
 
 QUICK = ("test_schema", "test_autograd_registration", "test_faketensor")
 TESTS = {"self": QUICK, "cross": (*QUICK, "test_aot_dispatch_dynamic")}
-"""The tests of opcheck; with a bias, the fourth would take half a minute."""
+"""The tests of opcheck; with a bias, the fourth would take much longer."""
 
 
 @pytest.mark.parametrize("name", ["self", "cross"])
@@ -158,7 +166,7 @@ def test_the_attention_operators_keep_the_rules_of_torch(name: str) -> None:
 
     query, parts = (None, 3) if name == "self" else (noise(1, 3, 1, 32).requires_grad_(), 2)
     packed = noise(1, 5, parts, 1, 32).requires_grad_()
-    table = biased_attention.table_of(noise(1, 257)).requires_grad_() if name == "self" else None
+    table = biased_attention.table_of(noise(1, 49)).requires_grad_() if name == "self" else None
     _opcheck(biased_attention._attention, (query, packed, table, None, False), name)
     out, lse = (each.detach() for each in biased_attention._attention(query, packed, table, None, False))
     saved = (each if each is None else each.detach() for each in (query, packed, table))
