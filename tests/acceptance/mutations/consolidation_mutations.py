@@ -15,7 +15,7 @@ MUTATIONS = [
         file=f"{_LAYOUTS}/zero12.py",
         anchor="[partition(state, index) for state in states]",
         replacement="[partition(state, index) for state in reversed(states)]",
-        tests=(f"{_TESTS}/test_reassembly.py::test_any_layout_is_consolidated_bit_for_bit",),
+        tests=(f"{_TESTS}/test_reassembly.py::test_parameters_of_every_kind_are_consolidated_with_their_moments",),
     ),
     Mutation(
         name="zero-3-parts-rounded-down",
@@ -23,7 +23,7 @@ MUTATIONS = [
         file=f"{_LAYOUTS}/zero3.py",
         anchor="return -(-math.prod(shape) // num_ranks)",
         replacement="return math.prod(shape) // num_ranks",
-        tests=(f"{_TESTS}/test_reassembly.py::test_any_layout_is_consolidated_bit_for_bit",),
+        tests=(f"{_TESTS}/test_reassembly.py::test_parameters_of_every_kind_are_consolidated_with_their_moments",),
     ),
     Mutation(
         name="experts-numbered-within-a-rank",
@@ -39,7 +39,7 @@ MUTATIONS = [
         file=f"{_CONSOLIDATE}/tensor_writer.py",
         anchor=".to(TORCH_DTYPES[tensor.dtype])",
         replacement=".bfloat16().to(TORCH_DTYPES[tensor.dtype])",
-        tests=(f"{_TESTS}/test_reassembly.py::test_any_layout_is_consolidated_bit_for_bit",),
+        tests=(f"{_TESTS}/test_reassembly.py::test_parameters_of_every_kind_are_consolidated_with_their_moments",),
     ),
     Mutation(
         name="moments-taken-from-the-masters",
@@ -47,7 +47,7 @@ MUTATIONS = [
         file=f"{_LAYOUTS}/optimizer_states.py",
         anchor="[partition.moment(key, self.padding) for partition in self.partitions]",
         replacement="[partition.master for partition in self.partitions]",
-        tests=(f"{_TESTS}/test_reassembly.py::test_any_layout_is_consolidated_bit_for_bit",),
+        tests=(f"{_TESTS}/test_reassembly.py::test_parameters_of_every_kind_are_consolidated_with_their_moments",),
     ),
     Mutation(
         name="weights-that-are-not-trained-left-out",
@@ -56,7 +56,7 @@ MUTATIONS = [
         anchor="if name not in masters and name not in module.aliases",
         replacement="if name not in masters and name in module.buffers",
         tests=(
-            f"{_TESTS}/test_reassembly.py::test_any_layout_is_consolidated_bit_for_bit",
+            f"{_TESTS}/test_reassembly.py::test_parameters_of_every_kind_are_consolidated_with_their_moments",
             f"{_TESTS}/test_reassembly.py::test_zero_0_in_fp32_uses_the_modules_own_weights",
         ),
     ),

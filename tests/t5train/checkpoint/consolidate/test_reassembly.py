@@ -67,13 +67,44 @@ def require_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
     assert all(found[name].dtype == wanted[name].dtype for name in wanted)
 
 
-@settings(max_examples=100, deadline=None)
-@pytest.mark.parametrize("sidecars", [False, True], ids=["without-sidecars", "with-sidecars"])
+SIDECARS = pytest.mark.parametrize("sidecars", [False, True], ids=["without-sidecars", "with-sidecars"])
+
+
+@settings(max_examples=30, deadline=None)
+@SIDECARS
 @pytest.mark.parametrize("stages", [(0,), (1, 2), (3,)], ids=["zero0", "zero12", "zero3"])
 @given(data=st.data())
 def test_any_layout_is_consolidated_bit_for_bit(data: st.DataObject, stages: Sequence[int], sidecars: bool) -> None:
     layout = data.draw(layouts(stages, sidecars=sidecars))
-    moments = layout.stage > 0 and data.draw(st.booleans())
+    require_reassembled(layout, sidecars, moments=layout.stage > 0 and data.draw(st.booleans()))
+
+
+@SIDECARS
+@pytest.mark.parametrize(
+    ("stage", "precision", "experts"),
+    [(1, torch.bfloat16, ()), (2, torch.float16, ((3, 3), (2, 1))), (3, torch.float16, ())],
+    ids=["zero1", "zero2-experts", "zero3"],
+)
+def test_parameters_of_every_kind_are_consolidated_with_their_moments(
+    stage: int, precision: torch.dtype, experts: Sequence[tuple[int, int]], sidecars: bool
+) -> None:
+    """Three ranks, over which no parameter but one divides evenly."""
+    layout = Layout(
+        groups=[[(5, 3), (7,)], [(4,), (2, 2)]],
+        stage=stage,
+        ranks=3,
+        precision=precision,
+        experts=experts,
+        group_elements=20,
+        frozen=[(2, 2)],
+        ties=1,
+        buffers=2,
+    )
+    require_reassembled(layout, sidecars, moments=True)
+
+
+def require_reassembled(layout: Layout, sidecars: bool, moments: bool) -> None:
+    """Write the checkpoint of a layout and consolidate it. The results must be the tensors that it was made from."""
     with tempfile.TemporaryDirectory() as scratch:
         written = write(Path(scratch) / "checkpoint", layout, sidecars=sidecars)
         consolidate(written.folder, Path(scratch) / "out", moments=moments)
@@ -105,8 +136,8 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
     return Pipeline(draw(st.lists(layers, min_size=2, max_size=4)), replace(layout, **padding), draw(SHAPES))
 
 
-@settings(max_examples=100, deadline=None)
-@pytest.mark.parametrize("sidecars", [False, True], ids=["without-sidecars", "with-sidecars"])
+@settings(max_examples=30, deadline=None)
+@SIDECARS
 @given(pipeline=pipelines())
 def test_any_pipeline_is_consolidated_bit_for_bit(pipeline: Pipeline, sidecars: bool) -> None:
     with tempfile.TemporaryDirectory() as scratch:
