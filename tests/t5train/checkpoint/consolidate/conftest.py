@@ -43,10 +43,15 @@ def pipeline_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def expert_engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """``expert_engines(4)`` gives checkpoints of real DeepSpeed runs with experts on four ranks. Runs once."""
+def expert_engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``expert_engines(4, *layouts)`` gives checkpoints of real DeepSpeed runs with experts on four ranks. Runs once.
+
+    By default, they are in all layouts.
+    """
     return cache(
-        lambda ranks: _launch("deepspeed_moe_checkpoints", tmp_path_factory.mktemp("experts"), num_ranks=ranks)
+        lambda ranks, *layouts: _launch(
+            "deepspeed_moe_checkpoints", tmp_path_factory.mktemp("experts"), ranks, *layouts
+        )
     )
 
 
