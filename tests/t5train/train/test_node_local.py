@@ -5,7 +5,6 @@ disk. On four ranks, every kind of rank group has several ranks: the experts are
 replicas; one pipeline has two stages and two replicas, and another one has four stages.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from t5train.checkpoint.sidecar import Sidecar
 from t5train.checkpoint.tags import complete_tags, files_read_by
 from t5train.model.model_shape import resolve
 from t5train.records.stage_records import TokenShards
-from tests.support.training.launched import Trained, launch, spec_of
+from tests.support.training.launched import Trained, spec_of, train
 
 pytestmark = pytest.mark.slow
 
@@ -48,15 +47,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
         jobs: list[dict[str, Any]] = []
         for number, layout in enumerate(layout for layout, ranks in CASES if ranks == ranks_a_node):
             spec = spec_of(layout, ranks=2 * ranks_a_node).with_settings(SHORT).model_dump(mode="json")
-            same = {"spec": spec, "shards": str(pydocs_shards.path), "ranks_a_node": ranks_a_node}
-            whole, resumed = (
-                {"name": f"{layout}.{what}", "run_folder": f"{root}/{layout}.{what}"} for what in ("whole", "resumed")
-            )
-            brought = {"resume_tag": TAG, "brought_from": whole["run_folder"], "intact": number % 2}
-            jobs += [{**whole, **same}, {**resumed, **same, **brought}]
-        path = root / f"jobs-{ranks_a_node}.json"
-        path.write_text(json.dumps(jobs))
-        launch(path, ranks=2 * ranks_a_node)
+            same = {"spec": spec, "ranks_a_node": ranks_a_node}
+            brought = {"resume_tag": TAG, "brought_from": f"{root}/{layout}.whole", "intact": number % 2}
+            jobs += [{"name": f"{layout}.whole", **same}, {"name": f"{layout}.resumed", **same, **brought}]
+        train(root, jobs, pydocs_shards, ranks=2 * ranks_a_node)
     return OnNodes(root)
 
 
