@@ -2,12 +2,11 @@
 
 import json
 import logging
-import os
 import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,16 @@ from t5train.release.certificate import Certificate
 from t5train.release.certification import certify, certify_in_fresh_process
 from t5train.release.export import export
 from t5train.release.tokenizer_comparison import differing_passages, differing_tokenizer
-from tests.support.prepared_python import prepared_python
+from tests.acceptance.planted_faults import with_first_import
 
 MakeTrained = Callable[..., Any]
 MakeExport = Callable[..., Export]
 
 
-@pytest.fixture(scope="module")
-def python_with_certification(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    modules = ["t5train.release.certification", "transformers.models.t5.modeling_t5"]
-    with prepared_python(tmp_path_factory.mktemp("python"), modules, {"HF_HUB_OFFLINE": "1"}) as python:
-        yield python
-
-
 @pytest.fixture
-def quick_processes(python_with_certification: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Import the slow modules once for the processes of all tests; one test certifies in a real Python."""
-    monkeypatch.setattr(sys, "executable", python_with_certification)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certify in this process, for tests that are not about the fresh one. It would import libraries for seconds."""
+    monkeypatch.setattr(certification, "_run_certifier", certify)
 
 
 def rewrite_json(path: Path, **changes: Any) -> None:
@@ -131,13 +123,13 @@ OTHER_ENVIRONMENTS = [
 ]
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(("changes", "reason"), OTHER_ENVIRONMENTS)
 def test_with_another_processor_or_library_logits_may_differ_by_rounding_and_the_reason_is_named(
     make_export: MakeExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     changes: dict[str, str], reason: str,
 ) -> None:  # fmt: skip
     monkeypatch.delenv("MKL_CBWR", raising=False)
-    monkeypatch.setattr(certification, "_run_certifier", certify)
     exported, witness = make_export(certified=False), tmp_path / "run/witness"
     change_witness(witness, 5e-6)
     record_environment(witness, **changes)
@@ -158,9 +150,9 @@ def test_a_witness_without_the_processor_is_compared_with_a_tolerance(make_expor
     assert "an earlier version wrote the witness, without the processor" in certificate.tolerance_reason
 
 
-def flip_a_bit(exported: Export) -> None:
+def flip_a_bit(exported: Export, name: str = "shared.weight") -> None:
     def flip(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["shared.weight"].view(torch.int32)[5, 3] ^= 1
+        tensors[name].view(torch.int32)[5, 3] ^= 1
 
     change_tensors(exported.path, flip)
     update_card_digest(exported)
@@ -212,30 +204,32 @@ def test_a_folder_that_is_not_a_witness_is_refused(make_export: MakeExport, tmp_
         certify_in_fresh_process(make_export(), tmp_path)
 
 
-@pytest.mark.parametrize("version", ["v1.0", "v1.1"])
-def test_a_fresh_process_certifies_the_model_that_was_trained(
-    make_trained: MakeTrained, tmp_path: Path, request: pytest.FixtureRequest, version: str
-) -> None:
-    if version == "v1.0":
-        request.getfixturevalue("quick_processes")
-    trained = make_trained(version)
+def test_a_fresh_process_certifies_the_model_that_was_trained(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained("v1.1")
     steps: set[str] = set()
     exported = export(*trained, tmp_path / "out")
     done = certify_in_fresh_process(exported, trained.witness, lambda *step: steps.add(step[0]))
     done.verify()
     certificate = Certificate.parse((done.path / "certificate.json").read_bytes(), "certificate.json")
     certificate.require_vouching(done.fingerprint, Export.load(done.path).files, "certificate.json")
-    assert all(probe.bit_equal for probe in certificate.probes.values())
-    assert set(certificate.probes) == {"random", "heldout"}
     assert certificate.tensors_compared == len(Witness.load(trained.witness).tensors)
-    assert ("lm_head.weight" in certificate.ties) is (version == "v1.0")
     assert {"tensors compared", "probes compared"} <= steps
 
 
-@pytest.mark.usefixtures("quick_processes")
-def test_a_valid_certificate_is_reused_and_one_of_another_witness_is_not(
-    make_trained: MakeTrained, make_export: MakeExport
-) -> None:
+@pytest.mark.parametrize("version", ["v1.0", "v1.1"])
+def test_the_certificate_lists_the_probes_the_ties_and_the_loss_curve(make_export: MakeExport, version: str) -> None:
+    exported = make_export(version)
+    certificate = Certificate.parse((exported.path / "certificate.json").read_bytes(), "certificate.json")
+    assert set(certificate.probes) == {"random", "heldout"}
+    assert all(probe.bit_equal for probe in certificate.probes.values())
+    assert ("lm_head.weight" in certificate.ties) is (version == "v1.0")
+    if version == "v1.1":
+        assert "loss_curve.png" in certificate.documents
+        assert "loss_curve.png" in certificate.files
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_valid_certificate_is_reused_and_one_of_another_witness_is_not(make_export: MakeExport) -> None:
     exported = make_export()
     witness = exported.path.parent / "witness"
     assert certify_in_fresh_process(exported, witness).reused
@@ -272,18 +266,12 @@ def test_a_certificate_is_not_reused_for_files_that_changed_on_disk(make_export:
         certify_in_fresh_process(Export.load(exported.path), exported.path.parent / "witness")
 
 
-@pytest.mark.usefixtures("quick_processes")
 def test_one_flipped_bit_of_a_weight_is_refused_with_the_name_of_its_tensor(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     name = "decoder.block.0.layer.0.SelfAttention.q.weight"
-
-    def flip_lowest_bit(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name].view(torch.int32)[0, 0] ^= 1
-
-    change_tensors(exported.path, flip_lowest_bit)
-    update_card_digest(exported)
+    flip_a_bit(exported, name)
     with pytest.raises(CertificationError, match=f"1 tensor unlike the recorded fp32 masters: {name}"):
-        certify_in_fresh_process(Export.load(exported.path), exported.path.parent / "witness")
+        certify(exported.path, exported.path.parent / "witness")
     assert not (exported.path / "certificate.json").exists()
     failed = json.loads((exported.path.parent / "certificate.failed.json").read_text())
     assert failed["passed"] is False
@@ -299,38 +287,55 @@ def test_a_failed_certification_removes_the_existing_certificate(make_export: Ma
     assert not (exported.path / "certificate.json").exists()
 
 
-def test_a_missing_tensor_is_refused_by_name(make_export: MakeExport) -> None:
-    exported = make_export(certified=False)
-    name = "encoder.final_layer_norm.weight"
-    change_tensors(exported.path, lambda tensors: tensors.pop(name))
-    with pytest.raises(CertificationError, match=f"1 recorded tensor missing from the weight files: {name}"):
-        certify(exported.path, exported.path.parent / "witness")
+def without_a_tensor(exported: Export) -> None:
+    change_tensors(exported.path, lambda tensors: tensors.pop("encoder.final_layer_norm.weight"))
 
 
-def test_an_extra_tensor_is_refused_by_name(make_export: MakeExport) -> None:
-    exported = make_export(certified=False)
+def with_another_tensor(exported: Export) -> None:
     change_tensors(exported.path, lambda tensors: tensors.update(stowaway=torch.zeros(2)))
-    with pytest.raises(CertificationError, match=r"stowaway F32 \[2\] is not an fp32 tensor that training recorded"):
-        certify(exported.path, exported.path.parent / "witness")
 
 
-@pytest.mark.parametrize("loaded_as", ["float32", "bfloat16"])
-def test_weights_in_lower_precision_are_refused(make_export: MakeExport, loaded_as: str) -> None:
-    exported = make_export(certified=False)
-    rewrite_json(exported.path / "config.json", dtype=loaded_as)
-    reseal(exported, "config.json")
+def in_lower_precision(exported: Export, loaded_as: str) -> None:
+    update_setting(exported.path, dtype=loaded_as)
     change_tensors(
         exported.path, lambda tensors: tensors.update({name: each.bfloat16() for name, each in tensors.items()})
     )
-    with pytest.raises(CertificationError, match=r"BF16 \[.*\] is not an fp32 tensor that training recorded"):
-        certify(exported.path, exported.path.parent / "witness")
 
 
-def test_a_configuration_that_computes_something_else_is_refused(make_export: MakeExport) -> None:
+def with_another_picture(exported: Export) -> None:
+    picture = exported.path / "loss_curve.png"
+    content = picture.read_bytes()
+    picture.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    reseal(exported, "loss_curve.png")
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (without_a_tensor, r"1 recorded tensor missing from the weight files: encoder\.final_layer_norm\.weight"),
+        (with_another_tensor, r"stowaway F32 \[2\] is not an fp32 tensor that training recorded"),
+        (
+            lambda exported: in_lower_precision(exported, "float32"),
+            r"BF16 \[.*\] is not an fp32 tensor that training re",
+        ),
+        (
+            lambda exported: in_lower_precision(exported, "bfloat16"),
+            r"BF16 \[.*\] is not an fp32 tensor that training r",
+        ),
+        (
+            lambda exported: update_setting(exported.path, layer_norm_epsilon=0.1),
+            r"config\.json: layer_norm_epsilon is 0\.1 instead of 1e-06",
+        ),
+        (with_another_picture, r"loss_curve\.png is not the picture of the recorded losses"),
+    ],
+    ids=["no tensor", "another tensor", "bf16 as fp32", "bf16", "setting", "picture"],
+)
+def test_an_export_with_another_content_is_refused_and_the_difference_named(
+    make_export: MakeExport, damage: Callable[[Export], None], found: str
+) -> None:
     exported = make_export(certified=False)
-    rewrite_json(exported.path / "config.json", layer_norm_epsilon=0.1)
-    reseal(exported, "config.json")
-    with pytest.raises(CertificationError, match=r"config\.json: layer_norm_epsilon is 0\.1 instead of 1e-06"):
+    damage(exported)
+    with pytest.raises(CertificationError, match=found):
         certify(exported.path, exported.path.parent / "witness")
 
 
@@ -385,10 +390,10 @@ def test_a_shuffled_tokenizer_is_refused_and_the_passages_alone_would_detect_it(
     assert "ids map to other pieces" in found[0]
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_log_counts_and_names_passages_whose_decoded_text_is_not_compared(
-    make_export: MakeExport, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_export: MakeExport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(certification, "_run_certifier", certify)
     exported = make_export(certified=False)
     witness = exported.path.parent / "witness"
     ids = AutoTokenizer.from_pretrained(exported.path)("\u4e2d").input_ids
@@ -437,16 +442,17 @@ def test_an_export_by_another_version_of_transformers_is_refused_with_both_versi
         certify(exported.path, exported.path.parent / "witness")
 
 
-@pytest.mark.usefixtures("quick_processes")
-def test_an_error_that_ends_the_fresh_process_is_reported(make_export: MakeExport) -> None:
+def test_an_error_that_ends_the_fresh_process_is_reported(
+    make_export: MakeExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exported = make_export(certified=False)
-    witness = exported.path.parent / "witness"
-    os.truncate(witness / "witness.safetensors", 100)
+    fault = "from t5train.records.witness import Witness\nWitness.load = lambda folder: 1 / 0\n"
+    monkeypatch.setenv("PYTHONPATH", with_first_import(fault, tmp_path / "fault"))
     with pytest.raises(
-        CertificationError, match=r"export could not be compared with .*witness \(Error while .*see .*certify\.log"
+        CertificationError, match=r"export could not be compared with .*witness \(division by zero.*see .*certify\.log"
     ):
-        certify_in_fresh_process(exported, witness)
-    assert "SafetensorError" in (exported.path.parent / "certify.log").read_text()
+        certify_in_fresh_process(exported, exported.path.parent / "witness")
+    assert "ZeroDivisionError" in (exported.path.parent / "certify.log").read_text()
 
 
 def test_a_fresh_process_that_ends_without_a_message_is_reported_with_its_exit_code(
@@ -471,16 +477,6 @@ def test_a_process_whose_parent_has_ended_ends_quietly(make_export: MakeExport) 
     assert process.returncode == 1
 
 
-def test_another_loss_curve_is_refused(make_export: MakeExport) -> None:
-    exported = make_export(certified=False)
-    picture = exported.path / "loss_curve.png"
-    content = picture.read_bytes()
-    picture.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    reseal(exported, "loss_curve.png")
-    with pytest.raises(CertificationError, match=r"loss_curve\.png is not the picture of the recorded losses"):
-        certify(exported.path, exported.path.parent / "witness")
-
-
 def test_a_missing_loss_curve_and_one_that_was_not_recorded_are_refused(
     make_export: MakeExport, tmp_path: Path
 ) -> None:
@@ -497,10 +493,3 @@ def test_a_missing_loss_curve_and_one_that_was_not_recorded_are_refused(
     rewrite_json(tmp_path / "run/witness/witness.json", curve={})
     with pytest.raises(CertificationError, match=r"do not belong to an export: loss_curve\.png"):
         certify(exported.path, exported.path.parent / "witness")
-
-
-def test_the_certificate_lists_the_loss_curve(make_export: MakeExport) -> None:
-    exported = make_export()
-    certificate = Certificate.parse((exported.path / "certificate.json").read_bytes(), "certificate.json")
-    assert "loss_curve.png" in certificate.documents
-    assert "loss_curve.png" in certificate.files
