@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from t5train.data.corpus import build_corpus
 from t5train.data.download import downloads
-from t5train.data.download.remote_reading import READER
+from t5train.data.download.remote_reading import READER, Backoff
 from t5train.data.sources import require_source
 from t5train.errors import InputError, StorageError
 from t5train.progress import Interrupted
@@ -70,6 +71,15 @@ def build(
 def downloaded(root: Path, name: str = "text.txt") -> Path:
     (found,) = (root / "cache").rglob(name)
     return found
+
+
+def is_of_block(request: Request) -> bool:
+    """Whether it asks for a block: neither for the file, to see whether it exists, nor for its last byte."""
+    return request.end is not None and request.start != len(LINES) - 1
+
+
+def block_requests(web: Web) -> list[Request]:
+    return [each for each in web.requests if is_of_block(each)]
 
 
 def content_requests(web: Web) -> list[Request]:
@@ -148,22 +158,35 @@ def test_a_busy_server_and_lost_connections_are_tried_again(
     assert downloaded(tmp_path).read_bytes() == LINES
 
 
-def test_a_server_that_asks_to_wait_is_left_alone_for_so_long(web: Web, tmp_path: Path) -> None:
-    refused_at: list[float] = []
-    later: list[float] = []
+def test_a_server_that_asks_to_wait_is_left_alone_for_so_long(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, paused, numbers = threading.Barrier(downloads.CONNECTIONS), threading.Event(), count()
+    pause, ends, later = Backoff._pause, list[float](), list[float]()
 
-    def answer(_: Request) -> Answer:
-        if not refused_at:
-            refused_at.append(time.monotonic())
-            return Answer(429, (("Retry-After", "2"),))
-        later.append(time.monotonic() - refused_at[0])
+    def noting(backoff: Backoff, *of_failure: Any) -> None:
+        pause(backoff, *of_failure)
+        ends.append(backoff._paused_until)
+        paused.set()
+
+    def answer(request: Request) -> Answer:
+        """Refuse the first when all threads have asked; the others' answers come once the client knows."""
+        if not is_of_block(request):
+            return GOOD
+        if next(numbers) >= downloads.CONNECTIONS:
+            later.append(time.monotonic())
+            return GOOD
+        together.wait()
+        if request.start == 0:
+            return Answer(429, (("Retry-After", "1"),))
+        paused.wait()
         return GOOD
 
-    web.seconds_per_answer = 0.2  # so that all first requests are under way when the first is refused
+    monkeypatch.setattr(Backoff, "_pause", noting)
     web.answer = answer
     build(web, tmp_path)
-    assert all(seconds < 1 or seconds >= 2 for seconds in later)
-    assert any(seconds >= 2 for seconds in later)
+    assert len(later) == NUM_BLOCKS - downloads.CONNECTIONS + 1
+    assert min(later) >= ends[0]
 
 
 def test_a_server_that_is_busy_at_first_is_waited_for(web: Web, tmp_path: Path) -> None:
@@ -389,13 +412,12 @@ def test_short_names_of_compressed_archives_are_known(
 
 
 def test_an_interruption_ends_a_download_that_waits_for_a_busy_server(web: Web, tmp_path: Path) -> None:
-    web.answer = lambda request: Answer(503, (("Retry-After", "500"),)) if request.end else GOOD
+    web.answer = lambda request: Answer(503, (("Retry-After", "500"),)) if is_of_block(request) else GOOD
     command = [PYTHON, "-c", BUILD, f"{web.url}/text.txt", str(tmp_path)]
     with subprocess.Popen(command) as process:
-        await_that(lambda: any(each.end for each in web.requests), seconds=60)
-        time.sleep(1)
+        await_that(lambda: len(block_requests(web)) >= downloads.CONNECTIONS)
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) != 0
+        assert process.wait(250) != 0, "the server has asked to be left alone for longer"
 
 
 def test_threads_that_wait_for_a_busy_server_end_with_the_download(web: Web, tmp_path: Path) -> None:
@@ -407,7 +429,7 @@ def test_threads_that_wait_for_a_busy_server_end_with_the_download(web: Web, tmp
 
     with pytest.raises(InputError):  # which the source's errors are converted to
         build_corpus(CorpusSpec(source=f"{web.url}/text.txt", workers=1), tmp_path, cancel)
-    await_that(lambda: all(thread.name != READER for thread in threading.enumerate()), seconds=20)
+    await_that(lambda: all(thread.name != READER for thread in threading.enumerate()), seconds=250)
 
 
 def test_too_little_disk_space_is_noticed_before_anything_is_transferred(

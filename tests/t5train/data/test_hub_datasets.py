@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ COLUMNS = "text (string), body (string), n (int64), none (null)"
 EN = {"source": NAME, "config": "en", "workers": 1}
 
 
+@cache
 def shard(language: str, number: int) -> bytes:
     rows = [
         {"text": f"{language} {number} {row} " + "some words " * 20, "body": f"body {row}", "n": row, "none": None}

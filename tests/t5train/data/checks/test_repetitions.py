@@ -44,6 +44,13 @@ def kept(corpus: Corpus) -> dict[str, str]:
     return {each.id: each.text for each in passages_in((file.source, s) for file in files for s in file.segments)}
 
 
+def repetitions_in(corpus: Corpus) -> dict[str, Any]:
+    findings = TextFindings.of(corpus)
+    assert findings is not None
+    assert findings.repetitions is not None
+    return dict(findings.repetitions)
+
+
 def is_train(number: int | str) -> bool:
     return split_of(CorpusSpec(split=SPLIT), str(number)) == "train"
 
@@ -111,14 +118,12 @@ def test_training_text_that_shares_13_words_with_held_out_text_is_removed(tmp_pa
     corpus = build_corpus(spec_of(path, "contaminated", test_sets=(str(tests),)), tmp_path / "root")
     removed = {*range(len(texts))} - {*map(int, kept(corpus))}
     assert removed == {quoting[0], quoting[2]}, "12 words are not enough"
-    findings = TextFindings.of(corpus)
-    assert findings is not None
-    assert findings.repetitions is not None
+    found = repetitions_in(corpus)
     split = split_of(CorpusSpec(split=SPLIT), str(quoted))
-    assert findings.repetitions[f"{split}_contaminated"] == 1
-    assert findings.repetitions["test_sets_contaminated"] == 1
-    assert findings.repetitions["train_contaminated"] == 2
-    assert findings.repetitions["searched_one_run_in"] == 1
+    assert found[f"{split}_contaminated"] == 1
+    assert found["test_sets_contaminated"] == 1
+    assert found["train_contaminated"] == 2
+    assert found["searched_one_run_in"] == 1
     assert corpus.counts[REPEATED] == 0
 
 
@@ -147,11 +152,6 @@ def test_what_is_kept_depends_neither_on_workers_nor_on_parts_nor_on_a_restart(
             build_corpus(every, tmp_path / "again")
     (unfinished,) = (tmp_path / "again/corpus").iterdir()
     before = {each.name: each.stat().st_mtime_ns for each in (unfinished / ".compared").glob("*.npz")}
-    made: dict[str, int] = {}
-
-    def record(self: object, scratch: Path, *_: object) -> None:
-        made.update({each.name: each.stat().st_mtime_ns for each in scratch.glob("*.npz")})
-
     made: dict[str, int] = {}
     mark_shared = repetitions._Found.mark_shared
 
@@ -222,11 +222,9 @@ def test_short_held_out_passages_are_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "text.jsonl", made_texts(100))
     short = write(tmp_path / "short.jsonl", ["one two", " ".join(["word"] * 12), " ".join(["word"] * 13)])
     corpus = build_corpus(spec_of(path, "contaminated", test_sets=(str(short),)), tmp_path / "root")
-    findings = TextFindings.of(corpus)
-    assert findings is not None
-    assert findings.repetitions is not None
-    assert findings.repetitions["test_sets_short"] == 2
-    assert findings.repetitions["validation_short"] == 0
+    found = repetitions_in(corpus)
+    assert found["test_sets_short"] == 2
+    assert found["validation_short"] == 0
 
 
 def test_a_text_that_changes_while_it_is_compared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,11 +294,9 @@ def test_only_some_runs_are_searched_for_if_there_are_too_many(tmp_path: Path, m
     path = write(tmp_path / "text.jsonl", texts)
     monkeypatch.setattr(repetitions, "MOST_RUNS", 1500)
     corpus = build_corpus(spec_of(path, "contaminated"), tmp_path / "root")
-    findings = TextFindings.of(corpus)
-    assert findings is not None
-    assert findings.repetitions is not None
-    assert findings.repetitions["searched_one_run_in"] > 1
-    assert 0.5 * len(held_out) < findings.repetitions["train_contaminated"] <= len(held_out)
+    found = repetitions_in(corpus)
+    assert found["searched_one_run_in"] > 1
+    assert 0.5 * len(held_out) < found["train_contaminated"] <= len(held_out)
 
 
 def test_passages_with_few_words_are_compared_with_copies_only(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.support.embedded_passages import DIMENSION, embedded_passages, embedd
 PASSAGES, OTHERS = embedded_passages(), embedded_passages(seed=1)
 ROWS = len(PASSAGES.vectors)
 KINDS = ["Flat", "HNSW32_SQ8", "IVF8_HNSW16,PQ16x4np"]
-"""``np``: codes that are not reordered for searches by Hamming distance, which takes seconds and changes nothing here."""
+"""``np``: codes are not reordered for searches by Hamming distance, which takes seconds and changes nothing here."""
 SAMPLE = Sample(queries=50, neighbours=10)
 Checked = Callable[..., IndexReport]
 
@@ -115,7 +115,9 @@ def test_an_index_with_a_few_wrong_rows_is_refused(tmp_path: Path, checked: Chec
         assert report.recorded is None
 
 
-@pytest.mark.parametrize("kind", ["SQ4", "HNSW16", "PQ4x4np", "PQ16x4fs", "IVF8,PQ4x4np", "PCA64,Flat", "PQ4x4np,RFlat"])
+@pytest.mark.parametrize(
+    "kind", ["SQ4", "HNSW16", "PQ4x4np", "PQ16x4fs", "IVF8,PQ4x4np", "PCA64,Flat", "PQ4x4np,RFlat"]
+)
 def test_an_index_with_coarse_codes_stores_the_vectors_of_its_rows(tmp_path: Path, checked: Checked, kind: str) -> None:
     report = checked(write_index(tmp_path / "x.faiss", PASSAGES.vectors, kind))
     assert "vectors of their own rows" not in failed(report)
