@@ -108,30 +108,25 @@ def test_a_part_whose_answer_is_lost_is_sent_again_from_its_start(
     destination: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exported, lost = make_random_export(), []
+    exported, parts = make_random_export(), list[Request]()
     monkeypatch.setattr(bucket, "_TRIES", 1)
     monkeypatch.setattr(bucket, "_READ_SECONDS", 20)
 
     def disturb(request: Request) -> Fault | None:
-        if lost or request.size != PART_BYTES:
+        if request.size != PART_BYTES:
             return None
-        lost.append(request)
-        return LoseAnswer()
+        parts.append(request)
+        return LoseAnswer() if len(parts) == 1 else None
 
     proxy.disturb = disturb
-    started = time.monotonic()
     assert not publish(exported, destination).reused
-    assert time.monotonic() - started < 20, "nothing waits for a body that is not sent"
+    assert parts.count(parts[0]) == 2, "the second request has the whole body, or the server would wait for it in vain"
     reader.require_only(destination)
     assert proxy.arrived_bytes(destination) == total_bytes(exported) + PART_BYTES
 
 
 def test_dropped_connections_and_lost_answers_change_nothing_of_what_is_published(
-    make_random_export: Callable[..., Export],
-    proxy: FaultyProxy,
-    reader: Reader,
-    destination: str,
-    rounds: int,
+    make_random_export: Callable[..., Export], proxy: FaultyProxy, reader: Reader, destination: str, rounds: int
 ) -> None:
     exported, dropped = make_random_export(), 0
     for seed in range(max(2, rounds // 5)):

@@ -57,10 +57,7 @@ def crash_at(server: ObjectServer, proxy: FaultyProxy, upload: int, delay_second
 
 
 def test_an_upload_outlasts_a_server_that_is_killed_and_started_again(
-    make_random_export: Callable[..., Export],
-    tmp_path: Path,
-    rounds: int,
-    monkeypatch: pytest.MonkeyPatch,
+    make_random_export: Callable[..., Export], tmp_path: Path, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported, generator = make_random_export(), random.Random(0)
     total = sum(digest.size for digest in exported.files.values())

@@ -68,11 +68,7 @@ def test_an_upload_that_is_killed_again_and_again_continues_and_sends_at_most_on
 
 
 def test_an_upload_killed_at_any_request_is_completed_by_the_next_and_readers_see_all_or_nothing(
-    publish_and_kill: Callable[[str, float, str], int],
-    reader: Reader,
-    destination: str,
-    rounds: int,
-    tmp_path: Path,
+    publish_and_kill: Callable[[str, float, str], int], reader: Reader, destination: str, rounds: int, tmp_path: Path
 ) -> None:
     is_long = rounds > 1
     for number in range(0, 1000, 1 if is_long else 5):
@@ -81,6 +77,7 @@ def test_an_upload_killed_at_any_request_is_completed_by_the_next_and_readers_se
             with watched(reader, url) as faults:
                 code = publish_and_kill(url, number, when)
                 assert code in (-signal.SIGKILL, 0)
+                reader.require_all_or_nothing(url)
                 if code:
                     assert publish_and_kill(url, 10_000, "before") == 0
             assert not faults
@@ -110,6 +107,7 @@ def test_an_upload_killed_at_any_moment_is_completed_by_the_next_and_readers_see
             started = time.monotonic()
             if publish_and_kill(url, generator.uniform(0, seconds), "at"):
                 kills += 1
+                reader.require_all_or_nothing(url)
                 assert publish_and_kill(url, 10_000, "before") == 0
             else:
                 seconds = min(seconds, time.monotonic() - started)  # the machine is less busy than it was
