@@ -67,11 +67,7 @@ def files(words: str = "") -> dict[str, bytes]:
         for lang in ("en", "de")
         for number in range(SHARDS)
     }
-    return {
-        "README.md": CARD,
-        **shards,
-        "en/validation.0.json.gz": json_lines(*HELD_OUT),
-    }
+    return {"README.md": CARD, **shards, "en/validation.0.json.gz": json_lines(*HELD_OUT)}
 
 
 @pytest.fixture
@@ -241,10 +237,7 @@ def with_checksums(rows: int) -> bytes:
 
 @pytest.mark.parametrize(
     ("name", "content", "place"),
-    [
-        ("train.parquet", with_checksums(900), b"words of passage 500"),
-        ("train.json.gz", shard("en", 0), None),
-    ],
+    [("train.parquet", with_checksums(900), b"words of passage 500"), ("train.json.gz", shard("en", 0), None)],
     ids=["parquet", "gz"],
 )
 def test_a_flipped_bit_is_noticed_where_the_format_has_checksums(

@@ -91,10 +91,7 @@ def test_what_one_text_repeats_of_another_is_removed_and_the_texts_stay_apart(tm
     ("content", "message"),
     [
         ("", "corpus.mixed_with '.*bad.txt' holds no text: all files are empty"),
-        (
-            "\n \n",
-            "corpus.mixed_with '.*bad.txt' is 0 passages of 0 bytes, .* a sample needs 70 tokens",
-        ),
+        ("\n \n", "corpus.mixed_with '.*bad.txt' is 0 passages of 0 bytes, .* a sample needs 70 tokens"),
         (None, "corpus.mixed_with '.*bad.txt' does not exist"),
         ("\x00\n", "bad.txt.*NUL"),
     ],

@@ -24,17 +24,14 @@ MakeTrained = Callable[..., Any]
 
 @pytest.mark.parametrize(
     ("source", "shown"),
-    [
-        ("sftp://somebody@host/text/*.txt", "sftp://host/text/*.txt"),
-        ("/home/someone/private/text.jsonl", "text.jsonl"),
-    ],
+    [("sftp://somebody@host/text/*.txt", "sftp://host/text/*.txt"), ("/home/someone/private/text.jsonl", "text.jsonl")],
 )
 def test_a_shared_corpus_source_omits_users_and_local_folders(source: str, shown: str) -> None:
     assert shareable_source(source) == shown
 
 
 def test_the_card_states_the_measurements_and_the_lineage(make_trained: MakeTrained, tmp_path: Path) -> None:
-    card = (export(*make_trained(), tmp_path / "out").path / "README.md").read_text()
+    card = _card(export(*make_trained(), tmp_path / "out"))
     assert "Trained on `pydocs`" in card
     assert "| validation_loss | 4.5678 |" in card
     assert all(f"| `{digit * 64}` |" in card for digit in "01234")
@@ -47,7 +44,7 @@ def test_the_front_matter_of_the_card_has_the_recorded_facts(
     trained = make_trained()
     trained.change_witness(validation={"validation_loss": loss, "unigram_content_loss": None})
     exported = export(*trained, tmp_path / "out")
-    front_matter = read_front_matter((exported.path / "README.md").read_text())
+    front_matter = read_front_matter(_card(exported))
     facts = front_matter["t5_pretrain"]
     assert facts["held_out"] == {"validation_loss": loss, "unigram_content_loss": None}
     assert (facts["step"], facts["run"], facts["lineage"]) == (7, "3" * 64, exported.inputs)
@@ -61,7 +58,7 @@ def test_the_card_names_the_starting_model(make_trained: MakeTrained, tmp_path: 
     document["trained"]["start_from"] = "t5-base"
     witness.write_text(json.dumps(document | {"inputs": document["inputs"] | {"start_from": "7" * 64}}))
     exported = export(*trained, tmp_path / "out")
-    card = (exported.path / "README.md").read_text()
+    card = _card(exported)
     assert "pre-trained starting from the weights of `t5-base` " in card
     assert f"| start_from | `{'7' * 64}` |" in card
     assert exported.inputs["start_from"] == "7" * 64

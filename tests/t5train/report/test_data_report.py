@@ -63,12 +63,7 @@ def test_the_log_says_what_a_run_trains_on_and_warns_of_many_epochs(data_chain: 
 
 
 def test_the_report_and_the_log_have_the_share_of_each_text_of_a_mixture(data_chain: DataChain) -> None:
-    mixed = SPEC.with_settings(
-        {
-            "corpus.mixed_with": "/data/own.txt",
-            "objective.mixing_weights": [3, 1],
-        }
-    )
+    mixed = SPEC.with_settings({"corpus.mixed_with": "/data/own.txt", "objective.mixing_weights": [3, 1]})
     facts = SplitFacts(unknown_pieces=0, of_texts=[10_000, 500])
     report = data_report(mixed, data_chain.corpus, data_chain.tokenizer, data_chain.shards, facts)
     assert "Text from `pydocs`, `/data/own.txt`." in report

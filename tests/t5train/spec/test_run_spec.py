@@ -88,44 +88,47 @@ def test_an_invalid_value_is_refused_with_its_constraint(setting: str, value: An
         smoke().with_settings({setting: value})
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"model.moe.num_experts": 1}, r"num_experts is 1: it must be 0 \(a dense model\) or at least 2"),
-        ({"model.version": "v1.1"}, r"ReLU experts and a tied output; set model\.version=v1\.0"),
-        ({"model.feed_forward": "gated-gelu"}, r"model\.feed_forward 'gated-gelu': .* leave model\.feed_forward out"),
-        ({"layout.zero_stage": 0}, r"layout\.zero_stage is 0 .*: experts need ZeRO 1 or 2"),
-        ({"layout.zero_stage": 3}, r"layout\.zero_stage is 3 .*: experts need ZeRO 1 or 2"),
-        (
-            {"layout.expert_parallel_size": 3},
-            r"expert_parallel_size is 3: it must divide model\.moe\.num_experts \(4\)",
-        ),
-        ({"layout.expert_parallel_size": 4}, r"expert_parallel_size is 4: it must divide cluster\.ranks \(2\)"),
-        ({"model.moe.num_experts": 0, "layout.expert_parallel_size": 2}, "a dense model has no experts to spread"),
-    ],
-)
-def test_experts_are_refused_with_incompatible_settings(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(SpecError, match=words):
-        smoke().with_settings(EXPERTS | settings)
+WITH_EXPERTS = [
+    ({"model.moe.num_experts": 1}, r"num_experts is 1: it must be 0 \(a dense model\) or at least 2"),
+    ({"model.version": "v1.1"}, r"ReLU experts and a tied output; set model\.version=v1\.0"),
+    ({"model.feed_forward": "gated-gelu"}, r"model\.feed_forward 'gated-gelu': .* leave model\.feed_forward out"),
+    ({"layout.zero_stage": 0}, r"layout\.zero_stage is 0 .*: experts need ZeRO 1 or 2"),
+    ({"layout.zero_stage": 3}, r"layout\.zero_stage is 3 .*: experts need ZeRO 1 or 2"),
+    ({"layout.expert_parallel_size": 3}, r"expert_parallel_size is 3: it must divide model\.moe\.num_experts \(4\)"),
+    ({"layout.expert_parallel_size": 4}, r"expert_parallel_size is 4: it must divide cluster\.ranks \(2\)"),
+    ({"model.moe.num_experts": 0, "layout.expert_parallel_size": 2}, "a dense model has no experts to spread"),
+]
+IN_PIPELINES = [
+    (
+        {"layout.zero_stage": 2},
+        r"pipeline_stages is 2, which .* with layout\.zero_stage 2 \(set layout\.zero_stage=1\)",
+    ),
+    ({"layout.zero_stage": 0}, r"layout\.zero_stage 0 \(set layout\.zero_stage=1\)"),
+    ({"layout.offload": "optimizer"}, r"layout\.offload 'optimizer' \(set layout\.offload=none\)"),
+    (EXPERTS, r"experts \(set model\.moe\.num_experts=0\)"),
+    ({"layout.pipeline_stages": 4}, r"layout\.pipeline_stages is 4: it must divide cluster\.ranks \(2\)"),
+    ({"cluster.ranks": 6}, r"pipeline_stages \(32 x 3 = 96\)"),
+]
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        *((EXPERTS | settings, words) for settings, words in WITH_EXPERTS),
+        *(({"layout.pipeline_stages": 2, **settings}, words) for settings, words in IN_PIPELINES),
         (
-            {"layout.zero_stage": 2},
-            r"pipeline_stages is 2, which cannot be combined with layout\.zero_stage 2 \(set layout\.zero_stage=1\)",
+            {"cluster.hostfile": "hosts", "cluster.exclude": "node1", "cluster.num_nodes": 1},
+            r"cluster\.exclude and cluster\.num_nodes cannot be combined",
         ),
-        ({"layout.zero_stage": 0}, r"layout\.zero_stage 0 \(set layout\.zero_stage=1\)"),
-        ({"layout.offload": "optimizer"}, r"layout\.offload 'optimizer' \(set layout\.offload=none\)"),
-        (EXPERTS, r"experts \(set model\.moe\.num_experts=0\)"),
-        ({"layout.pipeline_stages": 4}, r"layout\.pipeline_stages is 4: it must divide cluster\.ranks \(2\)"),
-        ({"cluster.ranks": 6}, r"pipeline_stages \(32 x 3 = 96\)"),
+        (
+            {"model.compile": True, "layout.zero_stage": 3},
+            r"model\.compile is true and layout\.zero_stage 3: .*set model\.compile=false",
+        ),
     ],
 )
-def test_pipelines_are_refused_with_incompatible_settings(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_cannot_be_combined_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        smoke().with_settings({"layout.pipeline_stages": 2, **settings})
+        smoke().with_settings(settings)
 
 
 def test_node_local_storage_in_the_root_is_refused() -> None:
@@ -135,19 +138,9 @@ def test_node_local_storage_in_the_root_is_refused() -> None:
         recipe("smoke", {**settings, "storage.node_local": True})
 
 
-def test_exclude_and_num_nodes_cannot_be_combined() -> None:
-    with pytest.raises(SpecError, match=r"cluster\.exclude and cluster\.num_nodes cannot be combined"):
-        smoke().with_settings({"cluster.hostfile": "hosts", "cluster.exclude": "node1", "cluster.num_nodes": 1})
-
-
 def test_the_stages_of_a_pipeline_are_one_data_parallel_replica() -> None:
     spec = smoke().with_settings({"layout.pipeline_stages": 2, "layout.micro_batch_sequences": 16})
     assert (spec.data_parallel_size, spec.gradient_accumulation) == (1, 4)
-
-
-def test_a_compiled_model_is_refused_at_zero_3() -> None:
-    with pytest.raises(SpecError, match=r"model\.compile is true and layout\.zero_stage 3: .*set model\.compile=false"):
-        smoke().with_settings({"model.compile": True, "layout.zero_stage": 3})
 
 
 @pytest.mark.parametrize(
@@ -251,24 +244,8 @@ def test_hosts_that_share_no_storage_do_not_tokenise() -> None:
         recipe("smoke", {**settings, "storage.node_local": True})
 
 
-ANY_VALUES = [
-    [],
-    [1],
-    [None],
-    [1, 2, 3, 4],
-    ["a"],
-    {},
-    {"a": 1},
-    True,
-    None,
-    -1,
-    1.5,
-    "nan",
-    "abc",
-    "",
-    b"\xff",
-    object(),
-]
+LISTS = [[], [1], [None], [1, 2, 3, 4], ["a"]]
+ANY_VALUES = [*LISTS, {}, {"a": 1}, True, None, -1, 1.5, "nan", "abc", "", b"\xff", object()]
 
 
 @pytest.mark.parametrize("setting", [*setting_names(), "corpus", "model.moe", "storage"])

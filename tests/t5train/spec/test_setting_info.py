@@ -56,10 +56,7 @@ def test_execution_settings_are_those_outside_the_fingerprint() -> None:
         ("corpus.split", "a list of 3 whole numbers"),
         ("optimizer.betas", "a list of 2 numbers"),
         ("cluster.environment", "a list of text"),
-        (
-            "name",
-            "text of at most 80 of the characters A-Z a-z 0-9 . _ -, the first one of A-Z a-z 0-9, or null",
-        ),
+        ("name", "text of at most 80 of the characters A-Z a-z 0-9 . _ -, the first one of A-Z a-z 0-9, or null"),
     ],
 )
 def test_allowed_values_are_those_that_a_spec_takes(name: str, allowed: str) -> None:
