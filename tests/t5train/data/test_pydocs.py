@@ -38,6 +38,10 @@ def test_the_corpus_has_topics_and_docstrings_of_modules_classes_and_functions(p
     assert {"topic assert", "json", "json.encoder.JSONEncoder", "json.encoder.JSONEncoder.default"} <= titles
 
 
-def test_the_corpus_is_the_same_every_time(written: Path, tmp_path: Path) -> None:
-    sources.write_pydocs(tmp_path / "again")
-    assert (tmp_path / "again").read_bytes() == written.read_bytes()
+def test_the_corpus_is_the_same_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = sources.pydocs_files()
+    assert files == sources.pydocs_files()
+    monkeypatch.setattr(sources, "pydocs_files", lambda: files[:30])  # reading all takes seconds
+    for name in ("first", "again"):
+        sources.write_pydocs(tmp_path / name)
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "first").read_bytes() != b""

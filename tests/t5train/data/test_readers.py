@@ -133,7 +133,7 @@ def test_segments_cut_a_file_without_losing_or_repeating_a_row(tmp_path: Path, n
 def test_segments_in_their_order_decompress_a_file_once(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = [f"{number} {'word ' * (number % 50)}".strip() for number in range(20_000)]
+    texts = [f"{number} {'word ' * (number % 50)}".strip() for number in range(8_000)]
     path = tmp_path / name
     with fsspec.open(str(path), "wb", compression="infer") as file:
         file.write("\n".join(texts).encode())
@@ -153,7 +153,7 @@ def test_decompressing_up_to_a_segment_reports_that_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_truncated: bool
 ) -> None:
     path = tmp_path / "a.txt.bz2"
-    texts = [f"{number} {'word ' * (number % 50)}".strip() for number in range(20_000)]
+    texts = [f"{number} {'word ' * (number % 50)}".strip() for number in range(8_000)]
     path.write_bytes(bz2.compress("\n".join(texts).encode()))
     last = scan(source(path)).segments[-1]
     monkeypatch.setattr(readers, "_SEEK_BYTES", 100_000)
@@ -166,7 +166,7 @@ def test_decompressing_up_to_a_segment_reports_that_it_goes_on(
 
 
 def test_frames_hold_the_same_passages_and_each_segment_is_read_alone(tmp_path: Path) -> None:
-    lines = [json.dumps({"text": f"{number} " * (number % 60)}) for number in range(20_000)]
+    lines = [json.dumps({"text": f"{number} " * (number % 60)}) for number in range(8_000)]
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
     with open(tmp_path / f"a{FRAMES}", "wb") as file:
