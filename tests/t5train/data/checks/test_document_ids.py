@@ -38,18 +38,20 @@ def write(path: Path, ids: Sequence[object]) -> Path:
     return path
 
 
+def ids_in(path: Path) -> list[str]:
+    return [row.passage.id for row in rows(SourceFile(path, path.name))]
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".tsv", ".parquet"])
 def test_a_row_with_a_blank_id_is_identified_by_its_place(tmp_path: Path, suffix: str) -> None:
     path = write(tmp_path / f"a{suffix}", ["", " ", "x"])
     first = 1 if suffix == ".tsv" else 0
-    found = [row.passage.id for row in rows(SourceFile(path, path.name))]
-    assert found == [f"{path.name}:{first}", f"{path.name}:{first + 1}", "x"]
+    assert ids_in(path) == [f"{path.name}:{first}", f"{path.name}:{first + 1}", "x"]
 
 
 def test_a_row_of_parquet_whose_id_is_nan_or_null_is_identified_by_its_place(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [1.0, float("nan"), None])
-    found = [row.passage.id for row in rows(SourceFile(path, path.name))]
-    assert found == ["1", "a.parquet:1", "a.parquet:2"]
+    assert ids_in(path) == ["1", "a.parquet:1", "a.parquet:2"]
 
 
 LARGE = 2**53 + 2
@@ -70,13 +72,13 @@ DECIMALS = [Decimal("0"), Decimal("1.00"), Decimal("-3"), Decimal("1E+3"), Decim
 )
 def test_a_whole_number_is_one_document_whatever_its_type_in_parquet(tmp_path: Path, content: Sequence[object]) -> None:
     path = write(tmp_path / "a.parquet", content)
-    assert [row.passage.id for row in rows(SourceFile(path, path.name))] == WHOLE
+    assert ids_in(path) == WHOLE
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32])
 def test_a_whole_number_of_few_bits_is_one_document(tmp_path: Path, kind: type[np.floating[Any]]) -> None:
     path = write(tmp_path / "a.parquet", pyarrow.array(np.array([1, 2.5, np.nan], kind)))
-    assert [row.passage.id for row in rows(SourceFile(path, path.name))] == ["1", "2.5", "a.parquet:2"]
+    assert ids_in(path) == ["1", "2.5", "a.parquet:2"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
@@ -87,15 +89,14 @@ def test_a_whole_number_is_one_document_however_json_spells_it(tmp_path: Path, s
     path = tmp_path / f"a{suffix}"
     path.write_bytes(gzip.compress(content) if suffix == ".jsonl.gz" else content)
     whole = ["1", "1", "1", "1", "0", "1000", "-3", str(LARGE), str(2**64 + 1), str(-(2**63) - 1)]
-    assert [row.passage.id for row in rows(SourceFile(path, path.name))] == [*whole, "1.5", "01", "1.0", "True"]
+    assert ids_in(path) == [*whole, "1.5", "01", "1.0", "True"]
 
 
 def test_a_column_of_floats_in_tsv_has_the_ids_of_whole_numbers_and_leading_zeros_stay(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tsv", ["1.0", "-3.0", "-0.0", "01", "01.0", "1.5", "1.00", "v1.0"])
-    found = [row.passage.id for row in rows(SourceFile(path, path.name))]
-    assert found == ["1", "-3", "0", "01", "01.0", "1.5", "1.00", "v1.0"]
+    assert ids_in(path) == ["1", "-3", "0", "01", "01.0", "1.5", "1.00", "v1.0"]
     (tmp_path / "a.csv").write_text("id,text\n1.0,x\n01,x\n1.5,x\n")
-    assert [row.passage.id for row in rows(SourceFile(tmp_path / "a.csv", "a.csv"))] == ["1", "01", "1.5"]
+    assert ids_in(tmp_path / "a.csv") == ["1", "01", "1.5"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".tsv", ".parquet"])

@@ -372,30 +372,18 @@ def trained_with(folder: Path, **settings: Any) -> Path:
     return folder / "spiece.model"
 
 
+ANOTHER_TABLE = "has another normalisation table than nmt_nfkc (its rule is named '{}')"
+
+
 @pytest.mark.parametrize("given", ["a file", "a folder"])
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        (
-            {"normalization_rule_name": "identity"},
-            "has another normalisation table than nmt_nfkc (its rule is named 'identity')",
+        *(
+            ({"normalization_rule_name": rule}, ANOTHER_TABLE.format(rule))
+            for rule in ("identity", "nfkc", "nfkc_cf", "nmt_nfkc_cf")
         ),
-        (
-            {"normalization_rule_name": "nfkc"},
-            "has another normalisation table than nmt_nfkc (its rule is named 'nfkc')",
-        ),
-        (
-            {"normalization_rule_name": "nfkc_cf"},
-            "has another normalisation table than nmt_nfkc (its rule is named 'nfkc_cf')",
-        ),
-        (
-            {"normalization_rule_name": "nmt_nfkc_cf"},
-            "has another normalisation table than nmt_nfkc (its rule is named 'nmt_nfkc_cf')",
-        ),
-        (
-            {"normalization_rule_tsv": "rules.tsv"},
-            "has another normalisation table than nmt_nfkc (its rule is named 'user_defined')",
-        ),
+        ({"normalization_rule_tsv": "rules.tsv"}, ANOTHER_TABLE.format("user_defined")),
         ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix=true"),
         ({"split_by_whitespace": False, "vocab_size": 400}, "no piece may span words"),
         ({"add_dummy_prefix": False}, "add_dummy_prefix=false"),
