@@ -120,6 +120,10 @@ IN_PIPELINES = [
             {"cluster.hostfile": "hosts", "cluster.exclude": "node1", "cluster.num_nodes": 1},
             r"cluster\.exclude and cluster\.num_nodes cannot be combined",
         ),
+        (
+            {"model.compile": True, "layout.zero_stage": 3},
+            r"model\.compile is true and layout\.zero_stage 3: .*set model\.compile=false",
+        ),
     ],
 )
 def test_settings_that_cannot_be_combined_are_refused(settings: dict[str, Any], words: str) -> None:
