@@ -120,7 +120,7 @@ def test_a_part_whose_answer_is_lost_is_sent_again_from_its_start(
 
     proxy.disturb = disturb
     assert not publish(exported, destination).reused
-    assert parts.count(parts[0]) == 2, "the second request has the whole body, or the server would wait for it in vain"
+    assert parts.count(parts[0]) == 2, "the second request has the whole body, or the server would wait for the rest"
     reader.require_only(destination)
     assert proxy.arrived_bytes(destination) == total_bytes(exported) + PART_BYTES
 
