@@ -10,4 +10,4 @@ for module in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer", "t
     import_module(module)
 for builder in ("ShareMemCommBuilder", "CPUAdamBuilder"):
     get_accelerator().create_op_builder(builder).load(verbose=False)
-deepspeed.ops.__compatible_ops__  # noqa: B018 - probed when it is first read, with a compiler
+deepspeed.ops.__compatible_ops__  # noqa: B018 - reading it runs a compiler to probe the operators, once for all ranks

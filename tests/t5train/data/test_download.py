@@ -449,7 +449,7 @@ def test_a_download_that_is_killed_again_and_again_is_complete_in_the_end(web: W
             (durable + 1) * DURABLE, killed
         )  # so that it cannot be complete before it is killed
         with subprocess.Popen([PYTHON, "-c", BUILD, f"{web.url}/text.txt", str(tmp_path)]) as process:
-            await_that(lambda: noted_bytes(tmp_path) >= durable * DURABLE, seconds=120)  # noqa: B023  called here
+            await_noted_bytes(tmp_path, durable * DURABLE)
             time.sleep(rng.uniform(0, 0.1))
             process.send_signal(signal.SIGKILL)
         killed.set()
@@ -470,6 +470,10 @@ def answering_until(limit: int, released: threading.Event) -> Callable[[Request]
         return GOOD
 
     return answer
+
+
+def await_noted_bytes(root: Path, expected: int) -> None:
+    await_that(lambda: noted_bytes(root) >= expected, seconds=120)
 
 
 def noted_bytes(root: Path) -> int:
