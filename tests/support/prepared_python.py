@@ -99,7 +99,7 @@ def _serve(listener: socket.socket, executable: str) -> None:
                     return
                 if key.fileobj is listener:
                     _fork(listener, selector, executable)
-                elif key.fd in selector.get_map():  # not if its fork's other end was selected at the same time
+                elif selector.get_map().get(key.fd) is key:  # its fork has not been reported in this turn
                     _report_end(key.data, selector)
 
 
@@ -107,17 +107,20 @@ def _fork(listener: socket.socket, selector: DefaultSelector, executable: str) -
     connection, _ = listener.accept()
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
     with connection.makefile(encoding="utf-8") as lines:
-        request = json.loads(lines.readline())
-    if not (pid := os.fork()):
+        request = lines.readline()
+    if not request.endswith("\n"):  # whoever asks was killed before it had asked
+        connection.close()
+    elif pid := os.fork():
+        fork = _Fork(pid, os.pidfd_open(pid), connection)
+        selector.register(fork.end, EVENT_READ, fork)
+        selector.register(connection, EVENT_READ, fork)
+    else:
         os.setsid()
         connection.close()
         listener.close()
-        _become(request, streams, executable)
+        _become(json.loads(request), streams, executable)
     for stream in streams:
         os.close(stream)
-    fork = _Fork(pid, os.pidfd_open(pid), connection)
-    selector.register(fork.end, EVENT_READ, fork)
-    selector.register(connection, EVENT_READ, fork)
 
 
 def _report_end(fork: _Fork, selector: DefaultSelector) -> None:
