@@ -8,13 +8,11 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 ROOT := work
-# How many test files run at the same time: many wait, or keep one core busy. A file's tests stay in one process, as they
-# share what is slow to make. In the order of the files, the longest ones are not among the last.
-WORKERS := 2
+# How many test files run at the same time: on two cores three, as tests wait for a third of their time. A file's tests
+# stay in one process, as they share what is slow to make. In the order of files, the longest ones are not among the last.
+WORKERS := 3
 # OpenMP's threads sleep while they wait: two processes have more of them than there are cores, and spinning takes minutes.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-# A third of the quick tests' time is waiting, so they have half as many workers more.
-QUICK := $(PYTEST) --numprocesses $$(($(WORKERS) * 3 / 2)) -m "not slow and not cluster"
 # Tests start hundreds of processes, and each would compile all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 # PYTHON=/path/to/python3.11 chooses the interpreter that .venv is made from. Shims of version managers may be on
@@ -36,27 +34,26 @@ demo: setup ## The whole chain on two CPU ranks, from Python's documentation to 
 demo-cluster: setup ## The same on two hosts that share nothing, made of namespaces on this machine (root)
 	@$(BIN)/python -m infra.testcluster demo --root $(ROOT)
 
-test: setup .venv/.triton lint types ## Everything that must pass: lint, types, quick tests, then slow ones
-	@$(QUICK)
-	.ci/postgresql
-	$(PYTEST) -m "slow and not cluster and not ui"
+test: setup .venv/.triton lint types ## Everything that must pass: lint, types, and the tests that need one machine only
+	@.ci/postgresql
+	$(PYTEST) -m "not cluster and not ui"
 
 test-fast: setup ## The tests that start neither DeepSpeed nor a server
-	@$(QUICK)
+	@$(PYTEST) -m "not slow and not cluster"
 
 test-matrix: setup ## The tests of layouts with all layouts; `make test` takes those with all pairs of factors
 	@TEST_MATRIX=1 $(PYTEST) tests/t5train/train/test_training.py
 
 test-ui: setup ## The tests that look at Prefect's pages in a browser
 	@.ci/browser
-	$(PYTEST) -m ui
+	$(PYTEST) tests/deployments/ui
 
 screenshots: setup ## Take the documentation's pictures of Prefect's pages, in the same tests
 	@.ci/browser
 	SCREENSHOTS=docs/images $(BIN)/pytest -m ui
 
 test-cluster: setup ## The tests that need several hosts, made of namespaces on this machine (root)
-	@$(PYTEST) -m cluster
+	@$(PYTEST) tests/cluster
 
 test-slurm: setup ## Submit the example for Slurm to a Slurm of this machine (root)
 	@.ci/slurm

@@ -1,6 +1,8 @@
 """Fixtures and switches that every test may use."""
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from t5train.checkpoint import sidecar
 from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.model.parameters import ParameterSlot
 from t5train.records.digests import digest_files
+from tests.support import prefect_servers
 from tests.support.object_server import ObjectServer, running_server
 from tests.support.prepared_python import STAGES, prepared_python
 
@@ -36,6 +39,7 @@ os.environ[VARIABLE] = str(operator_folder())
 
 pytest_plugins = ["tests.support.durations"]
 _OF_RANKS = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+Make = Callable[[Path], object]
 GOLDEN = Path(__file__).parent / "golden"
 
 settings.register_profile("local", deadline=None)
@@ -123,6 +127,38 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Make], Path]:
+    """``made_once(name, make)``: a file or folder that the first worker to need it makes, while others wait for it."""
+    own = tmp_path_factory.getbasetemp()
+    folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def made_once(name: str, make: Make) -> Path:
+        made = folder / name
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                making = tmp_path_factory.mktemp("made") / name
+                make(making)
+                making.rename(made)
+        return made
+
+    return made_once
+
+
+@pytest.fixture(scope="session")
+def new_home(made_once: Callable[[str, Make], Path]) -> Callable[[Path], Path]:
+    """``new_home(path)`` makes the home of a Prefect server, with a database that it need not create for seconds."""
+
+    def new_home(path: Path) -> Path:
+        database = made_once("prefect.db", prefect_servers.make_database)
+        path.mkdir(0o700, parents=True)
+        shutil.copy(database, path / "prefect.db")
+        return path
+
+    return new_home
 
 
 @pytest.fixture(scope="session")

@@ -22,12 +22,11 @@ from tests.support.hardware import hardware
 PAGE = Path("docs/test-durations.md")
 _ABOVE = "<!-- `make test-durations` writes what follows. -->\n"
 _STAGES = {
-    "quick": "not slow and not cluster",
-    "slow": "slow and not cluster and not ui",
-    "ui": "ui",
-    "cluster": "cluster",
+    "test": ["-m", "not cluster and not ui"],
+    "ui": ["tests/deployments/ui"],
+    "cluster": ["tests/cluster"],
 }
-_WORKERS = 2
+"""Options of pytest for each, as in the Makefile."""
 _FILES, _TESTS = 60, 40
 """How many of the costliest files and tests the page lists."""
 
@@ -45,8 +44,8 @@ def run(stage: str) -> tuple[list[Cost], float, bool]:
     """Run a stage's tests. Returns what each took, the seconds of all of them, and whether they passed."""
     with TemporaryDirectory() as folder:
         record = Path(folder, "tests.jsonl")
-        switches = [f"--numprocesses={_WORKERS}", "--dist=loadfile", "--no-loadscope-reorder", "-q"]
-        command = [sys.executable, "-m", "pytest", *switches, "-m", _STAGES[stage], f"--record-durations={record}"]
+        switches = ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder", "-q"]
+        command = [sys.executable, "-m", "pytest", *switches, *_STAGES[stage], f"--record-durations={record}"]
         began = time.monotonic()
         code = subprocess.run(command, env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}, check=False).returncode
         took = time.monotonic() - began
@@ -56,7 +55,7 @@ def run(stage: str) -> tuple[list[Cost], float, bool]:
 
 def page(stages: Mapping[str, tuple[list[Cost], float]], commit: str) -> str:
     """Return the tables of the page."""
-    text = f"Measured on {time.strftime('%Y-%m-%d')} at commit {commit}, with {_WORKERS} workers, on {hardware()}.\n\n"
+    text = f"Measured on {time.strftime('%Y-%m-%d')} at commit {commit}, on {hardware()}.\n\n"
     text += "| stage | tests | minutes | CPU minutes |\n|---|---|---|---|\n"
     for stage, (tests, took) in stages.items():
         text += f"| {stage} | {len(tests)} | {took / 60:.1f} | {sum(test.cpu for test in tests) / 60:.1f} |\n"

@@ -1,6 +1,5 @@
 """Test clusters that tests share. A test that changes a cluster restores it, or uses a cluster of its own."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -13,32 +12,14 @@ import pytest
 from infra.testcluster import Cluster
 from tests.support.cluster_runs import ClusterRunner, prepare, weights
 
-Make = Callable[[Path], object]
-
-
-@pytest.fixture(scope="session")
-def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Make], Path]:
-    """``made_once(name, make)``: a file or folder that the first worker to need it makes, while others wait for it."""
-    own = tmp_path_factory.getbasetemp()
-    folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-
-    def made_once(name: str, make: Make) -> Path:
-        made = folder / name
-        with open(folder / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not made.exists():
-                making = tmp_path_factory.mktemp("made") / name
-                make(making)
-                making.rename(made)
-        return made
-
-    return made_once
-
 
 @pytest.fixture(scope="session")
 def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that all hosts of ``cluster`` share."""
     return tmp_path_factory.mktemp("share")
+
+
+Make = Callable[[Path], object]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""A running Prefect server, and a browser to look at its pages."""
+"""A running Prefect server, and a browser to look at its pages.
+
+Servers end with the file that uses them, because an idle one takes some percent of a core.
+"""
 
 import itertools
 import json
@@ -127,15 +130,15 @@ class Page:
         return result
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[tuple[Path, str]]:
+@pytest.fixture(scope="module")
+def server(new_home: Callable[[Path], Path]) -> Iterator[tuple[Path, str]]:
     """Home and API of a server whose root all users may read, as is common.
 
     It is started in a folder with modules that have the names of the server's own.
     """
     root = Path(tempfile.mkdtemp(prefix="prefect-"))
     root.chmod(0o755)
-    home, current = root / "prefect", root / "current"
+    home, current = new_home(root / "prefect"), root / "current"
     current.mkdir()
     for module in SHADOWS:
         (current / f"{module}.py").write_text("raise SystemExit('shadowed')")
@@ -144,7 +147,7 @@ def server() -> Iterator[tuple[Path, str]]:
     shutil.rmtree(root)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def deployed(server: tuple[Path, str], ask: Ask) -> Deployed:
     """Runs ``t5-pretrain deploy`` with options on the server; returns the deployments by name."""
     home, api_url = server
@@ -241,14 +244,14 @@ def flow_process() -> Iterator[FlowProcess]:
         yield start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def postgresql() -> Iterator[Callable[[str], str]]:
     """The URL of a database of a private PostgreSQL, for a password."""
     with team_servers.postgresql() as url_with:
         yield url_with
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def team(postgresql: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[team_servers.Team]:
     """A team's server that has been restarted after the deployments were created and the first runs were scheduled."""
     team = team_servers.Team(tmp_path_factory.mktemp("team"), postgresql(team_servers.HIDDEN))

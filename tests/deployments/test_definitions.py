@@ -86,13 +86,16 @@ class Deployer:
 
 
 @pytest.fixture(scope="module")
-def deployer(tmp_path_factory: pytest.TempPathFactory, ask: Ask) -> Iterator[Deployer]:
+def deployer(
+    tmp_path_factory: pytest.TempPathFactory, ask: Ask, new_home: Callable[[Path], Path]
+) -> Iterator[Deployer]:
     """A deployer to a server on which nothing has been deployed."""
     root = tmp_path_factory.mktemp("definitions")
-    with prefect_servers.running(root / "prefect", root) as api_url:
-        command = [sys.executable, "-c", DEPLOYER, str(root / "prefect"), api_url]
+    home = new_home(root / "prefect")
+    with prefect_servers.running(home, root) as api_url:
+        command = [sys.executable, "-c", DEPLOYER, str(home), api_url]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/") as process:
-            yield Deployer(process, root / "prefect", api_url, ask)
+            yield Deployer(process, home, api_url, ask)
             assert process.stdin is not None
             process.stdin.close()
 

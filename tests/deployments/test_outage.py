@@ -1,12 +1,16 @@
 """A worker outlives its server: Prefect's own ends after minutes without one, and kills its runs."""
 
 import re
+import socket
 import subprocess
 import sys
-import time
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
+from typing import Any
 
 import pytest
 
@@ -16,28 +20,83 @@ from tests.support.waiting import await_that
 pytestmark = pytest.mark.slow
 
 QUICK = {"PREFECT_WORKER_QUERY_SECONDS": "0.2"}
-"""Prefect's worker counts failed requests, so the more often it asks, the sooner it ends: here after half a minute."""
+ENOUGH = 60
+"""Prefect's worker ends when it has asked in vain 12 times, or when its key is refused once."""
+
+
+class Relay(ThreadingTCPServer):
+    """Forwards connections to a server, and counts those that find none, and refusals of the key."""
+
+    daemon_threads = allow_reuse_address = True
+
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Forward)
+        self.port, self.in_vain, self.refused = port, 0, 0
+
+
+class _Forward(StreamRequestHandler):
+    server: Relay
+
+    def handle(self) -> None:
+        try:
+            connection = socket.create_connection(("127.0.0.1", self.server.port))
+        except ConnectionRefusedError:
+            self.server.in_vain += 1
+            return
+        with connection:
+            answers = threading.Thread(target=self._forward, args=(connection, self.connection))
+            answers.start()
+            self._forward(self.connection, connection)
+            answers.join()
+
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while content := source.recv(1 << 16):
+                self.server.refused += content.startswith(b"HTTP/1.1 401")
+                target.sendall(content)
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def relay_to() -> Iterator[Callable[[int], Relay]]:
+    """Starts a relay to a port of this machine."""
+    with ExitStack() as stack:
+
+        def start(port: int) -> Relay:
+            relay = stack.enter_context(Relay(port))
+            threading.Thread(target=relay.serve_forever, args=(0.05,)).start()
+            stack.callback(relay.shutdown)
+            return relay
+
+        yield start
 
 
 def test_a_worker_outlives_a_server_that_is_away_or_refuses_its_key_and_then_takes_runs_one_by_one(
-    tmp_path: Path,
+    tmp_path: Path, relay_to: Callable[[int], Relay], new_home: Callable[[Path], Path]
 ) -> None:
     team = Team(tmp_path, None)
+    new_home(team.home)
+    relay = relay_to(team.port)
     with ExitStack() as stack:
         with team.running():
             team.call("deploy", "--root", str(tmp_path))
             command = [sys.executable, "-P", "-m", "flows.workers.worker", "t5-pretrain", "t5@gpu1"]
-            worker = subprocess.Popen(command, env=team.client | QUICK, cwd="/", stderr=subprocess.PIPE, text=True)
+            api = {"PREFECT_API_URL": f"http://127.0.0.1:{relay.server_address[1]}/api"}
+            pipes: dict[str, Any] = {"cwd": "/", "stderr": subprocess.PIPE, "text": True}
+            worker = subprocess.Popen(command, env=team.client | QUICK | api, **pipes)
             stack.callback(worker.kill)
             await_that(lambda: team.ask("work_pools/t5-pretrain/workers/filter", {}) != [])
-        time.sleep(60)
+        asked = relay.in_vain
+        await_that(lambda: worker.poll() is not None or relay.in_vain >= asked + ENOUGH)
         assert worker.poll() is None, "the server was away"
         key = team.home / "api-key"
         given = key.read_text()
         key.unlink()
         with team.running():
             assert key.read_text() != given
-            time.sleep(10)
+            await_that(lambda: worker.poll() is not None or relay.refused >= ENOUGH)
             assert worker.poll() is None, "the server refused its key"
         key.write_text(given)
         with team.running():

@@ -277,8 +277,10 @@ def test_modules_in_the_current_folder_do_not_shadow_those_of_the_server(server:
     assert answers(api_url)
 
 
-def test_a_server_ends_when_the_process_that_started_it_is_killed(tmp_path: Path) -> None:
-    process, api_url = prefect_servers.start(tmp_path, tmp_path)
+def test_a_server_ends_when_the_process_that_started_it_is_killed(
+    tmp_path: Path, new_home: Callable[[Path], Path]
+) -> None:
+    process, api_url = prefect_servers.start(new_home(tmp_path / "prefect"), tmp_path)
     with process:
         assert answers(api_url)
         process.send_signal(signal.SIGKILL)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,9 +70,11 @@ class SecondUp(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def second_up(up: Any, ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecondUp]:
+def second_up(
+    up: Any, ask: Any, new_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SecondUp]:
     root, port = tmp_path_factory.mktemp("up"), free_port()
-    api_url, home = f"http://127.0.0.1:{port}/api", root / "prefect"
+    api_url, home = f"http://127.0.0.1:{port}/api", new_home(root / "prefect")
     with up(root, port) as process:
         assert process.stdout is not None
         assert "Prefect is at" in process.stdout.readline()

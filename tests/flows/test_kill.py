@@ -13,7 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,30 +129,37 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, data: Path, variant: s
     return _final_weights(root)
 
 
+@pytest.fixture
+def root(tmp_path: Path, new_home: Callable[[Path], Path]) -> Path:
+    """A root without runs, with the home of a server."""
+    new_home(tmp_path / "prefect")
+    return tmp_path
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", range(metafunc.config.getoption("--kill-rounds")))
 
 
 def test_a_run_killed_three_times_leaves_nothing_and_ends_with_the_same_weights(
-    tmp_path: Path, data: Path, undisturbed: Any, variant: str, seed: int, kill_table: list[str]
+    root: Path, data: Path, undisturbed: Any, variant: str, seed: int, kill_table: list[str]
 ) -> None:
     steps = sorted(random.Random(seed).sample(range(2, NUM_STEPS - 2), 3))
-    run = tmp_path / "runs" / RUN
+    run = root / "runs" / RUN
     settings = VARIANTS[variant] | _text(data)
-    shutil.copytree(data, tmp_path, dirs_exist_ok=True)
-    with _started(tmp_path, settings, is_paced=True) as flow:
+    shutil.copytree(data, root, dirs_exist_ok=True)
+    with _started(root, settings, is_paced=True) as flow:
         rank_gone = _kill("rank", _wait_for(run, steps[0], 1), flow)
         launcher_gone = _kill("launcher", _wait_for(run, steps[1], 2), flow)
         flow_gone = _kill("flow", _wait_for(run, steps[2], 3), flow)
-    with _started(tmp_path, settings) as flow:
-        _finish(flow, tmp_path)
+    with _started(root, settings) as flow:
+        _finish(flow, root)
     resumed = [json.loads((attempt_folder(run, n) / "spec.json").read_text())["resume_tag"] for n in (2, 3, 4)]
     # At a kill, the save of the last due step may be unfinished, but never that of the one before.
     for step, tag in zip(steps, resumed, strict=True):
         assert (0 if tag is None else int(tag[-8:])) >= step - step % SAVED_EVERY - SAVED_EVERY
-    assert _states_in_prefect(tmp_path) == ["CRASHED", "COMPLETED"]
-    same = _final_weights(tmp_path) == undisturbed
+    assert _states_in_prefect(root) == ["CRASHED", "COMPLETED"]
+    same = _final_weights(root) == undisturbed
     for victim, step, gone, tag in zip(
         ("rank", "launcher", "flow"), steps, (rank_gone, launcher_gone, flow_gone), resumed, strict=True
     ):
@@ -167,12 +174,12 @@ def _states_in_prefect(root: Path) -> list[str]:
 
 
 def test_a_run_saves_on_sigterm_and_a_rank_stopped_by_sigstop_is_detected(
-    tmp_path: Path, data: Path, undisturbed: Any
+    root: Path, data: Path, undisturbed: Any
 ) -> None:
-    run = tmp_path / "runs" / RUN
+    run = root / "runs" / RUN
     settings = SAVED_ONLY_ON_SIGNAL | _text(data)
-    shutil.copytree(data, tmp_path, dirs_exist_ok=True)
-    with _started(tmp_path, settings, is_paced=True) as flow:
+    shutil.copytree(data, root, dirs_exist_ok=True)
+    with _started(root, settings, is_paced=True) as flow:
         os.kill(_pid(_wait_for(run, 5, 1), "rank-00001", "process"), signal.SIGTERM)
         os.kill(_pid(_wait_for(run, 3 + _resumed_from(run, 2), 2), "launcher", "process"), signal.SIGTERM)
         stopped = _wait_for(run, 3 + _resumed_from(run, 3), 3)
@@ -182,9 +189,9 @@ def test_a_run_saves_on_sigterm_and_a_rank_stopped_by_sigstop_is_detected(
         _wait_for(run, 3 + _last_step(run), 4)
         flow.terminate()
         assert flow.wait(60) == -signal.SIGTERM
-    with _started(tmp_path, settings, "train") as process:  # the stages that follow have no part in this
-        _finish(process, tmp_path)
-    output = (tmp_path / "output.log").read_text()
+    with _started(root, settings, "train") as process:  # the stages that follow have no part in this
+        _finish(process, root)
+    output = (root / "output.log").read_text()
     # No checkpoint is due before the end: each that was resumed from was saved because of a signal.
     first, second, third, fourth = (_resumed_from(run, number) for number in (2, 3, 4, 5))
     assert 5 <= first < second == third < fourth < NUM_STEPS
@@ -193,7 +200,7 @@ def test_a_run_saves_on_sigterm_and_a_rank_stopped_by_sigstop_is_detected(
     assert record is not None
     assert record.cause == Cause.BEAT
     assert "no sign of life for 11 s" in output
-    assert _final_weights(tmp_path) == undisturbed
+    assert _final_weights(root) == undisturbed
 
 
 def _resumed_from(run: Path, number: int) -> int:
@@ -211,20 +218,18 @@ def _pid(attempt: Attempt, name: str, role: str) -> int:
     return int(json.loads((attempt.folder / f"{name}.pid").read_text())[role]["pid"])
 
 
-def test_a_second_start_is_refused_while_the_first_is_running(tmp_path: Path) -> None:
-    with _started(tmp_path, {}) as flow:
+def test_a_second_start_is_refused_while_the_first_is_running(root: Path) -> None:
+    with _started(root, {}) as flow:
         deadline = time.monotonic() + 120
-        while str(flow.pid) not in (holder(tmp_path / "runs" / RUN) or ""):
+        while str(flow.pid) not in (holder(root / "runs" / RUN) or ""):
             assert flow.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        again = subprocess.run(
-            _command(tmp_path, {}), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-        )
+        again = subprocess.run(_command(root, {}), cwd=root, capture_output=True, text=True, timeout=120, check=False)
     assert again.returncode == 6
     assert f"process {flow.pid}" in again.stderr or str(flow.pid) in again.stderr
     assert again.stderr.strip().splitlines()[-1].startswith("error: ")
-    assert not (tmp_path / "runs" / RUN / "attempts/0002").exists()
+    assert not (root / "runs" / RUN / "attempts/0002").exists()
     assert (
         "watch the run at" not in again.stderr
     )  # refused before it looked for a server, which may take a while to start

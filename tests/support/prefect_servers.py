@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from contextlib import closing, contextmanager
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -73,6 +75,15 @@ def running(home: Path, current: Path) -> Iterator[str]:
         process.stdin.close()
         assert process.wait(120) == 0
     assert not answers(api_url)
+
+
+def make_database(path: Path) -> None:
+    """Let a server create its database, and move that to a path."""
+    with TemporaryDirectory() as folder:
+        home = Path(folder, "prefect")
+        with running(home, Path(folder)):
+            pass
+        shutil.move(home / "prefect.db", path)
 
 
 def client_environment(home: Path, api_url: str) -> dict[str, str]:
