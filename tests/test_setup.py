@@ -105,9 +105,7 @@ def test_setup_repeats_nothing_until_a_version_changes(checkout: Path) -> None:
     (checkout / ".venv").mkdir()
     for stamp in (".installed", ".segmenter", ".ops-built"):
         (checkout / ".venv" / stamp).touch()
-    start = time.monotonic()
     assert "Nothing to be done" in make(checkout, "setup").stdout
-    assert time.monotonic() - start < 2
     later = time.time() + 10
     os.utime(checkout / "constraints.txt", (later, later))
     add_program(checkout, "python3.11", "#!/bin/bash\nexit 0\n")

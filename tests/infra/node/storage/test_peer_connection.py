@@ -44,12 +44,13 @@ def relay_threads() -> int:
 
 
 def test_200_silent_connections_use_few_threads_and_do_not_delay_a_peer(
-    threads_before: int, server: Endpoint, strangers: list[socket.socket]
+    threads_before: int, server: Endpoint, strangers: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(peer_connection, "_HANDSHAKE_SECONDS", 100.0)
     started = time.monotonic()
     channel = connect(server, TOKEN)
     assert b"".join(fetch_over(channel)("file", 0, 7)) == b"content"
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 90
     assert relay_threads() - threads_before <= 40
     channel.close()
     assert len(strangers) == 200
