@@ -1,4 +1,4 @@
-"""The public functions of t5train, as README.md shows them."""
+"""The public functions of t5train, as docs/stages.md shows them."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ import t5train
 from t5train.records.witness import Witness
 from t5train.release.inference.evaluation import EvaluationSpec
 
-README = Path(__file__).parents[2] / "README.md"
+STAGES = Path(__file__).parents[2] / "docs/stages.md"
 SMALLER = {
     "tokenizer.vocab_size": 300,
     "shards.shard_tokens": 10_000,
@@ -58,10 +58,10 @@ def test_a_recipe_takes_settings() -> None:
 
 
 @pytest.mark.slow
-def test_the_example_of_the_readme_publishes_a_model(tmp_path: Path, quick_workers: None) -> None:
+def test_the_documented_example_publishes_a_model(tmp_path: Path, quick_workers: None) -> None:
     """Run the example as it is written, except for a smaller model on one rank and other paths."""
     (tmp_path / "notes.txt").write_text("".join(f"The note {n} is about {n * n} things.\n" for n in range(2000)))
-    _, _, section = README.read_text("utf-8").partition("## From Python")
+    _, _, section = STAGES.read_text("utf-8").partition("## From Python")
     code = section.partition("```python\n")[2].partition("```")[0]
     code = code.replace('"/data/', f'"{tmp_path}/').replace(
         't5train.recipe("smoke", {', f't5train.recipe("smoke", {SMALLER} | {{'
