@@ -9,7 +9,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 ROOT := work
 # How many test files run at the same time: on two cores three, as tests wait for a third of their time. A file's tests
-# stay in one process, as they share what is slow to make. In the order of files, the longest ones are not among the last.
+# stay in one process, as they share what is slow to make.
 WORKERS := 3
 # OpenMP's threads sleep while they wait: two processes have more of them than there are cores, and spinning takes minutes.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -55,9 +55,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu or cluster, with the reason, if this machine cannot run them; shuffle if asked to."""
+    """Skip tests marked gpu or cluster, with the reason, if this machine cannot run them; put the slow files first.
+
+    Then no worker has a long file left when the others have none. Tests are shuffled instead if that is asked for.
+    """
     if (seed := config.getoption("--shuffle")) is not None:
         _shuffle(items, Random(seed))
+    else:
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
     for marker, missing in (("gpu", _why_no_accelerator), ("cluster", namespaces.what_is_missing)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and (reason := missing()):
