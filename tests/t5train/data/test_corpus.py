@@ -24,6 +24,7 @@ from t5train.records.stage_records import Corpus
 from t5train.spec import CorpusSpec
 
 pytestmark = pytest.mark.usefixtures("quick_workers")
+REMOTE = "memory://texts/a.txt"
 
 
 @pytest.fixture
@@ -37,49 +38,33 @@ def build(source: object, root: Path) -> Corpus:
     return build_corpus(CorpusSpec(source=str(source), workers=1), root / "root")
 
 
-def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    (here / "a.txt").write_text("one\ntwo\n")
-    shutil.copytree(here, there)
-    first = build(here, tmp_path)
-    assert build(there / "a.txt", tmp_path).fingerprint == first.fingerprint
-    (there / "a.txt").write_text("one\ntwp\n")
-    assert build(there / "a.txt", tmp_path).fingerprint != first.fingerprint
+def make(folder: Path, **texts: str) -> Path:
+    """Write files of text, and return the folder."""
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+    return folder
 
 
-def test_a_corpus_is_reused_until_its_text_changes(tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("one\n\ntwo\n")
+def test_a_corpus_is_reused_until_its_text_changes_or_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = make(tmp_path, a="one\n\ntwo\n") / "a.txt"
     first = build(text, tmp_path)
     assert first.counts == {"passages": 2, "empty_passages": 1, "text_bytes": 6, "repeated_passages": 0}
     assert list(first.files) == [str(text), "segments.json", "text-findings.json"]
     assert not first.reused
-    assert build(text, tmp_path).reused
-    text.write_text("three\n")
-    assert not build(text, tmp_path).reused
-
-
-def test_a_reused_corpus_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("one\n")
-    build(text, tmp_path)
     read: list[Path] = []
     for module in ("t5train.data.corpus", "t5train.records.digests"):
         monkeypatch.setattr(f"{module}.digest_file", lambda path: read.append(path) or digest_file(path))
     assert build(text, tmp_path).reused
     assert read.count(text) == 1
-
-
-def test_a_corpus_whose_source_moved_is_not_reused(tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("one\n")
-    build(text, tmp_path)
     (tmp_path / "there").mkdir()
     moved = text.rename(tmp_path / "there" / "a.txt")
     again = build(moved, tmp_path)
     assert not again.reused
     assert str(moved) in again.files
+    assert again.fingerprint == build(moved.parent, tmp_path).fingerprint == first.fingerprint
+    moved.write_text("one\n\ntwp\n")
+    assert build(moved, tmp_path).fingerprint != first.fingerprint
 
 
 def test_files_of_folders_and_patterns_are_sorted_by_name(tmp_path: Path) -> None:
@@ -97,53 +82,70 @@ def test_files_of_folders_and_patterns_are_sorted_by_name(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_a_corpus_without_a_passage_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "a.txt").write_text(content)
+    make(tmp_path, a=content)
     with pytest.raises(InputError, match="holds no text"):
         build(tmp_path / "a.txt", tmp_path)
 
 
-def test_the_output_folder_of_a_failed_build_can_be_used_for_other_text(tmp_path: Path) -> None:
-    (tmp_path / "bad.txt").write_bytes(b"\xff\n")
-    (tmp_path / "good.txt").write_text("one\n")
-    (tmp_path / "other.txt").write_text("two\n")
+def test_empty_files_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    make(tmp_path, a="")
+    with pytest.raises(InputError, match="all files are empty"):
+        require_source(str(tmp_path))
+    found = require_source(str(make(tmp_path, b="one\n")))
+    assert found.size_bytes == 4
+    assert [file.name for file in found.local] == [*found.sizes] == ["a.txt", "b.txt"]
+
+
+def test_an_output_folder_takes_one_result_and_only_if_nothing_else_is_there(tmp_path: Path) -> None:
+    text, out = make(tmp_path, good="one\n", other="two\n"), tmp_path / "out"
+    (text / "bad.txt").write_bytes(b"\xff\n")
+
+    def build_out(name: str) -> Corpus:
+        return build_corpus(CorpusSpec(source=str(text / name), workers=1), tmp_path, out=out)
+
     with pytest.raises(InputError, match="not UTF-8"):
-        build_corpus(CorpusSpec(source=str(tmp_path / "bad.txt"), workers=1), tmp_path, out=tmp_path / "out")
-    build_corpus(CorpusSpec(source=str(tmp_path / "good.txt"), workers=1), tmp_path, out=tmp_path / "out")
-    with pytest.raises(StorageError, match="holds a result of other inputs"):
-        build_corpus(CorpusSpec(source=str(tmp_path / "other.txt"), workers=1), tmp_path, out=tmp_path / "out")
+        build_out("bad.txt")
+    first = build_out("good.txt")
+    with pytest.raises(StorageError, match="holds a result of other inputs or settings"):
+        build_out("other.txt")
+    assert Corpus.load(out).fingerprint == first.fingerprint
+    (out / ".claim").write_bytes(b"\xff" * 64)
+    with pytest.raises(StorageError, match="other inputs or settings"):
+        build_out("good.txt")
+    shutil.rmtree(out)
+    make(out, thesis="years of work")
+    with pytest.raises(StorageError, match="not empty"):
+        build_out("good.txt")
+    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
 
 
 def test_a_new_root_is_private_and_is_made_only_for_a_source_that_exists(tmp_path: Path) -> None:
-    (tmp_path / "good.txt").write_text("one\n")
-    root = tmp_path / "new" / "root"
+    text, root = make(tmp_path, good="one\n") / "good.txt", tmp_path / "new" / "root"
     with pytest.raises(InputError):
         build_corpus(CorpusSpec(source=str(tmp_path / "god.txt"), workers=1), root)
     assert not root.parent.exists()
-    build_corpus(CorpusSpec(source=str(tmp_path / "good.txt"), workers=1), root)
+    build_corpus(CorpusSpec(source=str(text), workers=1), root)
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    with pytest.raises(StorageError, match="cannot be written"):
+        build_corpus(CorpusSpec(source=str(text)), text)
 
 
-def test_empty_files_are_refused_before_they_are_read(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").touch()
-    with pytest.raises(InputError, match="all files are empty"):
-        require_source(str(tmp_path))
-    (tmp_path / "b.txt").write_text("one\n")
-    found = require_source(str(tmp_path))
-    assert (found.size_bytes, len(found.sizes)) == (4, 2)
-    assert [file.name for file in found.local] == ["a.txt", "b.txt"]
-
-
-def test_an_absent_source_is_called_absent_and_another_kind_of_file_by_its_kind(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"absent\.txt' does not exist\. Correct the path"):
-        build(tmp_path / "absent.txt", tmp_path)
-    with pytest.raises(InputError, match=r"absent\*\.txt' matches no file"):
-        build(tmp_path / "absent*.txt", tmp_path)
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("absent.txt", r"absent\.txt' does not exist\. Correct the path"),
+        ("absent*.txt", r"absent\*\.txt' matches no file"),
+        ("pipe", r"pipe' is neither a file nor a folder"),
+        ("empty", r"is a folder without \.txt, .* files\. It is empty\. Set corpus\.source"),
+    ],
+)
+def test_an_absent_source_is_called_absent_and_another_kind_of_file_by_its_kind(
+    tmp_path: Path, source: str, said: str
+) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match=r"pipe' is neither a file nor a folder"):
-        build(tmp_path / "pipe", tmp_path)
-    (tmp_path / "pipe").unlink()
-    with pytest.raises(InputError, match=r"is a folder without \.txt, .* files\. It is empty\. Set corpus\.source"):
-        build(tmp_path, tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=said):
+        build(tmp_path / source, tmp_path)
 
 
 def test_files_of_other_formats_in_a_folder_are_counted_and_the_first_are_named(
@@ -169,15 +171,9 @@ def test_files_of_other_formats_in_a_folder_are_counted_and_the_first_are_named(
 @pytest.mark.parametrize("source", ["", "text", "**/*.txt", "text/**/*.txt"])
 def test_what_runs_made_is_no_text(tmp_path: Path, source: str, root: str) -> None:
     of_user = ["text/a.txt", "text/corpus/b.txt", "text/nights/d.txt", "text/runs/mine/c.txt"]
-    marks = [
-        "runs/first/lock",
-        "corpus/some/.claim",
-        "prefect-2/api-key",
-        "regression/nights/1",
-        "cache/0/e.txt.download.json",
-    ]
+    marks = ["runs/first/lock", "corpus/some/.claim", "prefect-2/api-key", "regression/nights/1"]
     made = ["runs/first/m.txt", "corpus/some/t.txt", "prefect-2/ui/robots.txt", "regression/h.txt", "cache/0/e.txt"]
-    for name in (*of_user, *(f"{root}{each}" for each in (*marks, *made))):
+    for name in (*of_user, *(f"{root}{each}" for each in (*marks, *made, "cache/0/e.txt.download.json"))):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one\n")
     found = local_files(str(tmp_path / source), "", tmp_path / "elsewhere", silent)
@@ -188,9 +184,8 @@ def test_what_runs_made_is_no_text(tmp_path: Path, source: str, root: str) -> No
 def test_a_source_with_parents_is_read_and_recorded_without_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "text").mkdir()
+    make(tmp_path / "text", a="one\n")
     (tmp_path / "here").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("one\n")
     monkeypatch.chdir(tmp_path / "here")
     for source in ("../text", "../text/a.txt", "../text/*.txt", f"{tmp_path}/here/../text"):
         assert build(Path(source), tmp_path / "root").counts["passages"] == 1
@@ -216,91 +211,76 @@ def test_an_unreadable_folder_that_a_pattern_cannot_match_is_no_error() -> None:
     assert not _may_be_named_in("/data/wiki/deep", "/data/wiki/*.txt")
 
 
-def test_a_remote_file_is_downloaded_once(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:
-    remote.pipe({"/texts/a.txt": b"one\n", "/texts/b.jsonl.gz": gzip.compress(b'{"text": "two"}\n')})
-    first = build("memory://texts/*", tmp_path)
-    assert first.counts["passages"] == 2
-    downloads = sorted((tmp_path / "root" / "cache").rglob("*.txt"))
-    before = [path.stat().st_mtime_ns for path in downloads]
-    assert build("memory://texts/*", tmp_path).reused
-    assert [path.stat().st_mtime_ns for path in downloads] == before
-
-
-def test_a_changed_remote_file_is_downloaded_again(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:
+@pytest.fixture
+def downloaded(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> tuple[Corpus, Path]:
+    """The corpus of memory://texts/a.txt, and its download."""
     remote.pipe("/texts/a.txt", b"one\n")
-    first = build("memory://texts/a.txt", tmp_path)
+    made = build(REMOTE, tmp_path)
+    (path,) = (tmp_path / "root" / "cache").rglob("a.txt")
+    return made, path
+
+
+def test_a_remote_file_is_downloaded_once_and_again_when_it_has_changed(
+    tmp_path: Path, remote: fsspec.AbstractFileSystem, downloaded: tuple[Corpus, Path]
+) -> None:
+    first, path = downloaded
+    written = path.stat().st_mtime_ns
+    assert build(REMOTE, tmp_path).reused
+    assert path.stat().st_mtime_ns == written
     remote.pipe("/texts/a.txt", b"two\n")
-    assert build("memory://texts/a.txt", tmp_path).fingerprint != first.fingerprint
+    assert build(REMOTE, tmp_path).fingerprint != first.fingerprint
+    remote.pipe("/texts/b.jsonl.gz", gzip.compress(b'{"text": "two"}\n'))
+    assert build("memory://texts/*", tmp_path).counts["passages"] == 2
 
 
 def test_a_damaged_download_is_fetched_again(
-    tmp_path: Path, remote: fsspec.AbstractFileSystem, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, downloaded: tuple[Corpus, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    remote.pipe("/texts/a.txt", b"one\n")
-    first = build("memory://texts/a.txt", tmp_path)
-    (download,) = (tmp_path / "root" / "cache").rglob("a.txt")
-    download.write_bytes(b"onf\n")
+    first, path = downloaded
+    path.write_bytes(b"onf\n")
     with caplog.at_level(logging.WARNING):
-        assert build("memory://texts/a.txt", tmp_path).fingerprint == first.fingerprint
-    assert f"the download of {download} is damaged" in caplog.text
-    assert download.read_bytes() == b"one\n"
+        assert build(REMOTE, tmp_path).fingerprint == first.fingerprint
+    assert f"the download of {path} is damaged" in caplog.text
+    assert path.read_bytes() == b"one\n"
 
 
 @pytest.mark.parametrize("note", [b"", b"\xff\x00", b"{}", b'{"size": -1, "sha256": "0", "state": 1}'])
 def test_a_damaged_download_record_is_written_again(
-    tmp_path: Path, remote: fsspec.AbstractFileSystem, note: bytes
+    tmp_path: Path, downloaded: tuple[Corpus, Path], note: bytes
 ) -> None:
-    remote.pipe("/texts/a.txt", b"one\n")
-    first = build("memory://texts/a.txt", tmp_path)
-    (kept,) = (tmp_path / "root" / "cache").rglob("*.download.json")
+    first, path = downloaded
+    kept = path.with_name("a.txt.download.json")
+    original = kept.read_bytes()
     kept.write_bytes(note)
-    assert build("memory://texts/a.txt", tmp_path).fingerprint == first.fingerprint
-    assert kept.read_bytes() != note
+    assert build(REMOTE, tmp_path).fingerprint == first.fingerprint
+    assert kept.read_bytes() == original
 
 
 def test_temporary_files_of_a_killed_download_are_removed_by_the_next_one(
-    tmp_path: Path, remote: fsspec.AbstractFileSystem
+    tmp_path: Path, downloaded: tuple[Corpus, Path]
 ) -> None:
-    remote.pipe("/texts/a.txt", b"one\n")
-    build("memory://texts/a.txt", tmp_path)
-    (download,) = (tmp_path / "root" / "cache").rglob("a.txt")
-    leftovers = [download.with_name(".a.txt.0badcafe.tmp"), download.with_name(".b.txt.0badcafe.tmp")]
+    leftovers = [downloaded[1].with_name(f".{name}.txt.0badcafe.tmp") for name in "ab"]
     for leftover in leftovers:
         leftover.write_bytes(b"half")
-    build("memory://texts/a.txt", tmp_path)
-    assert [leftover.exists() for leftover in leftovers] == [False, False]
+    build(REMOTE, tmp_path)
+    assert not any(leftover.exists() for leftover in leftovers)
 
 
 def test_two_downloads_of_one_file_take_turns(
-    tmp_path: Path, remote: fsspec.AbstractFileSystem, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, downloaded: tuple[Corpus, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    remote.pipe("/texts/a.txt", b"one\n")
-    build("memory://texts/a.txt", tmp_path)
-    (download,) = (tmp_path / "root" / "cache").rglob("a.txt")
-    other = os.open(download.parent, os.O_RDONLY)
+    other = os.open(downloaded[1].parent, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
     threading.Timer(0.3, os.close, (other,)).start()
-    assert build("memory://texts/a.txt", tmp_path).reused
+    assert build(REMOTE, tmp_path).reused
     assert "another process: waiting" in caplog.text
 
 
 def test_a_named_pipe_in_a_text_folder_is_ignored(tmp_path: Path) -> None:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    (folder / "a.txt").write_text("one\n")
+    folder = make(tmp_path / "text", a="one\n")
     os.mkfifo(folder / "b.txt")
-    (tmp_path / "other.txt").write_text("two\n")
-    (folder / "c.txt").symlink_to("../other.txt")
-    names = [file.source.name for file in read_segments(build(folder, tmp_path).path)]
-    assert names == ["a.txt", "c.txt"]
-
-
-def test_a_damaged_claim_file_is_refused_with_a_clear_error(tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("one\n")
-    (build(text, tmp_path).path / ".claim").write_bytes(b"\xff" * 64)
-    with pytest.raises(StorageError, match="other inputs or settings"):
-        build(text, tmp_path)
+    (folder / "c.txt").symlink_to(make(tmp_path, other="two\n") / "other.txt")
+    assert [file.source.name for file in read_segments(build(folder, tmp_path).path)] == ["a.txt", "c.txt"]
 
 
 def test_a_missing_protocol_package_is_named_without_the_user_of_the_url(tmp_path: Path) -> None:
@@ -309,46 +289,14 @@ def test_a_missing_protocol_package_is_named_without_the_user_of_the_url(tmp_pat
     assert "somebody" not in str(caught.value)
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
-
-
-def test_an_unknown_protocol_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Protocol not known: nosuch"):
         build("nosuch://bucket/a.txt", tmp_path)
 
 
-def test_the_url_of_a_corpus_is_never_written_to_disk(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:
+@pytest.mark.usefixtures("downloaded")
+def test_the_url_of_a_corpus_is_never_written_to_disk(tmp_path: Path) -> None:
     assert redacted("s3://key:secret@bucket/x/*.txt?token=t#f") == "s3://bucket/x/*.txt"
     assert redacted("/data/a?.txt") == "/data/a?.txt"
     assert corpus_name(CorpusSpec(source="sftp://user@host/a b.txt")) == "a-b"
-    remote.pipe("/texts/a.txt", b"one\n")
-    build("memory://texts/a.txt", tmp_path)
     for path in tmp_path.rglob("*.json"):
         assert "memory://" not in path.read_text("utf-8")
-
-
-def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
-    text, out = tmp_path / "a.txt", tmp_path / "out"
-    text.write_text("one\n")
-    out.mkdir()
-    (out / "thesis.tex").write_text("years of work")
-    with pytest.raises(StorageError, match="not empty"):
-        build_corpus(CorpusSpec(source=str(text)), tmp_path, out=out)
-    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
-
-
-def test_a_result_of_other_settings_is_not_overwritten(tmp_path: Path) -> None:
-    text, out = tmp_path / "a.txt", tmp_path / "out"
-    text.write_text("one\n")
-    first = build_corpus(CorpusSpec(source=str(text)), tmp_path, out=out)
-    text.write_text("two\n")
-    with pytest.raises(StorageError, match="other inputs or settings"):
-        build_corpus(CorpusSpec(source=str(text)), tmp_path, out=out)
-    assert Corpus.load(out).fingerprint == first.fingerprint
-
-
-def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    text, root = tmp_path / "a.txt", tmp_path / "root"
-    text.write_text("one\n")
-    root.write_text("a file where a folder should be")
-    with pytest.raises(StorageError, match="cannot be written"):
-        build_corpus(CorpusSpec(source=str(text)), root)
