@@ -39,38 +39,29 @@ def setting_in(file: Path, name: str, value: str) -> Any:
     [
         ("optimizer.peak_learning_rate", "1e-2", 0.01),  # text in YAML 1.1
         ("optimizer.peak_learning_rate", ".5", 0.5),
-        ("optimizer.peak_learning_rate", "1", 1.0),
         ("optimizer.num_steps", "0100", 100),  # octal in YAML 1.1
         ("optimizer.num_steps", "1e3", 1000),
         ("optimizer.num_steps", "'100'", 100),
         ("optimizer.num_steps", "1_000", 1000),
         ("model.compile", "yes", True),
-        ("model.compile", "on", True),
         ("model.compile", "off", False),
-        ("model.compile", "False", False),
         ("corpus.revision", "on", "on"),  # true in YAML 1.1
         ("corpus.revision", "2026-07-01", "2026-07-01"),  # a date in YAML 1.1
         ("corpus.revision", "1:30", "1:30"),  # 90 in YAML 1.1
         ("corpus.revision", "1e-4", "1e-4"),
         ("corpus.revision", '"null"', "null"),
-        ("cluster.ssh_user", "'007'", "007"),
         ("corpus.revision", "''", ""),
         ("corpus.source", "s3://bucket/text/*.jsonl.gz", "s3://bucket/text/*.jsonl.gz"),
-        ("corpus.source", "'*.txt'", "*.txt"),
         ("corpus.workers", "null", None),
-        ("corpus.workers", "~", None),
         ("corpus.split", "[900, 50, 50]", (900, 50, 50)),
         ("corpus.split", "\n  - 900\n  - 50\n  - 50", (900, 50, 50)),
         ("cluster.environment", "[NO, 'A']", ("NO", "A")),
         ("cluster.deadlines.save_seconds", "60", 60.0),
         ("storage.root", "2026", Path("2026")),
         ("name", "007", "007"),
-        ("name", "1e-4", "1e-4"),
         ("tokenizer.path", "'a\\tb'", "a\\tb"),
         ("tokenizer.path", '"a\\tb"', "a\tb"),
         ("model.moe.capacity_factor", "null", None),
-        ("model.preset", "3b", "3b"),
-        ("layout.offload", "none", "none"),
     ],
 )
 def test_a_value_is_what_was_written(file: Path, name: str, written: str, value: Any) -> None:
@@ -99,7 +90,6 @@ def test_anchors_comments_json_and_a_byte_order_mark_are_read(file: Path) -> Non
             "optimizer:\n  seed:\n    value: 1",
             "line 2: optimizer.seed takes one value, but holds several: write `seed: V",
         ),
-        ("optimizer:\n  seed: [1]", "line 2: optimizer.seed takes one value, but holds several"),
         ("corpus:\n  split: [[1], 2, 3]", "line 2: corpus.split takes one value, but holds several"),
         ("optimizer:\n  seed:", "line 2: optimizer.seed has no value: write one, or remove the line"),
         ("optimizer:\n  seed: !!int 3", "line 2: optimizer.seed has the tag tag:yaml.org,2002:int: remove it"),
@@ -107,15 +97,12 @@ def test_anchors_comments_json_and_a_byte_order_mark_are_read(file: Path) -> Non
         ("name: !!python/name:os.system x", "line 1: name has the tag tag:yaml.org,2002:python/name:os.system"),
         ("? [a]\n: 1", "line 1: the name of a setting must be plain text"),
         ("<<: {name: x}", "line 1: unknown setting '<<'"),
-        ("1: 2", "line 1: unknown setting '1'"),
         ("recipe: smoke\noptimizer:\n\tseed: 3", "line 3: not valid YAML: found character '\\t'"),
-        ("optimizer:\n  seed: 3\n num_steps: 4", "line 3: not valid YAML"),
         ("corpus:\n  source: *.txt", "line 2: not valid YAML"),
         ("corpus: {source: a", "not valid YAML"),
         ("name: a\n---\nname: b", "line 2: not valid YAML: but found another document"),
         ("name: a\x00", "line 1: the character U+0000 is not allowed in YAML. Remove it"),
         ("- name", "has no settings: write lines such as `recipe: smoke`, or start from a file that `t5-pretrain init"),
-        ("smoke", "has no settings"),
         ("", "has no settings"),
         ("# only a comment", "has no settings"),
         ("a: " + "[" * 5000, "nested too deeply"),
@@ -174,11 +161,8 @@ def test_an_error_about_a_value_gets_the_lines_of_the_settings_it_names(file: Pa
 
 
 def test_only_what_differs_from_the_recipe_counts_as_a_change_but_the_text_always_does(file: Path) -> None:
-    file.write_text(
-        "recipe: smoke\ncorpus: {source: pydocs}\ncluster: {ranks: 2}\noptimizer: {seed: 1, num_steps: 400}"
-    )
-    changes = read_config(file).changes(recipe("smoke"))
-    assert changes == {"corpus.source": '"pydocs"', "optimizer.seed": 1}
+    file.write_text("corpus: {source: pydocs}\ncluster: {ranks: 2}\noptimizer: {seed: 1, num_steps: 400}")
+    assert read_config(file).changes(recipe("smoke")) == {"corpus.source": '"pydocs"', "optimizer.seed": 1}
 
 
 def test_a_file_with_several_mistakes_names_them_all(file: Path) -> None:
@@ -207,11 +191,6 @@ def test_a_file_with_several_mistakes_names_them_all(file: Path) -> None:
 
 def test_values_that_are_wrong_in_several_parts_are_all_named(file: Path) -> None:
     file.write_text("recipe: smoke\noptimizer:\n  num_steps: x\ncorpus:\n  split: [1]\nshards:\n  workers: 0\n")
-    config = read_config(file)
-    with pytest.raises(SpecError) as refused, config.locating():
+    config, said = read_config(file), r"lines 3, 5 and 7: corpus\.split is .*; shards\.workers is .*; optimizer\.num_"
+    with pytest.raises(SpecError, match=said), config.locating():
         recipe("smoke", config.settings)
-    assert str(refused.value) == (
-        f"{file}, lines 3, 5 and 7: corpus.split is [1]: it must be a list of 3 whole numbers, such as [950, 30, 20]; "
-        "shards.workers is 0: it must be a whole number of at least 1, or null; optimizer.num_steps is 'x': it must be "
-        "a whole number of at least 1"
-    )

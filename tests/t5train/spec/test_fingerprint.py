@@ -101,39 +101,45 @@ OTHER: dict[str, Any] = {
     "monitor.wandb_project": "other",
     "profile.steps": "10:13",
 }
-# The same for the settings of experts, which smoke does not have.
-OTHER_EXPERTS: dict[str, Any] = {
-    "model.moe.num_experts": 8,
-    "model.moe.top_k": 2,
-    "model.moe.every_n_layers": 1,
-    "model.moe.capacity_factor": 1.5,
-    "model.moe.eval_capacity_factor": 3.0,
-    "model.moe.aux_loss": 0.02,
-    "model.moe.z_loss": 0.0,
-    "layout.expert_parallel_size": 2,
-}
-# The same for settings that need a hostfile.
-OTHER_HOSTS: dict[str, Any] = {
-    "cluster.include": "node1@node2:0,2",
-    "cluster.exclude": "node1:1",
-    "cluster.num_nodes": 2,
-    "cluster.spares": 1,
-    "cluster.ship_code": True,
-    "shards.executor": "dask",
-}
-# The same for settings that need passages to be removed.
-OTHER_REMOVAL: dict[str, Any] = {"corpus.test_sets": ["questions.jsonl"]}
-# The same for settings that need a dataset of the Hub.
-OTHER_DATASET: dict[str, Any] = {"corpus.config": "en", "corpus.hub_split": "validation", "corpus.column": "body"}
-# The same for settings that need several texts.
-OTHER_MIXTURE: dict[str, Any] = {
-    "objective.mixing_temperature": 2,
-    "objective.mixing_limit": 1000,
-    "objective.mixing_weights": [0.7, 0.3],
-}
-# The same for settings that cannot be combined with the values above.
-OTHER_ALONE: dict[str, Any] = {"layout.pipeline_stages": 2, "corpus.mixed_with": ["more.txt"]}
-EVERY = OTHER | OTHER_EXPERTS | OTHER_HOSTS | OTHER_REMOVAL | OTHER_DATASET | OTHER_MIXTURE | OTHER_ALONE
+# The same for settings that need others: which, and a value of each.
+NEEDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (
+        {"model.version": "v1.0", "model.moe.num_experts": 4},
+        {
+            "model.moe.num_experts": 8,
+            "model.moe.top_k": 2,
+            "model.moe.every_n_layers": 1,
+            "model.moe.capacity_factor": 1.5,
+            "model.moe.eval_capacity_factor": 3.0,
+            "model.moe.aux_loss": 0.02,
+            "model.moe.z_loss": 0.0,
+            "layout.expert_parallel_size": 2,
+        },
+    ),
+    (
+        {"cluster.hostfile": "hosts"},
+        {
+            "cluster.include": "node1@node2:0,2",
+            "cluster.exclude": "node1:1",
+            "cluster.num_nodes": 2,
+            "cluster.spares": 1,
+            "cluster.ship_code": True,
+            "shards.executor": "dask",
+        },
+    ),
+    ({"corpus.remove": ["contaminated"]}, {"corpus.test_sets": ["questions.jsonl"]}),
+    (
+        {"corpus.source": "hf://someone/texts"},
+        {"corpus.config": "en", "corpus.hub_split": "validation", "corpus.column": "body"},
+    ),
+    (
+        {"corpus.mixed_with": ["more.txt"]},
+        {"objective.mixing_temperature": 2, "objective.mixing_limit": 1000, "objective.mixing_weights": [0.7, 0.3]},
+    ),
+    # These cannot be combined with the values above.
+    ({}, {"layout.pipeline_stages": 2, "corpus.mixed_with": ["more.txt"]}),
+]
+EVERY = OTHER | {name: value for _, others in NEEDS for name, value in others.items()}
 # These settings decide where and how a run executes. All others decide its result.
 EXECUTION = {
     "recipe",
@@ -151,20 +157,8 @@ EXECUTION = {
 
 
 def base(setting: str) -> RunSpec:
-    """A spec in which a setting has an effect: smoke, or smoke with experts, hosts, other texts or removal."""
-    if setting in OTHER_REMOVAL:
-        return smoke().with_settings({"corpus.remove": ["contaminated"]})
-    if setting in OTHER_DATASET:
-        return smoke().with_settings({"corpus.source": "hf://someone/texts"})
-    if setting in OTHER_MIXTURE:
-        return smoke().with_settings({"corpus.mixed_with": ["more.txt"]})
-    if setting in OTHER_HOSTS:
-        return smoke().with_settings({"cluster.hostfile": "hosts"})
-    return experts() if setting in OTHER_EXPERTS else smoke()
-
-
-def experts() -> RunSpec:
-    return smoke().with_settings({"model.version": "v1.0", "model.moe.num_experts": 4})
+    """A spec in which a setting has an effect: smoke, with what the setting needs."""
+    return smoke().with_settings(next((needed for needed, others in NEEDS if setting in others), {}))
 
 
 def test_every_setting_has_a_second_value_in_this_file() -> None:
@@ -194,12 +188,9 @@ def test_execution_names_are_settings_of_their_part() -> None:
         assert part.execution <= part.model_fields.keys()
 
 
-def test_training_settings_of_a_given_vocabulary_do_not_change_the_fingerprint() -> None:
+def test_settings_without_an_effect_do_not_change_the_fingerprint() -> None:
     given = smoke().with_settings({"tokenizer.path": "spiece.model"})
     assert given.with_settings({"tokenizer.vocab_size": 5000}).fingerprint() == given.fingerprint()
-
-
-def test_expert_settings_do_not_change_the_fingerprint_of_a_dense_model() -> None:
     assert smoke().with_settings({"model.moe.capacity_factor": 3}).fingerprint() == smoke().fingerprint()
 
 

@@ -26,30 +26,21 @@ def test_with_settings_changes_only_the_given_settings() -> None:
     assert changed.with_settings({"optimizer.seed": 0, "corpus.split": [950, 30, 20]}) == smoke()
 
 
-def test_text_that_looks_like_a_number_stays_text_in_a_text_setting() -> None:
-    changed = smoke().with_settings({"name": "007", "corpus.revision": "2", "storage.publish_to": "null"})
-    assert (changed.name, changed.corpus.revision, changed.storage.publish_to) == ("007", "2", None)
-
-
 @pytest.mark.parametrize(
-    ("unknown", "meant"),
+    ("unknown", "hint"),
     [
         ("optimizer.peak_learning_rat", "optimizer.peak_learning_rate"),
         ("optimiser.num_steps", "optimizer.num_steps"),
         ("num_steps", "optimizer.num_steps"),
         ("cluster.rank", "cluster.ranks"),
         ("layout.num_steps", "optimizer.num_steps"),
+        *((name, None) for name in ("", ".", "optimizer", "optimizer.", "optimizer.betas.0", "__class__")),
     ],
 )
-def test_an_unknown_setting_is_refused_with_the_nearest_name(unknown: str, meant: str) -> None:
-    with pytest.raises(SpecError, match=rf"unknown setting '{unknown}' \(did you mean '{meant}'\?\)"):
-        smoke().with_settings({unknown: 1})
-
-
-@pytest.mark.parametrize("unknown", ["", ".", "optimizer", "optimizer.", "optimizer.betas.0", "__class__"])
-def test_a_name_that_is_not_a_setting_is_refused(unknown: str) -> None:
-    with pytest.raises(SpecError, match="unknown setting"):
-        smoke().with_settings({unknown: 1})
+def test_an_unknown_setting_is_refused_with_the_nearest_name(unknown: str, hint: str | None) -> None:
+    said = rf"unknown setting '{unknown}'" + (rf" \(did you mean '{hint}'\?\)" if hint else "")
+    with pytest.raises(SpecError, match=rf"{said}.*; unknown setting 'corpus\.spilt' \(did you mean 'corpus\.split'"):
+        smoke().with_settings({unknown: 1, "corpus.spilt": 2})
 
 
 def test_an_unknown_name_in_a_recorded_spec_is_refused_with_the_nearest_one() -> None:
@@ -62,14 +53,12 @@ def test_an_unknown_name_in_a_recorded_spec_is_refused_with_the_nearest_one() ->
 @pytest.mark.parametrize(
     ("setting", "value", "words"),
     [
-        ("optimizer.num_steps", "many", r"optimizer\.num_steps is 'many': it must be a whole number of at least 1"),
         ("optimizer.num_steps", 0, r"optimizer\.num_steps is 0: it must be a whole number of at least 1"),
         ("optimizer.num_steps", None, r"optimizer\.num_steps is null: it must be a whole number"),
         ("optimizer.peak_learning_rate", "NaN", r"learning_rate is nan: it must be a number above 0 and up to 1"),
         ("optimizer.betas", [0.9, 1.0], "both must be at least 0 and below 1"),
         ("optimizer.final_learning_rate", 0.5, r"must not exceed optimizer\.peak_learning_rate \(0\.02\)"),
         ("optimizer.precision", "fp8", r"optimizer\.precision is 'fp8': it must be one of fp32, bf16, fp16"),
-        ("layout.zero_stage", 4, r"layout\.zero_stage is 4"),
         ("layout.offload", "all", r"layout\.offload is 'all' and layout\.zero_stage 1: .* 'all' needs ZeRO 3"),
         ("corpus.split", [900, 30, 20], "that sum to 1000"),
         ("corpus.split", [1000, 0, 0], "the first two above zero"),
@@ -80,7 +69,6 @@ def test_an_unknown_name_in_a_recorded_spec_is_refused_with_the_nearest_one() ->
         ("cluster.master_address", "$(reboot)", r"cluster\.master_address is '\$\(reboot\)'"),
         ("cluster.environment", ["A=b"], r"cluster\.environment holds 'A=b': give names of variables only"),
         ("name", "../elsewhere", r"name is '\.\./elsewhere'"),
-        ("name", "", "name is ''"),
     ],
 )
 def test_an_invalid_value_is_refused_with_its_constraint(setting: str, value: Any, words: str) -> None:
@@ -88,59 +76,56 @@ def test_an_invalid_value_is_refused_with_its_constraint(setting: str, value: An
         smoke().with_settings({setting: value})
 
 
-WITH_EXPERTS = [
-    ({"model.moe.num_experts": 1}, r"num_experts is 1: it must be 0 \(a dense model\) or at least 2"),
-    ({"model.version": "v1.1"}, r"ReLU experts and a tied output; set model\.version=v1\.0"),
-    ({"model.feed_forward": "gated-gelu"}, r"model\.feed_forward 'gated-gelu': .* leave model\.feed_forward out"),
-    ({"layout.zero_stage": 0}, r"layout\.zero_stage is 0 .*: experts need ZeRO 1 or 2"),
-    ({"layout.zero_stage": 3}, r"layout\.zero_stage is 3 .*: experts need ZeRO 1 or 2"),
-    ({"layout.expert_parallel_size": 3}, r"expert_parallel_size is 3: it must divide model\.moe\.num_experts \(4\)"),
-    ({"layout.expert_parallel_size": 4}, r"expert_parallel_size is 4: it must divide cluster\.ranks \(2\)"),
-    ({"model.moe.num_experts": 0, "layout.expert_parallel_size": 2}, "a dense model has no experts to spread"),
-]
-IN_PIPELINES = [
-    (
-        {"layout.zero_stage": 2},
-        r"pipeline_stages is 2, which .* with layout\.zero_stage 2 \(set layout\.zero_stage=1\)",
-    ),
-    ({"layout.zero_stage": 0}, r"layout\.zero_stage 0 \(set layout\.zero_stage=1\)"),
-    ({"layout.offload": "optimizer"}, r"layout\.offload 'optimizer' \(set layout\.offload=none\)"),
-    (EXPERTS, r"experts \(set model\.moe\.num_experts=0\)"),
-    ({"layout.pipeline_stages": 4}, r"layout\.pipeline_stages is 4: it must divide cluster\.ranks \(2\)"),
-    ({"cluster.ranks": 6}, r"pipeline_stages \(32 x 3 = 96\)"),
-]
+PIPELINE = {"layout.pipeline_stages": 2}
+HOSTS = {"cluster.hostfile": "hosts"}
+IN_ROOT = {"storage.root": "/data/t5", "storage.scratch": "/data/t5"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("valid", "settings", "words"),
     [
-        *((EXPERTS | settings, words) for settings, words in WITH_EXPERTS),
-        *(({"layout.pipeline_stages": 2, **settings}, words) for settings, words in IN_PIPELINES),
-        (
-            {"cluster.hostfile": "hosts", "cluster.exclude": "node1", "cluster.num_nodes": 1},
-            r"cluster\.exclude and cluster\.num_nodes cannot be combined",
-        ),
-        (
-            {"model.compile": True, "layout.zero_stage": 3},
-            r"model\.compile is true and layout\.zero_stage 3: .*set model\.compile=false",
-        ),
+        (EXPERTS, {"model.moe.num_experts": 1}, r"num_experts is 1: it must be 0 \(a dense model\) or at least 2"),
+        (EXPERTS, {"model.version": "v1.1"}, r"ReLU experts and a tied output; set model\.version=v1\.0"),
+        (EXPERTS, {"model.feed_forward": "gated-gelu"}, r"'gated-gelu': .* leave model\.feed_forward out"),
+        (EXPERTS, {"layout.zero_stage": 0}, r"layout\.zero_stage is 0 .*: experts need ZeRO 1 or 2"),
+        (EXPERTS, {"layout.zero_stage": 3}, r"layout\.zero_stage is 3 .*: experts need ZeRO 1 or 2"),
+        (EXPERTS, {"layout.expert_parallel_size": 3}, r"is 3: it must divide model\.moe\.num_experts \(4\)"),
+        (EXPERTS, {"layout.expert_parallel_size": 4}, r"is 4: it must divide cluster\.ranks \(2\)"),
+        ({}, {"layout.expert_parallel_size": 2}, "a dense model has no experts to spread"),
+        (PIPELINE, {"layout.zero_stage": 2}, r"stages is 2, which .* with layout\.zero_stage 2 \(set .*zero_stage=1\)"),
+        (PIPELINE, {"layout.zero_stage": 0}, r"layout\.zero_stage 0 \(set layout\.zero_stage=1\)"),
+        (PIPELINE, {"layout.offload": "optimizer"}, r"layout\.offload 'optimizer' \(set layout\.offload=none\)"),
+        (PIPELINE, EXPERTS, r"experts \(set model\.moe\.num_experts=0\)"),
+        (PIPELINE, {"layout.pipeline_stages": 4}, r"pipeline_stages is 4: it must divide cluster\.ranks \(2\)"),
+        (PIPELINE, {"cluster.ranks": 6}, r"pipeline_stages \(32 x 3 = 96\)"),
+        (HOSTS, {"cluster.exclude": "a", "cluster.num_nodes": 1}, r"exclude and cluster\.num_nodes cannot be combined"),
+        (HOSTS | {"shards.executor": "dask"}, {"storage.node_local": True}, r"is dask, but storage\.node_local"),
+        (IN_ROOT, {"storage.node_local": True}, r"storage\.scratch is '/data/t5', which is the root"),
+        ({"model.compile": True}, {"layout.zero_stage": 3}, r"is true and .*_stage 3: .*set model\.compile=false"),
     ],
 )
-def test_settings_that_cannot_be_combined_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_cannot_be_combined_are_refused(
+    valid: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
+    smoke().with_settings(valid)
     with pytest.raises(SpecError, match=words):
-        smoke().with_settings(settings)
+        smoke().with_settings(valid | settings)
 
 
-def test_node_local_storage_in_the_root_is_refused() -> None:
-    settings = {"storage.root": "/data/t5", "storage.scratch": "/data/t5"}
-    assert recipe("smoke", settings).storage.scratch == Path("/data/t5")
-    with pytest.raises(SpecError, match=r"storage\.scratch is '/data/t5', which is the root"):
-        recipe("smoke", {**settings, "storage.node_local": True})
-
-
-def test_the_stages_of_a_pipeline_are_one_data_parallel_replica() -> None:
-    spec = smoke().with_settings({"layout.pipeline_stages": 2, "layout.micro_batch_sequences": 16})
-    assert (spec.data_parallel_size, spec.gradient_accumulation) == (1, 4)
+@given(passes=st.integers(1, 8), micro_batch=st.integers(1, 64), ranks=st.integers(1, 8), stages=st.integers(1, 2))
+def test_a_global_batch_is_a_whole_number_of_passes_of_every_replica(
+    passes: int, micro_batch: int, ranks: int, stages: int
+) -> None:
+    """The stages of a pipeline are one replica."""
+    spec = smoke().with_settings(
+        {
+            "optimizer.global_batch_sequences": passes * micro_batch * ranks,
+            "layout.micro_batch_sequences": micro_batch,
+            "layout.pipeline_stages": stages,
+            "cluster.ranks": ranks * stages,
+        }
+    )
+    assert (spec.data_parallel_size, spec.gradient_accumulation) == (ranks, passes)
 
 
 @pytest.mark.parametrize(
@@ -152,26 +137,23 @@ def test_a_batch_that_does_not_divide_evenly_is_refused_with_the_divisor(setting
         smoke().with_settings({setting: value})
 
 
-@given(passes=st.integers(1, 8), micro_batch=st.integers(1, 64), ranks=st.integers(1, 8))
-def test_a_global_batch_is_a_whole_number_of_passes_of_every_rank(passes: int, micro_batch: int, ranks: int) -> None:
-    spec = smoke().with_settings(
-        {
-            "optimizer.global_batch_sequences": passes * micro_batch * ranks,
-            "layout.micro_batch_sequences": micro_batch,
-            "cluster.ranks": ranks,
-        }
-    )
-    assert spec.gradient_accumulation == passes
-
-
-def test_all_invalid_settings_are_reported_at_once() -> None:
-    values = smoke().model_dump(mode="json")
-    values["optimizer"]["num_steps"] = 0
-    values["cluster"]["ranks"] = "two"
-    with pytest.raises(SpecError) as caught:
-        build(values)
-    assert "optimizer.num_steps" in str(caught.value)
-    assert "cluster.ranks" in str(caught.value)
+def test_all_invalid_settings_and_contradictions_are_named() -> None:
+    of_parts = {
+        "optimizer.warmup_steps": 9000,
+        "corpus.split": [900, 50, 40],
+        "corpus.test_sets": ["a"],
+        "optimizer.num_steps": 0,
+        "cluster.ranks": "two",
+    }
+    of_all = {"optimizer.precision": "fp16", "layout.zero_stage": 0, "layout.expert_parallel_size": 2}
+    for wrong, named in (
+        (of_parts, ("optimizer.num_steps is 0", "cluster.ranks is 'two'", "corpus.split is", "test_sets is set")),
+        ({"optimizer.warmup_steps": 9000} | of_all, ("optimizer.warmup_steps is 9000",)),
+        (of_all, ("layout.zero_stage is 0", "layout.expert_parallel_size is 2")),
+    ):
+        with pytest.raises(SpecError) as refused:
+            smoke().with_settings(wrong)
+        assert all(name in str(refused.value) for name in named), str(refused.value)
 
 
 @given(pieces=st.integers(1, 300_000))
@@ -182,12 +164,9 @@ def test_a_vocabulary_is_padded_to_the_next_multiple_of_128(pieces: int) -> None
 
 
 @pytest.mark.parametrize("setting", ["corpus.source", "storage.publish_to"])
-@pytest.mark.parametrize(
-    "url", ["s3://key:s3cret@bucket/x", "https://host/x.jsonl?token=s3cret", "simplecache::ftp://u:s3cret@h/x"]
-)
-def test_a_url_with_a_secret_is_refused_without_repeating_the_secret(setting: str, url: str) -> None:
+def test_a_url_with_a_secret_is_refused_without_repeating_the_secret(setting: str) -> None:
     with pytest.raises(SpecError, match=setting) as caught:
-        recipe("smoke").with_settings({setting: url})
+        recipe("smoke").with_settings({setting: "s3://key:s3cret@bucket/x"})
     assert "s3cret" not in str(caught.value)
 
 
@@ -197,11 +176,6 @@ def test_the_home_folder_is_expanded_in_paths(tmp_path: Path, monkeypatch: pytes
     assert (spec.storage.root, spec.tokenizer.path) == (tmp_path / "t5", str(tmp_path / "spiece.model"))
     hosts = recipe("smoke").with_settings({"cluster.hostfile": "~/hosts", "cluster.known_hosts": "~nobody-such/k"})
     assert (hosts.cluster.hostfile, hosts.cluster.known_hosts) == (tmp_path / "hosts", Path("~nobody-such/k"))
-
-
-@pytest.mark.parametrize("url", ["abfs://container@account/x", "sftp://user@host/x", "what?/x*.txt"])
-def test_a_url_without_a_secret_is_kept(url: str) -> None:
-    assert recipe("smoke").with_settings({"corpus.source": url}).corpus.source == url
 
 
 @pytest.mark.parametrize("value", ["\udcff", json.dumps("\udcff")])
@@ -237,13 +211,6 @@ def test_a_licence_or_language_that_would_break_the_model_card_is_refused(settin
         smoke().with_settings({setting: value})
 
 
-def test_hosts_that_share_no_storage_do_not_tokenise() -> None:
-    settings = {"shards.executor": "dask", "cluster.hostfile": "/hosts"}
-    assert recipe("smoke", settings).shards.executor == "dask"
-    with pytest.raises(SpecError, match=r"shards\.executor is dask, but storage\.node_local"):
-        recipe("smoke", {**settings, "storage.node_local": True})
-
-
 LISTS = [[], [1], [None], [1, 2, 3, 4], ["a"]]
 ANY_VALUES = [*LISTS, {}, {"a": 1}, True, None, -1, 1.5, "nan", "abc", "", b"\xff", object()]
 
@@ -274,64 +241,26 @@ def refusal(values: object) -> str:
         ({}, "recipe is missing: set it, it must be text of at most 40 of the characters"),
         ([], "the settings are []: they must be settings by their name"),
         (None, "the settings are null: they must be settings by their name"),
-        (
-            {"recipe": "smoke", "corpus": 1},
-            "corpus is 1, but it is a group of settings: set those that it holds, such as",
-        ),
-        (
-            {"recipe": "smoke", "corpus": {"split": [900, 50]}},
-            "corpus.split is [900, 50]: it must be a list of 3 whole",
-        ),
-        (
-            {"recipe": "smoke", "corpus": {"split": [1, "a", 2]}},
-            "item 2 of corpus.split is 'a': it must be a whole number",
-        ),
+        ({"recipe": "a", "corpus": 1}, "corpus is 1, but it is a group of settings: set those that it holds, such as"),
+        ({"recipe": "a", "corpus": {"split": [900, 50]}}, "corpus.split is [900, 50]: it must be a list of 3 whole"),
+        ({"recipe": "a", "corpus": {"split": [1, "a", 2]}}, "item 2 of corpus.split is 'a': it must be a whole number"),
     ],
 )
 def test_values_of_another_form_are_refused_with_what_they_must_be(values: object, message: str) -> None:
     assert refusal(values).startswith(message)
 
 
-class Some(BaseModel):
-    """Values of some kinds."""
-
-    number: int = Field(2, ge=2)
-    kind: Literal["a", "b"] = "a"
-    several: tuple[str, ...] = Field((), min_length=1)
-    flag: bool = False
-    named: dict[str, str]
-
-
 def test_values_of_a_model_that_is_no_spec_are_explained_in_our_words() -> None:
+    class Some(BaseModel):
+        number: int = Field(2, ge=2)
+        kind: Literal["a", "b"] = "a"
+        several: tuple[str, ...] = Field((), min_length=1)
+        flag: bool = False
+        named: dict[str, str]
+
     with pytest.raises(ValidationError) as refused:
         Some.model_validate({"number": 1, "kind": "c", "several": [], "flag": "x"})
     assert explain(refused.value) == (
         "number is 1: it must be at least 2; kind is 'c': it must be one of 'a' or 'b'; several is []: it must be a "
         "list of at least 1 items; flag is 'x': it must be true or false; named is missing: set it"
     )
-
-
-def test_all_unknown_settings_are_named() -> None:
-    with pytest.raises(SpecError, match=r"unknown setting 'sed'; unknown setting 'corpus\.spilt' \(did you"):
-        smoke().with_settings({"sed": 1, "corpus.spilt": 2})
-
-
-def test_all_contradictions_are_named() -> None:
-    wrong = {
-        "optimizer.warmup_steps": 9000,
-        "optimizer.precision": "fp16",
-        "layout.zero_stage": 0,
-        "layout.expert_parallel_size": 2,
-        "corpus.split": [900, 50, 40],
-        "corpus.test_sets": ["a"],
-    }
-    with pytest.raises(SpecError) as of_parts:
-        smoke().with_settings(wrong)
-    for name in ("optimizer.warmup_steps is 9000", "corpus.split is (900, 50, 40)", "corpus.test_sets is set"):
-        assert name in str(of_parts.value)
-    with pytest.raises(SpecError) as of_all:
-        smoke().with_settings(
-            {name: value for name, value in wrong.items() if name.startswith(("layout", "optimizer.p"))}
-        )
-    assert "layout.zero_stage is 0" in str(of_all.value)
-    assert "layout.expert_parallel_size is 2" in str(of_all.value)
