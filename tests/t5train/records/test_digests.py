@@ -33,11 +33,9 @@ def digest_of(content: bytes, folder: Path) -> SafetensorsDigest:
 
 def test_the_digest_is_the_sha256_of_the_sha256s_of_the_header_and_each_tensor(tmp_path: Path) -> None:
     content = save({"one": TENSORS["b"]})
-    pieces = [content[:-24], content[-24:]]
-    joined = b"".join(hashlib.sha256(piece).digest() for piece in pieces)
-    assert digest_of(content, tmp_path) == SafetensorsDigest(
-        size=len(content), pieces_sha256=hashlib.sha256(joined).hexdigest()
-    )
+    joined = b"".join(hashlib.sha256(piece).digest() for piece in (content[:-24], content[-24:]))
+    expected = SafetensorsDigest(size=len(content), pieces_sha256=hashlib.sha256(joined).hexdigest())
+    assert digest_of(content, tmp_path) == expected
 
 
 def test_flipping_any_bit_changes_the_digest(tmp_path: Path) -> None:

@@ -43,13 +43,8 @@ def test_an_edited_file_is_moved_aside_before_its_stage_writes_it_again(
         assert f"{folder / 'one'} was changed: it was moved to {folder / f'one.aside-{number}'}" in caplog.text
         (folder / "one").write_text("one")
     keep_changed_files(folder)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "manifest.json",
-        "one",
-        "one.aside-1",
-        "one.aside-2",
-        "two",
-    ]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["manifest.json", "one", "one.aside-1", "one.aside-2", "two"]
 
 
 def test_a_file_that_cannot_be_moved_aside_is_an_error_that_names_both_paths(tmp_path: Path) -> None:

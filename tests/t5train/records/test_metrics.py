@@ -13,14 +13,16 @@ def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
         assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "gradient_norm": None}]
 
 
-def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
+def test_on_resume_later_lines_are_dropped_and_earlier_values_are_known(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with Metrics(path, tmp_path / "tensorboard", resume_step=0) as metrics:
-        for step in range(1, 6):
-            metrics.write(step, {"loss": float(step)})
-    with Metrics(path, tmp_path / "tensorboard", resume_step=3) as metrics:
-        metrics.write(4, {"loss": 40.0})
-    assert [line["loss"] for line in read(path)] == [1.0, 2.0, 3.0, 40.0]
+        assert not metrics.recorded
+        for step, values in enumerate(({"unigram": 6.5}, {"loss": 1.0}, {"unigram": 6.25}, {"validation_loss": 5.0})):
+            metrics.write(step, values)
+    with Metrics(path, tmp_path / "tensorboard", resume_step=2) as metrics:
+        assert metrics.recorded == {"step": 2, "unigram": 6.25, "loss": 1.0}
+        metrics.write(3, {"loss": 40.0})
+    assert [line.get("loss") for line in read(path)] == [None, 1.0, None, 40.0]
 
 
 def test_a_line_cut_off_by_a_kill_is_ignored_and_removed_on_resume(tmp_path: Path) -> None:
@@ -49,17 +51,6 @@ def test_tensorboard_shows_the_same_numbers(tmp_path: Path) -> None:
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 1.5)]
-
-
-def test_values_that_an_earlier_attempt_recorded_are_known_after_a_resume(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with Metrics(path, tmp_path / "tensorboard", resume_step=0) as metrics:
-        assert not metrics.recorded
-        metrics.write(0, {"unigram_content_loss": 6.5})
-        metrics.write(2, {"unigram_content_loss": 6.25})
-        metrics.write(3, {"validation_loss": 5.0})
-    with Metrics(path, tmp_path / "tensorboard", resume_step=2) as metrics:
-        assert metrics.recorded == {"step": 2, "unigram_content_loss": 6.25}
 
 
 def test_the_losses_at_the_end_say_plainly_if_the_model_has_learned_nothing() -> None:

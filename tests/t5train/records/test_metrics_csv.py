@@ -4,6 +4,8 @@ import csv
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from t5train.records.metrics import Metrics
 from t5train.records.metrics_csv import COLUMNS
 
@@ -22,23 +24,18 @@ def test_a_row_is_there_as_soon_as_its_line_is_written(tmp_path: Path) -> None:
     assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
 
 
-def test_rows_after_the_resumed_step_are_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_there_before", [True, False])
+def test_a_table_has_the_rows_up_to_the_resumed_step_also_if_it_is_switched_on_later(
+    tmp_path: Path, is_there_before: bool
+) -> None:
     path = tmp_path / "metrics.csv"
-    with Metrics(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", 0, path) as metrics:
+    with Metrics(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", 0, path if is_there_before else None) as metrics:
         for step in range(1, 6):
             metrics.write(step, {"loss": float(step)})
+    assert path.exists() is is_there_before
     with Metrics(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", 3, path) as metrics:
         metrics.write(4, {"loss": 40.0})
     assert [row["loss"] for row in rows(path)] == ["1.0", "2.0", "3.0", "40.0"]
-
-
-def test_a_table_that_is_switched_on_later_has_the_earlier_rows(tmp_path: Path) -> None:
-    with Metrics(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", 0) as metrics:
-        metrics.write(1, {"loss": 1.0})
-    assert not (tmp_path / "metrics.csv").exists()
-    with Metrics(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", 1, tmp_path / "metrics.csv") as metrics:
-        metrics.write(2, {"loss": 2.0})
-    assert [row["step"] for row in rows(tmp_path / "metrics.csv")] == ["1", "2"]
 
 
 def test_every_metric_that_is_asked_for_has_a_column_and_the_first_ones_never_move() -> None:
