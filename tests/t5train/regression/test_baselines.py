@@ -62,6 +62,8 @@ def test_accepting_keeps_the_history_with_reason_and_user(baselines: Baselines) 
         baselines.accept(str(number), case_result(), f"reason {number}")
     assert [one.why for one in baselines.history()] == ["reason 0", "reason 1", "reason 2"]
     assert all(one.user and one.accepted_at for one in baselines.history())
+    with pytest.raises(RegressionError, match="--why is empty"):
+        require_reason(" ")
 
 
 def test_a_damaged_baseline_is_named(baselines: Baselines) -> None:
@@ -70,9 +72,3 @@ def test_a_damaged_baseline_is_named(baselines: Baselines) -> None:
     path.write_text("{}")
     with pytest.raises(RegressionError, match=f"{path} is damaged"):
         baselines.newest("moe", MACHINE)
-
-
-def test_a_reason_must_not_be_blank() -> None:
-    require_reason("torch 2.13")
-    with pytest.raises(RegressionError, match="--why is empty"):
-        require_reason(" ")

@@ -21,6 +21,9 @@ def test_all_but_the_newest_nights_are_surplus(regression: RegressionFolder) -> 
     (regression.nights_path / "my-notes").mkdir()
     assert [folder.name for folder in regression.surplus_nights(2)] == ["20261121-020000"]
     assert regression.surplus_nights(3) == []
+    folder = regression.begin_night()
+    assert regression.nights()[-1] == folder
+    assert list(folder.iterdir()) == []
 
 
 def test_the_newest_night_with_results_is_shown(regression: RegressionFolder) -> None:
@@ -40,9 +43,3 @@ def test_a_second_night_at_the_same_time_is_refused_with_the_lock(regression: Re
         pass
     with regression.locked():
         pass
-
-
-def test_a_night_has_a_folder_of_its_own(regression: RegressionFolder) -> None:
-    folder = regression.begin_night()
-    assert regression.nights()[-1] == folder
-    assert list(folder.iterdir()) == []

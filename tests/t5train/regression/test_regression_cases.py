@@ -37,13 +37,10 @@ def test_an_unknown_case_is_refused_with_the_nearest_name() -> None:
         chosen_cases(["smok"])
 
 
-def test_the_case_on_hosts_needs_a_hostfile() -> None:
+def test_a_hostfile_adds_a_case_with_a_rank_in_every_slot_and_node_local_storage() -> None:
     with pytest.raises(RegressionError, match="the case 'hosts' needs a hostfile"):
         chosen_cases(["hosts"])
     assert [case.name for case in chosen_cases(["hosts"], Path("/etc/hosts.slots"), 2)] == ["hosts"]
-
-
-def test_a_hostfile_adds_a_case_with_a_rank_in_every_slot_and_node_local_storage() -> None:
     *_, case = chosen_cases(["moe"], Path("/etc/hosts.slots"), 6)
     spec = case.spec(Path("/root"), "run")
     assert (case.name, spec.cluster.hostfile, spec.cluster.ranks) == (HOSTFILE_CASE, Path("/etc/hosts.slots"), 6)

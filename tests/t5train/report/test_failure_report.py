@@ -24,9 +24,12 @@ def test_an_error_of_this_project_is_its_own_remedy(tmp_path: Path) -> None:
     assert "Traceback" not in report
 
 
-def test_a_cause_is_shown_with_its_wildcards_and_angle_brackets() -> None:
-    report = failure_report(failure_of(SpecError("'/data/*/wiki*.jsonl' has no <extra_id_0>")))
+def test_a_failure_before_the_first_stage_says_so_and_its_cause_is_shown_as_it_is() -> None:
+    failure = failure_of(SpecError("'/data/*/wiki*.jsonl' has no <extra_id_0>"))
+    assert (failure.what, failure.cause) == ("The run could not start", "'/data/*/wiki*.jsonl' has no <extra_id_0>")
+    report = failure_report(failure)
     assert "**Why:** '/data/\\*/wiki\\*.jsonl' has no \\<extra_id_0>\n" in report
+    assert "attempts" not in report
 
 
 @pytest.mark.parametrize("kind", [InputError, OSError])
@@ -47,20 +50,10 @@ def test_an_unexpected_error_gets_its_type_and_its_traceback() -> None:
     assert "Traceback (most recent call last)" in report
 
 
-def test_a_failure_before_the_first_stage_says_so() -> None:
-    failure = failure_of(SpecError("unknown setting 'x'"))
-    assert (failure.what, failure.cause) == ("The run could not start", "unknown setting 'x'")
-    assert "attempts" not in failure_report(failure)
-
-
 def test_notes_on_the_error_that_another_was_raised_from_count() -> None:
     cause, error = OSError("disk"), StorageError("/data: disk full")
     note_stage(cause, "Publish")
     error.__cause__ = cause
     assert Failure.of(error).stage == "Publish"
-
-
-def test_an_error_that_is_its_own_cause_is_reported() -> None:
-    error = StorageError("the disk is full")
     error.__cause__ = error
-    assert Failure.of(error) == Failure(error, None, None)
+    assert Failure.of(error) == Failure(error, None, None), "an error may be its own cause"

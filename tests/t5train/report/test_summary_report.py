@@ -8,20 +8,14 @@ from t5train.report.summary_report import data_wait_line, saving_line, summary_r
 from t5train.spec.recipes import recipe
 
 
-def test_the_share_is_of_the_time_for_steps_and_saving_together() -> None:
-    steps: list[Values] = [{"step": step, "seconds": 0.5} for step in range(1, 197)]
+def test_saving_and_waiting_for_data_are_shares_of_the_time_without_validation() -> None:
+    steps: list[Values] = [{"step": step, "seconds": 0.5, "data_wait_seconds": 0.001} for step in range(1, 197)]
+    validation: list[Values] = [{"step": 100, "validation_loss": 2.0, "seconds": None}]
     saves: list[Values] = [{"step": 100, "save_seconds": 0.75}, {"step": 196, "save_seconds": 1.25}]
-    assert saving_line(steps + saves) == "2 checkpoints, which paused training for 2.0 s: 2.00% of its time"
-
-
-def test_validation_lines_count_as_neither_training_nor_saving_time() -> None:
-    assert saving_line([{"step": 1, "validation_loss": 2.0, "seconds": None}]).endswith("0.0 s: 0.00% of its time")
-
-
-def test_the_wait_for_data_is_a_share_of_the_time_of_steps() -> None:
-    steps: list[Values] = [{"step": step, "seconds": 0.5, "data_wait_seconds": 0.001} for step in range(100)]
-    others: list[Values] = [{"step": 100, "save_seconds": 9.0}, {"step": 100, "validation_loss": 2.0}]
-    assert data_wait_line(steps + others) == "waiting for data: 0.1 s, 0.20% of the time of all steps"
+    lines = steps + validation + saves
+    assert saving_line(lines) == "2 checkpoints, which paused training for 2.0 s: 2.00% of its time"
+    assert saving_line(validation).endswith("0.0 s: 0.00% of its time")
+    assert data_wait_line(lines) == "waiting for data: 0.2 s, 0.20% of the time of all steps"
     assert data_wait_line([]) == "waiting for data: 0.0 s, 0.00% of the time of all steps"
 
 

@@ -12,7 +12,7 @@ from t5train.records.series import MetricsSeries
 from t5train.report import training_plot
 
 MOST_BYTES = 200_000
-SMALL = {"learning_rate": 0.01, "tokens_per_second": 1e6, "skipped_steps": 0}
+SMALL = {"learning_rate": 0.01, "tokens_per_second": 1e6, "data_wait_seconds": 0.001}
 
 
 def metrics_of(path: Path, lines: list[dict[str, Any]]) -> MetricsSeries:
@@ -58,13 +58,8 @@ def test_the_picture_of_a_long_noisy_run_is_small(tmp_path: Path, titles: list[s
 def test_values_that_a_run_lacks_have_no_panel(tmp_path: Path, titles: list[str]) -> None:
     lines = [{"step": step, "loss": 9.0 - step, **SMALL} for step in range(5)]
     assert training_plot.training_plot(metrics_of(tmp_path / "metrics.jsonl", lines), 10).startswith(b"\x89PNG")
-    assert titles == ["Loss (nats per token)", "Learning rate", "Tokens per second", "Skipped steps so far"]
-
-
-def test_the_wait_for_data_has_a_panel(tmp_path: Path, titles: list[str]) -> None:
-    lines = [{"step": step, "loss": 9.0, "data_wait_seconds": 0.001 * step} for step in range(5)]
-    training_plot.training_plot(metrics_of(tmp_path / "metrics.jsonl", lines), 10)
-    assert titles == ["Loss (nats per token)", "Wait for data (seconds of a step)"]
+    of_steps = ["Learning rate", "Tokens per second", "Wait for data (seconds of a step)"]
+    assert titles == ["Loss (nats per token)", *of_steps]
 
 
 def test_the_baseline_is_drawn_after_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
