@@ -20,11 +20,8 @@ from t5train.host_resources import (
 )
 
 
-def test_a_run_that_fits_in_host_memory_passes() -> None:
-    require_host_memory(host_memory_bytes(), "settings")
-
-
 def test_too_little_host_memory_is_reported_with_both_sizes_and_the_setting() -> None:
+    require_host_memory(host_memory_bytes(), "settings")
     with pytest.raises(SpecError, match=r"layout\.offload need 1,000,000\.0 GB .* this machine has [0-9.,]+ GB\. Keep"):
         require_host_memory(10**15, "layout.offload")
 
@@ -43,20 +40,20 @@ def test_the_space_check_creates_the_root_and_leaves_it_empty(tmp_path: Path) ->
     assert list((tmp_path / "a" / "root").iterdir()) == []
 
 
-def test_too_little_disk_space_is_reported_with_both_sizes(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"for the run: .* GB free, but 1,152,921,504\.6 GB are needed\. Free "):
-        require_space(tmp_path, 2**60, "the run")
-
-
-def test_a_root_under_a_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("root", "size", "said"),
+    [
+        ("", 2**60, r"for the run: .* GB free, but 1,152,921,504\.6 GB are needed\. Free "),
+        ("file/root", 1, "cannot be written: Not a directory; a part of the path is a file"),
+        ("/proc/self", 1, "/proc/self cannot be written"),
+    ],
+)
+def test_a_root_without_space_or_where_no_file_can_be_created_is_refused(
+    tmp_path: Path, root: str, size: int, said: str
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot be written: Not a directory; a part of the path is a file"):
-        require_space(tmp_path / "file" / "root", 1, "the run")
-
-
-def test_a_root_where_no_file_can_be_created_is_refused() -> None:
-    with pytest.raises(StorageError, match="/proc/self cannot be written"):
-        require_space(Path("/proc/self"), 1, "the run")
+    with pytest.raises(StorageError, match=said):
+        require_space(tmp_path / root, size, "the run")
 
 
 def test_an_early_check_of_a_root_creates_nothing(tmp_path: Path) -> None:

@@ -53,10 +53,6 @@ def test_an_unknown_name_of_the_api_raises_attribute_error() -> None:
         _ = t5train.build_model  # type: ignore[attr-defined]
 
 
-def test_a_recipe_takes_settings() -> None:
-    assert t5train.recipe("smoke", {"optimizer.num_steps": 50, "optimizer.warmup_steps": 5}).optimizer.num_steps == 50
-
-
 @pytest.mark.slow
 def test_the_documented_example_publishes_a_model(tmp_path: Path, quick_workers: None) -> None:
     """Run the example as it is written, except for a smaller model on one rank and other paths."""

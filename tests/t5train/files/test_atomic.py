@@ -6,8 +6,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,29 +51,6 @@ def test_a_writer_killed_at_any_step_leaves_a_complete_file(
     result = run_python(KILLED_AT, killed_at, str(path))
     assert result.returncode == -signal.SIGKILL, result.stderr
     assert path.read_bytes() == found
-
-
-FOREVER = """
-import itertools, pathlib, sys
-from t5train.files.atomic import write_text
-
-for count in itertools.count():
-    write_text(pathlib.Path(sys.argv[1]), str(count % 10) * 200_000)
-"""
-
-
-@pytest.mark.parametrize("seconds", [0.01, 0.05, 0.11])
-def test_a_writer_killed_at_any_time_leaves_a_complete_file(seconds: float, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with subprocess.Popen([sys.executable, "-c", FOREVER, str(path)]) as writer:
-        deadline = time.monotonic() + 60
-        while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(seconds)
-        writer.kill()
-    text = path.read_text()
-    assert len(text) == 200_000
-    assert len(set(text)) == 1
 
 
 def test_an_error_while_writing_keeps_the_old_file_and_leaves_nothing_else(tmp_path: Path) -> None:
