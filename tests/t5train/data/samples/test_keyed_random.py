@@ -27,12 +27,9 @@ def test_the_bits_of_a_key_never_change() -> None:
     assert [int(value) for value in bits(keys(1, 2), 2)[0]] == [16613338946343043936, 5167718485781182436]
 
 
-def test_keys_differ_in_every_part_and_in_their_order() -> None:
+def test_keys_differ_in_every_part_and_in_their_order_and_those_of_an_array_are_of_its_elements() -> None:
     found = [int(keys(*parts)[0]) for parts in [(0,), (0, 0), (0, 1), (1, 0), (1, 1), (2**31 - 1, 7), (7, 2**31 - 1)]]
     assert len(set(found)) == len(found)
-
-
-def test_keys_of_an_array_are_those_of_its_elements() -> None:
     assert (keys(5, np.arange(4)) == np.concatenate([keys(5, element) for element in range(4)])).all()
 
 
