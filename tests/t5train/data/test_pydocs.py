@@ -10,30 +10,14 @@ from t5train.data import sources
 pytestmark = pytest.mark.usefixtures("quick_workers")
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pydocs") / "pydocs.jsonl"
-    sources.write_pydocs(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def passages(written: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in written.read_text("utf-8").split("\n")[:-1]]
-
-
-def test_the_corpus_is_megabytes_of_short_passages(passages: list[dict[str, str]]) -> None:
-    assert sum(len(passage["text"].encode()) for passage in passages) > 1_500_000
-    assert max(len(passage["text"].split()) for passage in passages) == 100
-    assert all(set(passage) == {"id", "title", "text"} and passage["text"] for passage in passages)
-
-
-def test_no_passage_occurs_twice(passages: list[dict[str, str]]) -> None:
+def test_the_corpus_is_megabytes_of_short_passages_of_topics_and_docstrings(tmp_path: Path) -> None:
+    sources.write_pydocs(tmp_path / "pydocs.jsonl")
+    passages = [json.loads(line) for line in (tmp_path / "pydocs.jsonl").read_text("utf-8").split("\n")[:-1]]
     texts = [passage["text"] for passage in passages]
-    assert len(texts) == len(set(texts))
-
-
-def test_the_corpus_has_topics_and_docstrings_of_modules_classes_and_functions(passages: list[dict[str, str]]) -> None:
+    assert sum(len(text.encode()) for text in texts) > 1_500_000
+    assert max(len(text.split()) for text in texts) == 100
+    assert all(set(passage) == {"id", "title", "text"} and passage["text"] for passage in passages)
+    assert len(texts) == len(set(texts)), "a passage occurs twice"
     titles = {passage["title"] for passage in passages}
     assert {"topic assert", "json", "json.encoder.JSONEncoder", "json.encoder.JSONEncoder.default"} <= titles
 

@@ -3,26 +3,26 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from t5train.data.native import segmenter_build
 from t5train.errors import InputError
 
+WRITES = f'echo "$@" >> $(dirname $0)/log\nwhile [ "$1" != -o ]; do shift; done\ncp {segmenter_build.built()} "$2"'
+"""A compiler that takes no time: its result is the segmenter that is there."""
+
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the sources, used instead of them."""
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the sources, used instead of them, with a compiler that writes its arguments to ``log``."""
     folder = tmp_path / "native"
     shutil.copytree(segmenter_build._SOURCES, folder, ignore=shutil.ignore_patterns("*.so"))
     monkeypatch.setattr(segmenter_build, "_SOURCES", folder)
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, WRITES)))
     segmenter_build._digest.cache_clear()
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _forget_digest() -> Iterator[None]:
-    yield
+    yield folder
     segmenter_build._digest.cache_clear()
 
 
@@ -33,61 +33,41 @@ def fake_compiler(folder: Path, script: str) -> Path:
     return path
 
 
-WRITES = f'echo "$@" >> {{log}}\nwhile [ "$1" != -o ]; do shift; done\ncp {segmenter_build.built()} "$2"'
-"""A compiler that takes no time: its result is the segmenter that is there."""
+def change(source: Path) -> None:
+    source.write_text("// other\n")
+    segmenter_build._digest.cache_clear()
 
 
-def test_it_is_compiled_once_and_again_when_a_source_changes(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = tmp_path / "log"
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, WRITES.format(log=log))))
+def test_it_is_compiled_once_and_again_when_a_source_changes(sources: Path, tmp_path: Path) -> None:
     first = segmenter_build.build(sources)
     assert segmenter_build.build(sources) == first
-    assert len(log.read_text().splitlines()) == 1
-    (sources / "word.h").write_text("// other\n")
-    segmenter_build._digest.cache_clear()
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
+    change(sources / "word.h")
+    assert segmenter_build.load(segmenter_build.built(sources)) is None, "one of other sources is not loaded"
     second = segmenter_build.build(sources)
     assert second != first
     assert [path.name for path in sources.glob("*.so")] == [second.name], "the stale one should be removed"
 
 
-def test_one_of_other_sources_is_not_loaded(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, WRITES.format(log=tmp_path / "log"))))
-    segmenter_build.build(sources)
-    (sources / "pieces.h").write_text("// other\n")
-    segmenter_build._digest.cache_clear()
-    assert segmenter_build.load(segmenter_build.built(sources)) is None
-
-
-def test_one_that_does_not_work_on_this_machine_is_not_used_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_one_that_does_not_work_on_this_machine_is_named_and_replaced(
+    sources: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damaged = tmp_path / "segmenter-damaged.so"
+    damaged = segmenter_build.built(sources)
     damaged.write_bytes(b"no ELF")
     assert segmenter_build.load(damaged) is None
     assert str(damaged) in caplog.text
     assert segmenter_build.COMMAND in caplog.text
-
-
-def test_one_that_does_not_work_on_this_machine_is_replaced(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, WRITES.format(log=tmp_path / "log"))))
-    segmenter_build.built(sources).write_bytes(b"no ELF")
     assert segmenter_build.load(segmenter_build.build(sources)) is not None
 
 
 def test_the_compilers_command_may_have_arguments(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = tmp_path / "log"
-    monkeypatch.setenv("CXX", f"{fake_compiler(tmp_path, WRITES.format(log=log))} -stdlib=libx")
+    monkeypatch.setenv("CXX", f"{tmp_path / 'compiler'} -stdlib=libx")
     segmenter_build.build(sources)
-    assert log.read_text().startswith("-stdlib=libx -O3 ")
+    assert (tmp_path / "log").read_text().startswith("-stdlib=libx -O3 ")
     monkeypatch.setenv("CXX", "clang++-99")
-    (sources / "word.h").write_text("// other\n")
-    segmenter_build._digest.cache_clear()
+    change(sources / "word.h")
     with pytest.raises(InputError, match=r"no C\+\+ compiler \(clang\+\+-99\)"):
         segmenter_build.build(sources)
 
@@ -95,12 +75,7 @@ def test_the_compilers_command_may_have_arguments(
 def test_a_folder_that_cannot_be_written_is_noticed_before_compiling(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, WRITES.format(log=tmp_path / "log"))))
-
-    def refuse(folder: Path) -> None:
-        raise PermissionError(f"{folder} is read-only")
-
-    monkeypatch.setattr(segmenter_build, "try_writing", refuse)
+    monkeypatch.setattr(segmenter_build, "try_writing", Mock(side_effect=PermissionError("read-only")))
     with pytest.raises(PermissionError):
         segmenter_build.build(sources)
     assert not (tmp_path / "log").exists()
@@ -122,10 +97,8 @@ def test_without_a_compiler_the_error_names_the_remedy(
     assert not list(sources.glob("*.so*"))
 
 
-def test_a_failed_compile_leaves_nothing_and_shows_what_the_compiler_reports(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, "echo no such option >&2; exit 3")))
+def test_a_failed_compile_leaves_nothing_and_shows_what_the_compiler_reports(sources: Path, tmp_path: Path) -> None:
+    fake_compiler(tmp_path, "echo no such option >&2; exit 3")
     with pytest.raises(InputError, match="no such option"):
         segmenter_build.build(sources)
     assert not list(sources.glob("*.so*"))
