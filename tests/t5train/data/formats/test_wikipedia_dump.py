@@ -73,33 +73,26 @@ def test_articles_lose_their_markup_and_other_pages_are_left_out(tmp_path: Path)
     assert [row.passage.id for row in rows(dump, 2)] == ["5"]
 
 
-def test_a_page_without_an_id_is_identified_by_its_place(tmp_path: Path) -> None:
+def test_a_page_without_an_id_is_identified_by_its_place_and_pages_of_data_are_left_out(tmp_path: Path) -> None:
     """With the same id, all such pages would be in one split."""
-    dump = write(tmp_path, *(page(number, "text").replace(f"<id>{number}</id>", "<id/>") for number in (1, 2)))
-    assert [row.passage.id for row in rows(dump)] == [f"{NAME}:0", f"{NAME}:1"]
-
-
-def test_unfinished_markup_is_text() -> None:
-    assert plain_text("a [[b {{c == e <ref>f") == "a [[b {{c == e <ref>f"
-    assert plain_text("") == ""
+    texts = [page(number, "text").replace(f"<id>{number}</id>", "<id/>") for number in (1, 2)]
+    data = page(3, '{"a": 1}').replace("<model>wikitext", "<model>wikibase-item")
+    assert [row.passage.id for row in rows(write(tmp_path, *texts, data))] == [f"{NAME}:0", f"{NAME}:1"]
 
 
 @pytest.mark.parametrize(
     ("wikitext", "expected"),
     [
+        ("a [[b {{c == e <ref>f", "a [[b {{c == e <ref>f"),
+        ("", ""),
         ("[[Imagen:x.jpg|thumb|200px|Una ciudad]]Un [[Media:a.ogg|sonido]]", "Un"),
         ("<p>a</p><p>b</p>c<BR>d<div>e</div>", "a\nb\nc\nd\ne"),
         ("[[de:Foo]][[simple:Foo|shown]] __FILE__ __NOTOC__", "shown __FILE__"),
         ("[[Ratio 2:1]] and [[:fr:Bonjour|this]]", "Ratio 2:1 and this"),
     ],
 )
-def test_markup_that_is_no_text_is_left_out(wikitext: str, expected: str) -> None:
+def test_markup_that_is_no_text_is_left_out_and_unfinished_markup_is_text(wikitext: str, expected: str) -> None:
     assert plain_text(wikitext) == expected
-
-
-def test_pages_of_data_are_left_out(tmp_path: Path) -> None:
-    data = page(1, '{"a": 1}').replace("<model>wikitext", "<model>wikibase-item")
-    assert [row.passage.id for row in rows(write(tmp_path, data, page(2, "text")))] == ["2"]
 
 
 @pytest.mark.parametrize(
