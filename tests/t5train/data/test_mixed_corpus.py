@@ -14,7 +14,7 @@ from t5train.data.corpus import build_corpus
 from t5train.data.passages import split_of
 from t5train.data.segments import by_part, read_segments
 from t5train.errors import InputError, SpecError
-from t5train.spec import CorpusSpec, RunSpec
+from t5train.spec import CorpusSpec, RunSpec, known_texts
 from t5train.spec.data_spec import HubText, TextSource
 from t5train.spec.known_texts import KnownText, languages_of, licence_of
 from t5train.spec.recipes import recipe
@@ -138,12 +138,6 @@ def test_one_id_for_a_whole_text_is_noticed_beside_a_text_with_many(folder: Path
         build_corpus(corpus_of(folder, "many.jsonl", "same.jsonl"), folder / "root")
 
 
-def test_a_file_that_cannot_be_read_is_reported_with_both_settings(folder: Path) -> None:
-    (folder / "bad.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(InputError, match=r"bad.parquet"):
-        build_corpus(corpus_of(folder, "one.jsonl", "bad.parquet"), folder / "root")
-
-
 def test_what_is_known_of_a_mixture_before_it_is_read(folder: Path) -> None:
     mixed = require_text(run_of(folder, "one.jsonl", "two.jsonl"))
     alone = [require_text(run_of(folder, name)) for name in ("one.jsonl", "two.jsonl")]
@@ -155,17 +149,24 @@ def test_what_is_known_of_a_mixture_before_it_is_read(folder: Path) -> None:
     assert require_text(with_pydocs).train_bytes(CorpusSpec()) is None
 
 
-def test_a_known_text_is_checked_also_as_part_of_a_mixture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = KnownText(title="T", location=f"{folder}/two.jsonl", rows=99, license="mit", languages=("en",))
-    monkeypatch.setitem(known_texts_of(), "the_text", known)
+def test_a_known_text_is_checked_and_its_licence_shown_also_as_part_of_a_mixture(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    facts = {"title": "The title", "location": f"{folder}/two.jsonl", "license": "mit", "languages": ("en",)}
+    spec = CorpusSpec(source=f"{folder}/one.jsonl", mixed_with=("the_text",))
+    monkeypatch.setitem(known_texts._KNOWN, "the_text", KnownText.model_validate(facts | {"rows": 99}))
     with pytest.raises(InputError, match=r"corpus.mixed_with 'the_text' has 100 rows, but should have 99"):
-        build_corpus(CorpusSpec(source=f"{folder}/one.jsonl", mixed_with=("the_text",)), folder / "root")
+        build_corpus(spec, folder / "root")
+    monkeypatch.setitem(known_texts._KNOWN, "the_text", KnownText.model_validate(facts | {"rows": 100}))
+    with caplog.at_level(logging.INFO):
+        build_corpus(spec, folder / "root")
+    assert "The title. Its licence: mit" in caplog.text
 
 
 def test_licence_and_languages_of_a_mixture_are_those_of_all_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, licence, language in (("a", "mit", "en"), ("b", "cc-by-nc-4.0", "de")):
         known = KnownText(title=name, location=name, rows=1, license=licence, languages=(language,))
-        monkeypatch.setitem(known_texts_of(), name, known)
+        monkeypatch.setitem(known_texts._KNOWN, name, known)
     assert licence_of(["a", "b"], None) == "mit and cc-by-nc-4.0"
     assert licence_of(["own.txt", "b"], None) == "cc-by-nc-4.0 and others"
     assert licence_of(["own.txt", "b"], "mit") == "mit"
@@ -174,26 +175,9 @@ def test_licence_and_languages_of_a_mixture_are_those_of_all_its_texts(monkeypat
     assert languages_of(["a", "own.txt"], ()) == ()
 
 
-def known_texts_of() -> dict[str, KnownText]:
-    from t5train.spec import known_texts
-
-    return known_texts._KNOWN
-
-
-def test_the_licence_of_a_known_text_of_a_mixture_is_shown(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    known = KnownText(title="The title", location=f"{folder}/two.jsonl", rows=100, license="mit", languages=("en",))
-    monkeypatch.setitem(known_texts_of(), "the_text", known)
-    with caplog.at_level(logging.INFO):
-        build_corpus(CorpusSpec(source=f"{folder}/one.jsonl", mixed_with=("the_text",)), folder / "root")
-    assert "The title. Its licence: mit" in caplog.text
-
-
-def test_a_dataset_of_the_hub_can_be_chosen_from(folder: Path) -> None:
-    named = (
-        f"{HUB}#config=c++&split=test&column=a%26b&revision=v2", "more/*.txt", "wiki_dpr#revision=v3", f"{HUB}2"
-    )  # fmt: skip
+def test_a_dataset_of_the_hub_can_be_chosen_from() -> None:
+    chosen = f"{HUB}#config=c++&split=test&column=a%26b&revision=v2"
+    named = (chosen, "more/*.txt", "wiki_dpr#revision=v3", f"{HUB}2")
     texts = CorpusSpec(source="a.txt", revision="july", mixed_with=named).texts()
     assert texts == [
         TextSource("a.txt", "july", HubText()),
