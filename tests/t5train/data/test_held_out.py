@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick_workers")
 
 
 def test_the_shards_stage_records_validation_passages_with_the_ids_it_wrote(data_chain: DataChain) -> None:
-    passages = read_held_out(data_chain.shards.path)
+    passages, counts = read_held_out(data_chain.shards.path), data_chain.shards.counts
     held_out = {
         passage.text
         for file in read_segments(data_chain.corpus.path)
@@ -33,6 +33,8 @@ def test_the_shards_stage_records_validation_passages_with_the_ids_it_wrote(data
     assert {each.text for each in passages} <= held_out
     encoded = Tokenizer.load(data_chain.tokenizer.path).encode([each.text for each in passages], add_eos=True)
     assert [each.ids for each in passages] == [ids.tolist() for ids in encoded]
+    assert counts["held_out_compared"] >= len(passages) > 0
+    assert (counts["held_out_tied"], counts["held_out_left_out"]) == (0, 0)
 
 
 def test_passages_with_unknown_foreign_and_rare_pieces_are_chosen_first() -> None:
@@ -60,10 +62,9 @@ def test_a_tokenizer_json_of_another_vocabulary_is_refused_before_training(
     data_chain: DataChain, tmp_path: Path
 ) -> None:
     document = json.loads((data_chain.tokenizer.path / "tokenizer.json").read_text())
-    pieces = document["model"]["vocab"]
-    names = [piece for piece, _ in pieces]
+    names, scores = map(list, zip(*document["model"]["vocab"], strict=True))
     random.Random(0).shuffle(names)
-    document["model"]["vocab"] = [[piece, score] for piece, (_, score) in zip(names, pieces, strict=True)]
+    document["model"]["vocab"] = list(zip(names, scores, strict=True))
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(InputError, match=r"passages differently from the spiece\.model in the same folder\. Remove"):
         write_held_out(tmp_path, read_held_out(data_chain.shards.path), tmp_path / "tokenizer.json")
@@ -135,12 +136,6 @@ def test_a_single_passage_with_other_ids_is_refused(dashes: Path, tmp_path: Path
     with pytest.raises(InputError, match=r"encodes 1 of 1000 held-out passages differently .* Remove"):
         write_held_out(tmp_path, [*agreed, other], dashes)
     assert not (tmp_path / HELD_OUT).exists()
-
-
-def test_the_shards_record_what_was_compared_and_what_was_left_out(data_chain: DataChain) -> None:
-    counts = data_chain.shards.counts
-    assert counts["held_out_compared"] >= len(read_held_out(data_chain.shards.path)) > 0
-    assert (counts["held_out_tied"], counts["held_out_left_out"]) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -45,27 +45,31 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_shards_hold_every_document_of_the_corpus_once_and_in_order(data_chain: DataChain) -> None:
-    tokenizer = Tokenizer.load(data_chain.tokenizer.path)
+    tokenizer, shards = Tokenizer.load(data_chain.tokenizer.path), data_chain.shards
     (file,) = read_segments(data_chain.corpus.path)
     passages = [passage for segment in file.segments for passage in passages_of(file.source, segment)]
+    numbers = range(int(shards.counts["num_shards"]))
     for split in SPLITS:
         texts = [passage.text for passage in passages if split_of(data_chain.corpus_spec, passage.id) == split]
         expected = tokenizer.encode(texts, add_eos=True)
-        numbers = range(int(data_chain.shards.counts["num_shards"]))
-        paths = [data_chain.shards.path / tokens_name(split, number) for number in numbers]
-        assert (
-            np.concatenate(expected).tolist() == np.concatenate([np.fromfile(path, "<u2") for path in paths]).tolist()
-        )
+        paths = [shards.path / tokens_name(split, number) for number in numbers]
+        tokens = np.concatenate([np.fromfile(path, "<u2") for path in paths])
+        assert tokens.tolist() == np.concatenate(expected).tolist()
         lengths = np.concatenate([np.fromfile(path.with_suffix(".len"), "<u4") for path in paths])
         assert lengths.tolist() == [len(document) for document in expected]
-        assert data_chain.shards.counts[f"{split}_documents"] == len(expected)
-        assert data_chain.shards.counts[f"{split}_tokens"] == lengths.sum()
+        assert shards.counts[f"{split}_documents"] == len(expected)
+        assert shards.counts[f"{split}_tokens"] == lengths.sum()
+    rows = 0
+    for number in numbers:
+        ((name, first, count),) = read_description(shards.path, number).source
+        assert (name, first) == ("text.jsonl", rows)
+        rows += count
+    assert rows == 3000
 
 
 def test_the_manifest_has_the_counts_that_training_needs(data_chain: DataChain) -> None:
     wanted = {"vocab_size": 400, "pad_id": 0, "eos_id": 1, "first_sentinel_id": 399, "num_sentinels": 100}
-    assert wanted.items() <= data_chain.shards.counts.items()
-    assert data_chain.shards.counts["bytes_per_token"] == 2
+    assert (wanted | {"bytes_per_token": 2}).items() <= data_chain.shards.counts.items()
     assert data_chain.shards.counts["num_shards"] >= 4
     assert data_chain.shards.inputs == {
         "corpus": data_chain.corpus.fingerprint,
@@ -88,6 +92,7 @@ def test_without_the_compiled_segmenter_one_warning_names_the_remedy(
 def test_the_bytes_do_not_depend_on_the_number_of_workers(data_chain: DataChain, tmp_path: Path, workers: int) -> None:
     build(data_chain, tmp_path / "out", workers)
     assert contents(tmp_path / "out") == contents(data_chain.shards.path)
+    assert build(data_chain, tmp_path / "out", 2).reused
 
 
 def test_large_compressed_text_is_stored_once_more_and_gives_the_same_bytes(
@@ -195,41 +200,19 @@ def test_a_shard_with_other_documents_than_its_text_is_blamed_and_not_the_tokeni
         list(documents)
 
 
-def test_finished_shards_are_reused(data_chain: DataChain, tmp_path: Path) -> None:
-    build(data_chain, tmp_path)
-    assert build(data_chain, tmp_path).reused
-    assert build(data_chain, tmp_path, workers=1).reused
-
-
-def test_a_shard_describes_the_rows_it_was_made_from(data_chain: DataChain) -> None:
-    rows = 0
-    for number in range(int(data_chain.shards.counts["num_shards"])):
-        ((name, first, count),) = read_description(data_chain.shards.path, number).source
-        assert (name, first) == ("text.jsonl", rows)
-        rows += count
-    assert rows == 3000
-
-
 def test_splits_have_the_requested_shares_and_change_with_the_seed() -> None:
     spec = CorpusSpec(split=(700, 200, 100))
     found = [split_of(spec, str(number)) for number in range(20_000)]
     for split, thousandths in zip(SPLITS, spec.split, strict=True):
         assert found.count(split) / 20_000 == pytest.approx(thousandths / 1000, abs=0.02)
-    other = CorpusSpec(split=(700, 200, 100), split_seed=1)
+    other = spec.model_copy(update={"split_seed": 1})
     assert found != [split_of(other, str(number)) for number in range(20_000)]
 
 
 def test_progress_ends_at_the_size_of_the_text(data_chain: DataChain, tmp_path: Path) -> None:
     reports: list[tuple[str, int, int | None]] = []
-    spec = ShardsSpec(shard_tokens=50_000, workers=2)
-    build_shards(
-        spec,
-        data_chain.corpus_spec,
-        data_chain.corpus,
-        data_chain.tokenizer,
-        tmp_path,
-        lambda *each: reports.append(each),
-    )
+    spec, chain = ShardsSpec(shard_tokens=50_000, workers=2), data_chain
+    build_shards(spec, chain.corpus_spec, chain.corpus, chain.tokenizer, tmp_path, lambda *each: reports.append(each))
     tokenised = [(done, total) for what, done, total in reports if what == "bytes of text tokenised"]
     assert tokenised[-1] == (data_chain.corpus.counts["text_bytes"],) * 2
     assert tokenised == sorted(tokenised)
@@ -238,9 +221,8 @@ def test_progress_ends_at_the_size_of_the_text(data_chain: DataChain, tmp_path: 
 def test_too_little_disk_space_is_reported_before_a_shard_is_written(
     data_chain: DataChain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "shutil.disk_usage", lambda _: SimpleNamespace(free=int(data_chain.corpus.counts["text_bytes"]) // 3)
-    )
+    free = int(data_chain.corpus.counts["text_bytes"]) // 3
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
     with pytest.raises(StorageError, match="too little disk space for the token shards: "):
         build(data_chain, tmp_path / "out")
     assert contents(tmp_path / "out") == {}

@@ -102,10 +102,6 @@ def test_each_text_has_its_share_of_every_block_and_goes_through_epochs_of_its_o
     assert sorted(orders[0]) != orders[0] != orders[1]
 
 
-def test_the_seed_decides_the_order() -> None:
-    assert (placed([50, 60], 100, seed=1)[0] != placed([50, 60], 100, seed=2)[0]).any()
-
-
 def test_the_order_stays_what_it_was() -> None:
     """Runs are resumed by it: another order needs another ORDER_VERSION."""
     mixed = Mixture([50, 7, 900], objective(mixing_temperature=2), 3)
