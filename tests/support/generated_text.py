@@ -11,6 +11,13 @@ from t5train.spec import CorpusSpec, ShardsSpec
 SYLLABLES = ["ba", "cor", "dine", "el", "fru", "gis", "ha", "il", "jo", "kern", "lum", "mo", "nes", "or", "pet", "qua"]
 _GENERATOR = random.Random(0)
 WORDS = ["".join(_GENERATOR.choices(SYLLABLES, k=_GENERATOR.randint(1, 4))) for _ in range(600)]
+ODD_CHARACTERS = (
+    "\u0085\u00a0\u1680\u2003\u2028\u2029\u3000\t\n\x0b\x0c\r\x1c\x1f\u2581 "
+    "\u0300\u0301\u0308\u030f\u0327\u0340\u0345\u0349\u05b0\u0652\u093c\u094d\u0e33\u3099\uff9e\u20dd\ufe0f\u0600\u06dd\u0d4e"
+    "\u200b\u200c\u200d\u00ad\ufeff\u2060\U0001f468\U0001f469\U0001f3fb\U0001f1e6\U0001f1e7\u2764"
+    "aeyAu1.\u00e9\uff21\uff2f\uff14\ufb04\u2460\u2488\u210c\u1100\u1161\u11a8\uac00\uff76\u30ab\u0915\u0e01\u1ef3\u3131\u314f\ufdfa"
+)
+"""Spaces, marks, joiners and letters that normalisation changes, and some that it does not."""
 
 TINY = {
     "tokenizer.vocab_size": 300,

@@ -1,6 +1,5 @@
 """Documents: the compiled segmenter gives the ids of Encoder, whatever the text, and its memory is bounded."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,16 +14,12 @@ from t5train.data.native import segmenter_build
 from t5train.data.vocabulary.document_encoder import DocumentEncoder, warn_if_slow
 from t5train.data.vocabulary.sentencepiece_model import Encoder, train
 from t5train.spec import TokenizerSpec
-from tests.support.generated_text import WORDS, DataChain
+from tests.support.generated_text import ODD_CHARACTERS, WORDS, DataChain
 
 Model = sentencepiece_model_pb2.ModelProto
 SMALL_CACHE = 1 << 14  # room for about a hundred words, so that most are forgotten
-SPACES = "\u0085\u00a0\u1680\u2003\u2028\u2029\u3000\t\n\x0b\x0c\r\x1c\x1f\u2581 "
-MARKS = "\u0300\u0301\u0340\u0345\u05b0\u0652\u093c\u094d\u0e33\u3099\uff9e\u20dd\ufe0f\u0600\u06dd\u0d4e"
-JOINED = "\u200b\u200c\u200d\u00ad\ufeff\u2060\U0001f468\U0001f469\U0001f3fb\U0001f1e6\U0001f1e7\u2764"
-LETTERS = "aeyAu1.\u00e9\uff21\ufb04\u2460\u210c\u1100\u1161\u11a8\uac00\uff76\u30ab\u0915\u0e01\u3131\u314f\ufdfa"
 LITERALS = ["</s>", "<pad>", "<unk>", "<extra_id_0>", "\x00", "---", "{}", "\u65e5\u672c\u8a9e"]
-CHARACTERS = st.sampled_from(SPACES + MARKS + JOINED + LETTERS) | st.characters(exclude_categories=["Cs"])
+CHARACTERS = st.sampled_from(ODD_CHARACTERS) | st.characters(exclude_categories=["Cs"])
 PARTS = st.sampled_from([*WORDS[:60], *LITERALS, " ", "  ", "\n"]) | st.text(CHARACTERS, max_size=4)
 TEXTS = st.lists(st.lists(PARTS, max_size=12).map("".join), max_size=6)
 
@@ -58,16 +53,10 @@ FOREIGN = {"-": -7.1301, "---": -8.8107, "----": -11.3709, "=": -6.7013, "==": -
 @pytest.fixture(scope="module")
 def foreign_spiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vocabulary with pieces of other scripts, and with FOREIGN."""
-    parts = [
-        "caf\u00e9",
-        "\u65e5\u672c\u8a9e",
-        "\u0939\u093f\u0928\u094d\u0926\u0940",
-        "\u0e19\u0e49\u0e33",
-    ] * 20 + WORDS
-    folder = tmp_path_factory.mktemp("foreign")
-    (folder / "spiece.model").write_bytes(
-        train(TokenizerSpec(vocab_size=300), [" ".join(parts[first::7]) for first in range(7)] * 5)
-    )
+    foreign = ["caf\u00e9", "\u65e5\u672c\u8a9e", "\u0939\u093f\u0928\u094d\u0926\u0940", "\u0e19\u0e49\u0e33"]
+    parts, folder = foreign * 20 + WORDS, tmp_path_factory.mktemp("foreign")
+    texts = [" ".join(parts[first::7]) for first in range(7)] * 5
+    (folder / "spiece.model").write_bytes(train(TokenizerSpec(vocab_size=300), texts))
 
     def replace_longer(model: Model) -> None:
         present = {piece.piece for piece in model.pieces}
@@ -141,46 +130,43 @@ def test_long_words_and_texts_have_the_ids_of_the_slow_encoder(
     assert_same(*both, [text, "el", f"el {text} il", text])
 
 
-def test_a_sum_beyond_the_exact_range_is_left_to_the_slow_encoder(
-    spiece: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder, asked = DocumentEncoder(spiece), list[str]()
-    slowly = encoder._slowly
-    monkeypatch.setattr(encoder, "_slowly", lambda texts: (asked.extend(texts), slowly(texts))[1])
-    rounded, exact = "\u65e5 " * 600, " ".join(WORDS * 10)
-    encoder.encode([exact, rounded, "el"])
-    assert asked == [rounded]
+class Asked:
+    """Record what an encoder leaves to the slow one: whole texts, and words."""
+
+    def __init__(self, encoder: DocumentEncoder) -> None:
+        self.texts, self.words = list[str](), list[str]()
+        slowly, encode_words = encoder._slowly, encoder._words.encode
+        encoder._slowly = lambda texts: (self.texts.extend(texts), slowly(texts))[1]  # type: ignore[method-assign]
+        encoder._words.encode = lambda words, how: (self.words.extend(words), encode_words(words, how))[1]  # type: ignore[method-assign]
 
 
-def test_a_text_with_a_word_that_could_not_be_remembered_is_left_to_the_slow_encoder_at_once(
-    spiece: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder, asked, words = DocumentEncoder(spiece), list[str](), list[str]()
-    slowly, encode_words = encoder._slowly, encoder._words.encode
-    monkeypatch.setattr(encoder, "_slowly", lambda texts: (asked.extend(texts), slowly(texts))[1])
-    monkeypatch.setattr(encoder._words, "encode", lambda some, how: (words.extend(some), encode_words(some, how))[1])
+def test_a_sum_beyond_the_exact_range_is_left_to_the_slow_encoder(spiece: Path) -> None:
+    encoder = DocumentEncoder(spiece)
+    asked, rounded = Asked(encoder), "\u65e5 " * 600
+    encoder.encode([" ".join(WORDS * 10), rounded, "el"])
+    assert asked.texts == [rounded]
+
+
+def test_a_text_with_a_word_that_could_not_be_remembered_is_left_to_the_slow_encoder_at_once(spiece: Path) -> None:
+    encoder = DocumentEncoder(spiece)
+    asked = Asked(encoder)
     encoder.encode(["\u65e5" * 300, "cafe\u0301", "\ufdfa" * 80])
-    assert asked == ["\u65e5" * 300, "\ufdfa" * 80]
-    assert words == ["cafe\u0301"]
+    assert asked.texts == ["\u65e5" * 300, "\ufdfa" * 80]
+    assert asked.words == ["cafe\u0301"]
 
 
-def test_only_words_of_texts_with_characters_that_combine_are_asked_for(
-    foreign_spiece: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder, words = DocumentEncoder(foreign_spiece), list[str]()
-    encode_words = encoder._words.encode
-    monkeypatch.setattr(encoder._words, "encode", lambda some, how: (words.extend(some), encode_words(some, how))[1])
+def test_only_words_of_texts_with_characters_that_combine_are_asked_for(foreign_spiece: Path) -> None:
+    encoder = DocumentEncoder(foreign_spiece)
+    asked = Asked(encoder)
     encoder.encode(["caf\u00e9 \u65e5\u672c\u8a9e \uff21\ufb04 \x01", "caf\u00e9 el cafe\u0301"])
-    assert words == ["caf\u00e9", "cafe\u0301"]
+    assert asked.words == ["caf\u00e9", "cafe\u0301"]
 
 
-def test_the_cache_is_bounded_and_keeps_frequent_words(spiece: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded_and_keeps_frequent_words(spiece: Path) -> None:
     encoder = DocumentEncoder(spiece, 1 << 20)
     assert encoder.segmenter is not None
     frequent = "cafe\u0301s"  # a word that has to be asked for
-    asked: list[str] = []
-    encode_words = encoder._words.encode
-    monkeypatch.setattr(encoder._words, "encode", lambda some, how: (asked.extend(some), encode_words(some, how))[1])
+    asked = Asked(encoder).words
     for number in range(300):
         encoder.encode([f"{frequent} " + " ".join(f"{frequent}{number}x{each}" for each in range(200))])
     assert encoder.segmenter.num_bytes <= 1 << 20
@@ -191,28 +177,22 @@ def test_the_cache_is_bounded_and_keeps_frequent_words(spiece: Path, monkeypatch
     assert asked.count(f"{frequent}0x0") == 2, "the rare word should have been forgotten"
 
 
-def piece_of_two_words(model: Model) -> None:
-    model.pieces[10].piece = "a\u2581b"
-
-
-def positive_score(model: Model) -> None:
-    model.pieces[10].score = 0.5
-
-
-def no_rules(model: Model) -> None:
-    model.normalizer_spec.precompiled_charsmap = b""
-
-
 def other_rules(model: Model) -> None:
     normaliser = SentencePieceNormalizer(rule_name="nmt_nfkc_cf")
     model.normalizer_spec.CopyFrom(Model.FromString(normaliser.serialized_model_proto()).normalizer_spec)
 
 
-def user_defined(model: Model) -> None:
-    model.pieces[10].type = model.pieces[10].USER_DEFINED
-
-
-@pytest.mark.parametrize("change", [piece_of_two_words, positive_score, no_rules, other_rules, user_defined])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.pieces[10], "piece", "a\u2581b"),
+        lambda model: setattr(model.pieces[10], "score", 0.5),
+        lambda model: setattr(model.pieces[10], "type", Model.SentencePiece.USER_DEFINED),
+        lambda model: setattr(model.normalizer_spec, "precompiled_charsmap", b""),
+        other_rules,
+    ],
+    ids=["piece of two words", "positive score", "user defined", "no rules", "other rules"],
+)
 def test_a_vocabulary_whose_words_may_depend_on_each_other_is_encoded_slowly(
     spiece: Path, tmp_path: Path, change: Callable[[Model], None]
 ) -> None:
@@ -235,18 +215,14 @@ def test_rules_that_reach_over_a_space_are_found(native: ModuleType, spiece: Pat
 def test_without_the_compiled_segmenter_ids_are_the_same_and_a_warning_names_the_remedy(
     spiece: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    warn_if_slow()
+    assert not caplog.records
     monkeypatch.setattr(segmenter_build, "built", lambda: tmp_path / "segmenter.so")
     encoder = DocumentEncoder(spiece)
     assert encoder.segmenter is None
     assert_same(encoder, Encoder(spiece), ["el il", "", "caf\u00e9"])
-    with caplog.at_level(logging.WARNING):
-        warn_if_slow()
-    assert "python -m t5train.data.native.segmenter_build" in caplog.text
-
-
-def test_with_the_compiled_segmenter_there_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     warn_if_slow()
-    assert not caplog.records
+    assert "python -m t5train.data.native.segmenter_build" in caplog.text
 
 
 def test_a_lone_surrogate_is_refused(spiece: Path) -> None:
@@ -254,13 +230,9 @@ def test_a_lone_surrogate_is_refused(spiece: Path) -> None:
         DocumentEncoder(spiece).encode(["el \ud800"])
 
 
-def many_pieces(model: Model) -> None:
-    for number in range(1 << 16):
-        model.pieces.add(piece=f"z{number}", score=-9.0)
-
-
 def test_ids_have_two_bytes_where_that_suffices(spiece: Path, tmp_path: Path) -> None:
-    large = changed(spiece, tmp_path, many_pieces)
+    many = [Model.SentencePiece(piece=f"z{number}", score=-9.0) for number in range(1 << 16)]
+    large = changed(spiece, tmp_path, lambda model: model.pieces.extend(many))
     for path, dtype in {spiece: np.uint16, large: np.uint32}.items():
         encoder = DocumentEncoder(path)
         assert encoder.segmenter is not None

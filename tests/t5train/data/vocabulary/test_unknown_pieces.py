@@ -52,8 +52,7 @@ def test_more_than_one_percent_is_a_warning_with_the_characters_and_the_remedy(
     assert "tokenizer.character_coverage" in warning
     assert warning.index("U+00A7") < warning.index("U+4E2D"), "the most frequent character is named first"
     caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        assert made_of(data_chain, tmp_path, lines_with("\u4e2d \u00a7 \u00a7", every=4)).reused
+    assert made_of(data_chain, tmp_path, lines_with("\u4e2d \u00a7 \u00a7", every=4)).reused
     assert warning in caplog.messages
 
 
@@ -64,10 +63,12 @@ def test_few_unknown_pieces_are_counted_and_no_warning(
     assert recorded_unknown(shards.counts).keys() == {"unknown_pieces"}
     assert shards.counts["unknown_pieces"] > 0
     assert not [message for message in caplog.messages if "unknown piece" in message]
+    earlier = {name: count for name, count in shards.counts.items() if name != "unknown_pieces"}
+    assert counts_with_unknown(shards.model_copy(update={"counts": earlier})) == shards.counts, "counted from the files"
 
 
-def test_too_many_unknown_pieces_are_refused_unless_the_setting_accepts_them(
-    data_chain: DataChain, tmp_path: Path
+def test_too_many_unknown_pieces_are_refused_unless_the_setting_or_an_earlier_version_accepted_them(
+    data_chain: DataChain, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = lines_with("\u4e2d \u00a7 \u4e2d", every=1)
     with pytest.raises(InputError, match=r"'\u4e2d' \(U\+4E2D\).*raise shards\.max_unknown_share, which is 0\.1"):
@@ -77,23 +78,8 @@ def test_too_many_unknown_pieces_are_refused_unless_the_setting_accepts_them(
     assert accepted.counts["unknown_pieces"] > 0.1 * accepted.counts["train_tokens"]
     with pytest.raises(InputError, match=r"raise shards\.max_unknown_share"):
         made_of(data_chain, tmp_path, text)  # also where the shards are there already
-
-
-def test_unknown_pieces_of_shards_that_an_earlier_version_made_are_counted_from_their_files(
-    data_chain: DataChain, tmp_path: Path
-) -> None:
-    shards = made_of(data_chain, tmp_path, lines_with("\u4e2d", every=100))
-    earlier = {name: count for name, count in shards.counts.items() if name != "unknown_pieces"}
-    assert counts_with_unknown(shards.model_copy(update={"counts": earlier})) == shards.counts
-
-
-def test_finished_shards_of_an_earlier_version_with_many_unknown_pieces_are_reused_with_a_warning(
-    data_chain: DataChain, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    text = lines_with("\u4e2d \u00a7 \u4e2d", every=1)
-    shards = made_of(data_chain, tmp_path, text, max_unknown_share=0.6)
-    counts = {name: count for name, count in shards.counts.items() if name not in recorded_unknown(shards.counts)}
-    shards.model_copy(update={"counts": counts}).commit()
+    counts = {name: count for name, count in accepted.counts.items() if name not in recorded_unknown(accepted.counts)}
+    accepted.model_copy(update={"counts": counts}).commit()
     caplog.clear()
     assert made_of(data_chain, tmp_path, text).reused
     assert "of the tokens of the training split are the unknown piece" in caplog.text
@@ -126,15 +112,11 @@ def test_a_share_at_the_limit_is_accepted() -> None:
         require_known({"train_tokens": 1000, "unknown_pieces": 1}, 0)
 
 
-def test_the_warning_names_the_most_frequent_characters_first() -> None:
+def test_a_warning_names_characters_by_frequency_and_a_remedy_for_the_one_that_no_vocabulary_has() -> None:
     line = unknown_line(MANY)
     assert line.startswith("1.1% of the tokens of the training split are the unknown piece (11 of 1,000)")
     assert "'\u4e2d' (U+4E2D) 9 times, '<' (U+003C) 7 times" in line
     assert not unknown_line(MANY | {"unknown_pieces": 10})
     assert not unknown_line({})
-
-
-def test_the_character_that_no_trained_vocabulary_has_gets_a_remedy_that_helps() -> None:
-    counts = {"train_tokens": 100, "unknown_pieces": 20}
-    assert "replace U+2585 in the text" in unknown_line(counts | {"lacked_character_U+2585": 20})
-    assert "U+2585" not in unknown_line(counts | {"lacked_character_U+0041": 20})
+    assert "U+2585" not in line
+    assert "replace U+2585 in the text" in unknown_line(MANY | {"lacked_character_U+2585": 20})
