@@ -195,7 +195,7 @@ def test_every_test_set_counts_whatever_their_files_are_called(tmp_path: Path) -
     assert {*range(300)} - {*map(int, kept(other))} == {*train[:2], train[9]}
 
 
-def test_test_sets_without_text_or_with_malformed_text_are_refused_before_the_text_is_read(
+def test_test_sets_that_are_missing_empty_or_malformed_are_refused_before_the_text_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, empty = write(tmp_path / "text.jsonl", made_texts(20)), write(tmp_path / "empty.jsonl", [""])
@@ -212,6 +212,7 @@ def test_test_sets_without_text_or_with_malformed_text_are_refused_before_the_te
     for test_set, message in (
         (empty, r"^corpus\.test_sets .*empty.* holds no text"),
         (malformed, "not an object with"),
+        (tmp_path / "absent", r"^corpus\.test_sets .*absent.* does not exist"),
     ):
         with pytest.raises(InputError, match=message):
             build_corpus(spec_of(path, "contaminated", test_sets=(str(test_set),)), tmp_path / "root")
@@ -255,12 +256,6 @@ def test_a_check_reads_the_text_again_if_an_earlier_version_made_the_corpus(tmp_
     assert findings.repetitions is not None
     assert findings.repetitions["train_passages"] > 50
     assert {each.name for each in folder.iterdir()} == {".claim", "text-findings.json"}
-
-
-def test_a_test_set_that_is_missing_is_named_by_its_setting(tmp_path: Path) -> None:
-    path = write(tmp_path / "text.jsonl", made_texts(20))
-    with pytest.raises(InputError, match=r"^corpus\.test_sets .*absent.* does not exist"):
-        build_corpus(spec_of(path, "contaminated", test_sets=(str(tmp_path / "absent"),)), tmp_path / "root")
 
 
 def test_too_little_disk_space_is_noticed_before_the_text_is_compared(
