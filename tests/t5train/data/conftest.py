@@ -1,4 +1,4 @@
-"""A site for hubs, and a Python that asks it."""
+"""Servers of text, and a Python that asks a hub."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,15 @@ import pytest
 
 from tests.support.hub_server import HubSite, running_site
 from tests.support.prepared_python import STAGES, prepared_python
+from tests.support.served_text import serving_text
+from tests.support.web_server import Web
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    """A server of one text."""
+    with serving_text() as web:
+        yield web
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,10 @@ from t5train.errors import InputError
 from t5train.records.stage_records import Corpus
 from t5train.spec import CorpusSpec, known_texts
 from t5train.spec.known_texts import KnownFile, KnownText
-from tests.support.served_text import BLOCK, LINES, serving_text
+from tests.support.served_text import BLOCK, LINES
 from tests.support.web_server import GOOD, Answer, Web
 
 pytestmark = pytest.mark.usefixtures("quick_workers")
-
-
-@pytest.fixture
-def web() -> Iterator[Web]:
-    """A server of one text."""
-    with serving_text() as web:
-        yield web
 
 
 def named(monkeypatch: pytest.MonkeyPatch, web: Web, **changes: object) -> None:
