@@ -28,11 +28,8 @@ FACTS = {"wiki_dpr": {"num_files": FILES, "rows": FILES * ROWS}}
 def files(words: str = "words") -> dict[str, bytes]:
     """As the Hub has them: only the first of many, whose names count 157. Ids are numbered from 1."""
     every = {f"{FOLDER}/train-{n:05d}-of-00157.parquet": vectors_file(1 + ROWS * n, ROWS, words) for n in range(FILES)}
-    return {
-        **every,
-        "data/psgs_w100/multiset/train-00000-of-00157.parquet": b"other vectors",
-        "README.md": b"---\n---\n",
-    }
+    others = {"data/psgs_w100/multiset/train-00000-of-00157.parquet": b"other vectors", "README.md": b"---\n---\n"}
+    return every | others
 
 
 @pytest.fixture
@@ -85,7 +82,9 @@ def test_the_first_downloads_commit_and_digests_are_enforced_afterwards(hub: Hub
     assert "another file under this name" in said
 
 
-def test_a_flipped_bit_in_a_download_is_found_and_the_file_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
+def test_a_flipped_bit_or_a_missing_file_in_a_download_is_found_and_the_file_is_fetched_again(
+    hub: Hub, tmp_path: Path
+) -> None:
     made, place = build(hub, tmp_path), downloaded(tmp_path)[1]
     content = place.read_bytes()
     place.write_bytes(bytes([*content[:200], content[200] ^ 1, *content[201:]]))
@@ -94,6 +93,10 @@ def test_a_flipped_bit_in_a_download_is_found_and_the_file_is_fetched_again(hub:
     assert build(hub, tmp_path) == made
     assert place.read_bytes() == content
     assert {Path(path).name for path in hub.downloads} == {place.name}
+    (listing,) = tmp_path.glob("cache/*/.downloaded-files.json")
+    listing.write_text(json.dumps({"files": json.loads(listing.read_text())["files"][:-1]}))
+    assert "is 2 files, but should be 3" in build(hub, tmp_path, offline="HF_HUB_OFFLINE")["error"]
+    assert build(hub, tmp_path) == made
 
 
 def test_a_text_with_missing_files_other_rows_ids_or_columns_is_refused(hub: Hub, tmp_path: Path) -> None:
@@ -138,28 +141,24 @@ def test_files_by_their_url_and_the_named_text_are_downloaded_apart(hub: Hub, tm
     assert first(by_url, "HF_HUB_OFFLINE") == "again of passage 1"
 
 
-def test_fewer_files_than_the_named_text_has_are_downloaded_again(hub: Hub, tmp_path: Path) -> None:
-    made = build(hub, tmp_path)
-    (listing,) = tmp_path.glob("cache/*/.downloaded-files.json")
-    listing.write_text(json.dumps({"files": json.loads(listing.read_text())["files"][:-1]}))
-    assert "is 2 files, but should be 3" in build(hub, tmp_path, offline="HF_HUB_OFFLINE")["error"]
-    assert build(hub, tmp_path) == made
+def test_the_text_is_the_same_whether_vectors_were_transferred_or_not(hub: Hub, tmp_path: Path) -> None:
+    for name, content in hub.files.items():
+        if name.startswith(FOLDER):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(content)
+    by_url = {"source": known_texts()["wiki_dpr"].location, "workers": 1}
+    of_hub, of_files = build_all(hub, tmp_path / "root", by_url, {"source": f"{tmp_path}/{FOLDER}", "workers": 1})
+    assert of_hub == of_files
+    assert hub.bytes_sent < sum(map(len, hub.files.values())) / 10
 
 
 def test_a_named_text_and_a_dataset_by_its_name_share_the_commit(hub: Hub, tmp_path: Path) -> None:
+    card = b"---\nconfigs:\n- config_name: nq\n  data_files: data/psgs_w100/nq/*.parquet\n---\n"
     build(hub, tmp_path)
-    hub.files["README.md"] = CARD
-    hub.commit(files("moved") | {"README.md": CARD})
+    hub.files["README.md"] = card
+    hub.commit(files("moved") | {"README.md": card})
     (made,) = build_all(hub, tmp_path, {"source": "hf://facebook/wiki_dpr", "workers": 1})
     assert made["passages"][0][2] == "words of passage 1"
-
-
-CARD = b"""---
-configs:
-- config_name: nq
-  data_files: data/psgs_w100/nq/*.parquet
----
-"""
 
 
 @pytest.mark.parametrize(
@@ -189,11 +188,7 @@ def test_columns_are_fetched_of_every_type_of_text_and_compared_with_their_check
 @pytest.mark.parametrize("fault", ["several files", "two id columns"])
 def test_columns_are_not_fetched_of_a_file_that_is_refused_as_a_whole(tmp_path: Path, fault: str) -> None:
     path, names = tmp_path / "whole.parquet", ["id", "text", "embeddings"] + ["id"] * (fault == "two id columns")
-    columns = {
-        "id": ["1"] * 600,
-        "text": ["passage"] * 600,
-        "embeddings": [[1.0 / (row + 1)] * 16 for row in range(600)],
-    }
+    columns = {"id": ["1"] * 600, "text": ["passage"] * 600, "embeddings": [[1 / (row + 1)] * 16 for row in range(600)]}
     pyarrow.parquet.write_table(pyarrow.table([columns[name] for name in names], names=names), path)
     stored = path.read_bytes() * (2 if fault == "several files" else 1)
     assert needed_columns(lambda start, end: stored[start:end], len(stored), ["id", "text", "title"]) is None
