@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, SwitchTransformersForConditionalGeneration
+from transformers import AutoModelForSeq2SeqLM, SwitchTransformersForConditionalGeneration
 
 from t5train.engine.parameter_layout import huggingface_names
 from t5train.errors import SpecError
@@ -20,6 +20,7 @@ from t5train.model.t5 import T5
 from t5train.spec import ExpertsSpec, ModelSpec
 
 VOCABULARY = 300
+HIDDEN = torch.randn(2, 32, 128, generator=torch.Generator().manual_seed(1))
 pytestmark = pytest.mark.slow
 
 
@@ -79,8 +80,7 @@ def test_tokens_beyond_capacity_are_counted_and_dropped_while_training() -> None
     model = _model(_shape(capacity_factor=0.25)).train()
     path, layer = next(model.sparse_layers())
     assert path == "encoder.block.1.layer.1.mlp"
-    hidden = torch.randn(2, 32, model.shape.d_model, generator=torch.Generator().manual_seed(1))
-    output = layer(hidden)
+    output = layer(HIDDEN)
     assert int(layer.tokens.sum()) == 64
     assert int(layer.overflow) == sum(max(0, count - 4) for count in layer.tokens.tolist()) > 0
     assert int((output.flatten(0, 1).abs().sum(-1) == 0).sum()) == int(layer.overflow)
@@ -104,6 +104,12 @@ def _trained(layer: Any, dispatch: str, hidden: torch.Tensor) -> dict[str, torch
     return found | counts | gradients
 
 
+def _require_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert torch.allclose(found[name], wanted, rtol=1e-4, atol=1e-6), name
+
+
 @pytest.mark.parametrize("num_experts", [2, 5])
 @pytest.mark.parametrize(("dispatch", "takes_all"), [("rows", False), ("rows", True), ("slots", False)])
 def test_sorting_tokens_trains_as_deepspeeds_layer_does(num_experts: int, dispatch: str, takes_all: bool) -> None:
@@ -113,10 +119,7 @@ def test_sorting_tokens_trains_as_deepspeeds_layer_does(num_experts: int, dispat
     hidden = torch.randn(3, 41, model.shape.d_model, generator=torch.Generator().manual_seed(1))
     expected, found = _trained(layer, "deepspeed", hidden), _trained(layer, dispatch, hidden)
     assert len(found) == 3 + 2 + 1 + 2 * num_experts
-    for name, wanted in expected.items():
-        torch.testing.assert_close(
-            found[name], wanted, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    _require_close(found, expected)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -125,12 +128,11 @@ def test_sorting_tokens_drops_those_beyond_capacity_at_random(top_k: int, dispat
     model = _model(_shape(capacity_factor=0.25, top_k=top_k)).train()
     _, layer = next(model.sparse_layers())
     layer.dispatch = dispatch
-    hidden = torch.randn(2, 32, model.shape.d_model, generator=torch.Generator().manual_seed(1))
     dropped = []
     for seed in (1, 2):
         layer.reset()
         torch.manual_seed(seed)
-        output = layer(hidden).flatten(0, 1)
+        output = layer(HIDDEN).flatten(0, 1)
         dropped.append(output.abs().sum(-1) == 0)
         capacity = 4 * top_k
         assert int(layer.tokens.sum()) == 64 * top_k
@@ -144,11 +146,7 @@ def test_sorting_tokens_drops_those_beyond_capacity_at_random(top_k: int, dispat
 def test_rows_and_slots_keep_the_same_tokens(top_k: int) -> None:
     _, layer = next(_model(_shape(capacity_factor=0.5, top_k=top_k, z_loss=0.1)).train().sparse_layers())
     hidden = torch.randn(2, 37, 128, generator=torch.Generator().manual_seed(1))
-    rows, slots = _trained(layer, "rows", hidden), _trained(layer, "slots", hidden)
-    for name, wanted in rows.items():
-        torch.testing.assert_close(
-            slots[name], wanted, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    _require_close(_trained(layer, "slots", hidden), _trained(layer, "rows", hidden))
 
 
 @pytest.mark.parametrize("dispatch", ["deepspeed", "rows"])
@@ -157,7 +155,7 @@ def test_experts_without_a_capacity_take_all_tokens(dispatch: Literal["deepspeed
     with torch.no_grad():
         layer.deepspeed_moe.gate.wg.weight.zero_()  # all tokens go to the first expert
     layer.dispatch = dispatch
-    output = layer(torch.randn(2, 32, 128, generator=torch.Generator().manual_seed(1)))
+    output = layer(HIDDEN)
     assert layer.tokens.tolist() == [64, 0, 0, 0]
     assert int(layer.overflow) == 0
     assert bool((output.flatten(0, 1).abs().sum(-1) > 0).all())
@@ -174,11 +172,10 @@ def test_first_choices_are_kept_before_second_ones() -> None:
 
 
 def test_auxiliary_and_z_losses_are_added_with_their_weights() -> None:
-    hidden = torch.randn(2, 32, 128, generator=torch.Generator().manual_seed(1))
     losses = {}
     for aux_loss, z_loss in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (0.5, 0.25)):
         _, layer = next(_model(_shape(aux_loss=aux_loss, z_loss=z_loss)).train().sparse_layers())
-        layer(hidden)
+        layer(HIDDEN)
         losses[aux_loss, z_loss] = layer.router_loss.item()
     assert losses[0.0, 0.0] == 0
     assert losses[0.5, 0.25] == pytest.approx(0.5 * losses[1.0, 0.0] + 0.25 * losses[0.0, 1.0])
@@ -216,11 +213,6 @@ def test_experts_are_initialised_with_a_tenth_of_the_variance() -> None:
     for name, fan_in in (("experts.expert_3.wi", shape.d_model), ("experts.expert_0.wo", shape.d_ff)):
         assert values[f"{mlp}.{name}.weight"].std().item() == pytest.approx(math.sqrt(0.1 / fan_in), rel=0.05)
     assert values["decoder.block.0.layer.2.mlp.wi.weight"].std().item() == pytest.approx(shape.d_model**-0.5, rel=0.05)
-
-
-def test_transformers_reads_the_same_sparse_layers_from_the_configuration() -> None:
-    config = AutoConfig.for_model(**huggingface_config(_shape(5), pad_id=0, eos_id=1))
-    assert (config.encoder_sparse_step, config.num_sparse_encoder_layers, config.expert_capacity) == (2, 2, 1 << 30)
 
 
 @pytest.mark.parametrize(("num_layers", "every_n_layers"), [(1, 2), (7, 4), (2, 3)])
