@@ -62,3 +62,12 @@ def test_the_code_that_loads_a_publication_works_as_shown(make_export: Callable[
     report = publication_report(publish(make_export(), str(tmp_path / "published")), "mine")
     (code,) = (block.partition("```")[0] for block in report.split("```python\n")[1:])
     subprocess.run([sys.executable, "-c", code], cwd="/", check=True, capture_output=True)
+
+
+def test_the_location_of_a_publication_is_shown_as_it_is(tmp_path: Path) -> None:
+    url = "s3://models/_t5_`x`"
+    published = Publication(path=tmp_path, fingerprint="d" * 64, files={}, url=url).sealed()
+    report = publication_report(published, "mine")
+    assert "\npublished: s3://models/\\_t5\\_\\`x\\`\n" in report
+    assert f"\nt5-pretrain verify '{url}'\n" in report
+    assert f"\nt5-pretrain fetch '{url}' mine\n" in report
