@@ -54,7 +54,7 @@ def guard_arguments(this: Attempt, program: str, *options: str) -> list[str]:
     return ["-m", MODULE, *options, str(this.folder), sys.executable, "-c", program]
 
 
-def recorded_exit(this: Attempt) -> tuple[Cause, str, int | None]:
-    record = this.exit_record("rank-00000")
+def recorded_exit(this: Attempt, name: str = "rank-00000") -> tuple[Cause, str, int | None]:
+    record = this.exit_record(name)
     assert record is not None
     return record.cause, record.reason, record.returncode

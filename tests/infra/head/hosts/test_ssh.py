@@ -29,24 +29,8 @@ from tests.support.waiting import await_that
 
 HERE = "127.0.0.1"
 PRINT_ARGUMENTS = ("printf", r"%s\0")
-SPECIAL_ARGUMENTS = [
-    "",
-    " ",
-    "a  b",
-    "'",
-    '"',
-    "$(touch pwned)",
-    "`x`",
-    "\\",
-    "!!",
-    "~",
-    "*",
-    "-n",
-    "%n",
-    "a\nb\r",
-    "\udcff",
-    "A=b",
-]
+SPECIAL_ARGUMENTS = ["", " ", "a  b", "'", '"', "$(touch pwned)", "`x`", "\\", "!!", "~", "*", "-n", "%n", "a\nb\r"]
+SPECIAL_ARGUMENTS += ["\udcff", "A=b"]
 Sshd = Callable[..., Ssh]
 
 
@@ -58,10 +42,6 @@ class Shell:
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - part of Transport
         return [self.shell, "-c", quoted(argv)]
-
-
-def printed_arguments(answer: Output) -> list[str]:
-    return [os.fsdecode(each) for each in answer.stdout.split(b"\0")[:-1]]
 
 
 @pytest.mark.parametrize("shell", [shell for shell in ("sh", "bash", "zsh", "dash", "ksh") if shutil.which(shell)])
@@ -80,9 +60,9 @@ def test_the_first_word_runs_as_a_program_even_if_it_is_shell_syntax(name: str, 
     assert subprocess.run(shell, check=False, capture_output=True, env={"PATH": str(tmp_path)}).stdout == b"it ran\n"
 
 
-def run(transport: Transport, host: str, argv: Sequence[str], *, stdin: bytes = b"", deadline_seconds: float) -> Output:
+def run(transport: Transport, host: str, argv: Sequence[str], stdin: bytes = b"") -> Output:
     """The output of a command on one host. Raises its error."""
-    replies = run_everywhere(transport, [host], argv, stdin_of=lambda _: stdin, deadline_seconds=deadline_seconds)
+    replies = run_everywhere(transport, [host], argv, stdin_of=lambda _: stdin, deadline_seconds=60)
     if isinstance(reply := replies[host], HostError):
         raise reply
     return reply
@@ -90,23 +70,21 @@ def run(transport: Transport, host: str, argv: Sequence[str], *, stdin: bytes = 
 
 def test_ssh_passes_arguments_input_and_output_unchanged(sshd: Sshd) -> None:
     ssh = sshd()
-    assert (
-        printed_arguments(run(ssh, HERE, [*PRINT_ARGUMENTS, *SPECIAL_ARGUMENTS], deadline_seconds=60))
-        == SPECIAL_ARGUMENTS
-    )
+    printed = run(ssh, HERE, [*PRINT_ARGUMENTS, *SPECIAL_ARGUMENTS]).stdout.split(b"\0")
+    assert [os.fsdecode(each) for each in printed[:-1]] == SPECIAL_ARGUMENTS
     every_byte = bytes(range(256)) * 999
-    assert run(ssh, HERE, ["cat"], stdin=every_byte, deadline_seconds=60).stdout == every_byte
+    assert run(ssh, HERE, ["cat"], stdin=every_byte).stdout == every_byte
 
 
 def test_no_environment_variable_of_this_machine_is_sent(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LC_TOKEN", "s3cret")  # Debian's ssh sends it by default, and this server accepts it
-    assert b"s3cret" not in run(sshd(), HERE, ["env"], deadline_seconds=60).stdout
+    assert b"s3cret" not in run(sshd(), HERE, ["env"]).stdout
 
 
 def test_a_changed_host_key_is_refused_with_the_command_that_removes_the_old_one(sshd: Sshd, tmp_path: Path) -> None:
     ssh = sshd(known="another")
     with pytest.raises(HostKeyMismatch, match=r"its host key has changed\. .*`ssh-keygen -R '\[127\.0\.0\.1\]:\d+'`"):
-        run(ssh, HERE, ["touch", str(tmp_path / "ran")], deadline_seconds=60)
+        run(ssh, HERE, ["touch", str(tmp_path / "ran")])
     assert not (tmp_path / "ran").exists()
 
 
@@ -117,18 +95,18 @@ def test_a_name_that_leads_to_another_known_host_is_refused_and_no_key_is_to_be_
     with open(tmp_path / "known_hosts", "a") as known_hosts:
         known_hosts.write(f"node2 {(tmp_path / 'host.pub').read_text()}")
     with pytest.raises(HostKeyMismatch, match=f"^{HERE}: the machine that answers has the host key of node2") as raised:
-        run(ssh, HERE, ["true"], deadline_seconds=60)
+        run(ssh, HERE, ["true"])
     assert "ssh-keygen -R" not in str(raised.value)
 
 
 def test_an_unknown_host_key_is_refused_with_the_command_that_adds_it(sshd: Sshd) -> None:
     with pytest.raises(HostKeyMismatch, match=r"`ssh-keyscan -p \d+ 127\.0\.0\.1 >> ~/\.ssh/known_hosts`"):
-        run(sshd(known=None), HERE, ["true"], deadline_seconds=60)
+        run(sshd(known=None), HERE, ["true"])
 
 
 def test_a_user_whose_key_is_rejected_is_told_to_run_ssh_copy_id(sshd: Sshd) -> None:
     with pytest.raises(HostUnreachable, match=r"rejects this user's SSH keys\. Run `ssh-copy-id 127\.0\.0\.1`"):
-        run(sshd(identity="host"), HERE, ["true"], deadline_seconds=60)
+        run(sshd(identity="host"), HERE, ["true"])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +119,14 @@ def test_a_user_whose_key_is_rejected_is_told_to_run_ssh_copy_id(sshd: Sshd) -> 
 def test_a_host_that_cannot_be_reached_is_named_with_a_remedy(host: str, words: str, tmp_path: Path) -> None:
     ssh = Ssh.configured(ClusterSpec(ssh_port=1), tmp_path)
     with pytest.raises(HostUnreachable, match=f"{host}: {words}.* ssh said: ssh: "):
-        run(ssh, host, ["true"], deadline_seconds=60)
+        run(ssh, host, ["true"])
+
+
+def add_users_settings(ssh: Ssh, settings: str) -> None:
+    """Have the client read these settings where it reads ~/.ssh/config."""
+    users = ssh.config.with_name("users")
+    users.write_text(f"{settings}\n")
+    ssh.config.write_text(ssh.config.read_text().replace("Include ~/.ssh/config", f"Include {users}"))
 
 
 @pytest.mark.parametrize(
@@ -156,15 +141,11 @@ def test_a_host_that_cannot_be_reached_is_named_with_a_remedy(host: str, words: 
         ),
     ],
 )
-def test_a_setting_of_the_user_that_prevents_a_connection_is_named(
-    users: str, words: str, sshd: Sshd, tmp_path: Path
-) -> None:
+def test_a_setting_of_the_user_that_prevents_a_connection_is_named(users: str, words: str, sshd: Sshd) -> None:
     ssh = sshd(known=None) if "HostName" in users else sshd()
-    (tmp_path / "users").write_text(f"{users}\n")
-    config = ssh.config.read_text().replace("Include ~/.ssh/config", f"Include {tmp_path}/users")
-    ssh.config.write_text(config)
+    add_users_settings(ssh, users)
     with pytest.raises(HostError, match=words):
-        run(ssh, "node1" if "HostName" in users else HERE, ["true"], deadline_seconds=60)
+        run(ssh, "node1" if "HostName" in users else HERE, ["true"])
 
 
 @pytest.mark.parametrize(
@@ -184,19 +165,16 @@ def test_the_remedy_fits_what_ssh_said(said: str, words: str) -> None:
 def test_a_host_name_that_looks_like_an_ssh_option_runs_no_command(tmp_path: Path) -> None:
     ssh = Ssh.configured(ClusterSpec(), tmp_path)
     with pytest.raises(HostUnreachable):
-        run(ssh, f"-oProxyCommand=touch {tmp_path}/ran", ["true"], deadline_seconds=60)
+        run(ssh, f"-oProxyCommand=touch {tmp_path}/ran", ["true"])
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_failed_command_is_reported_with_its_exit_code_and_last_output(sshd: Sshd) -> None:
+def test_a_failed_command_is_reported_with_its_exit_code_and_last_output_or_what_to_install(sshd: Sshd) -> None:
     with pytest.raises(RemoteFailed, match=r"ended with exit code 3\. The command's last output: bad") as caught:
-        run(sshd(), HERE, ["sh", "-c", "echo bad >&2; exit 3"], deadline_seconds=60)
+        run(sshd(), HERE, ["sh", "-c", "echo bad >&2; exit 3"])
     assert not caught.value.retryable
-
-
-def test_a_missing_program_is_reported_with_the_advice_to_install_it(sshd: Sshd) -> None:
     with pytest.raises(RemoteFailed, match=r"code 127\. Install Python and this package there"):
-        run(sshd(), HERE, ["/nowhere/python"], deadline_seconds=60)
+        run(sshd(), HERE, ["/nowhere/python"])
 
 
 def test_a_command_that_hangs_is_also_ended_on_the_host(sshd: Sshd, until: Callable[..., None]) -> None:
@@ -219,7 +197,7 @@ def test_a_broken_connection_is_reported(sshd: Sshd) -> None:
         'p=$PPID; until grep -q ^sshd /proc/$p/comm; do p=$(cut -d" " -f4 /proc/$p/stat); done; kill -9 $p'
     )
     with pytest.raises(HostUnreachable, match=r"the connection was lost.* ssh said: .*closed"):
-        run(sshd(), HERE, ["sh", "-c", kill_its_server], deadline_seconds=60)
+        run(sshd(), HERE, ["sh", "-c", kill_its_server])
 
 
 def test_all_hosts_are_asked_in_parallel_and_replies_keep_their_order(tmp_path: Path) -> None:
@@ -270,24 +248,23 @@ def test_running_commands_are_ended_when_the_caller_is_interrupted(sshd: Sshd) -
 def test_a_machine_without_ssh_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HostUnreachable, match=r"ssh is not installed on this machine\. Install openssh-client"):
-        run(Ssh(tmp_path / "config"), "node1", ["true"], deadline_seconds=1)
+        run(Ssh(tmp_path / "config"), "node1", ["true"])
 
 
-def test_the_node_program_runs_with_this_python_and_absolute_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_node_program_runs_with_absolute_paths_and_shipped_code_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:some/where")
     path = f"PYTHONPATH={Path.cwd()}:{Path.cwd()}/some/where"
     assert node_client.node_command("facts", None) == [
         *("env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", path, sys.executable, "-m", "infra.node", "facts")
     ]
-    monkeypatch.delenv("PYTHONPATH")
-    assert not any(word.startswith("PYTHONPATH") for word in node_client.node_command("facts", None))
-
-
-def test_shipped_code_comes_before_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     checkout = Path(code_shipping.__file__).parents[3]
     monkeypatch.setenv("PYTHONPATH", f"{checkout}:/torch")
     paths = [word for word in node_client.node_command("facts", "c0de") if word.startswith("PYTHONPATH=")]
     assert paths == [f"PYTHONPATH={node_path('code', 'c0de')}:/torch"]
+    monkeypatch.delenv("PYTHONPATH")
+    assert not any(word.startswith("PYTHONPATH") for word in node_client.node_command("facts", None))
 
 
 def test_a_missing_package_is_distinguished_from_a_missing_python() -> None:
@@ -304,25 +281,11 @@ def test_a_silent_connection_is_closed_about_when_the_lease_expires(lease_second
     assert lease_seconds <= silent <= 1.4 * lease_seconds + 1
 
 
-def test_the_users_ssh_config_cannot_weaken_our_security_settings(tmp_path: Path) -> None:
-    if shutil.which("ssh") is None:
-        pytest.skip("no ssh on this machine: apt-get install openssh-client")
-    loose = tmp_path / "loose"
-    loose.write_text("StrictHostKeyChecking no\nForwardAgent yes\nControlMaster auto\nRemoteCommand x\nUser root\n")
-    (tmp_path / "known hosts").touch()
-    cluster = ClusterSpec(ssh_user="trainer", ssh_port=2222, known_hosts=tmp_path / "known hosts")
-    config = tmp_path / "config"
-    config.write_text(ssh_config(cluster).replace("Include ~/.ssh/config", f"Include {loose}"))
-    output = subprocess.run(["ssh", "-G", "-F", config, "node1"], check=True, capture_output=True, text=True).stdout
-    found = dict(line.partition(" ")[::2] for line in output.splitlines())
-    assert (found["stricthostkeychecking"], found["forwardagent"], found["controlmaster"]) == ("true", "no", "false")
-    assert (found["user"], found["port"], found["batchmode"]) == ("trainer", "2222", "yes")
-    assert "remotecommand" not in found
-    assert found["userknownhostsfile"] == str(tmp_path / "known hosts")
-
-
-# Settings of a user that would break every connection, or disturb some, and what ssh -G must show instead.
+# Settings of a user that would break every connection, disturb some, or make them less safe, and what ssh -G must show.
 DISTURBING = {
+    "StrictHostKeyChecking no": "stricthostkeychecking true",
+    "ForwardAgent yes": "forwardagent no",
+    "User root": "user trainer",
     "StdinNull yes": "stdinnull no",
     "SessionType none": "sessiontype default",
     "ForkAfterAuthentication yes": "forkafterauthentication no",
@@ -346,12 +309,14 @@ DISTURBING = {
 }
 
 
-def test_no_setting_of_the_user_disturbs_commands_or_their_input(tmp_path: Path) -> None:
+def test_no_setting_of_the_user_weakens_security_or_disturbs_commands_or_their_input(tmp_path: Path) -> None:
     if shutil.which("ssh") is None:
         pytest.skip("no ssh on this machine: apt-get install openssh-client")
     (tmp_path / "users").write_text("".join(f"{line}\n" for line in DISTURBING))
+    (tmp_path / "known hosts").touch()
+    cluster = ClusterSpec(ssh_user="trainer", ssh_port=2222, known_hosts=tmp_path / "known hosts")
     config = tmp_path / "config"
-    config.write_text(ssh_config(ClusterSpec()).replace("Include ~/.ssh/config", f"Include {tmp_path}/users"))
+    config.write_text(ssh_config(cluster).replace("Include ~/.ssh/config", f"Include {tmp_path}/users"))
     output = subprocess.run(["ssh", "-G", "-F", config, "node1"], check=True, capture_output=True, text=True).stdout
     found = set(output.splitlines())
     shown = {line.partition(" ")[0] for line in found}
@@ -360,15 +325,13 @@ def test_no_setting_of_the_user_disturbs_commands_or_their_input(tmp_path: Path)
             assert expected in found, setting
         elif not setting.startswith("LocalForward"):  # ssh shows it, but sets up none: see ClearAllForwardings
             assert setting.partition(" ")[0].lower() not in shown
-    assert "clearallforwardings yes" in found
+    assert {"clearallforwardings yes", "port 2222", f"userknownhostsfile {tmp_path}/known hosts"} <= found
 
 
-def test_a_command_gets_its_input_whatever_the_users_ssh_config_says(sshd: Sshd, tmp_path: Path) -> None:
+def test_a_command_gets_its_input_whatever_the_users_ssh_config_says(sshd: Sshd) -> None:
     ssh = sshd()
-    (tmp_path / "users").write_text("StdinNull yes\nSessionType none\nForkAfterAuthentication yes\nTunnel yes\n")
-    config = ssh.config.read_text().replace("Include ~/.ssh/config", f"Include {tmp_path}/users")
-    ssh.config.write_text(config)
-    assert run(ssh, HERE, ["cat"], stdin=b"the request", deadline_seconds=60).stdout == b"the request"
+    add_users_settings(ssh, "StdinNull yes\nSessionType none\nForkAfterAuthentication yes\nTunnel yes")
+    assert run(ssh, HERE, ["cat"], stdin=b"the request").stdout == b"the request"
 
 
 def test_a_connection_that_sshd_drops_for_being_one_of_many_is_made_again(
@@ -384,10 +347,10 @@ def test_a_connection_that_sshd_drops_for_being_one_of_many_is_made_again(
 
     monkeypatch.setattr("infra.head.hosts.ssh._RETRY_SECONDS", (0.0, 0.0))
     limit = "2"
-    assert run(Busy(), "node1", ["x"], stdin=b"hello", deadline_seconds=60).stdout == b"hello"
+    assert run(Busy(), "node1", ["x"], stdin=b"hello").stdout == b"hello"
     limit = "1000"
     with pytest.raises(HostUnreachable, match=r"node1: sshd there closed .* MaxStartups .* ssh said: kex_exchange_id"):
-        run(Busy(), "node1", ["x"], deadline_seconds=60)
+        run(Busy(), "node1", ["x"])
 
 
 @pytest.mark.parametrize("name", ["absent", 'a"b', "a%b", "${HOME}"])

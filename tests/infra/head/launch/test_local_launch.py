@@ -115,18 +115,6 @@ def test_the_first_rank_that_fails_ends_the_others(tmp_path: Path, survivors: Su
 
 
 @pytest.mark.slow
-def test_interrupting_the_head_ends_the_ranks(tmp_path: Path, survivors: Survivors) -> None:
-    def interrupt_once_ready() -> None:
-        if ready(tmp_path):
-            raise KeyboardInterrupt
-
-    stubborn = replace(spec(tmp_path, RANK), grace_seconds=1)
-    with pytest.raises(KeyboardInterrupt):
-        launch(stubborn, on_tick=interrupt_once_ready)
-    assert survivors(newest(tmp_path).run_id) == set()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher guard", "launcher", "guard", "rank"])
 def test_no_process_or_shared_memory_survives_a_kill(
     tmp_path: Path, victim: str, start: Start, until: Until, survivors: Survivors

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -34,16 +33,11 @@ from infra.node.processes import ProcessIdentity
 from t5train.errors import DiskFailed, DiskFull, HostLost, LaunchError, RankKilled
 from t5train.rank import heartbeat
 from t5train.rank.heartbeat import Beat, beat_file
+from tests.support.simulated_nodes import LocalHosts
 
 HOSTS = {"a": (0,), "b": (0,)}
 LEASE_SECONDS = 60.0
 Supervise = Callable[[], Supervision]
-
-
-class Hosts(Transport, Protocol):
-    def attempt_folder(self, host: str, run_id: str) -> Path: ...
-
-    def prepare(self, this: Attempt) -> None: ...
 
 
 class Unsteady:
@@ -59,10 +53,7 @@ class Unsteady:
 
 
 class ToldSession:
-    """Takes the place of a session with a host: it reports what the test tells it to, and that the attempt has ended.
-
-    See tests/infra/node/test_actions.py for what hosts report, and test_host_session.py for sessions that break.
-    """
+    """Stands for a session with a host: it reports what the test tells it to, and that the attempt has ended."""
 
     def __init__(self, host: str, news: News) -> None:
         self.host, self.news, self.ends = host, news, True
@@ -89,14 +80,14 @@ def this(tmp_path: Path) -> Attempt:
 
 
 @pytest.fixture
-def prepared(this: Attempt, local_hosts: Hosts) -> Attempt:
+def prepared(this: Attempt, local_hosts: LocalHosts) -> Attempt:
     """The attempt, which is also prepared on both hosts, as real sessions need it."""
     local_hosts.prepare(this)
     return this
 
 
 @pytest.fixture
-def transport(local_hosts: Hosts) -> Unsteady:
+def transport(local_hosts: LocalHosts) -> Unsteady:
     return Unsteady(local_hosts)
 
 
@@ -154,7 +145,7 @@ def watch_of(supervision: Supervision, transport: Transport) -> ClusterWatch:
 
 
 def test_a_run_succeeds_when_every_rank_has_a_good_exit_record(
-    prepared: Attempt, local_hosts: Hosts, supervise: Supervise, tmp_path: Path
+    prepared: Attempt, local_hosts: LocalHosts, supervise: Supervise, tmp_path: Path
 ) -> None:
     supervision, lease = supervise(), tmp_path / "head" / head_lease.LEASE
     end_rank(local_hosts.attempt_folder("a", prepared.run_id), 0)
@@ -170,7 +161,7 @@ def test_a_run_succeeds_when_every_rank_has_a_good_exit_record(
 
 
 def test_a_broken_session_reconnects_without_losing_records(
-    prepared: Attempt, transport: Unsteady, local_hosts: Hosts, supervise: Supervise
+    prepared: Attempt, transport: Unsteady, local_hosts: LocalHosts, supervise: Supervise
 ) -> None:
     transport.unreachable = "b"
     supervision = supervise()
@@ -183,7 +174,7 @@ def test_a_broken_session_reconnects_without_losing_records(
 
 
 def test_the_phase_of_rank_0_is_kept_in_the_clock_of_the_head(
-    prepared: Attempt, local_hosts: Hosts, supervise: Supervise
+    prepared: Attempt, local_hosts: LocalHosts, supervise: Supervise
 ) -> None:
     supervision, now = supervise(), time.monotonic()
     folder, kept = local_hosts.attempt_folder("a", prepared.run_id), beat_file(prepared.folder / "head")
@@ -197,16 +188,8 @@ def test_the_phase_of_rank_0_is_kept_in_the_clock_of_the_head(
     assert heartbeat.read(kept) == beat
 
 
-def test_the_order_to_end_reaches_all_hosts(prepared: Attempt, local_hosts: Hosts, supervise: Supervise) -> None:
-    supervision = supervise()
-    supervision.order(Order.END)
-    look_until(supervision, lambda: not supervision.not_ended)
-    assert not supervision.failed
-    assert not (local_hosts.attempt_folder("a", prepared.run_id) / head_lease.LEASE).exists()
-
-
 def test_a_host_whose_disk_cannot_be_written_is_named_at_once(
-    prepared: Attempt, local_hosts: Hosts, supervise: Supervise
+    prepared: Attempt, local_hosts: LocalHosts, supervise: Supervise
 ) -> None:
     supervision, lease = supervise(), local_hosts.attempt_folder("b", prepared.run_id) / head_lease.LEASE
     begun = lease.read_text()
@@ -250,18 +233,11 @@ def test_a_silent_host_causes_a_warning_and_is_lost_when_the_lease_expires(
         sessions["a"].report(Alive(()))
         supervision.look(0)
         assert supervision.silent == ["b"]
+        sessions["b"].report(SessionBroken("got 'Welcome!' instead of a message"))
     assert isinstance(supervision.failure, HostLost)
     assert re.match(r"b has not responded for 6\d s, so it counts as lost\.", str(supervision.failure))
-    assert re.search(r"b has not responded for \d+ s and counts as lost after 60 s: nothing arrives", caplog.text)
-
-
-def test_why_the_session_with_a_lost_host_broke_is_quoted(sessions: Sessions, supervise: Supervise) -> None:
-    supervision = supervise()
-    sessions["b"].report(SessionBroken("got 'Welcome!' instead of a message"))
-    supervision.look(0)
-    be_silent(supervision, "b", LEASE_SECONDS)
-    supervision.look(0)
     assert "got 'Welcome!' instead of a message" in str(supervision.failure)
+    assert re.search(r"b has not responded for \d+ s and counts as lost after 60 s: nothing arrives", caplog.text)
 
 
 def test_a_restarted_host_is_lost_at_once(
@@ -277,19 +253,17 @@ def test_a_restarted_host_is_lost_at_once(
     assert str(failure) == str(supervision.failure)
 
 
-def test_a_host_without_a_record_of_the_attempt_is_lost_at_once(sessions: Sessions, supervise: Supervise) -> None:
-    supervision = supervise()
-    sessions["b"].report(Ended(()))  # as with a new disk
-    supervision.look(0)
-    assert str(supervision.failure).startswith("b reports that the attempt has ended, but the head did not")
-
-
-def test_a_killed_guard_is_a_failure(sessions: Sessions, supervise: Supervise) -> None:
+def test_a_killed_guard_is_a_failure_and_a_host_that_lost_the_attempt_is_lost_at_once(
+    sessions: Sessions, supervise: Supervise
+) -> None:
     supervision = supervise()
     sessions["b"].report(Alive(("rank-00001",)))
     supervision.look(0)
     assert supervision.failed
     assert supervision.failure is None  # infra.head.launch.failures finds the rank
+    sessions["b"].report(Ended(()))  # as with a new disk
+    supervision.look(0)
+    assert str(supervision.failure).startswith("b reports that the attempt has ended, but the head did not")
 
 
 def test_lines_of_ranks_are_logged_with_their_host_and_without_secrets(
@@ -358,7 +332,7 @@ def failing(
 
 
 def test_a_silent_host_is_asked_over_a_new_connection_and_not_blamed_for_another_hosts_rank(
-    prepared: Attempt, transport: Unsteady, local_hosts: Hosts, failing: Callable[..., ClusterWatch]
+    prepared: Attempt, transport: Unsteady, local_hosts: LocalHosts, failing: Callable[..., ClusterWatch]
 ) -> None:
     watch, lease = failing("", -9), local_hosts.attempt_folder("b", prepared.run_id) / head_lease.LEASE
     assert lease.exists()
@@ -372,34 +346,35 @@ def test_a_silent_host_is_asked_over_a_new_connection_and_not_blamed_for_another
 
 
 @pytest.mark.parametrize(
-    ("output", "returncode", "kind", "hosts"),
+    ("output", "returncode", "silent_leases", "kind", "host"),
     [
-        ("", -9, RankKilled, ("a",)),
-        ("OSError: [Errno 28] No space left on device: '/r/x.pt'", 1, DiskFull, ("a",)),
-        ("ValueError: something else", 1, LaunchError, ("a",)),
-        ("Connection closed by peer [10.0.0.2]", 1, HostLost, ("b",)),
-        ("Watchdog caught collective operation timeout", -6, HostLost, ("b",)),
+        ("", -9, 0, RankKilled, "a"),
+        ("", -9, 1, RankKilled, "a"),
+        ("OSError: [Errno 28] No space left on device: '/r/x.pt'", 1, 0, DiskFull, "a"),
+        ("ValueError: something else", 1, 0, LaunchError, "a"),
+        ("an error that no pattern knows", 1, 2, HostLost, "b"),
+        ("Connection closed by peer [10.0.0.2]", 1, 0, HostLost, "b"),
+        ("Watchdog caught collective operation timeout", -6, 0, HostLost, "b"),
     ],
 )
 def test_a_host_that_does_not_answer_is_blamed_only_if_no_rank_failed_by_itself(
-    failing: Callable[..., ClusterWatch], output: str, returncode: int, kind: type[LaunchError], hosts: tuple[str, ...]
+    transport: Unsteady,
+    failing: Callable[..., ClusterWatch],
+    output: str,
+    returncode: int,
+    silent_leases: int,
+    kind: type[LaunchError],
+    host: str,
 ) -> None:
     watch = failing(output, returncode)
+    be_silent(watch._supervision, "b", silent_leases * LEASE_SECONDS)
     watch.end()
     failure = watch.failure()
     assert type(failure) is kind
-    assert failure.hosts == hosts
-
-
-def test_an_exit_that_nothing_explains_is_not_the_cause_if_another_host_was_lost_before(
-    failing: Callable[..., ClusterWatch],
-) -> None:
-    watch = failing("an error that no pattern knows", 1)
-    be_silent(watch._supervision, "b", 2 * LEASE_SECONDS)
-    watch.end()
-    failure = watch.failure()
-    assert isinstance(failure, HostLost)
-    assert failure.hosts == ("b",)
+    assert failure.hosts == (host,)
+    if silent_leases:  # its ranks have ended by themselves
+        assert watch._supervision.failure is not None
+        assert ("b", "end") not in transport.actions
 
 
 def test_a_rank_that_exceeded_its_deadline_is_not_the_cause_if_another_host_was_lost(
@@ -414,19 +389,6 @@ def test_a_rank_that_exceeded_its_deadline_is_not_the_cause_if_another_host_was_
     assert isinstance(failure, HostLost)
     assert failure.hosts == ("b",)
     assert "rank 0 of 2 on a was ended by its guard (phase 'step' of step 7 took 61 s" in str(failure)
-
-
-def test_a_rank_that_failed_by_itself_is_the_cause_even_if_a_lease_expires_while_the_attempt_ends(
-    transport: Unsteady, failing: Callable[..., ClusterWatch]
-) -> None:
-    watch = failing("", -9)
-    be_silent(watch._supervision, "b", LEASE_SECONDS)
-    watch.end()
-    assert watch._supervision.failure is not None
-    failure = watch.failure()
-    assert isinstance(failure, RankKilled)
-    assert failure.hosts == ("a",)
-    assert ("b", "end") not in transport.actions  # its ranks have ended by themselves
 
 
 def test_a_save_at_the_end_is_not_cut_off_because_a_host_was_silent_for_a_moment(

@@ -19,7 +19,6 @@ from infra.head.storage.run_storage import NodeLocalStorage
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.head_lease import LEASE
 from infra.node.attempts.run_ownership import OWNER, Owner
-from infra.node.messages import Query
 from infra.node.processes import ProcessIdentity
 from infra.node.storage.stored_checkpoints import (
     ListCheckpoints,
@@ -114,14 +113,13 @@ def test_a_head_cannot_read_or_write_another_heads_run_on_hosts(
     site: Site, first: Head, second: Head, tmp_path: Path
 ) -> None:
     site.save(8)
-    first.claimed()
+    assert first.claimed() == [], "files without an owner belong to the first head that claims them"
     nodes, run = second.run.nodes, second.run
-    queries: list[Query[Any]] = [
+    for query in (
         ListCheckpoints(nodes.store, run.name),
         PruneCheckpoints(nodes.store, run.name, (tag_of(8),)),
         ListFiles(nodes.store, run.relative_path, ("metrics.jsonl",)),
-    ]
-    for query in queries:
+    ):
         for answer in nodes.ask(query, 20).values():
             assert isinstance(answer, RemoteFailed)
             assert isinstance(answer.__cause__, RunOwned)
@@ -150,11 +148,7 @@ def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_is_r
     storage.claim(are_ranks_running=False)
     with pytest.raises(StopIteration, match=tag_of(8)):
         storage.make_ready(tmp_path)
-    message = (
-        "adopted from head this-head, root /this/root, since 2026-01-01 00:00:00 UTC: step-00000008 complete, "
-        "resuming from"
-    )
-    assert message in caplog.text
+    assert "adopted from head this-head, root /this/root, since 2026-01-01 00:00:00 UTC: step-00000008 " in caplog.text
     assert owners(site, second.run) == [second.run.owner.unique_id] * 2
     with pytest.raises(RunOwned, match="owned by head other-head"):
         first.claimed()
@@ -218,15 +212,6 @@ def test_a_claim_that_one_host_refuses_is_undone_on_the_others(site: Site, first
     with pytest.raises(RunOwned, match="on b are owned"):
         second.claimed()
     assert owners(site, second.run) == [first.run.owner.unique_id], "the claim on host a was not undone"
-
-
-def test_folders_without_an_owner_belong_to_the_first_head_that_claims_them(
-    site: Site, first: Head, second: Head
-) -> None:
-    site.save(8)
-    assert first.claimed() == []
-    with pytest.raises(RunOwned):
-        second.claimed()
 
 
 def test_the_run_of_a_copied_root_is_refused_while_the_first_head_is_alive(

@@ -83,21 +83,11 @@ def test_the_output_and_exit_code_of_a_rank_are_recorded(this: Attempt, start_gu
     assert record.started_at < record.ended_at
 
 
-def test_a_rank_that_exits_with_0_is_recorded_as_succeeded(this: Attempt, start_guard: Start) -> None:
-    assert start_guard("pass").wait(HANG_SECONDS) == 0
-    record = this.exit_record("rank-00000")
-    assert record is not None
-    assert record.succeeded
-
-
-def test_a_killed_rank_is_recorded_with_its_signal(
-    this: Attempt, running: Start, until: Until, survivors: Survivors
-) -> None:
+def test_a_killed_rank_is_recorded_with_its_signal(this: Attempt, running: Start, survivors: Survivors) -> None:
     guard = running(STUBBORN)
     os.kill(rank_pid(this), signal.SIGKILL)
     assert guard.wait(HANG_SECONDS) == 1
-    record = this.exit_record("rank-00000")
-    assert str(record) == "was killed by SIGKILL"
+    assert str(this.exit_record("rank-00000")) == "was killed by SIGKILL"
     assert survivors(this.run_id) == set()  # its forked child was ended too
 
 
@@ -117,9 +107,7 @@ def test_a_guard_that_gets_sigint_or_sighup_kills_its_rank_and_records_the_signa
     guard.send_signal(number)
     assert guard.wait(HANG_SECONDS) == 1
     assert survivors(this.run_id) == set()
-    record = this.exit_record("rank-00000")
-    assert record is not None
-    assert (record.reason, record.returncode) == (number.name, -signal.SIGKILL)
+    assert recorded_exit(this)[1:] == (number.name, -signal.SIGKILL)
 
 
 def test_a_rank_stopped_by_sigstop_is_detected_and_killed(this: Attempt, running: Start, survivors: Survivors) -> None:
@@ -209,10 +197,9 @@ def test_a_launcher_over_hosts_outlives_its_head_but_ends_when_its_lease_expires
     assert leased.exit_record("launcher") is None
     last_renewed(leased, seconds_ago=601.0)
     until(lambda: leased.exit_record("launcher"))
-    record = leased.exit_record("launcher")
-    assert record is not None
-    assert record.cause == Cause.HEAD
-    assert record.reason.startswith("no message from the head for 60")
+    cause, reason, _ = recorded_exit(leased, "launcher")
+    assert cause == Cause.HEAD
+    assert reason.startswith("no message from the head for 60")
 
 
 def test_a_rank_whose_lease_was_removed_is_killed_at_once_and_cannot_be_started_again(
@@ -247,13 +234,15 @@ def test_child_processes_that_a_rank_leaves_behind_are_ended(
     program = f"import os, time; os.fork() or ({own_group}time.sleep(600)); time.sleep(0.5)"
     assert start_guard(program).wait(HANG_SECONDS) == 0
     assert survivors(this.run_id) == set()
+    record = this.exit_record("rank-00000")
+    assert record is not None
+    assert record.succeeded
 
 
 @pytest.mark.parametrize("moment", ["before", "just before", "after"])
 def test_a_signal_at_any_moment_of_startup_is_not_lost(
     this: Attempt, start: Start, moment: str, survivors: Survivors
 ) -> None:
-    """The signal arrives before the guard knows its attempt, or just before or after it starts its rank."""
     startup = ["-c", SIGNALLED_AT_STARTUP, moment, *guard_arguments(this, SLEEP)[2:]]
     assert start(*startup, RANK="0", T5_RUN_ID=this.run_id).wait(HANG_SECONDS) == 1
     assert survivors(this.run_id) == set()
@@ -291,28 +280,20 @@ def test_no_rank_starts_if_the_heads_pid_now_belongs_to_another_process(
 ) -> None:
     alive = ProcessIdentity.of(os.getpid())
     this = attempt.begin(tmp_path / "run", ProcessIdentity(alive.pid, alive.start_time + ticks))
-    guard = guarded(start, this, SLEEP)
-    assert guard.wait(HANG_SECONDS) == 1
+    assert guarded(start, this, SLEEP).wait(HANG_SECONDS) == 1
     assert not this.log("rank-00000").exists()
-    record = this.exit_record("rank-00000")
-    assert record is not None
-    assert record.returncode is None
+    assert recorded_exit(this)[2] is None
 
 
-def test_the_ranks_lock_is_held_until_the_rank_is_gone(this: Attempt, running: Start, until: Until) -> None:
-    guard = running(SLEEP)
-    with open(this.folder.parent.parent / "ranks.lock") as lock:
+def test_the_rank_itself_holds_the_ranks_lock_until_it_is_gone(this: Attempt, running: Start) -> None:
+    guard, path = running(SLEEP), this.folder.parent.parent / "ranks.lock"
+    assert path in [file.readlink() for file in Path(f"/proc/{rank_pid(this)}/fd").iterdir()]
+    with open(path) as lock:
         with pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         guard.terminate()
         guard.wait(HANG_SECONDS)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_the_rank_itself_holds_the_ranks_lock(this: Attempt, running: Start) -> None:
-    running(SLEEP)
-    held = [str(path.readlink()) for path in Path(f"/proc/{rank_pid(this)}/fd").iterdir()]
-    assert str(this.folder.parent.parent / "ranks.lock") in held
 
 
 def test_a_rank_sees_the_devices_that_its_user_chose(this: Attempt, start: Start) -> None:
