@@ -1,21 +1,24 @@
 """Nodes simulated by folders of this machine, and checkpoints whose files are spread over them."""
 
 import hashlib
+import json
 import os
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from infra.head.hosts.node_client import Nodes, conversation
+from infra.head.hosts.ssh import Transport
 from infra.head.storage.checkpoint_inventory import FoundTag, Survey, complete_tags, survey
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.attempt_actions import PrepareAttempt, Prepared
+from infra.node.attempts.run_ownership import Owner
 from infra.node.channel import BrokenOff
 from infra.node.messages import Request
-from infra.node.node_folders import tag_path
+from infra.node.node_folders import run_path, tag_path
 from infra.node.ports import Endpoint
 from infra.node.storage.file_channel import FromReceiver
 from t5train.checkpoint import sidecar
@@ -24,6 +27,7 @@ from t5train.files.run_folder import tag_of
 from t5train.records.digests import FileDigest
 
 RUN = "smoke-f00df00df00d"
+PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
 def digest(content: bytes) -> FileDigest:
@@ -84,6 +88,30 @@ class ThisMachine:
         return ["sh", "-c", "exit 255"] if host in self.lost else list(argv)
 
 
+class Unsteady:
+    """A transport that cannot reach hosts whose letter is in ``unreachable``, and records what it is asked for."""
+
+    def __init__(self, transport: Transport, unreachable: str = "") -> None:
+        self.transport, self.unreachable = transport, unreachable
+        self.actions = list[tuple[str, str]]()
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        self.actions.append((host, argv[-1]))
+        return ["sh", "-c", "exit 255"] if host in self.unreachable else list(self.transport.command(host, argv))
+
+
+def link_to_itself(path: Path) -> None:
+    """Replace a file with a link to itself: opening it then fails with ELOOP, not as if it were absent."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def await_end(nodes: Nodes, host: str, request: Request) -> None:
     """Start a conversation, and wait until the node ends it."""
     with conversation(nodes, host, request) as node:
@@ -130,6 +158,13 @@ class Site:
             recorded = {name: digest(content) for name, content in files.items()}
             sidecar.write(folder, make_sidecar(rank, step, recorded, len(self.nodes.hosts), replicas=replicas, **facts))
         return contents
+
+    def write_owner(self, owner: Owner) -> None:
+        """Let all nodes record this owner of the run."""
+        for host in self.nodes.hosts:
+            folder = self.scratch(host) / run_path(RUN)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "owner.json").write_text(json.dumps(asdict(owner)))
 
     def survey(self) -> Survey:
         return survey(self.nodes, RUN, self.checkpoints)

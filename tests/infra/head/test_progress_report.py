@@ -14,7 +14,7 @@ from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
 
-Told = list[tuple[str, int, int | None]]
+FIGURES = "steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s"
 
 
 @pytest.fixture
@@ -28,20 +28,15 @@ class Run:
 
     def __init__(self, spec: RunSpec) -> None:
         self.folder, self._spec = spec.run_folder, spec
-        self.told: Told = []
+        self.told = list[tuple[str, int, int | None]]()
         self.report = ProgressReport(spec, lambda *told: self.told.append(told))
 
     def begin(self, number: int, resume_tag: str | None) -> None:
         """Begin an attempt."""
         attempt = self.folder / f"attempts/{number:04d}"
         attempt.mkdir(parents=True)
-        job = TrainJob(
-            spec=self._spec,
-            run_fingerprint="f",
-            run_folder=self.folder,
-            shards_folder=self.folder,
-            resume_tag=resume_tag,
-        )
+        folders = {"run_folder": self.folder, "shards_folder": self.folder}
+        job = TrainJob(spec=self._spec, run_fingerprint="f", resume_tag=resume_tag, **folders)
         (attempt / "spec.json").write_text(job.model_dump_json())
         self._attempt = attempt
 
@@ -63,8 +58,18 @@ def step(number: int, loss: float = 2.5) -> dict[str, float]:
     return {"step": number, "loss": loss, "tokens_per_second": 1000.0}
 
 
-def test_progress_says_what_ranks_do_while_no_step_is_trained(spec: RunSpec) -> None:
-    run = Run(spec)
+@pytest.fixture
+def run(spec: RunSpec) -> Run:
+    return Run(spec)
+
+
+@pytest.fixture
+def run_on_hosts(spec: RunSpec, tmp_path: Path) -> Run:
+    (tmp_path / "hosts").write_text("node1 slots=2\n")
+    return Run(spec.with_settings({"cluster.hostfile": str(tmp_path / "hosts")}))
+
+
+def test_progress_says_what_ranks_do_while_no_step_is_trained(run: Run) -> None:
     assert run.now() == ("steps, ranks are starting", 0, 100), "before the first attempt"
     run.begin(1, None)
     assert run.now() == ("steps, ranks are starting", 0, 100)
@@ -76,47 +81,33 @@ def test_progress_says_what_ranks_do_while_no_step_is_trained(spec: RunSpec) -> 
     assert run.now() == ("steps, taking the first step", 0, 100)
     run.write({"step": 0, "unigram_content_loss": 6.125}, step(7))
     run.beat("step")
-    assert run.now() == ("steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s", 7, 100)
+    assert run.now() == (FIGURES, 7, 100)
     run.beat("save")
-    assert run.now() == (
-        "steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s, saving a checkpoint",
-        7,
-        100,
-    )
+    assert run.now() == (f"{FIGURES}, saving a checkpoint", 7, 100)
     run.beat("save", age=60)
-    assert run.now() == ("steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s", 7, 100), (
-        "the rank has ended"
-    )
+    assert run.now() == (FIGURES, 7, 100), "the rank has ended"
 
 
 def test_ranks_are_said_to_compile_only_if_torch_compile_is_used(spec: RunSpec) -> None:
-    for uses_it, expected in (
-        (False, "taking the first step"),
-        (True, "compiling the model and taking the first step"),
-    ):
+    for uses_it, expected in ((False, "taking"), (True, "compiling the model and taking")):
         run = Run(spec.with_settings({"model.compile": uses_it, "name": f"compile-{uses_it}"}))
         run.begin(1, None)
         run.beat("compile")
-        assert run.now() == (f"steps, {expected}", 0, 100)
+        assert run.now() == (f"steps, {expected} the first step", 0, 100)
 
 
-def test_the_training_loss_and_the_validation_loss_say_which_tokens_they_are_of_and_the_unigram_baseline(
-    spec: RunSpec,
+def test_losses_are_shown_with_the_tokens_that_they_are_of_and_the_unigram_baseline(
+    run: Run,
 ) -> None:
-    run = Run(spec)
     run.begin(1, None)
     run.beat("step")
     validated = {"step": 10, "validation_loss": 5.0, "validation_content_loss": 5.5}
     run.write({"step": 0, "unigram_content_loss": 6.125}, step(10), validated)
-    expected = (
-        "steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s, "
-        "validation loss after step 10: 5.000 (all target tokens), 5.500 (masked tokens; unigram baseline 6.125)"
-    )
-    assert run.now() == (expected, 10, 100)
+    losses = "5.000 (all target tokens), 5.500 (masked tokens; unigram baseline 6.125)"
+    assert run.now() == (f"{FIGURES}, validation loss after step 10: {losses}", 10, 100)
 
 
-def test_figures_of_an_earlier_attempt_are_not_shown(spec: RunSpec) -> None:
-    run = Run(spec)
+def test_figures_of_an_earlier_attempt_are_not_shown(run: Run) -> None:
     run.begin(1, None)
     run.beat("step")
     run.write(step(56), step(57))
@@ -134,19 +125,16 @@ def test_figures_of_an_earlier_attempt_are_not_shown(spec: RunSpec) -> None:
     assert run.now() == ("steps, training loss (all target tokens) 2.250 nats/token, 1,000 tokens/s", 51, 100)
 
 
-def test_ranks_on_hosts_report_no_phase_but_no_old_figures_either(spec: RunSpec, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("node1 slots=2\n")
-    run = Run(spec.with_settings({"cluster.hostfile": str(tmp_path / "hosts")}))
-    run.begin(1, "step-00000050")
-    run.write(step(57))
-    os.utime(run.folder / "metrics.jsonl", (time.time() - 60,) * 2)
-    assert run.now() == ("steps, ranks are starting, resuming after step 50", 50, 100)
-    run.write(step(50), step(51))
-    assert run.now() == ("steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s", 51, 100)
+def test_ranks_on_hosts_report_no_phase_but_no_old_figures_either(run_on_hosts: Run) -> None:
+    run_on_hosts.begin(1, "step-00000050")
+    run_on_hosts.write(step(57))
+    os.utime(run_on_hosts.folder / "metrics.jsonl", (time.time() - 60,) * 2)
+    assert run_on_hosts.now() == ("steps, ranks are starting, resuming after step 50", 50, 100)
+    run_on_hosts.write(step(50), step(51))
+    assert run_on_hosts.now() == (FIGURES, 51, 100)
 
 
-def test_after_the_last_step_progress_says_what_is_left_to_do(spec: RunSpec) -> None:
-    run = Run(spec)
+def test_after_the_last_step_progress_says_what_is_left_to_do(run: Run) -> None:
     run.begin(1, None)
     run.write(step(99), step(100))
     run.beat("step")
@@ -158,9 +146,7 @@ def test_after_the_last_step_progress_says_what_is_left_to_do(spec: RunSpec) -> 
     run.beat("save")
     assert run.now()[0] == "s since the last step, saving the last checkpoint and the witness"
     run.beat("save", age=60)
-    assert run.now() == ("steps, training loss (all target tokens) 2.500 nats/token, 1,000 tokens/s", 100, 100), (
-        "the ranks have ended"
-    )
+    assert run.now() == (FIGURES, 100, 100), "the ranks have ended"
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -177,7 +163,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     ],
 )
 def test_a_phase_that_takes_unusually_long_is_reported_once_and_then_rarely(
-    spec: RunSpec,
+    run: Run,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     phase: str,
@@ -187,7 +173,6 @@ def test_a_phase_that_takes_unusually_long_is_reported_once_and_then_rarely(
 ) -> None:
     now = time.monotonic()
     monkeypatch.setattr("infra.head.progress_report.time.monotonic", lambda: now)
-    run = Run(spec)
     run.begin(1, None)
     run.beat(phase, lasting=usual - 5, limit=limit)
     run.now()
@@ -204,23 +189,20 @@ def test_a_phase_that_takes_unusually_long_is_reported_once_and_then_rarely(
 
 
 def test_progress_says_for_how_long_ranks_on_hosts_have_been_saving(
-    spec: RunSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run_on_hosts: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "hosts").write_text("node1 slots=2\n")
-    run = Run(spec.with_settings({"cluster.hostfile": str(tmp_path / "hosts")}))
-    run.begin(1, None)
-    run.write(step(7))
-    run.beat("save", name="head")
-    assert run.now()[0].endswith("tokens/s, saving a checkpoint")
-    run.beat("save", lasting=425, limit=1800, name="head")
-    assert run.now()[0].endswith("tokens/s, saving a checkpoint for 7 min")
+    run_on_hosts.begin(1, None)
+    run_on_hosts.write(step(7))
+    run_on_hosts.beat("save", name="head")
+    assert run_on_hosts.now()[0].endswith("tokens/s, saving a checkpoint")
+    run_on_hosts.beat("save", lasting=425, limit=1800, name="head")
+    assert run_on_hosts.now()[0].endswith("tokens/s, saving a checkpoint for 7 min")
     assert len(warnings(caplog)) == 1
 
 
 def test_a_save_that_takes_as_long_as_earlier_ones_is_not_reported_again(
-    spec: RunSpec, caplog: pytest.LogCaptureFixture
+    run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(spec)
     run.begin(1, None)
     for phase, lasting in (("save", 400), ("step", 1), ("save", 400)):
         run.beat(phase, lasting=lasting, limit=1800)
@@ -235,9 +217,8 @@ def test_a_save_that_takes_as_long_as_earlier_ones_is_not_reported_again(
 
 
 def test_ranks_that_give_no_sign_of_life_at_the_start_are_reported(
-    spec: RunSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(spec)
     run.begin(1, None)
     run.now()
     assert not warnings(caplog)

@@ -11,17 +11,13 @@ import pytest
 from infra.node.code_bundle import bundle, own_bundle
 
 ROOT = Path(__file__).parents[3]
+GUARD = "infra/node/attempts/process_guard.py"
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A folder with two small packages."""
-    for name in (
-        "t5train/__init__.py",
-        "t5train/data/shards.py",
-        "infra/__init__.py",
-        "infra/node/attempts/process_guard.py",
-    ):
+    for name in ("t5train/__init__.py", "t5train/data/shards.py", "infra/__init__.py", GUARD):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}: ß\n", "utf-8")
     return tmp_path
@@ -36,13 +32,7 @@ def test_the_bundle_depends_on_modules_and_not_on_times_modes_or_other_files(
         os.utime(path, (1, 1))
         path.chmod(0o400)
     (other / "infra/__pycache__").mkdir()
-    for name in (
-        "infra/__pycache__/process_guard.pyc",
-        "infra/node/attempts/process_guard.py~",
-        "infra/.#process_guard.py",
-        "infra/guard copy.py",
-        "setup.py",
-    ):
+    for name in ("infra/__pycache__/x.pyc", f"{GUARD}~", "infra/.#x.py", "infra/guard copy.py", "setup.py"):
         (other / name).write_text("else")
     assert bundle(other) == first
 
@@ -50,8 +40,8 @@ def test_the_bundle_depends_on_modules_and_not_on_times_modes_or_other_files(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda folder: (folder / "infra/node/attempts/process_guard.py").write_text("x = 2\n"),
-        lambda folder: (folder / "infra/node/attempts/process_guard.py").rename(folder / "infra/renamed.py"),
+        lambda folder: (folder / GUARD).write_text("x = 2\n"),
+        lambda folder: (folder / GUARD).rename(folder / "infra/renamed.py"),
         lambda folder: (folder / "t5train/data/shards.py").unlink(),
         lambda folder: (folder / "infra/more.py").touch(),
     ],
@@ -68,6 +58,4 @@ def test_this_projects_bundle_contains_every_file_of_t5train_and_infra() -> None
     # Hosts train and do not tokenise, so they need no segmenter.
     found = {path for path in found if "__pycache__" not in path.parts and path.suffix not in {".h", ".cpp", ".so"}}
     assert {ROOT / name for name in sources} == found, "files that are not modules are not sent to hosts"
-    assert sources["infra/node/attempts/process_guard.py"] == (ROOT / "infra/node/attempts/process_guard.py").read_text(
-        "utf-8"
-    )
+    assert sources[GUARD] == (ROOT / GUARD).read_text("utf-8")

@@ -26,16 +26,14 @@ def test_an_invalid_attempt_id_is_rejected(run_id: str) -> None:
         node_folders.attempt_folder(run_id)
 
 
-def test_a_symlink_instead_of_the_node_folder_is_refused(tmp_path: Path) -> None:
+def test_a_node_folder_that_others_can_access_or_that_is_a_symlink_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / f"t5-pretrain-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match=r"\. Move .* to another place"):
         node_folders.locks_folder()
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_node_folder_that_others_can_access_is_refused(tmp_path: Path) -> None:
-    (tmp_path / f"t5-pretrain-{os.getuid()}").mkdir(mode=0o777)
+    (tmp_path / f"t5-pretrain-{os.getuid()}").unlink()
+    (tmp_path / f"t5-pretrain-{os.getuid()}").mkdir()
     (tmp_path / f"t5-pretrain-{os.getuid()}").chmod(0o777)
     with pytest.raises(StorageError, match="drwxrwxrwx"):
         node_folders.node_folder()

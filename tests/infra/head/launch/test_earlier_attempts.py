@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -16,24 +15,9 @@ from infra.node import node_folders
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
 from infra.node.code_bundle import own_bundle
+from tests.support.simulated_nodes import LocalHosts, Unsteady
 
 HOSTS = {"a": (0,), "b": (0,)}
-
-
-class Hosts(Transport, Protocol):
-    def attempt_folder(self, host: str, run_id: str) -> Path: ...
-
-    def prepare(self, this: Attempt) -> None: ...
-
-
-class Severed:
-    """A transport that cannot reach host b while ``is_cut`` is true."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport, self.is_cut = transport, True
-
-    def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        return ["sh", "-c", "exit 255"] if host == "b" and self.is_cut else self.transport.command(host, argv)
 
 
 class Interrupting:
@@ -65,7 +49,7 @@ def _temporary_node_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture
-def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
+def this(tmp_path: Path, local_hosts: LocalHosts) -> Attempt:
     """An attempt over two hosts that has files on both, and whose head was killed."""
     this = attempt.begin(tmp_path / "run", None, 5.0, HOSTS, grace_seconds=1.0)
     local_hosts.prepare(this)
@@ -81,7 +65,7 @@ def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
 
 def test_an_earlier_attempt_is_ended_its_logs_collected_without_secrets_and_its_files_removed(
     this: Attempt,
-    local_hosts: Hosts,
+    local_hosts: LocalHosts,
     start: Callable[..., subprocess.Popen[bytes]],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -103,7 +87,7 @@ def test_an_earlier_attempt_is_ended_its_logs_collected_without_secrets_and_its_
 
 
 def test_an_attempt_whose_code_may_be_gone_is_ended_with_this_heads_code(
-    this: Attempt, local_hosts: Hosts, tmp_path: Path
+    this: Attempt, local_hosts: LocalHosts, tmp_path: Path
 ) -> None:
     replace(this, code="0ld").write()
     transport = Recorded(local_hosts)
@@ -116,7 +100,7 @@ def test_an_attempt_whose_code_may_be_gone_is_ended_with_this_heads_code(
 
 @pytest.mark.parametrize("is_stop_ordered", [False, True])
 def test_a_silent_host_is_given_the_time_in_which_its_ranks_end_by_themselves(
-    this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_stop_ordered: bool
+    this: Attempt, local_hosts: LocalHosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_stop_ordered: bool
 ) -> None:
     this = replace(this, save_seconds=100.0)
     this.write()
@@ -127,7 +111,7 @@ def test_a_silent_host_is_given_the_time_in_which_its_ranks_end_by_themselves(
     monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 114.5 if is_stop_ordered else 14.5)
     ticks = []
     began = time.monotonic()
-    earlier_attempts.end_earlier(tmp_path / "run", Severed(local_hosts), lambda: ticks.append(1))
+    earlier_attempts.end_earlier(tmp_path / "run", Unsteady(local_hosts, "b"), lambda: ticks.append(1))
     assert 1.5 <= time.monotonic() - began < 60
     assert len(ticks) >= 2
     assert not list(earlier_attempts.unended(tmp_path / "run"))
@@ -135,26 +119,26 @@ def test_a_silent_host_is_given_the_time_in_which_its_ranks_end_by_themselves(
 
 
 def test_a_host_that_answers_again_after_the_wait_is_ended_and_its_logs_are_collected(
-    this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    this: Attempt, local_hosts: LocalHosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 25.5)  # of 26: lease 5 + grace 1 + END_SECONDS 20
-    transport = Severed(local_hosts)
-    earlier_attempts.end_earlier(tmp_path / "run", transport, lambda: setattr(transport, "is_cut", False))
+    transport = Unsteady(local_hosts, "b")
+    earlier_attempts.end_earlier(tmp_path / "run", transport, lambda: setattr(transport, "unreachable", ""))
     assert (this.folder / "rank-00001.log").read_text() == "of b\n"
     assert not local_hosts.attempt_folder("b", this.run_id).exists()
 
 
 def test_an_attempt_that_could_not_be_ended_everywhere_is_ended_by_the_next_head(
-    this: Attempt, local_hosts: Hosts, tmp_path: Path
+    this: Attempt, local_hosts: LocalHosts, tmp_path: Path
 ) -> None:
-    assert earlier_attempts.end(this, Severed(local_hosts)) == ["b"]
+    assert earlier_attempts.end(this, Unsteady(local_hosts, "b")) == ["b"]
     assert [one.run_id for one in earlier_attempts.unended(tmp_path / "run")] == [this.run_id]
     earlier_attempts.end_earlier(tmp_path / "run", local_hosts, lambda: None)
     assert (this.folder / "rank-00001.log").read_text() == "of b\n"
 
 
 def test_repeated_ctrl_c_does_not_stop_ranks_on_hosts_from_being_ended(
-    this: Attempt, local_hosts: Hosts, start: Callable[..., subprocess.Popen[bytes]]
+    this: Attempt, local_hosts: LocalHosts, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     rank = start("-c", "import time; time.sleep(600)", T5_RUN_ID=this.run_id)
     with pytest.raises(KeyboardInterrupt):
@@ -165,7 +149,7 @@ def test_repeated_ctrl_c_does_not_stop_ranks_on_hosts_from_being_ended(
 
 
 def test_a_host_that_did_not_get_the_code_is_not_asked_to_run_it(
-    this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+    this: Attempt, local_hosts: LocalHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On such a host, the files at the path of the code may belong to another user."""
     shipped = replace(this, code="0" * 64)
@@ -178,5 +162,5 @@ def test_a_host_that_did_not_get_the_code_is_not_asked_to_run_it(
     monkeypatch.setattr(earlier_attempts, "unended", lambda _folder: [shipped])
     monkeypatch.setattr(earlier_attempts, "end_on_hosts", ended_on)
     monkeypatch.setattr(earlier_attempts, "_wait", lambda *_: None)
-    earlier_attempts.end_earlier(this.folder.parent.parent, Severed(local_hosts), lambda: None)
+    earlier_attempts.end_earlier(this.folder.parent.parent, Unsteady(local_hosts, "b"), lambda: None)
     assert asked_hosts == ["a", "a"]

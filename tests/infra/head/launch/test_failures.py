@@ -24,6 +24,12 @@ from t5train.errors import (
 from t5train.rank import error_report
 
 
+@pytest.fixture
+def over_hosts(tmp_path: Path) -> Attempt:
+    """An attempt with a rank on each of two hosts."""
+    return attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
+
+
 def ended(this: Attempt, rank: int, returncode: int, cause: Cause = Cause.EXITED, host: str = "") -> None:
     this.write_exit(ExitRecord(rank_name(rank), returncode, cause, str(cause), now(), now(), host))
     this.log(rank_name(rank)).write_text(f"last words of {rank}\n")
@@ -33,98 +39,51 @@ def started(this: Attempt, rank: int) -> None:
     this.write_process(rank_name(rank), ProcessIdentity(1, 0), ProcessIdentity(1, 0))
 
 
-FULL_SHARED_MEMORY = {"shared_memory_free_bytes": 4096, "shared_memory_bytes": 64 << 20, "host": "node1"}
+FULL = {"shared_memory_free_bytes": 4096, "shared_memory_bytes": 64 << 20, "host": "node1"}
+LATE = {"cause": Cause.PHASE, "reason": "took 61 s"}
+SILENT = {"cause": Cause.BEAT, "reason": "no sign of life for 11 s"}
+WITHOUT_HEAD = {"cause": Cause.HEAD, "reason": "no message from the head for 61 s"}
+STOPPED = {"cause": Cause.REQUESTED, "reason": "SIGTERM; it was still running after 30 s"}
+NCCL = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"
+WAITED = "timed out in a collective"
+ABORTED = "terminate called after throwing"
 IMPORTING = """\
   File "/v/torch/distributed/tensor/_api.py", line 9 in <module>
   File "<frozen importlib._bootstrap_external>", line 940 in exec_module
 """
 """The stack of a thread that imports a module of torch.distributed, the innermost frame first."""
+RECEIVING = f'Thread 0x2:\n{IMPORTING}Current thread 0x1:\n  File "/v/deepspeed/comm/torch.py", line 1 in recv\n'
 # For each: a rank's exit record, its output, the class of the error, and words of the error's message.
 CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
-    (
-        {},
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-        OutOfMemory,
-        "micro_batch_sequences",
-    ),
-    (
-        {},
-        "RuntimeError: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory",
-        OutOfMemory,
-        "",
-    ),
+    ({}, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", OutOfMemory, "micro_batch_sequences"),
+    ({}, "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", OutOfMemory, ""),
     ({"returncode": -9, "oom_kills": 1}, "", OutOfMemory, "host has too little memory"),
     ({"returncode": -9}, "", RankKilled, "was killed by SIGKILL"),
     ({"returncode": -7}, "", RankKilled, "the rank used a memory-mapped file"),
+    ({"returncode": -7, **FULL}, "", DiskFull, "was killed by SIGBUS: /dev/shm on node1 is full (0 of 64 MiB free). "),
+    ({"returncode": -11, **FULL}, "", DiskFull, "was killed by SIGSEGV: /dev/shm on node1 is full (0 of 64 MiB free)"),
     (
-        {"returncode": -7, **FULL_SHARED_MEMORY},
-        "",
-        DiskFull,
-        "was killed by SIGBUS: /dev/shm on node1 is full (0 of 64 MiB free). ",
-    ),
-    (
-        {"returncode": -11, **FULL_SHARED_MEMORY},
-        "",
-        DiskFull,
-        "was killed by SIGSEGV: /dev/shm on node1 is full (0 of 64 MiB free)",
-    ),
-    (
-        {"returncode": -11, **FULL_SHARED_MEMORY, "shared_memory_free_bytes": 9 << 20},
+        {**FULL, "returncode": -11, "shared_memory_free_bytes": 9 << 20},
         "",
         RankKilled,
-        "was killed by SIGSEGV. The output of the rank in att",
+        "was killed by SIGSEGV. The out",
     ),
-    (
-        FULL_SHARED_MEMORY,
-        "Error while creating shared memory segment /dev/shm/nccl-a1b2c3 (size 9637888)",
-        DiskFull,
-        "is full (0 of",
-    ),
-    (
-        FULL_SHARED_MEMORY,
-        "ValueError: something else",
-        LaunchError,
-        "ended with exit code 1. The output of the rank in att",
-    ),
-    (
-        {},
-        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
-        CollectiveTimeout,
-        "timed out in a collective",
-    ),
-    (
-        {"returncode": -6},
-        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\nterminate called after throwing",
-        CollectiveTimeout,
-        "timed out in a collective",
-    ),
-    ({"returncode": -6}, "terminate called after throwing", RankKilled, "was killed by SIGABRT"),
-    (
-        {},
-        "RuntimeError: [../gloo/transport/tcp] Timed out waiting 1800000ms for recv",
-        CollectiveTimeout,
-        "timed out in a collective",
-    ),
+    (FULL, "Error while creating shared memory segment /dev/shm/nccl-a1b2c3 (size 9637888)", DiskFull, "is full (0 of"),
+    (FULL, "ValueError: something else", LaunchError, "ended with exit code 1. The output of the rank in att"),
+    ({}, NCCL, CollectiveTimeout, WAITED),
+    ({"returncode": -6}, f"{NCCL}\n{ABORTED}", CollectiveTimeout, WAITED),
+    ({"returncode": -6}, ABORTED, RankKilled, "was killed by SIGABRT"),
+    ({}, "RuntimeError: [../gloo/transport/tcp] Timed out waiting 1800000ms for recv", CollectiveTimeout, WAITED),
     ({}, "OSError: [Errno 28] No space left on device: '/r/x.pt'", DiskFull, "Free some space"),
     ({"free_bytes": 0}, "ValueError: something else", DiskFull, "Free some space"),
     ({}, "ValueError: something else", LaunchError, "ended with exit code 1"),
-    ({"cause": Cause.BEAT, "reason": "no sign of life for 11 s"}, "", RankStopped, "no sign of life for 11 s"),
-    ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/numpy/x.py", line 1 in f', RankStopped, "took 61 s"),
-    ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/torch/distributed/c.py", line 1', CollectiveTimeout, ""),
-    ({"cause": Cause.PHASE, "reason": "took 61 s"}, f"Current thread 0x1:\n{IMPORTING}", RankStopped, "took 61 s"),
-    (
-        {"cause": Cause.PHASE, "reason": "took 61 s"},
-        f'Thread 0x2:\n{IMPORTING}Current thread 0x1:\n  File "/v/deepspeed/comm/torch.py", line 1 in recv\n',
-        CollectiveTimeout,
-        "",
-    ),
-    ({"cause": Cause.HEAD, "reason": "no message from the head for 61 s"}, "", HostLost, "no message from the head"),
-    (
-        {"cause": Cause.REQUESTED, "reason": "SIGTERM; it was still running after 30 s"},
-        "",
-        Preempted,
-        "continues from the last one",
-    ),
+    (SILENT, "", RankStopped, "no sign of life for 11 s"),
+    (LATE, 'File "/v/numpy/x.py", line 1 in f', RankStopped, "took 61 s"),
+    (LATE, 'File "/v/torch/distributed/c.py", line 1', CollectiveTimeout, ""),
+    (LATE, f"Current thread 0x1:\n{IMPORTING}", RankStopped, "took 61 s"),
+    (LATE, RECEIVING, CollectiveTimeout, ""),
+    (WITHOUT_HEAD, "", HostLost, "no message from the head"),
+    (STOPPED, "", Preempted, "continues from the last one"),
 ]
 
 
@@ -147,12 +106,11 @@ def test_a_rank_that_lost_or_waited_for_a_peer_is_not_the_cause(this: Attempt) -
     assert "rank 2 of 3" in str(failure_of(this, 3))
 
 
-def test_of_two_ranks_that_reported_an_error_the_first_one_is_the_cause(tmp_path: Path) -> None:
-    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
+def test_of_two_ranks_that_reported_an_error_the_first_one_is_the_cause(over_hosts: Attempt) -> None:
     for rank, error in ((1, DiskFull("/r: No space left on device")), (0, StorageError("/r: no such file"))):
-        ended(this, rank, 1)
-        error_report.report(this.rank_files(rank_name(rank)), error)
-    found = failure_of(this, 2)
+        ended(over_hosts, rank, 1)
+        error_report.report(over_hosts.rank_files(rank_name(rank)), error)
+    found = failure_of(over_hosts, 2)
     assert type(found) is DiskFull
     assert found.hosts == ("node2",)
 
@@ -166,17 +124,14 @@ def test_preempted_ranks_are_the_cause_only_if_no_other_rank_failed(this: Attemp
     assert type(failure_of(this, 3)) is RankKilled
 
 
-@pytest.fixture
-def over_hosts(tmp_path: Path) -> Attempt:
-    """An attempt with a rank on each of two hosts."""
-    return attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
-
-
-def test_a_host_is_not_blamed_for_a_rank_that_was_asked_to_stop_and_did_not_save_in_time(over_hosts: Attempt) -> None:
-    reason = "SIGTERM; it was still running after 30 s"
-    over_hosts.write_exit(ExitRecord("rank-00001", -9, Cause.REQUESTED, reason, now(), now(), "node2"))
+# A head that was suspended, for example with its virtual machine, finds ranks that lost it when it continues.
+@pytest.mark.parametrize(("record", "kind"), [(STOPPED, Preempted), (WITHOUT_HEAD, HostLost)])
+def test_no_host_is_blamed_for_a_rank_that_was_stopped_or_lost_its_head(
+    over_hosts: Attempt, record: dict[str, Any], kind: type[LaunchError]
+) -> None:
+    over_hosts.write_exit(ExitRecord("rank-00001", -9, started_at=now(), ended_at=now(), host="node2", **record))
     error = failure_of(over_hosts, 2)
-    assert type(error) is Preempted
+    assert type(error) is kind
     assert error.hosts == ()
 
 
@@ -185,14 +140,6 @@ def test_no_host_is_blamed_if_ranks_of_several_hosts_exceeded_a_deadline(over_ho
     assert failure_of(over_hosts, 2).hosts == ("node2",)
     ended(over_hosts, 0, -9, Cause.PHASE, host="node1")
     assert failure_of(over_hosts, 2).hosts == ()
-
-
-def test_no_host_is_blamed_if_a_rank_lost_a_head_that_did_not_lose_its_host(over_hosts: Attempt) -> None:
-    """A head that was suspended, for example with its virtual machine, finds such records when it continues."""
-    ended(over_hosts, 1, -9, Cause.HEAD, host="node2")
-    error = failure_of(over_hosts, 2)
-    assert type(error) is HostLost
-    assert error.hosts == ()
 
 
 def test_the_error_of_a_run_over_hosts_names_the_host(tmp_path: Path) -> None:
@@ -213,13 +160,12 @@ def test_the_error_of_a_run_over_hosts_names_the_host(tmp_path: Path) -> None:
     assert "; rank 2 of 3 on node2 never started, or its files could not be collected" in str(failure_of(this, 3))
 
 
-def test_a_launcher_that_was_killed_on_a_host_is_named_before_ranks_that_lost_that_host(tmp_path: Path) -> None:
-    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
-    ended(this, 0, 1, host="node1")
-    this.log("rank-00000").write_text("Connection closed by peer")
-    ended(this, 1, -9, Cause.PARENT, host="node2")
+def test_a_launcher_that_was_killed_on_a_host_is_named_before_ranks_that_lost_that_host(over_hosts: Attempt) -> None:
+    ended(over_hosts, 0, 1, host="node1")
+    over_hosts.log("rank-00000").write_text("Connection closed by peer")
+    ended(over_hosts, 1, -9, Cause.PARENT, host="node2")
     assert "rank 1 of 2 on node2 was ended by its guard (parent): DeepSpeed's launcher on its host was killed." in str(
-        failure_of(this, 2)
+        failure_of(over_hosts, 2)
     )
 
 
@@ -241,10 +187,10 @@ def test_the_first_rank_that_failed_is_named_with_its_last_output(this: Attempt)
     assert "last words of 1" in str(error)
 
 
-def test_a_rank_ended_by_its_guard_is_not_the_cause(this: Attempt) -> None:
+def test_a_rank_that_its_guard_ended_or_that_had_not_started_is_not_the_cause(this: Attempt) -> None:
     ended(this, 0, -15, Cause.REQUESTED)
     ended(this, 1, 3)
-    assert "rank 1 of 2 ended with exit code 3" in str(failure_of(this, 2))
+    assert "rank 1 of 3 ended with exit code 3" in str(failure_of(this, 3))
 
 
 def test_a_rank_without_an_exit_record_is_the_cause(this: Attempt) -> None:
@@ -255,11 +201,6 @@ def test_a_rank_without_an_exit_record_is_the_cause(this: Attempt) -> None:
     assert "rank 1 of 2 was killed together with its guard" in str(error)
 
 
-def test_a_rank_that_had_not_started_is_not_the_cause(this: Attempt) -> None:
-    ended(this, 0, 1)
-    assert "rank 0 of 2 ended with exit code 1" in str(failure_of(this, 2))
-
-
 def test_if_no_rank_failed_the_launcher_is_the_cause(this: Attempt) -> None:
     this.write_exit(ExitRecord("launcher", 0, Cause.EXITED, "exited", now(), now()))
     this.log("launcher").write_text("No module named deepspeed\n")
@@ -268,11 +209,10 @@ def test_if_no_rank_failed_the_launcher_is_the_cause(this: Attempt) -> None:
     assert "No module named deepspeed" in message
 
 
-def test_a_launcher_whose_connections_sshd_dropped_names_the_limit(tmp_path: Path) -> None:
-    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
-    this.write_exit(ExitRecord("launcher", 255, Cause.EXITED, "exited", now(), now()))
-    this.log("launcher").write_text("node2: kex_exchange_identification: Connection closed by remote host\n")
-    error = str(failure_of(this, 2))
+def test_a_launcher_whose_connections_sshd_dropped_names_the_limit(over_hosts: Attempt) -> None:
+    over_hosts.write_exit(ExitRecord("launcher", 255, Cause.EXITED, "exited", now(), now()))
+    over_hosts.log("launcher").write_text("node2: kex_exchange_identification: Connection closed by remote host\n")
+    error = str(failure_of(over_hosts, 2))
     assert "collected from that host. sshd closed a connection before the login. Probably too many" in error
 
 

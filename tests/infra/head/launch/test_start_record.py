@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,20 +11,11 @@ import pytest
 
 from infra.head.launch import start_record
 from infra.head.launch.held_run import hold_run
-from infra.head.launch.start_record import Ending, note_cancelled, note_stage, read_start
+from infra.head.launch.start_record import Ending, Start, note_cancelled, note_stage, read_start
 from infra.head.stop_signal import Stopped
 from t5train.errors import LaunchError, Preempted, RecordError, RunChanged, StorageError
+from tests.support.held_runs import end_with, held_by_another, kill_holder
 from tests.support.small_disk import run_with_disk
-
-HOLDS = """
-import sys, time
-from pathlib import Path
-from infra.head.launch.held_run import hold_run
-
-with hold_run(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(600)
-"""
 
 FILLS_THE_DISK = """
 import sys
@@ -50,26 +40,18 @@ except LaunchError:
 """
 
 
-def end_with(run: Path, error: BaseException) -> None:
-    with pytest.raises(type(error)), hold_run(run):
-        raise error
-
-
-def held_by_another(run: Path) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(run)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"held\n"
-    return process
+def recorded(run: Path) -> Start:
+    found = read_start(run)
+    assert found is not None
+    return found
 
 
 def test_a_start_that_ends_well_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/some/bin/t5-pretrain", "run", "smoke", "--name", "it is"])
     with hold_run(tmp_path):
-        begun = read_start(tmp_path)
-        assert begun is not None
+        begun = recorded(tmp_path)
         assert (begun.pid, begun.ended_at, begun.how) == (os.getpid(), None, None)
-    ended = read_start(tmp_path)
-    assert ended is not None
+    ended = recorded(tmp_path)
     assert (ended.how, ended.error, ended.started_at) == (Ending.FINISHED, None, begun.started_at)
     assert ended.ended_at is not None
     assert ended.command == "t5-pretrain run smoke --name 'it is'"
@@ -108,8 +90,7 @@ def test_each_way_to_end_is_told_apart(
 ) -> None:
     monkeypatch.setattr("infra.head.stop_signal.signal.raise_signal", lambda _number: None)
     end_with(tmp_path, error)
-    found = read_start(tmp_path)
-    assert found is not None
+    found = recorded(tmp_path)
     assert found.how == how
     assert found.error is None if text is None else str(found.error).startswith(text)
     if isinstance(error, LaunchError):
@@ -120,19 +101,15 @@ def test_sigterm_between_stages_is_recorded_and_still_ends_the_process(tmp_path:
     with held_by_another(tmp_path) as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == -signal.SIGTERM
-    found = read_start(tmp_path)
-    assert found is not None
+    found = recorded(tmp_path)
     assert found.how == Ending.INTERRUPTED
     assert json.loads((tmp_path / "holder.json").read_text())["is_released"]
 
 
 def test_a_killed_process_leaves_a_record_without_an_end(tmp_path: Path) -> None:
-    with held_by_another(tmp_path) as process:
-        process.kill()
-        process.wait()
-    found = read_start(tmp_path)
-    assert found is not None
-    assert (found.pid, found.ended_at, found.how) == (process.pid, None, None)
+    pid = kill_holder(tmp_path)
+    found = recorded(tmp_path)
+    assert (found.pid, found.ended_at, found.how) == (pid, None, None)
 
 
 def test_a_start_that_is_refused_because_the_run_has_other_settings_is_not_recorded(tmp_path: Path) -> None:
@@ -140,9 +117,7 @@ def test_a_start_that_is_refused_because_the_run_has_other_settings_is_not_recor
     assert read_start(tmp_path / "new") is None
     end_with(tmp_path / "old", LaunchError("the first"))
     end_with(tmp_path / "old", RunChanged("other settings"))
-    found = read_start(tmp_path / "old")
-    assert found is not None
-    assert found.error == "the first"
+    assert recorded(tmp_path / "old").error == "the first"
 
 
 def test_the_end_is_recorded_on_a_full_disk_and_does_not_hide_the_error(tmp_path: Path) -> None:
@@ -151,7 +126,7 @@ def test_the_end_is_recorded_on_a_full_disk_and_does_not_hide_the_error(tmp_path
     assert result.stdout == f"failed: the cause {chr(0x2603) * 1990} ...\n"
 
 
-def test_an_error_while_the_end_is_written_does_not_hide_the_error_of_the_run(
+def test_a_record_that_cannot_be_written_neither_makes_a_run_fail_nor_hides_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> int:
@@ -162,39 +137,43 @@ def test_an_error_while_the_end_is_written_does_not_hide_the_error_of_the_run(
     monkeypatch.setattr(start_record.os, "pwrite", full)
     assert not run.__exit__(LaunchError, LaunchError("the cause"), None), "the error is raised, and no other"
     assert "last-start.json cannot be written" in caplog.text
-
-
-def test_a_record_that_cannot_be_written_does_not_make_a_run_fail(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    monkeypatch.undo()
+    caplog.clear()
+    (tmp_path / "last-start.json").unlink()
     (tmp_path / "last-start.json").mkdir()
     with hold_run(tmp_path):
         note_stage(tmp_path, "Train")
     assert "last-start.json cannot be written" in caplog.text
 
 
-def test_arguments_that_are_not_unicode_or_very_long_are_recorded_without_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for arguments, command in ((["\udcff"], "t5-pretrain '?'"), (["x" * 9000], "a command of 9,012 characters")):
-        monkeypatch.setattr(sys, "argv", ["t5-pretrain", *arguments])
-        with hold_run(tmp_path):
-            pass
-        found = read_start(tmp_path)
-        assert found is not None
-        assert found.command == command
-
-
 def test_a_stage_is_noted_only_by_the_process_that_holds_the_run(tmp_path: Path) -> None:
     with hold_run(tmp_path):
         note_stage(tmp_path, "Train")
-        assert getattr(read_start(tmp_path), "stage", "") == "Train"
+        assert recorded(tmp_path).stage == "Train"
     note_stage(tmp_path, "Certify")
-    assert getattr(read_start(tmp_path), "stage", "") == "Train", "the start has ended"
+    assert recorded(tmp_path).stage == "Train", "the start has ended"
     with held_by_another(tmp_path) as process:
         note_stage(tmp_path, "Certify")
-        assert getattr(read_start(tmp_path), "stage", "") is None, "another process holds the run"
+        assert recorded(tmp_path).stage is None, "another process holds the run"
         process.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "is_own"),
+    [
+        (["t5-pretrain", "\udcff"], "t5-pretrain '?'", True),
+        (["t5-pretrain", "x" * 9000], "a command of 9,012 characters", True),
+        (["/lib/flows/cli/__main__.py", "run"], "t5-pretrain run", True),
+        (["/lib/prefect/flow_engine.py", "run"], "/lib/prefect/flow_engine.py run", False),
+    ],
+)
+def test_any_command_can_be_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], command: str, is_own: bool
+) -> None:
+    monkeypatch.setattr(sys, "argv", arguments)
+    with hold_run(tmp_path):
+        pass
+    assert (recorded(tmp_path).command, recorded(tmp_path).is_own_program) == (command, is_own)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"how": "somehow", "command": "", "working_folder": ""}', "{"])
@@ -203,12 +182,4 @@ def test_a_damaged_record_is_reported_and_the_next_start_writes_it_again(tmp_pat
     with pytest.raises(RecordError, match=r"last-start.json is damaged"):
         read_start(tmp_path)
     end_with(tmp_path, StorageError("full"))
-    assert getattr(read_start(tmp_path), "error", None) == "full"
-
-
-def test_another_programs_command_is_recorded_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, is_own in (("/lib/flows/cli/__main__.py", True), ("/lib/prefect/flow_engine.py", False)):
-        monkeypatch.setattr(sys, "argv", [name, "run"])
-        with hold_run(tmp_path):
-            pass
-        assert getattr(read_start(tmp_path), "is_own_program", None) == is_own
+    assert recorded(tmp_path).error == "full"

@@ -3,7 +3,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,23 +33,11 @@ from infra.node.processes import ProcessIdentity
 from t5train.errors import DiskFailed, DiskFull, HostLost, LaunchError, RankKilled
 from t5train.rank import heartbeat
 from t5train.rank.heartbeat import Beat, beat_file
-from tests.support.simulated_nodes import LocalHosts
+from tests.support.simulated_nodes import LocalHosts, Unsteady
 
 HOSTS = {"a": (0,), "b": (0,)}
 LEASE_SECONDS = 60.0
 Supervise = Callable[[], Supervision]
-
-
-class Unsteady:
-    """A transport that cannot reach hosts whose letter is in ``unreachable``, and records what it is asked for."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport, self.unreachable = transport, ""
-        self.actions = list[tuple[str, str]]()
-
-    def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        self.actions.append((host, argv[-1]))
-        return ["sh", "-c", "exit 255"] if host in self.unreachable else self.transport.command(host, argv)
 
 
 class ToldSession:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,7 @@ OWNER = Owner("1" * 32, "this-head", "/root", "2026-01-01", 60.0)
 def night(site: Site) -> Path:
     """The folder of a night whose only run was on hosts a and b, which have its checkpoint; it never finished."""
     site.save(8)
-    for host in site.nodes.hosts:
-        (site.scratch(host) / run_path(RUN) / "owner.json").write_text(json.dumps(asdict(OWNER)))
+    site.write_owner(OWNER)
     hostfile = site.folder / "hosts.slots"
     hostfile.write_text("a slots=1\nb slots=1\n")
     [*_, case] = chosen_cases([], hostfile, 2)

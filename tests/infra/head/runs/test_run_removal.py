@@ -3,20 +3,14 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from infra.head.launch.held_run import hold_run
 from infra.head.runs import run_removal
-from infra.head.runs.removal_plan import (
-    RemovalPlan,
-    hosts_of_run,
-    machines_of_run,
-    plan_removal,
-    removable_run,
-)
+from infra.head.runs.removal_plan import RemovalPlan, hosts_of_run, machines_of_run, plan_removal, removable_run
 from infra.head.runs.run_removal import remove_run
 from infra.head.storage.garbage_collection import free_under, garbage_under
 from infra.node.attempts import attempt, head_lease
@@ -41,21 +35,15 @@ NO_LEASES: Mapping[str, HostError] = {}
 def run(site: Site) -> Path:
     """A run with checkpoints on two hosts and one here."""
     folder = site.root / "runs" / "smoke"
-    write_json(
-        folder / "run.json", {"fingerprint": "f00df00df00d" + "0" * 52, "unique_id": OWNER.unique_id, "spec": {}}
-    )
+    begun = {"fingerprint": "f00df00df00d" + "0" * 52, "unique_id": OWNER.unique_id, "spec": {}}
+    write_json(folder / "run.json", begun)
     site.save(8)
     (site.checkpoints / "step-00000008").mkdir()
     (site.checkpoints / "step-00000008" / "a.pt").write_bytes(bytes(1000))
     for name in ("corpus", "shards", "tokenizer"):
         (site.root / name / "of-all").mkdir(parents=True)
-    write_owner(site, OWNER)
+    site.write_owner(OWNER)
     return folder
-
-
-def write_owner(site: Site, owner: Owner) -> None:
-    for host in site.nodes.hosts:
-        (site.scratch(host) / run_path(RUN) / "owner.json").write_text(json.dumps(asdict(owner)))
 
 
 def planned(site: Site, named: str = "smoke", *, with_published: bool = False) -> RemovalPlan:
@@ -86,7 +74,7 @@ def test_a_run_is_deleted_here_and_on_all_hosts_and_the_data_stays(site: Site, r
 
 
 def test_what_hosts_have_of_other_runs_and_what_they_set_aside_stays(site: Site, run: Path) -> None:
-    write_owner(site, OTHER)
+    site.write_owner(OTHER)
     aside = site.scratch("a") / set_aside_path(RUN) / "step-00000004"
     aside.mkdir(parents=True)
     plan = planned(site)

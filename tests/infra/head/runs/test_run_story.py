@@ -49,7 +49,7 @@ def add_attempt(
     spec: RunSpec, *exits: ExitRecord | None, step: int = 8, phase: Any = "step", begun_at: int = 0, **facts: Any
 ) -> Attempt:
     """Add an attempt whose ranks ended in these ways."""
-    this = attempt.begin(spec.run_folder, ProcessIdentity(1, 1), **facts)
+    this = attempt.begin(spec.run_folder, **{"head": ProcessIdentity(1, 1), **facts})
     job = {"resume_tag": f"step-{begun_at:08d}" if begun_at else None, "consolidated": None}
     (this.folder / "spec.json").write_text(json.dumps(job))
     for rank, record in enumerate(exits):
@@ -89,7 +89,9 @@ def test_the_command_that_continues_is_the_last_one_without_begin_again(
     assert story.last_start is not None
     assert story.last_start.error == "rank 0 was killed"
     with hold_run(spec.run_folder):
-        assert run_story(spec.run_folder).next_command is None, "it is running"
+        story = run_story(spec.run_folder)
+        assert story.next_command is None, "it is running"
+        assert f"process {os.getpid()} on" in str(story.state.holder)
     for name in ("manifest.json", "published.json"):
         (spec.run_folder / name).write_text("{}")
     assert run_story(spec.run_folder).next_command is None, "it is published"
@@ -119,21 +121,9 @@ def test_each_attempt_is_told_with_its_steps_and_how_it_ended(spec: RunSpec) -> 
     with hold_run(spec.run_folder):
         add_attempt(spec, None, begun_at=60)
         assert ended(spec)[-1] == (7, 60, 60, "running")
-
-
-def test_a_damaged_attempt_does_not_hide_the_others(spec: RunSpec) -> None:
-    add_attempt(spec, EXITED)
-    (spec.run_folder / "attempts" / "0001" / "attempt.json").write_text("{")
-    add_attempt(spec, EXITED)
-    first, second = ended(spec)
-    assert first[3].startswith("unknown: its files are damaged")
-    assert second[3] == "trained to the last step"
-
-
-def test_attempts_name_their_hosts(spec: RunSpec) -> None:
-    this = attempt.begin(spec.run_folder, None, 60.0, hosts={"node1": (0,), "node0": (0, 1)})
+    this = add_attempt(spec, head=None, lease_seconds=60.0, hosts={"node1": (0,), "node0": (0, 1)})
     (this.folder / "spec.json").write_text('{"resume_tag": null, "consolidated": {"clock": {"step": 12}}}')
-    (found,) = run_story(spec.run_folder).attempts
+    found = run_story(spec.run_folder).attempts[-1]
     assert (found.hosts, found.from_step, found.to_step) == (("node1", "node0"), 12, 12)
 
 
@@ -163,14 +153,17 @@ def test_the_losses_are_those_of_the_first_and_last_step_and_the_best_validation
 
 
 def test_what_cannot_be_read_is_named_and_hides_nothing_else(spec: RunSpec) -> None:
-    add_attempt(spec, EXITED)
-    for name in ("run.json", "published.json"):
+    for _ in range(2):
+        add_attempt(spec, EXITED)
+    for name in ("run.json", "published.json", "attempts/0001/attempt.json"):
         (spec.run_folder / name).write_text("{")
     (spec.run_folder / "export").mkdir()
     (spec.run_folder / "export" / "certificate.json").write_text("{}{")
     story = run_story(spec.run_folder)
     assert story.state.state == State.UNREADABLE
-    assert [each.ended for each in story.attempts] == ["trained to the last step"]
+    damaged, intact = (each.ended for each in story.attempts)
+    assert damaged.startswith("unknown: its files are damaged")
+    assert intact == "trained to the last step"
     assert {Path(fault.split()[0]).name for fault in story.faults} == {"run.json", "certificate.json"}
     assert json.dumps(asdict(story), default=str)
 
@@ -200,8 +193,3 @@ def test_a_run_is_found_by_name_or_path_and_an_unknown_name_names_the_nearest(sp
 def test_a_name_that_leads_out_of_the_runs_is_refused(tmp_path: Path, named: str) -> None:
     with pytest.raises(InputError, match="neither the name of a run nor the path of its folder"):
         find_run(tmp_path, named)
-
-
-def test_a_process_that_holds_the_run_is_named(spec: RunSpec) -> None:
-    with hold_run(spec.run_folder):
-        assert f"process {os.getpid()} on" in str(run_story(spec.run_folder).state.holder)

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,31 +16,8 @@ from t5train.errors import HostUnreachable, Unreadable
 from t5train.files.run_folder import PROFILES, WANDB, tag_of
 from t5train.progress import silent
 from t5train.spec import StorageSpec
-from tests.support.simulated_nodes import Site
+from tests.support.simulated_nodes import PART_OF_B, Site, Unsteady, link_to_itself
 from tests.support.waiting import await_that
-
-PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-
-
-class Cut:
-    """A transport that reaches no host while ``is_cut`` is true, as it is at first."""
-
-    def __init__(self, transport: Any) -> None:
-        self.transport, self.is_cut = transport, True
-
-    def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        return ["sh", "-c", "exit 255"] if self.is_cut else list(self.transport.command(host, argv))
-
-
-class Counting:
-    """A transport that counts the commands that are sent to hosts."""
-
-    def __init__(self, transport: Any) -> None:
-        self.transport, self.commands = transport, 0
-
-    def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        self.commands += 1
-        return list(self.transport.command(host, argv))
 
 
 def tags(folder: Path) -> list[str]:
@@ -69,8 +45,7 @@ def test_a_file_that_cannot_be_read_now_is_an_error_and_is_gathered_the_next_tim
     site.save(16)
     sidecar_of_b = site.tag("b", 16) / "rank-00001.json"
     text = sidecar_of_b.read_bytes()
-    sidecar_of_b.unlink()
-    sidecar_of_b.symlink_to(sidecar_of_b.name)  # opening it fails with ELOOP
+    link_to_itself(sidecar_of_b)
     with pytest.raises(Unreadable, match=rf"{tag_of(16)} may be complete, but cannot be gathered now: b: .*00001.json"):
         keep_up(run, silent)
     assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
@@ -135,16 +110,16 @@ def test_a_file_that_is_replaced_while_it_is_collected_is_left_for_the_next_time
 
 
 def test_what_people_watch_is_collected_with_two_commands_or_one_if_there_is_nothing(run: NodeRun, site: Site) -> None:
-    counting = Counting(site.nodes.transport)
+    counting = Unsteady(site.nodes.transport)
     counted = replace(run, nodes=replace(run.nodes, transport=counting))
     checkpoint_sync.bring_monitored(counted)
-    assert counting.commands == 1
+    assert len(counting.actions) == 1
     on_node = site.scratch("a") / run.relative_path
     for name in ("metrics.jsonl", f"{PROFILES}/trace", f"{WANDB}/sent.json"):
         (on_node / name).parent.mkdir(parents=True, exist_ok=True)
         (on_node / name).write_bytes(b"1")
     checkpoint_sync.bring_monitored(counted)
-    assert counting.commands == 1 + 2
+    assert len(counting.actions) == 1 + 2
     assert (run.folder / f"{WANDB}/sent.json").exists()
 
 
@@ -153,12 +128,12 @@ def test_a_failed_sync_is_retried_and_the_sync_ends_promptly(
 ) -> None:
     for seconds in ("_LOOK_SECONDS", "_RETRY_SECONDS", "_METRICS_SECONDS"):
         monkeypatch.setattr(checkpoint_sync, seconds, 0.05)
-    cut = Cut(site.transport)
+    cut = Unsteady(site.transport, "ab")
     site.save(8)
     sync = CheckpointSync(replace(run, nodes=replace(run.nodes, transport=cut)), lambda: 2)
     await_that(lambda: "cannot collect metrics" in caplog.text)
     assert "cannot collect metrics, will retry: a: the connection was lost" in caplog.text
-    cut.is_cut = False
+    cut.unreachable = ""
     await_that(lambda: sidecar.complete_tags(run.checkpoints) == [tag_of(8)])
     started = time.monotonic()
     sync.end()

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from t5train.checkpoint import tags
 from t5train.errors import HostError, HostUnreachable, NothingVerifies, RemoteFailed, RunOwned
 from t5train.files.run_folder import tag_of
 from t5train.progress import silent
-from tests.support.simulated_nodes import Site, await_end
+from tests.support.simulated_nodes import Site, Unsteady, await_end
 
 Until = Callable[..., None]
 SECONDS = 8.0
@@ -249,11 +249,7 @@ def test_ranks_that_outlive_their_head_prevent_another_head_from_adopting_the_ru
 
 
 def test_a_silent_host_blocks_a_claim_before_training_but_not_while_ranks_run(first: Head, site: Site) -> None:
-    class OnlyHostA:
-        def command(self, host: str, argv: Sequence[str]) -> list[str]:
-            return ["sh", "-c", "exit 255"] if host == "b" else list(site.transport.command(host, argv))
-
-    first.run = replace(first.run, nodes=replace(first.run.nodes, transport=OnlyHostA()))
+    first.run = replace(first.run, nodes=replace(first.run.nodes, transport=Unsteady(site.transport, "b")))
     with pytest.raises(HostUnreachable):
         first.claimed()
     assert first.claim.take(first.run, (), first.run.nodes.hosts, adopt=False) == []

@@ -5,7 +5,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ from t5train.files.run_folder import tag_of
 from t5train.progress import silent
 from t5train.records.digests import digest_files
 from t5train.records.stage_records import Checkpoint
-from tests.support.simulated_nodes import RUN, Site
+from tests.support.simulated_nodes import RUN, Site, flip_bit
 
 SHARDS = "shards/deadbeef"
 
@@ -43,19 +43,12 @@ NO_ATTEMPTS = KnownAttempts()
 THIS_OWNER = Owner("1" * 32, "this-head", "/shared/t5", "2026-01-01", 60.0)
 
 
-def write_owner(site: Site, owner: Owner = THIS_OWNER) -> None:
-    for host in site.nodes.hosts:
-        folder = site.scratch(host) / run_path(RUN)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "owner.json").write_text(json.dumps(asdict(owner)))
-
-
 @pytest.fixture
 def finished(site: Site) -> list[FinishedRun]:
     """The run has ended, and the head has its last checkpoint."""
     site.save(8)
     gather(site.nodes, RUN, site.newest(), site.checkpoints)
-    write_owner(site)
+    site.write_owner(THIS_OWNER)
     run = site.checkpoints.parent
     (run / "run.json").write_text(json.dumps({"unique_id": THIS_OWNER.unique_id}))
     files = digest_files(run, [str(path.relative_to(run)) for path in site.checkpoints.glob("*/*")])
@@ -106,7 +99,7 @@ def test_another_heads_run_of_the_same_name_and_settings_is_neither_listed_nor_f
     site: Site, finished: list[FinishedRun]
 ) -> None:
     before = found_on(site, finished)
-    write_owner(site, replace(THIS_OWNER, unique_id="2" * 32, head="other-head"))
+    site.write_owner(replace(THIS_OWNER, unique_id="2" * 32, head="other-head"))
     assert found_on(site, finished) == {"a": [], "b": []}
     assert free_on(site.nodes, finished, NO_ATTEMPTS, before) == {"a": [], "b": []}, (
         "a run that was taken over after it was listed must not be freed"
@@ -152,9 +145,7 @@ def test_hosts_keep_their_files_if_the_heads_copy_is_incomplete(
 
 def test_hosts_keep_their_files_if_the_heads_copy_has_a_flipped_bit(site: Site, finished: list[FinishedRun]) -> None:
     file = next(site.checkpoints.glob("*/*optim_states.pt"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_bit(file)
     found = found_on(site, finished)
     (untouched,) = verified(finished, (), silent)
     (run,) = verified(finished, {RUN}, silent)

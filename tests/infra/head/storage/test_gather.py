@@ -19,9 +19,8 @@ from infra.node.storage.pull import partial_path, pull
 from t5train.checkpoint import tags
 from t5train.errors import HostUnreachable, IncompleteCheckpoint, StorageError, Unreadable
 from t5train.files.run_folder import tag_of
-from tests.support.simulated_nodes import RUN, Site, digest
+from tests.support.simulated_nodes import PART_OF_B, RUN, Site, digest, flip_bit, link_to_itself
 
-PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 
 
@@ -38,12 +37,6 @@ class Cut:
         cut = "import subprocess, sys; node = subprocess.Popen(sys.argv[2:], stdout=subprocess.PIPE); "
         cut += "out = sys.stdout.buffer; out.write(node.stdout.read(int(sys.argv[1]))); out.flush(); node.kill(); "
         return [sys.executable, "-c", cut + "sys.exit(255)", str(self.after_bytes), *inner]
-
-
-def flip_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.fixture
@@ -106,12 +99,6 @@ def test_a_damaged_file_is_replaced_from_an_intact_copy(site: Site, damage: Call
     damage(folder / PART_OF_B)
     gather(site.nodes, RUN, site.newest(), site.checkpoints)
     assert (folder / PART_OF_B).read_bytes() == contents[PART_OF_B]
-
-
-def link_to_itself(path: Path) -> None:
-    """Replace a file with a link to itself: opening it then fails with ELOOP, not as if it were absent."""
-    path.unlink()
-    path.symlink_to(path.name)
 
 
 def test_a_copy_that_cannot_be_read_is_replaced_from_a_node_and_set_aside(site: Site) -> None:

@@ -17,9 +17,7 @@ from t5train.checkpoint.resume_point import ask_to_begin_again, resume_tag
 from t5train.errors import NothingVerifies, UnlistedFile, Unreadable
 from t5train.files.run_folder import WANDB_SENT, tag_of
 from t5train.progress import silent
-from tests.support.simulated_nodes import Site
-
-PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+from tests.support.simulated_nodes import PART_OF_B, Site, link_to_itself
 
 
 def write_metrics(path: Path, upto: int) -> None:
@@ -48,12 +46,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_used(run: Nod
         assert len(list(aside.iterdir())) == 3
     keep_up(run, silent)
     assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
-
-
-def link_to_itself(path: Path) -> None:
-    """Replace a file with a link to itself: opening it then fails with ELOOP, not as if it were absent."""
-    path.unlink()
-    path.symlink_to(path.name)
 
 
 @pytest.mark.parametrize("name", [PART_OF_B, "rank-00001.json"])

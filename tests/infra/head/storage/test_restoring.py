@@ -7,7 +7,7 @@ from infra.head.storage.provisioning import part, restore
 from infra.node.node_folders import tag_path
 from t5train.checkpoint.tags import files_read_by
 from t5train.files.run_folder import tag_of
-from tests.support.simulated_nodes import RUN, Site
+from tests.support.simulated_nodes import PART_OF_B, RUN, Site, flip_bit, link_to_itself
 
 
 def restored(site: Site, rank: int) -> int:
@@ -26,7 +26,7 @@ def test_a_node_with_a_new_disk_gets_its_part_of_the_checkpoint(site: Site) -> N
     shutil.rmtree(site.scratch("b"))
     restored(site, 1)
     folder = site.tag("b", 8)
-    own = ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+    own = ["mp_rank_00_model_states.pt", PART_OF_B]
     assert {path.name: path.read_bytes() for path in folder.glob("*.pt")} == {name: contents[name] for name in own}
     sidecar = "rank-00001.json"
     assert (folder / sidecar).read_bytes() == (site.checkpoints / tag_of(8) / sidecar).read_bytes()
@@ -41,27 +41,23 @@ def test_a_nodes_own_replica_is_not_replaced(site: Site) -> None:
 
 def test_a_flipped_bit_on_a_node_is_repaired(site: Site) -> None:
     contents = site.save(8)
-    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     gather(site.nodes, RUN, site.newest(), site.checkpoints)
-    damaged = bytearray(contents[name])
-    damaged[1000] ^= 1
-    (site.tag("b", 8) / name).write_bytes(damaged)
+    flip_bit(site.tag("b", 8) / PART_OF_B)
     restored(site, 1)
-    assert (site.tag("b", 8) / name).read_bytes() == contents[name]
+    assert (site.tag("b", 8) / PART_OF_B).read_bytes() == contents[PART_OF_B]
 
 
 def test_an_unreadable_copy_is_replaced_and_set_aside_and_so_are_unrecorded_pickles(site: Site) -> None:
     contents = site.save(8)
-    name, folder = "zero_pp_rank_1_mp_rank_00_optim_states.pt", site.tag("b", 8)
+    folder = site.tag("b", 8)
     gather(site.nodes, RUN, site.newest(), site.checkpoints)
-    (folder / name).unlink()
-    (folder / name).symlink_to(name)  # it exists, but cannot be opened
+    link_to_itself(folder / PART_OF_B)
     (folder / "zero_pp_rank_2_mp_rank_00_optim_states.pt").write_bytes(b"of a saving by three ranks")
     restored(site, 1)
-    assert (folder / name).read_bytes() == contents[name]
+    assert (folder / PART_OF_B).read_bytes() == contents[PART_OF_B]
     aside = sorted((site.scratch("b") / "set-aside" / RUN).iterdir())
     assert [path.name.rpartition(".")[0] for path in aside] == [
-        f"{tag_of(8)}-{name}",
+        f"{tag_of(8)}-{PART_OF_B}",
         f"{tag_of(8)}-zero_pp_rank_2_mp_rank_00_optim_states.pt",
     ]
     assert aside[0].is_symlink()

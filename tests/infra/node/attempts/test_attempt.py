@@ -18,14 +18,11 @@ def test_attempts_are_numbered_in_order_and_have_unique_run_ids(tmp_path: Path) 
     assert len({one.run_id for one in made}) == 3
 
 
-def test_an_attempt_is_read_back_from_its_folder(this: Attempt) -> None:
-    assert attempt.read(this.folder) == this
-
-
-def test_an_attempt_over_hosts_and_its_copy_on_a_host_are_read_back_unchanged(tmp_path: Path) -> None:
+def test_an_attempt_and_its_copy_on_a_host_are_private_and_read_back_unchanged(tmp_path: Path) -> None:
     slots = {"node9": (0, 1), "node10": (3,)}
     this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts=slots, accelerator="cpu", grace_seconds=5.0)
     assert (found := attempt.read(this.folder)) == this
+    assert (this.folder.stat().st_mode | this.folder.parent.stat().st_mode) & 0o077 == 0
     assert list(found.hosts or ()) == list(slots)  # the order of ranks
     there = replace(this, folder=tmp_path / "there", host="node10", slots=(3,), hosts=None)
     there.folder.mkdir()
@@ -42,8 +39,3 @@ def test_an_exit_record_is_written_even_if_the_disk_is_full(this: Attempt, monke
     record = ExitRecord("rank-00000", 1, Cause.EXITED, "exited", now(), now(), "node1", 2, 0)
     this.write_exit(record)
     assert this.exit_record("rank-00000") == record
-
-
-def test_an_attempts_folder_is_private(this: Attempt) -> None:
-    assert this.folder.stat().st_mode & 0o077 == 0
-    assert this.folder.parent.stat().st_mode & 0o077 == 0

@@ -105,10 +105,8 @@ def test_a_restart_on_the_same_machine_does_not_wait_for_a_killed_heads_lease(
     tmp_path: Path, start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lease, "LEASE_SECONDS", 600.0)
-    here = HOLD.replace('processes.boot_id = lambda: "another machine"', "").replace(
-        "sys.stdin.read()", "time.sleep(9)"
-    )
-    killed = start("-c", here, str(tmp_path), "600")
+    here = HOLD.replace('processes.boot_id = lambda: "another machine"', "")
+    killed = start("-c", here.replace("sys.stdin.read()", "time.sleep(9)"), str(tmp_path), "600")
     until((tmp_path / "held").exists)
     killed.kill()
     killed.wait()
