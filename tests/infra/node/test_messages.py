@@ -68,6 +68,10 @@ def instances(kind: Any) -> st.SearchStrategy[Any]:
     return st.builds(kind, **{name: values(hints[name]) for name in names})
 
 
+def test_the_names_of_messages_are_distinct() -> None:
+    assert len({kind.__name__ for kind in MESSAGES}) == len(MESSAGES)
+
+
 @pytest.mark.parametrize("kind", MESSAGES)
 @settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(data=st.data())

@@ -32,19 +32,15 @@ def test_a_node_with_a_new_disk_gets_its_part_of_the_checkpoint(site: Site) -> N
     assert (folder / sidecar).read_bytes() == (site.checkpoints / tag_of(8) / sidecar).read_bytes()
 
 
-def test_a_nodes_own_replica_is_not_replaced(site: Site) -> None:
-    site.save(8)
-    before = (site.tag("b", 8) / "mp_rank_00_model_states.pt").read_bytes()
-    restored(site, 1)
-    assert (site.tag("b", 8) / "mp_rank_00_model_states.pt").read_bytes() == before
-
-
-def test_a_flipped_bit_on_a_node_is_repaired(site: Site) -> None:
+def test_a_flipped_bit_on_a_node_is_repaired_and_its_own_replica_is_not_replaced(site: Site) -> None:
     contents = site.save(8)
+    replica = site.tag("b", 8) / "mp_rank_00_model_states.pt"
+    before = replica.read_bytes()
     gather(site.nodes, RUN, site.newest(), site.checkpoints)
     flip_bit(site.tag("b", 8) / PART_OF_B)
     restored(site, 1)
     assert (site.tag("b", 8) / PART_OF_B).read_bytes() == contents[PART_OF_B]
+    assert replica.read_bytes() == before
 
 
 def test_an_unreadable_copy_is_replaced_and_set_aside_and_so_are_unrecorded_pickles(site: Site) -> None:

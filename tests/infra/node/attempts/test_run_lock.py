@@ -35,21 +35,14 @@ def test_a_second_start_is_refused_within_one_process_too(tmp_path: Path) -> Non
         pool.submit(lambda: run_lock(tmp_path).__enter__()).result()
 
 
-def test_a_released_run_can_be_locked_again(tmp_path: Path) -> None:
-    with run_lock(tmp_path):
-        assert holder(tmp_path)
-    assert holder(tmp_path) is None
-    with run_lock(tmp_path):
-        assert holder(tmp_path)
-
-
-def test_killing_the_holder_releases_the_run(tmp_path: Path, start: Start, until: Until) -> None:
-    holding = start("-c", HOLD.format("run_lock"), str(tmp_path))
-    until((tmp_path / "held").exists)
-    holding.kill()
-    holding.wait()
-    with run_lock(tmp_path):
-        pass
+def test_the_folder_of_a_run_is_private_and_a_released_run_can_be_locked_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with run_lock(run):
+        assert holder(run)
+        assert (run.stat().st_mode | (run / "lock").stat().st_mode) & 0o077 == 0
+    assert holder(run) is None
+    with run_lock(run):
+        assert holder(run)
 
 
 def test_a_new_head_waits_for_ranks_of_the_old_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -94,12 +87,6 @@ def test_the_lock_is_not_inherited_by_programs_the_head_starts(tmp_path: Path) -
     finally:
         child.kill()
         child.wait()
-
-
-def test_the_run_folder_is_private(tmp_path: Path) -> None:
-    with run_lock(tmp_path / "run"):
-        assert (tmp_path / "run").stat().st_mode & 0o077 == 0
-        assert (tmp_path / "run" / "lock").stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize(("owner", "mode"), [(65534, 0o700), (0, 0o770), (0, 0o707)])

@@ -14,15 +14,7 @@ from infra.node import node_folders
 from infra.node.attempts import attempt
 from infra.node.processes import ProcessIdentity
 from infra.node.storage import disk_usage
-from infra.node.storage.disk_usage import (
-    pin,
-    remove_unused,
-    require_disk_space,
-    staged_paths,
-    staging_lock,
-    unpin,
-    users,
-)
+from infra.node.storage.disk_usage import pin, remove_unused, require_disk_space, staging_lock, unpin, users
 from t5train.errors import StorageError
 from tests.support.simulated_nodes import RUN
 from tests.support.small_disk import run_with_disk
@@ -107,7 +99,7 @@ def test_a_folder_is_staged_by_one_process_and_a_killed_one_does_not_block_it(
         pass
 
 
-def test_a_pin_is_ignored_once_its_run_is_gone(scratch: Path) -> None:
+def test_a_pin_prevents_removal_and_is_ignored_once_its_run_is_gone(scratch: Path) -> None:
     pin(scratch, "shards/old", RUN)
     pinned = scratch / "pins" / "shards~old" / RUN
     assert users(scratch, "shards/old") == [RUN]
@@ -121,14 +113,11 @@ def test_a_pin_is_ignored_once_its_run_is_gone(scratch: Path) -> None:
     assert users(scratch, "shards/old") == [RUN], "its guard is alive"
     pinned.write_text("of another boot")
     assert users(scratch, "shards/old") == []
-
-
-def test_a_folder_can_be_removed_after_it_is_unpinned(scratch: Path) -> None:
     pin(scratch, "shards/old", RUN)
     assert not remove_unused(scratch, "shards/old")
     unpin(scratch, RUN)
     assert remove_unused(scratch, "shards/old")
-    assert staged_paths(scratch) == ["shards/held", "shards/new"]
+    assert disk_usage.staged_paths(scratch) == ["shards/held", "shards/new"]
 
 
 # Uses up the inodes of a disk, and prints what each check says about it.

@@ -83,13 +83,14 @@ def test_a_peer_cannot_read_outside_the_served_folder(tmp_path: Path, name: str)
 def test_a_file_name_outside_the_folder_is_neither_checked_nor_written(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "into").mkdir()
-    wanted = [Wanted("../secret", 6, "0" * 64)]
-    with pytest.raises(StorageError, match="leads out"):
-        missing_bytes(tmp_path / "into", wanted)
-    with pytest.raises(StorageError, match="leads out"):
-        is_whole(tmp_path / "into", wanted[0])
-    with pytest.raises(StorageError, match="leads out"):
-        pull(lambda *_: iter([b"forged"]), wanted, tmp_path / "into", Watcher())
+    wanted, into = Wanted("../secret", 6, "0" * 64), tmp_path / "into"
+    for act in (
+        lambda: missing_bytes(into, [wanted]),
+        lambda: is_whole(into, wanted),
+        lambda: pull(lambda *_: iter([b"forged"]), [wanted], into, Watcher()),
+    ):
+        with pytest.raises(StorageError, match="leads out"):
+            act()
     assert (tmp_path / "secret").read_text() == "secret"
 
 

@@ -100,12 +100,14 @@ def test_an_attempt_with_a_running_process_is_kept(attempts: Path, start: Start,
     assert left(attempts, known) == ["some"]
 
 
-def test_an_attempt_with_an_unexpired_lease_is_kept(attempts: Path) -> None:
+def test_an_attempt_with_an_unexpired_lease_or_that_is_being_prepared_is_kept(attempts: Path) -> None:
     folder = leave_attempt(attempts, "some", AGE_DAYS)
     head_lease.begin(folder)
     assert left(attempts, KnownAttempts(idle=("some",))) == []
     (folder / "lease").write_text(f"{time.monotonic() - 60:<24.3f}")
     assert left(attempts, KnownAttempts(idle=("some",))) == ["some"]
+    (folder / "attempt.json").unlink()
+    assert left(attempts, KnownAttempts(idle=("some",))) == []
 
 
 def test_old_attempts_of_another_heads_active_run_are_kept(site: Site, attempts: Path) -> None:
@@ -119,15 +121,8 @@ def test_old_attempts_of_another_heads_active_run_are_kept(site: Site, attempts:
     head_lease.begin(run)
     with run_lock(shared):
         assert left(attempts, KnownAttempts()) == []
-    lease_file = run / "lease"
-    lease_file.unlink()
+    (run / "lease").unlink()
     assert left(attempts, KnownAttempts()) == ["apart", "shared"]
-
-
-def test_an_attempt_that_is_being_prepared_is_kept(attempts: Path) -> None:
-    folder = leave_attempt(attempts, "some")
-    (folder / "attempt.json").unlink()
-    assert left(attempts, KnownAttempts(idle=("some",))) == []
 
 
 def test_leftover_attempts_on_the_heads_own_machine_are_freed(
