@@ -50,14 +50,8 @@ def make_spec(tmp_path: Path, destination: str) -> Callable[[str], RunSpec]:
     """Makes the spec of the run ``wiki`` under a root of this name, begun there unless it is called ``fresh``."""
 
     def make(root: str = "a", **settings: Any) -> RunSpec:
-        changes = {
-            "storage.root": json.dumps(str(tmp_path / root)),
-            "name": "wiki",
-            "storage.publish_checkpoints_under": destination,
-            "cluster.lease_seconds": 600,
-            **settings,
-        }
-        spec = recipe("smoke").with_settings(changes)
+        storage = {"storage.root": json.dumps(str(tmp_path / root)), "storage.publish_checkpoints_under": destination}
+        spec = recipe("smoke").with_settings({**storage, "name": "wiki", "cluster.lease_seconds": 600, **settings})
         if root != "fresh":
             spec.run_folder.mkdir(parents=True)
             begun = {"fingerprint": "r" * 64, "unique_id": "1" * 32, "spec": spec.model_dump(mode="json")}
@@ -79,6 +73,11 @@ def store_one(spec: RunSpec) -> None:
     small_tags.save(spec.run_folder / CHECKPOINTS, 100)
     copies.catch_up(silent)
     copies.end()
+
+
+def begin_again(spec: RunSpec) -> None:
+    ask_to_begin_again(spec.run_folder)
+    resume_tag(spec.run_folder)
 
 
 def stored_tags(spec: RunSpec) -> list[str]:
@@ -156,10 +155,14 @@ def test_a_head_that_was_superseded_stops(make_spec: Callable[..., RunSpec]) -> 
     taken.end()
 
 
-def test_a_run_that_has_lost_its_checkpoints_gets_the_newest_one_back(make_spec: Callable[..., RunSpec]) -> None:
+def test_a_run_without_its_checkpoints_gets_the_newest_one_back_and_does_not_begin_at_step_0(
+    make_spec: Callable[..., RunSpec],
+) -> None:
     spec, fresh = make_spec(), make_spec("fresh")
     store_one(spec)
     take_identity(fresh, stored_run(str(spec.checkpoints_url)))
+    with pytest.raises(NothingVerifies, match="step-00000100"):
+        resume_tag(fresh.run_folder)
     continued = copies_of(fresh)
     continued.prepare(silent)
     assert tags.complete_tags(fresh.run_folder / CHECKPOINTS) == ["step-00000100"]
@@ -208,8 +211,7 @@ def test_a_run_that_began_again_while_nothing_was_stored_is_not_resumed_from_bef
 ) -> None:
     spec = make_spec()
     store_one(spec)
-    ask_to_begin_again(spec.run_folder)
-    resume_tag(spec.run_folder)
+    begin_again(spec)
     again = copies_of(spec)
     again.prepare(silent)
     assert not tags.complete_tags(spec.run_folder / CHECKPOINTS)
@@ -220,8 +222,7 @@ def test_an_interrupted_copy_is_not_continued_after_the_run_has_begun_again(make
     spec = make_spec()
     small_tags.save(spec.run_folder / CHECKPOINTS, 100)
     linked(spec.run_folder, "step-00000100")
-    ask_to_begin_again(spec.run_folder)
-    resume_tag(spec.run_folder)
+    begin_again(spec)
     copies = copies_of(spec)
     copies.prepare(silent)
     copies.catch_up(silent)
@@ -232,16 +233,14 @@ def test_an_interrupted_copy_is_not_continued_after_the_run_has_begun_again(make
 def test_a_root_from_before_the_run_began_again_elsewhere_is_refused(make_spec: Callable[..., RunSpec]) -> None:
     spec, stale = make_spec(), make_spec("b")
     copies = copies_of(spec)
-    ask_to_begin_again(spec.run_folder)
-    resume_tag(spec.run_folder)
+    begin_again(spec)
     copies.prepare(silent)
     copies.end()
     outdated = copies_of(stale)
     for _ in range(2):  # it may begin again itself, but not use what the other has stored
         with pytest.raises(RunChanged, match=r"has begun again elsewhere .* with another --root"):
             outdated.prepare(silent)
-        ask_to_begin_again(stale.run_folder)
-        resume_tag(stale.run_folder)
+        begin_again(stale)
     outdated.end()
 
 
@@ -298,14 +297,6 @@ def test_a_run_resumes_without_its_store_only_if_it_has_a_checkpoint_itself(
     copies.require_kept()
     assert "checkpoints are not stored for now" in caplog.text
     copies.end()
-
-
-def test_a_run_taken_from_the_store_does_not_begin_at_step_0_without_it(make_spec: Callable[..., RunSpec]) -> None:
-    spec, fresh = make_spec(), make_spec("fresh")
-    store_one(spec)
-    take_identity(fresh, stored_run(str(spec.checkpoints_url)))
-    with pytest.raises(NothingVerifies, match="step-00000100"):
-        resume_tag(fresh.run_folder)
 
 
 def test_stopping_does_not_wait_for_a_store_that_does_not_answer(

@@ -22,11 +22,11 @@ SavesByLocation = dict[tuple[str, int, int], str]
 
 
 @cache
-def text_of(step: int, rank: int, saving: str) -> str:
+def text_of(step: int, rank: int, saving: str, world_size: int = len(RANKS)) -> str:
     """Text of the sidecar of a rank that wrote one file in ``saving``. The file's size differs between saves."""
     files = {file_of(rank): digest(saving.encode())}
     with tempfile.TemporaryDirectory() as folder:
-        sidecar.write(Path(folder), make_sidecar(rank, step, files, len(RANKS), saving=saving))
+        sidecar.write(Path(folder), make_sidecar(rank, step, files, world_size, saving=saving))
         return (Path(folder) / sidecar_name(rank)).read_text("utf-8")
 
 
@@ -72,9 +72,7 @@ def test_a_tag_is_complete_exactly_if_all_files_of_one_save_are_present(
             spread = all(any(sidecars.get((location, step, rank)) == saving for location in "ab") for rank in RANKS)
             present = all(any(files.get((location, step, rank)) == saving for location in LOCATIONS) for rank in RANKS)
             if nodes_agree and spread and present:
-                assert (step, saving) in complete, (
-                    "the only save on the nodes has all its files, but was not found to be complete"
-                )
+                assert (step, saving) in complete, "the only save on the nodes has all its files"
 
 
 @given(sidecars=SPREAD, files=SPREAD, keep=st.integers(1, 2))
@@ -90,21 +88,12 @@ def test_pruning_keeps_the_newest_tags_and_any_that_may_still_be_written(
 
 
 def complete_inventory(steps: tuple[int, ...]) -> dict[str, Inventory]:
-    text = {step: Copy({"rank-00000.json": single_sidecar(step)}, {"part-0.pt": 1}) for step in steps}
-    return {"a": {tag_of(step): copy for step, copy in text.items()}}
+    texts = {step: text_of(step, 0, "1", world_size=1) for step in steps}
+    return {"a": {tag_of(step): Copy({"rank-00000.json": text}, {file_of(0): 1}) for step, text in texts.items()}}
 
 
-def single_sidecar(step: int) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        sidecar.write(Path(folder), make_sidecar(0, step, {"part-0.pt": digest(b"1")}, 1))
-        return (Path(folder) / "rank-00000.json").read_text("utf-8")
-
-
-def test_the_newest_tags_and_those_at_multiples_of_keep_every_are_kept() -> None:
+def test_the_newest_tags_those_at_multiples_of_keep_every_and_folders_of_users_are_kept() -> None:
     assert prunable(complete_inventory((4, 8, 12, 16, 20)), 2, keep_every=8) == [tag_of(4), tag_of(12)]
-
-
-def test_folders_that_users_put_beside_checkpoints_are_not_pruned() -> None:
     found = complete_inventory((8, 16))
     found["a"] = {**found["a"], "a copy": Copy({}, {}), "removed-0123abcd": Copy({}, {})}
     assert prunable(found, 2) == ["removed-0123abcd"]
@@ -128,6 +117,6 @@ def test_missing_parts_reports_why_a_tag_is_incomplete(
 
 def test_a_tag_with_a_file_that_cannot_be_read_now_is_not_pruned() -> None:
     found = complete_inventory((8, 16, 24))
-    unreadable = Copy({}, {"part-0.pt": 1}, {"rank-00000.json": "it cannot be read now"})
-    assert prunable({"a": {**found["a"], tag_of(8): Copy({}, {"part-0.pt": 1})}}, 2) == [tag_of(8)]
+    unreadable = Copy({}, {file_of(0): 1}, {"rank-00000.json": "it cannot be read now"})
+    assert prunable({"a": {**found["a"], tag_of(8): Copy({}, {file_of(0): 1})}}, 2) == [tag_of(8)]
     assert prunable({"a": {**found["a"], tag_of(8): unreadable}}, 2) == []

@@ -9,14 +9,9 @@ from t5train.spec.recipes import recipe
 
 
 def job(**facts: object) -> TrainJob:
-    values = {
-        "spec": recipe("smoke"),
-        "run_fingerprint": "f" * 64,
-        "run_folder": "/data/t5/runs/smoke",
-        "shards_folder": "/data/t5/shards/pydocs-1",
-        "resume_tag": None,
-    }
-    return TrainJob.model_validate(values | facts)
+    values = {"spec": recipe("smoke"), "run_fingerprint": "f" * 64, "resume_tag": None}
+    folders = {"run_folder": "/data/t5/runs/smoke", "shards_folder": "/data/t5/shards/pydocs-1"}
+    return TrainJob.model_validate(values | folders | facts)
 
 
 def test_ranks_on_nodes_get_the_paths_on_their_node(run: NodeRun) -> None:
@@ -31,13 +26,11 @@ def test_ranks_on_nodes_get_the_paths_on_their_node(run: NodeRun) -> None:
 
 
 def test_the_job_names_starting_weights_by_the_path_where_they_are_staged(run: NodeRun) -> None:
-    consolidated = Consolidated(
-        folder=Path("/shared/t5/runs/smoke/relayout/step-8"), fingerprint="c" * 64, clock=TrainingProgress(step=8)
-    )
+    folder = Path("/shared/t5/runs/smoke/relayout/step-8")
+    consolidated = Consolidated(folder=folder, fingerprint="c" * 64, clock=TrainingProgress(step=8))
     node_job = run.job_on_nodes(job(consolidated=consolidated))
-    assert node_job.consolidated == consolidated.model_copy(
-        update={"folder": node_path("scratch/staged/step-8-cccccccccccc")}
-    )
+    staged = {"folder": node_path("scratch/staged/step-8-cccccccccccc")}
+    assert node_job.consolidated == consolidated.model_copy(update=staged)
     spec = recipe("smoke").with_settings({"model.start_from": '"/models/t5"'})
     node_job = run.job_on_nodes(job(spec=spec, start_fingerprint="5" * 64))
     assert node_job.spec.model.start_from == str(node_path("scratch/staged/t5-555555555555"))

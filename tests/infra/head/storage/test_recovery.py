@@ -87,9 +87,8 @@ def test_a_file_on_a_host_that_no_rank_recorded_is_refused_and_named(run: NodeRu
     site.save(8)
     site.save(16)
     (site.tag("b", 16) / "mp_rank_01_model_states.pt").write_bytes(b"stray")
-    with pytest.raises(
-        UnlistedFile, match=rf"{tag_of(16)} on b holds mp_rank_01_model_states\.pt, a file that no rank"
-    ):
+    words = rf"{tag_of(16)} on b holds mp_rank_01_model_states\.pt, a file that no rank"
+    with pytest.raises(UnlistedFile, match=words):
         recover(run, silent)
     assert (site.tag("b", 16) / "mp_rank_01_model_states.pt").exists()
 
