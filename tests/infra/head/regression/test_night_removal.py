@@ -32,11 +32,8 @@ def night(site: Site) -> Path:
     hostfile = site.folder / "hosts.slots"
     hostfile.write_text("a slots=1\nb slots=1\n")
     [*_, case] = chosen_cases([], hostfile, 2)
-    begun = {
-        "unique_id": OWNER.unique_id,
-        "spec": case.spec(site.root, "smoke").model_dump(mode="json"),
-        "fingerprint": "f00df00df00d" + "0" * 52,
-    }
+    begun = {"unique_id": OWNER.unique_id, "fingerprint": "f00df00df00d" + "0" * 52}
+    begun |= {"spec": case.spec(site.root, "smoke").model_dump(mode="json")}
     (site.checkpoints.parent / RUN_FILE).write_text(json.dumps(begun))
     return site.root
 

@@ -86,7 +86,7 @@ def test_the_gathered_checkpoint_is_kept_until_the_next_one_is_gathered(
     assert tags(site.tag("a", 8).parent) == [tag_of(8), tag_of(16)]
 
 
-def test_a_file_that_is_replaced_while_it_is_collected_is_left_for_the_next_time(
+def test_files_that_grow_are_collected_again_and_those_replaced_meanwhile_the_next_time(
     run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_node, note = site.scratch("a") / run.relative_path, f"{WANDB}/sent.json"
@@ -105,7 +105,9 @@ def test_a_file_that_is_replaced_while_it_is_collected_is_left_for_the_next_time
     assert (run.folder / PROFILES / "trace").exists()
     assert not (run.folder / note).exists()
     monkeypatch.undo()
+    (on_node / "metrics.jsonl").write_bytes(b"grown")
     checkpoint_sync.bring_monitored(run)
+    assert (run.folder / "metrics.jsonl").read_bytes() == b"grown"
     assert (run.folder / note).read_bytes() == (on_node / note).read_bytes()
 
 

@@ -1,9 +1,7 @@
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -62,14 +60,8 @@ def hang_on_sick_host(job, advance):
     time.sleep(600 if "SICK" in os.environ else 0)
     return {"number": job["number"]}
 
-def advance_slowly(job, advance):
-    begun(job)
-    for _ in range(20):
-        time.sleep(1)
-        advance(1)
-    return {"number": job["number"]}
-
 def read_nothing(job, advance):
+    begun(job)
     Path("/dev/null/none").read_bytes()
 
 def die(job, advance):
@@ -147,9 +139,3 @@ def do(site: Site) -> Callable[..., list[dict[str, object]]]:
         return list(site.workers()(f"some_jobs:{name}", jobs, advance))
 
     return do
-
-
-@pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
-    caplog.set_level(logging.INFO)
-    return partial(getattr, caplog, "text")

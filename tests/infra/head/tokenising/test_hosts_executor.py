@@ -3,6 +3,7 @@
 Hosts on which jobs hang are in ``test_hung_hosts.py``.
 """
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -69,26 +70,19 @@ def test_two_hosts_make_the_same_files_as_this_machine(
     assert done[-1] == 0
 
 
-def test_progress_and_results_are_those_of_the_jobs(do: Do, site: Site) -> None:
-    advanced = list[int]()
-    results = do("finish", site.jobs(3), advanced.append)
-    assert sorted(str(each["number"]) for each in results) == ["0", "1", "2"]
-    assert sum(advanced) == 0 + 1 + 2 + 3 * 10
-
-
 def test_jobs_of_a_lost_host_are_done_by_the_other_and_counted_once(
-    do: Do, site: Site, logged: Callable[[], str]
+    do: Do, site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     advanced = list[int]()
-
     killer = threading.Thread(target=lambda: site.kill("two", begun=2))
     killer.start()
     results = do("finish", site.jobs(4, seconds=1), advanced.append)
     killer.join()
     assert sorted(str(each["number"]) for each in results) == ["0", "1", "2", "3"]
     assert sum(advanced) == 0 + 1 + 2 + 3 + 4 * 10
-    assert "two: " in logged()
-    assert "The other hosts make its shards" in logged()
+    assert "two: " in caplog.text
+    assert "The other hosts make its shards" in caplog.text
 
 
 def test_when_all_hosts_are_lost_the_error_names_them_and_what_to_do(do: Do, site: Site) -> None:
@@ -99,17 +93,24 @@ def test_when_all_hosts_are_lost_the_error_names_them_and_what_to_do(do: Do, sit
     assert "two: " in str(raised.value)
 
 
-def test_an_error_of_a_job_is_raised_here_and_not_tried_again(do: Do, site: Site) -> None:
-    with pytest.raises(InputError, match=r"^the file has no text\. Name another$"):
-        do("refuse", site.jobs(1))
+@pytest.mark.parametrize(
+    ("function", "error", "words"),
+    [
+        ("refuse", InputError, r"^the file has no text\. Name another$"),
+        ("read_nothing", StorageError, "/dev/null/none: Not a directory"),
+    ],
+)
+def test_an_error_of_a_job_is_raised_here_and_not_tried_again(
+    do: Do, site: Site, function: str, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        do(function, site.jobs(1))
     assert len((site.folder / "0.begun").read_text().splitlines()) == 1
 
 
-def test_a_job_whose_process_is_killed_is_tried_again(do: Do, site: Site) -> None:
+def test_a_job_whose_process_is_killed_is_tried_again_but_not_forever(do: Do, site: Site) -> None:
     assert do("die_once", site.jobs(1)) == [{"number": 0}]
-
-
-def test_a_job_whose_process_is_always_killed_ends_the_work(do: Do, site: Site) -> None:
+    (site.folder / "0.begun").unlink()
     with pytest.raises(WorkerLost, match=r"^(one|two): a worker process was killed by SIGKILL"):
         do("die", site.jobs(1))
     assert len((site.folder / "0.begun").read_text().splitlines()) == 3
@@ -127,12 +128,19 @@ def test_a_host_that_reads_other_files_is_refused_before_anything_begins(do: Do,
     assert not site.begun()
 
 
-def test_a_host_without_dask_is_refused_with_the_command_that_installs_it(
-    do: Do, site: Site, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "versions", "words"),
+    [
+        ("", {"distributed": "2020.1"}, r"the head has distributed 2020\.1\. .*pip install distributed==2020"),
+        ("0" * 64, {}, r"^(one|two): .*code of this project is not the head's.*--ship-code"),
+    ],
+)
+def test_a_host_with_another_dask_or_other_code_is_refused_with_the_remedy(
+    do: Do, site: Site, monkeypatch: pytest.MonkeyPatch, code: str, versions: dict[str, str], words: str
 ) -> None:
-    makers = Makers(own_makers().code, own_makers().versions | {"distributed": "2020.1"})
+    makers = Makers(code or own_makers().code, own_makers().versions | versions)
     monkeypatch.setattr("infra.head.tokenising.hosts_executor.own_makers", lambda _: makers)
-    with pytest.raises(RemoteFailed, match=r"the head has distributed 2020\.1\. .*pip install distributed==2020"):
+    with pytest.raises(RemoteFailed, match=words):
         do("finish", site.jobs(1))
     assert not site.begun()
 
@@ -145,22 +153,12 @@ def test_without_dask_on_this_machine_the_error_says_what_to_install(
         do("finish", site.jobs(1))
 
 
-def test_a_host_with_other_code_is_refused(do: Do, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    makers = Makers("0" * 64, own_makers().versions)
-    monkeypatch.setattr("infra.head.tokenising.hosts_executor.own_makers", lambda _: makers)
-    with pytest.raises(RemoteFailed, match=r"^(one|two): .*code of this project is not the head's.*--ship-code"):
-        do("finish", site.jobs(1))
-    assert not site.begun()
-
-
-def test_a_host_on_which_all_processes_die_gets_no_more_jobs(do: Do, site: Site, logged: Callable[[], str]) -> None:
+def test_a_host_on_which_all_processes_die_gets_no_more_jobs(
+    do: Do, site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     ssh = site.folder / "bin" / "ssh"
     ssh.write_text(ssh.read_text().replace("exec sh", '[ "$4" = two ] || export SICK=1\nexec sh'))
     results = do("die_on_sick_host", site.jobs(6))
     assert sorted(str(each["number"]) for each in results) == [str(number) for number in range(6)]
-    assert "one: 3 shards in a row could not be made there: one: a worker process was killed by SIGKILL" in logged()
-
-
-def test_the_reason_of_a_failed_read_is_in_the_error(do: Do, site: Site) -> None:
-    with pytest.raises(StorageError, match="/dev/null/none: Not a directory"):
-        do("read_nothing", site.jobs(1))
+    assert "one: 3 shards in a row could not be made there: one: a worker process was killed by SIGKILL" in caplog.text

@@ -74,7 +74,7 @@ def test_a_clock_that_is_hours_behind_does_not_invalidate_the_certificate() -> N
     assert certificate.not_valid_before_utc < datetime.now(UTC) - timedelta(hours=23)
 
 
-def test_not_every_file_of_a_large_text_is_compared(tmp_path: Path) -> None:
+def test_a_part_of_the_files_of_a_large_text_is_compared_and_a_vanished_one_named(tmp_path: Path) -> None:
     names = [tmp_path / f"{number:05}" for number in range(2500)]
     for name in names:
         name.write_text("text")
@@ -82,9 +82,6 @@ def test_not_every_file_of_a_large_text_is_compared(tmp_path: Path) -> None:
     compared = hosts_executor._sources([job])
     assert len(compared) < 1002
     assert {str(names[0]), str(names[-1])} <= compared.keys()
-
-
-def test_a_text_that_has_vanished_is_named(tmp_path: Path) -> None:
     job = {"stretches": [(str(tmp_path / "gone"), "text", (0, 1, 0, 4), 0)]}
     with pytest.raises(StorageError, match=r"the text cannot be read: .*gone"):
         hosts_executor._sources([job])
