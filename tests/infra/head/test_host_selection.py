@@ -102,9 +102,6 @@ def test_a_completed_run_does_not_check_its_hosts(spec: Callable[[int], RunSpec]
 def begin(run_folder: Path, spec: RunSpec, fingerprint: str) -> None:
     """Write ``run.json``, as if training had begun."""
     run_folder.mkdir(parents=True)
-    begun = {
-        "fingerprint": fingerprint,
-        "identity": {"order_version": ORDER_VERSION},
-        "spec": spec.model_dump(mode="json"),
-    }
+    begun = {"fingerprint": fingerprint, "identity": {"order_version": ORDER_VERSION}}
+    begun |= {"spec": spec.model_dump(mode="json")}
     (run_folder / "run.json").write_text(json.dumps(begun), "utf-8")

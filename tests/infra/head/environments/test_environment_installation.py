@@ -145,10 +145,9 @@ def test_a_host_checks_the_job_itself(tmp_path: Path, changes: dict[str, object]
 
 
 def test_a_disk_that_is_too_small_is_named_before_anything_is_sent(tmp_path: Path) -> None:
+    large = job(tmp_path, unpacked_bytes=10**18, python=environment_installer.sys.version[:4])
     with pytest.raises(Refusal, match=r"free, and the environment needs .* GB\. Free"), open(os.devnull, "rb") as stdin:
-        environment_installer.install(
-            job(tmp_path, unpacked_bytes=10**18, python=environment_installer.sys.version[:4]), stdin
-        )
+        environment_installer.install(large, stdin)
     assert not (tmp_path / "env").exists()
 
 

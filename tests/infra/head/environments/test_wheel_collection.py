@@ -141,11 +141,8 @@ def test_the_packages_of_a_conflict_are_suspected_once() -> None:
 
 def test_setuptools_can_still_be_imported_after_pip_was_run(run_python: Callable[..., CompletedProcess[str]]) -> None:
     done = run_python(
-        "import warnings\n"
-        "from infra.head.environments.pip_commands import pip\n"
-        "from t5train.progress import silent\n"
+        "import warnings; from infra.head.environments.pip_commands import pip; from t5train.progress import silent\n"
         "assert pip(['download', '--help'], silent) is None\n"
-        "warnings.simplefilter('error')\n"
-        "import setuptools\n"
+        "warnings.simplefilter('error')\nimport setuptools"
     )
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from infra.node import node_folders
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
 from t5train.spec.rank_job import TrainJob
+from tests.support.guarded_ranks import recorded_exit
 
 Until = Callable[..., None]
 PROGRAM = """
@@ -62,9 +63,7 @@ def test_the_launcher_has_a_minimal_environment_and_is_ended_only_by_sigkill(
     launcher.end()
     assert not launcher.is_alive
     assert not (tmp_path / "signalled").exists()
-    record = attempt.read(launcher.folder).exit_record("launcher")
-    assert record is not None
-    assert record.returncode == -9
+    assert recorded_exit(attempt.read(launcher.folder), attempt.LAUNCHER)[2] == -9
 
 
 def test_a_launcher_that_its_guard_has_not_recorded_yet_is_ended_before_its_guard(
@@ -75,9 +74,7 @@ def test_a_launcher_that_its_guard_has_not_recorded_yet_is_ended_before_its_guar
     until(recorded.exists)
     recorded.unlink()
     launcher.end()
-    record = attempt.read(launcher.folder).exit_record(attempt.LAUNCHER)
-    assert record is not None
-    assert record.returncode == -9
+    assert recorded_exit(attempt.read(launcher.folder), attempt.LAUNCHER)[2] == -9
 
 
 def test_a_restarted_head_renews_the_lease_at_once_and_ends_ranks_that_are_not_adopted(
@@ -95,7 +92,7 @@ def test_a_restarted_head_renews_the_lease_at_once_and_ends_ranks_that_are_not_a
 
 
 def test_ranks_are_adopted_only_once_and_then_keep_running(
-    launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until
+    launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(launcher, this, tmp_path, until)
     with hold_run(tmp_path / "run") as run:
@@ -104,6 +101,9 @@ def test_ranks_are_adopted_only_once_and_then_keep_running(
     assert isinstance(adopted, Supervision)
     adopted.close()
     assert launcher.is_alive
+    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 31.0)
+    with hold_run(tmp_path / "run") as run:
+        assert run.adopt() is None, "their lease has expired"
 
 
 def test_hosts_of_adopted_ranks_are_sent_the_code_of_the_restarted_head(
@@ -117,12 +117,3 @@ def test_hosts_of_adopted_ranks_are_sent_the_code_of_the_restarted_head(
     for spec.needs.code in (None, "c0de"):
         assert cluster_launch._continued(spec, MagicMock(), lambda: None) is not None
     assert sent == [("localhost",)]
-
-
-def test_ranks_whose_lease_has_expired_are_not_adopted(
-    launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch(launcher, this, tmp_path, until)
-    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 31.0)
-    with hold_run(tmp_path / "run") as run:
-        assert run.adopt() is None

@@ -38,10 +38,6 @@ def _read_bad_sector() -> None:
     Path("/proc/self/mem").read_bytes()  # address 0 is not mapped: the kernel returns EIO
 
 
-def _write_to_a_full_disk() -> None:
-    Path("/dev/full").write_bytes(b"x")
-
-
 def _report(this: Attempt, rank: int, act: object) -> None:
     try:
         act()  # type: ignore[operator]
@@ -53,7 +49,7 @@ def _report(this: Attempt, rank: int, act: object) -> None:
     ("act", "kind", "start"),
     [
         (_read_bad_sector, DiskFailed, "/proc/self/mem: Input/output error; "),
-        (_write_to_a_full_disk, DiskFull, "/dev/full: No space left on device; "),
+        (lambda: Path("/dev/full").write_bytes(b"x"), DiskFull, "/dev/full: No space left on device; "),
         (lambda: Path("/proc/self/mem/x").read_bytes(), StorageError, "/proc/self/mem/x: Not a directory; "),
     ],
 )
@@ -64,6 +60,7 @@ def test_an_error_of_a_ranks_disk_names_rank_host_path_and_remedy(
     _report(this, 1, act)
     error = failure_of(this, 2)
     assert type(error) is kind
+    assert error.retryable == (kind is DiskFailed)
     assert str(error).startswith(f"rank 1 of 2 on node2: {start}")
     assert str(error).endswith(". To train without node2, use --exclude node2")
     assert error.hosts == ("node2",)
@@ -82,11 +79,6 @@ def test_no_host_is_blamed_for_a_full_disk_that_all_hosts_share(
     assert str(error).startswith("rank 1 of 2 on node2: ")
     assert ("--exclude" in str(error)) == node_local
     assert error.hosts == hosts
-
-
-def test_a_failed_disk_is_retried_and_a_full_disk_is_not() -> None:
-    assert DiskFailed.retryable
-    assert not DiskFull.retryable
 
 
 def test_a_guard_that_cannot_write_reports_it_in_the_launchers_log(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,11 +20,11 @@ from tests.support.simulated_nodes import LocalHosts, Unsteady
 HOSTS = {"a": (0,), "b": (0,)}
 
 
+@dataclass(frozen=True)
 class Interrupting:
     """A transport that takes a second to reach a host, and each time the user presses Ctrl-C."""
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    transport: Transport
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         os.kill(os.getpid(), signal.SIGINT)

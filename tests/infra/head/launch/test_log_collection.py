@@ -22,14 +22,9 @@ def packed(**files: str) -> bytes:
     return buffer.getvalue()
 
 
-def test_only_logs_of_ranks_are_unpacked_from_an_archive(tmp_path: Path) -> None:
-    files = {"rank-00000.log": "x", "../rank-00001.log": "x", "/rank-00001.log": "x", "spec.json": "x"}
-    unpack(packed(**files), tmp_path, range(1))
-    assert [path.name for path in tmp_path.iterdir()] == ["rank-00000.log"]
-
-
 def test_a_host_cannot_write_the_logs_of_other_hosts_ranks(tmp_path: Path) -> None:
-    unpack(packed(**{"rank-00001.log": "x", "rank-00002.log": "x", "rank-00004.log": "x"}), tmp_path, range(2, 4))
+    names = [f"rank-0000{rank}.log" for rank in (1, 2, 4)] + ["../rank-00003.log", "/rank-00003.log", "spec.json"]
+    unpack(packed(**dict.fromkeys(names, "x")), tmp_path, range(2, 4))
     assert [path.name for path in tmp_path.iterdir()] == ["rank-00002.log"]
 
 
