@@ -22,6 +22,8 @@ from tests.support.prepared_python import prepared_python
 from tests.support.simulated_nodes import LocalHosts, Site
 
 Start = Callable[..., subprocess.Popen[bytes]]
+Until = Callable[..., None]
+Survivors = Callable[[str], set[int]]
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def start_guard(this: Attempt, start: Start) -> Start:
 
 
 @pytest.fixture
-def until() -> Callable[..., None]:
+def until() -> Until:
     """Waits for a condition, and fails the test if it does not come."""
 
     def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -75,15 +77,13 @@ def until() -> Callable[..., None]:
 
 
 @pytest.fixture
-def survivors() -> Callable[[str], set[int]]:
+def survivors() -> Survivors:
     """Pids of the living processes of a run id."""
     return lambda run_id: processes.find(processes.in_run(run_id))
 
 
 @pytest.fixture
-def running(
-    this: Attempt, start_guard: Callable[..., subprocess.Popen[bytes]], until: Callable[..., None]
-) -> Callable[[str], subprocess.Popen[bytes]]:
+def running(this: Attempt, start_guard: Start, until: Until) -> Start:
     """Start a guard and wait until its rank prints that it is ready."""
 
     def running(program: str) -> subprocess.Popen[bytes]:

@@ -44,9 +44,9 @@ from infra.node.messages import Done, Query
 from infra.node.ports import Endpoint
 from infra.node.processes import ProcessIdentity, Survivors
 from t5train.errors import HostError, RemoteFailed, RunOwned, StorageError
+from tests.infra.conftest import Start, Until
 from tests.support.simulated_nodes import LocalHosts
 
-Until = Callable[..., None]
 RUN_ID = "smoke-0001-0123abcd"
 T = TypeVar("T")
 
@@ -99,8 +99,11 @@ class HostSession:
         raise AssertionError(f"the session ended without {kind}")
 
 
+Open = Callable[..., HostSession]
+
+
 @pytest.fixture
-def open_session(local_hosts: LocalHosts) -> Iterator[Callable[..., HostSession]]:
+def open_session(local_hosts: LocalHosts) -> Iterator[Open]:
     opened: list[HostSession] = []
 
     def open_session(offsets: dict[str, int] | None = None) -> HostSession:
@@ -138,7 +141,7 @@ def test_no_attempt_is_prepared_for_a_run_that_another_head_has_taken_over(
 
 
 def test_a_session_reports_lines_errors_and_ends_and_resumes_where_the_last_one_stopped(
-    prepared: Path, open_session: Callable[..., HostSession]
+    prepared: Path, open_session: Open
 ) -> None:
     (prepared / "rank-00000.log").write_text("step 1\nstep 2\nhal")
     (prepared / "rank-00001.log").write_text("chatter\nsomething WARNING of rank 1\n")
@@ -159,17 +162,13 @@ def test_a_session_reports_lines_errors_and_ends_and_resumes_where_the_last_one_
     ]
 
 
-def test_a_flood_of_log_lines_is_limited_and_omitted_lines_are_counted(
-    prepared: Path, open_session: Callable[..., HostSession]
-) -> None:
+def test_a_flood_of_log_lines_is_limited_and_omitted_lines_are_counted(prepared: Path, open_session: Open) -> None:
     (prepared / "rank-00000.log").write_text("chatter\n" * 5000)
     session = open_session()
     assert session.receive(NewLines).left_out >= 4900
 
 
-def test_the_lease_is_renewed_only_when_the_head_orders_it(
-    prepared: Path, open_session: Callable[..., HostSession], until: Until
-) -> None:
+def test_the_lease_is_renewed_only_when_the_head_orders_it(prepared: Path, open_session: Open, until: Until) -> None:
     session = open_session()
     session.receive(Hello)
     before = (prepared / "lease").read_text()
@@ -179,17 +178,13 @@ def test_the_lease_is_renewed_only_when_the_head_orders_it(
     until(lambda: (prepared / "lease").read_text() != before)
 
 
-def test_a_session_without_a_head_ends_when_the_lease_expires(
-    prepared: Path, open_session: Callable[..., HostSession]
-) -> None:
+def test_a_session_without_a_head_ends_when_the_lease_expires(prepared: Path, open_session: Open) -> None:
     this = attempt.read(prepared)
     Attempt(**{**vars(this), "lease_seconds": 0.5}).write()
     assert open_session().process.wait(60) == -signal.SIGALRM
 
 
-def test_a_rank_whose_guard_was_killed_is_reported_as_gone(
-    prepared: Path, open_session: Callable[..., HostSession], start: Callable[..., subprocess.Popen[bytes]]
-) -> None:
+def test_a_rank_whose_guard_was_killed_is_reported_as_gone(prepared: Path, open_session: Open, start: Start) -> None:
     guard = start("-c", "import time; time.sleep(600)")
     identity = ProcessIdentity.of(guard.pid)
     attempt.read(prepared).write_process("rank-00003", identity, identity)
@@ -203,12 +198,7 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 
 @pytest.mark.parametrize("by", ["action", "session"])
 def test_ending_an_attempt_ends_its_ranks_and_launchers_and_no_other_processes(
-    prepared: Path,
-    act: Act,
-    open_session: Callable[..., HostSession],
-    start: Callable[..., subprocess.Popen[bytes]],
-    survivors: Callable[[str], set[int]],
-    by: str,
+    prepared: Path, act: Act, open_session: Open, start: Start, by: str
 ) -> None:
     rank = start("-c", DEAF, T5_RUN_ID=RUN_ID)
     launcher = start("-c", "import time; time.sleep(600)", "infra.node.attempts.process_guard", str(prepared))
@@ -234,7 +224,7 @@ def test_ending_an_attempt_ends_its_ranks_and_launchers_and_no_other_processes(
 
 @pytest.mark.parametrize("by", [EndAttempt, RemoveAttempt])  # as if removed: on a new disk
 def test_a_session_on_an_ended_attempt_ends_without_renewing_the_lease(
-    prepared: Path, act: Act, open_session: Callable[..., HostSession], by: type[EndAttempt | RemoveAttempt]
+    prepared: Path, act: Act, open_session: Open, by: type[EndAttempt | RemoveAttempt]
 ) -> None:
     act(by(RUN_ID))
     session = open_session()

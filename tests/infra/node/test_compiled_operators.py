@@ -1,17 +1,13 @@
 import ast
 import os
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from infra.node import compiled_operators
 from infra.node.compiled_operators import clear_stale_locks, missing, shared_locks
+from tests.infra.conftest import Start, Until
 from tests.support.small_disk import run_with_disk
-
-Start = Callable[..., subprocess.Popen[bytes]]
-Until = Callable[..., None]
 
 # Does what torch does while it compiles: create the lock file exclusively and keep it open.
 COMPILE = "import sys, time; from torch.utils.file_baton import FileBaton\n"

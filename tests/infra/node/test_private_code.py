@@ -102,7 +102,7 @@ def test_the_error_of_a_failed_node_command_does_not_show_its_program_text() -> 
 
 @as_root
 def test_a_host_whose_node_folder_belongs_to_another_user_is_named_and_left_out(
-    parent: Path, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     node_path().mkdir(mode=0o700)
     give_away(node_path())

@@ -1,14 +1,13 @@
 import os
-import subprocess
-from collections.abc import Callable
 
 import pytest
 
 from infra.node import processes
+from tests.infra.conftest import Start, Until
 
 
 def test_processes_of_other_users_are_not_found_by_their_arguments(
-    start: Callable[..., subprocess.Popen[bytes]], until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = f"/somewhere/{os.getpid()}"
     process = start("-c", "import time; time.sleep(600)", mark)

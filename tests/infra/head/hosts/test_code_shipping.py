@@ -161,7 +161,7 @@ def test_a_different_user_id_is_refused_before_the_folder_is_made(parent: Path) 
     assert not (parent / "of-another").exists()
 
 
-def test_a_code_folder_that_cannot_be_written_is_an_error_of_that_host(parent: Path) -> None:
+def test_a_code_folder_that_cannot_be_written_is_an_error_of_that_host() -> None:
     node_folders.node_path().mkdir(mode=0o700)
     node_folders.node_path("code").touch()
     found = ship(ThisMachine(), ["a"])["a"]

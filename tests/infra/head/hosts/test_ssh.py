@@ -25,6 +25,7 @@ from infra.node import processes
 from infra.node.node_folders import node_path
 from t5train.errors import HostError, HostKeyMismatch, HostTimeout, HostUnreachable, RemoteFailed, SpecError
 from t5train.spec import ClusterSpec
+from tests.infra.conftest import Until
 from tests.support.waiting import await_that
 
 HERE = "127.0.0.1"
@@ -177,7 +178,7 @@ def test_a_failed_command_is_reported_with_its_exit_code_and_last_output_or_what
         run(sshd(), HERE, ["/nowhere/python"])
 
 
-def test_a_command_that_hangs_is_also_ended_on_the_host(sshd: Sshd, until: Callable[..., None]) -> None:
+def test_a_command_that_hangs_is_also_ended_on_the_host(sshd: Sshd, until: Until) -> None:
     run_id, trap = secrets.token_hex(8), {HERE: b"", "localhost": b"trap '' TERM"}
     script = 'read trap; eval "$trap"; echo begun >&2; sleep 600'
     hanging = ["env", f"{processes.RUN_ID_VARIABLE}={run_id}", "sh", "-c", script]

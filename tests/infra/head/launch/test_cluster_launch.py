@@ -1,5 +1,5 @@
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -14,9 +14,9 @@ from infra.node import node_folders
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
 from t5train.spec.rank_job import TrainJob
+from tests.infra.conftest import Until
 from tests.support.guarded_ranks import recorded_exit
 
-Until = Callable[..., None]
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path

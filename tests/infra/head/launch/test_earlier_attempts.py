@@ -1,8 +1,7 @@
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from infra.node import node_folders
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
 from infra.node.code_bundle import own_bundle
+from tests.infra.conftest import Start
 from tests.support.simulated_nodes import LocalHosts, Unsteady
 
 HOSTS = {"a": (0,), "b": (0,)}
@@ -66,7 +66,7 @@ def this(tmp_path: Path, local_hosts: LocalHosts) -> Attempt:
 def test_an_earlier_attempt_is_ended_its_logs_collected_without_secrets_and_its_files_removed(
     this: Attempt,
     local_hosts: LocalHosts,
-    start: Callable[..., subprocess.Popen[bytes]],
+    start: Start,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -138,7 +138,7 @@ def test_an_attempt_that_could_not_be_ended_everywhere_is_ended_by_the_next_head
 
 
 def test_repeated_ctrl_c_does_not_stop_ranks_on_hosts_from_being_ended(
-    this: Attempt, local_hosts: LocalHosts, start: Callable[..., subprocess.Popen[bytes]]
+    this: Attempt, local_hosts: LocalHosts, start: Start
 ) -> None:
     rank = start("-c", "import time; time.sleep(600)", T5_RUN_ID=this.run_id)
     with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from base64 import b64decode
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -21,11 +20,9 @@ from infra.node.attempts.run_lock import run_lock
 from infra.node.attempts.shared_memory import SEGMENTS
 from t5train.errors import LaunchError, RunLocked, SpecError, StorageError
 from t5train.files.locks import try_lock
+from tests.infra.conftest import Start, Survivors, Until
 from tests.support.guarded_ranks import HANG_SECONDS, SAVING_SLOWLY, end_saves, saves
 
-Start = Callable[..., subprocess.Popen[bytes]]
-Until = Callable[..., None]
-Survivors = Callable[[str], set[int]]
 RANKS = "rank-00000", "rank-00001"
 
 # Ignores SIGTERM, has a child that does so too, and makes a shared memory segment named as DeepSpeed names them.

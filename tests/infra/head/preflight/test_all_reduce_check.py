@@ -96,7 +96,7 @@ def test_a_port_that_was_taken_in_the_meantime_is_reported() -> None:
     assert "EADDRINUSE" in text
 
 
-def test_there_is_no_finding_if_all_ranks_have_the_sum(ranks: Ranks) -> None:
+def test_there_is_no_finding_if_all_ranks_have_the_sum() -> None:
     assert judged(("node0", "summed", ""), ("node1", "summed", "")) == []
 
 

@@ -31,7 +31,7 @@ OTHER = replace(OWNER, unique_id="2" * 32, head="other-head")
 NO_LEASES: Mapping[str, HostError] = {}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def run(site: Site) -> Path:
     """A run with checkpoints on two hosts and one here."""
     folder = site.root / "runs" / "smoke"
@@ -59,7 +59,7 @@ def on_hosts(site: Site) -> list[bool]:
     return [(site.scratch(host) / run_path(RUN)).exists() for host in site.nodes.hosts]
 
 
-def test_a_run_is_deleted_here_and_on_all_hosts_and_the_data_stays(site: Site, run: Path) -> None:
+def test_a_run_is_deleted_here_and_on_all_hosts_and_the_data_stays(site: Site) -> None:
     plan = planned(site)
     assert plan.size_bytes > 1000
     assert {host: [each.relative_path for each in found] for host, found in plan.on_hosts.items()} == {
@@ -73,7 +73,7 @@ def test_a_run_is_deleted_here_and_on_all_hosts_and_the_data_stays(site: Site, r
     assert all((site.root / name / "of-all").is_dir() for name in ("corpus", "shards", "tokenizer"))
 
 
-def test_what_hosts_have_of_other_runs_and_what_they_set_aside_stays(site: Site, run: Path) -> None:
+def test_what_hosts_have_of_other_runs_and_what_they_set_aside_stays(site: Site) -> None:
     site.write_owner(OTHER)
     aside = site.scratch("a") / set_aside_path(RUN) / "step-00000004"
     aside.mkdir(parents=True)
@@ -85,7 +85,7 @@ def test_what_hosts_have_of_other_runs_and_what_they_set_aside_stays(site: Site,
     assert aside.is_dir()
 
 
-def test_what_an_earlier_version_wrote_on_hosts_is_shown_and_kept(site: Site, run: Path) -> None:
+def test_what_an_earlier_version_wrote_on_hosts_is_shown_and_kept(site: Site) -> None:
     for host in "ab":
         (site.scratch(host) / run_path(RUN) / "owner.json").unlink()
     plan = planned(site)
@@ -120,7 +120,7 @@ def test_a_run_in_use_is_refused(site: Site, run: Path) -> None:
     assert (left(site), on_hosts(site)) == (["smoke"], [True, True])
 
 
-def test_a_run_whose_lease_is_alive_on_a_host_is_refused(site: Site, run: Path) -> None:
+def test_a_run_whose_lease_is_alive_on_a_host_is_refused(site: Site) -> None:
     folder = site.scratch("b") / run_path(RUN)
     head_lease.begin(folder)
     with pytest.raises(RunLocked, match=r"in use on b by head this-head.* valid for another \d+ s"):
@@ -145,9 +145,7 @@ def test_nothing_is_deleted_if_a_host_does_not_answer_and_the_error_names_it(sit
     assert (left(site), on_hosts(site)) == (["smoke"], [True, True])
 
 
-def test_a_host_that_fails_during_the_deletion_is_named_and_repeating_the_command_finishes(
-    site: Site, run: Path
-) -> None:
+def test_a_host_that_fails_during_the_deletion_is_named_and_repeating_the_command_finishes(site: Site) -> None:
     plan = planned(site)
     with pytest.raises(HostError, match=r"'smoke' is deleted here, but not yet on all hosts, because b did not answer"):
         remove_run(plan, replace(site.nodes, transport=ThisMachine("b"), hosts=("b",)))
@@ -259,7 +257,7 @@ def test_a_published_folder_that_is_not_only_the_runs_is_never_deleted(site: Sit
     assert (left(site), (published / "config.json").exists()) == (["smoke"], True)
 
 
-def test_a_run_that_cannot_be_renamed_stays_whole(site: Site, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_renamed_stays_whole(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(self: Path, _target: Path) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 

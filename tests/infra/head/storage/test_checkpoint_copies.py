@@ -244,9 +244,7 @@ def test_a_root_from_before_the_run_began_again_elsewhere_is_refused(make_spec: 
     outdated.end()
 
 
-def test_a_damaged_checkpoint_does_not_keep_others_from_being_stored(
-    make_spec: Callable[..., RunSpec], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_does_not_keep_others_from_being_stored(make_spec: Callable[..., RunSpec]) -> None:
     spec = make_spec()
     copies = copies_of(spec)
     damaged = small_tags.save(spec.run_folder / CHECKPOINTS, 100)

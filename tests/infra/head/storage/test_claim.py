@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ from t5train.checkpoint import tags
 from t5train.errors import HostError, HostUnreachable, NothingVerifies, RemoteFailed, RunOwned
 from t5train.files.run_folder import tag_of
 from t5train.progress import silent
+from tests.infra.conftest import Start, Until
 from tests.support.simulated_nodes import Site, Unsteady, await_end
 
-Until = Callable[..., None]
 SECONDS = 8.0
 """A short lease, but longer than hosts take to renew it: each renewal starts a Python on every host."""
 
@@ -109,9 +109,7 @@ def test_a_second_head_is_refused_with_the_owner_and_what_to_do(site: Site, firs
     assert first.claimed() == [], "the first head was not replaced, so it needs to adopt the run from nobody"
 
 
-def test_a_head_cannot_read_or_write_another_heads_run_on_hosts(
-    site: Site, first: Head, second: Head, tmp_path: Path
-) -> None:
+def test_a_head_cannot_read_or_write_another_heads_run_on_hosts(site: Site, first: Head, second: Head) -> None:
     site.save(8)
     assert first.claimed() == [], "files without an owner belong to the first head that claims them"
     nodes, run = second.run.nodes, second.run
@@ -135,7 +133,7 @@ def test_a_head_cannot_read_or_write_another_heads_run_on_hosts(
 
 
 def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_is_refused(
-    site: Site, first: Head, second: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture, until: Until
+    site: Site, first: Head, second: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first.claimed()
     site.save(8)
@@ -228,7 +226,7 @@ def test_the_run_of_a_copied_root_is_refused_while_the_first_head_is_alive(
 
 
 def test_ranks_that_outlive_their_head_prevent_another_head_from_adopting_the_run(
-    site: Site, first: Head, second: Head, local_hosts: Any, until: Until, start: Callable[..., Any]
+    site: Site, first: Head, second: Head, local_hosts: Any, start: Start
 ) -> None:
     first.claimed()
     simulate_dead_head(site, first)

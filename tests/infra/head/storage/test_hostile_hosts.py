@@ -57,7 +57,7 @@ def test_tags_and_files_with_paths_outside_the_checkpoints_are_ignored(
 
 
 @pytest.mark.parametrize("name", ["run.json", "../run.json", "tensorboard/../run.json"])
-def test_a_host_cannot_send_files_that_were_not_requested(site: Site, tmp_path: Path, name: str) -> None:
+def test_a_host_cannot_send_files_that_were_not_requested(tmp_path: Path, name: str) -> None:
     answer = {"FileList": {"files": [{"name": name, "size": 1, "sha256": "0" * 64, "as_good": []}]}}
     with pytest.raises(T5TrainError, match=r"run\.json"):
         collect(Nodes(Answering(tmp_path, answer), ("a",)), "a", "runs/x", ["tensorboard"], tmp_path / "into")

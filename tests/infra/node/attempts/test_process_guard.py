@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,11 +18,9 @@ from infra.node.attempts.watchdog import Watchdog
 from infra.node.processes import Activity, ProcessIdentity
 from t5train.rank import heartbeat
 from t5train.rank.heartbeat import Beat
+from tests.infra.conftest import Start, Survivors, Until
 from tests.support.guarded_ranks import HANG_SECONDS, SLEEP, STUBBORN, guard_arguments, recorded_exit
 
-Start = Callable[..., subprocess.Popen[bytes]]
-Until = Callable[..., None]
-Survivors = Callable[[str], set[int]]
 LOOK_SECONDS = 1.5
 """In this time a guard looks at least once whether its rank must be ended."""
 
@@ -134,7 +131,7 @@ def test_a_rank_without_a_first_heartbeat_is_detected(this: Attempt, monkeypatch
 
 @pytest.mark.parametrize("computes", [False, True])
 def test_a_rank_without_heartbeats_is_ended_if_it_sleeps_but_not_if_it_computes(
-    this: Attempt, start: Start, monkeypatch: pytest.MonkeyPatch, computes: bool
+    this: Attempt, monkeypatch: pytest.MonkeyPatch, computes: bool
 ) -> None:
     monkeypatch.setattr("infra.node.attempts.watchdog.processes.activity", lambda _pid: Activity("S", next(ticks)))
     ticks = count(step=int(computes))

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,7 @@ import pytest
 from infra.node.attempts import run_lease
 from infra.node.attempts.run_lock import holder, run_lock
 from t5train.errors import RunLocked, StorageError
-
-Start = Callable[..., subprocess.Popen[bytes]]
-Until = Callable[..., None]
+from tests.infra.conftest import Start, Until
 
 ELSEWHERE = """
 import sys, time
@@ -114,9 +111,7 @@ def test_a_restart_on_the_same_machine_does_not_wait_for_a_killed_heads_lease(
         pass
 
 
-def test_a_head_notices_that_another_head_has_taken_over_its_run(
-    tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str]
-) -> None:
+def test_a_head_notices_that_another_head_has_taken_over_its_run(tmp_path: Path, until: Until) -> None:
     with run_lock(tmp_path) as lease:
         record = json.loads((tmp_path / "holder.json").read_text())
         another = run_lease.Holder(host="far", boot_id="another machine", since="then")

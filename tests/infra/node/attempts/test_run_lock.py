@@ -3,7 +3,6 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,9 +11,7 @@ import pytest
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.run_lock import holder, ranks_lock, run_lock
 from t5train.errors import RunLocked, StorageError
-
-Start = Callable[..., subprocess.Popen[bytes]]
-Until = Callable[..., None]
+from tests.infra.conftest import Start, Until
 
 HOLD = "import sys, time; from pathlib import Path; from infra.node.attempts.run_lock import {0}\n"
 HOLD += "with {0}(Path(sys.argv[1])):\n (Path(sys.argv[1]) / 'held').touch(); time.sleep(600)"

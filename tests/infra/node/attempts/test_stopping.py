@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from infra.node.attempts.watchdog import Watchdog
 from infra.node.processes import ProcessIdentity
 from t5train.rank import heartbeat
 from t5train.rank.heartbeat import Beat
+from tests.infra.conftest import Start, Survivors, Until
 from tests.support.guarded_ranks import (
     HANG_SECONDS,
     SAVING_SLOWLY,
@@ -30,10 +29,6 @@ from tests.support.guarded_ranks import (
     recorded_exit,
     saves,
 )
-
-Start = Callable[..., subprocess.Popen[bytes]]
-Until = Callable[..., None]
-Survivors = Callable[[str], set[int]]
 
 SAVING = (
     "import signal, sys, time;"

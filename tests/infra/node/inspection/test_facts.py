@@ -76,7 +76,7 @@ def test_inspecting_a_host_without_accelerators_imports_no_large_package(
     assert result.returncode == 0, result.stderr
 
 
-def test_the_rendezvous_port_is_checked_or_a_free_one_is_chosen(question: Question) -> None:
+def test_the_rendezvous_port_is_checked_or_a_free_one_is_chosen() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         answer = network_interfaces.network(Question(ROOT, ROOT, wants_port=True, master_port=port))
@@ -86,7 +86,7 @@ def test_the_rendezvous_port_is_checked_or_a_free_one_is_chosen(question: Questi
     assert found.port_is_free
 
 
-def test_a_missing_root_is_reported(question: Question, tmp_path: Path) -> None:
+def test_a_missing_root_is_reported(tmp_path: Path) -> None:
     gone = Question(tmp_path / "gone", tmp_path / "gone" / "nonce", accelerator="cpu")
     resources = collect_facts(gone).resources
     assert (resources.nonce, resources.root_error) == (None, "No such file or directory; check the path")

@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from infra.node.attempts.run_ownership import Owner
 from infra.node.node_folders import run_path
 from infra.node.processes import ProcessIdentity
 from infra.node.storage.left_attempts import KnownAttempts, left_attempts
+from tests.infra.conftest import Start
 from tests.support.simulated_nodes import RUN, Site
 
-Start = Callable[..., Any]
 AGE_DAYS = 8
 
 

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from infra.node.ports import Endpoint
 from infra.node.storage import peer_connection
 from infra.node.storage.file_channel import fetch_over, files_in
 from infra.node.storage.peer_connection import connect, serve
+from tests.infra.conftest import Until
 
 TOKEN = "ab" * 32
 
@@ -65,9 +66,7 @@ def test_new_connections_do_not_disconnect_a_peer_that_is_being_served(server: E
     channel.close()
 
 
-def test_a_slow_handshake_is_aborted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
-) -> None:
+def test_a_slow_handshake_is_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
     monkeypatch.setattr(peer_connection, "_HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr(peer_connection, "_LOOK_SECONDS", 0.1)
     server = serve(files_in(tmp_path), TOKEN)
