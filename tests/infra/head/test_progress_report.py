@@ -188,9 +188,7 @@ def test_a_phase_that_takes_unusually_long_is_reported_once_and_then_rarely(
     assert len(warnings(caplog)) == 2
 
 
-def test_progress_says_for_how_long_ranks_on_hosts_have_been_saving(
-    run_on_hosts: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_progress_says_how_long_ranks_on_hosts_have_saved(run_on_hosts: Run, caplog: pytest.LogCaptureFixture) -> None:
     run_on_hosts.begin(1, None)
     run_on_hosts.write(step(7))
     run_on_hosts.beat("save", name="head")
@@ -200,9 +198,7 @@ def test_progress_says_for_how_long_ranks_on_hosts_have_been_saving(
     assert len(warnings(caplog)) == 1
 
 
-def test_a_save_that_takes_as_long_as_earlier_ones_is_not_reported_again(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_as_long_as_earlier_ones_is_not_reported_again(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     run.begin(1, None)
     for phase, lasting in (("save", 400), ("step", 1), ("save", 400)):
         run.beat(phase, lasting=lasting, limit=1800)

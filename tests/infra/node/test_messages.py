@@ -86,9 +86,7 @@ def test_every_message_arrives_as_it_was_sent(kind: type[Any], data: st.DataObje
 @pytest.mark.parametrize("kind", MESSAGES)
 @settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(data=st.data())
-def test_a_message_with_a_wrong_field_is_rejected_with_the_name_of_that_field(
-    kind: type[Any], data: st.DataObject
-) -> None:
+def test_a_message_with_a_wrong_field_is_rejected_with_its_name(kind: type[Any], data: st.DataObject) -> None:
     document = json.loads(encode(data.draw(instances(kind))))
     where, inner, names = data.draw(st.sampled_from(list(objects(kind.__name__, kind, document[kind.__name__]))))
     before = deepcopy(document)

@@ -49,9 +49,7 @@ def test_each_compiler_configuration_environment_and_set_of_cpu_flags_has_its_ow
 
 
 @pytest.mark.parametrize("file", ["deepspeed/ops/csrc/x.cpp", "deepspeed/ops/op_builder/x.py"])
-def test_other_deepspeed_sources_have_their_own_folder(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
+def test_other_sources_have_another_folder(folder: Folder, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
     before = folder()
     kind = type(operator_folder.distribution("deepspeed"))
     read_text = kind.read_text

@@ -101,9 +101,7 @@ def test_the_error_of_a_failed_node_command_does_not_show_its_program_text() -> 
 
 
 @as_root
-def test_a_host_whose_node_folder_belongs_to_another_user_is_named_and_left_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_host_whose_node_folder_belongs_to_another_user_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     node_path().mkdir(mode=0o700)
     give_away(node_path())
     assert hosts_with_code(ThisMachine(), ["a"], "it is not asked") == []

@@ -55,9 +55,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_package_that_exists_only_as_source_is_built_and_kept(
-    collected: Collect, index: Path, tmp_path: Path
-) -> None:
+def test_a_package_that_exists_only_as_source_is_built(collected: Collect, index: Path, tmp_path: Path) -> None:
     write_wheel(index, "first", requires=["second"])
     write_wheel(index, "unneeded")
     write_source(index, "second")

@@ -68,9 +68,7 @@ def test_a_host_runs_the_code_that_was_sent_although_another_one_is_lost() -> No
     assert output == [str(code_folder(own_bundle().digest) / name / "__init__.py") for name in ("infra", "t5train")]
 
 
-def test_the_receiver_command_is_the_same_for_every_code_bundle(
-    monkeypatch: pytest.MonkeyPatch, checkout: Path
-) -> None:
+def test_the_receiver_command_is_the_same_for_every_bundle(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
     hosts = ThisMachine()
     ship(hosts, ["a"])
     monkeypatch.setattr("infra.head.hosts.code_shipping.own_bundle", lambda: code_bundle.bundle(checkout))

@@ -89,9 +89,7 @@ def test_a_changed_host_key_is_refused_with_the_command_that_removes_the_old_one
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_name_that_leads_to_another_known_host_is_refused_and_no_key_is_to_be_removed(
-    sshd: Sshd, tmp_path: Path
-) -> None:
+def test_a_name_that_leads_to_another_known_host_is_refused_and_no_key_removed(sshd: Sshd, tmp_path: Path) -> None:
     ssh = sshd(known="another")
     with open(tmp_path / "known_hosts", "a") as known_hosts:
         known_hosts.write(f"node2 {(tmp_path / 'host.pub').read_text()}")
@@ -335,9 +333,7 @@ def test_a_command_gets_its_input_whatever_the_users_ssh_config_says(sshd: Sshd)
     assert run(ssh, HERE, ["cat"], stdin=b"the request").stdout == b"the request"
 
 
-def test_a_connection_that_sshd_drops_for_being_one_of_many_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_a_busy_sshd_drops_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Busy:
         """A host whose sshd drops the first two connections."""
 

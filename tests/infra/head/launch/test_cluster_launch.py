@@ -106,9 +106,7 @@ def test_ranks_are_adopted_only_once_and_then_keep_running(
         assert run.adopt() is None, "their lease has expired"
 
 
-def test_hosts_of_adopted_ranks_are_sent_the_code_of_the_restarted_head(
-    this: Attempt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_of_adopted_ranks_get_the_code_of_the_new_head(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, ...]] = []
     monkeypatch.setattr(cluster_launch, "hosts_with_code", lambda _, hosts, __: sent.append(hosts))
     monkeypatch.setattr(TrainJob, "read", MagicMock())

@@ -67,9 +67,7 @@ def test_an_error_of_a_ranks_disk_names_rank_host_path_and_remedy(
 
 
 @pytest.mark.parametrize(("node_local", "hosts"), [(False, ()), (True, ("node2",))])
-def test_no_host_is_blamed_for_a_full_disk_that_all_hosts_share(
-    tmp_path: Path, node_local: bool, hosts: tuple[str, ...]
-) -> None:
+def test_no_host_is_blamed_for_a_full_shared_disk(tmp_path: Path, node_local: bool, hosts: tuple[str, ...]) -> None:
     this = attempt.begin(tmp_path / "runs" / "r", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
     (this.folder / ATTEMPT_SPEC).write_text(json.dumps({"node_local": node_local}))
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "runs" / "r" / "checkpoints" / "x"))

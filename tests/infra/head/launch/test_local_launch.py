@@ -204,9 +204,7 @@ def test_a_signal_gives_ranks_time_to_save_before_the_head_ends_by_it(
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_ranks_that_are_saving(
-    tmp_path: Path, start: Start, until: Until, survivors: Survivors
-) -> None:
+def test_a_second_ctrl_c_ends_saving_ranks(tmp_path: Path, start: Start, until: Until, survivors: Survivors) -> None:
     head = started(tmp_path, SAVING_SLOWLY, start, until)
     head.send_signal(signal.SIGINT)
     this = newest(tmp_path)

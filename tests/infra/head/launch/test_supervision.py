@@ -190,9 +190,7 @@ def test_a_host_whose_disk_cannot_be_written_is_named_at_once(
     assert supervision.failure.hosts == ("b",)
 
 
-def test_a_rank_name_from_a_host_cannot_escape_the_attempts_folder(
-    this: Attempt, sessions: Sessions, supervise: Supervise
-) -> None:
+def test_a_rank_name_of_a_host_cannot_leave_a_folder(this: Attempt, sessions: Sessions, supervise: Supervise) -> None:
     supervision = supervise()
     ended = RankEnded(ExitRecord("../../stray", 0, Cause.EXITED, "", "", ""))
     sessions["a"].report(RankError("../../stray", "DiskFull", ""), ended)

@@ -61,18 +61,14 @@ def test_problems_are_raised_in_one_error_before_anything_is_created(requirement
     assert not list(requirements.root.iterdir())
 
 
-def test_unreachable_hosts_are_returned_unless_there_are_other_problems(
-    requirements: LaunchRequirements, tmp_path: Path
-) -> None:
+def test_unreachable_hosts_are_returned_if_all_else_is_well(requirements: LaunchRequirements, tmp_path: Path) -> None:
     assert list(require_agreement(requirements, Replies(REFUSES))) == ["near"]
     (tmp_path / "bin" / "pdsh").write_text("#!/bin/sh\necho 'rcmd modules: exec,rsh'\n", "utf-8")
     with pytest.raises(PreflightError, match=r"launcher: pdsh .*\n  reachable: near: connection refused"):
         require_agreement(requirements, Replies(REFUSES))
 
 
-def test_hosts_that_share_the_root_use_their_own_disks_if_they_are_told_to(
-    requirements: LaunchRequirements, tmp_path: Path
-) -> None:
+def test_hosts_that_share_the_root_use_own_disks_if_told_to(requirements: LaunchRequirements, tmp_path: Path) -> None:
     told_to = replace(requirements, node_local=True, scratch=tmp_path / "scratch")
     assert not survey(requirements, ThisMachine()).is_node_local
     found = survey(told_to, ThisMachine())
@@ -82,9 +78,7 @@ def test_hosts_that_share_the_root_use_their_own_disks_if_they_are_told_to(
     assert (tmp_path / "scratch" / ".mark").exists()
 
 
-def test_a_reply_of_another_version_of_the_code_or_of_a_login_shell_is_reported(
-    requirements: LaunchRequirements,
-) -> None:
+def test_a_reply_of_other_code_or_of_a_login_shell_is_reported(requirements: LaunchRequirements) -> None:
     (found,) = survey(requirements, Replies("echo '{}'")).findings
     assert found.text.startswith("near runs another version of this package: '{}\\n' is not a valid message")
     assert found.text.endswith("or have it sent with --ship-code")

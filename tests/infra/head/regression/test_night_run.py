@@ -32,9 +32,7 @@ def concluded(regression: RegressionFolder, night: int, *results: CaseResult) ->
     return begun.conclude(results, silent)
 
 
-def test_the_first_night_after_an_upgrade_is_compared_with_the_baseline_of_the_old_versions(
-    regression: RegressionFolder,
-) -> None:
+def test_the_first_night_after_an_upgrade_is_compared_with_the_old_baseline(regression: RegressionFolder) -> None:
     first = concluded(regression, 1, case_result(machine=OLD, curves=[[("loss of step 1", 6.5)]]))
     assert (first.passed, first.notes) == (True, ["moe: no baseline for this machine: recorded"])
     rounded = concluded(regression, 2, case_result(machine=NEW, curves=ROUNDED))

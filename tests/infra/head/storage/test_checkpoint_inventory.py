@@ -53,9 +53,7 @@ SPREAD = st.dictionaries(
 
 
 @given(sidecars=SPREAD, files=SPREAD)
-def test_a_tag_is_complete_exactly_if_all_files_of_one_save_are_present(
-    sidecars: SavesByLocation, files: SavesByLocation
-) -> None:
+def test_a_tag_is_complete_exactly_if_one_save_has_all_files(sidecars: SavesByLocation, files: SavesByLocation) -> None:
     found = complete_tags(inventories(sidecars, files))
     assert [tag.step for tag in found] == sorted((tag.step for tag in found), reverse=True)
     for tag in found:
@@ -108,9 +106,7 @@ def test_the_newest_tags_those_at_multiples_of_keep_every_and_folders_of_users_a
         ({("a", 8, 0): "1", ("b", 8, 0): "two"}, {}, r"rank-00000\.json from two different saves, on a and on b"),
     ],
 )
-def test_missing_parts_reports_why_a_tag_is_incomplete(
-    sidecars: SavesByLocation, files: SavesByLocation, why: str
-) -> None:
+def test_missing_parts_say_why_a_tag_is_incomplete(sidecars: SavesByLocation, files: SavesByLocation, why: str) -> None:
     missing = missing_parts(inventories(sidecars, files))
     assert re.search(why, missing[tag_of(8)])
 

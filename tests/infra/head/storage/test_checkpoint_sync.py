@@ -24,9 +24,7 @@ def tags(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_newest_complete_checkpoint_is_gathered_and_older_ones_are_removed_everywhere(
-    run: NodeRun, site: Site
-) -> None:
+def test_the_newest_complete_checkpoint_is_gathered_and_older_ones_removed_everywhere(run: NodeRun, site: Site) -> None:
     for step in (8, 16, 24):
         site.save(step)
     (site.tag("b", 24) / "rank-00001.json").unlink()  # it is still being written
@@ -142,9 +140,7 @@ def test_a_failed_sync_is_retried_and_the_sync_ends_promptly(
     assert time.monotonic() - started < 10
 
 
-def test_metrics_are_collected_during_a_gather_and_as_often_after_a_failure(
-    run: NodeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_are_collected_in_a_gather_and_after_a_failure(run: NodeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds in ("_LOOK_SECONDS", "_RETRY_SECONDS", "_METRICS_SECONDS"):
         monkeypatch.setattr(checkpoint_sync, seconds, 0.01)
     gathering, done, collected = threading.Event(), threading.Event(), list[str]()

@@ -212,9 +212,7 @@ def test_a_claim_that_one_host_refuses_is_undone_on_the_others(site: Site, first
     assert owners(site, second.run) == [first.run.owner.unique_id], "the claim on host a was not undone"
 
 
-def test_the_run_of_a_copied_root_is_refused_while_the_first_head_is_alive(
-    site: Site, first: Head, tmp_path: Path
-) -> None:
+def test_the_run_of_a_copied_root_is_refused_while_its_head_lives(site: Site, first: Head, tmp_path: Path) -> None:
     first.claimed()
     owner = replace(first.run.owner, head="copy-head")
     copy = Head(replace(first.run, folder=tmp_path / "copy", owner=owner))

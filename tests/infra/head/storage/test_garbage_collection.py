@@ -74,9 +74,7 @@ def found_on(
     return found  # type: ignore[return-value]
 
 
-def test_a_finished_run_and_unused_shards_are_freed_on_all_nodes(
-    site: Site, finished: list[FinishedRun], tmp_path: Path
-) -> None:
+def test_a_finished_run_and_unused_shards_are_freed(site: Site, finished: list[FinishedRun], tmp_path: Path) -> None:
     assert [run.name for run in finished] == [RUN]
     stage(site, tmp_path)
     found = found_on(site, finished)
@@ -89,9 +87,7 @@ def test_a_finished_run_and_unused_shards_are_freed_on_all_nodes(
     assert not any((site.scratch(host) / path).exists() for host in "ab" for path in (SHARDS, run_path(RUN)))
 
 
-def test_a_run_that_this_head_does_not_know_or_that_has_an_active_lease_is_kept(
-    site: Site, finished: list[FinishedRun]
-) -> None:
+def test_a_run_of_another_head_or_with_an_active_lease_is_kept(site: Site, finished: list[FinishedRun]) -> None:
     assert found_on(site, []) == {"a": [], "b": []}
     assert found_on(site, [replace(finished[0], name="smoke-0123456789ab")]) == {"a": [], "b": []}
     head_lease.begin(site.scratch("a") / run_path(RUN))
@@ -201,9 +197,7 @@ def test_shipped_code_is_freed_when_nothing_uses_it(site: Site) -> None:
     assert [each.relative_path for each in found_on(site, [])["a"]] == ["code/4"]
 
 
-def test_under_the_root_only_files_older_than_a_complete_checkpoint_are_freed(
-    site: Site, finished: list[FinishedRun]
-) -> None:
+def test_under_the_root_only_files_older_than_a_checkpoint_are_freed(site: Site, finished: list[FinishedRun]) -> None:
     for name in (tag_of(4), tag_of(16), "removed-0123abcd", ".step-00000002.discarded", "a copy"):
         (site.checkpoints / name).mkdir()
     found = list(garbage_under(site.root))

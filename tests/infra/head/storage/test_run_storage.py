@@ -63,9 +63,7 @@ def test_progress_of_another_thread_is_reported_in_this_one() -> None:
     assert {thread for _, thread in reported} == {threading.main_thread()}
 
 
-def test_work_without_progress_is_reported_with_what_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_work_without_progress_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("t5train.progress._STALLED_SECONDS", 0.0)
     monkeypatch.setattr("t5train.progress._REPORT_SECONDS", 0.01)
 

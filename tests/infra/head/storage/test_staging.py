@@ -66,9 +66,7 @@ def test_intact_files_are_not_sent_again_and_damaged_ones_are(site: Site, shards
     assert (on_b / "validation.bin").stat().st_ino == kept
 
 
-def test_bytes_that_were_copied_and_bytes_that_were_already_there_are_counted_for_each_host(
-    site: Site, shards: Path
-) -> None:
+def test_copied_bytes_and_those_that_were_already_there_are_counted_for_each_host(site: Site, shards: Path) -> None:
     staged, files = StagedBytes(), listed(shards, NAMES)
     needed = sum(each.size for each in files)
     stage_folder(site.nodes, shards, files, SHARDS_PATH, "smoke", StagingReports(staged=staged))
@@ -153,9 +151,7 @@ def test_a_node_that_cannot_reach_the_node_before_it_copies_from_the_head() -> N
     assert received.receive(FromReceiver) == FileRange("train.bin", 0, 4)
 
 
-def test_a_node_that_dies_in_the_chain_does_not_stop_the_others(
-    site: Site, shards: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_that_dies_does_not_stop_the_others(site: Site, shards: Path, caplog: pytest.LogCaptureFixture) -> None:
     dying = Nodes(Dying(site.transport, 2_000_000), site.nodes.hosts)
     with pytest.raises(HostUnreachable, match=r"^a: "):
         stage_folder(dying, shards, listed(shards, NAMES), SHARDS_PATH, "smoke")

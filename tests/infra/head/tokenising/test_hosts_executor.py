@@ -48,9 +48,7 @@ def test_this_machine_makes_shards_by_default_and_needs_no_hostfile() -> None:
     assert workers_for(ShardsSpec(), ClusterSpec()) is None
 
 
-def test_two_hosts_make_the_same_files_as_this_machine(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_make_the_same_files_as_this_machine(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # hosts begin elsewhere, so relative paths have to be made absolute
     root, spec = Path("root"), ShardsSpec(shard_tokens=30_000, workers=1)
     text = write_jsonl(Path("text.jsonl"), 1000)
@@ -70,9 +68,7 @@ def test_two_hosts_make_the_same_files_as_this_machine(
     assert done[-1] == 0
 
 
-def test_jobs_of_a_lost_host_are_done_by_the_other_and_counted_once(
-    do: Do, site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_jobs_of_a_lost_host_are_done_by_the_other_once(do: Do, site: Site, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     advanced = list[int]()
     killer = threading.Thread(target=lambda: site.kill("two", begun=2))
@@ -145,17 +141,13 @@ def test_a_host_with_another_dask_or_other_code_is_refused_with_the_remedy(
     assert not site.begun()
 
 
-def test_without_dask_on_this_machine_the_error_says_what_to_install(
-    do: Do, site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_dask_the_error_says_what_to_install(do: Do, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infra.head.tokenising.scheduler_process.find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"distributed and cryptography cannot be imported.*t5-pretrain\[dask\]"):
         do("finish", site.jobs(1))
 
 
-def test_a_host_on_which_all_processes_die_gets_no_more_jobs(
-    do: Do, site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_host_on_which_processes_die_gets_no_more_jobs(do: Do, site: Site, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     ssh = site.folder / "bin" / "ssh"
     ssh.write_text(ssh.read_text().replace("exec sh", '[ "$4" = two ] || export SICK=1\nexec sh'))

@@ -237,9 +237,7 @@ def test_child_processes_that_a_rank_leaves_behind_are_ended(
 
 
 @pytest.mark.parametrize("moment", ["before", "just before", "after"])
-def test_a_signal_at_any_moment_of_startup_is_not_lost(
-    this: Attempt, start: Start, moment: str, survivors: Survivors
-) -> None:
+def test_no_signal_during_startup_is_lost(this: Attempt, start: Start, moment: str, survivors: Survivors) -> None:
     startup = ["-c", SIGNALLED_AT_STARTUP, moment, *guard_arguments(this, SLEEP)[2:]]
     assert start(*startup, RANK="0", T5_RUN_ID=this.run_id).wait(HANG_SECONDS) == 1
     assert survivors(this.run_id) == set()
@@ -272,9 +270,7 @@ def test_the_rank_ends_when_the_guards_parent_is_killed(
 
 
 @pytest.mark.parametrize("ticks", [-1, 1])
-def test_no_rank_starts_if_the_heads_pid_now_belongs_to_another_process(
-    tmp_path: Path, start: Start, ticks: int
-) -> None:
+def test_no_rank_starts_if_the_heads_pid_belongs_to_another_process(tmp_path: Path, start: Start, ticks: int) -> None:
     alive = ProcessIdentity.of(os.getpid())
     this = attempt.begin(tmp_path / "run", ProcessIdentity(alive.pid, alive.start_time + ticks))
     assert guarded(start, this, SLEEP).wait(HANG_SECONDS) == 1

@@ -100,9 +100,7 @@ def test_programs_of_the_python_environment_are_found_even_if_it_is_not_activate
 
 
 @pytest.mark.parametrize("devices", ["3,5", ""])
-def test_visible_devices_are_passed_in_a_variable_that_the_launcher_does_not_overwrite(
-    this: Attempt, devices: str
-) -> None:
+def test_visible_devices_are_passed_in_a_variable_that_launchers_do_not_overwrite(this: Attempt, devices: str) -> None:
     seen = environment(this, CUDA_VISIBLE_DEVICES=devices)
     assert "CUDA_VISIBLE_DEVICES" not in seen
     assert seen["T5_VISIBLE_DEVICES"] == devices
@@ -134,9 +132,7 @@ def test_hosts_get_settings_and_requested_variables_of_the_head_and_no_others(th
 
 @pytest.mark.parametrize("names", [("RANK", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_LOCALID"),
                                    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")])  # fmt: skip
-def test_rank_and_local_rank_are_read_from_the_variables_of_each_launcher(
-    this: Attempt, names: tuple[str, str]
-) -> None:
+def test_the_rank_is_read_from_the_variables_of_each_launcher(this: Attempt, names: tuple[str, str]) -> None:
     seen = variables_of_rank(this, {names[0]: "13", names[1]: "5"})
     assert (seen["RANK"], seen["LOCAL_RANK"]) == ("13", "5")
 

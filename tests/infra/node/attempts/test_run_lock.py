@@ -61,9 +61,7 @@ def test_a_new_head_waits_for_ranks_of_the_old_one(tmp_path: Path, caplog: pytes
     assert "waiting up to 30 s for ranks" in caplog.text
 
 
-def test_the_error_names_processes_of_ranks_that_are_still_running(
-    this: Attempt, start_guard: Start, until: Until
-) -> None:
+def test_the_error_names_processes_of_ranks_that_still_run(this: Attempt, start_guard: Start, until: Until) -> None:
     guard = start_guard("import time; time.sleep(600)")
     until((this.folder / "rank-00000.pid").exists)
     with pytest.raises(RunLocked, match=rf"processes: .*\b{guard.pid}\b.*kill -9"):

@@ -124,9 +124,7 @@ def test_the_identity_of_a_machine_is_stable_and_contains_its_network_namespace(
     assert str(Path("/proc/self/ns/net").readlink()) in collect_facts(question).identity
 
 
-def test_reclaimable_scratch_space_is_the_runs_own_and_what_no_other_run_uses(
-    question: Question, tmp_path: Path
-) -> None:
+def test_reclaimable_scratch_space_is_the_runs_own_and_what_no_other_uses(question: Question, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     for relative_path, size in (("runs/it-f00d/checkpoints/step-00000001", 1), ("runs/other-f00d", 10)):
         (scratch / relative_path).mkdir(parents=True)

@@ -77,9 +77,7 @@ def test_the_least_recently_used_folders_are_removed_and_no_more_than_needed(scr
     assert left(scratch) == {"new"}
 
 
-def test_folders_that_are_pinned_or_being_staged_are_kept(
-    scratch: Path, disk: None, holder: subprocess.Popen[str]
-) -> None:
+def test_folders_that_are_pinned_or_staged_are_kept(scratch: Path, disk: None, holder: subprocess.Popen[str]) -> None:
     pin(scratch, "shards/old", RUN)
     with pytest.raises(StorageError, match="in use"):
         require_disk_space(scratch, 3_000_000, "shards/next")

@@ -55,9 +55,7 @@ def left(parent: Path, known: KnownAttempts) -> list[str]:
     return [folder.name for folder, _ in left_attempts(parent, known)]
 
 
-def test_an_attempt_not_collected_by_its_head_is_listed_with_the_reason_and_can_be_freed(
-    site: Site, attempts: Path
-) -> None:
+def test_an_attempt_not_collected_by_its_head_is_listed_with_the_reason_and_freed(site: Site, attempts: Path) -> None:
     run = site.root / "runs" / "smoke"
     begun = attempt.begin(run, None, 5.0, hosts={"a": (0,), "b": (0,)})
     folder = leave_attempt(attempts, begun.run_id)
@@ -124,9 +122,7 @@ def test_old_attempts_of_another_heads_active_run_are_kept(site: Site, attempts:
     assert left(attempts, KnownAttempts()) == ["apart", "shared"]
 
 
-def test_leftover_attempts_on_the_heads_own_machine_are_freed(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftover_attempts_on_the_head_are_freed(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "head").mkdir()
     monkeypatch.setattr(node_folders, "PARENT", tmp_path / "head")
     folder = leave_attempt(node_folders.heads_folder(), "some")
