@@ -19,11 +19,12 @@ from t5train.records.stage_records import Checkpoint
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 
+Spec = Callable[[int], RunSpec]
 AskedHosts = tuple[list[tuple[str, ...]], set[str]]
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> Callable[[int], RunSpec]:
+def spec(tmp_path: Path) -> Spec:
     """``spec(spares)``: the spec of a run with a hostfile of four hosts, of which the last ``spares`` are spares."""
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\nc slots=1\nd slots=1\n", "utf-8")
 
@@ -51,7 +52,7 @@ def asked_hosts(monkeypatch: pytest.MonkeyPatch) -> AskedHosts:
 
 
 def test_a_host_that_does_not_answer_is_replaced_by_a_spare_that_does(
-    spec: Callable[[int], RunSpec], asked_hosts: AskedHosts, caplog: pytest.LogCaptureFixture
+    spec: Spec, asked_hosts: AskedHosts, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls, down = asked_hosts
     down.update("bc")
@@ -63,9 +64,7 @@ def test_a_host_that_does_not_answer_is_replaced_by_a_spare_that_does(
     assert training_hosts(spec(2), silent=silent).names == ("a", "d")
 
 
-def test_without_a_spare_that_answers_the_run_is_refused_with_what_to_do(
-    spec: Callable[[int], RunSpec], asked_hosts: AskedHosts
-) -> None:
+def test_without_a_spare_that_answers_the_run_is_refused_with_what_to_do(spec: Spec, asked_hosts: AskedHosts) -> None:
     calls, down = asked_hosts
     down.update("bd")
     with pytest.raises(PreflightError, match=r"b: no answer\n  d: no answer\nFix .*--exclude.*--spares"):
@@ -77,7 +76,7 @@ def test_without_a_spare_that_answers_the_run_is_refused_with_what_to_do(
 
 @pytest.mark.parametrize("spares", [0, 1])
 def test_hosts_with_running_ranks_are_kept_even_if_they_do_not_answer(
-    spec: Callable[[int], RunSpec], asked_hosts: AskedHosts, spares: int
+    spec: Spec, asked_hosts: AskedHosts, spares: int
 ) -> None:
     calls, down = asked_hosts
     down.add("b")
@@ -87,7 +86,7 @@ def test_hosts_with_running_ranks_are_kept_even_if_they_do_not_answer(
     assert training_hosts(spec(spares), running=hosts) == hosts
 
 
-def test_a_completed_run_does_not_check_its_hosts(spec: Callable[[int], RunSpec], asked_hosts: AskedHosts) -> None:
+def test_a_completed_run_does_not_check_its_hosts(spec: Spec, asked_hosts: AskedHosts) -> None:
     calls, _ = asked_hosts
     require_ready(spec(1))
     assert len(calls) == 1

@@ -96,9 +96,7 @@ def test_ranks_are_said_to_compile_only_if_torch_compile_is_used(spec: RunSpec) 
         assert run.now() == (f"steps, {expected} the first step", 0, 100)
 
 
-def test_losses_are_shown_with_the_tokens_that_they_are_of_and_the_unigram_baseline(
-    run: Run,
-) -> None:
+def test_losses_are_shown_with_the_tokens_that_they_are_of_and_the_unigram_baseline(run: Run) -> None:
     run.begin(1, None)
     run.beat("step")
     validated = {"step": 10, "validation_loss": 5.0, "validation_content_loss": 5.5}

@@ -250,9 +250,7 @@ def test_a_machine_without_ssh_says_what_to_install(monkeypatch: pytest.MonkeyPa
         run(Ssh(tmp_path / "config"), "node1", ["true"])
 
 
-def test_the_node_program_runs_with_absolute_paths_and_shipped_code_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_node_program_runs_with_absolute_paths_and_shipped_code_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:some/where")
     path = f"PYTHONPATH={Path.cwd()}:{Path.cwd()}/some/where"
     assert node_client.node_command("facts", None) == [

@@ -64,11 +64,7 @@ def this(tmp_path: Path, local_hosts: LocalHosts) -> Attempt:
 
 
 def test_an_earlier_attempt_is_ended_its_logs_collected_without_secrets_and_its_files_removed(
-    this: Attempt,
-    local_hosts: LocalHosts,
-    start: Start,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    this: Attempt, local_hosts: LocalHosts, start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HUB_TOKEN", "s3cret-value")
     rank = start("-c", "import time; time.sleep(600)", T5_RUN_ID=this.run_id)

@@ -38,6 +38,7 @@ from tests.support.simulated_nodes import LocalHosts, Unsteady
 HOSTS = {"a": (0,), "b": (0,)}
 LEASE_SECONDS = 60.0
 Supervise = Callable[[], Supervision]
+Failing = Callable[..., ClusterWatch]
 
 
 class ToldSession:
@@ -295,9 +296,7 @@ def test_ranks_are_ended_although_the_heads_own_disk_is_full(
 
 
 @pytest.fixture
-def failing(
-    this: Attempt, transport: Unsteady, sessions: Sessions, supervise: Supervise
-) -> Callable[..., ClusterWatch]:
+def failing(this: Attempt, transport: Unsteady, sessions: Sessions, supervise: Supervise) -> Failing:
     """``failing(output, returncode)``: the watch of an attempt whose rank on a has failed, while b is silent."""
 
     def failing(output: str, returncode: int) -> ClusterWatch:
@@ -318,7 +317,7 @@ def failing(
 
 
 def test_a_silent_host_is_asked_over_a_new_connection_and_not_blamed_for_another_hosts_rank(
-    prepared: Attempt, transport: Unsteady, local_hosts: LocalHosts, failing: Callable[..., ClusterWatch]
+    prepared: Attempt, transport: Unsteady, local_hosts: LocalHosts, failing: Failing
 ) -> None:
     watch, lease = failing("", -9), local_hosts.attempt_folder("b", prepared.run_id) / head_lease.LEASE
     assert lease.exists()
@@ -345,7 +344,7 @@ def test_a_silent_host_is_asked_over_a_new_connection_and_not_blamed_for_another
 )
 def test_a_host_that_does_not_answer_is_blamed_only_if_no_rank_failed_by_itself(
     transport: Unsteady,
-    failing: Callable[..., ClusterWatch],
+    failing: Failing,
     output: str,
     returncode: int,
     silent_leases: int,
@@ -364,7 +363,7 @@ def test_a_host_that_does_not_answer_is_blamed_only_if_no_rank_failed_by_itself(
 
 
 def test_a_rank_that_exceeded_its_deadline_is_not_the_cause_if_another_host_was_lost(
-    this: Attempt, failing: Callable[..., ClusterWatch]
+    this: Attempt, failing: Failing
 ) -> None:
     """On a GPU, a rank that waits for a lost host does so outside torch.distributed, until the deadline of its step."""
     watch = failing('File "/v/torch/cuda/__init__.py", line 1 in synchronize', -9)

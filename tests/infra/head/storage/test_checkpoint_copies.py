@@ -37,6 +37,7 @@ from tests.support.waiting import await_that
 pytestmark = pytest.mark.slow
 
 HANG_SECONDS = 120
+Make = Callable[..., RunSpec]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_spec(tmp_path: Path, destination: str) -> Callable[[str], RunSpec]:
+def make_spec(tmp_path: Path, destination: str) -> Make:
     """Makes the spec of the run ``wiki`` under a root of this name, begun there unless it is called ``fresh``."""
 
     def make(root: str = "a", **settings: Any) -> RunSpec:
@@ -89,7 +90,7 @@ def await_stored(spec: RunSpec, *expected: str) -> None:
 
 
 def test_complete_checkpoints_are_copied_while_ranks_run_and_the_newest_ones_kept(
-    make_spec: Callable[..., RunSpec], caplog: pytest.LogCaptureFixture
+    make_spec: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     spec = make_spec()
@@ -108,7 +109,7 @@ def test_complete_checkpoints_are_copied_while_ranks_run_and_the_newest_ones_kep
 
 
 def test_a_store_that_does_not_answer_is_logged_once_and_nothing_else_ends_until_training_has(
-    make_spec: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_spec: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = make_spec()
     copies = copies_of(spec)
@@ -136,7 +137,7 @@ def test_a_store_that_does_not_answer_is_logged_once_and_nothing_else_ends_until
     copies.end()
 
 
-def test_a_head_that_was_superseded_stops(make_spec: Callable[..., RunSpec]) -> None:
+def test_a_head_that_was_superseded_stops(make_spec: Make) -> None:
     spec, other = make_spec(), make_spec("b")
     copies = copies_of(spec)
     small_tags.save(spec.run_folder / CHECKPOINTS, 100)
@@ -155,9 +156,7 @@ def test_a_head_that_was_superseded_stops(make_spec: Callable[..., RunSpec]) -> 
     taken.end()
 
 
-def test_a_run_without_its_checkpoints_gets_the_newest_one_back_and_does_not_begin_at_step_0(
-    make_spec: Callable[..., RunSpec],
-) -> None:
+def test_a_run_without_its_checkpoints_gets_the_newest_one_back_and_does_not_begin_at_step_0(make_spec: Make) -> None:
     spec, fresh = make_spec(), make_spec("fresh")
     store_one(spec)
     take_identity(fresh, stored_run(str(spec.checkpoints_url)))
@@ -171,7 +170,7 @@ def test_a_run_without_its_checkpoints_gets_the_newest_one_back_and_does_not_beg
 
 
 def test_a_run_that_begins_again_keeps_what_is_stored_and_uses_none_of_it(
-    make_spec: Callable[..., RunSpec], reader: Reader, monkeypatch: pytest.MonkeyPatch
+    make_spec: Make, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked, look = threading.Semaphore(0), CheckpointCopies._next
 
@@ -206,9 +205,7 @@ def test_a_run_that_begins_again_keeps_what_is_stored_and_uses_none_of_it(
     again.end()
 
 
-def test_a_run_that_began_again_while_nothing_was_stored_is_not_resumed_from_before_that(
-    make_spec: Callable[..., RunSpec],
-) -> None:
+def test_a_run_that_began_again_while_nothing_was_stored_is_not_resumed_from_before_that(make_spec: Make) -> None:
     spec = make_spec()
     store_one(spec)
     begin_again(spec)
@@ -218,7 +215,7 @@ def test_a_run_that_began_again_while_nothing_was_stored_is_not_resumed_from_bef
     again.end()
 
 
-def test_an_interrupted_copy_is_not_continued_after_the_run_has_begun_again(make_spec: Callable[..., RunSpec]) -> None:
+def test_an_interrupted_copy_is_not_continued_after_the_run_has_begun_again(make_spec: Make) -> None:
     spec = make_spec()
     small_tags.save(spec.run_folder / CHECKPOINTS, 100)
     linked(spec.run_folder, "step-00000100")
@@ -230,7 +227,7 @@ def test_an_interrupted_copy_is_not_continued_after_the_run_has_begun_again(make
     copies.end()
 
 
-def test_a_root_from_before_the_run_began_again_elsewhere_is_refused(make_spec: Callable[..., RunSpec]) -> None:
+def test_a_root_from_before_the_run_began_again_elsewhere_is_refused(make_spec: Make) -> None:
     spec, stale = make_spec(), make_spec("b")
     copies = copies_of(spec)
     begin_again(spec)
@@ -244,7 +241,7 @@ def test_a_root_from_before_the_run_began_again_elsewhere_is_refused(make_spec: 
     outdated.end()
 
 
-def test_a_damaged_checkpoint_does_not_keep_others_from_being_stored(make_spec: Callable[..., RunSpec]) -> None:
+def test_a_damaged_checkpoint_does_not_keep_others_from_being_stored(make_spec: Make) -> None:
     spec = make_spec()
     copies = copies_of(spec)
     damaged = small_tags.save(spec.run_folder / CHECKPOINTS, 100)
@@ -258,7 +255,7 @@ def test_a_damaged_checkpoint_does_not_keep_others_from_being_stored(make_spec: 
 
 
 def test_a_checkpoint_that_is_damaged_in_the_bucket_is_stored_again_and_no_intact_one_pruned_for_it(
-    make_spec: Callable[..., RunSpec], reader: Reader
+    make_spec: Make, reader: Reader
 ) -> None:
     spec, fresh = make_spec(), make_spec("fresh")
     copies = copies_of(spec)
@@ -282,7 +279,7 @@ def test_a_checkpoint_that_is_damaged_in_the_bucket_is_stored_again_and_no_intac
 
 
 def test_a_run_resumes_without_its_store_only_if_it_has_a_checkpoint_itself(
-    make_spec: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_spec: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = make_spec()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
@@ -298,7 +295,7 @@ def test_a_run_resumes_without_its_store_only_if_it_has_a_checkpoint_itself(
 
 
 def test_stopping_does_not_wait_for_a_store_that_does_not_answer(
-    make_spec: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+    make_spec: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = make_spec()
     copies = copies_of(spec)
@@ -323,7 +320,7 @@ def test_stopping_does_not_wait_for_a_store_that_does_not_answer(
     answering.set()
 
 
-def test_another_head_is_refused_before_training_while_the_lease_is_valid(make_spec: Callable[..., RunSpec]) -> None:
+def test_another_head_is_refused_before_training_while_the_lease_is_valid(make_spec: Make) -> None:
     spec, other, fresh = make_spec(), make_spec("b"), make_spec("fresh")
     copies = copies_of(spec)
     with pytest.raises(RunOwned, match="lease is valid for another"):
@@ -337,7 +334,7 @@ def test_another_head_is_refused_before_training_while_the_lease_is_valid(make_s
     check_bucket(other)
 
 
-def test_a_folder_of_another_run_is_not_continued(make_spec: Callable[..., RunSpec]) -> None:
+def test_a_folder_of_another_run_is_not_continued(make_spec: Make) -> None:
     spec, other = make_spec(), make_spec("b")
     copies_of(spec).end()
     begun = json.loads((other.run_folder / RUN).read_text())
@@ -346,7 +343,7 @@ def test_a_folder_of_another_run_is_not_continued(make_spec: Callable[..., RunSp
         take_identity(other, stored_run(str(spec.checkpoints_url)))
 
 
-def test_a_url_without_a_run_is_refused(make_spec: Callable[..., RunSpec], destination: str, reader: Reader) -> None:
+def test_a_url_without_a_run_is_refused(make_spec: Make, destination: str, reader: Reader) -> None:
     with pytest.raises(InputError, match="is not in S3"):
         stored_run("/data/wiki")
     with pytest.raises(RecordError, match="holds no run"):
