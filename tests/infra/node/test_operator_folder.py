@@ -26,12 +26,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     return folder
 
 
-def test_a_folder_that_the_user_has_chosen_is_used_as_it_is(folder: Folder, tmp_path: Path) -> None:
+def test_the_folder_is_the_users_choice_or_else_does_not_depend_on_the_home_folder(
+    folder: Folder, tmp_path: Path
+) -> None:
     assert folder(TORCH_EXTENSIONS_DIR="/chosen") == Path("/chosen")
     assert not list(tmp_path.iterdir())
-
-
-def test_the_folder_does_not_depend_on_the_home_folder(folder: Folder, tmp_path: Path) -> None:
     assert folder(HOME="/a") == folder(HOME="/b", XDG_CACHE_HOME="/c")
     assert folder().parent == node_folders.node_path("operators")
     assert folder().is_relative_to(tmp_path)

@@ -121,12 +121,9 @@ def test_older_platforms_suit_as_well() -> None:
 
 
 @pytest.mark.parametrize(("python", "platforms"), [("3.10", []), ("3.11;", []), (None, ["--index-url=x"])])
-def test_an_impossible_target_is_refused(python: str | None, platforms: list[str]) -> None:
+def test_an_impossible_target_or_part_is_refused(tmp_path: Path, python: str | None, platforms: list[str]) -> None:
     with pytest.raises(SpecError, match="it must be"):
         Target.of(python, platforms)
-
-
-def test_an_unknown_part_of_the_project_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="--extra is 'flow': it must be one of dask, dev, flows"):
         collect_project(tmp_path, Target.of(None, None), ["flow"], silent)
 

@@ -325,12 +325,6 @@ def test_no_setting_of_the_user_weakens_security_or_disturbs_commands_or_their_i
     assert {"clearallforwardings yes", "port 2222", f"userknownhostsfile {tmp_path}/known hosts"} <= found
 
 
-def test_a_command_gets_its_input_whatever_the_users_ssh_config_says(sshd: Sshd) -> None:
-    ssh = sshd()
-    add_users_settings(ssh, "StdinNull yes\nSessionType none\nForkAfterAuthentication yes\nTunnel yes")
-    assert run(ssh, HERE, ["cat"], stdin=b"the request").stdout == b"the request"
-
-
 def test_a_connection_that_a_busy_sshd_drops_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Busy:
         """A host whose sshd drops the first two connections."""

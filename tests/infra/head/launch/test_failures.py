@@ -201,15 +201,12 @@ def test_a_rank_without_an_exit_record_is_the_cause(this: Attempt) -> None:
     assert "rank 1 of 2 was killed together with its guard" in str(error)
 
 
-def test_if_no_rank_failed_the_launcher_is_the_cause(this: Attempt) -> None:
+def test_if_no_rank_failed_the_launcher_is_the_cause(this: Attempt, over_hosts: Attempt) -> None:
     this.write_exit(ExitRecord("launcher", 0, Cause.EXITED, "exited", now(), now()))
     this.log("launcher").write_text("No module named deepspeed\n")
     message = str(failure_of(this, 2))
     assert "DeepSpeed's launcher ended with exit code 0 before its ranks" in message
     assert "No module named deepspeed" in message
-
-
-def test_a_launcher_whose_connections_sshd_dropped_names_the_limit(over_hosts: Attempt) -> None:
     over_hosts.write_exit(ExitRecord("launcher", 255, Cause.EXITED, "exited", now(), now()))
     over_hosts.log("launcher").write_text("node2: kex_exchange_identification: Connection closed by remote host\n")
     error = str(failure_of(over_hosts, 2))

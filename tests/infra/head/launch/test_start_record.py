@@ -14,7 +14,7 @@ from infra.head.launch.held_run import hold_run
 from infra.head.launch.start_record import Ending, Start, note_cancelled, note_stage, read_start
 from infra.head.stop_signal import Stopped
 from t5train.errors import LaunchError, Preempted, RecordError, RunChanged, StorageError
-from tests.support.held_runs import end_with, held_by_another, kill_holder
+from tests.support.held_runs import end_with, held_by_another
 from tests.support.small_disk import run_with_disk
 
 FILLS_THE_DISK = """
@@ -104,12 +104,6 @@ def test_sigterm_between_stages_is_recorded_and_still_ends_the_process(tmp_path:
     found = recorded(tmp_path)
     assert found.how == Ending.INTERRUPTED
     assert json.loads((tmp_path / "holder.json").read_text())["is_released"]
-
-
-def test_a_killed_process_leaves_a_record_without_an_end(tmp_path: Path) -> None:
-    pid = kill_holder(tmp_path)
-    found = recorded(tmp_path)
-    assert (found.pid, found.ended_at, found.how) == (pid, None, None)
 
 
 def test_a_start_that_is_refused_because_the_run_has_other_settings_is_not_recorded(tmp_path: Path) -> None:

@@ -99,12 +99,6 @@ def test_a_host_with_a_fault_is_named_with_the_remedy(check: str, host: str, cha
     assert check in CHECKS
 
 
-def test_a_host_without_a_route_to_the_first_one_is_named() -> None:
-    (found,) = findings({"node2": ON_A_SEPARATE_NETWORK})
-    assert (found.check, found.is_problem) == ("address", True)
-    assert "there is no route to any of its addresses from node2. Put the hosts into one net" in found.text
-
-
 def unshared(scratch_mark: str, **changes: object) -> Change:
     return with_(
         "resources",
@@ -189,19 +183,11 @@ def test_an_operator_that_can_be_compiled_and_compile_locks_are_notes() -> None:
 
 @pytest.mark.parametrize("given", ["9.0a", "Hopper", "8.0,9.0", "9", "8.0+ptx"])
 def test_architectures_that_deepspeed_cannot_read_are_reported(given: str) -> None:
+    for readable in ("", "9.0", "8.0;9.0+PTX", "8.6 9.0;10.0"):
+        assert findings({}, replace(REQUIREMENTS, environment={"TORCH_CUDA_ARCH_LIST": readable})) == []
     (found,) = findings({}, replace(REQUIREMENTS, environment={"TORCH_CUDA_ARCH_LIST": f"8.0;{given}"}))
     assert found.check == "architectures"
     assert f"cannot read {given}" in found.text
-
-
-@pytest.mark.parametrize("given", ["", "9.0", "8.0;9.0+PTX", "8.6 9.0;10.0"])
-def test_architectures_that_deepspeed_can_read_are_accepted(given: str) -> None:
-    assert findings({}, replace(REQUIREMENTS, environment={"TORCH_CUDA_ARCH_LIST": given})) == []
-
-
-def test_hosts_with_the_same_fault_share_a_line() -> None:
-    (found,) = findings({host: build(ninja=None) for host in HOSTS[1:]})
-    assert found.text.startswith("node1, node2, node3: ninja is not on the PATH")
 
 
 def test_of_two_hosts_that_differ_the_one_unlike_the_head_is_named() -> None:

@@ -10,7 +10,7 @@ from infra.head.hosts.hostfile import read_hosts
 from infra.head.preflight.checklist import judge
 from infra.head.preflight.run_checks import require_possible
 from infra.head.preflight.text_checks import NOT_READ, TextFacts
-from infra.node.inspection.software import DASK, software
+from infra.node.inspection.software import DASK
 from t5train.checkpoint.resume import open_run
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
@@ -48,13 +48,9 @@ def test_every_host_needs_the_heads_version_of_dask() -> None:
     assert "Install distributed==2026.8.0 there, or set shards.executor=local" in found[0]
 
 
-def test_the_head_needs_dask_itself() -> None:
+def test_the_head_needs_dask_itself_until_the_shards_exist() -> None:
     (found,) = problems(dict.fromkeys(HOSTS, ""), "")
     assert found.startswith("packages: distributed missing on this machine, but shards.executor is dask. Install")
-
-
-def test_nobody_needs_dask_once_the_shards_exist() -> None:
-    assert problems(dict.fromkeys(HOSTS, ""), "")
     assert not problems(dict.fromkeys(HOSTS, ""), "", tokenises=False)
 
 
@@ -107,11 +103,8 @@ def test_a_run_whose_text_has_another_name_now_tokenises_it_again(spec: RunSpec)
     assert not make_shards(moved).reused
 
 
-def test_training_on_given_shards_does_not_require_dask(spec: RunSpec) -> None:
+def test_given_shards_or_a_machine_that_tokenises_itself_do_not_require_dask(spec: RunSpec) -> None:
     assert not tokenises(spec, NOT_READ)
-
-
-def test_a_run_whose_own_machine_tokenises_does_not_require_dask(spec: RunSpec) -> None:
     assert not tokenises(spec.with_settings({"shards.executor": "local"}))
 
 
@@ -121,11 +114,6 @@ def test_hosts_that_tokenise_have_to_share_the_root() -> None:
     assert [each.check for each in found] == ["root"]
     assert "share no storage with the head, but shards.executor is dask. Mount /shared/t5 on every" in found[0].text
     assert not [each for each in judge(unshared, REQUIREMENTS, SOFTWARE, NONCE).findings if each.is_problem]
-
-
-def test_a_node_reports_whether_it_has_dask_only_if_the_run_asks_for_it() -> None:
-    assert DASK in software(recipe("smoke", ON_HOSTS).model_dump_json()).packages
-    assert DASK not in software(recipe("smoke").model_dump_json()).packages
 
 
 def test_without_a_hostfile_there_are_no_hosts_to_tokenise_on() -> None:

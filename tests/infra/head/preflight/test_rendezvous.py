@@ -51,7 +51,9 @@ def test_a_given_master_address_must_belong_to_the_first_host() -> None:
 
 
 def test_hosts_without_a_route_to_the_first_are_named() -> None:
-    with pytest.raises(PreflightError, match="there is no route to any of its addresses from node1"):
+    with pytest.raises(
+        PreflightError, match=r"there is no route to any of its addresses from node1\. Put the hosts into one"
+    ):
         choose_rendezvous(changed("node1", interfaces={"eth0": ["10.5.0.1/24"]}, routes=[]), "node0")
 
 

@@ -12,7 +12,7 @@ from infra.head.hosts.node_client import Nodes
 from infra.head.storage.checkpoint_inventory import complete_tags, survey
 from infra.head.storage.gather import collect
 from infra.node.channel import BrokenOff, Channel
-from infra.node.storage.file_channel import FileRange, fetch_over
+from infra.node.storage.file_channel import fetch_over
 from t5train.errors import T5TrainError
 from tests.support.simulated_nodes import RUN, Site, make_sidecar
 
@@ -75,8 +75,3 @@ def test_a_sender_cannot_send_more_bytes_than_requested(count: object, words: st
     sent = io.BytesIO(json.dumps({"Chunk": {"count": count}}).encode() + b"\n" + b"x" * 100)
     with pytest.raises(BrokenOff, match=words):
         list(fetch_over(Channel(sent, io.BytesIO()))("a", 0, 10))
-
-
-def test_an_invalid_message_ends_the_conversation() -> None:
-    with pytest.raises(BrokenOff, match="instead of a message"):
-        Channel(io.BytesIO(b"\xff{\n"), io.BytesIO()).receive(FileRange)

@@ -1,7 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from infra.head.hosts.hostfile import Host, Hosts
 from infra.head.storage.node_paths import NodeRun
 from infra.node.node_folders import node_path
 from t5train.spec.rank_job import Consolidated, TrainingProgress, TrainJob
@@ -34,8 +33,3 @@ def test_the_job_names_starting_weights_by_the_path_where_they_are_staged(run: N
     spec = recipe("smoke").with_settings({"model.start_from": '"/models/t5"'})
     node_job = run.job_on_nodes(job(spec=spec, start_fingerprint="5" * 64))
     assert node_job.spec.model.start_from == str(node_path("scratch/staged/t5-555555555555"))
-
-
-def test_ranks_are_numbered_across_hosts(run: NodeRun) -> None:
-    hosts = Hosts((Host("a", (0, 1)), Host("b", (3,)), Host("c", (0, 1))))
-    assert [replace(run, hosts=hosts).ranks_of(host) for host in hosts.all] == [range(2), range(2, 3), range(3, 5)]

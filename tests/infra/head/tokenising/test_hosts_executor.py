@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.head.tokenising.hosts_executor import workers_for
 from infra.node.tokenising.makers import own_makers
 from infra.node.tokenising.worker_messages import Makers
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.errors import InputError, RemoteFailed, StorageError, WorkerLost
-from t5train.spec import ClusterSpec, CorpusSpec, ShardsSpec, TokenizerSpec
+from t5train.spec import CorpusSpec, ShardsSpec, TokenizerSpec
 from tests.infra.head.tokenising.conftest import Site
 from tests.support.generated_text import write_jsonl
 from tests.support.prepared_python import prepared_python
@@ -42,10 +41,6 @@ def quick_hosts(python_with_dask: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def modes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mode for path in folder.iterdir()}
-
-
-def test_this_machine_makes_shards_by_default_and_needs_no_hostfile() -> None:
-    assert workers_for(ShardsSpec(), ClusterSpec()) is None
 
 
 def test_hosts_make_the_same_files_as_this_machine(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ import psutil
 
 from infra.head.tokenising.run_credentials import new_credentials
 from infra.head.tokenising.scheduler_process import scheduler_process
-from infra.node.tokenising.worker_messages import Credentials
 from t5train.data.worker_processes import Json
 from tests.infra.head.tokenising.conftest import Site
 
@@ -95,10 +94,3 @@ def test_every_open_port_refuses_who_has_no_certificate(site: Site) -> None:
     worker.join()
     assert len(found) == 3, "the scheduler's and two workers'"
     assert answers == [b""] * 6
-
-
-def test_the_key_is_not_shown() -> None:
-    credentials = new_credentials()
-    assert "PRIVATE KEY" in credentials.key
-    assert "PRIVATE KEY" not in repr(credentials)
-    assert credentials != Credentials(credentials.certificate, "")

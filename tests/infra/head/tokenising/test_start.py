@@ -18,6 +18,7 @@ from infra.node.tokenising.makers import own_makers
 from infra.node.tokenising.worker_messages import Credentials, WorkerStart
 from t5train.errors import HostMisconfigured, HostUnreachable, StorageError
 from t5train.files.output_folder import making
+from t5train.spec import ClusterSpec, ShardsSpec
 from t5train.spec.recipes import recipe
 from tests.infra.head.tokenising.conftest import Site
 
@@ -69,8 +70,11 @@ def test_a_closed_port_is_told_from_a_connection_that_is_refused_by_tls() -> Non
         dask_worker._require_reachable("127.0.0.1", port)
 
 
-def test_a_clock_that_is_hours_behind_does_not_invalidate_the_certificate() -> None:
-    certificate = load_pem_x509_certificate(new_credentials().certificate.encode())
+def test_a_clock_that_is_hours_behind_does_not_invalidate_the_certificate_and_its_key_is_not_shown() -> None:
+    credentials = new_credentials()
+    assert "PRIVATE KEY" in credentials.key
+    assert "PRIVATE KEY" not in repr(credentials)
+    certificate = load_pem_x509_certificate(credentials.certificate.encode())
     assert certificate.not_valid_before_utc < datetime.now(UTC) - timedelta(hours=23)
 
 
@@ -87,7 +91,8 @@ def test_a_part_of_the_files_of_a_large_text_is_compared_and_a_vanished_one_name
         hosts_executor._sources([job])
 
 
-def test_a_run_without_jobs_needs_neither_dask_nor_its_hosts() -> None:
+def test_a_run_without_jobs_needs_neither_dask_nor_its_hosts_and_by_default_none_has_them() -> None:
+    assert hosts_executor.workers_for(ShardsSpec(), ClusterSpec()) is None
     spec = recipe("smoke", {"shards.executor": "dask", "cluster.hostfile": "/none"})
     workers = hosts_executor.shard_workers(spec)
     assert workers is not None

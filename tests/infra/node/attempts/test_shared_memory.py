@@ -56,19 +56,15 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name.removeprefix("deepspeed_allreduce_buffer_") for path in folder.iterdir())
 
 
-def test_only_the_ranks_own_segment_is_removed(segments: Path) -> None:
+def test_only_the_ranks_own_segment_is_removed_and_none_by_a_launcher(segments: Path) -> None:
     user = os.getuid()
     make(segments, *(f"{user}_127.0.0.1_2{port}_{rank}" for port in (10, 100) for rank in (1, 10)))
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "210", "RANK": "1"}
     shared_memory.remove_of_rank(environment)
     shared_memory.remove_of_rank(environment)  # already removed
+    del environment["RANK"]
+    shared_memory.remove_of_rank(environment)
     assert left(segments) == [f"{user}_127.0.0.1_{suffix}" for suffix in ("2100_1", "2100_10", "210_10")]
-
-
-def test_a_launcher_removes_no_segment(segments: Path) -> None:
-    make(segments, f"{os.getuid()}_127.0.0.1_210_0")
-    shared_memory.remove_of_rank({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "210"})
-    assert left(segments)
 
 
 def test_all_segments_of_a_rendezvous_are_removed_and_no_others(segments: Path) -> None:

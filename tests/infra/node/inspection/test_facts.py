@@ -41,13 +41,6 @@ def question(tmp_path: Path) -> Question:
     return Question(tmp_path, nonce, accelerator="cpu", slots=(0,), environment=cache, spec=spec)
 
 
-def test_a_node_reports_whether_it_has_wandb_only_if_the_run_asks_for_it() -> None:
-    watched = recipe("smoke", {"monitor.wandb": True}).model_dump_json()
-    assert "wandb" in software.software(watched).packages
-    assert "wandb" not in software.software(recipe("smoke").model_dump_json()).packages
-    assert "wandb" not in software.software("").packages
-
-
 def test_a_node_reports_its_versions_clock_resources_and_the_nonce_that_the_head_wrote(
     question: Question, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +57,14 @@ def test_a_node_reports_its_versions_clock_resources_and_the_nonce_that_the_head
     assert facts.build.ninja == str(Path(sys.executable).parent / "ninja"), "it is on the path that ranks get"
     assert facts.network.hostname == socket.gethostname()
     assert facts.network.interfaces["lo"][0] == "127.0.0.1/8"
+
+
+def test_a_node_reports_whether_it_has_wandb_and_dask_only_if_the_run_asks_for_it() -> None:
+    dask = {"cluster.hostfile": "hosts", "shards.executor": "dask"}
+    for package, settings in (("wandb", {"monitor.wandb": True}), (software.DASK, dask)):
+        assert package in software.software(recipe("smoke", settings).model_dump_json()).packages
+        assert package not in software.software(recipe("smoke").model_dump_json()).packages
+        assert package not in software.software("").packages
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", ""])
@@ -119,9 +120,11 @@ def test_a_spec_that_the_nodes_code_cannot_read_is_reported_as_refused(monkeypat
     assert software.spec_digest("{}").startswith("refused: import of t5train.spec halted")
 
 
-def test_the_identity_of_a_machine_is_stable_and_contains_its_network_namespace(question: Question) -> None:
-    assert collect_facts(question).identity == collect_facts(question).identity
-    assert str(Path("/proc/self/ns/net").readlink()) in collect_facts(question).identity
+def test_a_machine_has_a_stable_identity_and_the_heads_reports_its_scratch_folder_too(question: Question) -> None:
+    facts, scratch = collect_facts(question), question.root / "scratch"
+    assert str(Path("/proc/self/ns/net").readlink()) in facts.identity
+    assert facts.resources.scratch == ""
+    assert collect_facts(replace(question, head=facts.identity, scratch=scratch)).resources.scratch == str(scratch)
 
 
 def test_reclaimable_scratch_space_is_the_runs_own_and_what_no_other_uses(question: Question, tmp_path: Path) -> None:
@@ -139,9 +142,3 @@ def test_reclaimable_scratch_space_is_the_runs_own_and_what_no_other_uses(questi
         resources = collect_facts(replace(node_local, run_on_nodes=run)).resources
         assert (resources.scratch, resources.scratch_error) == (str(scratch), "")
         assert resources.scratch_yielding_bytes == expected
-
-
-def test_a_head_that_can_read_the_root_also_reports_its_scratch_folder(question: Question) -> None:
-    facts, scratch = collect_facts(question), question.root / "scratch"
-    assert facts.resources.scratch == ""
-    assert collect_facts(replace(question, head=facts.identity, scratch=scratch)).resources.scratch == str(scratch)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.node.channel import BrokenOff
 from infra.node.ports import Endpoint
 from infra.node.storage import peer_connection
 from infra.node.storage.file_channel import fetch_over, files_in
@@ -57,12 +58,17 @@ def test_200_silent_connections_use_few_threads_and_do_not_delay_a_peer(
     assert len(strangers) == 200
 
 
-def test_new_connections_do_not_disconnect_a_peer_that_is_being_served(server: Endpoint) -> None:
+def test_a_wrong_token_is_reported_and_new_connections_do_not_disconnect_a_peer_that_is_served(
+    server: Endpoint,
+) -> None:
+    with pytest.raises(BrokenOff, match="token"):
+        connect(server, "cd" * 32)
     channel = connect(server, TOKEN)
     with ExitStack() as strangers:
         for _ in range(3 * peer_connection._MOST_HANDSHAKES):
             strangers.enter_context(socket.create_connection((server.address, server.port), timeout=10))
         assert b"".join(fetch_over(channel)("file", 0, 7)) == b"content"
+        assert b"".join(fetch_over(channel)("file", 3, 7)) == b"tent"
     channel.close()
 
 
