@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infra.head.hosts.ssh import Ssh
-from infra.node import processes
+from infra.node import node_folders, processes
 from infra.node.__main__ import ACTIONS
 from infra.node.attempts import attempt
 from infra.node.attempts.attempt import Attempt
@@ -30,6 +30,18 @@ Survivors = Callable[[str], set[int]]
 def this(tmp_path: Path) -> Attempt:
     """An attempt whose head is the test itself."""
     return attempt.begin(tmp_path / "run", ProcessIdentity.of(os.getpid()))
+
+
+@pytest.fixture
+def over_hosts(tmp_path: Path) -> Attempt:
+    """An attempt with a rank on each of two hosts."""
+    return attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
+
+
+@pytest.fixture
+def own_node_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the node folder of this machine in ``tmp_path``."""
+    monkeypatch.setattr(node_folders, "PARENT", tmp_path)
 
 
 @pytest.fixture

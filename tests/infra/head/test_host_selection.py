@@ -51,12 +51,16 @@ def asked_hosts(monkeypatch: pytest.MonkeyPatch) -> AskedHosts:
     return calls, down
 
 
+def require(spec: RunSpec, **facts: Any) -> set[str]:
+    return require_hosts(spec, require_possible(spec), NOT_READ, **facts)
+
+
 def test_a_host_that_does_not_answer_is_replaced_by_a_spare_that_does(
     spec: Spec, asked_hosts: AskedHosts, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls, down = asked_hosts
     down.update("bc")
-    silent = require_hosts(spec(2), require_possible(spec(2)), NOT_READ)
+    silent = require(spec(2))
     assert calls == [("a", "b"), ("a", "c"), ("a", "d")]
     assert caplog.messages[0] == "b: no answer"
     assert caplog.messages[-1] == "b does not answer: d takes its place"
@@ -68,10 +72,10 @@ def test_without_a_spare_that_answers_the_run_is_refused_with_what_to_do(spec: S
     calls, down = asked_hosts
     down.update("bd")
     with pytest.raises(PreflightError, match=r"b: no answer\n  d: no answer\nFix .*--exclude.*--spares"):
-        require_hosts(spec(1), require_possible(spec(1)), NOT_READ)
+        require(spec(1))
     assert calls == [("a", "b", "c"), ("a", "d", "c")]
     down.clear()
-    require_hosts(spec(1), require_possible(spec(1)), NOT_READ)
+    require(spec(1))
 
 
 @pytest.mark.parametrize("spares", [0, 1])
@@ -81,7 +85,7 @@ def test_hosts_with_running_ranks_are_kept_even_if_they_do_not_answer(
     calls, down = asked_hosts
     down.add("b")
     hosts = training_hosts(spec(spares))
-    require_hosts(spec(spares), require_possible(spec(spares)), NOT_READ, running=hosts)
+    require(spec(spares), running=hosts)
     assert calls == []
     assert training_hosts(spec(spares), running=hosts) == hosts
 

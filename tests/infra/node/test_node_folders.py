@@ -7,10 +7,7 @@ from infra.node import node_folders
 from infra.node.attempts import head_lease
 from t5train.errors import StorageError
 
-
-@pytest.fixture(autouse=True)
-def _node_folder_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_folders, "PARENT", tmp_path)
+pytestmark = pytest.mark.usefixtures("own_node_folder")
 
 
 def test_the_attempts_folder_is_private_and_an_attempt_keeps_its_path() -> None:

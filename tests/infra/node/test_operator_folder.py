@@ -14,9 +14,8 @@ Folder = Callable[..., Path]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+def folder(own_node_folder: None) -> Folder:
     """Return the operator folder of an environment."""
-    monkeypatch.setattr(node_folders, "PARENT", tmp_path)
 
     def folder(**environment: str) -> Path:
         operator_folder._package.cache_clear()

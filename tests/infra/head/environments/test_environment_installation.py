@@ -25,9 +25,8 @@ Install = Callable[..., Installed | HostError]
 
 
 @pytest.fixture
-def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheelhouse:
+def wheels(tmp_path: Path, own_node_folder: None) -> Wheelhouse:
     """A wheelhouse of two wheels in ``wheels``. The node folder is within ``tmp_path``, too."""
-    monkeypatch.setattr(node_folders, "PARENT", tmp_path)
     (tmp_path / "wheels").mkdir()
     first = write_wheel(tmp_path / "wheels", "first", requires=["second>=1"])
     return wheelhouse_of(tmp_path / "wheels", [first, write_wheel(tmp_path / "wheels", "second")])

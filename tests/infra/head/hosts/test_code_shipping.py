@@ -22,14 +22,8 @@ from t5train.errors import HostUnreachable, RemoteFailed
 from t5train.spec import ClusterSpec
 from tests.support.simulated_nodes import ThisMachine
 
+pytestmark = pytest.mark.usefixtures("own_node_folder")
 SOURCES = {"infra/__init__.py": "", "infra/node/attempts/process_guard.py": "x = 'ß'\n"}
-
-
-@pytest.fixture(autouse=True)
-def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The parent of the node folder."""
-    monkeypatch.setattr(node_folders, "PARENT", tmp_path)
-    return tmp_path
 
 
 def packed(sources: dict[str, str]) -> tuple[str, bytes]:
@@ -140,23 +134,23 @@ def test_bytecode_caches_in_the_code_folder_do_not_count_as_changes() -> None:
     assert hold(digest)
 
 
-def test_a_node_folder_that_other_users_can_access_is_refused(parent: Path) -> None:
+def test_a_node_folder_that_other_users_can_access_is_refused(tmp_path: Path) -> None:
     digest, content = packed(SOURCES)
     node_folders.node_path().mkdir(mode=0o755)
     with pytest.raises(SystemExit, match=r"is not a folder that only user .* can access\. Move it away, then start"):
         hold(digest, content)
     node_folders.node_path().rmdir()
-    (parent / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
     node_folders.node_path().symlink_to("elsewhere")
     with pytest.raises(SystemExit, match="is not a folder that only user"):
         hold(digest, content)
-    assert not list((parent / "elsewhere").iterdir())
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_different_user_id_is_refused_before_the_folder_is_made(parent: Path) -> None:
+def test_a_different_user_id_is_refused_before_the_folder_is_made(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"user id is \d+ on this host and \d+ on the head"):
-        code_receiver.hold(os.getuid() + 1, parent / "of-another", *packed(SOURCES))
-    assert not (parent / "of-another").exists()
+        code_receiver.hold(os.getuid() + 1, tmp_path / "of-another", *packed(SOURCES))
+    assert not (tmp_path / "of-another").exists()
 
 
 def test_a_code_folder_that_cannot_be_written_is_an_error_of_that_host() -> None:

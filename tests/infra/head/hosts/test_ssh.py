@@ -103,11 +103,6 @@ def test_an_unknown_host_key_is_refused_with_the_command_that_adds_it(sshd: Sshd
         run(sshd(known=None), HERE, ["true"])
 
 
-def test_a_user_whose_key_is_rejected_is_told_to_run_ssh_copy_id(sshd: Sshd) -> None:
-    with pytest.raises(HostUnreachable, match=r"rejects this user's SSH keys\. Run `ssh-copy-id 127\.0\.0\.1`"):
-        run(sshd(identity="host"), HERE, ["true"])
-
-
 @pytest.mark.parametrize(
     ("host", "words"),
     [
@@ -168,12 +163,24 @@ def test_a_host_name_that_looks_like_an_ssh_option_runs_no_command(tmp_path: Pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_failed_command_is_reported_with_its_exit_code_and_last_output_or_what_to_install(sshd: Sshd) -> None:
-    with pytest.raises(RemoteFailed, match=r"ended with exit code 3\. The command's last output: bad") as caught:
-        run(sshd(), HERE, ["sh", "-c", "echo bad >&2; exit 3"])
-    assert not caught.value.retryable
-    with pytest.raises(RemoteFailed, match=r"code 127\. Install Python and this package there"):
-        run(sshd(), HERE, ["/nowhere/python"])
+# Kills the server of the connection: the next sshd among the parents of the shell.
+KILL = 'p=$PPID; until grep -q ^sshd /proc/$p/comm; do p=$(cut -d" " -f4 /proc/$p/stat); done; kill -9 $p'
+
+
+@pytest.mark.parametrize(
+    ("identity", "argv", "error", "words"),
+    [
+        ("host", ["true"], HostUnreachable, r"rejects this user's SSH keys\. Run `ssh-copy-id 127\.0\.0\.1`"),
+        ("user", ["sh", "-c", "echo bad >&2; exit 3"], RemoteFailed, r"ended with exit code 3\. .* last output: bad"),
+        ("user", ["/nowhere/python"], RemoteFailed, r"code 127\. Install Python and this package there"),
+        ("user", ["sh", "-c", KILL], HostUnreachable, r"the connection was lost.* ssh said: .*closed"),
+    ],
+)
+def test_a_command_that_fails_is_reported_with_what_it_or_ssh_said(
+    sshd: Sshd, identity: str, argv: list[str], error: type[HostError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        run(sshd(identity=identity), HERE, argv)
 
 
 def test_a_command_that_hangs_is_also_ended_on_the_host(sshd: Sshd, until: Until) -> None:
@@ -189,14 +196,6 @@ def test_a_command_that_hangs_is_also_ended_on_the_host(sshd: Sshd, until: Until
         assert isinstance(reply, HostTimeout)
         assert re.search(rf"^{host}: .* timed out after 10 s\. .* last output: begun", str(reply))
     until(lambda: not processes.find(processes.in_run(run_id)))
-
-
-def test_a_broken_connection_is_reported(sshd: Sshd) -> None:
-    kill_its_server = (
-        'p=$PPID; until grep -q ^sshd /proc/$p/comm; do p=$(cut -d" " -f4 /proc/$p/stat); done; kill -9 $p'
-    )
-    with pytest.raises(HostUnreachable, match=r"the connection was lost.* ssh said: .*closed"):
-        run(sshd(), HERE, ["sh", "-c", kill_its_server])
 
 
 def test_all_hosts_are_asked_in_parallel_and_replies_keep_their_order(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from infra.head.launch import cluster_launch, supervision
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
 from infra.head.launch.held_run import hold_run
 from infra.head.launch.supervision import Supervision
-from infra.node import node_folders
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
 from t5train.spec.rank_job import TrainJob
@@ -27,9 +26,7 @@ time.sleep(600)
 
 
 @pytest.fixture
-def this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
-    (tmp_path / "head").mkdir()
-    monkeypatch.setattr(node_folders, "PARENT", tmp_path / "head")
+def this(tmp_path: Path, own_node_folder: None) -> Attempt:
     return attempt.begin(tmp_path / "run", None, 30.0, {"localhost": (0,)})
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,31 +35,22 @@ print(ended.returncode, type(failure_of(this, 1)).__name__, failure_of(this, 1))
 """
 
 
-def _read_bad_sector() -> None:
-    Path("/proc/self/mem").read_bytes()  # address 0 is not mapped: the kernel returns EIO
-
-
-def _report(this: Attempt, rank: int, act: object) -> None:
-    try:
-        act()  # type: ignore[operator]
-    except OSError as error:
-        error_report.report(this.rank_files(attempt.rank_name(rank)), error)
-
-
 @pytest.mark.parametrize(
     ("act", "kind", "start"),
     [
-        (_read_bad_sector, DiskFailed, "/proc/self/mem: Input/output error; "),
+        # Address 0 is not mapped: the kernel returns EIO, as for a bad sector.
+        (lambda: Path("/proc/self/mem").read_bytes(), DiskFailed, "/proc/self/mem: Input/output error; "),
         (lambda: Path("/dev/full").write_bytes(b"x"), DiskFull, "/dev/full: No space left on device; "),
         (lambda: Path("/proc/self/mem/x").read_bytes(), StorageError, "/proc/self/mem/x: Not a directory; "),
     ],
 )
 def test_an_error_of_a_ranks_disk_names_rank_host_path_and_remedy(
-    tmp_path: Path, act: object, kind: type[T5TrainError], start: str
+    over_hosts: Attempt, act: Callable[[], object], kind: type[T5TrainError], start: str
 ) -> None:
-    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
-    _report(this, 1, act)
-    error = failure_of(this, 2)
+    with pytest.raises(OSError, match="Errno") as raised:
+        act()
+    error_report.report(over_hosts.rank_files("rank-00001"), raised.value)
+    error = failure_of(over_hosts, 2)
     assert type(error) is kind
     assert error.retryable == (kind is DiskFailed)
     assert str(error).startswith(f"rank 1 of 2 on node2: {start}")

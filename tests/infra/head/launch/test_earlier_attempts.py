@@ -17,6 +17,7 @@ from infra.node.code_bundle import own_bundle
 from tests.infra.conftest import Start
 from tests.support.simulated_nodes import LocalHosts, Unsteady
 
+pytestmark = pytest.mark.usefixtures("own_node_folder")
 HOSTS = {"a": (0,), "b": (0,)}
 
 
@@ -40,12 +41,6 @@ class Recorded:
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         self.recorded.append(next((word for word in argv if word.startswith("PYTHONPATH=")), argv[-1]))
         return self.transport.command(host, argv)
-
-
-@pytest.fixture(autouse=True)
-def _temporary_node_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "head").mkdir()
-    monkeypatch.setattr(node_folders, "PARENT", tmp_path / "head")
 
 
 @pytest.fixture

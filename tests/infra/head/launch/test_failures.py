@@ -24,12 +24,6 @@ from t5train.errors import (
 from t5train.rank import error_report
 
 
-@pytest.fixture
-def over_hosts(tmp_path: Path) -> Attempt:
-    """An attempt with a rank on each of two hosts."""
-    return attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
-
-
 def ended(this: Attempt, rank: int, returncode: int, cause: Cause = Cause.EXITED, host: str = "") -> None:
     this.write_exit(ExitRecord(rank_name(rank), returncode, cause, str(cause), now(), now(), host))
     this.log(rank_name(rank)).write_text(f"last words of {rank}\n")

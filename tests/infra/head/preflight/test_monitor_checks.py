@@ -26,7 +26,7 @@ def _logged_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor_checks, "find_spec", lambda _: object())
 
@@ -54,14 +54,12 @@ def test_a_missing_package_is_refused_before_anything_starts_with_the_command_th
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("_installed")
 def test_online_without_a_login_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"no API key for api.wandb.ai. Set WANDB_API_KEY, .*wandb_mode=offline"):
         require_startable(spec_with(tmp_path))
     require_wandb(spec_with(tmp_path, wandb_mode="offline"))
 
 
-@pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("how", ["variable", "netrc"])
 def test_online_with_a_login_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     if how == "variable":
@@ -76,13 +74,11 @@ def test_online_with_a_login_is_accepted(tmp_path: Path, monkeypatch: pytest.Mon
             require_wandb(spec_with(tmp_path))
 
 
-@pytest.mark.usefixtures("_installed")
 def test_a_finished_run_needs_no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor_checks, "has_finished", lambda _: True)
     require_wandb(spec_with(tmp_path))
 
 
-@pytest.mark.usefixtures("_installed")
 def test_on_hosts_the_key_has_to_be_passed_on_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_hosts = spec_with(tmp_path).with_settings({"cluster.hostfile": "hosts"})
     passed_on = on_hosts.with_settings({"cluster.environment": ["WANDB_API_KEY"]})
@@ -94,7 +90,6 @@ def test_on_hosts_the_key_has_to_be_passed_on_by_name(tmp_path: Path, monkeypatc
         require_wandb(on_hosts)
 
 
-@pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("are_running", [False, True])
 def test_a_head_that_returns_to_running_ranks_needs_no_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, are_running: bool
@@ -106,7 +101,6 @@ def test_a_head_that_returns_to_running_ranks_needs_no_key(
         require_startable(spec, run)
 
 
-@pytest.mark.usefixtures("_installed")
 def test_the_key_reaches_ranks_in_their_environment_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,5 +113,6 @@ def test_the_key_reaches_ranks_in_their_environment_and_nothing_else(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="the package wandb is not installed")
-def test_the_installed_package_is_found(tmp_path: Path) -> None:
+def test_the_installed_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_checks, "find_spec", importlib.util.find_spec)
     require_wandb(spec_with(tmp_path, wandb_mode="offline"))

@@ -28,6 +28,11 @@ from tests.support.simulated_nodes import ThisMachine
 DATA = NightData(None, SimpleNamespace(counts={"vocab_size": 1024, "pad_id": 0, "eos_id": 1}))
 
 
+def measured(folder: Path) -> CaseResult:
+    (case,) = chosen_cases(["smoke"], None, 0)
+    return CaseRun(case, folder, DATA, silent).measure(lambda _: False)
+
+
 @pytest.mark.parametrize(
     ("at", "error", "problem"),
     [
@@ -50,8 +55,7 @@ def test_whatever_fails_is_a_problem_of_the_case_and_not_of_the_night(
 
     monkeypatch.setattr(case_run, "running_peer", peer)
     monkeypatch.setattr(case_run, at, fails)
-    (case,) = chosen_cases(["smoke"], None, 0)
-    result = CaseRun(case, tmp_path, DATA, silent).measure(lambda _: False)
+    result = measured(tmp_path)
     assert (result.problems, result.measured) == ([problem], {})
 
 
@@ -82,8 +86,7 @@ def test_saving_validation_and_every_stage_are_measured_as_multiples_of_the_peer
 ) -> None:
     simulate(monkeypatch, [1.0, 1.5, 2.0])
     monkeypatch.setattr(case_run, "unsteady", lambda _: [])
-    (case,) = chosen_cases(["smoke"], None, 0)
-    result = CaseRun(case, tmp_path, DATA, silent).measure(lambda _: False)
+    result = measured(tmp_path)
     assert result.problems == []
     stages = ("training", "consolidation", "export", "certification", "sharding")
     of_stages = {name for stage in stages for name in (stage, f"{stage}, wall")}
@@ -97,8 +100,7 @@ def test_saving_validation_and_every_stage_are_measured_as_multiples_of_the_peer
 def test_repeats_that_differ_too_much_are_measured_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate(monkeypatch, [1.0, 1.0, 6.0, 1.0, 1.1, 1.2])
     monkeypatch.setattr(case_run, "unsteady", lambda result: unsteady(only_saving(result)))
-    (case,) = chosen_cases(["smoke"], None, 0)
-    result = CaseRun(case, tmp_path, DATA, silent).measure(lambda _: False)
+    result = measured(tmp_path)
     assert result.measured["saving"].values == pytest.approx([10.0, 11.0, 12.0])
 
 
