@@ -61,7 +61,7 @@ def test_a_host_that_failed_twice_is_named_and_replaced_by_a_spare_with_enough_s
 COMMAND = """
 import sys
 from pathlib import Path
-from infra.head.retries import judged; from infra.head.retries import unfit
+from infra.head.retries import judged, unfit
 from t5train.errors import OutOfMemory
 error = judged(Path(sys.argv[1]), OutOfMemory("rank 0 of 4 on a", ["a"]), lambda host: sys.argv[2:] == [host])
 print(type(error).__name__, error.retryable, sorted(unfit(Path(sys.argv[1]))), error, sep="|")

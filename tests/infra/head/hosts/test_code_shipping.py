@@ -23,7 +23,8 @@ from t5train.spec import ClusterSpec
 from tests.support.simulated_nodes import ThisMachine
 
 pytestmark = pytest.mark.usefixtures("own_node_folder")
-SOURCES = {"infra/__init__.py": "", "infra/node/attempts/process_guard.py": "x = 'ß'\n"}
+GUARD = "infra/node/attempts/process_guard.py"
+SOURCES = {"infra/__init__.py": "", GUARD: "x = 'ß'\n"}
 
 
 def packed(sources: dict[str, str]) -> tuple[str, bytes]:
@@ -44,10 +45,10 @@ def test_code_is_sent_only_to_a_host_that_lacks_it() -> None:
     assert not ship(hosts, ["a"])
     assert len(hosts.sent_commands) == 2
     folder = code_folder(own_bundle().digest)
-    sent_at = (folder / "infra/node/attempts/process_guard.py").stat().st_ctime_ns
+    sent_at = (folder / GUARD).stat().st_ctime_ns
     assert not ship(hosts, ["a"])
     assert len(hosts.sent_commands) == 3
-    assert (folder / "infra/node/attempts/process_guard.py").stat().st_ctime_ns == sent_at
+    assert (folder / GUARD).stat().st_ctime_ns == sent_at
     assert code_bundle.bundle(folder) == own_bundle()
 
 
@@ -62,22 +63,16 @@ def test_a_host_runs_the_code_that_was_sent_although_another_one_is_lost() -> No
     assert output == [str(code_folder(own_bundle().digest) / name / "__init__.py") for name in ("infra", "t5train")]
 
 
-def test_the_receiver_command_is_the_same_for_every_bundle(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
-    hosts = ThisMachine()
+def test_the_receiver_command_is_the_same_for_every_bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hosts, checkout = ThisMachine(), tmp_path / "checkout"
+    (checkout / GUARD).parent.mkdir(parents=True)
+    (checkout / GUARD).touch()
     ship(hosts, ["a"])
     monkeypatch.setattr("infra.head.hosts.code_shipping.own_bundle", lambda: code_bundle.bundle(checkout))
     ship(hosts, ["a"])
     assert len({tuple(argv[3:]) for argv in hosts.sent_commands}) == 1  # the words before that are those of `timeout`
     assert not any(str(node_folders.node_path()) in word or own_bundle().digest in word for word in COMMAND)
     assert len(stored()) == 2
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    for name, source in SOURCES.items():
-        (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "checkout" / name).write_text(source, "utf-8")
-    return tmp_path / "checkout"
 
 
 @pytest.mark.parametrize("content", [b"{}", b"\0", packed(SOURCES)[1][:-9], packed(SOURCES)[1] + b" "])
@@ -97,17 +92,13 @@ def test_a_bundle_with_an_invalid_module_path_is_not_stored(name: str) -> None:
     assert not node_folders.node_path().exists()
 
 
-def guard_module(folder: Path) -> Path:
-    return folder / "infra/node/attempts/process_guard.py"
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        lambda folder: guard_module(folder).write_text("x = 1\n"),
-        lambda folder: guard_module(folder).unlink(),
+        lambda folder: (folder / GUARD).write_text("x = 1\n"),
+        lambda folder: (folder / GUARD).unlink(),
         lambda folder: (folder / "torch.py").touch(),
-        lambda folder: (guard_module(folder).unlink(), guard_module(folder).symlink_to("/etc/hostname")),
+        lambda folder: ((folder / GUARD).unlink(), (folder / GUARD).symlink_to("/etc/hostname")),
         lambda folder: (folder / "t5train").symlink_to("/"),
         lambda folder: os.mkfifo(folder / "infra/pipe"),
         lambda folder: folder.chmod(0o755),

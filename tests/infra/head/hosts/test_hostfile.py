@@ -21,6 +21,16 @@ from infra.head.hosts.hostfile import (
 from t5train.errors import SpecError
 from t5train.spec import ClusterSpec
 
+NOT_PLAIN = [
+    "-oProxyCommand=x",
+    "^/etc/passwd",
+    "$(reboot)",
+    "node%n",
+    "node2.",
+    "n\u00f6de2",
+    "a" * 254,
+    "node2,node3",
+]
 TWO = parse("node1 slots=2\nnode2 slots=4\n", "hosts")
 HOSTS = st.lists(st.integers(1, 5), min_size=1, max_size=5).map(
     lambda slots: Hosts(tuple(Host(f"node{i}", tuple(range(n))) for i, n in enumerate(slots)))
@@ -65,30 +75,20 @@ def test_a_hostfile_has_a_line_for_each_host() -> None:
     [
         ("node2 slots=0", r"node2 has slots=0; slots must be 1 to 1024. Remove the line to leave the host out"),
         ("node2 slots=1025", "slots=1025; slots must be 1 to 1024"),
-        ("node2 slots=99999999999", "is not of the form 'name slots=N'"),
-        ("node2 slots=-1", "is not of the form"),
-        ("node2 slots=", "is not of the form"),
-        ("node2 slots=\u0663", "is not of the form"),  # a digit, to Python and to DeepSpeed
-        ("node2", "is not of the form"),
-        ("node2 slots=2 max_slots=4", "is not of the form"),
-        ("node2 gpus=2", "is not of the form"),
+        # The last one is a digit, to Python and to DeepSpeed.
+        *(
+            (f"node2 {rest}", "is not of the form 'name slots=N'")
+            for rest in ("slots=99999999999", "slots=-1", "slots=")
+        ),
+        *((f"node2 {rest}", "is not of the form") for rest in ("", "slots=2 max_slots=4", "gpus=2", "slots=\u0663")),
         ("node1 slots=2", r"host 'node1' is listed twice; write one line for it, with all its slots"),
         ("NODE1 slots=2", "host 'NODE1' is listed twice"),
         ("node[2-3] slots=2", r"'node\[2-3\]' is not a plain host name .*Write one host per line"),
-        ("node2,node3 slots=2", "not a plain host name"),
         ("root@node2 slots=2", r"not a plain host name .* cluster\.ssh_user"),
-        ("-oProxyCommand=x slots=2", "not a plain host name"),
-        ("^/etc/passwd slots=2", "not a plain host name"),
-        ("$(reboot) slots=2", "not a plain host name"),
-        ("node%n slots=2", "not a plain host name"),
-        ("node2. slots=2", "not a plain host name"),
-        ("n\u00f6de2 slots=2", "not a plain host name"),
-        ("a" * 254 + " slots=2", "not a plain host name"),
+        *((f"{name} slots=2", "not a plain host name") for name in NOT_PLAIN),
         ("fe80::1 slots=2", r"has colons, .*\. For an IPv6 address, define a name"),
         ("ssh:node2 slots=2", "has colons"),
-        ("10.0.0.256 slots=2", r"'10\.0\.0\.256' is not an IPv4 address"),
-        ("127.1 slots=2", r"'127\.1' is not an IPv4 address"),
-        ("2130706433 slots=2", "'2130706433' is not an IPv4 address"),
+        *((f"{name} slots=2", f"'{name}' is not an IPv4 address") for name in ("10.0.0.256", "127.1", "2130706433")),
     ],
 )
 def test_an_invalid_line_is_refused_with_its_number(line: str, words: str) -> None:

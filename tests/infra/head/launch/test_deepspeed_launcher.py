@@ -62,13 +62,17 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     for launcher, chosen in hosts.items():
         (folder / launcher).mkdir()
         write_hostfile(chosen, folder / launcher)
-        cluster = ClusterSpec(launcher=launcher)
-        commands.append(launch_command(cluster, chosen, folder / launcher, master=MASTER, program=PROGRAM)[3:])
+        commands.append(command(launcher, chosen, folder / launcher)[3:])
     environment = {"PATH": str(folder / "bin"), "HOME": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment |= {"DS_ACCELERATOR": "cpu", **launcher_variables(folder)}
     arguments = [sys.executable, "-c", UP_TO_THE_START, folder / "started.json"]
     subprocess.run(arguments, check=True, input=json.dumps(commands).encode(), env=environment, cwd="/")
     return dict(zip(hosts, json.loads((folder / "started.json").read_text()), strict=True))
+
+
+def command(launcher: Any, hosts: Hosts = EQUAL, folder: Path = Path("/nodes"), **cluster: Any) -> list[str]:
+    spec = ClusterSpec(launcher=launcher, **cluster)
+    return launch_command(spec, hosts, folder, master=MASTER, program=PROGRAM)
 
 
 def word_after(argv: list[str], word: str) -> str:
@@ -102,8 +106,7 @@ def test_mpirun_starts_a_rank_for_each_slot_of_the_hostfile(started: dict[str, d
 def test_every_launcher_starts_the_shipped_code() -> None:
     shipped_guard = f"{SHIPPED_CODE}/infra/node/attempts/process_guard.py"
     for launcher, program in (("pdsh", PROGRAM[0]), ("openmpi", PROGRAM[0]), ("slurm", shipped_guard)):
-        cluster = ClusterSpec(launcher=launcher, ship_code=True, hostfile=Path("hosts"))
-        argv = launch_command(cluster, EQUAL, Path("/nodes/folder"), master=MASTER, program=PROGRAM)
+        argv = command(launcher, ship_code=True, hostfile=Path("hosts"))
         assert argv[:3] == ["env", f"PYTHONPATH={SHIPPED_CODE}", sys.executable]
         assert program in argv
 
@@ -118,7 +121,7 @@ def test_every_launcher_starts_the_shipped_code() -> None:
 )
 def test_slots_that_a_launcher_cannot_select_are_refused(launcher: Any, hosts: Hosts, words: str) -> None:
     with pytest.raises(SpecError, match=rf"cluster\.launcher is '{launcher}', .*{words}"):
-        launch_command(ClusterSpec(launcher=launcher), hosts, Path("/nodes/folder"), master=MASTER, program=PROGRAM)
+        command(launcher, hosts)
 
 
 @pytest.mark.parametrize("word", ["", "a b", "$(reboot)", "`x`", "a;b", "'", '"', "%n", "a\\b", "a\n", "*", "~"])

@@ -46,7 +46,7 @@ while not (folder / "finish").exists():
 HEAD = """
 import sys
 from pathlib import Path
-from infra.head.launch.local_launch import LaunchSpec; from infra.head.launch.local_launch import launch
+from infra.head.launch.local_launch import LaunchSpec, launch
 from infra.node.attempts.run_lock import run_lock
 folder = Path(sys.argv[1])
 with run_lock(folder / "run"):
@@ -72,13 +72,10 @@ def test_the_command_has_a_device_for_each_rank_and_the_port_and_program() -> No
     )
 
 
-def test_a_port_in_use_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_port_in_use_or_a_read_only_folder_of_operators_is_refused_before_ranks_start(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(SpecError, match="master_port"):
         launch(replace(spec(tmp_path, "pass"), master_port=server.getsockname()[1]))
     assert not (tmp_path / "run").exists()
-
-
-def test_no_rank_is_started_if_the_folder_of_operators_cannot_be_written(tmp_path: Path) -> None:
     one = replace(spec(tmp_path, "", 1), operators=("cpu_adam",), environment={"TORCH_EXTENSIONS_DIR": "/proc/self"})
     with pytest.raises(StorageError, match=r"/proc/self.*, where DeepSpeed compiles its operators, cannot be written"):
         launch(one)

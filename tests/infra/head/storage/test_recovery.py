@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,10 +17,6 @@ from t5train.errors import NothingVerifies, UnlistedFile, Unreadable
 from t5train.files.run_folder import WANDB_SENT, tag_of
 from t5train.progress import silent
 from tests.support.simulated_nodes import PART_OF_B, Site, link_to_itself
-
-
-def write_metrics(path: Path, upto: int) -> None:
-    path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, upto + 1)))
 
 
 def test_a_run_that_never_had_a_complete_checkpoint_starts_from_the_beginning(run: NodeRun, site: Site) -> None:
@@ -153,18 +148,16 @@ def test_a_lost_file_is_named_with_the_host_that_last_had_it(run: NodeRun, site:
         recover(run, silent)
 
 
-def test_only_metrics_of_steps_that_the_head_lacks_are_copied_from_a_node(run: NodeRun, site: Site) -> None:
+def test_metrics_and_the_note_on_what_wandb_has_got_are_copied_from_a_node_only_if_they_say_more(
+    run: NodeRun, site: Site
+) -> None:
     site.save(8)
-    node_metrics, head_metrics = site.scratch("a") / run.relative_path / "metrics.jsonl", run.folder / "metrics.jsonl"
-    write_metrics(head_metrics, 6)
-    for on_node, expected in ((8, 8), (3, 8)):
-        write_metrics(node_metrics, on_node)
+    metrics = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 9)]
+    (run.folder / "metrics.jsonl").write_text("".join(metrics[:6]))
+    for steps in (8, 3):
+        (site.scratch("a") / run.relative_path / "metrics.jsonl").write_text("".join(metrics[:steps]))
         recover(run, silent)
-        assert len(head_metrics.read_text().splitlines()) == expected
-
-
-def test_the_note_on_what_wandb_has_got_is_copied_from_a_node_only_if_it_says_more(run: NodeRun, site: Site) -> None:
-    site.save(8)
+        assert (run.folder / "metrics.jsonl").read_text() == "".join(metrics)
     on_node, on_head = site.scratch("a") / run.relative_path / WANDB_SENT, run.folder / WANDB_SENT
     for path in (on_node, on_head):
         path.parent.mkdir(parents=True)

@@ -2,6 +2,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_the_error_for_a_host_lost_at_the_last_gather_names_what_is_done_and_wha
     assert [host for host, _ in transport.actions].count("b") == 3
 
 
-def test_progress_of_another_thread_is_reported_in_this_one() -> None:
+def test_progress_of_another_thread_is_reported_in_this_one_whose_exceptions_stop_it() -> None:
     reported: list[tuple[int, threading.Thread]] = []
 
     def act(progress: Progress) -> str:
@@ -61,6 +62,14 @@ def test_progress_of_another_thread_is_reported_in_this_one() -> None:
     assert relayed(act, lambda _what, done, _total: reported.append((done, threading.current_thread()))) == "done"
     assert reported[-1][0] == 2
     assert {thread for _, thread in reported} == {threading.main_thread()}
+
+    def forever(progress: Progress) -> None:
+        while True:
+            progress("bytes", 1, None)
+            time.sleep(0.01)
+
+    with pytest.raises(Stopped):
+        relayed(forever, Mock(side_effect=Stopped))
 
 
 def test_work_without_progress_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -74,19 +83,6 @@ def test_work_without_progress_is_reported(monkeypatch: pytest.MonkeyPatch, capl
     relayed(act, silent, "gathering the last checkpoint")
     progress = "(checkpoint bytes gathered: 1,000 of 5,000)"
     assert f"no progress for 0 min while gathering the last checkpoint {progress}. Check" in caplog.text
-
-
-def test_an_exception_in_the_progress_callback_stops_the_relayed_call() -> None:
-    def forever(progress: Progress) -> None:
-        while True:
-            progress("bytes", 1, None)
-            time.sleep(0.01)
-
-    def stop(what: str, done: int, total: int | None) -> None:
-        raise Stopped
-
-    with pytest.raises(Stopped):
-        relayed(forever, stop)
 
 
 def test_the_job_is_written_only_after_its_checkpoint_is_gathered(run: NodeRun, site: Site, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ comm.inference_all_reduce(torch.ones(16 << 20))
 LAUNCHED = """
 import sys
 from pathlib import Path
-from infra.head.launch.local_launch import LaunchSpec; from infra.head.launch.local_launch import launch
+from infra.head.launch.local_launch import LaunchSpec, launch
 from t5train.errors import T5TrainError
 folder = Path(sys.argv[1])
 try:

@@ -30,10 +30,8 @@ from tests.support.guarded_ranks import (
     saves,
 )
 
-SAVING = (
-    "import signal, sys, time;"
-    "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), print('saved', flush=True), sys.exit(1)));" + SLEEP
-)
+SAVE = "(time.sleep(1), print('saved', flush=True), sys.exit(1))"
+SAVING = f"import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: {SAVE}); {SLEEP}"
 
 
 def test_sigterm_to_a_guard_gives_its_rank_time_to_save(this: Attempt, running: Start) -> None:
@@ -79,10 +77,8 @@ def test_a_save_that_the_head_ordered_is_completed_without_the_head(
     (this.folder / ENVIRONMENT).write_text(json.dumps({"T5_RUN_ID": this.run_id}))
     if is_over_hosts:
         head_lease.begin(this.folder)
-    argv = guard_arguments(this, SAVING_SLOWLY)
-    parent = start(
-        "-c", f"import subprocess, sys; subprocess.run([sys.executable, *{argv!r}])", RANK="0", T5_RUN_ID=this.run_id
-    )
+    guarding = f"import subprocess, sys; subprocess.run([sys.executable, *{guard_arguments(this, SAVING_SLOWLY)!r}])"
+    parent = start("-c", guarding, RANK="0", T5_RUN_ID=this.run_id)
     until(lambda: this.log("rank-00000").exists() and b"ready" in this.log("rank-00000").read_bytes())
     if is_ordered:
         this.order_stop()
