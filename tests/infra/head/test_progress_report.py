@@ -152,23 +152,18 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("phase", "limit", "usual", "words"),
+    ("phase", "at", "words"),
     [
-        ("start", 600, 300, "no step has ended for 5 min: ranks are starting"),
-        ("compile", 1800, 900, "no step has ended for 15 min: ranks are preparing the first step"),
-        ("save", 1800, 300, "no step has ended for 5 min: ranks are saving"),
-        ("validate", 1800, 900, "no step has ended for 15 min: ranks are validating"),
+        ("start", (600, 300), "no step has ended for 5 min: ranks are starting"),
+        ("compile", (1800, 900), "no step has ended for 15 min: ranks are preparing the first step"),
+        ("save", (1800, 300), "no step has ended for 5 min: ranks are saving"),
+        ("validate", (1800, 900), "no step has ended for 15 min: ranks are validating"),
     ],
 )
 def test_a_phase_that_takes_unusually_long_is_reported_once_and_then_rarely(
-    run: Run,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    phase: str,
-    limit: float,
-    usual: float,
-    words: str,
+    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, phase: str, at: list[int], words: str
 ) -> None:
+    limit, usual = at
     now = time.monotonic()
     monkeypatch.setattr("infra.head.progress_report.time.monotonic", lambda: now)
     run.begin(1, None)

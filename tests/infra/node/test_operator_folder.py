@@ -25,9 +25,7 @@ def folder(own_node_folder: None) -> Folder:
     return folder
 
 
-def test_the_folder_is_the_users_choice_or_else_does_not_depend_on_the_home_folder(
-    folder: Folder, tmp_path: Path
-) -> None:
+def test_the_folder_is_the_users_choice_or_else_the_same_for_any_home_folder(folder: Folder, tmp_path: Path) -> None:
     assert folder(TORCH_EXTENSIONS_DIR="/chosen") == Path("/chosen")
     assert not list(tmp_path.iterdir())
     assert folder(HOME="/a") == folder(HOME="/b", XDG_CACHE_HOME="/c")

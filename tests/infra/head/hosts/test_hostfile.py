@@ -21,16 +21,7 @@ from infra.head.hosts.hostfile import (
 from t5train.errors import SpecError
 from t5train.spec import ClusterSpec
 
-NOT_PLAIN = [
-    "-oProxyCommand=x",
-    "^/etc/passwd",
-    "$(reboot)",
-    "node%n",
-    "node2.",
-    "n\u00f6de2",
-    "a" * 254,
-    "node2,node3",
-]
+NOT_PLAIN = ["-oProxy=x", "^/etc/passwd", "$(reboot)", "node%n", "node2.", "n\u00f6de2", "a" * 254, "node2,node3"]
 TWO = parse("node1 slots=2\nnode2 slots=4\n", "hosts")
 HOSTS = st.lists(st.integers(1, 5), min_size=1, max_size=5).map(
     lambda slots: Hosts(tuple(Host(f"node{i}", tuple(range(n))) for i, n in enumerate(slots)))
@@ -63,9 +54,7 @@ def chosen_by_deepspeed(hosts: Hosts, include: str = "", exclude: str = "", num_
 def test_a_hostfile_has_a_line_for_each_host() -> None:
     text = "# the cluster\n\n  node1\tslots=2  # in rack 1\r\n10.0.0.2 slots=08\nGPU-node_3.example.org   slots=1"
     hosts = parse(text, "hosts")
-    assert hosts == Hosts(
-        (Host("node1", (0, 1)), Host("10.0.0.2", tuple(range(8))), Host("GPU-node_3.example.org", (0,)))
-    )
+    assert hosts == Hosts((Host("node1", (0, 1)), Host("10.0.0.2", (*range(8),)), Host("GPU-node_3.example.org", (0,))))
     assert (hosts.num_ranks, hosts.names[0]) == (11, "node1")
     assert list(hosts.ranks()) == [range(2), range(2, 10), range(10, 11)]
 

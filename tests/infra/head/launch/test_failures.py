@@ -56,12 +56,7 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     ({"returncode": -7}, "", RankKilled, "the rank used a memory-mapped file"),
     ({"returncode": -7, **FULL}, "", DiskFull, "was killed by SIGBUS: /dev/shm on node1 is full (0 of 64 MiB free). "),
     ({"returncode": -11, **FULL}, "", DiskFull, "was killed by SIGSEGV: /dev/shm on node1 is full (0 of 64 MiB free)"),
-    (
-        {**FULL, "returncode": -11, "shared_memory_free_bytes": 9 << 20},
-        "",
-        RankKilled,
-        "was killed by SIGSEGV. The out",
-    ),
+    ({**FULL, "returncode": -11, "shared_memory_free_bytes": 9 << 20}, "", RankKilled, "was killed by SIGSEGV. The"),
     (FULL, "Error while creating shared memory segment /dev/shm/nccl-a1b2c3 (size 9637888)", DiskFull, "is full (0 of"),
     (FULL, "ValueError: something else", LaunchError, "ended with exit code 1. The output of the rank in att"),
     ({}, NCCL, CollectiveTimeout, WAITED),
@@ -142,9 +137,8 @@ def test_the_error_of_a_run_over_hosts_names_the_host(tmp_path: Path) -> None:
     assert "rank 2 of 3 on node2 was killed by SIGKILL" in str(failure_of(this, 3))
     this.log("rank-00002").unlink()
     folder = attempt_folder(this.run_id)
-    assert str(failure_of(this, 3)).endswith(
-        f"could not be collected: look for rank-00002.log in the folder {folder} of node2"
-    )
+    where = f"look for rank-00002.log in the folder {folder} of node2"
+    assert str(failure_of(this, 3)).endswith(f"could not be collected: {where}")
     this.write_exit(ExitRecord("launcher", 255, Cause.EXITED, "exited", now(), now()))
     for rank in (0, 1, 2):
         started(this, rank) if rank < 2 else None

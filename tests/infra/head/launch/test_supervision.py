@@ -331,32 +331,26 @@ def test_a_silent_host_is_asked_over_a_new_connection_and_not_blamed_for_another
 
 
 @pytest.mark.parametrize(
-    ("output", "returncode", "silent_leases", "kind", "host"),
+    ("output", "returncode", "silent_leases", "kind"),
     [
-        ("", -9, 0, RankKilled, "a"),
-        ("", -9, 1, RankKilled, "a"),
-        ("OSError: [Errno 28] No space left on device: '/r/x.pt'", 1, 0, DiskFull, "a"),
-        ("ValueError: something else", 1, 0, LaunchError, "a"),
-        ("an error that no pattern knows", 1, 2, HostLost, "b"),
-        ("Connection closed by peer [10.0.0.2]", 1, 0, HostLost, "b"),
-        ("Watchdog caught collective operation timeout", -6, 0, HostLost, "b"),
+        ("", -9, 0, RankKilled),
+        ("", -9, 1, RankKilled),
+        ("OSError: [Errno 28] No space left on device: '/r/x.pt'", 1, 0, DiskFull),
+        ("ValueError: something else", 1, 0, LaunchError),
+        ("an error that no pattern knows", 1, 2, HostLost),
+        ("Connection closed by peer [10.0.0.2]", 1, 0, HostLost),
+        ("Watchdog caught collective operation timeout", -6, 0, HostLost),
     ],
 )
 def test_a_host_that_does_not_answer_is_blamed_only_if_no_rank_failed_by_itself(
-    transport: Unsteady,
-    failing: Failing,
-    output: str,
-    returncode: int,
-    silent_leases: int,
-    kind: type[LaunchError],
-    host: str,
+    transport: Unsteady, failing: Failing, output: str, returncode: int, silent_leases: int, kind: type[LaunchError]
 ) -> None:
     watch = failing(output, returncode)
     be_silent(watch._supervision, "b", silent_leases * LEASE_SECONDS)
     watch.end()
     failure = watch.failure()
     assert type(failure) is kind
-    assert failure.hosts == (host,)
+    assert failure.hosts == (("b",) if kind is HostLost else ("a",))
     if silent_leases:  # its ranks have ended by themselves
         assert watch._supervision.failure is not None
         assert ("b", "end") not in transport.actions
@@ -400,9 +394,7 @@ def test_all_hosts_that_are_lost_at_once_are_named_but_none_is_blamed_as_the_hea
     failure = watch_of(supervision, transport).failure()
     assert isinstance(failure, HostLost)
     assert failure.hosts == ()
-    assert re.fullmatch(
-        both + r"\. All hosts were lost at once, so check this machine and its network first", str(failure)
-    )
+    assert re.fullmatch(rf"{both}\. All hosts were lost at once, so check this machine .* first", str(failure))
 
 
 def test_an_unreachable_host_is_named_together_with_a_lost_one(

@@ -67,9 +67,8 @@ def spec(tmp_path: Path) -> RunSpec:
 def make_shards(spec: RunSpec) -> TokenShards:
     root = spec.storage.root
     corpus = build_corpus(spec.corpus, root)
-    return build_shards(
-        spec.shards, spec.corpus, corpus, build_tokenizer(spec.tokenizer, spec.corpus, corpus, root), root
-    )
+    tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, root)
+    return build_shards(spec.shards, spec.corpus, corpus, tokenizer, root)
 
 
 def tokenises(spec: RunSpec, text: TextFacts = UNKNOWN_TEXT) -> bool:

@@ -63,10 +63,8 @@ def test_relative_paths_are_refused_because_a_worker_has_another_current_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text("localhost slots=1\n")
-    for root, hostfile, said in (
-        (Path("work"), None, "root is 'work'"),
-        (tmp_path, Path("hosts"), "hostfile is 'hosts'"),
-    ):
+    both = ((Path("work"), None, "root is 'work'"), (tmp_path, Path("hosts"), "hostfile is 'hosts'"))
+    for root, hostfile, said in both:
         with pytest.raises(SpecError, match=f"{said}, a relative path"), begin_night(root, None, hostfile, 14):
             pytest.fail("the night began")
 

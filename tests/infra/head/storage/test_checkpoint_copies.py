@@ -294,9 +294,7 @@ def test_a_run_resumes_without_its_store_only_if_it_has_a_checkpoint_itself(
     copies.end()
 
 
-def test_stopping_does_not_wait_for_a_store_that_does_not_answer(
-    make_spec: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopping_does_not_wait_for_a_store_that_is_silent(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec()
     copies = copies_of(spec)
     answering, called = threading.Event(), threading.Event()

@@ -66,10 +66,8 @@ def release_run(site: Site) -> None:
     assert not any(release(replace(site.nodes, owner=THIS_OWNER.unique_id), RUN).values())
 
 
-def found_on(
-    site: Site, finished: list[FinishedRun], attempts: KnownAttempts = NO_ATTEMPTS
-) -> dict[str, list[Garbage]]:
-    found = garbage_on(site.nodes, finished, attempts)
+def found_on(site: Site, finished: list[FinishedRun], known: KnownAttempts = NO_ATTEMPTS) -> dict[str, list[Garbage]]:
+    found = garbage_on(site.nodes, finished, known)
     assert not [each for each in found.values() if isinstance(each, HostError)]
     return found  # type: ignore[return-value]
 

@@ -43,15 +43,12 @@ def test_tags_and_files_with_paths_outside_the_checkpoints_are_ignored(
     site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = make_sidecar(0, 8, {}, world_size=1).model_dump_json()
-    found = survey(
-        Nodes(Answering(tmp_path, {"StoredTags": {"tags": hostile_tags(text)}}), ("a",)), RUN, site.checkpoints
-    ).found
+    nodes = Nodes(Answering(tmp_path, {"StoredTags": {"tags": hostile_tags(text)}}), ("a",))
+    found = survey(nodes, RUN, site.checkpoints).found
     assert list(found["a"]) == ["step-00000008"]
     assert not found["a"]["step-00000008"].sidecars
     assert not found["a"]["step-00000008"].files
-    assert found["a"]["step-00000008"].unreadable == {"": "Input/output error"}, (
-        'the name "" stands for the folder itself'
-    )
+    assert found["a"]["step-00000008"].unreadable == {"": "Input/output error"}, "of the folder itself"
     assert not complete_tags(found)
     assert "ignoring a file in the checkpoints on a: a names '../../escaped'" in caplog.text
 

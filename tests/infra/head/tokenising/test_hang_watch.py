@@ -46,7 +46,7 @@ def given_up(begun: list[int], waiting: list[int], progress: int | None, capsys:
 
 def test_shards_that_wait_on_a_host_that_hangs_are_not_blamed(capsys: pytest.CaptureFixture[str]) -> None:
     assert given_up([3, 1], [2], None, capsys).startswith(
-        "shard-00001, shard-00003 made no progress for 0.2 s. If its disks"
+        "shard-00001, shard-00003 made no progress for 0.2 s. If its d"
     )
 
 

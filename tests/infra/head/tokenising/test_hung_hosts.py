@@ -78,9 +78,8 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
 
 
 def suspend_the_scheduler() -> None:
-    (scheduler,) = (
-        each for each in psutil.Process().children() if "infra.head.tokenising.dask_scheduler" in each.cmdline()
-    )
+    mark = "infra.head.tokenising.dask_scheduler"
+    (scheduler,) = (each for each in psutil.Process().children() if mark in each.cmdline())
     scheduler.suspend()
 
 

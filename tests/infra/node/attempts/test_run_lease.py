@@ -19,6 +19,7 @@ from infra.node.attempts.run_lock import holder, run_lock
 from t5train.errors import RunLocked, StorageError
 from tests.infra.conftest import Start, Until
 
+Variables = dict[str, str]
 ELSEWHERE = """
 import sys, time
 from pathlib import Path
@@ -34,7 +35,7 @@ HOLD = ELSEWHERE + "with run_lock(run) as lease:\n (run / 'held').touch()\n sys.
 
 
 @pytest.fixture
-def local_flock(tmp_path: Path) -> dict[str, str]:
+def local_flock(tmp_path: Path) -> Variables:
     """Environment variables with which every flock of a process succeeds, even if another process holds the lock."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
@@ -52,13 +53,13 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lease, "LEASE_SECONDS", 2.0)
 
 
-def run_elsewhere(local_flock: dict[str, str], code: str, run: Path, lease: float) -> subprocess.CompletedProcess[str]:
+def run_elsewhere(local_flock: Variables, code: str, run: Path, lease: float) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-c", ELSEWHERE + code, str(run), str(lease)]
     return subprocess.run(argv, env=os.environ | local_flock, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_a_head_on_another_machine_is_refused_with_the_name_of_the_holder(
-    tmp_path: Path, local_flock: dict[str, str]
+    tmp_path: Path, local_flock: Variables
 ) -> None:
     run = tmp_path / "run"
     with run_lock(run) as lease:
@@ -76,7 +77,7 @@ def test_the_run_of_a_dead_head_on_another_machine_is_taken_over_only_after_the_
     tmp_path: Path,
     start: Start,
     until: Until,
-    local_flock: dict[str, str],
+    local_flock: Variables,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -120,7 +121,7 @@ def test_a_head_notices_that_another_head_has_taken_over_its_run(tmp_path: Path,
 
 
 def test_a_stopped_head_loses_the_run_and_gets_an_error_when_it_resumes(
-    tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str]
+    tmp_path: Path, start: Start, until: Until, local_flock: Variables
 ) -> None:
     until_lost = HOLD.replace("sys.stdin.read()", "\n while lease.lost_to is None: time.sleep(0.05)\n")
     stopped = start("-c", until_lost, str(tmp_path), "2", **local_flock)

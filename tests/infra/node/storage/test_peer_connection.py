@@ -58,9 +58,7 @@ def test_200_silent_connections_use_few_threads_and_do_not_delay_a_peer(
     assert len(strangers) == 200
 
 
-def test_a_wrong_token_is_reported_and_new_connections_do_not_disconnect_a_peer_that_is_served(
-    server: Endpoint,
-) -> None:
+def test_a_wrong_token_is_reported_and_new_connections_do_not_disconnect_a_peer(server: Endpoint) -> None:
     with pytest.raises(BrokenOff, match="token"):
         connect(server, "cd" * 32)
     channel = connect(server, TOKEN)
