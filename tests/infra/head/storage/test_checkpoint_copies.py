@@ -11,18 +11,9 @@ import pytest
 
 from infra.head.storage.checkpoint_copies import CheckpointCopies, begin_copies, check_bucket
 from infra.head.storage.continued_run import stored_run, take_identity
+from t5train import errors
 from t5train.checkpoint import tags
 from t5train.checkpoint.resume_point import ask_to_begin_again, resume_tag
-from t5train.errors import (
-    InputError,
-    NothingVerifies,
-    PublicationError,
-    RecordError,
-    RunChanged,
-    RunOwned,
-    SpecError,
-    StoreError,
-)
 from t5train.files.run_folder import CHECKPOINTS, RUN, STORING
 from t5train.progress import silent
 from t5train.release.checkpoint_store.checkpoint_upload import linked
@@ -118,7 +109,7 @@ def test_a_store_that_does_not_answer_is_logged_once_and_nothing_else_ends_until
 
     def failing(*_: object, **__: object) -> object:
         tried.release()
-        raise StoreError("s3 cannot be written: the server is busy", code="SlowDown")
+        raise errors.StoreError("s3 cannot be written: the server is busy", code="SlowDown")
 
     with monkeypatch.context() as patched:
         patched.setattr(BucketFolder, "call", failing)
@@ -130,7 +121,7 @@ def test_a_store_that_does_not_answer_is_logged_once_and_nothing_else_ends_until
             assert tried.acquire(timeout=HANG_SECONDS)
         copies.require_kept()
         assert caplog.text.count("cannot store the newest checkpoint, will retry") == 1
-        with pytest.raises(PublicationError, match=r"training is done, but .* no step is trained again"):
+        with pytest.raises(errors.PublicationError, match=r"training is done, but .* no step is trained again"):
             copies.catch_up(silent)
     copies.catch_up(silent)
     assert stored_tags(spec) == ["step-00000100"]
@@ -148,7 +139,7 @@ def test_a_head_that_was_superseded_stops(make_spec: Make) -> None:
     kill(claim)
     taken = copies_of(other)
     for act in (copies.confirm, copies.require_kept, lambda: copies.catch_up(silent)):
-        with pytest.raises(RunOwned):
+        with pytest.raises(errors.RunOwned):
             act()
     assert stored_tags(spec) == []
     copies.end()
@@ -160,7 +151,7 @@ def test_a_run_without_its_checkpoints_gets_the_newest_one_back_and_does_not_beg
     spec, fresh = make_spec(), make_spec("fresh")
     store_one(spec)
     take_identity(fresh, stored_run(str(spec.checkpoints_url)))
-    with pytest.raises(NothingVerifies, match="step-00000100"):
+    with pytest.raises(errors.NothingVerifies, match="step-00000100"):
         resume_tag(fresh.run_folder)
     continued = copies_of(fresh)
     continued.prepare(silent)
@@ -235,7 +226,7 @@ def test_a_root_from_before_the_run_began_again_elsewhere_is_refused(make_spec: 
     copies.end()
     outdated = copies_of(stale)
     for _ in range(2):  # it may begin again itself, but not use what the other has stored
-        with pytest.raises(RunChanged, match=r"has begun again elsewhere .* with another --root"):
+        with pytest.raises(errors.RunChanged, match=r"has begun again elsewhere .* with another --root"):
             outdated.prepare(silent)
         begin_again(stale)
     outdated.end()
@@ -246,7 +237,7 @@ def test_a_damaged_checkpoint_does_not_keep_others_from_being_stored(make_spec: 
     copies = copies_of(spec)
     damaged = small_tags.save(spec.run_folder / CHECKPOINTS, 100)
     (damaged / "part0.pt").write_bytes(b"x" * 100)
-    with pytest.raises(PublicationError, match=r"part0\.pt has sha256 \S+, but sha256 \S+ was recorded"):
+    with pytest.raises(errors.PublicationError, match=r"part0\.pt has sha256 \S+, but sha256 \S+ was recorded"):
         copies.catch_up(silent)
     small_tags.save(spec.run_folder / CHECKPOINTS, 200)
     copies.catch_up(silent)
@@ -283,7 +274,7 @@ def test_a_run_resumes_without_its_store_only_if_it_has_a_checkpoint_itself(
 ) -> None:
     spec = make_spec()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(StoreError):
+    with pytest.raises(errors.StoreError):
         begin_copies(spec)
     small_tags.save(spec.run_folder / CHECKPOINTS, 100)
     copies = copies_of(spec)
@@ -302,7 +293,7 @@ def test_stopping_does_not_wait_for_a_store_that_is_silent(make_spec: Make, monk
     def hanging(*_: object, **__: object) -> object:
         called.set()
         answering.wait()
-        raise StoreError("no answer", code="ReadTimeoutError")
+        raise errors.StoreError("no answer", code="ReadTimeoutError")
 
     monkeypatch.setattr(BucketFolder, "call", hanging)
     monkeypatch.setattr("infra.head.storage.checkpoint_copies._STOP_SECONDS", 0.1)
@@ -321,12 +312,12 @@ def test_stopping_does_not_wait_for_a_store_that_is_silent(make_spec: Make, monk
 def test_another_head_is_refused_before_training_while_the_lease_is_valid(make_spec: Make) -> None:
     spec, other, fresh = make_spec(), make_spec("b"), make_spec("fresh")
     copies = copies_of(spec)
-    with pytest.raises(RunOwned, match="lease is valid for another"):
+    with pytest.raises(errors.RunOwned, match="lease is valid for another"):
         check_bucket(other)
-    with pytest.raises(RunOwned, match="lease is valid for another"):
+    with pytest.raises(errors.RunOwned, match="lease is valid for another"):
         take_identity(fresh, stored_run(str(spec.checkpoints_url)))
     assert not fresh.run_folder.exists()
-    with pytest.raises(PublicationError, match=r"another run with this name, .* `t5-pretrain run --from s3://"):
+    with pytest.raises(errors.PublicationError, match=r"another run with this name, .* `t5-pretrain run --from s3://"):
         check_bucket(fresh)
     copies.end()
     check_bucket(other)
@@ -337,17 +328,17 @@ def test_a_folder_of_another_run_is_not_continued(make_spec: Make) -> None:
     copies_of(spec).end()
     begun = json.loads((other.run_folder / RUN).read_text())
     (other.run_folder / RUN).write_text(json.dumps(begun | {"unique_id": "2" * 32}))
-    with pytest.raises(SpecError, match=r"has files of another run, .* choose another --root"):
+    with pytest.raises(errors.SpecError, match=r"has files of another run, .* choose another --root"):
         take_identity(other, stored_run(str(spec.checkpoints_url)))
 
 
 def test_a_url_without_a_run_is_refused(make_spec: Make, destination: str, reader: Reader) -> None:
-    with pytest.raises(InputError, match="is not in S3"):
+    with pytest.raises(errors.InputError, match="is not in S3"):
         stored_run("/data/wiki")
-    with pytest.raises(RecordError, match="holds no run"):
+    with pytest.raises(errors.RecordError, match="holds no run"):
         stored_run(f"{destination}/wiki")
     spec = make_spec()
     copies_of(spec).end()
     reader.put(f"{destination}/moved", RUN, reader.content(str(spec.checkpoints_url), RUN))
-    with pytest.raises(InputError, match=r"of the run 'wiki', so the last part of the URL must be 'wiki'"):
+    with pytest.raises(errors.InputError, match=r"of the run 'wiki', so the last part of the URL must be 'wiki'"):
         stored_run(f"{destination}/moved")

@@ -20,13 +20,7 @@ from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.head_lease import LEASE
 from infra.node.attempts.run_ownership import OWNER, Owner
 from infra.node.processes import ProcessIdentity
-from infra.node.storage.stored_checkpoints import (
-    ListCheckpoints,
-    ListFiles,
-    PruneCheckpoints,
-    ReceiveFiles,
-    SendFiles,
-)
+from infra.node.storage import stored_checkpoints as stored
 from t5train.checkpoint import tags
 from t5train.errors import HostError, HostUnreachable, NothingVerifies, RemoteFailed, RunOwned
 from t5train.files.run_folder import tag_of
@@ -114,17 +108,17 @@ def test_a_head_cannot_read_or_write_another_heads_run_on_hosts(site: Site, firs
     assert first.claimed() == [], "files without an owner belong to the first head that claims them"
     nodes, run = second.run.nodes, second.run
     for query in (
-        ListCheckpoints(nodes.store, run.name),
-        PruneCheckpoints(nodes.store, run.name, (tag_of(8),)),
-        ListFiles(nodes.store, run.relative_path, ("metrics.jsonl",)),
+        stored.ListCheckpoints(nodes.store, run.name),
+        stored.PruneCheckpoints(nodes.store, run.name, (tag_of(8),)),
+        stored.ListFiles(nodes.store, run.relative_path, ("metrics.jsonl",)),
     ):
         for answer in nodes.ask(query, 20).values():
             assert isinstance(answer, RemoteFailed)
             assert isinstance(answer.__cause__, RunOwned)
             assert "belongs to head this-head" in str(answer)
     for request in (
-        SendFiles(nodes.store, run.relative_path),
-        ReceiveFiles(nodes.store, run.name, run.relative_path, (), ()),
+        stored.SendFiles(nodes.store, run.relative_path),
+        stored.ReceiveFiles(nodes.store, run.name, run.relative_path, (), ()),
     ):
         with pytest.raises(RemoteFailed, match="belongs to head this-head"):
             await_end(nodes, "a", request)

@@ -9,18 +9,10 @@ import pytest
 from infra.node.attempts.run_ownership import NodeStore
 from infra.node.messages import Query, Request
 from infra.node.node_folders import run_path
+from infra.node.storage import stored_checkpoints as stored
 from infra.node.storage.chain_copy import ReleaseRun, Stage
 from infra.node.storage.file_channel import Wanted, Watcher, files_in
 from infra.node.storage.pull import is_whole, missing_bytes, pull
-from infra.node.storage.stored_checkpoints import (
-    ListCheckpoints,
-    ListFiles,
-    MoveAside,
-    MovedAside,
-    PruneCheckpoints,
-    ReceiveFiles,
-    SendFiles,
-)
 from t5train.errors import HostError, StorageError
 from tests.support.simulated_nodes import RUN, Site, await_end
 
@@ -28,16 +20,16 @@ OUT = "../../../outside"
 HERE = NodeStore(None, None)
 FILE = Wanted(f"{OUT}/secret", 6, "0" * 64)
 QUERIES: list[Query[Any]] = [
-    ListCheckpoints(HERE, OUT),
-    PruneCheckpoints(HERE, RUN, (f"../{OUT}",)),
-    ListFiles(HERE, OUT, ("secret",)),
-    ListFiles(HERE, run_path(RUN), (f"{OUT}/secret",)),
+    stored.ListCheckpoints(HERE, OUT),
+    stored.PruneCheckpoints(HERE, RUN, (f"../{OUT}",)),
+    stored.ListFiles(HERE, OUT, ("secret",)),
+    stored.ListFiles(HERE, run_path(RUN), (f"{OUT}/secret",)),
     ReleaseRun(HERE, OUT),
 ]
 REQUESTS: list[Request] = [
-    SendFiles(HERE, OUT),
-    ReceiveFiles(HERE, RUN, OUT, (replace(FILE, name="secret"),), None),
-    ReceiveFiles(HERE, RUN, run_path(RUN), (FILE,), None),
+    stored.SendFiles(HERE, OUT),
+    stored.ReceiveFiles(HERE, RUN, OUT, (replace(FILE, name="secret"),), None),
+    stored.ReceiveFiles(HERE, RUN, run_path(RUN), (FILE,), None),
     Stage(HERE, RUN, OUT, (), "ab" * 32, 0),
     Stage(HERE, OUT, "shards/x", (), "ab" * 32, 0),
 ]
@@ -67,8 +59,8 @@ def send(site: Site, host: str, request: Request) -> None:
 
 def test_only_tags_can_be_moved_aside(site: Site) -> None:
     site.save(8)
-    request = MoveAside(HERE, RUN, ("../checkpoints", "."), "it is asked for")
-    assert site.nodes.ask(request, 20) == dict.fromkeys("ab", MovedAside(()))
+    request = stored.MoveAside(HERE, RUN, ("../checkpoints", "."), "it is asked for")
+    assert site.nodes.ask(request, 20) == dict.fromkeys("ab", stored.MovedAside(()))
     assert site.tag("a", 8).is_dir()
 
 
