@@ -22,9 +22,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.acceptance.mutations import claims_page
-from tests.acceptance.mutations.all_mutations import MUTATIONS
 from tests.acceptance.mutations.mutated_copy import REPOSITORY, MutatedCopy
-from tests.acceptance.mutations.mutation import Mutation
+from tests.acceptance.mutations.mutation import MUTATIONS, Mutation
 from tests.acceptance.mutations.outcomes import Outcome, Record
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)

@@ -1,7 +1,13 @@
-"""One mutation of the product: a plausible fault, and the tests that must fail because of it."""
+"""Mutations of the product: plausible faults, and the tests that must fail because of them.
+
+The text files of this folder list them by topic. Each begins with its name and the file, and goes on in indented lines:
+the claims that it breaks, the text that is replaced (``-``), the text that replaces it (``+``), and the tests.
+"""
 
 import hashlib
 import json
+import re
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,3 +47,24 @@ class Mutation:
     def test_files(self) -> list[Path]:
         """The files of the named tests, relative to the repository, each once."""
         return list(dict.fromkeys(Path(test.partition("::")[0]) for test in self.tests))
+
+
+def _read(block: str) -> Mutation:
+    """Return the mutation that begins a text and that indented lines describe."""
+    head, *lines = block.splitlines()
+    name, _, file = head.partition(" in ")
+    of_word = defaultdict[str, list[str]](list)
+    for line in lines:
+        word, _, text = line.removeprefix("    ").partition(" ")
+        of_word[word].append(text)
+    assert of_word.keys() <= {"claim", "-", "+", "test"}, block
+    anchor, replacement = ("\n".join(of_word[sign]) for sign in "-+")
+    return Mutation(name, tuple(of_word["claim"]), file, anchor, replacement, tuple(of_word["test"]))
+
+
+MUTATIONS = tuple(
+    _read(block)
+    for topic in sorted(Path(__file__).parent.glob("*.txt"))
+    for block in re.split(r"^(?=\S)", topic.read_text("utf-8"), flags=re.MULTILINE)
+    if block and not block.startswith("#")
+)

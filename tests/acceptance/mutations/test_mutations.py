@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.mutations.all_mutations import MUTATIONS
-from tests.acceptance.mutations.mutation import Mutation
+from tests.acceptance.mutations.mutation import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[3]
 PAGES = ("safety", "faults", "resumes")
