@@ -21,3 +21,31 @@ def t5_pretrain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
         return int(ended.value.code or 0)
 
     return run
+
+
+@pytest.fixture
+def printed(t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``printed(*arguments, code=0)`` runs a command that ends with this code; returns its standard output."""
+
+    def run(*arguments: str, code: int = 0) -> str:
+        capsys.readouterr()
+        ended, output = t5_pretrain(*arguments), capsys.readouterr()
+        assert ended == code, output.err
+        return output.out
+
+    return run
+
+
+@pytest.fixture
+def refused(t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``refused(code, *arguments)`` runs a command that is refused in one line and prints nothing; returns the line."""
+
+    def run(code: int, *arguments: str) -> str:
+        capsys.readouterr()
+        ended, output = t5_pretrain(*arguments), capsys.readouterr()
+        assert (ended, output.out) == (code, ""), output.err
+        assert output.err.startswith("error: ")
+        assert output.err.count("\n") == 1
+        return output.err
+
+    return run

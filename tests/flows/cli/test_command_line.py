@@ -48,60 +48,6 @@ for command in sys.argv[1:]:
 )
 
 
-SWITCH = ("--set", "model.moe.num_experts=4", "--set", "model.version=v1.0")
-TOKENIZE = ["tokenize", "--corpus", "a.txt", "--tokenizer", "a.model", "--out", "tokens"]
-STAGES = ("--set", "layout.pipeline_stages=8", "--set", "cluster.ranks=8")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["run", "smok"], "unknown recipe 'smok' (did you mean 'smoke'?)"),
-        (["run", "smoke", "--set", "optimizer.num_stepss=4"], "did you mean 'optimizer.num_steps'?"),
-        (["run", "smoke", "--set", "seed=4"], "unknown setting 'seed' (did you mean 'optimizer.seed'?)"),
-        (
-            ["run", "smoke", "--set", "objective.mixing_weights=7,x"],
-            "item 2 of objective.mixing_weights is 'x': it must",
-        ),
-        ([*TOKENIZE, "--set", "shards.executor=dask"], "with --hostfile FILE, all its hosts tokenise with Dask"),
-        (["run", "smoke", "--set", "cluster.accelerator=tpu"], "cluster.accelerator is 'tpu'"),
-        (["run", "smoke", "--set", "optimizer.num_steps=many"], "optimizer.num_steps is 'many'"),
-        (["run", "smoke", "--set", "optimizer.global_batch_sequences=65"], "must be a multiple of"),
-        (["run", "smoke", "--set", "model.vocab_size=256"], "model.vocab_size is 256"),
-        (["run", "smoke", "--set", "objective.input_tokens=4096"], "needs 227 spans, but there are 100 sentinels"),
-        (["run", "smoke", "--root", "runs[1]"], "DeepSpeed would read [ in it as a glob pattern"),
-        (["run", "smoke", "--set", "corpus.source=nowhere.txt"], "corpus.source 'nowhere.txt'"),
-        (["run", "smoke", "--set", "tokenizer.path=nowhere.model"], "tokenizer.path is nowhere.model"),
-        (["run", "smoke", "--set", "model.start_from=nowhere"], "this machine has no such folder. Correct"),
-        (
-            ["run", "smoke", "--dry-run", "--set", "model.start_from=nowhere"],
-            "this machine has no such folder. Correct",
-        ),
-        (["run", "smoke", "--set", "model.start_from=s3://key:x@models/t5"], "is s3://models/t5: it must be a folder"),
-        (["run", "smoke", "--dry-run", "--set", "model.moe.top_k=2", *SWITCH], "model.moe.top_k is 2"),
-        (["run", "smoke", "--dry-run", *STAGES], "layout.pipeline_stages is 8: the model can be split into at most"),
-        (["train", "smoke"], "no token shards"),
-        (["verify", "no/where"], "manifest.json cannot be read"),
-    ],
-)
-def test_an_error_prints_one_line(
-    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert t5_pretrain(*arguments) in {2, 4}, "a wrong setting, or an input that cannot be used"
-    output = capsys.readouterr()
-    assert output.err.startswith("error: ")
-    assert message in output.err
-    assert output.err.count("\n") == 1
-    assert output.out == ""
-
-
-@pytest.mark.parametrize(
-    "arguments", [["run"], ["run", "smoke", "--set", "x"], ["consolidate", "a", "b", "--shard-size", "5X"]]
-)
-def test_wrong_usage_exits_with_2(t5_pretrain: Callable[..., int], arguments: list[str]) -> None:
-    assert t5_pretrain(*arguments) == 2
-
-
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), BaseExceptionGroup("tasks", [KeyboardInterrupt()])])
 def test_ctrl_c_prints_one_line_and_exits_with_130(
     t5_pretrain: Callable[..., int],
@@ -196,20 +142,18 @@ def test_stage_commands_work_without_prefect(run_python: RunPython, tmp_path: Pa
 
 @pytest.mark.parametrize("place", ["work/published/mine", "work/runs/mine", "work/runs/mine/export"])
 def test_verify_says_that_a_run_has_not_finished_and_what_to_do(
-    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str
+    refused: Callable[..., str], tmp_path: Path, place: str
 ) -> None:
     run = tmp_path / "work" / "runs" / "mine"
     run.mkdir(parents=True)
     (run / "run.json").write_text('{"spec": {"optimizer": {"num_steps": 60}}}')
     (run / "metrics.jsonl").write_text('{"step": 8, "loss": 4.125}\n')
     shows = f"`t5-pretrain status mine --root {tmp_path / 'work'}` shows more"
-    assert t5_pretrain("verify", place) == 4
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refused(4, "verify", place)
     assert line.startswith(f"error: {tmp_path / place} has no manifest.json yet, because run mine has not finished: ")
-    assert line.endswith(f"its state is 'stopped', at step 8 of 60. Continue it first; {shows}")
+    assert f"its state is 'stopped', at step 8 of 60. Continue it first; {shows}" in line
     with run_lock(run):
-        assert t5_pretrain("verify", place) == 4
-    assert f"'running', at step 8 of 60. Wait until it is published; {shows}" in capsys.readouterr().err
+        assert f"'running', at step 8 of 60. Wait until it is published; {shows}" in refused(4, "verify", place)
 
 
 def test_exit_code_3_means_that_training_is_done_but_its_result_is_not_gathered(

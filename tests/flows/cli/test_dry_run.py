@@ -39,41 +39,6 @@ def test_a_dry_run_shows_the_hosts_and_the_command_that_starts_their_ranks(
     assert [path.name for path in hostfile.parent.iterdir()] == ["hosts"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--include", "node4"), "'node4' is not in the hostfile (node1, node2, node3)"),
-        (("--include", "node1", "--exclude", "node2"), "cluster.include and cluster.exclude cannot be combined"),
-        (("--num-nodes", "4"), "cluster.num_nodes is 4, but the hostfile has 3 hosts"),
-        (("--launcher", "mpich"), "cluster.launcher is 'mpich': it must be one of pdsh, slurm, openmpi"),
-        (("--launcher", "slurm"), "cluster.launcher is 'slurm', but slurm starts the same number of ranks"),
-        (("--set", "cluster.ranks=2"), "cluster.ranks is 2, but the hosts chosen from "),
-        (("--num-nodes", "2"), "must be a multiple of layout.micro_batch_sequences x cluster.ranks (32 x 6 = 192)"),
-    ],
-)
-@pytest.mark.parametrize("command", ["run", "train"])
-def test_an_invalid_choice_of_hosts_is_refused_before_anything_starts(
-    t5_pretrain: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    hostfile: Path,
-    command: str,
-    options: tuple[str, ...],
-    message: str,
-) -> None:
-    root = hostfile.parent / "root"
-    assert t5_pretrain(command, "smoke", "--hostfile", str(hostfile), "--root", str(root), *options) == 2
-    assert message in capsys.readouterr().err
-    assert not root.exists()
-
-
-def test_options_for_hosts_are_refused_without_a_hostfile(
-    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for option in (("--num-nodes", "2"), ("--ship-code",)):
-        assert t5_pretrain("run", "smoke", "--dry-run", *option) == 2
-        assert "cluster.hostfile is not set: give --hostfile" in capsys.readouterr().err
-
-
 def test_the_hosts_determine_the_number_of_ranks_and_paths_are_made_absolute(
     hostfile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,54 +14,49 @@ from tests.support.documented_json import require_documented
 
 
 @pytest.fixture
-def printed(t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def document(printed: Callable[..., str]) -> Callable[..., Any]:
     """Return the JSON that a command prints."""
-
-    def run(*arguments: str) -> Any:
-        assert t5_pretrain(*arguments, "--json") == 0, capsys.readouterr().err
-        return json.loads(capsys.readouterr().out)
-
-    return run
+    return lambda *arguments: json.loads(printed(*arguments, "--json"))
 
 
-def test_recipes(printed: Callable[..., Any]) -> None:
-    value = printed("recipes")
+def test_recipes(document: Callable[..., Any]) -> None:
+    value = document("recipes")
     assert [each["name"] for each in value["recipes"]] == list(RECIPES)
     assert all(each["summary"] for each in value["recipes"])
     require_documented("recipes", value)
 
 
-def test_verify(printed: Callable[..., Any], tmp_path: Path) -> None:
+def test_verify(document: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {number}\n" for number in range(200)))
     corpus = build_corpus(CorpusSpec(source=str(tmp_path / "text.txt")), tmp_path / "root")
-    value = printed("verify", str(corpus.path))
+    value = document("verify", str(corpus.path))
     assert (value["kind"], value["location"], value["fingerprint"]) == ("corpus", str(corpus.path), corpus.fingerprint)
     assert value["bytes"] == sum(digest.size for digest in corpus.files.values())
     require_documented("verify", value)
 
 
-def test_gc(printed: Callable[..., Any], tmp_path: Path) -> None:
+def test_gc(document: Callable[..., Any], tmp_path: Path) -> None:
     aside = tmp_path / "work/runs/mine/set-aside"
     left = tmp_path / "work/runs/mine/checkpoints/.step-00000004.discarded"
     for folder in (aside, left):
         folder.mkdir(parents=True)
         (folder / "state.pt").write_bytes(bytes(1000))
-    value = printed("gc")
+    value = document("gc")
     kept, garbage = sorted(value["found"], key=lambda each: not each["kept"])
     assert (kept["host"], kept["path"], kept["bytes"]) == ("this machine", "runs/mine/set-aside", 1000)
     assert garbage["path"] == "runs/mine/checkpoints/.step-00000004.discarded"
     assert value["removed"] == []
     require_documented("gc", value)
-    freed = printed("gc", "--free")
+    freed = document("gc", "--free")
     assert freed["removed"] == [{"host": "this machine", "path": garbage["path"]}]
     require_documented("gc", freed)
     assert aside.exists()
     assert not left.exists()
 
 
-def test_dry_run(printed: Callable[..., Any], tmp_path: Path) -> None:
+def test_dry_run(document: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("node1 slots=2\n")
-    value = printed("run", "smoke", "--dry-run", "--hostfile", "hosts", "--name", "mine")
+    value = document("run", "smoke", "--dry-run", "--hostfile", "hosts", "--name", "mine")
     spec = recipe("smoke")
     assert (value["recipe"], value["name"]) == ("smoke", "mine")
     assert value["fingerprints"]["run"] == spec.fingerprint()
@@ -71,24 +66,7 @@ def test_dry_run(printed: Callable[..., Any], tmp_path: Path) -> None:
     require_documented("run --dry-run", value)
 
 
-def test_json_of_a_run_needs_a_dry_run(t5_pretrain: Callable[..., int]) -> None:
-    assert t5_pretrain("run", "smoke", "--json") == 2
-
-
-@pytest.mark.parametrize(
-    "arguments", [("run", "smok", "--dry-run"), ("verify", "nowhere"), ("gc", "--set", "storage.rot=x")]
-)
-def test_an_error_is_on_standard_error_with_its_exit_code(
-    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
-    assert t5_pretrain(*arguments, "--json") in {2, 4}, "a wrong setting, or an input that cannot be used"
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith("error: ")
-    assert output.err.count("\n") == 1
-
-
-def test_control_characters_are_escaped(printed: Callable[..., Any], tmp_path: Path) -> None:
+def test_control_characters_are_escaped(document: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "work/runs/mi\x1bne/checkpoints/.step-00000004.discarded"
     folder.mkdir(parents=True)
-    assert printed("gc")["found"][0]["path"] == "runs/mi\x1bne/checkpoints/.step-00000004.discarded"
+    assert document("gc")["found"][0]["path"] == "runs/mi\x1bne/checkpoints/.step-00000004.discarded"
