@@ -6,7 +6,7 @@ A model of the demo's size is trained in each layout under three conditions, alw
 consolidated weights, losses and gradient norms are compared with those of ZeRO 0 under the same condition. The
 difference in weights is the largest of any element, relative to the root mean square of its tensor. The difference in
 losses and norms is the largest of any step, relative to the value itself. ``--into`` puts the tables into a file,
-between the two marker lines.
+in their section of it.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
+from benchmarks.finished_rows import write_section
 from infra.head.launch.local_launch import LaunchSpec, launch
 from t5train.checkpoint.consolidate import consolidate
 from t5train.data.corpus import build_corpus
@@ -34,10 +35,6 @@ from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 from tests.support.hardware import hardware
 
-BEGIN, END = (
-    "<!-- made by tests/acceptance/layout_equality.py -->",
-    "<!-- end of what tests/acceptance/layout_equality.py made -->",
-)
 BATCH = 16
 PLAIN = "ZeRO 0"
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
@@ -159,15 +156,6 @@ def _cell(found: Difference) -> str:
     return f"{weights} ({found.losses:.0e})" if found.losses else weights
 
 
-def replace_between_markers(path: Path, text: str) -> None:
-    """Replace what is between the two marker lines. Raises SystemExit if one is missing."""
-    before, begin, rest = path.read_text("utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{path} lacks a line {BEGIN!r} and, below it, {END!r}: put them where the tables belong")
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", "utf-8")
-
-
 def measure(steps: int, ranks: Sequence[int]) -> str:
     """Train and compare; return a line about date and hardware, then the tables."""
     heading = f"{time.strftime('%Y-%m-%d')}, {hardware()}, torch {torch.__version__}, {steps} steps."
@@ -185,12 +173,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=[2, 4])
-    parser.add_argument("--into", type=Path, help="write the tables into this file, between the marker lines")
+    parser.add_argument("--into", type=Path, help="write the tables into their section of this file")
     options = parser.parse_args()
     text = measure(options.steps, options.ranks)
     print(text)
     if options.into:
-        replace_between_markers(options.into, text)
+        write_section(options.into, "tests/acceptance/layout_equality.py", text)
 
 
 if __name__ == "__main__":

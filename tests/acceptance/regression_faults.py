@@ -4,7 +4,7 @@
 
 The first night, without a fault, records the baseline. Then each fault gets a night of the case that can show it; the
 night must fail, with a finding about what the fault changes. Outcomes are kept in DIR/faults.jsonl, so that an
-interrupted command continues. ``--into`` puts the table into a file, between two marker lines. The exit code is 1 if a
+interrupted command continues. ``--into`` puts the table into its section of a file. The exit code is 1 if a
 fault was not found.
 """
 
@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.finished_rows import write_section
 from t5train.regression.night_folders import MAX_NIGHTS, RegressionFolder
 from t5train.regression.night_results import NightResult
 from tests.acceptance.planted_faults import FAULTS, environment_of
+from tests.acceptance.result_table import ResultLines
 from tests.support.hardware import hardware
 
-BEGIN = "<!-- made by tests/acceptance/regression_faults.py -->"
 LONGEST = 220
-END = "<!-- end of what tests/acceptance/regression_faults.py made -->"
 PROGRAM = (sys.executable, "-c", "from flows.cli.__main__ import main; main()", "regression", "run")
 
 
@@ -80,27 +80,12 @@ def _brief(finding: str) -> str:
     return text if len(text) <= LONGEST else text[:LONGEST] + " ..."
 
 
-def outcomes_in(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the outcomes of an interrupted command, by fault."""
-    lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    return {each["fault"]: each for each in map(json.loads, lines)}
-
-
-def replace_between_markers(path: Path, text: str) -> None:
-    """Replace what is between the two marker lines. Raises SystemExit if one is missing."""
-    before, begin, rest = path.read_text("utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{path} lacks a line {BEGIN!r} and, below it, {END!r}: put them where the table belongs")
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", "utf-8")
-
-
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("work/regression-faults"))
     parser.add_argument("--only", nargs="+", choices=list(FAULTS), default=list(FAULTS))
-    parser.add_argument("--into", type=Path, help="write the table into this file, between the marker lines")
+    parser.add_argument("--into", type=Path, help="write the table into its section of this file")
     options = parser.parse_args()
     root = options.root.absolute()
     root.mkdir(parents=True, exist_ok=True)
@@ -111,17 +96,17 @@ def main() -> int:
         print(f"clean night of {', '.join(missing)}: exit code {code}, {clean.seconds:.0f} s", flush=True)
         if code:
             raise SystemExit(f"the clean night failed: read {root / 'output.log'}")
-    done = outcomes_in(root / "faults.jsonl")
+    record = ResultLines(root / "faults.jsonl")
+    done = {each["fault"]: each for each in record.rows()}
     for name in options.only:
         if name not in done:
             done[name] = outcome_of(root, name)
-            with open(root / "faults.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(done[name]) + "\n")
+            record.append(done[name])
         print(json.dumps(done[name]), flush=True)
     shown = [done[name] for name in options.only]
     print(table(shown))
     if options.into:
-        replace_between_markers(options.into, table(shown))
+        write_section(options.into, "tests/acceptance/regression_faults.py", table(shown))
     return 0 if all(each["caught"] for each in shown) else 1
 
 

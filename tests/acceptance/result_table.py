@@ -1,10 +1,36 @@
-"""A table on a page of the documentation, to which a command adds a row as soon as it has a result."""
+"""Results that a command records as soon as it has them: lines of JSON, and a table on a page of the documentation."""
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from t5train.files.atomic import write_text
+
+
+@dataclass(frozen=True)
+class ResultLines:
+    """A file of results, one line of JSON for each. A line is on disk before ``append`` returns."""
+
+    path: Path
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all results, without a last line that a kill cut off."""
+        return [json.loads(line) for line in self._whole_lines().splitlines()]
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        """Add lines, all in one write."""
+        with open(self.path, "ab") as file:
+            file.truncate(len(self._whole_lines()))
+            file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _whole_lines(self) -> bytes:
+        content = self.path.read_bytes() if self.path.exists() else b""
+        return content[: content.rfind(b"\n") + 1]
 
 
 @dataclass(frozen=True)

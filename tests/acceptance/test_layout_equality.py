@@ -1,21 +1,9 @@
-"""The table that compares layouts: the text of a cell, and where the table is put."""
-
-from pathlib import Path
+"""The table that compares layouts: the text of a cell."""
 
 import numpy as np
 import pytest
 
-from tests.acceptance.layout_equality import (
-    BEGIN,
-    CONDITIONS,
-    END,
-    LAYOUTS,
-    Difference,
-    Trained,
-    replace_between_markers,
-    spec_of,
-    table,
-)
+from tests.acceptance.layout_equality import CONDITIONS, LAYOUTS, Difference, Trained, spec_of, table
 
 
 def _trained(nudge: float) -> Trained:
@@ -42,14 +30,3 @@ def test_a_cell_says_bit_equal_for_equal_weights_and_adds_different_losses() -> 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_layouts_have_the_same_fingerprint(layout: str, condition: str) -> None:
     assert spec_of(layout, condition, 4, 50).fingerprint() == spec_of("ZeRO 0", condition, 2, 50).fingerprint()
-
-
-def test_tables_replace_only_the_text_between_the_markers(tmp_path: Path) -> None:
-    path = tmp_path / "page.md"
-    path.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
-    replace_between_markers(path, "new")
-    assert path.read_text() == f"above\n{BEGIN}\nnew\n{END}\nbelow\n"
-    path.write_text("nothing to replace")
-    with pytest.raises(SystemExit, match="lacks a line"):
-        replace_between_markers(path, "new")
-    assert path.read_text() == "nothing to replace"

@@ -10,7 +10,6 @@ The outcomes are in DIR/outcomes.jsonl. An interrupted command continues: only t
 """
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from tests.acceptance.fault_table import write_table
 from tests.acceptance.operation.operation_faults import FAULTS, Fault
 from tests.acceptance.operation.operation_site import NODES, SLOW, ServerError, Shown, Site, shared_folder
+from tests.acceptance.result_table import ResultLines
 from tests.support.cluster_runs import weights
 
 SEED = 24
@@ -145,12 +145,6 @@ def _final_weights(site: Site, run: str, name: str) -> object:
     return weights(site.root / "runs" / name)
 
 
-def outcomes_in(path: Path) -> list[Outcome]:
-    """Read the outcomes of all rounds that have ended."""
-    lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    return [Outcome(**json.loads(line)) for line in lines]
-
-
 def rows(outcomes: list[Outcome]) -> list[str]:
     """Return the lines of the table."""
     made = []
@@ -181,16 +175,15 @@ def main() -> int:
     chosen = parser.parse_args()
     faults = [fault for fault in FAULTS if chosen.only in {None, fault.name}]
     with shared_folder(chosen.root) as root:
-        record = root / "outcomes.jsonl"
-        outcomes = outcomes_in(record)
+        record = ResultLines(root / "outcomes.jsonl")
+        outcomes = [Outcome(**each) for each in record.rows()]
         if len(outcomes) < chosen.kills:
             with Site.up(root) as site:
                 undisturbed = undisturbed_weights(site)
                 while len(outcomes) < chosen.kills:
                     number = 1 + max((each.round for each in outcomes), default=0)
                     played = play_round(site, number, faults, undisturbed)
-                    with open(record, "a", encoding="utf-8") as file:
-                        file.writelines(json.dumps(asdict(each)) + "\n" for each in played)
+                    record.append(*map(asdict, played))
                     outcomes += played
     print(_HEADER + "\n".join(rows(outcomes)))
     if chosen.into:

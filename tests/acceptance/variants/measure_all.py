@@ -15,8 +15,6 @@ these commands, each with its own results, can share a machine.
 """
 
 import argparse
-import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from pathlib import Path
 import torch
 
 from t5train.errors import SpecError
+from tests.acceptance.result_table import ResultLines
 from tests.acceptance.variants.machine_memory import memory_bytes
 from tests.acceptance.variants.variant_cases import CASES, Case
 from tests.acceptance.variants.variant_runs import Row, Runner, with_mfu
@@ -43,7 +42,7 @@ def main() -> None:
         return
     out: Path = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    results = Results(out / "results.jsonl")
+    results = ResultLines(out / "results.jsonl")
     skipped = {} if options.table else _run(results, out, options)
     peak = options.peak_teraflops * 1e12
     print(f"\n{table([with_mfu(row, peak) for row in results.rows()])}")
@@ -51,31 +50,7 @@ def main() -> None:
         print(f"not run: {name}: {reason}")
 
 
-class Results:
-    """Results in a file, one line for each case. A line is on disk before ``append`` returns."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def rows(self) -> list[Row]:
-        """All results, without a last line that a kill cut off."""
-        return [json.loads(line) for line in self._whole_lines().splitlines()]
-
-    def append(self, row: Row) -> None:
-        """Add a line, and print its outcome."""
-        with open(self._path, "ab") as file:
-            file.truncate(len(self._whole_lines()))
-            file.write(json.dumps(row).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        print(f"{row['name']}: {'passed' if row['passed'] else 'FAILED'} {row.get('error', '')}", flush=True)
-
-    def _whole_lines(self) -> bytes:
-        content = self._path.read_bytes() if self._path.exists() else b""
-        return content[: content.rfind(b"\n") + 1]
-
-
-def _run(results: Results, out: Path, options: argparse.Namespace) -> dict[str, str]:
+def _run(results: ResultLines, out: Path, options: argparse.Namespace) -> dict[str, str]:
     """Run the cases in order; return why the others were not run."""
     runner = Runner((options.root or out / "work").absolute(), tiny=options.tiny, keep=options.keep)
     deadline = None if options.until_seconds is None else time.monotonic() + options.until_seconds
@@ -99,7 +74,8 @@ def _run(results: Results, out: Path, options: argparse.Namespace) -> dict[str, 
 
 
 def _certify(runner: Runner, case: Case, row: Row, append: Callable[[Row], None]) -> None:
-    append(runner.certify(case, row))
+    append(row := runner.certify(case, row))
+    print(f"{row['name']}: {'passed' if row['passed'] else 'FAILED'} {row.get('error', '')}", flush=True)
 
 
 def _reason_to_skip(case: Case, runner: Runner, deadline: float | None) -> str:

@@ -9,8 +9,8 @@ import pytest
 from t5train.data.corpus import build_corpus
 from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.spec.recipes import RECIPES, recipe
+from tests.acceptance.result_table import ResultLines
 from tests.acceptance.variants import measure_all
-from tests.acceptance.variants.measure_all import Results
 from tests.acceptance.variants.variant_cases import CASES, Case
 from tests.acceptance.variants.variant_runs import with_mfu
 from tests.acceptance.variants.variant_table import table
@@ -29,7 +29,7 @@ def test_case_names_are_unique() -> None:
 
 
 def test_a_line_cut_off_by_a_kill_is_ignored_and_the_next_one_is_intact(tmp_path: Path) -> None:
-    results = Results(tmp_path / "results.jsonl")
+    results = ResultLines(tmp_path / "results.jsonl")
     results.append({"name": "a", "passed": True})
     with open(tmp_path / "results.jsonl", "ab") as file:
         file.write(b'{"name": "b", "pas')
