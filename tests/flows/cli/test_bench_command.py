@@ -18,7 +18,7 @@ from t5train.train.peer_job import PeerMeasured
 from t5train.train.step_benchmark import IDLE, Measured
 from tests.support.generated_text import write_jsonl
 
-T5Pretrain = Callable[..., int]
+Printed = Callable[..., str]
 GIB = 1 << 30
 OURS = Measured(
     device="a GPU",
@@ -51,11 +51,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("measured")
-def test_speed_memory_and_data_wait_are_shown_next_to_the_trainer(
-    t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert t5_pretrain("bench", "base") == 0
-    shown = capsys.readouterr().out
+def test_speed_memory_and_data_wait_are_shown_next_to_the_trainer(printed: Printed) -> None:
+    shown = printed("bench", "base")
     assert "Median step: 100.0 ms (100.0 to 200.0 ms over 3 steps)" in shown
     assert "801,280 tokens/s" in shown
     assert "MFU: 50.0%" in shown
@@ -69,29 +66,26 @@ def test_speed_memory_and_data_wait_are_shown_next_to_the_trainer(
 
 @pytest.mark.usefixtures("measured")
 def test_the_trainer_is_left_out_with_alone_without_accelerate_and_in_fp16(
-    t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_command, "benchmark_trainer", lambda *_: pytest.fail("it was measured"))
-    assert t5_pretrain("bench", "base", "--alone") == 0
-    assert "Trainer" not in capsys.readouterr().out
-    assert t5_pretrain("bench", "base", "--set", "optimizer.precision=fp16") == 0
-    assert "not measured: it is compared in bf16 or fp32" in capsys.readouterr().out
+    assert "Trainer" not in printed("bench", "base", "--alone")
+    in_fp16 = printed("bench", "base", "--set", "optimizer.precision=fp16")
+    assert "not measured: it is compared in bf16 or fp32" in in_fp16
     monkeypatch.setattr(bench_command, "find_spec", lambda _: None)
-    assert t5_pretrain("bench", "base") == 0
-    assert "not measured: it needs `pip install accelerate`" in capsys.readouterr().out
+    assert "not measured: it needs `pip install accelerate`" in printed("bench", "base")
 
 
 @pytest.mark.usefixtures("measured")
 def test_a_trainer_that_fails_or_does_not_fit_does_not_hide_our_own_figures(
-    t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise LaunchError("rank 0 ended with exit code 1")
 
     for peer, message in ((fail, "failed: rank 0 ended with exit code 1"), (lambda *_: None, "does not fit")):
         monkeypatch.setattr(bench_command, "benchmark_trainer", peer)
-        assert t5_pretrain("bench", "base") == 0
-        shown = capsys.readouterr().out
+        shown = printed("bench", "base")
         assert "801,280 tokens/s" in shown
         assert message in shown
 
@@ -107,8 +101,7 @@ def tiny_shards(tmp_path: Path) -> TokenShards:
 @pytest.mark.slow
 def test_a_tiny_model_is_measured_on_shards_with_a_real_wait_for_data(
     tiny_shards: TokenShards,
-    t5_pretrain: T5Pretrain,
-    capsys: pytest.CaptureFixture[str],
+    printed: Printed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
@@ -122,8 +115,7 @@ def test_a_tiny_model_is_measured_on_shards_with_a_real_wait_for_data(
         "cluster.ranks": 1,
     }
     changes = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-    assert t5_pretrain("bench", "smoke", *changes, "--steps", "3", "--shards", str(tiny_shards.path)) == 0
-    shown = capsys.readouterr().out
+    shown = printed("bench", "smoke", *changes, "--steps", "3", "--shards", str(tiny_shards.path))
     assert "smoke: 1 rank on CPU, fp32" in shown
     assert "Waiting for data: " in shown
     assert "not measured, as tokens are random" not in shown

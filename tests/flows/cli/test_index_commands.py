@@ -23,7 +23,7 @@ from tests.support.web_server import Web, serving
 
 MADE = embedded_passages(300)
 TEXTS, VECTORS = [*MADE.texts[:299], MADE.texts[7]], np.concatenate([MADE.vectors[:299], MADE.vectors[7:8]])
-RunProgram = Callable[..., int]
+Printed = Callable[..., str]
 WITHOUT_FAISS = """
 import sys
 
@@ -49,12 +49,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_good_index_passes_and_one_of_other_vectors_ends_with_exit_code_1(
-    t5_pretrain: RunProgram, capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+    printed: Printed, folder: Path, tmp_path: Path
 ) -> None:
     plot = tmp_path / "recall.png"
     good, bad = (("--index", str(folder.parent / f"{name}.faiss"), "--queries", "64") for name in ("good", "bad"))
-    assert t5_pretrain("data", "index", "check", str(folder), *good, "--plot", str(plot)) == 0
-    rows = capsys.readouterr().out.splitlines()
+    rows = printed("data", "index", "check", str(folder), *good, "--plot", str(plot)).splitlines()
     assert rows[0].split("\t") == ["check", "expected", "found", "result"]
     checks = {row.split("\t")[0]: row.split("\t")[-1] for row in rows if row.count("\t") == 3}
     del checks["check"]
@@ -62,32 +61,27 @@ def test_a_good_index_passes_and_one_of_other_vectors_ends_with_exit_code_1(
     assert set(checks.values()) == {"passed"}
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert rows[-1] == f"recall recorded for later checks: {next(tmp_path.glob('work/index-checks/*.json'))}"
-    assert t5_pretrain("data", "index", "check", str(folder), *bad) == 1
-    assert "vectors of their own rows\t" in (out := capsys.readouterr().out)
+    out = printed("data", "index", "check", str(folder), *bad, code=1)
+    assert "vectors of their own rows\t" in out
     assert out.count("FAILED") == 2
 
 
-def test_check_prints_documented_json(
-    t5_pretrain: RunProgram, capsys: pytest.CaptureFixture[str], folder: Path
-) -> None:
+def test_check_prints_documented_json(printed: Printed, folder: Path) -> None:
     command = ("data", "index", "check", str(folder), "--json", "--neighbours", "3", "--index")
-    assert t5_pretrain(*command, str(folder.parent / "good.faiss")) == 0
-    value = json.loads(capsys.readouterr().out)
+    value = json.loads(printed(*command, str(folder.parent / "good.faiss")))
     require_documented("data index check", value)
     assert (value["passed"], value["vectors"], value["dimension"], value["metric"]) == (True, 300, 768, "inner product")
     assert len(value["recall"]) == 3
-    assert t5_pretrain(*command, str(folder.parent / "bad.faiss")) == 1
-    assert json.loads(capsys.readouterr().out)["passed"] is False
+    assert json.loads(printed(*command, str(folder.parent / "bad.faiss"), code=1))["passed"] is False
 
 
 @pytest.mark.parametrize("index", [None, "good.faiss"])
 def test_near_duplicates_are_written_and_counted(
-    t5_pretrain: RunProgram, capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, index: str | None
+    printed: Printed, folder: Path, tmp_path: Path, index: str | None
 ) -> None:
     options = [] if index is None else ["--index", str(folder.parent / index)]
     command = ("data", "index", "duplicates", str(folder), "--out", "pairs.jsonl", *options)
-    assert t5_pretrain(*command, "--plot", "similarity.png") == 0
-    assert capsys.readouterr().out.splitlines()[2:] == [
+    assert printed(*command, "--plot", "similarity.png").splitlines()[2:] == [
         "pairs with similar texts\t1",
         "groups\t1",
         "passages that are not the first of their group\t1",
@@ -97,16 +91,15 @@ def test_near_duplicates_are_written_and_counted(
     header, pair = map(json.loads, Path("pairs.jsonl").read_text("utf-8").splitlines())
     assert (header["source"], header["index"]) == (str(folder), index and str(folder.parent / index))
     assert (pair["first"]["id"], pair["second"]["id"], pair["text_similarity"]) == ("8", "300", 1.0)
-    assert t5_pretrain(*command, "--json") == 0
-    value = json.loads(capsys.readouterr().out)
+    value = json.loads(printed(*command, "--json"))
     require_documented("data index duplicates", value)
     assert (value["pairs"], value["out"]) == (1, str(tmp_path / "pairs.jsonl"))
 
 
-def test_what_was_found_is_removed_from_training(t5_pretrain: RunProgram, folder: Path, tmp_path: Path) -> None:
-    assert t5_pretrain("data", "index", "duplicates", str(folder), "--out", "pairs.jsonl") == 0
+def test_what_was_found_is_removed_from_training(printed: Printed, folder: Path, tmp_path: Path) -> None:
+    printed("data", "index", "duplicates", str(folder), "--out", "pairs.jsonl")
     removal = ("--set", "corpus.remove_listed=pairs.jsonl", "--set", "corpus.split=[998,1,1]")
-    assert t5_pretrain("corpus", "smoke", "--corpus", str(folder), *removal) == 0
+    printed("corpus", "smoke", "--corpus", str(folder), *removal)
     (findings,) = tmp_path.glob("work/corpus/*/text-findings.json")
     assert json.loads(findings.read_bytes())["repetitions"]["removed_passages"] == 1
 
@@ -128,7 +121,7 @@ def test_what_was_found_is_removed_from_training(t5_pretrain: RunProgram, folder
     ],
 )
 def test_wrong_input_is_refused_in_one_line(
-    t5_pretrain: RunProgram, capsys: pytest.CaptureFixture[str], folder: Path, words: str, code: int, said: str
+    refused: Callable[..., str], folder: Path, words: str, code: int, said: str
 ) -> None:
     from pyarrow import table
     from pyarrow.parquet import write_table
@@ -136,11 +129,7 @@ def test_wrong_input_is_refused_in_one_line(
     Path("a.txt").write_text("some text\n")
     write_table(table({"text": ["one"]}), "plain.parquet")
     write_table(table({"embeddings": [[1.0, 2.0]]}), "textless.parquet")
-    assert t5_pretrain("data", "index", *(word.format(text=folder) for word in words.split())) == code
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert said in output.err
-    assert len(output.err.splitlines()) == 1
+    assert said in refused(code, "data", "index", *(word.format(text=folder) for word in words.split()))
     assert not Path("x.jsonl").exists()
 
 
@@ -190,10 +179,7 @@ def test_files_and_index_of_the_hub_are_downloaded_whole_and_used_offline(folder
 
 
 def test_an_index_of_the_catalogue_with_another_size_is_refused_before_it_is_downloaded(
-    t5_pretrain: RunProgram,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
+    printed: Printed, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     content = (folder.parent / "good.faiss").read_bytes()
     with serving(Web({"/good.faiss": content})) as web:
@@ -203,10 +189,7 @@ def test_an_index_of_the_catalogue_with_another_size_is_refused_before_it_is_dow
         indexes = {"exact": known, "larger": larger}
         monkeypatch.setitem(known_indexes._KNOWN, str(folder), indexes)
         command = ("data", "index", "check", str(folder), "--index")
-        assert t5_pretrain(*command, "larger") == 4
-        assert f"should have {len(content) + 1:,}" in capsys.readouterr().err
+        assert f"should have {len(content) + 1:,}" in refused(4, *command, "larger")
         assert not [request for request in web.requests if (request.end or 0) - request.start > 1]
-        assert t5_pretrain(*command, "exact") == 0
-        assert "embeddings, by the catalogue\t300 of 768\t300 of 768\tpassed" in capsys.readouterr().out
-        assert t5_pretrain(*command, "none") == 4
-        assert "has indexes named exact and larger" in capsys.readouterr().err
+        assert "embeddings, by the catalogue\t300 of 768\t300 of 768\tpassed" in printed(*command, "exact")
+        assert "has indexes named exact and larger" in refused(4, *command, "none")

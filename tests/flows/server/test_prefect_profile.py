@@ -47,26 +47,24 @@ def test_a_user_without_profiles_gets_one_that_is_active_and_private(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "is_chosen"),
     [
-        'active = "ephemeral"\n',
-        '[profiles.ephemeral]\nPREFECT_SERVER_EPHEMERAL_ENABLED = "true"\n\n[profiles.other]\n',
+        ('active = "ephemeral"\n', False),
+        ('[profiles.ephemeral]\nPREFECT_SERVER_EPHEMERAL_ENABLED = "true"\n\n[profiles.other]\n', False),
+        (OWN, True),
+        ('active = "local"\n', True),
+        ('[profiles.ephemeral]\nPREFECT_LOGGING_LEVEL = "DEBUG"\n', True),
     ],
 )
-def test_prefects_untouched_default_profile_does_not_count_as_the_users_choice(tmp_path: Path, text: str) -> None:
-    found = written(tmp_path, text)
-    assert found.write(URL, KEY)
-    assert _read_profiles_from(found.path).active_name == NAME
-
-
-@pytest.mark.parametrize("text", [OWN, 'active = "local"\n', '[profiles.ephemeral]\nPREFECT_LOGGING_LEVEL = "DEBUG"\n'])
-def test_a_profile_that_the_user_has_chosen_or_changed_stays_active(tmp_path: Path, text: str) -> None:
+def test_a_profile_stays_active_only_if_the_user_has_chosen_or_changed_it(
+    tmp_path: Path, text: str, is_chosen: bool
+) -> None:
     found = written(tmp_path, text)
     before = _read_profiles_from(found.path).active_name
-    assert not found.write(URL, KEY)
-    assert _read_profiles_from(found.path).active_name == before
+    assert found.write(URL, KEY) is not is_chosen
+    assert _read_profiles_from(found.path).active_name == (before if is_chosen else NAME)
     assert settings(found.path)["PREFECT_API_AUTH_STRING"] == KEY
-    assert not found.is_ours(URL)
+    assert found.is_ours(URL) is not is_chosen
 
 
 @pytest.mark.parametrize("name", ["PREFECT_PROFILE", "PREFECT_API_URL"])

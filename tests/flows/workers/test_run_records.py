@@ -17,10 +17,7 @@ HOLDS = """
 import sys
 from pathlib import Path
 from uuid import UUID
-import pytest
-
 from flows.workers import run_records
-from t5train.errors import RunLocked
 
 run_records.hold(Path(sys.argv[1]), UUID(sys.argv[2]), UUID(sys.argv[3]))
 print("held", flush=True)
@@ -62,31 +59,24 @@ def test_a_process_that_resumes_a_run_takes_over_its_record(tmp_path: Path) -> N
         assert found[run].state_id == str(state)
 
 
-def test_records_of_other_machines_are_ignored(tmp_path: Path) -> None:
-    run = uuid4()
-    (tmp_path / str(run)).write_text(f'["{uuid4()}", "another-machine", "{uuid4()}"]')
-    with run_records.abandoned(tmp_path) as found:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (str(uuid4()), f'["{uuid4()}", "another-machine", "{uuid4()}"]'),
+        (str(uuid4()), ""),
+        ("notes.txt~", "mine"),
+        (None, ""),
+    ],
+    ids=["of another machine", "being written", "another file", "no folder"],
+)
+def test_what_is_no_record_of_this_machine_is_ignored(tmp_path: Path, name: str | None, content: str) -> None:
+    if name is not None:
+        (tmp_path / name).write_text(content)
+    folder = tmp_path / "none" if name is None else tmp_path
+    with run_records.abandoned(folder) as found:
         assert found == {}
-
-
-def test_an_empty_record_that_is_still_being_written_is_ignored(tmp_path: Path) -> None:
-    (tmp_path / str(uuid4())).touch()
-    with run_records.abandoned(tmp_path) as found:
-        assert found == {}
-
-
-def test_a_missing_folder_has_no_records(tmp_path: Path) -> None:
-    assert run_records.living(tmp_path / "none") == set()
-    with run_records.abandoned(tmp_path / "none") as found:
-        assert found == {}
-
-
-def test_other_files_among_the_records_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt~").write_text("mine")
-    with run_records.abandoned(tmp_path) as found:
-        assert found == {}
-    assert run_records.living(tmp_path) == set()
-    assert (tmp_path / "notes.txt~").exists()
+    assert run_records.living(folder) == set()
+    assert name is None or (tmp_path / name).read_text() == content
 
 
 def test_a_second_worker_of_a_user_on_one_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,31 +31,24 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_root_without_runs_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=rf"^there are no runs with metrics in {tmp_path}/runs\. .* --root$"):
-        board(root=tmp_path)
+def test_what_cannot_be_shown_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(said: str) -> pytest.RaisesExc[InputError]:
+        return pytest.raises(InputError, match=said)
 
-
-def test_a_run_that_does_not_exist_or_has_no_metrics_is_refused(root: Path) -> None:
-    with pytest.raises(InputError, match=r"there is no run 'mime' in .* \(did you mean 'mine'\?\)"):
+    empty = tmp_path / "empty"
+    with refusal(rf"^there are no runs with metrics in {empty}/runs\. .* --root$"):
+        board(root=empty)
+    with refusal(r"there is no run 'mime' in .* \(did you mean 'mine'\?\)"):
         board("mime", root=root)
-    with pytest.raises(InputError, match="run new has no metrics yet"):
+    with refusal("run new has no metrics yet"):
         board("new", root=root)
-
-
-def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(board_command, "find_spec", lambda _: None)
-    with pytest.raises(InputError, match=r"tensorboard is not installed. Install it: .* -m pip install 'tensorboard"):
-        board(root=root)
-
-
-def test_a_port_in_use_is_refused(root: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(InputError, match=f"port {port} of 127.0.0.1 cannot be used: .* --port"):
+        with refusal(f"port {port} of 127.0.0.1 cannot be used: .* --port"):
             board(root=root, port=port)
+    monkeypatch.setattr(board_command, "find_spec", lambda _: None)
+    with refusal(r"tensorboard is not installed. Install it: .* -m pip install 'tensorboard"):
+        board(root=root)
 
 
 def test_a_tensorboard_that_fails_is_reported_with_its_last_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_night_with_findings_is_shown_with_exit_code_1(
-    root: Path, t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert t5_pretrain("regression", "show", "--root", str(root)) == 1
-    shown = capsys.readouterr().out
+def test_a_night_with_findings_is_shown_with_exit_code_1(root: Path, printed: Callable[..., str]) -> None:
+    shown = printed("regression", "show", "--root", str(root), code=1)
     assert "moe\tstep\t1.60 x peer\t1.60 x peer\t+0%\t+15%\tok" in shown
     assert "moe: a step takes 2.10 times the peer's\n" in shown
 
@@ -81,14 +78,10 @@ def test_one_case_can_be_accepted_alone(root: Path, t5_pretrain: T5Pretrain) -> 
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_made(
-    root: Path,
-    t5_pretrain: T5Pretrain,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    message: str,
+    root: Path, refused: Callable[..., str], arguments: tuple[str, ...], message: str
 ) -> None:
-    assert t5_pretrain("regression", arguments[0], "--root", str(root), *arguments[1:]) == 2, "1 is for what got worse"
-    assert message in capsys.readouterr().err
+    command, *options = arguments
+    assert message in refused(2, "regression", command, "--root", str(root), *options), "1 is for what got worse"
     regression = RegressionFolder(root)
     assert [folder.name for folder in regression.nights()] == [NIGHT]
     assert regression.baselines.history() == []

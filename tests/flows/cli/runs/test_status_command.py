@@ -1,6 +1,7 @@
 """`t5-pretrain status`: a table that fits a terminal, lines and JSON for other programs, and the story of one run."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -54,11 +55,8 @@ def run(tmp_path: Path) -> Path:
     return spec.run_folder
 
 
-def test_a_pipe_gets_a_header_and_one_line_for_each_run_with_tabs(
-    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], run: Path
-) -> None:
-    assert t5_pretrain("status") == 0
-    header, row = (line.split("\t") for line in capsys.readouterr().out.splitlines())
+def test_a_pipe_gets_a_header_and_one_line_for_each_run_with_tabs(printed: Callable[..., str], run: Path) -> None:
+    header, row = (line.split("\t") for line in printed("status").splitlines())
     assert header == ["name", "state", "step", "resumes at", "training loss", "tokens/s", "left", "active", "note"]
     assert row[:7] == ["mine", "failed", "8 of 60", "-", "4.1250", "-", "-"]
     assert row[7].endswith(" s ago")
@@ -101,48 +99,37 @@ def test_a_narrow_terminal_shortens_every_line() -> None:
     assert all(cell_len(line) <= 40 for line in table_lines([row], 40))
 
 
-def test_json_has_the_documented_keys_and_plain_values(
-    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], run: Path
-) -> None:
-    assert t5_pretrain("status", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+def test_json_has_the_documented_keys_and_plain_values(printed: Callable[..., str], run: Path) -> None:
+    found = json.loads(printed("status", "--json"))
     assert [*found] == ["schema_version", "root", "runs"]
     assert found["schema_version"] == 1
     (state,) = found["runs"]
     assert [*state] == STATE_KEYS
     assert (state["state"], state["step"], state["error"], state["folder"]) == ("failed", 8, ERROR, str(run))
-    assert t5_pretrain("status", "mine", "--json") == 0
-    story = json.loads(capsys.readouterr().out)
+    story = json.loads(printed("status", "mine", "--json"))
     assert [*story] == ["schema_version", *STATE_KEYS, *STORY_KEYS]
     assert story["last_start"]["how"] == "failed"
     assert story["settings"] == {"optimizer.num_steps": 60}
 
 
 def test_before_the_first_run_there_are_no_runs_under_the_default_root(
-    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    printed: Callable[..., str], tmp_path: Path
 ) -> None:
-    assert t5_pretrain("status", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["runs"] == []
-    assert t5_pretrain("status") == 0
-    assert capsys.readouterr().out == f"no runs yet under {tmp_path / 'work'}; --root names another folder\n"
+    assert json.loads(printed("status", "--json"))["runs"] == []
+    assert printed("status") == f"no runs yet under {tmp_path / 'work'}; --root names another folder\n"
 
 
-@pytest.mark.parametrize("command", [("status",), ("status", "--json"), ("status", "mine"), ("gc",), ("gc", "--json")])
-def test_a_root_that_was_named_and_does_not_exist_is_an_error(
-    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, command: tuple[str, ...]
-) -> None:
-    assert t5_pretrain(*command, "--root", "wrok") == 4
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith(f"error: --root is wrok, but there is no folder {tmp_path / 'wrok'}. Give the --root")
+def test_a_root_that_was_named_and_does_not_exist_is_an_error(refused: Callable[..., str], tmp_path: Path) -> None:
+    for command in (("status",), ("status", "--json"), ("status", "mine"), ("gc",), ("gc", "--json")):
+        said = refused(4, *command, "--root", "wrok")
+        assert said.startswith(f"error: --root is wrok, but there is no folder {tmp_path / 'wrok'}. Give the --root")
 
 
 def test_the_story_of_a_run_has_the_whole_error_and_the_command_that_continues(
-    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], run: Path
+    printed: Callable[..., str], run: Path
 ) -> None:
     for named in ("mine", str(run)):
-        assert t5_pretrain("status", named) == 0
-        lines = capsys.readouterr().out.splitlines()
+        lines = printed("status", named).splitlines()
         assert lines[0] == "mine: failed"
         error = lines.index("what went wrong") + 1
         assert lines[error : error + 3] == [f"  {line}" for line in ERROR.splitlines()]
@@ -152,10 +139,5 @@ def test_the_story_of_a_run_has_the_whole_error_and_the_command_that_continues(
         assert lines[-1].startswith("  ")
 
 
-def test_an_unknown_run_is_an_error_with_the_nearest_name(
-    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], run: Path
-) -> None:
-    assert t5_pretrain("status", "mime") == 4
-    assert "there is no run 'mime'" in (error := capsys.readouterr().err)
-    assert "did you mean 'mine'?" in error
-    assert len(error.splitlines()) == 1
+def test_an_unknown_run_is_an_error_with_the_nearest_name(refused: Callable[..., str], run: Path) -> None:
+    assert re.search(r"there is no run 'mime'.*did you mean 'mine'\?", refused(4, "status", "mime"))
