@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
 
 from infra.head.stop_signal import SAME_STOP_SECONDS
 from infra.node import node_folders
-from infra.testcluster import host_files
+from infra.testcluster import Cluster, host_files
 from infra.testcluster.host_files import HOME, HOSTFILE
 from t5train.errors import DiskFull, LaunchError, PreflightError, SpecError
 from tests.support.cluster_runs import ClusterRunner, Started
@@ -129,21 +130,6 @@ def few_inodes(runner: ClusterRunner) -> Iterator[None]:
     runner.cluster.exec("node1", ["rm", "-r", f"{_SCRATCH}/many"]).check_returncode()
 
 
-def power_cut(runner: ClusterRunner, _: Started) -> None:
-    """Cut the second node's power."""
-    runner.cluster.power_cut("node1")
-
-
-def link_down(runner: ClusterRunner, _: Started) -> None:
-    """Pull the second node's network cable."""
-    runner.cluster.set_link("node1", "down")
-
-
-def sshd_down(runner: ClusterRunner, _: Started) -> None:
-    """Stop the second node's sshd: existing connections stay, new ones are refused."""
-    runner.cluster.stop_sshd("node1")
-
-
 def is_literal(runner: ClusterRunner, _: Started) -> None:
     """Assert that every rank's environment has the value exactly as it was given."""
     ranks = [pid for host in runner.cluster.nodes for pid in pids(runner, host, RANK)]
@@ -159,33 +145,23 @@ def is_hidden(runner: ClusterRunner, _: Started) -> None:
         assert host == "head" or SECRET.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
 
 
-@contextmanager
-def booted_again(runner: ClusterRunner) -> Iterator[None]:
-    """Boot the second node again afterwards."""
-    yield
-    runner.cluster.boot("node1")
+def afterwards(repair: Callable[[Cluster], object]) -> Wrong:
+    """Repair something when the run has ended."""
 
+    @contextmanager
+    def wrong(runner: ClusterRunner) -> Iterator[None]:
+        yield
+        repair(runner.cluster)
 
-@contextmanager
-def linked_again(runner: ClusterRunner) -> Iterator[None]:
-    """Plug the second node's network cable in again afterwards."""
-    yield
-    runner.cluster.set_link("node1", "up")
-
-
-@contextmanager
-def sshd_again(runner: ClusterRunner) -> Iterator[None]:
-    """Start the second node's sshd again afterwards."""
-    yield
-    runner.cluster.start_sshd("node1")
+    return wrong
 
 
 @contextmanager
 def without_sshd(runner: ClusterRunner) -> Iterator[None]:
     """Stop the second node's sshd during the run."""
     runner.cluster.stop_sshd("node1")
-    with sshd_again(runner):
-        yield
+    yield
+    runner.cluster.start_sshd("node1")
 
 
 @contextmanager
@@ -257,93 +233,64 @@ def nothing_written(runner: ClusterRunner) -> Iterator[None]:
     assert (found.returncode, found.stdout) == (1, "")
 
 
+Refused = partial(Fault, exit_code=PreflightError.exit_code)
 FAULTS = [
     Fault("a rank is killed", "rank 1.*node1.*killed", signalled("node1", RANK, signal.SIGKILL)),
     Fault("a rank is stopped", "rank 1.*node1.*no sign of life", signalled("node1", RANK, signal.SIGSTOP), in_ci=True),
     Fault(
-        "a host is silent while another host's rank fails",
-        "rank 1.*node1.*killed",
-        silent_and_killed,
+        "a host is silent while another host's rank fails", "rank 1.*node1.*killed", silent_and_killed,
         settings=("cluster.lease_seconds=30",),
     ),
     Fault("DeepSpeed's launcher is killed", "launcher", signalled("head", LAUNCHER, signal.SIGKILL)),
     Fault("pdsh is killed", "launcher", signalled("head", PDSH, signal.SIGKILL), in_ci=True),
     Fault("the head is killed", "", signalled("head", HEAD, signal.SIGKILL), exit_code=137),
     Fault(
-        "the head is killed, and started again at once",
-        "",
-        signalled("head", HEAD, signal.SIGKILL),
-        exit_code=0,
-        started_again=True,
+        "the head is killed, and started again at once", "", signalled("head", HEAD, signal.SIGKILL),
+        exit_code=0, started_again=True,
     ),
-    Fault("a node loses power", "node1", power_cut, booted_again, in_ci=True),
-    Fault("a node's cable is pulled", "node1", link_down, linked_again),
-    Fault("sshd of a node stops while it trains", "", sshd_down, sshd_again, exit_code=0),
+    Fault(
+        "a node loses power", "node1", lambda runner, _: runner.cluster.power_cut("node1"),
+        afterwards(lambda cluster: cluster.boot("node1")), in_ci=True,
+    ),
+    Fault(
+        "a node's cable is pulled", "node1", lambda runner, _: runner.cluster.set_link("node1", "down"),
+        afterwards(lambda cluster: cluster.set_link("node1", "up")),
+    ),
+    Fault(
+        # Existing connections stay, new ones are refused.
+        "sshd of a node stops while it trains", "", lambda runner, _: runner.cluster.stop_sshd("node1"),
+        afterwards(lambda cluster: cluster.start_sshd("node1")), exit_code=0,
+    ),
     Fault("Ctrl-C", "interrupted", signalled("head", HEAD, signal.SIGINT), exit_code=130),
     Fault("Ctrl-C, twice", "interrupted", interrupted_twice, exit_code=130),
-    Fault("sshd of a node is down", "node1.*refused", wrong=without_sshd, exit_code=PreflightError.exit_code),
-    Fault("a node has another host key", "node1.*key", wrong=other_key, in_ci=True, exit_code=PreflightError.exit_code),
-    Fault(
-        "the port is taken",
-        str(MASTER_PORT),
-        wrong=port_taken,
-        settings=(f"cluster.master_port={MASTER_PORT}",),
-        exit_code=PreflightError.exit_code,
+    Refused("sshd of a node is down", "node1.*refused", wrong=without_sshd),
+    Refused("a node has another host key", "node1.*key", wrong=other_key, in_ci=True),
+    Refused(
+        "the port is taken", str(MASTER_PORT), wrong=port_taken, settings=(f"cluster.master_port={MASTER_PORT}",)
     ),
+    Refused("an unknown host name", "node9", wrong=hostfile("node0 slots=1\nnode9 slots=1\n"), in_ci=True),
     Fault(
-        "an unknown host name",
-        "node9",
-        wrong=hostfile("node0 slots=1\nnode9 slots=1\n"),
-        in_ci=True,
-        exit_code=PreflightError.exit_code,
+        "slots=0", "line 2.*node1.*slots=0", wrong=hostfile("node0 slots=1\nnode1 slots=0\n"),
+        in_ci=True, exit_code=SpecError.exit_code,
     ),
-    Fault(
-        "slots=0",
-        "line 2.*node1.*slots=0",
-        wrong=hostfile("node0 slots=1\nnode1 slots=0\n"),
-        in_ci=True,
-        exit_code=SpecError.exit_code,
-    ),
-    Fault(
-        "one machine listed twice",
-        "names refer to the same machine",
+    Refused(
+        "one machine listed twice", "names refer to the same machine",
         wrong=hostfile("node0 slots=1\n10.77.0.10 slots=1\n"),
-        exit_code=PreflightError.exit_code,
     ),
-    Fault(
-        "a node has another torch",
-        "node1: torch 2.0.1",
-        wrong=other_torch,
-        in_ci=True,
-        exit_code=PreflightError.exit_code,
-    ),
+    Refused("a node has another torch", "node1: torch 2.0.1", wrong=other_torch, in_ci=True),
     Fault("a killed compilation left its lock", "", wrong=stale_lock, exit_code=0),
     Fault(
-        "$(...) and quotes in an environment variable and in the root's name",
-        "",
-        is_literal,
-        nothing_executed,
-        exit_code=0,
-        settings=('cluster.environment=["T5_QUOTED"]',),
-        environment={"T5_QUOTED": QUOTED},
+        "$(...) and quotes in an environment variable and in the root's name", "", is_literal, nothing_executed,
+        exit_code=0, settings=('cluster.environment=["T5_QUOTED"]',), environment={"T5_QUOTED": QUOTED}, in_ci=True,
         root='it\'s "a" $(touch executed) `touch executed`; touch executed',
-        in_ci=True,
     ),
     Fault(
-        "a secret in the environment",
-        "",
-        is_hidden,
-        nothing_written,
-        exit_code=0,
-        environment={"HF_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET},
+        "a secret in the environment", "", is_hidden, nothing_written,
+        exit_code=0, environment={"HF_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET},
     ),
     # The last one: the run is resumed after all faults, on these mounts, which a node that loses power would lose.
     Fault(
-        "a host's inodes are full",
-        "rank 1.*node1.*no free inodes.*exclude node1",
-        inodes_used_up,
-        few_inodes,
-        exit_code=DiskFull.exit_code,
-        root=UNSHARED,
+        "a host's inodes are full", "rank 1.*node1.*no free inodes.*exclude node1", inodes_used_up, few_inodes,
+        exit_code=DiskFull.exit_code, root=UNSHARED,
     ),
-]
+]  # fmt: skip
