@@ -2,7 +2,8 @@
 
 import io
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -27,9 +28,8 @@ from t5train.records.stage_records import Checkpoint
 from t5train.spec import StorageSpec
 from tests.acceptance.io_faults.evidence import complete_tags, missing, tree
 from tests.acceptance.io_faults.small_run import SmallRun
-from tests.acceptance.io_faults.stand_in import LocalHosts
 from tests.acceptance.io_faults.trial import Ending, ReportedFailure
-from tests.support.simulated_nodes import RUN, Site, digest, make_sidecar
+from tests.support.simulated_nodes import NODE, RUN, LocalHosts, Site, digest, make_sidecar
 
 _OLD, _NEWEST, _UNFINISHED = 4, 8, 12
 _BYTES = 2000
@@ -37,6 +37,12 @@ _OTHER = "other-0123456789ab"
 _DAMAGED = "damaged-f00df00df00d"
 _OURS = Owner("1" * 32, "this-head", "/this/root", "2026-01-01T00:00:00", lease_seconds=60.0)
 _THEIRS = Owner("2" * 32, "that-head", "/that/root", "2026-01-01T00:00:00", lease_seconds=60.0)
+
+
+class _Hosts(LocalHosts):
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        """The command of an action of infra.node. It does not make the folder, as that would be a call of the trial."""
+        return [self.python, "-c", NODE, str(self.folder / host), argv[-1]]
 
 
 class _OnHosts:
@@ -50,7 +56,10 @@ class _OnHosts:
     def _site(self, folder: Path) -> Site:
         """The simulated head and hosts in a folder."""
         site = Site.__new__(Site)
-        site.folder, site.transport = folder, LocalHosts(folder / "hosts")
+        site.folder, site.transport = (
+            folder,
+            _Hosts(folder / "hosts", str(Path(sys.executable).parents[1] / "nodes/python")),
+        )
         site.nodes = Nodes(site.transport, tuple(self.hosts), owner=_OURS.unique_id)
         site.root = folder / "root"
         site.checkpoints = site.root / RUNS / "smoke" / CHECKPOINTS

@@ -3,8 +3,7 @@
  * It works one level above the kernel, on the functions of libc that Python, libstdc++ (and so torch) and Rust's standard
  * library call; a test compares what it sees with strace. Nothing happens until a process attaches to a region, a file
  * mapped into memory that says which calls are watched and which one fails, and that counts for all processes attached
- * to it: io_faults_attach(), or the environment variable T5_IO_FAULTS in programs that are executed. Attachment survives
- * fork.
+ * to it. A process is attached while its environment variable T5_IO_FAULTS names a region. Attachment survives fork.
  *
  * A call is identified by its kind ("open", "read", ...), its path relative to the watched folder with random parts
  * replaced by "*", and its ordinal among the calls of that kind on that path.
@@ -36,6 +35,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define PATH_BYTES 1024
 #define LOG_BYTES (16 << 20)
+#define VARIABLE "T5_IO_FAULTS"
 
 enum mode { RECORD = 0, ONCE = 1, PERMANENTLY = 2 };
 
@@ -56,29 +56,23 @@ struct region {
 
 static struct region *region;
 
-EXPORT int io_faults_attach(const char *path)
+static void attach(const char *path)
 {
     int descriptor = syscall(SYS_openat, AT_FDCWD, path, O_RDWR | O_CLOEXEC);
-    if (descriptor < 0)
-        return -1;
     void *mapped = (void *)syscall(SYS_mmap, NULL, sizeof(struct region), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     syscall(SYS_close, descriptor);
-    if ((long)mapped < 0 && (long)mapped > -4096)
-        return -1;
+    if (descriptor < 0 || ((long)mapped < 0 && (long)mapped > -4096)) {
+        perror(path);
+        abort();
+    }
     region = mapped;
-    return 0;
-}
-
-EXPORT void io_faults_detach(void)
-{
-    region = NULL;
 }
 
 __attribute__((constructor)) static void attach_by_environment(void)
 {
-    const char *path = getenv("T5_IO_FAULTS");
+    const char *path = getenv(VARIABLE);
     if (path && *path)
-        io_faults_attach(path);
+        attach(path);
 }
 
 /* Paths */
@@ -306,6 +300,22 @@ static int fails_between(const char *kind, int from_folder, const char *from, in
  * whose functions of these names nobody can ask for any more. */
 #define ALIAS(result, name, parameters, call) \
     EXPORT result name parameters { return call; }
+
+/* environment */
+
+EXPORT int setenv(const char *name, const char *value, int overwrite)
+{
+    if (!strcmp(name, VARIABLE))
+        attach(value);
+    return NEXT(setenv)(name, value, overwrite);
+}
+
+EXPORT int unsetenv(const char *name)
+{
+    if (!strcmp(name, VARIABLE))
+        region = NULL;
+    return NEXT(unsetenv)(name);
+}
 
 /* open */
 

@@ -125,16 +125,8 @@ def build(folder: Path) -> Path:
 def attach(region: Path) -> None:
     """Apply a region to the calls of this process, and of those that it forks or runs from now on."""
     os.environ[ENVIRONMENT] = str(region)
-    if _library().io_faults_attach(os.fsencode(region)):
-        raise OSError(f"{region} cannot be mapped")
 
 
 def detach() -> None:
     """Stop watching this process."""
     os.environ.pop(ENVIRONMENT, None)
-    _library().io_faults_detach()
-
-
-def _library() -> ctypes.CDLL:
-    """The library, which LD_PRELOAD has already loaded."""
-    return ctypes.CDLL(None)

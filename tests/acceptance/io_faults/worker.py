@@ -9,38 +9,19 @@ import logging
 import os
 import sys
 import warnings
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.acceptance.io_faults import stand_in
 from tests.acceptance.io_faults.interposer import Call, Fault
 from tests.acceptance.io_faults.operations import operation
-from tests.acceptance.io_faults.stand_in import NODE_PARENT, Main, StandIn
 from tests.acceptance.io_faults.trial import Operation, Trials, run_in_child
+from tests.support.prepared_python import prepared_python
 
+_IMPORTS = "tests.acceptance.io_faults.imports"
 _ON_NODES = [f"infra.node.storage.{name}" for name in ("stored_checkpoints", "chain_copy", "garbage")]
-_IMPORTED = [
-    *("deepspeed", "torch._dynamo", "torch.distributed.fsdp", "torch.utils.tensorboard"),
-    *("transformers.models.t5.modeling_t5", "transformers.models.t5.tokenization_t5", "transformers.models.mt5"),
-    *("transformers.generation",),
-    *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "safetensors.torch"),
-    *(
-        "t5train.train.loop",
-        "t5train.checkpoint.resume",
-        "t5train.checkpoint.consolidate",
-        "t5train.release.export",
-        "t5train.release.certification",
-    ),
-    *(
-        "t5train.release.publication",
-        "t5train.records.stage_records",
-        "fsspec.implementations.local",
-        "flows.cli.operate.gc_command",
-    ),
-    *("infra.head.storage.garbage_collection", "infra.head.storage.run_storage", "infra.head.storage.checkpoint_sync"),
-]
 
 
 class Worker:
@@ -49,18 +30,22 @@ class Worker:
     def __init__(self, shared: Path, number: int) -> None:
         self._shared, self._folder = shared, shared / f"worker-{number}"
         self._folder.mkdir()
-        built = stand_in.build(self._folder)
-        self._nodes = StandIn(built, stand_in.NODE_PYTHON, _node)  # forked while this process is still small
-        import_everything()
-        self._python = StandIn(built, "python", _certifier)
+        self._pythons = ExitStack()
+        self._python_with("nodes", ["infra.node.__main__", *_ON_NODES])  # small, as forks of small processes are quick
+        self._python = self._python_with("python", [_IMPORTS])
+        import_module(_IMPORTS)
         self._trials: dict[str, Trials] = {}
+
+    def _python_with(self, name: str, modules: list[str]) -> str:
+        (self._folder / name).mkdir()
+        return self._pythons.enter_context(prepared_python(self._folder / name, modules, {}))
 
     def prepare(self, names: list[str]) -> None:
         """Make the small run and the operations' templates, in child processes, so that this process stays small."""
         from tests.acceptance.io_faults.small_run import SmallRun
 
         run_in_child(SmallRun(self._shared / "made").make)
-        sys.executable = str(self._python.program)
+        sys.executable = self._python
         for name in names:
             folder = self._folder / "trial"  # the path that trials use, because records may hold absolute paths
             folder.mkdir()
@@ -76,12 +61,11 @@ class Worker:
         return self._trials_of(name).outcome(Fault(Call(*call), error, mode))
 
     def close(self) -> None:
-        """End the stand-ins."""
-        for each in (self._nodes, self._python):
-            each.close()
+        """End the prepared Pythons."""
+        self._pythons.close()
 
     def _trials_of(self, name: str) -> Trials:
-        sys.executable = str(self._python.program)
+        sys.executable = self._python
         if name not in self._trials:
             self._trials[name] = Trials(self._operation(name), self._shared / name, self._folder)
         return self._trials[name]
@@ -90,41 +74,6 @@ class Worker:
         from tests.acceptance.io_faults.small_run import SmallRun
 
         return operation(name, SmallRun(self._shared / "made"))
-
-
-def import_everything() -> None:
-    """Import and compute what each trial would otherwise have to do itself."""
-    for module in _IMPORTED:
-        import_module(module)
-    from deepspeed.accelerator import get_accelerator
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    from t5train.records.identity import current_provenance
-
-    current_provenance()
-    get_checkpoint_conversion_mapping("t5")  # compiles a thousand patterns
-    get_accelerator().create_op_builder("ShareMemCommBuilder").load()
-
-
-def _node() -> dict[str, Main]:
-    from infra.node import __main__ as node
-    from infra.node import node_folders
-
-    for module in _ON_NODES:
-        import_module(module)
-
-    def main(arguments: list[str]) -> int:
-        node_folders.PARENT = Path(os.environ[NODE_PARENT])
-        sys.argv = ["infra.node", *arguments]
-        return node.main()
-
-    return {"infra.node": main}
-
-
-def _certifier() -> dict[str, Main]:
-    from t5train.release.certification import main
-
-    return {"t5train.release.certification": main}
 
 
 def main() -> None:
