@@ -104,7 +104,6 @@ def _final_weights(root: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def variant(pytestconfig: pytest.Config) -> str:
-    """The variant to kill."""
     return str(pytestconfig.getoption("--kill-variant"))
 
 
@@ -246,7 +245,6 @@ def _wait_for(run: Path, step: int, number: int) -> Attempt:
 
 
 def _last_step(run: Path) -> int:
-    """The last step in the run's metrics."""
     lines = metrics.read(run / "metrics.jsonl")
     return int(lines[-1]["step"] or 0) if lines else 0
 

@@ -62,10 +62,6 @@ def single_commands(
 SINGLE_COMMANDS = dict(single_commands(COMMANDS))
 
 
-def test_every_command_is_in_a_panel_with_examples() -> None:
-    assert all(entry.panel and entry.examples for entry in COMMANDS.values())
-
-
 @pytest.mark.parametrize("command", SINGLE_COMMANDS)
 def test_a_list_of_commands_shows_the_first_line_of_the_help_of_each(command: str) -> None:
     listed: Any = typer.main.get_command(__main__.app)
@@ -85,12 +81,6 @@ def test_an_example_is_a_valid_command(example: str) -> None:
     command.make_context("t5-pretrain", list(arguments))  # raises an error if the arguments are not valid
 
 
-@pytest.mark.parametrize("entry", COMMANDS)
-def test_an_example_is_of_its_command_and_fits_on_a_line(entry: str) -> None:
-    assert all(f"t5-pretrain {entry}" in example for example in COMMANDS[entry].examples)
-    assert max(map(len, COMMANDS[entry].examples)) <= 78
-
-
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal of the usual width."""
@@ -103,29 +93,27 @@ def helped(run_python: RunPython, *arguments: str) -> str:
     return result.stdout
 
 
-def test_help_lists_commands_in_panels_with_run_first(
-    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert t5_pretrain("-h") == 0
-    short = capsys.readouterr().out
+def test_help_lists_commands_in_panels_with_run_first(printed: Callable[..., str]) -> None:
+    short = printed("-h")
     panels = re.findall(r"╭─ ([A-Z][a-z ]+) ─", short)
     assert panels == ["Options", "Train", "Single stages", "Operate"]
     assert short.index("│ run ") < short.index("│ init ") < short.index("│ recipes ")
-    assert t5_pretrain("--help") == 0
-    assert capsys.readouterr().out == short
+    assert printed("--help") == short
     assert max(map(len, short.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_fits_a_terminal_and_ends_with_its_examples(
-    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], command: str
+def test_help_of_a_command_is_in_a_panel_fits_a_terminal_and_ends_with_its_examples(
+    printed: Callable[..., str], command: str
 ) -> None:
-    assert t5_pretrain(command, "-h") == 0
-    text = capsys.readouterr().out
+    text, examples = printed(command, "-h"), COMMANDS[command].examples
     lines = [line.rstrip() for line in text.splitlines()]
+    assert COMMANDS[command].panel
+    assert examples
+    assert all(f"t5-pretrain {command}" in example and len(example) <= 78 for example in examples)
     assert max(map(len, lines)) <= 80
     assert "<bool>" not in text
-    assert all(f" {example}" in lines for example in COMMANDS[command].examples)
+    assert all(f" {example}" in lines for example in examples)
 
 
 def test_help_versions_and_configuration_files_need_neither_torch_nor_prefect(run_python: RunPython) -> None:

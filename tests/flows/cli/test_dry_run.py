@@ -14,6 +14,7 @@ from infra.head.storage.continued_run import StoredRun
 from t5train.release.checkpoint_store.ledger import FoundLedger, Ledger, StoredTag
 from t5train.release.object_store.bucket import BucketFolder
 
+Printed = Callable[..., str]
 SMALLER = ("--set", "layout.micro_batch_sequences=8")
 
 
@@ -24,14 +25,10 @@ def hostfile(tmp_path: Path) -> Path:
 
 
 def test_a_dry_run_shows_the_hosts_and_the_command_that_starts_their_ranks(
-    t5_pretrain: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    golden: Callable[[str, str], None],
-    hostfile: Path,
+    printed: Printed, golden: Callable[[str, str], None], hostfile: Path
 ) -> None:
     options = ("--hostfile", str(hostfile), "--include", "node1@node2:1,3", "--root", str(hostfile.parent / "root"))
-    assert t5_pretrain("run", "smoke", "--dry-run", *options, *SMALLER) == 0
-    output = capsys.readouterr().out
+    output = printed("run", "smoke", "--dry-run", *options, *SMALLER)
     of_hosts = output[output.index("# hosts") : output.index("# run folder")]
     for here, anywhere in ((sys.executable, "{python}"), (f"t5-pretrain-{os.getuid()}", "t5-pretrain-{uid}")):
         of_hosts = of_hosts.replace(here, anywhere)
@@ -96,8 +93,8 @@ def test_a_dry_run_shows_where_checkpoints_and_model_go(
 
 @pytest.mark.parametrize("tag", [None, "step-00000100"])
 def test_a_dry_run_of_a_stored_run_shows_what_it_continues_from_and_refuses_other_settings(
-    t5_pretrain: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
+    printed: Printed,
+    refused: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     tag: str | None,
@@ -115,15 +112,13 @@ def test_a_dry_run_of_a_stored_run_shows_what_it_continues_from_and_refuses_othe
     stored = StoredRun(BucketFolder(url), FoundLedger(ledger, "", 0.0))
     monkeypatch.setattr(run_command, "stored_run", lambda _: stored)
     command = ("run", "--from", url, "--root", str(tmp_path / "root"))
-    assert t5_pretrain(*command, "--dry-run") == 0, capsys.readouterr().err
     where = "which has no checkpoint yet" if tag is None else f"whose newest checkpoint is {tag}"
-    assert f"\ncontinues    from {url}, {where}\n" in capsys.readouterr().out
-    assert t5_pretrain(*command, "--dry-run", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["continues_from"] == url
-    for dry in (("--dry-run",), ()):
-        assert t5_pretrain(*command, *dry, "--set", "optimizer.num_steps=100") == 2
-        assert capsys.readouterr().err == (
-            f"error: the run in {url} was begun with other settings (optimizer.num_steps: 400 -> 100), and "
-            "--from continues it only with its own: set these back\n"
-        )
+    assert f"\ncontinues    from {url}, {where}\n" in printed(*command, "--dry-run")
+    assert json.loads(printed(*command, "--dry-run", "--json"))["continues_from"] == url
+    changed = ("--set", "optimizer.num_steps=100")
+    assert refused(2, *command, *changed) == (
+        f"error: the run in {url} was begun with other settings (optimizer.num_steps: 400 -> 100), and "
+        "--from continues it only with its own: set these back\n"
+    )
+    assert "# would be refused\nthe run in " in printed(*command, "--dry-run", *changed, code=2)
     assert not (tmp_path / "root").exists()

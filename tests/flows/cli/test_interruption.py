@@ -40,26 +40,21 @@ def test_an_interrupted_run_names_its_checkpoint_and_how_to_continue(
     assert "training is done, up to step 3; the next start gathers its result" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("is_on_path", [False, True])
-def test_the_command_can_be_pasted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_on_path: bool
+def interrupted_in(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    with pytest.raises(KeyboardInterrupt), explaining_interruption(folder, 400):
+        raise KeyboardInterrupt
+    return capsys.readouterr().err.splitlines()
+
+
+def test_the_command_can_be_pasted_and_without_a_checkpoint_training_begins_at_step_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "t5-pretrain"
-    program.touch(mode=0o700)
-    monkeypatch.setenv("PATH", str(tmp_path) if is_on_path else "")
-    with pytest.raises(KeyboardInterrupt), explaining_interruption(tmp_path, 400):
-        raise KeyboardInterrupt
-    _, command = capsys.readouterr().err.splitlines()
-    assert command.startswith(
-        "to continue: t5-pretrain run" if is_on_path else "to continue: .venv/bin/t5-pretrain run"
-    )
-
-
-def test_without_a_checkpoint_training_begins_at_step_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), explaining_interruption(tmp_path, 400):
-        raise KeyboardInterrupt
-    first, _ = capsys.readouterr().err.splitlines()
+    (tmp_path / "t5-pretrain").touch(mode=0o700)
+    first, command = interrupted_in(tmp_path, capsys)
     assert first == "no checkpoint was saved: finished stages are kept, and training begins at step 0"
+    assert command.startswith("to continue: .venv/bin/t5-pretrain run")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert interrupted_in(tmp_path, capsys)[1].startswith("to continue: t5-pretrain run")
 
 
 def test_a_failure_says_itself_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,28 +64,24 @@ def test_generate_refuses_text_that_is_not_utf8(
 
 @pytest.mark.parametrize("option", ["--temperature=2.5", "--top-p=0.9", "--sample"])
 def test_each_option_of_sampling_samples_and_is_reproducible(
-    t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str], model: str, option: str
+    printed: Callable[..., str], model: str, option: str
 ) -> None:
-    outputs = []
-    for seed in ("1", "1", "2"):
-        assert t5_pretrain("generate", model, TEXT, option, "--seed", seed, *SHORT) == 0
-        outputs.append(json.loads(capsys.readouterr().out)["generated"])
+    outputs = [
+        json.loads(printed("generate", model, TEXT, option, "--seed", seed, *SHORT))["generated"]
+        for seed in ("1", "1", "2")
+    ]
     assert outputs[0] == outputs[1] != outputs[2]
 
 
-def test_evaluate_prints_loss_baseline_and_accuracy(
-    t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
-) -> None:
+def test_evaluate_prints_loss_baseline_and_accuracy(printed: Callable[..., str], tmp_path: Path, model: str) -> None:
     (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 40)
     arguments = ("evaluate", model, "--corpus", str(tmp_path / "text.txt"), "--device", "cpu")
-    assert t5_pretrain(*arguments) == 0
-    said = capsys.readouterr().out
+    said = printed(*arguments)
     assert "nats per masked token (perplexity " in said
     assert "if only the frequency of tokens in the text is known" in said
     assert "of masked tokens, " in said
     assert "predicts no better than the frequencies of tokens do" in said
-    assert t5_pretrain(*arguments, "--json", "--split", "train", "--seed", "3", "--max-sequences", "2") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed(*arguments, "--json", "--split", "train", "--seed", "3", "--max-sequences", "2"))
     assert (found["split"], found["seed"], found["sequences"], found["device"]) == ("train", 3, 2, "cpu")
     assert found["loss"] > found["unigram_loss"]
 

@@ -113,7 +113,6 @@ class Result(NamedTuple):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    """The result of each case."""
     pieces = sentencepiece_model.train(TokenizerSpec(vocab_size=300), [Path(os.__file__).read_text("utf-8")])
     cases = [
         (str(_folder(tmp_path_factory.mktemp("case"), pieces)), closed, mode, command)

@@ -70,8 +70,6 @@ FILES: dict[str, bytes] = {
 
 
 class Wrong(NamedTuple):
-    """A wrong input."""
-
     command: str
     code: int
     said: str
@@ -275,8 +273,6 @@ WRONG = [*OPTIONS, *SETTINGS, *OF_CONFIGS, *TEXTS, *PLACES]
 
 
 class Ended(NamedTuple):
-    """How a command ended."""
-
     code: int
     out: str
     err: str
@@ -291,7 +287,6 @@ def tree(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """How each command ended, by command."""
     folder = tmp_path_factory.mktemp("wrong")
     for name, content in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)

@@ -27,6 +27,8 @@ from flows.server.prefect_server import configured_api_url
 print(configured_api_url())
 from prefect.logging.configuration import setup_logging
 setup_logging()
+from prefect.settings import get_current_settings
+print(get_current_settings().home)
 """
 LOGGING = """
 version: 1
@@ -35,15 +37,27 @@ root: {handlers: [stranger]}
 """
 
 
-def test_an_empty_url_in_the_environment_or_the_profile_counts_as_none(tmp_path: Path) -> None:
+def found_in(folder: Path, home: str, **variables: str) -> list[str]:
+    """The API's URL and Prefect's home, as a process in a folder finds them."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    environment |= {"PREFECT_HOME": str(tmp_path), "PREFECT_API_URL": ""}
-    command, found = [sys.executable, "-P", "-c", "\n".join(ASK.splitlines()[:3])], []
-    for url in ("", "http://team.example/api"):
-        (tmp_path / "profiles.toml").write_text(f'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "{url}"\n')
-        made = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-        found.append(made.stdout.strip())
-    assert found == ["None", "http://team.example/api"]
+    environment |= {"PREFECT_HOME": home, **variables}
+    command = [sys.executable, "-P", "-c", ASK]
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+@pytest.mark.parametrize("url", ["", "http://team.example/api"])
+def test_an_empty_url_in_the_environment_or_the_profile_counts_as_none(tmp_path: Path, url: str) -> None:
+    (tmp_path / "profiles.toml").write_text(f'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "{url}"\n')
+    assert found_in(tmp_path, str(tmp_path), PREFECT_API_URL="") == [url or "None", str(tmp_path)]
+
+
+def test_relative_folders_and_a_slash_after_the_url_mean_what_they_mean_to_prefect_in_the_current_folder(
+    tmp_path: Path,
+) -> None:
+    found = found_in(tmp_path, "mine", PREFECT_API_URL="http://team.example/api/")
+    assert found == ["http://team.example/api", str(tmp_path / "mine")]
 
 
 def test_the_port_of_a_server_that_died_refuses_clients_and_cannot_be_taken() -> None:
@@ -63,16 +77,7 @@ def test_settings_in_the_current_folder_choose_no_server_and_run_no_code(tmp_pat
     (tmp_path / "logging.yml").write_text(LOGGING)
     (tmp_path / "prefect.toml").write_text(f'[logging]\nconfig_path = "{tmp_path / "logging.yml"}"\n')
     (tmp_path / ".env").write_text("PREFECT_API_URL=http://stranger.invalid/api\n")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    result = subprocess.run(
-        [sys.executable, "-P", "-c", ASK],
-        env=environment | {"PREFECT_HOME": str(tmp_path / "home")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert result.stdout == "None\n"
+    assert found_in(tmp_path, str(tmp_path / "home")) == ["None", str(tmp_path / "home")]
 
 
 def test_a_home_that_other_users_can_access_is_refused_and_left_unchanged(tmp_path: Path) -> None:
@@ -156,18 +161,6 @@ def test_a_url_that_is_not_that_of_an_api_is_an_error_that_names_the_variable(
         ):
             join(tmp_path, url)
         server.shutdown()
-
-
-def test_relative_folders_and_a_slash_after_the_url_mean_what_they_mean_to_prefect_in_the_current_folder(
-    tmp_path: Path,
-) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    environment |= {"PREFECT_HOME": "mine", "PREFECT_API_URL": "http://team.example/api/"}
-    program = "\n".join([*ASK.splitlines()[:3], "from prefect.settings import get_current_settings"])
-    program += "\nprint(get_current_settings().home)"
-    command = [sys.executable, "-P", "-c", program]
-    made = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert made.stdout.split() == ["http://team.example/api", str(tmp_path / "mine")]
 
 
 def test_what_does_not_speak_http_or_is_no_url_is_no_server() -> None:

@@ -44,7 +44,6 @@ NEW = RunState("new", Path("/data/runs/new"), State.NOT_BEGUN)
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that failed."""
     spec = recipe("smoke", {"name": "mine", "optimizer.num_steps": 60, "storage.root": str(tmp_path / "work")})
     spec.run_folder.mkdir(parents=True)
     begun = {"fingerprint": "f" * 64, "spec": spec.model_dump(mode="json")}
