@@ -36,8 +36,6 @@ FAMILIES = {"v1.0": 1, "v1.1": 1, "switch": 3}
 
 
 class IntactExport(NamedTuple):
-    """An export without a fault, and its witness."""
-
     exported: Export
     witness: Path
 
@@ -139,7 +137,6 @@ def _lines(table: Table) -> Iterator[str]:
 
 
 def main() -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)

@@ -111,7 +111,6 @@ def _hostile(checkpoint: Checkpoint, name: str) -> bytes:
 
 
 def edited_sidecar(checkpoint: Checkpoint, rng: random.Random) -> Files:
-    """A sidecar with one value changed."""
     name, document = _sidecar(checkpoint, rng)
     holder, key = rng.choice(list(_leaves(document)))
     holder[key] = {"changed": repr(holder[key])} if rng.random() < 0.3 else _other_value(holder[key])

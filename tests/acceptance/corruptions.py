@@ -241,12 +241,10 @@ def main() -> None:
 
 
 def cell(count: Counter[str]) -> str:
-    """Tried, refused, named."""
     return f"{count['tried']}/{count['refused']}/{count['named']}"
 
 
 def rows(columns: list[str], table: Mapping[str, Mapping[str, str]]) -> str:
-    """A Markdown table with a row for each kind of fault."""
     lines = [f"| fault | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     lines += [f"| {kind} | {' | '.join(row.get(column, '') for column in columns)} |" for kind, row in table.items()]
     return "\n".join(lines)

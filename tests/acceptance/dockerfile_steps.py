@@ -179,7 +179,6 @@ def start_sshd(image: Image) -> None:
 
 
 def main() -> None:
-    """Build the image, and try it."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--into", type=Path, required=True)
     made.add_argument("--bind", type=Path, action="append", default=[])

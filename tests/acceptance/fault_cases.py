@@ -158,7 +158,6 @@ def afterwards(repair: Callable[[Cluster], object]) -> Wrong:
 
 @contextmanager
 def without_sshd(runner: ClusterRunner) -> Iterator[None]:
-    """Stop the second node's sshd during the run."""
     runner.cluster.stop_sshd("node1")
     yield
     runner.cluster.start_sshd("node1")
@@ -183,7 +182,6 @@ def port_taken(runner: ClusterRunner) -> Iterator[None]:
 
 
 def hostfile(text: str) -> Wrong:
-    """Use another hostfile for the run."""
 
     @contextmanager
     def wrong(runner: ClusterRunner) -> Iterator[None]:

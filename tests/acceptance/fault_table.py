@@ -67,7 +67,6 @@ class Outcome:
     left: list[str]
 
     def row(self, equal: str) -> str:
-        """Return a line of the table."""
         ranks = f"{self.ranks_seconds:.1f} s" if self.fault.ends_ranks else ""
         seconds = f"{self.seconds:.1f} s" if self.fault.exit_code else ""
         message = self.message.replace(HOME, "~").replace("|", "\\|") if self.fault.message else ""
@@ -150,7 +149,6 @@ def await_no_ranks(runner: ClusterRunner) -> None:
 
 
 def main() -> None:
-    """Inject all faults, or some, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], metavar="FAULT")
     parser.add_argument("--into", type=Path, help="replace the table in this document")

@@ -107,7 +107,6 @@ def _delete(document: Any, generator: random.Random) -> str:
 
 
 def _swap(document: Any, generator: random.Random) -> str:
-    """Swap two values of one container."""
     containers = [document, *(each[0][each[1]] for each in _slots(document))]
     chosen = generator.choice([each for each in containers if isinstance(each, dict | list) and len(each) > 1])
     keys = list(chosen) if isinstance(chosen, dict) else range(len(chosen))

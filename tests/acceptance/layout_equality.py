@@ -65,7 +65,6 @@ class Trained:
 
     @classmethod
     def of(cls, folder: Path) -> "Trained":
-        """Read the run in a folder."""
         consolidate(folder / "checkpoints", folder / "weights")
         lines = [line for line in metrics.read(folder / "metrics.jsonl") if "loss" in line]
         logged = [np.array([line[name] for line in lines], dtype=np.float64) for name in ("loss", "gradient_norm")]
@@ -82,7 +81,6 @@ class Difference:
 
     @classmethod
     def between(cls, one: Trained, other: Trained) -> "Difference":
-        """How far ``one`` is from ``other``."""
         weights = max(_distance(one.weights[name], whole) for name, whole in other.weights.items())
         return cls(weights, *(float(np.abs(a / b - 1).max()) for a, b in _pairs(one, other)))
 
@@ -142,7 +140,6 @@ def compare(trained: Mapping[tuple[str, str], Trained]) -> dict[tuple[str, str],
 
 
 def table(found: Mapping[tuple[str, str], Difference], ranks: int) -> str:
-    """A Markdown table with a row for each layout."""
     lines = [[f"{ranks} ranks: weights (losses)", *CONDITIONS], ["---"] * (1 + len(CONDITIONS))]
     lines += [[layout, *(_cell(found[layout, condition]) for condition in CONDITIONS)] for layout in [*LAYOUTS][1:]]
     norms = max(difference.norms for difference in found.values())
@@ -169,7 +166,6 @@ def measure(steps: int, ranks: Sequence[int]) -> str:
 
 
 def main() -> None:
-    """Measure, print the tables, and write them if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=[2, 4])

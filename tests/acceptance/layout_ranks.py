@@ -17,7 +17,6 @@ from tests.support.training import rank_main
 
 
 def main(jobs: Path) -> None:
-    """Train every job to its end."""
     deepspeed.init_distributed()
     for entry in json.loads(jobs.read_text("utf-8")):
         groups.mpu = None  # otherwise, DeepSpeed still uses the groups of a previous pipeline

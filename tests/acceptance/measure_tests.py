@@ -54,7 +54,6 @@ def run(stage: str) -> tuple[list[Cost], float, bool]:
 
 
 def page(stages: Mapping[str, tuple[list[Cost], float]], commit: str) -> str:
-    """Return the tables of the page."""
     text = f"Measured on {time.strftime('%Y-%m-%d')} at commit {commit}, on {hardware()}.\n\n"
     text += "| stage | tests | minutes | CPU minutes |\n|---|---|---|---|\n"
     for stage, (tests, took) in stages.items():
@@ -85,7 +84,6 @@ def _table(what: str, tests: Sequence[Cost], shown: int) -> str:
 
 
 def main() -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(_STAGES), default=list(_STAGES), metavar="STAGE")
     options = parser.parse_args()

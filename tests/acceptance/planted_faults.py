@@ -203,43 +203,35 @@ class Planted(NamedTuple):
     """Whether the night also has another version of torch than the baseline."""
 
 
+_ENGINE, _CHECKPOINT = "t5train.engine", "t5train.checkpoint"
 FAULTS = {
-    "learning-rate": Planted("t5train.engine.engine", double_learning_rate, "smoke", "loss", "learning rate doubled"),
+    "learning-rate": Planted(f"{_ENGINE}.engine", double_learning_rate, "smoke", "loss", "learning rate doubled"),
     "batch-twice": Planted(
-        "t5train.data.samples.loader", see_a_batch_twice, "smoke", "loss", "step 40 sees step 39's batch"
+        "t5train.data.samples.loader", see_a_batch_twice, "smoke", "loss", "step 40 sees step 39's batch",
     ),
     "dropout": Planted(
-        "t5train.engine.forward_backward", drop_out_in_evaluation, "moe", "loss", "dropout left on in evaluation"
+        f"{_ENGINE}.forward_backward", drop_out_in_evaluation, "moe", "loss", "dropout left on in evaluation",
     ),
-    "slow-step": Planted("t5train.engine.forward_backward", slow_down, "smoke", "time", "a step computes 30% longer"),
+    "slow-step": Planted(f"{_ENGINE}.forward_backward", slow_down, "smoke", "time", "a step computes 30% longer"),
     "memory": Planted("t5train.train.loop", use_more_memory, "smoke", "memory", "a rank keeps 20% more memory"),
     "lost-tensor": Planted(
-        "t5train.checkpoint.consolidate.tensor_writer",
-        lose_a_tensor,
-        "smoke",
-        "failure",
-        "consolidation loses one tensor",
+        f"{_CHECKPOINT}.consolidate.tensor_writer", lose_a_tensor, "smoke", "failure", "consolidation loses one tensor",
     ),
-    "lost-moments": Planted("t5train.checkpoint.saving", lose_moments, "smoke", "failure", "resuming loses momentum"),
+    "lost-moments": Planted(f"{_CHECKPOINT}.saving", lose_moments, "smoke", "failure", "resuming loses momentum"),
     "slow-save": Planted(
-        "t5train.checkpoint.saving", slow_saves, "smoke", "time", "a save takes 4 s longer", "saving a checkpoint"
+        f"{_CHECKPOINT}.saving", slow_saves, "smoke", "time", "a save takes 4 s longer", "saving a checkpoint",
     ),
     "slow-validation": Planted(
-        "t5train.train.validation", slow_validations, "smoke", "time", "a validation takes 1 s longer", "a validation"
+        "t5train.train.validation", slow_validations, "smoke", "time", "a validation takes 1 s longer", "a validation",
     ),
     "slow-sharding": Planted(
-        "t5train.data.shard_worker", slow_tokenising, "smoke", "time", "a token shard takes 1 s longer", "sharding"
+        "t5train.data.shard_worker", slow_tokenising, "smoke", "time", "a token shard takes 1 s longer", "sharding",
     ),
     "new-torch": Planted(
-        "t5train.engine.forward_backward",
-        double_losses,
-        "smoke",
-        "loss",
-        what="a new torch doubles the losses",
-        says=f"-> {NEW_TORCH}",
-        is_upgrade=True,
+        f"{_ENGINE}.forward_backward", double_losses, "smoke", "loss", "a new torch doubles the losses",
+        says=f"-> {NEW_TORCH}", is_upgrade=True,
     ),
-}
+}  # fmt: skip
 
 
 class _AfterImport(MetaPathFinder):

@@ -88,7 +88,6 @@ def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def main() -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [proof.target for proof in PROOFS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")

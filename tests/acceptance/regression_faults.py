@@ -81,7 +81,6 @@ def _brief(finding: str) -> str:
 
 
 def main() -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("work/regression-faults"))
     parser.add_argument("--only", nargs="+", choices=list(FAULTS), default=list(FAULTS))

@@ -18,7 +18,6 @@ from tests.acceptance.regression_faults import night
 
 
 def nights_in(root: Path) -> list[NightResult]:
-    """Return the results of all nights that have ended."""
     return [NightResult.read(folder) for folder in RegressionFolder(root).nights() if (folder / RESULTS).exists()]
 
 
@@ -36,7 +35,6 @@ def report(root: Path, counted: list[NightResult]) -> str:
 
 
 def main() -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10, choices=range(1, MAX_NIGHTS), metavar="N")
     parser.add_argument("--root", type=Path, default=Path("work/regression-quiet"))

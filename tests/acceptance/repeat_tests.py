@@ -27,7 +27,6 @@ _LOOPS = 2
 
 @contextmanager
 def busy_cores() -> Iterator[None]:
-    """Keep two cores busy."""
     with ExitStack() as stack:
         for _ in range(_LOOPS):
             loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
@@ -66,7 +65,6 @@ def run(name: str, command: Sequence[str], *, loaded: bool) -> list[str]:
 
 
 def main() -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10, help="of make test")
     parser.add_argument("--ci-runs", type=int, default=3, help="of .ci/run")

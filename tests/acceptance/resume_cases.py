@@ -160,7 +160,6 @@ def disk_full(hosts: UnsharedHosts, run: Started) -> str:
 
 
 def disk_freed(hosts: UnsharedHosts) -> None:
-    """Remove the file that filled the disk."""
     hosts.cluster.exec("node1", ["rm", _FILLER]).check_returncode()
 
 

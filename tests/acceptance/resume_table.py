@@ -31,8 +31,6 @@ _HEADER = """\
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the run did in a case."""
-
     case: Case
     details: list[str]
     messages: list[str]
@@ -44,7 +42,6 @@ class Outcome:
     is_equal: bool
 
     def row(self) -> str:
-        """Return a line of the table."""
         what = f"{self.case.name}: {'; '.join(self.details)}" if any(self.details) else self.case.name
         messages = " / ".join(dict.fromkeys(self.messages)).replace(ROOT, "{root}").replace("|", "\\|")
         tags = ", ".join(re.sub("^step-0*", "step ", tag) for tag in self.resumed_from)
@@ -107,7 +104,6 @@ def undisturbed_weights(hosts: UnsharedHosts) -> Any:
 
 
 def main() -> None:
-    """Carry out all cases, or one, and write the table again after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=[case.name for case in CASES])
     parser.add_argument("--into", type=Path, help="replace the table in this document")

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -64,33 +65,21 @@ def passage(generator: random.Random, sentences: list[str]) -> str:
 
 
 def main() -> None:
-    """Print how many words were compared; exit with 1 at a difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spiece", type=Path, required=True)
     parser.add_argument("--words", type=float, default=1e8)
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()
     began, compared, text_bytes = time.monotonic(), 0, 0
+    to_compare = batches(int(given.words))
     with ProcessPoolExecutor(given.processes) as pool:
-        window = list[list[str]]()
-        for batch in batches(int(given.words)):
-            window.append(batch)
-            if len(window) == 8 * given.processes:
-                compared, text_bytes = _compare(pool, given.spiece, window, compared, text_bytes)
-                window = []
-        compared, text_bytes = _compare(pool, given.spiece, window, compared, text_bytes)
+        while window := list(islice(to_compare, 8 * given.processes)):
+            for batch, found in zip(window, pool.map(partial(differing, given.spiece), window), strict=True):
+                if found is not None:
+                    sys.exit(f"other ids: {found!r}")
+                compared += sum(len(text.split()) for text in batch)
+                text_bytes += sum(len(text.encode()) for text in batch)
     print(f"{compared:,} words, {text_bytes / 1e6:,.0f} MB: the same ids, in {time.monotonic() - began:.0f} s")
-
-
-def _compare(
-    pool: ProcessPoolExecutor, spiece: Path, window: list[list[str]], compared: int, text_bytes: int
-) -> tuple[int, int]:
-    for found in pool.map(partial(differing, spiece), window):
-        if found is not None:
-            print(f"other ids: {found!r}")
-            sys.exit(1)
-    texts = [text for batch in window for text in batch]
-    return compared + sum(len(text.split()) for text in texts), text_bytes + sum(len(text.encode()) for text in texts)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,6 @@ def frames(events: list[Event]) -> Iterator[tuple[Image.Image, float]]:
 
 
 def picture(screen: pyte.Screen) -> Image.Image:
-    """Draw the terminal."""
     fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     font = ImageFont.truetype(str(fonts / "DejaVuSansMono.ttf"), 13)
     width, height = 8, 17
@@ -153,7 +152,6 @@ def picture(screen: pyte.Screen) -> Image.Image:
 
 
 def save(events: list[Event], path: Path) -> None:
-    """Write the GIF."""
     pictures, seconds = zip(*frames(events), strict=True)
     durations = [max(40, round(each * 1000)) for each in seconds]
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=durations, loop=0, optimize=True)
@@ -161,7 +159,6 @@ def save(events: list[Event], path: Path) -> None:
 
 
 def main() -> None:
-    """Record the session, and write the GIF."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--into", type=Path, required=True, help="path of the GIF")
     into = made.parse_args().into

@@ -25,7 +25,6 @@ _REPORT_SECONDS = 60.0
 
 
 def main() -> int:
-    """Run the command."""
     arguments = _arguments()
     try:
         journal = campaign.Journal(arguments.journal)

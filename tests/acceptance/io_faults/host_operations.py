@@ -231,7 +231,6 @@ class Gc(_OnHosts):
 
 
 def _finish(run: Path) -> None:
-    """Record the end of a run on the head."""
     tag = tag_of(_NEWEST)
     names = [f"{CHECKPOINTS}/{tag}/{path.name}" for path in (run / CHECKPOINTS / tag).iterdir()]
     Checkpoint(path=run, fingerprint="f00df00df00dcafe", step=_NEWEST, tag=tag, files=digest_files(run, names)).commit()
@@ -244,7 +243,6 @@ def _claim(run: Path, owner: Owner) -> None:
 
 
 def _save_alone(folder: Path, step: int) -> None:
-    """Write a checkpoint of one rank."""
     folder.mkdir(parents=True)
     content = f"step {step}".encode()
     (folder / "mp_rank_00_model_states.pt").write_bytes(content)

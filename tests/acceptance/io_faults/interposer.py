@@ -83,7 +83,6 @@ class Region:
         self._prepare(_RECORD)
 
     def inject(self, fault: Fault) -> None:
-        """Make one call fail."""
         self._prepare(_MODES[fault.mode])
         self._shared.error, self._shared.ordinal = fault.error, fault.call.ordinal
         self._shared.kind, self._shared.path = os.fsencode(fault.call.kind), os.fsencode(fault.call.path)
@@ -96,16 +95,13 @@ class Region:
 
     @property
     def fired(self) -> int:
-        """How many calls have failed."""
         return self._shared.fired
 
     @property
     def failed_paths(self) -> list[str]:
-        """The paths of the first call that failed."""
         return [os.fsdecode(each.value) for each in self._shared.failed if each.value]  # type: ignore[attr-defined]
 
     def calls(self) -> list[Call]:
-        """The recorded calls."""
         size = self._shared.log_used
         assert size <= _LOG_BYTES, "the log of calls is full"
         start = _Layout.log.offset  # type: ignore[attr-defined]
@@ -128,5 +124,4 @@ def attach(region: Path) -> None:
 
 
 def detach() -> None:
-    """Stop watching this process."""
     os.environ.pop(ENVIRONMENT, None)

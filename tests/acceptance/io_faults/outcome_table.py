@@ -69,6 +69,5 @@ def _paragraph(head: str, group: list[tuple[Trial, Outcome]]) -> str:
 
 
 def summary(outcomes: Iterable[Outcome]) -> str:
-    """A summary in one line."""
     counts = Counter(map(column_of, outcomes))
     return ", ".join(f"{counts[column]} {column}" for column in COLUMNS[1:] if counts[column])

@@ -34,7 +34,6 @@ class _Stages:
         self._do(folder, self.earlier_stages)
 
     def set_up(self, folder: Path) -> Callable[[], Any]:
-        """Run the stages as the flow does."""
         return lambda: self._do(folder, self.stages)
 
     def problems(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation

@@ -52,22 +52,18 @@ class SmallRun:
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
         return self.spec.run_folder
 
     @property
     def checkpoints(self) -> Path:
-        """The folder that holds the tags."""
         return self.folder / CHECKPOINTS
 
     @property
     def shards(self) -> TokenShards:
-        """The token shards."""
         return TokenShards.load(self._only(self.root / "shards"))
 
     @property
     def tokenizer(self) -> TokenizerFiles:
-        """The vocabulary."""
         return TokenizerFiles.load(self._only(self.root / "tokenizer"))
 
     @staticmethod
@@ -76,11 +72,9 @@ class SmallRun:
         return found
 
     def tag(self, step: int) -> Path:
-        """The folder of a checkpoint."""
         return self.checkpoints / tag_of(step)
 
     def job(self, resume_step: int | None = None) -> TrainJob:
-        """The job of its rank."""
         from t5train.checkpoint.resume import run_fingerprint
 
         shards = self.shards

@@ -144,5 +144,4 @@ def _paths(call: str, rest: str) -> list[str]:
 
 
 def _unquoted(quoted: str) -> str:
-    """Decode a name that strace has quoted."""
     return quoted.encode("latin-1", "replace").decode("unicode_escape")

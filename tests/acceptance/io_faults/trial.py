@@ -37,7 +37,6 @@ class Ending:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it returned."""
         return self.error is None and not self.hung
 
 

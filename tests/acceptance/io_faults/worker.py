@@ -53,15 +53,12 @@ class Worker:
             folder.rename(self._shared / name)
 
     def calls(self, name: str) -> list[list[Any]]:
-        """The calls of an operation."""
         return [[each.kind, each.path, each.ordinal] for each in self._trials_of(name).calls()]
 
     def outcome(self, name: str, call: list[Any], error: int, mode: Any) -> dict[str, Any]:
-        """The outcome of a fault."""
         return self._trials_of(name).outcome(Fault(Call(*call), error, mode))
 
     def close(self) -> None:
-        """End the prepared Pythons."""
         self._pythons.close()
 
     def _trials_of(self, name: str) -> Trials:

@@ -32,8 +32,6 @@ R = TypeVar("R")
 
 
 class Worker:
-    """A process of ``tests.acceptance.io_faults.worker``."""
-
     def __init__(self, folder: Path, number: int, library: Path) -> None:
         self.folder = folder / f"worker-{number}"
         operators = {VARIABLE: str(operator_folder())}  # as guards set it for ranks
@@ -48,7 +46,6 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The id of its process."""
         return self._process.pid
 
     def ask(self, action: str, *arguments: Any) -> Any:
@@ -114,7 +111,6 @@ class Workers:
 
 @contextmanager
 def start_workers(number: int, operations: Sequence[str]) -> Iterator[Workers]:
-    """Start workers, and prepare the operations."""
     folder = Path(tempfile.mkdtemp(prefix="io-faults-", dir=_fast_folder()))
     workers = None
     try:

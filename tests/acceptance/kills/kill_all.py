@@ -78,7 +78,6 @@ def _open(site: Site) -> Site:
 
 
 def main() -> None:
-    """Print the table; exit with 1 if anything went wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="of each stage")
     parser.add_argument("--seed", type=int, default=0)

@@ -43,7 +43,6 @@ class Ranks:
         self._processes: list[Any] = []
 
     def start(self) -> None:
-        """Start each rank in its own process."""
         for rank, (_, sender) in enumerate(self._pipes):
             job = self._site.job_of(rank, self._job).model_dump_json()
             self._processes.append(
@@ -154,7 +153,6 @@ def different_saves(site: Site, saved: Saved) -> list[str]:
 
 
 def _train(rank: int, job: str, rendezvous_folder: str, connection: Connection) -> None:
-    """Train as one rank."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(HOSTS)), "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
     log = os.open(Path(rendezvous_folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):

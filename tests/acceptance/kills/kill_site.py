@@ -4,8 +4,6 @@ The killed stages work on it.
 """
 
 import os
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,7 +23,7 @@ from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
 from tests.acceptance.kills.independent_tags import find_complete_tags
-from tests.support.simulated_nodes import NODE
+from tests.support.simulated_nodes import LocalHosts
 
 HOSTS = ("a", "b")
 SETTINGS = {
@@ -47,25 +45,6 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Folders:
-    """A transport to hosts that are folders.
-
-    Commands run here, with the host's folder as the parent of its node folder.
-    """
-
-    folder: Path
-
-    def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """The command that runs an action of infra.node."""
-        (self.folder / host).mkdir(parents=True, exist_ok=True)
-        return [sys.executable, "-c", NODE, str(self.folder / host), argv[-1]]
-
-    def scratch(self, host: str) -> Path:
-        """The scratch folder of a host."""
-        return self.folder / host / f"t5-pretrain-{os.getuid()}" / "scratch"
-
-
-@dataclass(frozen=True)
 class Site:
     """Head and hosts. The root lies in the same folder as the hosts."""
 
@@ -74,9 +53,13 @@ class Site:
     shards: TokenShards
 
     @cached_property
-    def transport(self) -> Folders:
-        """The transport to the hosts."""
-        return Folders(self.folder / "hosts")
+    def transport(self) -> LocalHosts:
+        hosts = self.folder / "hosts"
+        hosts.mkdir(parents=True, exist_ok=True)
+        return LocalHosts(hosts)
+
+    def scratch(self, host: str) -> Path:
+        return self.folder / "hosts" / host / f"t5-pretrain-{os.getuid()}" / "scratch"
 
     @cached_property
     def run(self) -> NodeRun:
@@ -91,24 +74,22 @@ class Site:
 
     @property
     def checkpoints(self) -> Path:
-        """The gathered copy."""
         return self.run.checkpoints
 
     @property
     def checkpoint_folders(self) -> list[Path]:
         """All folders with checkpoints of the run: the gathered copy, and each host's."""
-        on_hosts = [self.transport.scratch(host) / self.run.relative_path / CHECKPOINTS for host in HOSTS]
+        on_hosts = [self.scratch(host) / self.run.relative_path / CHECKPOINTS for host in HOSTS]
         return [self.checkpoints, *on_hosts]
 
     def job_of(self, rank: int, job: TrainJob) -> TrainJob:
         """The job of a rank, with the paths of its host's folder."""
-        scratch = self.transport.scratch(HOSTS[rank])
+        scratch = self.scratch(HOSTS[rank])
         folders = {name: getattr(job, name) for name in ("run_folder", "shards_folder")}
         default = node_folders.node_path("scratch")
         return job.model_copy(update={name: scratch / path.relative_to(default) for name, path in folders.items()})
 
     def in_folder(self, folder: Path) -> "Site":
-        """The same run, in another folder."""
         return Site(folder, self.spec.with_settings({"storage.root": str(folder / "root")}), self.shards)
 
 

@@ -125,7 +125,6 @@ class _StageOfRun:
         self._site, self._sources, self._before = site, sources, before
 
     def content(self) -> Content:
-        """What the stage has made."""
         raise NotImplementedError
 
     def looks_finished(self) -> bool:
@@ -148,7 +147,6 @@ class ConsolidateTrial(_StageOfRun):
         self.work, self.arguments = _consolidate, (site.checkpoints, self._out)
 
     def content(self) -> Content:
-        """Files and manifest."""
         return _visible_files(self._out)
 
     def looks_finished(self) -> bool:
@@ -156,7 +154,6 @@ class ConsolidateTrial(_StageOfRun):
         return self._out.exists()
 
     def repeat(self) -> None:
-        """Run it in this process."""
         _consolidate(*self.arguments)
 
 
@@ -170,7 +167,6 @@ class PublishTrial(_StageOfRun):
         self.arguments = (export, f"{URL}{self._destination}" if to_store else str(self._destination), silent)
 
     def content(self) -> Content:
-        """Files and manifest."""
         return _visible_files(self._destination)
 
     def looks_finished(self) -> bool:
@@ -178,7 +174,6 @@ class PublishTrial(_StageOfRun):
         return (self._destination / MANIFEST if self._to_store else self._destination).exists()
 
     def repeat(self) -> None:
-        """Run it in this process."""
         publish(*self.arguments)
 
 

@@ -34,7 +34,6 @@ class Tally:
         self._rng = random.Random(f"{self.seed} {self.stage}")
 
     def draw(self) -> float:
-        """Draw the time of the next kill."""
         self.drawn += 1
         return self._rng.uniform(0, self.seconds)
 
@@ -52,7 +51,6 @@ class Tally:
                 print(f"{self.stage}, {when}: {fault}: {text}", flush=True)
 
     def row(self) -> str:
-        """A line of the table."""
         fifths = Counter(min(4, int(5 * moment / self.seconds)) for moment in self.moments)
         counted = Counter(fault for fault, _ in self.faults)
         cells = [

@@ -44,8 +44,6 @@ _VOLATILE = {"manifest.json"}
 
 
 class Outcome(NamedTuple):
-    """What happened."""
-
     undisturbed_seconds: float
     moments: list[float]
     """Seconds from each start to its kill."""
@@ -107,7 +105,6 @@ def _contents(root: Path) -> Mapping[str, str]:
 
 
 def main() -> None:
-    """Print what happened; exit with 1 if anything went wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--megabytes", type=float, default=40)

@@ -20,11 +20,9 @@ class ObjectFolder(LocalFileSystem):  # type: ignore[misc]  # fsspec has no type
         return super()._strip_protocol(os.fspath(path).removeprefix(URL))
 
     def put_file(self, path1: str, path2: str, callback: Any = None, **_: Any) -> None:  # noqa: ARG002 - fsspec's name
-        """Send a file."""
         self.pipe_file(path2, Path(path1).read_bytes())
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
-        """Send bytes."""
         if mode == "create" and self.exists(path):
             raise FileExistsError(path)
         target = Path(self._strip_protocol(path))

@@ -44,7 +44,6 @@ def failed_tests(copy: MutatedCopy, tests: Iterable[str], *, at_first: bool) -> 
 
 
 def show(outcome: Outcome) -> None:
-    """Print one line about a mutation."""
     what = f"caught by {outcome.failed}" if outcome.failed else "SURVIVED"
     print(f"{outcome.mutation}: {what} ({outcome.seconds:.1f} s)", flush=True)
 
@@ -75,7 +74,6 @@ def outcome_of(mutation: Mutation, free: SimpleQueue[MutatedCopy], record: Recor
 
 
 def main() -> int:
-    """Run the command."""
     options = _options()
     record = Record(options.record)
     by_name = {mutation.name: mutation for mutation in MUTATIONS}

@@ -48,12 +48,10 @@ class MutatedCopy:
 
     @property
     def python(self) -> Path:
-        """The interpreter that imports this copy."""
         return self.folder / ".venv/bin/python"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for the processes of tests."""
         ours = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         for name in ("PYTHONPATH", "VIRTUAL_ENV"):
             ours.pop(name, None)

@@ -46,12 +46,10 @@ class Record:
         return found if found and found.failed and found.digest == mutation.digest else None
 
     def add_passed(self, tests: Sequence[str]) -> None:
-        """Record tests that passed without a mutation."""
         self.passed.update(tests)
         self._append({**self._stamp(), "passed": [*tests]})
 
     def add(self, mutation: Mutation, failed: str, seconds: float) -> Outcome:
-        """Record the outcome of a mutation."""
         stamp = self._stamp()
         outcome = Outcome(**stamp, mutation=mutation.name, digest=mutation.digest, failed=failed, seconds=seconds)
         self._append(asdict(outcome))

@@ -42,8 +42,6 @@ _HEADER = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|\n"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What followed a fault."""
-
     round: int
     fault: str
     step: int
@@ -57,7 +55,6 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
         (allowed,) = [fault.window for fault in FAULTS if fault.name == self.fault]
         return self.seconds <= allowed and self.left == 0 and self.went_on and self.bit_equal
 
@@ -146,7 +143,6 @@ def _final_weights(site: Site, run: str, name: str) -> object:
 
 
 def rows(outcomes: list[Outcome]) -> list[str]:
-    """Return the lines of the table."""
     made = []
     for fault in FAULTS:
         of_fault = [each for each in outcomes if each.fault == fault.name]
@@ -166,7 +162,6 @@ def rows(outcomes: list[Outcome]) -> list[str]:
 
 
 def main() -> int:
-    """Run rounds until there are enough outcomes, and print or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--root", type=Path, help="keep the outcomes there, to continue later")

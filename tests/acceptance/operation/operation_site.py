@@ -63,8 +63,6 @@ class ServerError(Exception):
 
 
 class Shown(NamedTuple):
-    """What Prefect shows of a run."""
-
     state_type: str
     state_name: str
     attempt: int
@@ -142,7 +140,6 @@ class Site:
         self.start(HEAD)
 
     def client_environment(self) -> Mapping[str, str]:
-        """The environment of a client on the head."""
         key = self.cluster.disk(SERVER, f"{SERVER_ROOT}/server/api-key").read_text().strip()
         url = f"http://{self.cluster.address(SERVER)}:{PORT}/api"
         return ENVIRONMENT | {"PREFECT_API_URL": url, "PREFECT_API_AUTH_STRING": key}
@@ -169,7 +166,6 @@ class Site:
         return answer
 
     def answers(self) -> bool:
-        """Whether the server answers."""
         try:
             self.ask("flows/count")
         except ServerError:
@@ -195,11 +191,9 @@ class Site:
         }
 
     def step(self, name: str) -> int:
-        """The last step that a run has recorded."""
         return last_step(self.root / "runs" / name)
 
     def attempts(self, name: str) -> int:
-        """How many attempts a run has begun."""
         return len([*(self.root / "runs" / name / ATTEMPTS).glob("*/attempt.json")])
 
     def flow(self, run: str) -> ProcessIdentity | None:

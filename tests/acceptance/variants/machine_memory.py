@@ -27,7 +27,6 @@ class PeakMemory:
 
     @property
     def rise(self) -> int:
-        """The largest fall, in bytes."""
         return self._before - self._minimum
 
     def _watch(self) -> None:

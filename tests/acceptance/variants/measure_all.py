@@ -90,7 +90,6 @@ def _reason_to_skip(case: Case, runner: Runner, deadline: float | None) -> str:
 
 
 def _missing_resources(case: Case, root: Path) -> str:
-    """What this machine lacks for a case."""
     needs = {
         "accelerators": (case.ranks, torch.accelerator.device_count()),
         "GB of host memory": (case.host_gigabytes, memory_bytes("MemAvailable") // 10**9),
