@@ -1,5 +1,6 @@
 """The console script, run in this process."""
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from flows.cli import __main__
+
+Process = subprocess.CompletedProcess[str]
 
 
 @pytest.fixture
@@ -47,5 +50,17 @@ def refused(t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str])
         assert output.err.startswith("error: ")
         assert output.err.count("\n") == 1
         return output.err
+
+    return run
+
+
+@pytest.fixture
+def run_without(run_python: Callable[..., Process]) -> Callable[..., Process]:
+    """``run_without("torch prefect", *arguments)`` runs the script in a process that cannot import these packages."""
+
+    def run(packages: str, *arguments: str, calls: str = "main()") -> Process:
+        missing = f"import sys\nfor name in {packages.split()}: sys.modules[name] = None\n"
+        script = f"sys.argv[0] = 't5-pretrain'\nfrom flows.cli.__main__ import main\n{calls}"
+        return run_python(missing + script, *arguments)
 
     return run

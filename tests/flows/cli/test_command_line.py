@@ -3,11 +3,11 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,25 +18,7 @@ from infra.node.attempts.run_lock import run_lock
 from t5train import host_resources
 from t5train.errors import NotGathered, T5TrainError
 
-RunPython = Callable[..., subprocess.CompletedProcess[str]]
-
-
-NO_PREFECT = """
-import sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "prefect":
-            raise ModuleNotFoundError("prefect is blocked", name=name)
-
-sys.meta_path.insert(0, Blocker())
-sys.argv[0] = "t5-pretrain"
-from flows.cli.__main__ import main
-"""
-WITHOUT_PREFECT = NO_PREFECT + "main()"
-HELP_WITHOUT_PREFECT = (
-    NO_PREFECT
-    + """
+HELP = """
 for command in sys.argv[1:]:
     sys.argv[1:] = [command, "--help"]
     try:
@@ -45,7 +27,6 @@ for command in sys.argv[1:]:
         if ended.code:
             raise
 """
-)
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), BaseExceptionGroup("tasks", [KeyboardInterrupt()])])
@@ -123,21 +104,21 @@ def test_a_dry_run_says_first_that_the_machine_has_no_accelerator_and_describes_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_stage_commands_work_without_prefect(run_python: RunPython, tmp_path: Path) -> None:
+def test_stage_commands_work_without_prefect(run_without: Callable[..., Any], tmp_path: Path) -> None:
     text = "\n".join(json.dumps({"id": str(number), "text": f"line {number} of a text"}) for number in range(200))
     (tmp_path / "text.jsonl").write_text(text + "\n")
     arguments = ("corpus", "--corpus", str(tmp_path / "text.jsonl"), "--root", str(tmp_path / "root"))
-    made = run_python(WITHOUT_PREFECT, *arguments)
+    made = run_without("prefect", *arguments)
     assert made.stdout.startswith("corpus: "), made.stderr
     folder = made.stdout.split()[1]
-    assert "(reused)" in run_python(WITHOUT_PREFECT, *arguments).stdout
-    verified = run_python(WITHOUT_PREFECT, "verify", folder)
+    assert "(reused)" in run_without("prefect", *arguments).stdout
+    verified = run_without("prefect", "verify", folder)
     assert verified.stdout.startswith("verified: corpus"), verified.stderr
     commands = ("tokenizer", "tokenize", "train", "consolidate", "export", "certify", "publish", "status", "rm")
-    helped = run_python(HELP_WITHOUT_PREFECT, *commands)
+    helped = run_without("prefect", *commands, calls=HELP)
     assert helped.returncode == 0, helped.stderr
     assert all(f"Usage: t5-pretrain {command} " in helped.stdout for command in commands)
-    assert run_python(WITHOUT_PREFECT, "status").returncode == 0
+    assert run_without("prefect", "status").returncode == 0
 
 
 @pytest.mark.parametrize("place", ["work/published/mine", "work/runs/mine", "work/runs/mine/export"])

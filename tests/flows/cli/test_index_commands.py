@@ -24,14 +24,6 @@ from tests.support.web_server import Web, serving
 MADE = embedded_passages(300)
 TEXTS, VECTORS = [*MADE.texts[:299], MADE.texts[7]], np.concatenate([MADE.vectors[:299], MADE.vectors[7:8]])
 Printed = Callable[..., str]
-WITHOUT_FAISS = """
-import sys
-
-sys.modules["faiss"] = None
-sys.argv[0] = "t5-pretrain"
-from flows.cli.__main__ import main
-main()
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -133,11 +125,9 @@ def test_wrong_input_is_refused_in_one_line(
     assert not Path("x.jsonl").exists()
 
 
-def test_without_faiss_the_error_says_what_to_install(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], folder: Path
-) -> None:
+def test_without_faiss_the_error_says_what_to_install(run_without: Callable[..., Any], folder: Path) -> None:
     for words in (("check", str(folder), "--index", "x"), ("duplicates", str(folder), "--out", "x.jsonl")):
-        result = run_python(WITHOUT_FAISS, "data", "index", *words)
+        result = run_without("faiss", "data", "index", *words)
         assert result.returncode == 4
         assert "pip install 'faiss-cpu" in result.stderr
 
