@@ -21,16 +21,8 @@ from benchmarks.peer_outcomes import (
 from benchmarks.training_peers import in_order
 from benchmarks.training_scaling import table as scaling_table
 
-SUBJECT = Subject(
-    recipe="smoke",
-    settings=(),
-    ranks=1,
-    steps=20,
-    device="CPU",
-    machine="here",
-    code="0123",
-    versions=(("torch", "2.13"),),
-)
+CONDITIONS = {"device": "CPU", "machine": "here", "code": "0123", "versions": (("torch", "2.13"),)}
+SUBJECT = Subject(recipe="smoke", settings=(), ranks=1, steps=20, **CONDITIONS)
 
 
 def outcome(
@@ -54,34 +46,26 @@ def elsewhere(**changes: object) -> Subject:
     return SUBJECT.model_copy(update=changes)
 
 
-def tried_in_order(seconds: dict[Tuning, float | None], largest: int) -> tuple[list[Tuning], Tuning | None]:
-    """All trials of a micro-batch of 32 with two kinds of attention, and the tuning that is chosen in the end."""
-    tried: list[Outcome] = []
-    while trial := next_trial(32, largest, ("sdpa", "eager"), tried):
-        tried.append(outcome("deepspeed", TRIAL, trial, seconds.get(trial)))
-    return [each.tuning for each in tried], fastest(tried)
-
-
-def test_the_faster_attention_is_tried_with_twice_and_half_the_micro_batch() -> None:
-    seconds = {Tuning(32, "sdpa"): 2.0, Tuning(32, "eager"): 1.0, Tuning(64, "eager"): 0.9, Tuning(16, "eager"): 1.1}
-    assert tried_in_order(seconds, largest=128) == (list(seconds), Tuning(64, "eager"))
-
-
-def test_a_micro_batch_above_the_global_batch_is_not_tried() -> None:
-    seconds = {Tuning(32, "sdpa"): 1.0, Tuning(32, "eager"): 2.0, Tuning(16, "sdpa"): 1.1}
-    assert tried_in_order(seconds, largest=32) == (list(seconds), Tuning(32, "sdpa"))
-
-
-def test_micro_batches_are_halved_until_one_fits() -> None:
-    tried, chosen = tried_in_order({Tuning(8, "sdpa"): 1.0}, largest=128)
-    assert tried == [Tuning(32, "sdpa"), Tuning(32, "eager"), Tuning(16, "sdpa"), Tuning(8, "sdpa")]
-    assert chosen == Tuning(8, "sdpa")
-
-
-def test_a_peer_that_never_fits_is_given_up() -> None:
-    tried, chosen = tried_in_order({}, largest=128)
-    assert tried[-1] == Tuning(1, "sdpa")
-    assert chosen is None
+@pytest.mark.parametrize(
+    ("seconds", "largest", "tried", "chosen"),
+    [
+        ({"32 sdpa": 2.0, "32 eager": 1.0, "64 eager": 0.9, "16 eager": 1.1}, 128, None, "64 eager"),
+        ({"32 sdpa": 1.0, "32 eager": 2.0, "16 sdpa": 1.1}, 32, None, "32 sdpa"),
+        ({"8 sdpa": 1.0}, 128, ["32 sdpa", "32 eager", "16 sdpa", "8 sdpa"], "8 sdpa"),
+        ({}, 128, ["32 sdpa", "32 eager", "16 sdpa", "8 sdpa", "4 sdpa", "2 sdpa", "1 sdpa"], None),
+    ],
+    ids=["twice and half with the faster attention", "none above the global batch", "until one fits", "none fits"],
+)
+def test_micro_batches_and_attentions_are_tried_until_the_fastest_is_known(
+    seconds: dict[str, float], largest: int, tried: list[str] | None, chosen: str | None
+) -> None:
+    found: dict[str, Outcome] = {}
+    while trial := next_trial(32, largest, ("sdpa", "eager"), [*found.values()]):
+        name = f"{trial.micro_batch_sequences} {trial.attention}"
+        found[name] = outcome("deepspeed", TRIAL, trial, seconds.get(name))
+    fast = fastest([*found.values()])
+    assert list(found) == (tried or list(seconds))
+    assert (fast and f"{fast.micro_batch_sequences} {fast.attention}") == chosen
 
 
 def test_an_untuned_peer_halves_its_micro_batch_when_it_is_out_of_memory() -> None:
@@ -136,17 +120,9 @@ def test_a_measurement_is_expected_to_take_as_long_as_the_last_one_that_is_like_
 
 
 def test_tuned_peers_come_after_all_repeats_of_the_others() -> None:
-    order = list(in_order(("deepspeed", "pytorch", OURS, "trainer"), repeats=2))
-    assert order == [
-        (OURS, 1),
-        ("trainer", 1),
-        ("pytorch", 1),
-        (OURS, 2),
-        ("trainer", 2),
-        ("pytorch", 2),
-        ("deepspeed", 1),
-        ("deepspeed", 2),
-    ]
+    order = [*in_order(("deepspeed", "pytorch", OURS, "trainer"), repeats=2)]
+    others = [(contender, repeat) for repeat in (1, 2) for contender in (OURS, "trainer", "pytorch")]
+    assert order == [*others, ("deepspeed", 1), ("deepspeed", 2)]
 
 
 def test_four_ranks_are_compared_with_one_of_the_same_round(tmp_path: Path) -> None:
