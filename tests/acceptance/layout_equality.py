@@ -26,13 +26,11 @@ from safetensors.numpy import load_file
 from benchmarks.finished_rows import write_section
 from infra.head.launch.local_launch import LaunchSpec, launch
 from t5train.checkpoint.consolidate import consolidate
-from t5train.data.corpus import build_corpus
-from t5train.data.shards import build_shards
-from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.records import metrics
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
+from tests.support.generated_text import make_shards
 from tests.support.hardware import hardware
 
 BATCH = 16
@@ -158,9 +156,7 @@ def measure(steps: int, ranks: Sequence[int]) -> str:
     heading = f"{time.strftime('%Y-%m-%d')}, {hardware()}, torch {torch.__version__}, {steps} steps."
     with tempfile.TemporaryDirectory() as scratch:
         root, spec = Path(scratch), spec_of(PLAIN, "one pass a step", 2, steps)
-        corpus = build_corpus(spec.corpus, root)
-        tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, root)
-        shards = build_shards(spec.shards, spec.corpus, corpus, tokenizer, root)
+        _, shards = make_shards(spec, root)
         tables = [table(compare(train_all(root, shards, count, steps)), count) for count in ranks]
     return "\n\n".join([heading, *tables])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
-from t5train.spec import CorpusSpec, ShardsSpec
+from t5train.spec import CorpusSpec, RunSpec, ShardsSpec
 
 SYLLABLES = ["ba", "cor", "dine", "el", "fru", "gis", "ha", "il", "jo", "kern", "lum", "mo", "nes", "or", "pet", "qua"]
 _GENERATOR = random.Random(0)
@@ -60,3 +60,14 @@ def write_copies(path: Path) -> Path:
     again = [json.dumps(json.loads(line) | {"id": f"again-{number}"}) for number, line in enumerate(lines[:100])]
     path.write_text("\n".join([*lines, *again]) + "\n")
     return path
+
+
+def make_shards(spec: RunSpec, root: Path) -> tuple[TokenizerFiles, TokenShards]:
+    """Run the data stages of a run under a root. Returns its vocabulary and token shards."""
+    from t5train.data.corpus import build_corpus
+    from t5train.data.shards import build_shards
+    from t5train.data.vocabulary.tokenizer import build_tokenizer
+
+    corpus = build_corpus(spec.corpus, root)
+    tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, root)
+    return tokenizer, build_shards(spec.shards, spec.corpus, corpus, tokenizer, root)

@@ -23,6 +23,7 @@ from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
 from tests.acceptance.kills.independent_tags import find_complete_tags
+from tests.support.generated_text import make_shards
 from tests.support.simulated_nodes import LocalHosts
 
 HOSTS = ("a", "b")
@@ -113,12 +114,7 @@ def wrong_choices(site: Site) -> list[str]:
 
 def make_site(folder: Path, num_steps: int) -> tuple[Site, TokenizerFiles]:
     """A run that has not begun, with token shards of Python's documentation, and its vocabulary."""
-    from t5train.data.corpus import build_corpus
-    from t5train.data.shards import build_shards
-    from t5train.data.vocabulary.tokenizer import build_tokenizer
-
     root = folder / "root"
     spec = recipe("smoke").with_settings({**SETTINGS, "storage.root": str(root), "optimizer.num_steps": num_steps})
-    corpus = build_corpus(spec.corpus, root)
-    tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, root)
-    return Site(folder, spec, build_shards(spec.shards, spec.corpus, corpus, tokenizer, root)), tokenizer
+    tokenizer, shards = make_shards(spec, root)
+    return Site(folder, spec, shards), tokenizer
