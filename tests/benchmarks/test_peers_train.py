@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,9 +12,11 @@ import pytest
 from benchmarks import loss_curves
 from benchmarks.loss_curves import Curve
 from infra.head.peer_ranks import measure_peer
+from infra.node.processes import arguments, find
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
 from t5train.spec.recipes import recipe
 from t5train.train.peer_job import Peer, PeerJob
+from tests.support.waiting import await_that
 
 TINY = {
     "model.num_layers": 1,
@@ -57,18 +58,17 @@ def test_interrupted_loss_curves_leave_no_rank_and_continue(
     python_with_ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [part for name, value in TINY.items() for part in ("--set", f"{name}={str(value).lower()}")]
-    arguments = ["smoke", "--root", str(tmp_path), "--steps", "3", *settings]
+    options = ["smoke", "--root", str(tmp_path), "--steps", "3", *settings]
     rows = tmp_path / "losses.jsonl"
-    with subprocess.Popen([PYTHON, "-c", PROGRAM, python_with_ranks, *arguments], cwd=ROOT) as first:
+    with subprocess.Popen([PYTHON, "-c", PROGRAM, python_with_ranks, *options], cwd=ROOT) as first:
         second_log = tmp_path / "logs" / "losses-none" / "rank-0.log"
-        while first.poll() is None and not second_log.exists():
-            time.sleep(0.1)
+        await_that(lambda: first.poll() is not None or second_log.exists())
         first.send_signal(signal.SIGTERM)
         assert first.wait(60) == 143
     [row] = map(Curve.model_validate_json, rows.read_text("utf-8").splitlines())
     assert row.variant == "kernels"
-    assert not _processes_with(str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["loss_curves", *arguments])
+    assert not find(lambda pid: str(tmp_path) in " ".join(arguments(pid)) and pid != os.getpid())
+    monkeypatch.setattr(sys, "argv", ["loss_curves", *options])
     assert not loss_curves.main()
     curves = {row.variant: row for row in map(Curve.model_validate_json, rows.read_text("utf-8").splitlines())}
     assert list(curves) == ["kernels", "none", "none again"]
@@ -79,15 +79,3 @@ def test_interrupted_loss_curves_leave_no_rank_and_continue(
     assert again == pytest.approx(once, rel=1e-5)
     assert again != once, "sums in another order are rounded differently"
     assert "difference by rounding alone" in capsys.readouterr().out
-
-
-def _processes_with(text: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-        except OSError:
-            continue
-        if text in line and path.parent.name != str(os.getpid()):
-            found.append(line)
-    return found
