@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,24 @@ class ResultLines:
     path: Path
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return all results, without a last line that a kill cut off."""
-        return [json.loads(line) for line in self._whole_lines().splitlines()]
+        """Return all results, without lines that a kill cut off."""
+        found = []
+        for line in self._content().splitlines():
+            with suppress(ValueError):
+                found.append(json.loads(line))
+        return found
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        """Add lines, all in one write."""
+        """Add lines, all in one write. Thread-safe."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        torn = not self._content().endswith(b"\n")
         with open(self.path, "ab") as file:
-            file.truncate(len(self._whole_lines()))
-            file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+            file.write(b"\n" * torn + b"".join(json.dumps(row).encode() + b"\n" for row in rows))
             file.flush()
             os.fsync(file.fileno())
 
-    def _whole_lines(self) -> bytes:
-        content = self.path.read_bytes() if self.path.exists() else b""
-        return content[: content.rfind(b"\n") + 1]
+    def _content(self) -> bytes:
+        return self.path.read_bytes() if self.path.exists() else b"\n"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The record of what tests found: one JSON line for each mutation, and for tests that pass without one."""
 
 import hashlib
-import json
 import subprocess
 import time
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from tests.acceptance.mutations.mutated_copy import REPOSITORY, tracked_files
 from tests.acceptance.mutations.mutation import Mutation
+from tests.acceptance.result_table import ResultLines
 
 _CODE = ("t5train/", "infra/", "tasks/", "flows/", "deployments/", "tests/", "pyproject.toml")
 _MUTATIONS = "tests/acceptance/mutations/"
@@ -32,10 +32,9 @@ class Record:
     """A file of outcomes, which only counts for the code that it was made with: any change is tested again."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._lines = ResultLines(path)
         self._code, self._commit = _digest_of_code(), _commit()
-        lines = path.read_text("utf-8").splitlines() if path.exists() else []
-        entries = [entry for entry in map(json.loads, lines) if entry["code"] == self._code]
+        entries = [entry for entry in self._lines.rows() if entry["code"] == self._code]
         self.passed = {test for entry in entries for test in entry.get("passed", ())}
         """Tests that pass without a mutation."""
         self._outcomes = {entry["mutation"]: Outcome(**entry) for entry in entries if "mutation" in entry}
@@ -47,21 +46,16 @@ class Record:
 
     def add_passed(self, tests: Sequence[str]) -> None:
         self.passed.update(tests)
-        self._append({**self._stamp(), "passed": [*tests]})
+        self._lines.append({**self._stamp(), "passed": [*tests]})
 
     def add(self, mutation: Mutation, failed: str, seconds: float) -> Outcome:
         stamp = self._stamp()
         outcome = Outcome(**stamp, mutation=mutation.name, digest=mutation.digest, failed=failed, seconds=seconds)
-        self._append(asdict(outcome))
+        self._lines.append(asdict(outcome))
         return outcome
 
     def _stamp(self) -> dict[str, str]:
         return {"date": time.strftime("%Y-%m-%d"), "commit": self._commit, "code": self._code}
-
-    def _append(self, entry: dict[str, object]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
 
 
 def _digest_of_code() -> str:
