@@ -2,17 +2,19 @@
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import AsyncMock
 
 import pytest
 
 from flows.cli.operate import server_commands
-from flows.deployment import deploy
+from flows.deployment import deploy, deployment_defaults
 from flows.deployment.definitions import Definitions
 from flows.deployment.deploy import Deployed, other_texts
 from flows.deployment.deployment_defaults import DeploymentDefaults, changed, of_settings
 from t5train.errors import SpecError
+from t5train.spec.data_spec import HubText
 
 ROOT = {"root": "/data/t5"}
 
@@ -41,11 +43,8 @@ def test_deploy_says_which_deployments_do_not_use_the_given_text(
 def test_a_text_given_as_a_setting_becomes_the_parameter_that_a_runs_page_shows() -> None:
     settings = {"corpus.source": "/data/text", "cluster.hostfile": "/data/hosts", "optimizer.seed": 7}
     made = changed(ROOT, {"deployed_settings": settings})
-    assert (made.corpus, made.hostfile, made.deployed_settings) == (
-        "/data/text",
-        Path("/data/hosts"),
-        {"optimizer.seed": 7},
-    )
+    assert (made.corpus, made.hostfile) == ("/data/text", Path("/data/hosts"))
+    assert made.deployed_settings == {"optimizer.seed": 7}
     of_earlier = ROOT | {"corpus": "/data/text", "deployed_settings": {"corpus.source": "/ignored until now"}}
     assert changed(ROOT | {"corpus": "/data/old"}, {"deployed_settings": settings}).corpus == "/data/text"
     assert changed(of_earlier, {"corpus": "/data/new"}).parameters() == ROOT | {"corpus": "/data/new"}
@@ -102,3 +101,12 @@ def test_paths_in_the_settings_of_deployments_are_absolute(tmp_path: Path, monke
         "corpus.mixed_with": [f"{tmp_path}/more.txt", "pydocs", "s3://bucket/text"],
         "corpus.source": f"{tmp_path}/text.txt",
     }
+
+
+def test_the_text_is_checked_with_the_deployed_settings_that_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(deployment_defaults, "require_source", lambda *arguments: asked.append(arguments))
+    settings = {"corpus.config": "en", "corpus.revision": "v2", "optimizer.num_steps": 7}
+    defaults = DeploymentDefaults(root=Path("root"), corpus="hf://allenai/c4", deployed_settings=settings)
+    defaults.refused(cast(Definitions, SimpleNamespace(deployments=[])))
+    assert asked == [("hf://allenai/c4", "v2", None, HubText("en"))]

@@ -1,4 +1,4 @@
-"""``regression``: what is refused, shown and accepted. Nights themselves: tests/flows/test_regression.py."""
+"""``regression``: what is refused, shown and accepted."""
 
 from collections.abc import Callable
 from pathlib import Path
