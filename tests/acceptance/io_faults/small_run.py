@@ -12,6 +12,7 @@ from t5train.files.run_folder import CHECKPOINTS, tag_of
 from t5train.records.stage_records import TokenizerFiles, TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
+from tests.support.generated_text import make_shards
 
 NAME = "small"
 ADDRESS = "io-faults"
@@ -89,18 +90,13 @@ class SmallRun:
     def make(self) -> None:
         """Make corpus, vocabulary and token shards, and train to the end."""
         from t5train.checkpoint.resume import conclude, open_run
-        from t5train.data.corpus import build_corpus
-        from t5train.data.shards import build_shards
-        from t5train.data.vocabulary.tokenizer import build_tokenizer
         from t5train.train.loop import Trainer
 
         self.root.mkdir(parents=True)
         text = self.root.with_name("words.txt")
         write_text(text)
         spec = self.spec.with_settings({"corpus.source": str(text)})
-        corpus = build_corpus(spec.corpus, self.root)
-        tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, self.root)
-        shards = build_shards(spec.shards, spec.corpus, corpus, tokenizer, self.root)
+        _, shards = make_shards(spec, self.root)
         open_run(spec, shards)
         become_only_rank()
         Trainer(self.job()).run()
