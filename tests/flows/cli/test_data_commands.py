@@ -14,7 +14,8 @@ from flows.cli.options import chosen
 from flows.cli.stage_commands import _spec_on
 from t5train.errors import SpecError
 from t5train.records.stage_records import TokenShards
-from tests.support.generated_text import write_jsonl
+from tests.support.documented_json import require_documented
+from tests.support.generated_text import write_copies, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("quick_workers")
 Printed = Callable[..., str]
@@ -171,3 +172,29 @@ def test_a_run_on_token_shards_without_listed_passages_needs_the_list_by_name(
     monkeypatch.setattr(stage_commands, "settings_of", lambda _: {"corpus.source": "a"})
     with pytest.raises(SpecError, match=r"corpus.remove_listed is 'pairs.jsonl', but the token shards in"):
         _spec_on(shards, named)
+
+
+def test_a_check_finds_copies_and_shared_text_without_removing_them(
+    printed: Printed, refused: Refused, tmp_path: Path
+) -> None:
+    text = write_copies(tmp_path / "text.jsonl")
+    options = ("smoke", "--corpus", str(text), "--set", "corpus.split=[700,200,100]", "--root", str(tmp_path / "root"))
+    shown = printed("data", "check", *options, "--plot", str(tmp_path / "plot.png"))
+    assert "400 passages and 0 empty ones" in shown
+    rows = {row.split("\t")[0]: row.split("\t")[1:] for row in shown.splitlines() if "\t" in row}
+    assert rows["copies of an earlier passage of the split"][3] == "0"
+    copies, across = (
+        [int(number) for number in rows[name]]
+        for name in ("copies of an earlier passage of the split", "copies between training and held-out text")
+    )
+    assert copies[0] > 30
+    assert across[0] == across[1] + across[2] > 10
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert not list((tmp_path / "root").glob("checks/*/.compared"))
+    value = json.loads(printed("data", "check", *options, "--test-set", str(text), "--json"))
+    require_documented("data check", value)
+    found = value["repetitions"]
+    assert found["test_sets_passages"] == 400
+    assert found["train_duplicates_across"] == found["train_passages"], "all of it is in the test set"
+    absent = refused(4, "data", "check", *options, "--test-set", str(tmp_path / "absent.txt"))
+    assert "corpus.test_sets" in absent
