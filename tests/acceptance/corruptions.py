@@ -103,6 +103,13 @@ def make_checkpoint(folder: Path, layout: Layout | Pipeline, *, sidecars: bool) 
     return Checkpoint(written.tag, contents[0], written.expected, contents[1])
 
 
+def _checkpoints(folder: Path, *, sidecars: bool) -> dict[str, Checkpoint]:
+    return {
+        name: make_checkpoint(folder / str(index), layout, sidecars=sidecars)
+        for index, (name, layout) in enumerate(LAYOUTS.items())
+    }
+
+
 def _write(folder: Path, layout: Layout | Pipeline, steps: int, *, sidecars: bool) -> Written:
     if isinstance(layout, Pipeline):
         return write_pipeline(folder, replace(layout, layout=_later(layout.layout, steps)), sidecars=sidecars)
@@ -119,10 +126,7 @@ Table = dict[str, dict[str, Counter[str]]]
 
 def with_sidecars(folder: Path, trials: int, seed: int) -> Table:
     """Count faults with sidecars: tried, refused before any unpickling, and with the damaged file named."""
-    checkpoints = {
-        name: make_checkpoint(folder / str(index), layout, sidecars=True)
-        for index, (name, layout) in enumerate(LAYOUTS.items())
-    }
+    checkpoints = _checkpoints(folder, sidecars=True)
     for checkpoint in checkpoints.values():
         require_intact(checkpoint, folder)
     table: Table = defaultdict(lambda: defaultdict(Counter))
@@ -154,15 +158,11 @@ def require_intact(checkpoint: Checkpoint, folder: Path) -> None:
 
 def without_sidecars(folder: Path, trials: int, seed: int) -> Table:
     """Count faults without sidecars: which check noticed each, or whether the result was right anyway."""
-    checkpoints = {
-        name: make_checkpoint(folder / str(index), layout, sidecars=False)
-        for index, (name, layout) in enumerate(LAYOUTS.items())
-    }
+    checkpoints = _checkpoints(folder, sidecars=False)
     (folder / "out").mkdir()
     table: Table = defaultdict(lambda: defaultdict(Counter))
-    for kind, layout, files in _faults(
-        checkpoints, [kind for kind in FAULTS if kind not in SIDECAR_FAULTS], trials, seed
-    ):
+    kinds = [kind for kind in FAULTS if kind not in SIDECAR_FAULTS]
+    for kind, layout, files in _faults(checkpoints, kinds, trials, seed):
         with damaged(checkpoints[layout], files):
             found = outcome(checkpoints[layout], folder / "out")
         table[kind]["tried"]["tried"] += 1
@@ -224,12 +224,8 @@ def main() -> None:
         table_with = with_sidecars(Path(scratch) / "ours", arguments.trials, arguments.seed)
         table_without = without_sidecars(Path(scratch) / "theirs", arguments.without_sidecars, arguments.seed)
     print(f"With sidecars, seed {arguments.seed}: tried / refused before unpickling / file named\n")
-    print(
-        rows(
-            list(LAYOUTS),
-            {kind: {name: cell(count) for name, count in row.items()} for kind, row in table_with.items()},
-        )
-    )
+    cells = {kind: {name: cell(count) for name, count in row.items()} for kind, row in table_with.items()}
+    print(rows(list(LAYOUTS), cells))
     total: Counter[str] = sum((count for row in table_with.values() for count in row.values()), Counter())
     print(f"\ntotal {cell(total)}\n\nWithout sidecars, seed {arguments.seed}: which check detected the fault\n")
     columns = ["tried", *DETECTED_BY, "another check", "right", "wrong"]

@@ -127,27 +127,19 @@ def lose_moments(saving: Any) -> None:
     saving.resume = resume
 
 
-def slow_saves(saving: Any) -> None:
-    """Every save of a checkpoint takes 4 s longer, but no CPU time."""
-    saving.save = _later(saving.save, SAVE_SECONDS)
+def delayed(name: str, seconds: float) -> Callable[[Any], None]:
+    """Every call of a function of the module takes longer, but no CPU time."""
 
+    def change(module: Any) -> None:
+        original = getattr(module, name)
 
-def slow_validations(validation: Any) -> None:
-    """Every validation takes 1 s longer, but no CPU time."""
-    validation.validate = _later(validation.validate, WAIT_SECONDS)
+        def later(*arguments: Any, **named: Any) -> Any:
+            time.sleep(seconds)
+            return original(*arguments, **named)
 
+        setattr(module, name, later)
 
-def slow_tokenising(shard_worker: Any) -> None:
-    """Every token shard takes 1 s longer, but no CPU time."""
-    shard_worker.write_shard = _later(shard_worker.write_shard, WAIT_SECONDS)
-
-
-def _later(original: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    def later(*arguments: Any, **named: Any) -> Any:
-        time.sleep(seconds)
-        return original(*arguments, **named)
-
-    return later
+    return change
 
 
 def upgrade_torch(machine_key: Any) -> None:
@@ -219,13 +211,16 @@ FAULTS = {
     ),
     "lost-moments": Planted(f"{_CHECKPOINT}.saving", lose_moments, "smoke", "failure", "resuming loses momentum"),
     "slow-save": Planted(
-        f"{_CHECKPOINT}.saving", slow_saves, "smoke", "time", "a save takes 4 s longer", "saving a checkpoint",
+        f"{_CHECKPOINT}.saving", delayed("save", SAVE_SECONDS),
+        "smoke", "time", "a save takes 4 s longer", "saving a checkpoint",
     ),
     "slow-validation": Planted(
-        "t5train.train.validation", slow_validations, "smoke", "time", "a validation takes 1 s longer", "a validation",
+        "t5train.train.validation", delayed("validate", WAIT_SECONDS),
+        "smoke", "time", "a validation takes 1 s longer", "a validation",
     ),
     "slow-sharding": Planted(
-        "t5train.data.shard_worker", slow_tokenising, "smoke", "time", "a token shard takes 1 s longer", "sharding",
+        "t5train.data.shard_worker", delayed("write_shard", WAIT_SECONDS),
+        "smoke", "time", "a token shard takes 1 s longer", "sharding",
     ),
     "new-torch": Planted(
         f"{_ENGINE}.forward_backward", double_losses, "smoke", "loss", "a new torch doubles the losses",

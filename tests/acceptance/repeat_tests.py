@@ -53,15 +53,8 @@ def run(name: str, command: Sequence[str], *, loaded: bool) -> list[str]:
     if code == 0:
         log.unlink()
     load, order = (f"{_LOOPS} loops", f"drawn with {seed}") if loaded else ("none", "of files")
-    return [
-        name,
-        load,
-        order,
-        commit.strip(),
-        time.strftime("%Y-%m-%d"),
-        minutes,
-        PASSED if code == 0 else f"see {log}",
-    ]
+    result = PASSED if code == 0 else f"see {log}"
+    return [name, load, order, commit.strip(), time.strftime("%Y-%m-%d"), minutes, result]
 
 
 def main() -> int:

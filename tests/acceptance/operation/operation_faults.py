@@ -31,14 +31,6 @@ class Fault:
     """Seconds in which Prefect must show the right state."""
 
 
-def _kill_worker(site: Site, _run: str, _random: random.Random) -> None:
-    site.kill(HEAD, "t5-pretrain", "worker")
-
-
-def _kill_prefects_worker(site: Site, _run: str, _random: random.Random) -> None:
-    site.kill(HEAD, "flows.workers.worker")
-
-
 def _kill_flow(site: Site, run: str, _random: random.Random) -> None:
     flow = site.flow(run)
     assert flow is not None
@@ -60,8 +52,7 @@ def _kill_server(site: Site, _run: str, seeded: random.Random) -> None:
 
 
 def _restart_server(site: Site, _run: str, _random: random.Random) -> None:
-    stopped = site.cluster.exec(SERVER, ["pkill", "--full", "--signal=TERM", "t5-pretrain server"])
-    stopped.check_returncode()
+    site.cluster.exec(SERVER, ["pkill", "--full", "--signal=TERM", "t5-pretrain server"]).check_returncode()
 
 
 def _lock_database(site: Site, _run: str, seeded: random.Random) -> None:
@@ -76,8 +67,8 @@ def _cut_network(site: Site, _run: str, seeded: random.Random) -> None:
 
 
 FAULTS = (
-    Fault("the worker is killed", _kill_worker),
-    Fault("the process of Prefect in the worker is killed", _kill_prefects_worker),
+    Fault("the worker is killed", lambda site, *_: site.kill(HEAD, "t5-pretrain", "worker")),
+    Fault("the process of Prefect in the worker is killed", lambda site, *_: site.kill(HEAD, "flows.workers.worker")),
     Fault("the flow is killed", _kill_flow),
     Fault("the head loses power, and is started again", _power_cycle_head),
     Fault("the head loses power, and stays off until its run is lost", _switch_head_off, window=400.0),
