@@ -14,8 +14,9 @@ NAMES = (
 def operation(name: str, small_run: "SmallRun") -> "Operation":
     """Make an operation of ``NAMES`` on the small run. Imports what all operations need."""
     from tests.acceptance.io_faults.host_operations import Gather, Gc, Recover
-    from tests.acceptance.io_faults.release_operations import Certify, Consolidate, ExportAgain, ExportWeights, Publish
+    from tests.acceptance.io_faults.release_operations import OPERATIONS, Release
     from tests.acceptance.io_faults.run_operations import Prune, Save, Select
 
-    kinds = (Select, Save, Prune, Recover, Gather, Gc, Consolidate, ExportWeights, Certify, ExportAgain, Publish)
-    return next(each for each in kinds if each.name == name)(small_run)
+    if name in OPERATIONS:
+        return Release(name, small_run)
+    return next(each for each in (Select, Save, Prune, Recover, Gather, Gc) if each.name == name)(small_run)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from t5train.errors import T5TrainError
 from t5train.records.stage_records import MANIFEST, Export, Weights
@@ -14,27 +14,32 @@ from tests.acceptance.io_faults.trial import Ending
 _WEIGHTS, _EXPORT, _PUBLISHED = "weights", "export", "published/t5"
 
 
-class _Stages:
+_ALL = ("consolidate", "export", "certify", "publish")
+OPERATIONS = {
+    "consolidate": ((), _ALL[:1]),
+    "export": (_ALL[:1], _ALL[1:2]),
+    "certify": (_ALL[:2], _ALL[2:3]),
+    "export again": (_ALL[:3], _ALL[:3]),
+    "publish": (_ALL[:3], _ALL[3:]),
+}
+"""For each operation, the stages that have run already, and its own stages."""
+
+
+class Release:
     """Some of the stages after training, in order. The stages before them have run already."""
 
-    name: str
-    earlier_stages: ClassVar[tuple[str, ...]]
-    """Stages that have run already."""
-    stages: ClassVar[tuple[str, ...]]
-    """The stages of the operation."""
-    may_change: ClassVar[frozenset[str]] = frozenset({"certify.log"})
-    """Existing files that the operation may change."""
-
-    def __init__(self, small_run: SmallRun) -> None:
-        self._small_run = small_run
+    def __init__(self, name: str, small_run: SmallRun) -> None:
+        self.name, self._small_run = name, small_run
+        self._earlier_stages, self._stages = OPERATIONS[name]
+        self._may_change = {"certify.log", *([f"{_EXPORT}/{MANIFEST}"] if name == "certify" else [])}
 
     def prepare(self, folder: Path) -> None:
         """Copy a finished run, and run the stages before the operation."""
         self._small_run.copy_to(folder, without=("shards", "tensorboard", "step-00000002", "step-00000004"))
-        self._do(folder, self.earlier_stages)
+        self._do(folder, self._earlier_stages)
 
     def set_up(self, folder: Path) -> Callable[[], Any]:
-        return lambda: self._do(folder, self.stages)
+        return lambda: self._do(folder, self._stages)
 
     def problems(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
         """Existing files are unchanged, and what has a manifest is whole. On success, every result is there."""
@@ -42,7 +47,7 @@ class _Stages:
         found = [
             f"lost: {name}"
             for name, each in tree(template).items()
-            if name not in self.may_change and digest_of(folder / name) != each
+            if name not in self._may_change and digest_of(folder / name) != each
         ]
         for name in (_WEIGHTS, _EXPORT, _PUBLISHED):
             if (folder / name / MANIFEST).exists():
@@ -51,57 +56,16 @@ class _Stages:
             results = {"consolidate": _WEIGHTS, "export": _EXPORT, "certify": _EXPORT, "publish": _PUBLISHED}
             found += [
                 f"wrong: {results[each]} is missing"
-                for each in self.stages
+                for each in self._stages
                 if not (folder / results[each] / MANIFEST).exists()
             ]
-            if "certify" in self.stages and CERTIFICATE not in Export.load(folder / _EXPORT).files:
+            if "certify" in self._stages and CERTIFICATE not in Export.load(folder / _EXPORT).files:
                 found.append("wrong: the export is not certified")
         return found
 
     def _do(self, folder: Path, stages: tuple[str, ...]) -> None:
         for stage in stages:
             {"consolidate": _consolidate, "export": _export, "certify": _certify, "publish": _publish}[stage](folder)
-
-
-class Consolidate(_Stages):
-    """Consolidate the last checkpoint into weights."""
-
-    name = "consolidate"
-    earlier_stages = ()
-    stages = ("consolidate",)
-
-
-class ExportWeights(_Stages):
-    """Export weights and vocabulary to a Hugging Face folder."""
-
-    name = "export"
-    earlier_stages = ("consolidate",)
-    stages = ("export",)
-
-
-class Certify(_Stages):
-    """Prove in a fresh process that the export is the model that was trained."""
-
-    name = "certify"
-    earlier_stages = ("consolidate", "export")
-    stages = ("certify",)
-    may_change = frozenset({"certify.log", f"{_EXPORT}/{MANIFEST}"})
-
-
-class ExportAgain(_Stages):
-    """Consolidate, export and certify again when all results exist."""
-
-    name = "export again"
-    earlier_stages = ("consolidate", "export", "certify")
-    stages = earlier_stages
-
-
-class Publish(_Stages):
-    """Publish a certified export to a local folder, and verify it there."""
-
-    name = "publish"
-    earlier_stages = ("consolidate", "export", "certify")
-    stages = ("publish",)
 
 
 def _consolidate(folder: Path) -> None:
