@@ -11,25 +11,19 @@ from pathlib import Path
 import pytest
 
 from infra.node.processes import RUN_ID_VARIABLE
-from tests.support.generated_text import write_jsonl
+from tests.support.generated_text import TINY, write_jsonl
 from tests.support.object_server import ObjectServer
 from tests.support.prefect_servers import PROGRAM
 from tests.support.s3_reader import Reader
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = {
-    "tokenizer.vocab_size": 300,
-    "model.d_model": 32,
-    "model.d_ff": 64,
-    "objective.input_tokens": 32,
+SETTINGS = TINY | {
     "optimizer.global_batch_sequences": 8,
     "optimizer.num_steps": 20,
-    "optimizer.warmup_steps": 5,
     "layout.micro_batch_sequences": 8,
     "storage.checkpoint_every_steps": 10,
     "storage.validate_every_steps": 20,
-    "storage.validate_sequences": 32,
     "cluster.ranks": 1,
 }
 POLL_SECONDS = 0.05

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +15,10 @@ import typer
 
 from infra.head.hosts.hostfile import Host, Hosts
 from infra.head.hosts.node_client import Nodes
+from infra.head.storage.checkpoint_sync import keep_up
 from infra.head.storage.gather import gather
 from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.recovery import recover
 from infra.node.attempts.run_ownership import OWNER, Owner
 from infra.node.node_folders import run_path, tag_path
 from t5train.checkpoint import sidecar, tags
@@ -86,15 +89,8 @@ class _OnHosts:
 
     def _run(self, folder: Path) -> NodeRun:
         site = self._site(folder)
-        hosts = Hosts(tuple(Host(name, (0,)) for name in self.hosts))
-        return NodeRun(
-            name=RUN,
-            folder=site.checkpoints.parent,
-            hosts=hosts,
-            nodes=site.nodes,
-            keep=StorageSpec(root=site.root, keep_last=1),
-            owner=_OURS,
-        )
+        hosts, keep = Hosts(tuple(Host(name, (0,)) for name in self.hosts)), StorageSpec(root=site.root, keep_last=1)
+        return NodeRun(RUN, site.checkpoints.parent, hosts=hosts, nodes=site.nodes, keep=keep, owner=_OURS)
 
     def _lost(self, folder: Path, template: Path, paths: list[Path]) -> list[str]:
         before = {str(path.relative_to(folder)): tree(template / path.relative_to(folder)) for path in paths}
@@ -132,11 +128,7 @@ class Recover(_OnOneRun):
     name = "recover"
 
     def set_up(self, folder: Path) -> Callable[[], Any]:
-        """A call of the operation on the run."""
-        from infra.head.storage.recovery import recover
-
-        run = self._run(folder)
-        return lambda: recover(run, silent)
+        return partial(recover, self._run(folder), silent)
 
 
 class Gather(_OnOneRun):
@@ -145,11 +137,7 @@ class Gather(_OnOneRun):
     name = "gather"
 
     def set_up(self, folder: Path) -> Callable[[], Any]:
-        """A call of the operation on the run."""
-        from infra.head.storage.checkpoint_sync import keep_up
-
-        run = self._run(folder)
-        return lambda: keep_up(run, silent)
+        return partial(keep_up, self._run(folder), silent)
 
 
 class Gc(_OnHosts):

@@ -8,15 +8,12 @@ import pytest
 
 from flows.cli import bench_command
 from infra.head.benchmark_run import TrainerMeasured
-from t5train.data.corpus import build_corpus
-from t5train.data.shards import build_shards
-from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.errors import LaunchError
 from t5train.records.stage_records import TokenShards
-from t5train.spec import CorpusSpec, ShardsSpec, TokenizerSpec
+from t5train.spec.recipes import recipe
 from t5train.train.peer_job import PeerMeasured
 from t5train.train.step_benchmark import IDLE, Measured
-from tests.support.generated_text import write_jsonl
+from tests.support.generated_text import make_shards, write_jsonl
 
 Printed = Callable[..., str]
 GIB = 1 << 30
@@ -92,10 +89,9 @@ def test_a_trainer_that_fails_or_does_not_fit_does_not_hide_our_own_figures(
 
 @pytest.fixture
 def tiny_shards(tmp_path: Path) -> TokenShards:
-    corpus_spec = CorpusSpec(source=str(write_jsonl(tmp_path / "text.jsonl", 400)))
-    corpus = build_corpus(corpus_spec, tmp_path)
-    tokenizer = build_tokenizer(TokenizerSpec(vocab_size=300), corpus_spec, corpus, tmp_path)
-    return build_shards(ShardsSpec(workers=1), corpus_spec, corpus, tokenizer, tmp_path)
+    text = str(write_jsonl(tmp_path / "text.jsonl", 400))
+    spec = recipe("smoke", {"corpus.source": text, "tokenizer.vocab_size": 300, "shards.workers": 1})
+    return make_shards(spec, tmp_path)[1]
 
 
 @pytest.mark.slow
