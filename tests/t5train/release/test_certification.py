@@ -22,7 +22,6 @@ from t5train.records.witness import Witness
 from t5train.release import certification
 from t5train.release.certificate import Certificate
 from t5train.release.certification import certify, certify_in_fresh_process
-from t5train.release.export import export
 from t5train.release.tokenizer_comparison import differing_passages, differing_tokenizer
 from tests.acceptance.planted_faults import with_first_import
 
@@ -34,6 +33,27 @@ MakeExport = Callable[..., Export]
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Certify in this process, for tests that are not about the fresh one. It would import libraries for seconds."""
     monkeypatch.setattr(certification, "_run_certifier", certify)
+
+
+@pytest.fixture
+def exported(make_export: MakeExport) -> Export:
+    """An export that is not certified yet."""
+    return make_export(certified=False)
+
+
+@pytest.fixture
+def witness(tmp_path: Path) -> Path:
+    return tmp_path / "run/witness"
+
+
+def certificate_of(exported: Export) -> Certificate:
+    return Certificate.parse((exported.path / "certificate.json").read_bytes(), "certificate.json")
+
+
+def with_unlinked(path: Path, content: str) -> None:
+    """Replace a file that may have a second name elsewhere."""
+    path.unlink()
+    path.write_text(content)
 
 
 def rewrite_json(path: Path, **changes: Any) -> None:
@@ -49,11 +69,8 @@ def reseal(exported: Export, name: str) -> None:
 def update_card_digest(exported: Export) -> None:
     """Make the model card state the digest of the current weights."""
     card, now = exported.path / "README.md", Export.load(exported.path)
-    document = card.read_text().replace(
-        exported.files["model.safetensors"].sha256, now.files["model.safetensors"].sha256
-    )
-    card.unlink()
-    card.write_text(document)
+    old, new = (each.files["model.safetensors"].sha256 for each in (exported, now))
+    with_unlinked(card, card.read_text().replace(old, new))
     reseal(now, "README.md")
 
 
@@ -63,8 +80,7 @@ def shuffle_vocabulary(path: Path) -> None:
     plain = pieces[3:-100]
     random.Random(0).shuffle(plain)
     document["model"]["vocab"] = [*pieces[:3], *plain, *pieces[-100:]]
-    path.unlink()
-    path.write_text(json.dumps(document))
+    with_unlinked(path, json.dumps(document))
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -90,27 +106,25 @@ def change_witness(folder: Path, relative: float) -> None:
     ("version", "moved", "passes"), [("switch", 5e-6, True), ("switch", 5e-5, False), ("v1.0", 5e-6, False)]
 )
 def test_logits_of_experts_may_differ_by_rounding_and_those_of_dense_models_may_not(
-    make_export: MakeExport, tmp_path: Path, version: str, moved: float, passes: bool
+    make_export: MakeExport, witness: Path, version: str, moved: float, passes: bool
 ) -> None:
     exported = make_export(version, certified=False)
-    change_witness(tmp_path / "run/witness", moved)
+    change_witness(witness, moved)
     if not passes:
-        with pytest.raises(
-            CertificationError, match=r"cannot be certified here: .*logits of probe 'random' differ"
-        ) as caught:
-            certify(exported.path, tmp_path / "run/witness")
+        with pytest.raises(CertificationError, match=r"certified here: .*logits of probe 'random' differ") as caught:
+            certify(exported.path, witness)
         assert "export again" not in str(caught.value)
         return
-    certificate = certify(exported.path, tmp_path / "run/witness")
+    certificate = certify(exported.path, witness)
     assert certificate.relative_tolerance == 1e-5
     assert "summed in a different order" in certificate.tolerance_reason
     assert not certificate.probes["random"].bit_equal
 
 
-def record_environment(witness: Path, **changes: str) -> None:
-    """Change what the witness records of the processor and the libraries that it was made with."""
-    document = json.loads((witness / "witness.json").read_text())
-    rewrite_json(witness / "witness.json", environment=document["environment"] | changes)
+def record_environment(witness: Path, changes: dict[str, str] | None) -> None:
+    """Change what the witness records of the processor and libraries that it was made with; None: nothing."""
+    recorded = json.loads((witness / "witness.json").read_text())["environment"]
+    rewrite_json(witness / "witness.json", environment={} if changes is None else recorded | changes)
 
 
 OTHER_ENVIRONMENTS = [
@@ -120,34 +134,31 @@ OTHER_ENVIRONMENTS = [
     ({"MKL_CBWR": "COMPATIBLE"}, r"MKL_CBWR \(COMPATIBLE in training, not set here\)"),
     ({"torch": "1.0"}, r"torch \(1\.0 in training"),
     ({"arithmetic": "0" * 16}, r"arithmetic \(0{16} in training"),
+    (None, "an earlier version wrote the witness, without the processor"),
 ]
 
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(("changes", "reason"), OTHER_ENVIRONMENTS)
 def test_with_another_processor_or_library_logits_may_differ_by_rounding_and_the_reason_is_named(
-    make_export: MakeExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    changes: dict[str, str], reason: str,
+    exported: Export, witness: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    changes: dict[str, str] | None, reason: str,
 ) -> None:  # fmt: skip
     monkeypatch.delenv("MKL_CBWR", raising=False)
-    exported, witness = make_export(certified=False), tmp_path / "run/witness"
     change_witness(witness, 5e-6)
-    record_environment(witness, **changes)
-    done = certify_in_fresh_process(exported, witness)
-    certificate = Certificate.parse((done.path / "certificate.json").read_bytes(), "certificate.json")
+    record_environment(witness, changes)
+    certificate = certificate_of(certify_in_fresh_process(exported, witness))
     assert certificate.relative_tolerance == 1e-3
     assert re.search(reason, certificate.tolerance_reason)
     assert not certificate.probes["random"].bit_equal
     assert re.search(f"with a tolerance of 0.001 of the largest logit instead of equal bits: .*{reason}", caplog.text)
 
 
-def test_a_witness_without_the_processor_is_compared_with_a_tolerance(make_export: MakeExport, tmp_path: Path) -> None:
-    exported, witness = make_export(certified=False), tmp_path / "run/witness"
-    change_witness(witness, 5e-6)
-    rewrite_json(witness / "witness.json", environment={})
+def test_certification_on_another_kind_of_device_uses_and_records_a_tolerance(exported: Export, witness: Path) -> None:
+    rewrite_json(witness / "witness.json", device_type="abacus")
     certificate = certify(exported.path, witness)
+    assert (certificate.witness_device, certificate.device) == ("abacus", "cpu")
     assert certificate.relative_tolerance == 1e-3
-    assert "an earlier version wrote the witness, without the processor" in certificate.tolerance_reason
 
 
 def flip_a_bit(exported: Export, name: str = "shared.weight") -> None:
@@ -166,24 +177,24 @@ def exchange_generated(witness: Path) -> None:
     save_file(tensors, witness / "witness.safetensors")
 
 
+def update_setting(folder: Path, **changes: Any) -> None:
+    rewrite_json(folder / "config.json", **changes)
+    reseal(Export.load(folder), "config.json")
+
+
 @pytest.mark.parametrize(
     ("damage", "found", "is_computed"),
     [
         (lambda exported, _: flip_a_bit(exported), r"1 tensor unlike the recorded fp32 masters: shared\.weight", False),
-        (
-            lambda exported, _: update_setting(exported.path, layer_norm_epsilon=1e-5),
-            r"config\.json: layer_norm_epsilon",
-            False,
-        ),
+        (lambda exported, _: update_setting(exported.path, layer_norm_epsilon=0.1), "layer_norm_epsilon is 0.1", False),
         (lambda _, witness: change_witness(witness, 5e-3), "logits of probe 'random' differ by up to", True),
         (lambda _, witness: exchange_generated(witness), "generated differently", True),
     ],
 )
 def test_a_false_export_is_refused_with_another_processor_too(
-    make_export: MakeExport, tmp_path: Path, damage: Callable[[Export, Path], None], found: str, is_computed: bool
+    exported: Export, witness: Path, damage: Callable[[Export, Path], None], found: str, is_computed: bool
 ) -> None:
-    exported, witness = make_export(certified=False), tmp_path / "run/witness"
-    record_environment(witness, processor="abacus")
+    record_environment(witness, {"processor": "abacus"})
     damage(exported, witness)
     with pytest.raises(CertificationError, match=found) as caught:
         certify(exported.path, witness)
@@ -194,32 +205,24 @@ def test_a_false_export_is_refused_with_another_processor_too(
     assert ("processor (abacus in training" in said) is is_computed
 
 
-def update_setting(folder: Path, **changes: Any) -> None:
-    rewrite_json(folder / "config.json", **changes)
-    reseal(Export.load(folder), "config.json")
-
-
 def test_a_folder_that_is_not_a_witness_is_refused(make_export: MakeExport, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"witness\.json does not exist: name the folder"):
         certify_in_fresh_process(make_export(), tmp_path)
 
 
-def test_a_fresh_process_certifies_the_model_that_was_trained(make_trained: MakeTrained, tmp_path: Path) -> None:
-    trained = make_trained("v1.1")
+def test_a_fresh_process_certifies_the_model_that_was_trained(exported: Export, witness: Path) -> None:
     steps: set[str] = set()
-    exported = export(*trained, tmp_path / "out")
-    done = certify_in_fresh_process(exported, trained.witness, lambda *step: steps.add(step[0]))
+    done = certify_in_fresh_process(exported, witness, lambda *step: steps.add(step[0]))
     done.verify()
-    certificate = Certificate.parse((done.path / "certificate.json").read_bytes(), "certificate.json")
+    certificate = certificate_of(done)
     certificate.require_vouching(done.fingerprint, Export.load(done.path).files, "certificate.json")
-    assert certificate.tensors_compared == len(Witness.load(trained.witness).tensors)
+    assert certificate.tensors_compared == len(Witness.load(witness).tensors)
     assert {"tensors compared", "probes compared"} <= steps
 
 
 @pytest.mark.parametrize("version", ["v1.0", "v1.1"])
 def test_the_certificate_lists_the_probes_the_ties_and_the_loss_curve(make_export: MakeExport, version: str) -> None:
-    exported = make_export(version)
-    certificate = Certificate.parse((exported.path / "certificate.json").read_bytes(), "certificate.json")
+    certificate = certificate_of(make_export(version))
     assert set(certificate.probes) == {"random", "heldout"}
     assert all(probe.bit_equal for probe in certificate.probes.values())
     assert ("lm_head.weight" in certificate.ties) is (version == "v1.0")
@@ -229,29 +232,31 @@ def test_the_certificate_lists_the_probes_the_ties_and_the_loss_curve(make_expor
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_valid_certificate_is_reused_and_one_of_another_witness_is_not(make_export: MakeExport) -> None:
+def test_a_valid_certificate_is_reused_and_one_of_another_witness_is_not(
+    make_export: MakeExport, witness: Path
+) -> None:
     exported = make_export()
-    witness = exported.path.parent / "witness"
     assert certify_in_fresh_process(exported, witness).reused
     rewrite_json(witness / "witness.json", tag="step-00000008")
     assert not certify_in_fresh_process(exported, witness).reused
 
 
-def test_a_certificate_that_cannot_be_read_now_is_not_made_again(make_export: MakeExport) -> None:
+def test_a_certificate_that_cannot_be_read_now_is_not_made_again(make_export: MakeExport, witness: Path) -> None:
     exported = make_export()
     certificate, manifest = exported.path / "certificate.json", exported.path / "manifest.json"
-    certificate.rename(exported.path.parent / "certificate.json")
+    certificate.unlink()
     certificate.symlink_to("certificate.json")  # ELOOP
     before = manifest.read_bytes()
     with pytest.raises(Unreadable, match=r"certificate\.json cannot be read now"):
-        certify_in_fresh_process(exported, exported.path.parent / "witness")
+        certify_in_fresh_process(exported, witness)
     assert certificate.is_symlink()
     assert manifest.read_bytes() == before
 
 
-def test_a_witness_of_another_run_is_refused_and_the_existing_certificate_stays(make_export: MakeExport) -> None:
+def test_a_witness_of_another_run_is_refused_and_the_existing_certificate_stays(
+    make_export: MakeExport, witness: Path
+) -> None:
     exported = make_export()
-    witness = exported.path.parent / "witness"
     rewrite_json(witness / "witness.json", run_fingerprint="9" * 64)
     for attempt in (certify_in_fresh_process, lambda export, folder: certify(export.path, folder)):
         with pytest.raises(InputError, match="is from run 333333333333, but the witness is from run 999999999999"):
@@ -259,28 +264,29 @@ def test_a_witness_of_another_run_is_refused_and_the_existing_certificate_stays(
     Export.load(exported.path).verify()
 
 
-def test_a_certificate_is_not_reused_for_files_that_changed_on_disk(make_export: MakeExport) -> None:
+def test_a_file_changed_since_the_export_is_named_and_its_certificate_not_reused(
+    make_export: MakeExport, witness: Path
+) -> None:
     exported = make_export()
-    (exported.path / "config.json").write_text("{}")
-    with pytest.raises(DigestMismatch, match=r"config\.json"):
-        certify_in_fresh_process(Export.load(exported.path), exported.path.parent / "witness")
+    (exported.path / "tokenizer.json").write_text("{}")
+    for attempt in (certify_in_fresh_process, lambda export, folder: certify(export.path, folder)):
+        with pytest.raises(DigestMismatch, match=r"tokenizer\.json"):
+            attempt(exported, witness)
 
 
-def test_one_flipped_bit_of_a_weight_is_refused_with_the_name_of_its_tensor(make_export: MakeExport) -> None:
-    exported = make_export(certified=False)
+def test_one_flipped_bit_of_a_weight_is_refused_with_the_name_of_its_tensor(exported: Export, witness: Path) -> None:
     name = "decoder.block.0.layer.0.SelfAttention.q.weight"
     flip_a_bit(exported, name)
     with pytest.raises(CertificationError, match=f"1 tensor unlike the recorded fp32 masters: {name}"):
-        certify(exported.path, exported.path.parent / "witness")
+        certify(exported.path, witness)
     assert not (exported.path / "certificate.json").exists()
     failed = json.loads((exported.path.parent / "certificate.failed.json").read_text())
     assert failed["passed"] is False
     assert failed["differences"]
 
 
-def test_a_failed_certification_removes_the_existing_certificate(make_export: MakeExport) -> None:
+def test_a_failed_certification_removes_the_existing_certificate(make_export: MakeExport, witness: Path) -> None:
     exported = make_export()
-    witness = exported.path.parent / "witness"
     rewrite_json(witness / "witness.json", num_parameters=1)
     with pytest.raises(CertificationError, match=r"manifest\.json, counts: num_parameters is \d+ instead of 1"):
         certify(exported.path, witness)
@@ -296,10 +302,11 @@ def with_another_tensor(exported: Export) -> None:
 
 
 def in_lower_precision(exported: Export, loaded_as: str) -> None:
+    def lower(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({name: each.bfloat16() for name, each in tensors.items()})
+
     update_setting(exported.path, dtype=loaded_as)
-    change_tensors(
-        exported.path, lambda tensors: tensors.update({name: each.bfloat16() for name, each in tensors.items()})
-    )
+    change_tensors(exported.path, lower)
 
 
 def with_another_picture(exported: Export) -> None:
@@ -309,47 +316,30 @@ def with_another_picture(exported: Export) -> None:
     reseal(exported, "loss_curve.png")
 
 
+NOT_AS_RECORDED = r"BF16 \[.*\] is not an fp32 tensor that training recorded"
+
+
 @pytest.mark.parametrize(
     ("damage", "found"),
     [
         (without_a_tensor, r"1 recorded tensor missing from the weight files: encoder\.final_layer_norm\.weight"),
         (with_another_tensor, r"stowaway F32 \[2\] is not an fp32 tensor that training recorded"),
-        (
-            lambda exported: in_lower_precision(exported, "float32"),
-            r"BF16 \[.*\] is not an fp32 tensor that training re",
-        ),
-        (
-            lambda exported: in_lower_precision(exported, "bfloat16"),
-            r"BF16 \[.*\] is not an fp32 tensor that training r",
-        ),
-        (
-            lambda exported: update_setting(exported.path, layer_norm_epsilon=0.1),
-            r"config\.json: layer_norm_epsilon is 0\.1 instead of 1e-06",
-        ),
+        (lambda exported: in_lower_precision(exported, "float32"), NOT_AS_RECORDED),
+        (lambda exported: in_lower_precision(exported, "bfloat16"), NOT_AS_RECORDED),
         (with_another_picture, r"loss_curve\.png is not the picture of the recorded losses"),
     ],
-    ids=["no tensor", "another tensor", "bf16 as fp32", "bf16", "setting", "picture"],
+    ids=["no tensor", "another tensor", "bf16 as fp32", "bf16", "picture"],
 )
 def test_an_export_with_another_content_is_refused_and_the_difference_named(
-    make_export: MakeExport, damage: Callable[[Export], None], found: str
+    exported: Export, witness: Path, damage: Callable[[Export], None], found: str
 ) -> None:
-    exported = make_export(certified=False)
     damage(exported)
     with pytest.raises(CertificationError, match=found):
-        certify(exported.path, exported.path.parent / "witness")
-
-
-def test_a_file_changed_since_the_export_is_named(make_export: MakeExport) -> None:
-    exported = make_export(certified=False)
-    (exported.path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DigestMismatch, match=r"tokenizer\.json"):
-        certify(exported.path, exported.path.parent / "witness")
+        certify(exported.path, witness)
 
 
 def test_a_certificate_is_valid_only_for_the_files_of_its_own_export(make_export: MakeExport) -> None:
     exported = make_export()
-    path = exported.path / "certificate.json"
-    certificate = Certificate.parse(path.read_bytes(), str(path))
     config = exported.files["config.json"]
     for fingerprint, files, complaint in [
         ("0" * 64, exported.files, "certifies the export"),
@@ -358,7 +348,7 @@ def test_a_certificate_is_valid_only_for_the_files_of_its_own_export(make_export
         (exported.fingerprint, {"config.json": config}, r"model\.safetensors"),
     ]:
         with pytest.raises(CertificationError, match=complaint):
-            certificate.require_vouching(fingerprint, files, str(path))
+            certificate_of(exported).require_vouching(fingerprint, files, "certificate.json")
 
 
 def test_a_certificate_of_an_earlier_version_is_refused_with_both_versions() -> None:
@@ -366,18 +356,9 @@ def test_a_certificate_of_an_earlier_version_is_refused_with_both_versions() -> 
         Certificate.parse(b'{"schema_version": 1, "passed": true}', "certificate.json")
 
 
-def test_certification_on_another_kind_of_device_uses_and_records_a_tolerance(make_export: MakeExport) -> None:
-    exported = make_export(certified=False)
-    witness = exported.path.parent / "witness"
-    rewrite_json(witness / "witness.json", device_type="abacus")
-    certificate = certify(exported.path, witness)
-    assert (certificate.witness_device, certificate.device) == ("abacus", "cpu")
-    assert certificate.relative_tolerance == 1e-3
-
-
-def test_a_shuffled_tokenizer_is_refused_and_the_passages_alone_would_detect_it(make_export: MakeExport) -> None:
-    exported = make_export(certified=False)
-    witness = exported.path.parent / "witness"
+def test_a_shuffled_tokenizer_is_refused_and_the_passages_alone_would_detect_it(
+    exported: Export, witness: Path
+) -> None:
     shuffle_vocabulary(exported.path / "tokenizer.json")
     reseal(exported, "tokenizer.json")
     with pytest.raises(CertificationError, match=r"tokenizer\.json: model\.vocab\[\d+\]"):
@@ -392,10 +373,8 @@ def test_a_shuffled_tokenizer_is_refused_and_the_passages_alone_would_detect_it(
 
 @pytest.mark.usefixtures("in_this_process")
 def test_the_log_counts_and_names_passages_whose_decoded_text_is_not_compared(
-    make_export: MakeExport, caplog: pytest.LogCaptureFixture
+    exported: Export, witness: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    exported = make_export(certified=False)
-    witness = exported.path.parent / "witness"
     ids = AutoTokenizer.from_pretrained(exported.path)("\u4e2d").input_ids
     known = [each.model_dump() for each in Witness.load(witness).passages if 2 not in each.ids]
     rewrite_json(witness / "witness.json", passages=[{"text": "\u4e2d", "ids": ids}, *known])
@@ -409,87 +388,74 @@ def test_the_log_counts_and_names_passages_whose_decoded_text_is_not_compared(
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("name", ["modeling_t5.py", "adapter_config.json", "pytorch_model.bin", "deep/more.jinja"])
 def test_a_file_that_does_not_belong_to_an_export_is_refused_before_anything_is_loaded(
-    make_export: MakeExport, monkeypatch: pytest.MonkeyPatch, name: str, listed: bool
+    exported: Export, witness: Path, monkeypatch: pytest.MonkeyPatch, name: str, listed: bool
 ) -> None:
-    exported = make_export(certified=False)
     (exported.path / name).parent.mkdir(exist_ok=True)
     (exported.path / name).write_text("foreign")
     if listed:
         reseal(exported, name)
     monkeypatch.setattr(AutoModelForSeq2SeqLM, "from_pretrained", None)
     with pytest.raises(CertificationError, match=f"files that do not belong to an export: {name}"):
-        certify(exported.path, exported.path.parent / "witness")
+        certify(exported.path, witness)
 
 
-def test_a_witness_of_an_earlier_version_is_refused_with_a_remedy(make_export: MakeExport) -> None:
-    exported = make_export(certified=False)
-    witness = exported.path.parent / "witness"
+def test_a_witness_of_an_earlier_version_is_refused_with_a_remedy(exported: Export, witness: Path) -> None:
     document = json.loads((witness / "witness.json").read_text())
     for name in ("passages", "generation_config", "trained"):
         del document[name]
     (witness / "witness.json").write_text(json.dumps(document | {"schema_version": 1}))
-    with pytest.raises(
-        InputError, match=r"schema version 1, but version 2 is needed.*train again under another --name"
-    ):
+    with pytest.raises(InputError, match=r"schema version 1, but version 2 is .*train again under another --name"):
         certify(exported.path, witness)
 
 
-def test_an_export_by_another_version_of_transformers_is_refused_with_both_versions(make_export: MakeExport) -> None:
-    exported = make_export(certified=False)
+def test_an_export_by_another_version_of_transformers_is_refused_with_both_versions(
+    exported: Export, witness: Path
+) -> None:
     versions = exported.provenance.versions | {"transformers": "5.0.1"}
     exported.model_copy(update={"provenance": exported.provenance.model_copy(update={"versions": versions})}).commit()
     with pytest.raises(InputError, match=r"exported with transformers 5\.0\.1, but 5\.\S+ is installed"):
-        certify(exported.path, exported.path.parent / "witness")
+        certify(exported.path, witness)
 
 
 def test_an_error_that_ends_the_fresh_process_is_reported(
-    make_export: MakeExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Export, witness: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exported = make_export(certified=False)
     fault = "from t5train.records.witness import Witness\nWitness.load = lambda folder: 1 / 0\n"
     monkeypatch.setenv("PYTHONPATH", with_first_import(fault, tmp_path / "fault"))
-    with pytest.raises(
-        CertificationError, match=r"export could not be compared with .*witness \(division by zero.*see .*certify\.log"
-    ):
-        certify_in_fresh_process(exported, exported.path.parent / "witness")
+    problem = r"export could not be compared with .*witness \(division by zero.*see .*certify\.log"
+    with pytest.raises(CertificationError, match=problem):
+        certify_in_fresh_process(exported, witness)
     assert "ZeroDivisionError" in (exported.path.parent / "certify.log").read_text()
 
 
 def test_a_fresh_process_that_ends_without_a_message_is_reported_with_its_exit_code(
-    make_export: MakeExport, monkeypatch: pytest.MonkeyPatch
+    exported: Export, witness: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exported = make_export(certified=False)
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(CertificationError, match=r"\(exit status 1\)\. .*certify\.log can show why"):
-        certify_in_fresh_process(exported, exported.path.parent / "witness")
+        certify_in_fresh_process(exported, witness)
 
 
-def test_a_process_whose_parent_has_ended_ends_quietly(make_export: MakeExport) -> None:
-    exported = make_export(certified=False)
-    command = [sys.executable, "-m", "t5train.release.certification", exported.path, exported.path.parent / "witness"]
+def test_a_process_whose_parent_has_ended_ends_quietly(exported: Export, witness: Path) -> None:
+    command = [sys.executable, "-m", "t5train.release.certification", exported.path, witness]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         process.stdout.close()
-        assert process.stderr is not None
         said = process.stderr.read()
     assert "Traceback" not in said
     assert "BrokenPipeError" not in said
     assert process.returncode == 1
 
 
-def test_a_missing_loss_curve_and_one_that_was_not_recorded_are_refused(
-    make_export: MakeExport, tmp_path: Path
-) -> None:
-    exported = make_export(certified=False)
+def test_a_missing_loss_curve_and_one_that_was_not_recorded_are_refused(exported: Export, witness: Path) -> None:
     picture = exported.path / "loss_curve.png"
     content = picture.read_bytes()
     picture.unlink()
     files = {name: digest for name, digest in exported.files.items() if name != "loss_curve.png"}
     without = exported.model_copy(update={"files": files}).commit()
     with pytest.raises(CertificationError, match=r"files that are missing: loss_curve\.png"):
-        certify(exported.path, exported.path.parent / "witness")
+        certify(exported.path, witness)
     picture.write_bytes(content)
     reseal(without, "loss_curve.png")
-    rewrite_json(tmp_path / "run/witness/witness.json", curve={})
+    rewrite_json(witness / "witness.json", curve={})
     with pytest.raises(CertificationError, match=r"do not belong to an export: loss_curve\.png"):
-        certify(exported.path, exported.path.parent / "witness")
+        certify(exported.path, witness)
