@@ -26,6 +26,12 @@ def make_random_export(tmp_path: Path) -> Callable[..., Export]:
 
 
 @pytest.fixture
+def small(make_random_export: Callable[..., Export]) -> Export:
+    """A certified export of random bytes, all files in one part."""
+    return make_random_export(sizes={"config.json": 700, "model.safetensors": 40_000, "tokenizer/spiece.model": 3_000})
+
+
+@pytest.fixture
 def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sends files in parts of 5 MiB."""
     send = bucket_publication.publish_to_bucket
