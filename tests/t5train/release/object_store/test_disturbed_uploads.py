@@ -25,6 +25,11 @@ from tests.support.s3_reader import Reader, watched
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_small_parts")]
 
 
+@pytest.fixture
+def exported(make_random_export: Callable[..., Export]) -> Export:
+    return make_random_export()
+
+
 def total_bytes(exported: Export) -> int:
     """Bytes of all objects but the manifest."""
     return sum(digest.size for digest in exported.files.values())
@@ -45,15 +50,10 @@ def storm(proxy: FaultyProxy, seconds: float, *, after_uploads: int) -> None:
 
 
 def test_an_upload_outlasts_a_storm_of_refusals_and_says_so(
-    make_random_export: Callable[..., Export],
-    proxy: FaultyProxy,
-    reader: Reader,
-    destination: str,
-    rounds: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    is_long, exported = rounds > 1, make_random_export()
+    exported: Export, proxy: FaultyProxy, reader: Reader, destination: str, rounds: int,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    is_long = rounds > 1
     if not is_long:
         monkeypatch.setattr(bucket, "_TRIES", 2)
     storm(proxy, 90 if is_long else 3, after_uploads=2)
@@ -66,13 +66,8 @@ def test_an_upload_outlasts_a_storm_of_refusals_and_says_so(
 
 
 def test_an_upload_that_gives_up_in_a_storm_is_completed_by_the_next_and_sends_only_what_is_missing(
-    make_random_export: Callable[..., Export],
-    proxy: FaultyProxy,
-    reader: Reader,
-    destination: str,
-    monkeypatch: pytest.MonkeyPatch,
+    exported: Export, proxy: FaultyProxy, reader: Reader, destination: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exported = make_random_export()
     monkeypatch.setattr(bucket, "_TRIES", 1)
     monkeypatch.setattr(insistent_bucket, "INSIST_SECONDS", 1)
     storm(proxy, 1e9, after_uploads=3)
@@ -88,47 +83,20 @@ def test_an_upload_that_gives_up_in_a_storm_is_completed_by_the_next_and_sends_o
 
 
 def test_a_store_that_has_never_answered_is_not_waited_for(
-    make_random_export: Callable[..., Export],
-    proxy: FaultyProxy,
-    destination: str,
-    monkeypatch: pytest.MonkeyPatch,
+    exported: Export, proxy: FaultyProxy, destination: str, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(bucket, "_TRIES", 1)
     proxy.disturb = lambda _: Refuse("SlowDown")
     with pytest.raises(StoreError, match="SlowDown"):
-        publish(make_random_export(), destination)
+        publish(exported, destination)
     assert "retrying" not in caplog.text
 
 
-def test_a_part_whose_answer_is_lost_is_sent_again_from_its_start(
-    make_random_export: Callable[..., Export],
-    proxy: FaultyProxy,
-    reader: Reader,
-    destination: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    exported, parts = make_random_export(), list[Request]()
-    monkeypatch.setattr(bucket, "_TRIES", 1)
-    monkeypatch.setattr(bucket, "_READ_SECONDS", 20)
-
-    def disturb(request: Request) -> Fault | None:
-        if request.size != PART_BYTES:
-            return None
-        parts.append(request)
-        return LoseAnswer() if len(parts) == 1 else None
-
-    proxy.disturb = disturb
-    assert not publish(exported, destination).reused
-    assert parts.count(parts[0]) == 2, "the second request has the whole body, or the server would wait for the rest"
-    reader.require_only(destination)
-    assert proxy.arrived_bytes(destination) == total_bytes(exported) + PART_BYTES
-
-
 def test_dropped_connections_and_lost_answers_change_nothing_of_what_is_published(
-    make_random_export: Callable[..., Export], proxy: FaultyProxy, reader: Reader, destination: str, rounds: int
+    exported: Export, proxy: FaultyProxy, reader: Reader, destination: str, rounds: int
 ) -> None:
-    exported, dropped = make_random_export(), 0
+    dropped = 0
     for seed in range(max(2, rounds // 5)):
         generator, url = random.Random(seed), f"{destination}-{seed}"
         drawing, uploads_cut = threading.Lock(), 0
