@@ -1,6 +1,5 @@
 """Checksums of a real S3 server: it compares them, or what was stored is read back."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +14,10 @@ from tests.support.s3_reader import Reader
 
 pytestmark = pytest.mark.slow
 
-MakeExport = Callable[..., Export]
-SMALL = {"config.json": 700, "model.safetensors": 40_000, "tokenizer/spiece.model": 3_000}
-
 
 @pytest.mark.parametrize("is_intact", [True, False])
 def test_what_a_server_stores_without_comparing_checksums_is_read_back(
-    make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch,
+    small: Export, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture, is_intact: bool,
 ) -> None:  # fmt: skip
     call, claimed, read = BucketFolder.call, dict[str | None, str](), set[str | None]()
@@ -35,7 +31,6 @@ def test_what_a_server_stores_without_comparing_checksums_is_read_back(
         answer = call(self, sent, name, **arguments)
         return answer | {"ChecksumCRC64NVME": claimed.get(name)} if sent == "head_object" else answer
 
-    exported = make_random_export(sizes=SMALL)
     with monkeypatch.context() as patch:
         patch.setattr(BucketFolder, "call", believing)
         check_destination(destination)
@@ -43,10 +38,10 @@ def test_what_a_server_stores_without_comparing_checksums_is_read_back(
         assert not reader.keys(destination)
         if not is_intact:
             with pytest.raises(PublicationError, match=r"config\.json has 700 bytes and sha256"):
-                publish(exported, destination)
+                publish(small, destination)
             return
-        folder = publish(exported, destination).folder
-    assert {f"{folder}/{name}" for name in exported.files} <= read
+        folder = publish(small, destination).folder
+    assert {f"{folder}/{name}" for name in small.files} <= read
     reader.require_only(destination)
 
 

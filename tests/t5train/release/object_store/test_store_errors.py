@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from infra.node.ports import free_port
 from t5train.errors import DigestMismatch, PublicationError, StoreError
 from t5train.records.digests import FileDigest
 from t5train.release.object_store import bucket
@@ -14,6 +13,7 @@ from t5train.release.object_store.checksums import encoded
 from t5train.release.object_store.stored_objects import read_back
 from t5train.release.publication import check_destination
 from tests.support import s3_answers
+from tests.support.changed_answers import refusing, unconditional
 from tests.support.object_server import ObjectServer
 from tests.support.s3_reader import Reader
 
@@ -51,29 +51,24 @@ def test_an_error_of_the_server_is_explained_without_its_text(
     assert caught.value.code == code
 
 
-def test_a_server_that_cannot_be_reached_is_explained(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "_TRIES", 1)
-    endpoint = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    with pytest.raises(
-        StoreError,
-        match=rf"the server cannot be reached \(EndpointConnectionError at {endpoint}\)\. Check AWS_ENDPOINT",
-    ):
-        check_destination(URL)
-
-
 @pytest.mark.parametrize(
-    ("scheme", "said"),
+    ("setting", "value", "said"),
     [
-        ("", "AWS_ENDPOINT_URL must begin with https:// or http://"),
-        ("https://", "If the server has none, begin AWS_ENDPOINT_URL with http://"),
+        (
+            "ENDPOINT_URL",
+            "http://127.0.0.1:9",
+            r"cannot be reached \(EndpointConnectionError at http://127.* Check AWS_E",
+        ),
+        ("ENDPOINT_URL", "127.0.0.1:{port}", "AWS_ENDPOINT_URL must begin with https:// or http://"),
+        ("ENDPOINT_URL", "https://127.0.0.1:{port}", "If the server has none, begin AWS_ENDPOINT_URL with http://"),
+        ("PROFILE", "nobody", "AWS_PROFILE names a profile that does not exist"),
     ],
 )
-def test_an_endpoint_without_the_scheme_of_its_server_is_explained(
-    s3: ObjectServer, monkeypatch: pytest.MonkeyPatch, scheme: str, said: str
+def test_a_setting_that_leads_to_no_server_is_explained(
+    s3: ObjectServer, monkeypatch: pytest.MonkeyPatch, setting: str, value: str, said: str
 ) -> None:
     monkeypatch.setattr(bucket, "_TRIES", 1)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"{scheme}127.0.0.1:{s3.port}")
+    monkeypatch.setenv(f"AWS_{setting}", value.format(port=s3.port))
     with pytest.raises(StoreError, match=said):
         check_destination(URL)
 
@@ -81,40 +76,33 @@ def test_an_endpoint_without_the_scheme_of_its_server_is_explained(
 def test_if_nothing_may_be_written_the_first_refusal_is_reported(
     destination: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = BucketFolder.call
-
-    def read_only(self: BucketFolder, sent: str, name: str | None = None, **arguments: Any) -> Any:
-        if sent in {"put_object", "delete_object"}:
-            raise StoreError(f"{sent} was denied", code="AccessDenied")
-        return call(self, sent, name, **arguments)
-
-    monkeypatch.setattr(BucketFolder, "call", read_only)
-    with pytest.raises(StoreError, match="put_object was denied"):
+    refusing(monkeypatch, "put_object", "delete_object")
+    with pytest.raises(StoreError, match="put_object: access denied"):
         check_destination(destination)
 
 
-def test_an_unknown_profile_is_explained(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(StoreError, match="AWS_PROFILE names a profile that does not exist"):
-        check_destination(URL)
+NO_BUCKET, NO_FOLDER = (
+    r"names no bucket|a user or a key before its bucket",
+    r"has a folder without a name|with a query, a fr",
+)
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://", "s3:///t5", "s3://AKIAKEY:secret@models/t5", "s3://AKIAKEY:abc/secret@models/t5"]
+    ("url", "problem"),
+    [
+        *(
+            (f"s3://{rest}", NO_BUCKET)
+            for rest in ("", "/t5", "AKIAKEY:secret@models/t5", "AKIAKEY:abc/secret@models/t5")
+        ),
+        *((f"{URL}{rest}", NO_FOLDER) for rest in ("?X-Amz-Signature=secret", "#secret", "/../b", "//b", "\nb")),
+    ],
 )
-def test_a_url_without_a_bucket_or_with_a_key_is_refused_and_the_key_not_shown(s3: Any, url: str) -> None:
-    with pytest.raises(PublicationError, match=r"names no bucket|a user or a key before its bucket") as caught:
+def test_a_url_with_a_key_or_without_a_clear_folder_is_refused_and_the_key_not_shown(
+    s3: Any, url: str, problem: str
+) -> None:
+    with pytest.raises(PublicationError, match=problem) as caught:
         check_destination(url)
     assert "secret" not in str(caught.value).lower().replace("aws_secret_access_key", "")
-
-
-@pytest.mark.parametrize("rest", ["t5?X-Amz-Signature=secret", "t5#secret", "a/../b", "/t5", "a//b", "a\nb"])
-def test_a_url_whose_folder_is_unclear_is_refused(s3: Any, rest: str) -> None:
-    with pytest.raises(
-        PublicationError, match=r"has a folder without a name|with a query, a fragment or a key"
-    ) as caught:
-        check_destination(f"s3://models/{rest}")
-    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("operation", ["put_object", "get_object", "delete_object", "list_multipart_uploads"])
@@ -142,12 +130,7 @@ def test_a_server_that_ignores_conditions_is_named_before_training(
 ) -> None:
     check_destination(destination)
     assert not caplog.records
-    call = bucket.BucketFolder.call
-
-    def unconditional(self: bucket.BucketFolder, sent: str, name: str | None = None, **arguments: Any) -> Any:
-        return call(self, sent, name, **{key: value for key, value in arguments.items() if key != "IfNoneMatch"})
-
-    monkeypatch.setattr(bucket.BucketFolder, "call", unconditional)
+    unconditional(monkeypatch)
     check_destination(destination)
     assert f"ignores the condition that an object must not exist yet (If-None-Match), so {destination}" in caplog.text
     assert not reader.keys(destination)
@@ -163,16 +146,14 @@ def damaging(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketFolder]:
         yield BucketFolder(URL)
 
 
-def test_an_object_that_arrives_damaged_is_named_with_both_digests(damaging: BucketFolder) -> None:
+def test_an_object_that_arrives_damaged_is_named_with_both_digests_and_a_small_one_with_its_checksum(
+    damaging: BucketFolder,
+) -> None:
     expected = FileDigest(size=5, sha256="5" * 64)
-    meaning = "so the server received other bytes than were sent, or the object was changed or damaged since: restore"
-    with pytest.raises(
-        DigestMismatch,
-        match=rf"^{URL}/config\.json has \d+ bytes and sha256 \w{{64}}, but 5 bytes and sha256 5{{64}} .*{meaning}",
-    ):
+    said = (
+        rf"^{URL}/config\.json has \d+ bytes and sha256 \w{{64}}, but 5 bytes and sha256 5{{64}} .*received other bytes"
+    )
+    with pytest.raises(DigestMismatch, match=said):
         read_back(damaging, "config.json", expected)
-
-
-def test_a_small_object_that_arrives_damaged_is_not_blamed_on_what_was_sent(damaging: BucketFolder) -> None:
     with pytest.raises(DigestMismatch, match=rf"^{URL}/run\.json .*do not have the checksum that the server returned"):
         damaging.read("run.json")
