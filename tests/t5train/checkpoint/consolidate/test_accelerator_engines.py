@@ -1,15 +1,13 @@
 """Checkpoints of engines on accelerators, in the precisions used there, compared with the engines' own tensors."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from t5train.checkpoint.consolidate import consolidate
+from tests.support.checkpoints.live_tensors import joined, name_in_switch_transformers, require_live
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 DENSE = [
@@ -20,7 +18,6 @@ DENSE = [
 EXPERTS = ["zero0-fp16", "zero1-fp16", "zero2-fp16-every-expert-everywhere", "zero1-bf16"]
 EXPERTS_ON_FOUR = ["zero2-fp16-split", "zero2-fp16-offload", "zero1-fp16-mixed-sizes", "zero2-bf16-split"]
 PIPELINES = ["zero1-fp16", "zero1-bf16", "zero1-bf16-fp32-accumulation", "zero0-bf16"]
-MOMENTS = ("exp_avg", "exp_avg_sq")
 LaunchOnAccelerators = Callable[..., Path]
 
 
@@ -50,25 +47,6 @@ def _require(accelerators: int) -> None:
         pytest.skip(f"needs {accelerators} accelerators, but this machine has {found}")
 
 
-def require_live(found: Path, held: dict[str, dict[str, torch.Tensor]]) -> None:
-    buffers = {name: b.float() if b.is_floating_point() else b for name, b in held["buffers"].items()}
-    wanted = {"model": held["masters"] | buffers} | {key: held[key] for key in MOMENTS}
-    for stem, tensors in wanted.items():
-        result = load_file(found / f"{stem}.safetensors")
-        assert sorted(result) == sorted(tensors)
-        for name, tensor in tensors.items():
-            assert torch.equal(result[name], tensor), (stem, name)
-
-
-def joined(files: list[Path], rename: Callable[[str], str]) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of all ranks or stages."""
-    held: dict[str, dict[str, Any]] = {}
-    for path in files:
-        for kind, tensors in torch.load(path, weights_only=True).items():
-            held.setdefault(kind, {}).update({rename(name): tensor for name, tensor in tensors.items()})
-    return held
-
-
 @pytest.mark.parametrize("layout", DENSE)
 def test_consolidated_dense_checkpoints_equal_the_engines_masters_and_moments(
     dense: Path, tmp_path: Path, layout: str
@@ -82,7 +60,7 @@ def test_consolidated_experts_equal_the_engines_masters_and_moments(experts: Pat
     if layout in EXPERTS_ON_FOUR:
         _require(4)
     consolidate(experts / "ours" / layout, tmp_path / "out", moments=True)
-    require_live(tmp_path / "out", joined([*(experts / "live" / layout).iterdir()], _huggingface_name))
+    require_live(tmp_path / "out", joined((experts / "live" / layout).iterdir()), name_in_switch_transformers)
 
 
 @pytest.mark.parametrize("layout", PIPELINES)
@@ -90,9 +68,4 @@ def test_consolidated_pipelines_equal_the_engines_masters_and_moments(
     pipelines: Path, tmp_path: Path, layout: str
 ) -> None:
     consolidate(pipelines / "theirs" / layout, tmp_path / "out", moments=True)
-    require_live(tmp_path / "out", joined([*(pipelines / "live").glob(f"{layout}.[0-9].pt")], str))
-
-
-def _huggingface_name(name: str) -> str:
-    name = re.sub(r"moe\.(\d)\.deepspeed_moe\.experts\.deepspeed_experts\.", r"block.\1.mlp.experts.expert_", name)
-    return re.sub(r"moe\.(\d)\.deepspeed_moe\.gate\.wg\.", r"block.\1.mlp.router.classifier.", name)
+    require_live(tmp_path / "out", joined((pipelines / "live").glob(f"{layout}.[0-9].pt")))

@@ -1,15 +1,22 @@
 """Checkpoints of real DeepSpeed engines with experts, compared with the engines' own tensors."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from t5train.checkpoint.consolidate import consolidate
 from t5train.errors import UnknownLayout
+from tests.support.checkpoints.live_tensors import (
+    MOMENTS,
+    Tensors,
+    consolidated,
+    joined,
+    name_in_switch_transformers,
+    require_equal,
+    require_live,
+)
 
 pytestmark = pytest.mark.slow
 ON_TWO = ["zero0-bf16-plain", "zero1-fp32"]
@@ -22,7 +29,6 @@ ON_FOUR = [
 ]  # fmt: skip
 LAYOUTS = [(2, name) for name in ON_TWO] + [(4, name) for name in ON_FOUR]
 NEED_SIDECARS = {"zero0-bf16", "zero0-bf16-ep2", "zero0-bf16-mixed-sizes", "zero0-bf16-data-before-experts"}
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Engines = Callable[..., Path]
 
 
@@ -30,27 +36,8 @@ def folder_of(engines: Engines, ranks: int) -> Path:
     return engines(ranks, *(ON_TWO if ranks == 2 else ()))
 
 
-def live(folder: Path, layout: str) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of all ranks. A tensor that several ranks hold must be equal on all of them."""
-    held: dict[str, dict[str, torch.Tensor]] = {}
-    for path in (folder / "live" / layout).iterdir():
-        for kind, tensors in torch.load(path, weights_only=True).items():
-            for name, tensor in tensors.items():
-                assert torch.equal(held.setdefault(kind, {}).setdefault(name, tensor), tensor), name
-    return held
-
-
-def huggingface_name(name: str) -> str:
-    """The name in Hugging Face's Switch Transformers."""
-    name = re.sub(r"moe\.(\d)\.deepspeed_moe\.experts\.deepspeed_experts\.", r"block.\1.mlp.experts.expert_", name)
-    return re.sub(r"moe\.(\d)\.deepspeed_moe\.gate\.wg\.", r"block.\1.mlp.router.classifier.", name)
-
-
-def require_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert sorted(found) == sorted(wanted)
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+def live(folder: Path, layout: str) -> dict[str, Tensors]:
+    return joined((folder / "live" / layout).iterdir())
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
@@ -58,14 +45,9 @@ def test_experts_with_sidecars_equal_the_engines_tensors_by_hugging_face_name(
     expert_engines: Engines, tmp_path: Path, ranks: int, layout: str
 ) -> None:
     folder = folder_of(expert_engines, ranks)
-    with_moments = layout != "zero0-fp32"  # there the moments' order is the optimizer's own and is not recorded
-    consolidate(folder / "ours" / layout, tmp_path / "out", moments=with_moments)
-    held = live(folder, layout)
-    wanted = {huggingface_name(name): tensor for name, tensor in (held["masters"] | held["buffers"]).items()}
-    require_equal(load_file(tmp_path / "out" / "model.safetensors"), wanted)
-    for key in MOMENTS if with_moments else ():
-        moments = {huggingface_name(name): tensor for name, tensor in held[key].items()}
-        require_equal(load_file(tmp_path / "out" / f"{key}.safetensors"), moments)
+    moments = () if layout == "zero0-fp32" else MOMENTS  # there their order is the optimizer's own and not recorded
+    consolidate(folder / "ours" / layout, tmp_path / "out", moments=bool(moments))
+    require_live(tmp_path / "out", live(folder, layout), name_in_switch_transformers, moments)
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(ranks, name) for ranks, name in LAYOUTS if name not in NEED_SIDECARS])
@@ -74,7 +56,7 @@ def test_experts_without_sidecars_equal_the_engines_tensors_numbered_over_all_ra
 ) -> None:
     folder = folder_of(expert_engines, ranks)
     consolidate(folder / "theirs" / layout, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    found = consolidated(tmp_path / "out")
     held = live(folder, layout)
     if layout == "zero0-fp32":  # here DeepSpeed saves a tie as two tensors and does not record it
         assert torch.equal(found.pop("decoder.weight"), held["masters"]["shared.weight"])
@@ -88,11 +70,13 @@ def test_masters_with_round_robin_gradients_round_to_the_engines_weights(
     """DeepSpeed's own safe_get_full_fp32_param returns wrong values here, so the weights are the reference."""
     folder, layout = expert_engines(4), "zero2-bf16-round-robin"
     consolidate(folder / owner / layout, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    found = consolidated(tmp_path / "out")
     weights = {}
     for path in (folder / "live" / layout).iterdir():
         weights |= torch.load(path, weights_only=True)["weights"]
-    weights = {huggingface_name(name) if owner == "ours" else name: weight for name, weight in weights.items()}
+    weights = {
+        name_in_switch_transformers(name) if owner == "ours" else name: weight for name, weight in weights.items()
+    }
     require_equal({name: found[name].bfloat16() for name in weights}, weights)
 
 
