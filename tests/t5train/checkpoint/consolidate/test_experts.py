@@ -43,40 +43,32 @@ def require_refused(error: type[T5TrainError], match: str, written: Written, out
     assert not out.exists()
 
 
-def test_a_missing_expert_is_named(tmp_path: Path) -> None:
-    written = checkpoint(tmp_path)
-    (written.tag / expert_file(1, 2)).unlink()
-    require_refused(IncompleteCheckpoint, "expert 2 of layer 1 is missing", written, tmp_path / "out")
+def copy_experts(tag: Path, layer: int, experts: dict[int, int]) -> None:
+    """Store experts of layer 0 as others of a layer."""
+    for expert, stored_as in experts.items():
+        torch.save(torch.load(tag / expert_file(0, expert)), tag / expert_file(layer, stored_as))
 
 
-def test_an_expert_that_no_layer_has_is_refused(tmp_path: Path) -> None:
-    written = checkpoint(tmp_path)
-    torch.save(torch.load(written.tag / expert_file(0, 3)), written.tag / expert_file(0, 4))
-    require_refused(IncompleteCheckpoint, "expert 4 of layer 0 is one too many", written, tmp_path / "out")
-
-
-def test_a_file_that_holds_another_expert_is_named(tmp_path: Path) -> None:
-    written = checkpoint(tmp_path)
-    torch.save(torch.load(written.tag / expert_file(0, 1)), written.tag / expert_file(0, 2))
-    require_refused(
-        IncompleteCheckpoint,
-        rf"{expert_file(0, 2)} should hold expert 2 .*deepspeed_experts\.1",
-        written,
-        tmp_path / "out",
-    )
-
-
-def test_two_layers_with_the_same_experts_are_refused(tmp_path: Path) -> None:
-    written = checkpoint(tmp_path)
-    for expert in range(4):
-        torch.save(torch.load(written.tag / expert_file(0, expert)), written.tag / expert_file(1, expert))
-    require_refused(IncompleteCheckpoint, r"layers 0 and 1 both hold the experts of moe\.0", written, tmp_path / "out")
-
-
-def test_a_missing_expert_parallel_optimizer_file_is_refused(tmp_path: Path) -> None:
-    written = checkpoint(tmp_path, stage=0)
-    (written.tag / "expp_rank_2_mp_rank_00_optim_states.pt").unlink()
-    require_refused(IncompleteCheckpoint, r"ranks \[2\] are missing", written, tmp_path / "out")
+@pytest.mark.parametrize(
+    ("stage", "damage", "found"),
+    [
+        (2, lambda tag: (tag / expert_file(1, 2)).unlink(), "expert 2 of layer 1 is missing"),
+        (2, lambda tag: copy_experts(tag, 0, {3: 4}), "expert 4 of layer 0 is one too many"),
+        (
+            2,
+            lambda tag: copy_experts(tag, 0, {1: 2}),
+            rf"{expert_file(0, 2)} should hold expert 2 .*deepspeed_experts\.1",
+        ),
+        (2, lambda tag: copy_experts(tag, 1, {e: e for e in range(4)}), r"0 and 1 both hold the experts of moe\.0"),
+        (0, lambda tag: (tag / "expp_rank_2_mp_rank_00_optim_states.pt").unlink(), r"ranks \[2\] are missing"),
+    ],
+)
+def test_missing_superfluous_and_exchanged_files_of_experts_are_refused_and_named(
+    tmp_path: Path, stage: int, damage: Callable[[Path], None], found: str
+) -> None:
+    written = checkpoint(tmp_path, stage=stage)
+    damage(written.tag)
+    require_refused(IncompleteCheckpoint, found, written, tmp_path / "out")
 
 
 def rename_parameter_group(content: dict[str, Any]) -> None:
@@ -109,10 +101,27 @@ def test_a_parameter_group_that_mixes_experts_and_other_parameters_is_refused(tm
     require_refused(UnknownLayout, r"the group holds \['layer0", written, tmp_path / "out")
 
 
-def test_an_old_checkpoint_with_a_single_number_of_experts_is_refused(tmp_path: Path) -> None:
-    written = checkpoint(tmp_path)
-    edit(written.tag, MODEL, lambda model: model.update(num_experts=4))
-    require_refused(UnknownLayout, "num_experts is 4, but must be a list", written, tmp_path / "out")
+EXPERT_TIED_TO_DENSE = {f"moe.1.{EXPERTS}.0.w0": "layer0.weight0"}
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "found"),
+    [
+        ({"num_experts": 4}, UnknownLayout, "num_experts is 4, but must be a list"),
+        ({"shared_params": EXPERT_TIED_TO_DENSE}, UnknownLayout, "only be tied to weights of the same expert"),
+        (
+            {"ds_config": {"use_data_before_expert_parallelism": True}},
+            T5TrainError,
+            "another checkpoint|differs from the weight",
+        ),
+    ],
+)
+def test_model_states_that_contradict_the_files_of_experts_are_refused(
+    tmp_path: Path, model: dict[str, Any], error: type[T5TrainError], found: str
+) -> None:
+    written = checkpoint(tmp_path, experts=[(4, 2), (4, 2)])
+    edit(written.tag, MODEL, lambda states: states.update(model))
+    require_refused(error, found, written, tmp_path / "out")
 
 
 def test_a_number_of_experts_that_differs_from_the_sidecars_is_refused(tmp_path: Path) -> None:
@@ -137,20 +146,6 @@ def test_a_tie_recorded_for_one_expert_applies_to_all_experts_of_the_layer(tmp_p
     consolidate(written.tag, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == written.expected.keys()
-
-
-def test_a_tie_between_an_expert_and_another_parameter_is_refused(tmp_path: Path) -> None:
-    written = checkpoint(tmp_path)
-    ties = {f"moe.1.{EXPERTS}.0.w0": "layer0.weight0"}
-    edit(written.tag, MODEL, lambda model: model.update(shared_params=ties))
-    require_refused(UnknownLayout, "only be tied to weights of the same expert", written, tmp_path / "out")
-
-
-def test_expert_masters_assigned_to_the_wrong_ranks_are_refused(tmp_path: Path) -> None:
-    """A checkpoint without use_data_before_expert_parallelism must not be read as one with it."""
-    written = checkpoint(tmp_path, experts=[(4, 2)])
-    edit(written.tag, MODEL, lambda model: model.update(ds_config={"use_data_before_expert_parallelism": True}))
-    require_refused(T5TrainError, "another checkpoint|differs from the weight", written, tmp_path / "out")
 
 
 def test_with_sidecars_experts_and_gates_get_hugging_face_names(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Checkpoints that must not be consolidated are refused, and a refusal leaves no files behind."""
 
+import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from t5train.checkpoint.consolidate import consolidate, consolidation, torch_file
-from t5train.checkpoint.consolidate import consolidation as out_folder
 from t5train.errors import (
     ConsolidationError,
     IncompleteCheckpoint,
@@ -82,17 +83,61 @@ def test_an_optimizer_partition_that_does_not_round_to_the_weights_is_refused(
     require_refused(IncompleteCheckpoint, rf"{RANK1}, rounded to BF16, differs from", written.folder, tmp_path / "out")
 
 
-def test_without_sidecars_a_missing_rank_is_named(write_checkpoint: Callable[..., Any], tmp_path: Path) -> None:
-    written = write_checkpoint(ranks=4)
-    (written.tag / RANK1).unlink()
-    require_refused(IncompleteCheckpoint, r"ranks \[1\] are missing", written.folder, tmp_path / "out")
+def without_rank_1(tag: Path) -> None:
+    (tag / RANK1).unlink()
 
 
-def test_without_sidecars_a_truncated_file_is_named(write_checkpoint: Callable[..., Any], tmp_path: Path) -> None:
-    written = write_checkpoint()
-    content = (written.tag / RANK1).read_bytes()
-    (written.tag / RANK1).write_bytes(content[: len(content) // 2])
-    require_refused(IncompleteCheckpoint, f"{RANK1} is truncated", written.folder, tmp_path / "out")
+def truncate(tag: Path) -> None:
+    os.truncate(tag / RANK1, (tag / RANK1).stat().st_size // 2)
+
+
+def with_fewer_parameters(tag: Path) -> None:
+    change_model(tag, lambda model: model.update(param_shapes=[{"layer0.weight0": torch.Size((5, 3))}]))
+
+
+def without_a_weight(tag: Path) -> None:
+    change_model(tag, lambda model: model.update(module={"other": torch.ones(2)}))
+
+
+def with_a_false_tie(tag: Path) -> None:
+    def tie(model: dict[str, Any]) -> None:
+        model["module"]["alias"] = model["module"]["layer0.weight0"] + 1
+        model["shared_params"] = {"alias": "layer0.weight0"}
+
+    change_model(tag, tie)
+
+
+def change_model(tag: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    model = torch.load(tag / MODEL, weights_only=False)  # a file that this test wrote
+    change(model)
+    torch.save(model, tag / MODEL)
+
+
+ONE = {"groups": [[(5, 3)]]}
+
+
+@pytest.mark.parametrize(
+    ("layout", "damage", "error", "match"),
+    [
+        ({"ranks": 4}, without_rank_1, IncompleteCheckpoint, r"ranks \[1\] are missing"),
+        ({}, truncate, IncompleteCheckpoint, f"{RANK1} is truncated"),
+        (
+            {"groups": [[(5, 3), (40,)]], "keep_padding": True},
+            with_fewer_parameters,
+            ConsolidationError,
+            "the parameters need 15",
+        ),
+        (ONE, without_a_weight, ConsolidationError, r"an fp32 master of layer0\.weight0, but"),
+        (ONE, with_a_false_tie, IncompleteCheckpoint, r"files of layer0\.weight0 are damaged .*: the fp32 master"),
+    ],
+)
+def test_without_sidecars_incomplete_and_contradictory_files_are_refused_and_named(
+    write_checkpoint: Callable[..., Any], tmp_path: Path, layout: dict[str, Any], damage: Callable[[Path], None],
+    error: type[T5TrainError], match: str,
+) -> None:  # fmt: skip
+    written = write_checkpoint(**layout)
+    damage(written.tag)
+    require_refused(error, match, written.folder, tmp_path / "out")
 
 
 class Hostile:
@@ -105,46 +150,15 @@ class Hostile:
 
 def test_a_hostile_pickle_is_refused_and_does_not_run(write_checkpoint: Callable[..., Any], tmp_path: Path) -> None:
     written, target = write_checkpoint(), tmp_path / "ran"
-    model = torch.load(written.tag / MODEL, weights_only=False)  # a file that this test wrote
-    torch.save(model | {"client": Hostile(target)}, written.tag / MODEL)
+    change_model(written.tag, lambda model: model.update(client=Hostile(target)))
     require_refused(ConsolidationError, f"{MODEL} is not loaded", written.folder, tmp_path / "out")
     assert not target.exists()
 
 
-def save_model(tag: Path, **changed: Any) -> None:
-    model = torch.load(tag / MODEL, weights_only=False)  # a file that this test wrote
-    torch.save(model | changed, tag / MODEL)
-
-
-def test_masters_with_more_elements_than_the_parameters_are_refused(
-    write_checkpoint: Callable[..., Any], tmp_path: Path
-) -> None:
-    written = write_checkpoint(groups=[[(5, 3), (40,)]], keep_padding=True)
-    save_model(written.tag, param_shapes=[{"layer0.weight0": torch.Size((5, 3))}])
-    require_refused(ConsolidationError, "the parameters need 15", written.folder, tmp_path / "out")
-
-
-def test_a_parameter_without_a_weight_in_the_module_is_refused(
-    write_checkpoint: Callable[..., Any], tmp_path: Path
-) -> None:
-    written = write_checkpoint(groups=[[(5, 3)]])
-    save_model(written.tag, module={"other": torch.ones(2)})
-    require_refused(ConsolidationError, r"an fp32 master of layer0\.weight0, but", written.folder, tmp_path / "out")
-
-
-def test_a_recorded_tie_between_different_weights_is_refused(
-    write_checkpoint: Callable[..., Any], tmp_path: Path
-) -> None:
-    written = write_checkpoint(groups=[[(5, 3)]])
-    module = torch.load(written.tag / MODEL, weights_only=False)["module"]  # a file that this test wrote
-    module["alias"] = module["layer0.weight0"] + 1
-    save_model(written.tag, module=module, shared_params={"alias": "layer0.weight0"})
-    require_refused(
-        IncompleteCheckpoint,
-        r"files of layer0\.weight0 are damaged .*: the fp32 master",
-        written.folder,
-        tmp_path / "out",
-    )
+@pytest.fixture
+def tag(tmp_path: Path) -> Path:
+    (tmp_path / "tag").mkdir()
+    return tmp_path / "tag"
 
 
 @pytest.mark.parametrize(
@@ -159,17 +173,13 @@ def test_a_recorded_tie_between_different_weights_is_refused(
         ([MODEL, "offloaded_tensors/"], "NVMe"),
     ],
 )
-def test_an_unsupported_layout_is_refused_and_named(tmp_path: Path, names: list[str], seen: str) -> None:
-    tag = tmp_path / "tag"
-    tag.mkdir()
+def test_an_unsupported_layout_is_refused_and_named(tag: Path, tmp_path: Path, names: list[str], seen: str) -> None:
     for name in names:
         (tag / name).mkdir() if name.endswith("/") else torch.save({}, tag / name)
     require_refused(UnknownLayout, seen, tag, tmp_path / "out")
 
 
-def test_zero_0_in_bf16_without_masters_is_refused(tmp_path: Path) -> None:
-    tag = tmp_path / "tag"
-    tag.mkdir()
+def test_zero_0_in_bf16_without_masters_is_refused(tag: Path, tmp_path: Path) -> None:
     torch.save({"module": {"a": torch.ones(3, dtype=torch.bfloat16)}, "optimizer": None}, tag / MODEL)
     require_refused(UnknownLayout, "a is BF16 and has no fp32 master", tag, tmp_path / "out")
 
@@ -217,24 +227,16 @@ def test_consolidating_again_verifies_and_reuses_the_existing_weights(
     assert (tmp_path / "out" / "model.safetensors").stat().st_ino == inode
 
 
-def test_damaged_weights_are_set_aside_and_consolidated_again(
-    write_checkpoint: Callable[..., Any], tmp_path: Path
-) -> None:
-    written = write_checkpoint(sidecars=True)
-    first = consolidate(written.folder, tmp_path / "out")
-    (tmp_path / "out" / "model.safetensors").write_bytes(b"damaged")
-    again = consolidate(written.folder, tmp_path / "out")
-    assert not again.reused
-    assert again.files == first.files
-    again.verify()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint0", "out", "out.aside-1"]
-
-
-def test_an_unrelated_file_beside_damaged_weights_is_not_removed(
+def test_damaged_weights_are_consolidated_again_but_not_beside_an_unrelated_file(
     write_checkpoint: Callable[..., Any], tmp_path: Path
 ) -> None:
     written, out = write_checkpoint(sidecars=True), tmp_path / "out"
-    consolidate(written.folder, out)
+    first = consolidate(written.folder, out)
+    (out / "model.safetensors").write_bytes(b"damaged")
+    again = consolidate(written.folder, out)
+    assert (again.reused, again.files) == (False, first.files)
+    again.verify()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint0", "out", "out.aside-1"]
     (out / "thesis.txt").write_text("mine")
     assert consolidate(written.folder, out).reused
     (out / "model.safetensors").write_bytes(b"damaged")
@@ -258,21 +260,29 @@ def test_an_output_folder_with_other_content_is_refused_and_left_unchanged(
 def test_too_little_disk_space_is_refused_before_anything_is_written(
     write_checkpoint: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class FullDisk:
-        free = 1 << 20
-
-    monkeypatch.setattr(out_folder.shutil, "disk_usage", lambda _path: FullDisk)
+    monkeypatch.setattr(consolidation.shutil, "disk_usage", lambda _path: SimpleNamespace(free=1 << 20))
     require_refused(StorageError, "only 1048576 bytes are free", write_checkpoint().folder, tmp_path / "out")
 
 
-def test_a_failed_write_leaves_no_files(
-    write_checkpoint: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_arguments: object) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize(
+    ("call", "code", "error", "match"),
+    [
+        ("preadv", 5, Unreadable, r"_states\.pt cannot be read now \(Input/output error\): check the disk"),
+        ("pwrite", 5, StorageError, "out cannot be written: .*Input/output error"),
+        ("posix_fallocate", 28, StorageError, "No space left"),
+    ],
+)
+def test_a_disk_error_is_reported_and_leaves_no_files(
+    write_checkpoint: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    call: str, code: int, error: type[T5TrainError], match: str,
+) -> None:  # fmt: skip
+    def fail(*_arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("os.posix_fallocate", full)
-    require_refused(StorageError, "No space left", write_checkpoint().folder, tmp_path / "out")
+    written = write_checkpoint()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"os.{call}", fail)
+        require_refused(error, match, written.folder, tmp_path / "out")
 
 
 def test_leftovers_of_a_killed_consolidation_are_removed(write_checkpoint: Callable[..., Any], tmp_path: Path) -> None:
@@ -282,27 +292,23 @@ def test_leftovers_of_a_killed_consolidation_are_removed(write_checkpoint: Calla
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint0", "out"]
 
 
-def test_a_folder_that_is_missing_or_holds_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
+def test_a_folder_that_is_missing_or_holds_no_checkpoint_is_refused(tag: Path, tmp_path: Path) -> None:
     require_refused(InputError, "is not a folder", tmp_path / "nothing", tmp_path / "out")
-    require_refused(InputError, "holds no checkpoint", tmp_path / "empty", tmp_path / "out")
+    require_refused(InputError, "holds no checkpoint", tag, tmp_path / "out")
 
 
 def test_a_tag_removed_by_a_run_during_consolidation_is_reported(
     write_checkpoint: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = write_checkpoint(sidecars=True)
-    plan_of = consolidation.plan_of
-
     def plan_and_remove_tag(*arguments: Any) -> Any:
         plan = plan_of(*arguments)
         shutil.rmtree(written.tag)
         return plan
 
+    written, plan_of = write_checkpoint(sidecars=True), consolidation.plan_of
     monkeypatch.setattr(consolidation, "plan_of", plan_and_remove_tag)
-    require_refused(
-        IncompleteCheckpoint, "removed while .* was read: a run in training", written.folder, tmp_path / "out"
-    )
+    removed = "removed while .* was read: a run in training"
+    require_refused(IncompleteCheckpoint, removed, written.folder, tmp_path / "out")
 
 
 def test_an_output_folder_that_cannot_be_created_is_named(write_checkpoint: Callable[..., Any], tmp_path: Path) -> None:
@@ -314,41 +320,15 @@ def test_an_output_folder_that_cannot_be_created_is_named(write_checkpoint: Call
 def test_zero_0_frozen_parameters_without_sidecars_are_refused_with_element_counts(
     write_checkpoint: Callable[..., Any], tmp_path: Path
 ) -> None:
-    written = write_checkpoint(stage=0, groups=[[(5, 3)]], frozen=[(2, 2)])
-    require_refused(
-        UnknownLayout, "masters have 15 elements, and the module's parameters have 19", written.folder, tmp_path / "out"
-    )
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "match"),
-    [
-        ("preadv", Unreadable, r"_states\.pt cannot be read now \(Input/output error\): check the disk"),
-        ("pwrite", StorageError, "out cannot be written: .*Input/output error"),
-    ],
-)
-def test_a_disk_error_is_reported_and_leaves_no_files(
-    write_checkpoint: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: str,
-    error: type[T5TrainError],
-    match: str,
-) -> None:
-    def fail(*_arguments: object) -> None:
-        raise OSError(5, "Input/output error")
-
-    written = write_checkpoint()
-    with monkeypatch.context() as patch:
-        patch.setattr(f"os.{call}", fail)
-        require_refused(error, match, written.folder, tmp_path / "out")
+    written = write_checkpoint(stage=0, **ONE, frozen=[(2, 2)])
+    counts = "masters have 15 elements, and the module.s parameters have 19"
+    require_refused(UnknownLayout, counts, written.folder, tmp_path / "out")
 
 
 def test_module_entries_that_are_not_tensors_are_skipped_and_named_in_the_log(
     write_checkpoint: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     written = write_checkpoint()
-    module = torch.load(written.tag / MODEL, weights_only=False)["module"]  # a file that this test wrote
-    save_model(written.tag, module=module | {"layer0._extra_state": {"scale": 1.0}})
+    change_model(written.tag, lambda model: model["module"].update({"layer0._extra_state": {"scale": 1.0}}))
     consolidate(written.folder, tmp_path / "out")
     assert "because they are not tensors: layer0._extra_state" in caplog.text
