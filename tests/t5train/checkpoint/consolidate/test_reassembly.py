@@ -1,6 +1,7 @@
 """Consolidating generated checkpoints of every layout gives the tensors that they were made from."""
 
 import tempfile
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from t5train.checkpoint.consolidate import consolidate
 from t5train.records.stage_records import Weights
 from tests.support.checkpoints.deepspeed_files import Layout
+from tests.support.checkpoints.live_tensors import consolidated, require_equal
 from tests.support.checkpoints.pipeline_files import Pipeline, write_pipeline
 from tests.support.checkpoints.sidecar_files import write
 
@@ -61,12 +63,6 @@ def experts(ranks: int) -> st.SearchStrategy[list[tuple[int, int]]]:
     return st.lists(layer, max_size=3)
 
 
-def require_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert sorted(found) == sorted(wanted)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert all(found[name].dtype == wanted[name].dtype for name in wanted)
-
-
 SIDECARS = pytest.mark.parametrize("sidecars", [False, True], ids=["without-sidecars", "with-sidecars"])
 
 
@@ -104,11 +100,10 @@ def test_parameters_of_every_kind_are_consolidated_with_their_moments(
 
 
 def require_reassembled(layout: Layout, sidecars: bool, moments: bool) -> None:
-    """Write the checkpoint of a layout and consolidate it. The results must be the tensors that it was made from."""
     with tempfile.TemporaryDirectory() as scratch:
         written = write(Path(scratch) / "checkpoint", layout, sidecars=sidecars)
         consolidate(written.folder, Path(scratch) / "out", moments=moments)
-        require_equal(load_file(Path(scratch) / "out" / "model.safetensors"), written.expected)
+        require_equal(consolidated(Path(scratch) / "out"), written.expected)
         if moments:
             require_moments(Path(scratch) / "out", written.expected)
 
@@ -117,7 +112,7 @@ def require_moments(out: Path, expected: dict[str, torch.Tensor]) -> None:
     """Moments must be half and a quarter of each trained parameter's master, as in the generated files."""
     trained = {name: tensor for name, tensor in expected.items() if "frozen" not in name and "buffer" not in name}
     for key, part in (("exp_avg", 0.5), ("exp_avg_sq", 0.25)):
-        require_equal(load_file(out / f"{key}.safetensors"), {name: part * tensor for name, tensor in trained.items()})
+        require_equal(consolidated(out, key), {name: part * tensor for name, tensor in trained.items()})
 
 
 @st.composite
@@ -143,7 +138,7 @@ def test_any_pipeline_is_consolidated_bit_for_bit(pipeline: Pipeline, sidecars: 
     with tempfile.TemporaryDirectory() as scratch:
         written = write_pipeline(Path(scratch) / "checkpoint", pipeline, sidecars=sidecars)
         consolidate(written.folder, Path(scratch) / "out")
-        require_equal(load_file(Path(scratch) / "out" / "model.safetensors"), written.expected)
+        require_equal(consolidated(Path(scratch) / "out"), written.expected)
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 40, 100, 10_000])
@@ -153,8 +148,7 @@ def test_weights_split_into_several_files_equal_those_in_one_file(
     written = write_checkpoint(groups=[[(5, 3), (7,), (40,)], [(4,), (2, 2)]])
     weights = consolidate(written.folder, tmp_path / "out", shard_bytes=shard_bytes)
     names = [name for name in weights.files if name.endswith(".safetensors")]
-    tensors = {key: value for name in names for key, value in load_file(tmp_path / "out" / name).items()}
-    require_equal(tensors, written.expected)
+    require_equal(consolidated(tmp_path / "out"), written.expected)
     assert ("model.safetensors.index.json" in weights.files) == (len(names) > 1)
     for name in names:
         held = load_file(tmp_path / "out" / name)
@@ -177,7 +171,7 @@ def test_tensors_larger_than_the_copy_buffer_are_written_completely(
     written = write_checkpoint(groups=[[(3_000_001,), (700, 3001)]], ranks=3, frozen=[(2_500_000, 2)])
     seen: list[int] = []
     weights = consolidate(written.folder, tmp_path / "out", progress=lambda _what, done, _total: seen.append(done))
-    require_equal(load_file(tmp_path / "out" / "model.safetensors"), written.expected)
+    require_equal(consolidated(tmp_path / "out"), written.expected)
     weights.verify()
     assert seen == sorted(seen)
     assert seen[-1] == weights.counts["bytes"]
@@ -200,28 +194,64 @@ def test_transposed_weights_are_written_in_row_major_order(
         assert torch.equal(file.get_tensor("buffer"), torch.arange(5).expand(3, 5))
 
 
-def zero0(folder: Path, optimizer: dict[str, Any] | None, module: dict[str, torch.Tensor]) -> Path:
-    (folder / "step").mkdir(parents=True)
-    model = {"module": module, "buffer_names": [], "optimizer": optimizer, "global_steps": 1, "dp_world_size": 2}
-    torch.save(model, folder / "step" / "mp_rank_00_model_states.pt")
-    return folder / "step"
-
-
-@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("flat", [True, False])
-def test_zero_0_masters_of_one_group_are_found_without_sidecars(
-    tmp_path: Path, precision: torch.dtype, flat: bool
-) -> None:
-    masters = {"b.weight": torch.randn(5, 3), "a.bias": torch.randn(7)}
-    joined = torch.cat([master.reshape(-1) for master in masters.values()])
-    optimizer = {"fp32_groups_flat": [joined]} if flat else {"fp32_groups": [list(masters.values())]}
-    module = {name: master.to(precision) for name, master in masters.items()}
-    module["tie"] = module["b.weight"]
-    consolidate(zero0(tmp_path / "in", optimizer, module), tmp_path / "out")
-    require_equal(load_file(tmp_path / "out" / "model.safetensors"), masters)
-
-
 def test_zero_0_in_fp32_uses_the_modules_own_weights(tmp_path: Path) -> None:
-    module = {"a": torch.randn(5, 3), "b": torch.randn(4)}
-    consolidate(zero0(tmp_path / "in", {"state": {}, "param_groups": []}, module), tmp_path / "out")
-    require_equal(load_file(tmp_path / "out" / "model.safetensors"), module)
+    module, optimizer = {"a": torch.randn(5, 3), "b": torch.randn(4)}, {"state": {}, "param_groups": []}
+    model = {"module": module, "buffer_names": [], "optimizer": optimizer, "global_steps": 1, "dp_world_size": 2}
+    (tmp_path / "in/step").mkdir(parents=True)
+    torch.save(model, tmp_path / "in/step/mp_rank_00_model_states.pt")
+    consolidate(tmp_path / "in/step", tmp_path / "out")
+    require_equal(consolidated(tmp_path / "out"), module)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_excluded_frozen_tied_weight_is_written_under_an_alias_that_has_its_values(
+    write_checkpoint: Callable[..., Any], tmp_path: Path, stage: int
+) -> None:
+    """With ``exclude_frozen_parameters``, DeepSpeed deletes only the first name.
+
+    The aliases stay, with values at ZeRO 1 and 2, and empty at ZeRO 3.
+    """
+    written = write_checkpoint(stage=stage, frozen=[(3, 2)])
+    owner = "frozen0"
+    weight = written.expected.pop(owner).bfloat16()
+    kept = torch.empty(0, dtype=torch.bfloat16) if stage == 3 else weight
+    for path in written.tag.glob("*model_states.pt"):
+        model = torch.load(path, weights_only=False)  # a file that this test wrote
+        del model["module"][owner]
+        model["module"] |= {"alias": kept, "other": kept}
+        model |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+        torch.save(model | {"shared_params": {"alias": owner, "other": owner}}, path)
+    consolidate(written.folder, tmp_path / "out")
+    expected = written.expected if stage == 3 else written.expected | {"alias": weight.float()}
+    require_equal(consolidated(tmp_path / "out"), expected)
+
+
+LAYER = "layer_02-model_states.pt"
+
+
+def tag_with(folder: Path, embedding: tuple[int, int], **more: Any) -> Path:
+    """A pipeline of two stages. ``more`` adds tensors to the file of its last layer, or replaces its ``w0``."""
+    layers = Pipeline([[[(3, 2)]], [[(4,)]]], Layout((), stage=1), embedding=embedding)
+    tag = write_pipeline(folder, layers, sidecars=False).tag
+    torch.save(torch.load(tag / LAYER) | more, tag / LAYER)
+    return tag
+
+
+def test_a_large_tied_weight_is_never_held_in_memory_whole(tmp_path: Path) -> None:
+    embedding = (2000, 3000)
+    weight = torch.load(tag_with(tmp_path / "first", embedding) / "layer_00-model_states.pt")["weight"]
+    tag = tag_with(tmp_path / "second", embedding, tie=weight.clone())
+    tracemalloc.start()
+    try:
+        consolidate(tag, tmp_path / "out")
+        assert tracemalloc.get_traced_memory()[1] < 0.9 * weight.nbytes
+    finally:
+        tracemalloc.stop()
+    assert "2.tie" not in consolidated(tmp_path / "out")
+
+
+def test_different_parts_of_one_storage_are_not_taken_for_tied_weights(tmp_path: Path) -> None:
+    w0 = torch.load(tag_with(tmp_path / "first", (5, 3)) / LAYER)["w0"]
+    parts = torch.stack([torch.zeros(4), w0.float(), torch.arange(4.0)]).bfloat16()
+    consolidate(tag_with(tmp_path / "second", (5, 3), w0=parts[1], frozen=parts[2]), tmp_path / "out")
+    assert torch.equal(consolidated(tmp_path / "out")["2.frozen"], torch.arange(4.0))

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from t5train.checkpoint.consolidate import tensor_writer
 from t5train.checkpoint.consolidate.plan import Extent, Source, TensorPlan
-from t5train.checkpoint.consolidate.span_reader import Reader
+from t5train.checkpoint.consolidate.span_reader import Reader, joined
 from t5train.checkpoint.consolidate.tensor_writer import write_tensors
 from t5train.errors import IncompleteCheckpoint
 from t5train.progress import silent
@@ -108,3 +109,13 @@ def test_many_output_files_are_written_with_few_files_open(tmp_path: Path) -> No
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
     assert len(files) == 402
+
+
+@given(first=st.binary(max_size=300), second=st.binary(max_size=300))
+def test_the_crc_32_of_concatenated_bytes_is_computed_from_those_of_the_parts(first: bytes, second: bytes) -> None:
+    assert joined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+def test_the_crc_32_of_long_concatenated_bytes_is_computed_from_those_of_the_parts() -> None:
+    first, second = b"abc" * 7, bytes(3_000_001)
+    assert joined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
