@@ -16,25 +16,20 @@ from t5train.spec import ModelSpec
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 
 
-def _compiled(model: nn.Module) -> set[str]:
+@pytest.mark.parametrize(
+    ("settings", "experts"),
+    [
+        ({}, set()),
+        ({"version": "v1.0", "moe": {"num_experts": 4}}, {"encoder.block.1.layer.1", "decoder.block.1.layer.2"}),
+    ],
+)
+def test_every_sublayer_without_experts_is_compiled(settings: dict[str, Any], experts: set[str]) -> None:
+    model = T5(resolve(ModelSpec.model_validate({"preset": "smoke", **settings}), 300), decoder_start_id=0)
+    sublayers = {name for name, _ in model.named_modules() if re.fullmatch(r".*block\.\d\.layer\.\d", name)}
+    assert len(sublayers) == 2 * 2 + 2 * 3
     compile_sublayers(model)
-    return {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
-
-
-def _sublayers(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_modules() if re.fullmatch(r".*block\.\d\.layer\.\d", name)}
-
-
-def test_every_sublayer_of_a_dense_model_is_compiled() -> None:
-    model = T5(resolve(ModelSpec(preset="smoke"), 300), decoder_start_id=0)
-    assert len(_sublayers(model)) == 2 * 2 + 2 * 3
-    assert _compiled(model) == _sublayers(model)
-
-
-def test_every_sublayer_without_experts_is_compiled() -> None:
-    spec = ModelSpec.model_validate({"preset": "smoke", "version": "v1.0", "moe": {"num_experts": 4}})
-    model = T5(resolve(spec, 300), decoder_start_id=0)
-    assert _compiled(model) == _sublayers(model) - {"encoder.block.1.layer.1", "decoder.block.1.layer.2"}
+    compiled = {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
+    assert compiled == sublayers - experts
 
 
 # torch's compiler looks at the gradients of a block's inputs, and instantiates autograd functions.

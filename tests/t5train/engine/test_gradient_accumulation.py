@@ -21,34 +21,21 @@ def test_the_sum_of_any_number_of_passes_is_rounded_once(passes: int, seed: int,
         layer(inputs).sum().backward()
         assert layer.weight.grad is None
     sums.hand_over()
-    assert layer.weight.grad is not None
     assert layer.weight.grad.equal(exact.to(dtype))
 
 
-def test_every_step_starts_from_a_zero_sum() -> None:
-    layer = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
-    sums, found = Fp32Sums(layer), []
-    for _ in range(2):
-        layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
-        sums.hand_over()
-        assert layer.weight.grad is not None
-        found.append(layer.weight.grad.tolist())
-        layer.weight.grad = None
-    assert found == [[[1.0, 1.0]]] * 2
-
-
-def test_kept_sums_stay_in_the_same_memory_and_start_from_zero() -> None:
+@pytest.mark.parametrize("are_kept", [False, True])
+def test_every_step_starts_from_a_zero_sum_also_where_sums_stay_in_the_same_memory(are_kept: bool) -> None:
     layer = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
     sums = Fp32Sums(layer)
-    total = sums.keep()[layer.weight]
+    total = sums.keep()[layer.weight] if are_kept else None
     for passes in (3, 1):
         for _ in range(passes):
             layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
-        assert total.tolist() == [[passes, passes]]
+        assert total is None or total.tolist() == [[passes, passes]]
         sums.hand_over()
-        assert layer.weight.grad is not None
         assert layer.weight.grad.tolist() == [[passes, passes]]
-        assert not total.any()
+        assert total is None or not total.any()
         layer.weight.grad = None
 
 

@@ -1,6 +1,5 @@
 """AdamW relative to each tensor's RMS, on tensors that are cut into partitions."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -45,16 +44,6 @@ def test_without_rms_scaling_the_optimizer_equals_torchs_adamw() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_step_is_proportional_to_the_rms_of_its_tensor() -> None:
-    small, large = torch.full((64,), 0.01), torch.full((64,), 10.0)
-    optimizer = _optimizer([small, large])
-    optimizer.attach(_whole([small, large]), None)
-    small.grad, large.grad = torch.ones(64), torch.ones(64)
-    optimizer.step()
-    torch.testing.assert_close(small, torch.full((64,), 0.009))
-    torch.testing.assert_close(large, torch.full((64,), 9.0))
-
-
 @pytest.mark.parametrize("relative", [True, False])
 def test_weight_decay_shrinks_only_the_parts_that_are_decayed(relative: bool) -> None:
     flat, plain = torch.full((6,), 2.0), torch.full((6,), 2.0)
@@ -85,22 +74,28 @@ def test_norms_and_position_biases_are_the_parameters_that_are_not_decayed() -> 
     assert all(name.endswith(("layer_norm.weight", "relative_attention_bias.weight")) for name in exempt)
 
 
-def test_a_tensor_of_zeros_is_still_updated() -> None:
-    zeros = torch.zeros(8)
-    optimizer = _optimizer([zeros])
-    optimizer.attach(_whole([zeros]), None)
-    zeros.grad = torch.ones(8)
+def test_a_step_is_proportional_to_the_rms_of_its_tensor_but_of_zeros_to_a_minimum() -> None:
+    tensors = [torch.full((64,), start) for start in (0.01, 10.0, 0.0)]
+    optimizer = _optimizer(tensors)
+    optimizer.attach(_whole(tensors), None)
+    for tensor in tensors:
+        tensor.grad = torch.ones(64)
     optimizer.step()
-    torch.testing.assert_close(zeros, torch.full((8,), -0.1 * MINIMAL_RMS))
+    for tensor, expected in zip(tensors, (0.009, 9.0, -0.1 * MINIMAL_RMS), strict=True):
+        torch.testing.assert_close(tensor, torch.full((64,), expected))
 
 
-def test_a_step_before_attach_only_allocates_state() -> None:
+def test_a_step_before_attach_and_one_without_a_gradient_change_nothing() -> None:
     tensor = torch.ones(4)
     optimizer = _optimizer([tensor])
     tensor.grad = torch.ones(4)
     optimizer.step()
-    assert torch.equal(tensor, torch.ones(4))
     assert optimizer.state[tensor]["step"] == 0
+    tensor.grad = None
+    optimizer.attach(_whole([tensor]), None)
+    optimizer.step()
+    assert torch.equal(tensor, torch.ones(4))
+    assert pytest.approx(0.1) == optimizer.param_groups[0]["lr"]
 
 
 @given(
@@ -165,47 +160,15 @@ def _replace(mine: Tensor, sharers: None, by: Tensor) -> None:
     mine.copy_(by)
 
 
-def test_segments_cover_a_partition_without_its_padding() -> None:
-    slots = [
-        ParameterSlot(name="a", shape=(5,), offset=0, numel=5),
-        ParameterSlot(name="b", shape=(4,), offset=6, numel=4),
-    ]
-    assert _cut_joined(slots, 0, 6) == [Segment(0, 5, 0, 5, 0)]
-    assert _cut_joined(slots, 1, 6) == [Segment(0, 4, 1, 4, 0)]
-    assert _cut_joined(slots, 1, 4) == [Segment(0, 1, 0, 5, 4), Segment(2, 4, 1, 4, 0)]
+def _slots(*sizes_and_offsets: tuple[int, int]) -> list[ParameterSlot]:
+    return [ParameterSlot(name="a", shape=(n,), offset=at, numel=n) for n, at in sizes_and_offsets]
 
 
-def test_segments_cover_individually_partitioned_parameters_without_their_padding() -> None:
-    slots = [
-        ParameterSlot(name="a", shape=(5,), offset=0, numel=5),
-        ParameterSlot(name="b", shape=(1,), offset=2, numel=1),
-        ParameterSlot(name="c", shape=(6,), offset=3, numel=6),
-    ]
-    assert _cut_one_by_one(slots, 0, 3) == [Segment(0, 2, 0, 5, 0), Segment(2, 3, 1, 1, 0), Segment(3, 5, 2, 6, 0)]
-    assert _cut_one_by_one(slots, 2, 3) == [Segment(0, 1, 0, 5, 4), Segment(3, 5, 2, 6, 4)]
-
-
-def test_the_optimizer_state_survives_saving_and_loading() -> None:
-    first, second = torch.ones(6), torch.ones(6)
-    optimizer = _optimizer([first])
-    optimizer.attach(_whole([first]), None)
-    gradients = [gradient for (gradient,) in _gradients([6])]
-    first.grad = gradients[0]
-    optimizer.step()
-    second.copy_(first)
-    resumed = _optimizer([second])
-    resumed.attach(_whole([second]), None)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as a checkpoint would, not sharing tensors
-    first.grad = second.grad = gradients[1]
-    optimizer.step()
-    resumed.step()
-    assert torch.equal(first, second)
-
-
-def test_a_missing_gradient_changes_nothing() -> None:
-    tensor = torch.ones(3)
-    optimizer = _optimizer([tensor])
-    optimizer.attach(_whole([tensor]), None)
-    optimizer.step()
-    assert torch.equal(tensor, torch.ones(3))
-    assert pytest.approx(0.1) == optimizer.param_groups[0]["lr"]
+def test_segments_cover_a_partition_and_individually_partitioned_parameters_without_their_padding() -> None:
+    joined = _slots((5, 0), (4, 6))
+    assert _cut_joined(joined, 0, 6) == [Segment(0, 5, 0, 5, 0)]
+    assert _cut_joined(joined, 1, 6) == [Segment(0, 4, 1, 4, 0)]
+    assert _cut_joined(joined, 1, 4) == [Segment(0, 1, 0, 5, 4), Segment(2, 4, 1, 4, 0)]
+    apart = _slots((5, 0), (1, 2), (6, 3))
+    assert _cut_one_by_one(apart, 0, 3) == [Segment(0, 2, 0, 5, 0), Segment(2, 3, 1, 1, 0), Segment(3, 5, 2, 6, 0)]
+    assert _cut_one_by_one(apart, 2, 3) == [Segment(0, 1, 0, 5, 4), Segment(3, 5, 2, 6, 4)]

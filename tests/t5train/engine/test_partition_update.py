@@ -19,7 +19,6 @@ from t5train.engine.partition_update import (  # noqa: E402 - see above
     CHUNK_ELEMENTS,
     Chunks,
     Gradients,
-    PartitionUpdate,
     Settings,
     squares,
     update,
@@ -134,7 +133,6 @@ def _expected(sizes: list[int], gradients: list[Tensor], steps: list[Settings]) 
 
 
 def _norms(sizes: list[int], flat: Tensor) -> Tensor:
-    """The norm of each parameter."""
     return torch.stack([parameter.norm() for parameter in flat.double().split(sizes)])
 
 
@@ -163,13 +161,6 @@ def test_an_update_equals_that_of_adamw_rms(
     updated = _updated(sizes, gradients, steps)
     for found, wanted in zip(updated[:3], zip(*_expected(sizes, gradients, steps), strict=True), strict=True):
         assert _distance(sizes, found, *wanted) <= BOUND
-
-
-def test_weight_decay_shrinks_only_the_parts_that_are_decayed() -> None:
-    sizes, steps = [96, 7, CHUNK_ELEMENTS + 24, 12, 5], [_settings(1, weight_decay=0.5)]
-    found = _updated(sizes, [torch.zeros(sum(sizes), device=DEVICE)], steps)
-    for owner, (now, before) in enumerate(zip(found.weights.split(sizes), _weights(sizes).split(sizes), strict=True)):
-        torch.testing.assert_close(now, before * (0.99 if _is_decayed(owner) else 1.0))
 
 
 @settings(max_examples=10, deadline=None)
@@ -228,27 +219,3 @@ def test_a_partition_without_parameters_is_updated_with_the_others() -> None:
     state = (flat, torch.ones_like(flat), torch.ones_like(flat))
     update(chunks, state, held, flat.bfloat16(), sums[0], torch.ones((), device=DEVICE), _settings(1))
     assert all(torch.equal(each, torch.ones_like(each)) for each in state)
-
-
-@pytest.mark.parametrize("relative", [True, False])
-def test_the_optimizer_updates_a_partition_with_the_kernels_as_without(relative: bool) -> None:
-    partition = _cut(LAYOUT, 1, 16)[0][0]
-    gradients = _gradients(sum(LAYOUT), torch.float32)
-    found, expected = (_stepped(partition, gradients, relative, has_kernels) for has_kernels in (True, False))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert _distance(LAYOUT, ours, theirs) <= BOUND
-
-
-def _stepped(partition: Partition, gradients: list[Tensor], relative: bool, has_kernels: bool) -> list[Tensor]:
-    """Weights and moments after some steps of the optimizer on its own."""
-    flat = torch.nn.Parameter(_weights(LAYOUT))
-    optimizer = AdamWRms([flat], BETAS, EPSILON, 0.1, relative)
-    optimizer.attach({flat: partition}, None)
-    if has_kernels:
-        optimizer.use_kernels(PartitionUpdate({flat: partition}, None, relative))
-    for gradient in gradients:
-        flat.grad, optimizer.param_groups[0]["lr"] = gradient, 0.02
-        optimizer.step()
-    state = optimizer.state_of(flat)
-    assert int(state["step"]) == len(gradients)
-    return [flat.detach(), state["exp_avg"], state["exp_avg_sq"]]

@@ -20,24 +20,21 @@ from t5train.spec.recipes import recipe
         ("NVIDIA H200", "bf16", 989.4e12),
         ("NVIDIA B200", "bf16", 2250e12),
         ("Tesla V100-SXM2-16GB", "fp16", 125e12),
+        ("Tesla V100-SXM2-16GB", "bf16", None),
         ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
+        ("NVIDIA GeForce RTX 3090 Ti", "bf16", None),
         ("NVIDIA A10", "bf16", 125e12),
+        ("NVIDIA A10G", "bf16", None),
+        ("NVIDIA A10 MIG", "bf16", None),
+        ("NVIDIA GH200 480GB", "bf16", None),
+        ("NVIDIA H200 NVL", "bf16", None),
+        ("", "bf16", None),
     ],
 )
-def test_a_device_is_known_by_its_name(name: str, precision: str, peak: float) -> None:
+def test_a_device_is_known_by_its_name_and_similar_ones_and_parts_are_unknown(
+    name: str, precision: str, peak: float | None
+) -> None:
     assert peak_flops(name, precision) == peak
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["NVIDIA A10G", "NVIDIA GH200 480GB", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA A10 MIG", ""],
-)
-def test_other_devices_with_similar_names_and_parts_of_devices_are_unknown(name: str) -> None:
-    assert peak_flops(name, "bf16") is None
-
-
-def test_a_precision_that_a_device_lacks_has_no_peak() -> None:
-    assert peak_flops("Tesla V100-SXM2-16GB", "bf16") is None
 
 
 @pytest.mark.skipif(get_accelerator().device_name() != "cpu", reason="only a CPU has no peak")
