@@ -24,13 +24,3 @@ def test_every_pair_of_factors_is_in_a_chosen_layout(layouts: list[str], data: s
     assert chosen == [layout for layout in layouts if layout in chosen]
     assert set(always) <= set(chosen)
     assert set().union(*map(pairs_of, layouts)) == set().union(*map(pairs_of, chosen))
-
-
-def test_a_layout_whose_pairs_are_all_in_others_is_left_out() -> None:
-    layouts = ["zero1-fp32", "zero1-bf16-offload", "zero1-fp32-ep2", "zero1-bf16", "zero2-bf16-offload-tied-deep"]
-    assert pairs_of("zero2-bf16-offload-tied-deep") == {
-        ("zero2", "bf16"), ("zero2", "offload"), ("zero2", "tied-deep"),
-        ("bf16", "offload"), ("bf16", "tied-deep"), ("offload", "tied-deep"),
-    }  # fmt: skip
-    assert _covering(layouts, ()) == ["zero1-bf16-offload", "zero1-fp32-ep2", "zero2-bf16-offload-tied-deep"]
-    assert _covering(layouts, ["zero1-fp32"])[0] == "zero1-fp32"

@@ -26,11 +26,8 @@ def test_the_rate_falls_after_its_peak(schedule: str, warmup_steps: int) -> None
     assert 0 < rates[-1] < rates[0] <= optimizer.peak_learning_rate
 
 
-def test_a_cosine_ends_at_the_final_rate() -> None:
+def test_a_cosine_ends_at_the_final_rate_and_inverse_square_root_halves_with_four_times_the_steps() -> None:
     optimizer = _optimizer("cosine")
     assert learning_rate(optimizer, 100) == pytest.approx(optimizer.final_learning_rate)
     assert learning_rate(optimizer, 55) == pytest.approx((0.01 + optimizer.final_learning_rate) / 2)
-
-
-def test_inverse_square_root_halves_with_four_times_the_steps() -> None:
     assert learning_rate(_optimizer("inverse-sqrt"), 40) == pytest.approx(0.005)

@@ -16,14 +16,8 @@ from t5train.train import loop
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """The job file of a rank."""
-    job = TrainJob(
-        spec=recipe("smoke"),
-        run_fingerprint="0" * 64,
-        run_folder=tmp_path,
-        shards_folder=tmp_path,
-        resume_tag=None,
-    )
+    folders = {"run_folder": tmp_path, "shards_folder": tmp_path}
+    job = TrainJob(spec=recipe("smoke"), run_fingerprint="0" * 64, resume_tag=None, **folders)
     (tmp_path / "spec.json").write_text(job.model_dump_json())
     return tmp_path / "spec.json"
 
