@@ -1,10 +1,9 @@
 """Which checkpoint in a run's folder the next attempt begins from."""
 
-import errno
 import json
-import os
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -14,19 +13,30 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from t5train.checkpoint import last_complete, saving, sidecar
 from t5train.checkpoint.reshard import discard_consolidated
-from t5train.checkpoint.resume import open_run, require_same_settings, run_fingerprint, write_job
+from t5train.checkpoint.resume import (
+    begun_fingerprint,
+    open_run,
+    require_same_settings,
+    run_fingerprint,
+    unique_id,
+    write_job,
+)
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.data.samples.loader import ORDER_VERSION
 from t5train.errors import NothingVerifies, RunChanged, SpecError, UnknownVersion, UnlistedFile, Unreadable
 from t5train.files.run_folder import tag_of
 from t5train.model.starting_model import start_fingerprint
-from t5train.records.digests import FileDigest, digest_file
+from t5train.records.digests import digest_file
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
+
+MODEL = "mp_rank_00_model_states.pt"
+Save = Callable[[int], Path]
+Begin = Callable[[], TrainJob]
 
 
 @pytest.fixture
@@ -39,11 +49,23 @@ def shards(tmp_path: Path) -> TokenShards:
     return TokenShards(path=tmp_path / "shards", fingerprint="5" * 64, files={})
 
 
-def _checkpoint(spec: RunSpec, step: int, fingerprint: str, content: bytes = b"state") -> Path:
+@pytest.fixture
+def save(spec: RunSpec, shards: TokenShards) -> Callable[[int], Path]:
+    """Writes a checkpoint of the run at a step."""
+    return lambda step: _checkpoint(spec, step, run_fingerprint(spec, shards))
+
+
+@pytest.fixture
+def begin(spec: RunSpec, shards: TokenShards, tmp_path: Path) -> Callable[[], TrainJob]:
+    """Prepares the run's next attempt, and returns what its ranks do."""
+    return lambda: TrainJob.read(write_job(spec, shards, tmp_path))
+
+
+def _checkpoint(spec: RunSpec, step: int, fingerprint: str) -> Path:
     """A checkpoint of two ranks that is complete according to its sidecars."""
     folder = spec.run_folder / "checkpoints" / tag_of(step)
     folder.mkdir(parents=True)
-    (folder / "mp_rank_00_model_states.pt").write_bytes(content)
+    (folder / MODEL).write_bytes(b"state")
     for rank in range(2):
         one = Sidecar(
             run_fingerprint=fingerprint,
@@ -61,13 +83,13 @@ def _checkpoint(spec: RunSpec, step: int, fingerprint: str, content: bytes = b"s
     return folder
 
 
-def test_a_checkpoint_of_another_run_is_never_resumed(spec: RunSpec, shards: TokenShards, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_never_resumed(spec: RunSpec, shards: TokenShards, begin: Begin) -> None:
     own = run_fingerprint(spec, shards)
     _checkpoint(spec, 100, own)
-    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+    assert begin().resume_tag == tag_of(100)
     foreign = _checkpoint(spec, 200, run_fingerprint(spec.with_settings({"optimizer.seed": 1}), shards))
     with pytest.raises(RunChanged, match="step-00000200 is a checkpoint of another run"):
-        write_job(spec, shards, tmp_path)
+        begin()
     assert foreign.exists()
 
 
@@ -80,17 +102,11 @@ def test_a_damaged_run_file_is_named(spec: RunSpec, shards: TokenShards, damage:
             look()
 
 
-def test_a_run_resumes_from_the_previous_checkpoint_if_the_newest_is_damaged(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path
-) -> None:
-    own = run_fingerprint(spec, shards)
-    _checkpoint(spec, 100, own)
-    newest = _checkpoint(spec, 200, own)
-    (newest / "mp_rank_00_model_states.pt").write_bytes(b"stats")
-    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
-
-
-MODEL = "mp_rank_00_model_states.pt"
+def test_a_run_resumes_from_the_previous_checkpoint_if_the_newest_is_damaged(save: Save, begin: Begin) -> None:
+    save(100)
+    newest = save(200)
+    (newest / MODEL).write_bytes(b"stats")
+    assert begin().resume_tag == tag_of(100)
 
 
 def _make_unreadable(path: Path) -> None:
@@ -105,155 +121,127 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", [MODEL, "rank-00001.json"])
 def test_an_unreadable_file_stops_the_start_and_no_checkpoint_is_lost(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path, name: str
+    spec: RunSpec, save: Save, begin: Begin, name: str
 ) -> None:
-    own = run_fingerprint(spec, shards)
-    _checkpoint(spec, 100, own)
-    newest = _checkpoint(spec, 200, own)
+    save(100)
+    newest = save(200)
     content = (newest / name).read_bytes()
     _make_unreadable(newest / name)
     before = _contents(spec.run_folder)
     with pytest.raises(Unreadable, match=rf"{tag_of(200)}/{name} cannot be read now \(Too many levels"):
-        write_job(spec, shards, tmp_path)
+        begin()
     assert _contents(spec.run_folder) == before
     (newest / name).unlink()
     (newest / name).write_bytes(content)
-    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(200)
+    assert begin().resume_tag == tag_of(200)
 
 
-def test_checkpoints_do_not_count_as_damaged_if_file_descriptors_run_out(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path
-) -> None:
-    _checkpoint(spec, 100, run_fingerprint(spec, shards))
+def test_checkpoints_do_not_count_as_damaged_if_file_descriptors_run_out(save: Save, begin: Begin) -> None:
+    save(100)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
         with pytest.raises(Unreadable, match=r"Too many open files\): raise the limit of open files"):
-            write_job(spec, shards, tmp_path)
+            begin()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+    assert begin().resume_tag == tag_of(100)
 
 
-@pytest.mark.parametrize("reason", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_a_read_error_while_a_checkpoint_is_verified_names_the_file(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
-) -> None:
-    def fails(path: Path) -> FileDigest:
-        raise OSError(reason, os.strerror(reason))
-
-    own = run_fingerprint(spec, shards)
-    _checkpoint(spec, 100, own)
-    monkeypatch.setattr("t5train.records.digests.digest_file", fails)
-    with pytest.raises(Unreadable, match=rf"{tag_of(100)}/{MODEL} cannot be read now"):
-        write_job(spec, shards, tmp_path)
-
-
-def test_an_unreadable_checkpoints_folder_is_refused_and_not_taken_for_empty(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path
-) -> None:
+def test_an_unreadable_checkpoints_folder_is_refused_and_not_taken_for_empty(spec: RunSpec, begin: Begin) -> None:
     spec.run_folder.mkdir(parents=True)
     _make_unreadable(spec.run_folder / "checkpoints")
     with pytest.raises(Unreadable, match="checkpoints cannot be read now"):
-        write_job(spec, shards, tmp_path)
+        begin()
 
 
 @pytest.mark.parametrize(
     ("change", "words"), [({"schema_version": 2}, "schema_version 2"), ({"tensor_parallel": 4}, "tensor_parallel")]
 )
 def test_a_sidecar_of_another_version_stops_the_start(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path, change: dict[str, object], words: str
+    save: Save, begin: Begin, change: dict[str, object], words: str
 ) -> None:
-    own = run_fingerprint(spec, shards)
-    _checkpoint(spec, 100, own)
-    path = _checkpoint(spec, 200, own) / "rank-00001.json"
+    save(100)
+    path = save(200) / "rank-00001.json"
     document = json.loads(path.read_text()) | change
     del document["sha256"]
     path.write_text(json.dumps(document | {"sha256": fingerprint(document)}))
     with pytest.raises(UnknownVersion, match=rf"{path.name} is intact, .* know its {words}\. Use the version"):
-        write_job(spec, shards, tmp_path)
+        begin()
 
 
 def test_a_checkpoint_with_a_file_that_no_rank_recorded_is_refused_and_not_skipped(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path
+    spec: RunSpec, save: Save, begin: Begin
 ) -> None:
-    own = run_fingerprint(spec, shards)
-    _checkpoint(spec, 100, own)
-    (_checkpoint(spec, 200, own) / "mp_rank_01_model_states.pt").write_bytes(b"stray")
+    save(100)
+    (save(200) / "mp_rank_01_model_states.pt").write_bytes(b"stray")
     before = _contents(spec.run_folder)
     with pytest.raises(UnlistedFile, match=r"holds mp_rank_01_model_states\.pt, a file that no rank recorded"):
-        write_job(spec, shards, tmp_path)
+        begin()
     assert _contents(spec.run_folder) == before
 
 
 @pytest.mark.parametrize(("name", "content"), [(MODEL, b"st"), (MODEL, b"stats"), ("rank-00001.json", b"{")])
 def test_a_run_whose_only_checkpoint_is_damaged_begins_again_only_when_asked_to(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path, name: str, content: bytes
+    spec: RunSpec, shards: TokenShards, save: Save, begin: Begin, name: str, content: bytes
 ) -> None:
     open_run(spec, shards)
-    (_checkpoint(spec, 100, run_fingerprint(spec, shards)) / name).write_bytes(content)
+    (save(100) / name).write_bytes(content)
     kept = _contents(spec.run_folder / "checkpoints" / tag_of(100))
     with pytest.raises(NothingVerifies, match=rf"(?s){name}.*begin at step 0 with --begin-again"):
-        write_job(spec, shards, tmp_path)
+        begin()
     ask_to_begin_again(spec.run_folder)
-    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None
+    assert begin().resume_tag is None
     (aside,) = (spec.run_folder / "set-aside").iterdir()
     assert _contents(aside) == kept
-    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None, (
-        "one request must start the run over only once"
-    )
-    _checkpoint(spec, 100, run_fingerprint(spec, shards))
-    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+    assert begin().resume_tag is None, "one request must start the run over only once"
+    save(100)
+    assert begin().resume_tag == tag_of(100)
 
 
-def test_a_run_with_a_checkpoint_that_cannot_be_read_can_begin_again(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path
-) -> None:
-    _make_unreadable(_checkpoint(spec, 100, run_fingerprint(spec, shards)) / "rank-00001.json")
+def test_a_run_with_a_checkpoint_that_cannot_be_read_can_begin_again(spec: RunSpec, save: Save, begin: Begin) -> None:
+    _make_unreadable(save(100) / "rank-00001.json")
     with pytest.raises(Unreadable):
-        write_job(spec, shards, tmp_path)
+        begin()
     ask_to_begin_again(spec.run_folder)
-    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None
+    assert begin().resume_tag is None
     (aside,) = (spec.run_folder / "set-aside").iterdir()
     assert (aside / "rank-00001.json").is_symlink()
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_quietly_begin_again(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path
-) -> None:
-    only = _checkpoint(spec, 100, run_fingerprint(spec, shards))
-    write_job(spec, shards, tmp_path)
+def test_a_run_whose_checkpoints_are_gone_does_not_quietly_begin_again(save: Save, begin: Begin) -> None:
+    only = save(100)
+    begin()
     shutil.rmtree(only)
     with pytest.raises(NothingVerifies, match=rf"{tag_of(100)}, which was complete at \S+, is missing"):
-        write_job(spec, shards, tmp_path)
+        begin()
 
 
 @pytest.mark.parametrize("lost", [["rank-00000.json", "rank-00001.json"], ["rank-00001.json"]])
 def test_a_run_that_was_killed_in_its_first_save_begins_at_step_0(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path, lost: list[str]
+    spec: RunSpec, save: Save, begin: Begin, lost: list[str]
 ) -> None:
-    folder = _checkpoint(spec, 100, run_fingerprint(spec, shards))
+    folder = save(100)
     for name in lost:
         (folder / name).unlink()
-    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None
+    assert begin().resume_tag is None
     last_complete.note(spec.run_folder, tag_of(100))
     with pytest.raises(NothingVerifies, match=r"rank-0000\d\.json"):
-        write_job(spec, shards, tmp_path)
+        begin()
 
 
 def test_damaged_checkpoints_newer_than_the_one_resumed_from_are_set_aside(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    spec: RunSpec, save: Save, begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own = run_fingerprint(spec, shards)
     for step in (100, 200, 300, 400):
-        _checkpoint(spec, step, own)
+        save(step)
     last_complete.note(spec.run_folder, tag_of(300))
     checkpoints = spec.run_folder / "checkpoints"
     (checkpoints / tag_of(200) / MODEL).write_bytes(b"stats")
     for step in (300, 400):  # the first was complete, the second never
         (checkpoints / tag_of(step) / "rank-00000.json").unlink()
     kept = [_contents(checkpoints / tag_of(step)) for step in (200, 300)]
-    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+    assert begin().resume_tag == tag_of(100)
     assert f"but no longer is: resuming from {tag_of(100)}" in caplog.text
     assert sorted(path.name for path in checkpoints.iterdir()) == [tag_of(100), tag_of(400)]
     aside = sorted((spec.run_folder / "set-aside").iterdir())
@@ -261,62 +249,47 @@ def test_damaged_checkpoints_newer_than_the_one_resumed_from_are_set_aside(
     assert all(f"was moved to {folder}: it is damaged and newer than {tag_of(100)}" in caplog.text for folder in aside)
 
 
-def _prune(spec: RunSpec, own: str, resumed: str | None, newest_step: int) -> list[str]:
-    job = TrainJob(
-        spec=spec, run_fingerprint=own, run_folder=spec.run_folder, shards_folder=spec.run_folder, resume_tag=resumed
-    )
+def _prune(spec: RunSpec, shards: TokenShards, resumed: str | None, newest_step: int) -> list[str]:
+    own, folder = run_fingerprint(spec, shards), spec.run_folder
+    job = TrainJob(spec=spec, run_fingerprint=own, run_folder=folder, shards_folder=folder, resume_tag=resumed)
     with mock.patch.object(saving, "rank", return_value=0):
         saving.prune(job, newest_step)
-    return sorted(path.name for path in (spec.run_folder / "checkpoints").iterdir())
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 def test_pruning_never_deletes_a_checkpoint_newer_than_the_one_training_resumed_from(
-    spec: RunSpec, shards: TokenShards
+    spec: RunSpec, shards: TokenShards, save: Save
 ) -> None:
-    own = run_fingerprint(spec, shards)
     for step in (100, 150, 200):
-        _checkpoint(spec, step, own)
+        save(step)
     kept = _contents(spec.run_folder / "checkpoints" / tag_of(200))
-    left = _prune(spec.with_settings({"storage.keep_last": 1}), own, tag_of(100), 150)
+    left = _prune(spec.with_settings({"storage.keep_last": 1}), shards, tag_of(100), 150)
     assert left == [tag_of(150)]
     (aside,) = (spec.run_folder / "set-aside").iterdir()
     assert _contents(aside) == kept
 
 
 def test_pruning_removes_nothing_while_a_checkpoint_cannot_be_read(
-    spec: RunSpec, shards: TokenShards, caplog: pytest.LogCaptureFixture
+    spec: RunSpec, shards: TokenShards, save: Save, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own = run_fingerprint(spec, shards)
-    tags = [_checkpoint(spec, step, own) for step in (1, 2, 3, 4)]
+    tags = [save(step) for step in (1, 2, 3, 4)]
     _make_unreadable(tags[1] / MODEL)
-    assert _prune(spec, own, None, 4) == [tag_of(step) for step in (1, 2, 3, 4)]
+    assert _prune(spec, shards, None, 4) == [tag_of(step) for step in (1, 2, 3, 4)]
     assert f"{tag_of(2)}/{MODEL} cannot be read now" in caplog.text
 
 
 def test_pruning_removes_old_unfinished_and_consolidated_checkpoints_but_no_user_copies(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path
+    spec: RunSpec, shards: TokenShards, save: Save
 ) -> None:
-    own = run_fingerprint(spec, shards)
-    tags = [_checkpoint(spec, step, own) for step in (1, 2, 3)]
-    (tags[0].with_name("removed-0123abcd")).mkdir()
+    tags = [save(step) for step in (1, 2, 3)]
+    tags[0].with_name("removed-0123abcd").mkdir()
     tags[2].joinpath("rank-00001.json").unlink()
-    copies = [tags[0].with_name(name) for name in ("step-00000001-good", "notes")]
-    for copy in copies:
-        copy.mkdir()
-        (copy / "mp_rank_00_model_states.pt").write_bytes(b"mine")
-    _checkpoint(spec, 4, own)
+    for name in ("step-00000001-good", "notes"):
+        tags[0].with_name(name).mkdir()
+        (tags[0].with_name(name) / MODEL).write_bytes(b"mine")
+    save(4)
     (spec.run_folder / "relayout/step-00000003-0123456789ab").mkdir(parents=True)
-    job = TrainJob(
-        spec=spec,
-        run_fingerprint=own,
-        run_folder=spec.run_folder,
-        shards_folder=tmp_path,
-        resume_tag=None,
-    )
-    with mock.patch.object(saving, "rank", return_value=0):
-        saving.prune(job, 4)
-    left = sorted(path.name for path in (spec.run_folder / "checkpoints").iterdir())
-    assert left == ["notes", "step-00000001-good", tag_of(2), tag_of(4)]
+    assert _prune(spec, shards, None, 4) == ["notes", "step-00000001-good", tag_of(2), tag_of(4)]
     assert not (spec.run_folder / "relayout").exists()
 
 
@@ -399,10 +372,10 @@ def test_a_run_keeps_the_rule_of_weight_decay_that_it_began_with(
 
 
 def test_without_weight_decay_a_run_has_the_fingerprint_that_earlier_versions_gave_it(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path
+    spec: RunSpec, shards: TokenShards, begin: Begin
 ) -> None:
     assert _begun_by_an_earlier_version(spec, shards) == run_fingerprint(spec, shards)
-    assert not TrainJob.read(write_job(spec, shards, tmp_path)).decays_all
+    assert not begin().decays_all
 
 
 def test_a_starting_model_whose_vocabulary_is_too_small_starts_no_run(
@@ -422,3 +395,28 @@ def test_leftovers_of_a_killed_removal_are_deleted_by_the_next_one(spec: RunSpec
     (left / "exp_avg.safetensors").write_bytes(b"half of it")
     discard_consolidated(spec.run_folder)
     assert [*spec.run_folder.iterdir()] == []
+
+
+def test_runs_with_the_same_name_and_settings_under_two_roots_have_different_ids(
+    shards: TokenShards, tmp_path: Path
+) -> None:
+    specs = [recipe("smoke").with_settings({"storage.root": str(tmp_path / root), "name": "run"}) for root in "ab"]
+    assert unique_id(specs[0].run_folder) is None
+    for spec in specs:
+        open_run(spec, shards)
+    ids = [unique_id(spec.run_folder) for spec in specs]
+    assert [len(bytes.fromhex(each or "")) * 8 for each in ids] == [128, 128]
+    assert ids[0] != ids[1]
+    open_run(specs[0], shards)
+    assert unique_id(specs[0].run_folder) == ids[0], "the unique id of a run must not change"
+    assert len({begun_fingerprint(spec.run_folder) for spec in specs}) == 1
+
+
+def test_a_run_of_an_earlier_version_gets_an_id_at_its_next_start(spec: RunSpec, shards: TokenShards) -> None:
+    open_run(spec, shards)
+    path = spec.run_folder / "run.json"
+    run_record = json.loads(path.read_text())
+    del run_record["unique_id"]
+    path.write_text(json.dumps(run_record))
+    open_run(spec, shards)
+    assert json.loads(path.read_text()) == run_record | {"unique_id": unique_id(spec.run_folder)}
