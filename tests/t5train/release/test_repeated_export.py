@@ -24,15 +24,6 @@ def test_an_export_is_reused_while_its_inputs_are_the_same(make_trained: MakeTra
     assert export(*trained, tmp_path / "out").reused
 
 
-def test_a_damaged_export_is_made_again(make_trained: MakeTrained, tmp_path: Path) -> None:
-    trained = make_trained()
-    config = export(*trained, tmp_path / "out").path / "config.json"
-    config.write_text("{}")
-    again = export(*trained, tmp_path / "out")
-    assert not again.reused
-    again.verify()
-
-
 def test_an_export_with_the_card_of_another_version_is_made_again_unless_it_is_certified(
     make_trained: MakeTrained, tmp_path: Path
 ) -> None:
@@ -48,14 +39,6 @@ def test_an_export_with_the_card_of_another_version_is_made_again_unless_it_is_c
     (made.path / "certificate.json").unlink()
     assert not export(*trained, tmp_path / "out").reused
     assert "## Verify" in card.read_text()
-
-
-def test_an_export_of_other_weights_replaces_the_old_one(make_trained: MakeTrained, tmp_path: Path) -> None:
-    trained = make_trained()
-    old = export(*trained, tmp_path / "out")
-    changed = trained._replace(weights=trained.weights.model_copy(update={"fingerprint": "f" * 64}))
-    assert export(*changed, tmp_path / "out").fingerprint != old.fingerprint
-    assert Export.load(tmp_path / "out").inputs["weights"] == "f" * 64
 
 
 @pytest.mark.parametrize("name", ["evaluation.json", "README.md", "results/mmlu.json"])
@@ -74,11 +57,15 @@ def test_files_that_somebody_added_or_edited_are_never_removed(
     assert not changed_files(Export.load(out))
 
 
-def test_folders_that_were_moved_aside_are_not_overwritten(make_trained: MakeTrained, tmp_path: Path) -> None:
+def test_a_damaged_export_is_made_again_and_folders_that_were_moved_aside_are_not_overwritten(
+    make_trained: MakeTrained, tmp_path: Path
+) -> None:
     trained = make_trained()
     for number in (1, 2):
         (export(*trained, tmp_path / "out").path / "config.json").write_text(str(number))
-    export(*trained, tmp_path / "out")
+    again = export(*trained, tmp_path / "out")
+    assert not again.reused
+    again.verify()
     assert [(tmp_path / f"out.aside-{number}/config.json").read_text() for number in (1, 2)] == ["1", "2"]
 
 
@@ -105,13 +92,16 @@ def test_an_export_of_another_run_is_left_alone_and_both_runs_are_named(
     export(*trained._replace(weights=weights), tmp_path / "other")
 
 
-def test_a_killed_removal_does_not_block_a_new_export(make_trained: MakeTrained, tmp_path: Path) -> None:
+def test_an_export_of_other_weights_replaces_the_old_one_also_after_a_killed_removal(
+    make_trained: MakeTrained, tmp_path: Path
+) -> None:
     trained = make_trained()
     made = export(*trained, tmp_path / "out")
     made.path.rename(tmp_path / ".out.discarded")  # what a killed removal leaves
     export(*trained, tmp_path / "out")
     changed = trained._replace(weights=trained.weights.model_copy(update={"fingerprint": "f" * 64}))
     export(*changed, tmp_path / "out").verify()
+    assert Export.load(tmp_path / "out").inputs["weights"] == "f" * 64
     assert not (tmp_path / ".out.discarded").exists()
 
 

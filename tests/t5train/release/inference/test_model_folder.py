@@ -23,13 +23,12 @@ def _change_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def _pickled(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+def _without(*names: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
 
-
-def _without_vocabulary(folder: Path) -> None:
-    for name in ("spiece.model", "tokenizer.json"):
-        (folder / name).unlink()
+    return remove
 
 
 def _of_a_run(folder: Path) -> None:
@@ -42,14 +41,14 @@ def _of_a_run(folder: Path) -> None:
     ("damage", "message"),
     [
         (shutil.rmtree, r"^PATH is .*, but this machine has no such folder. Correct the path"),
-        (lambda folder: (folder / "config.json").unlink(), r"does not exist. Set PATH to the folder of a complete"),
+        (_without("config.json"), r"does not exist. Set PATH to the folder of a complete"),
         (lambda folder: _change_config(folder, model_type="bart"), "PATH: model_type is 'bart' in .*Choose a model of"),
         (
-            _pickled,
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
             r"pytorch_model\.bin, which can run code .* save_pretrained to another folder, and set PATH to that",
         ),
-        (lambda folder: (folder / "model.safetensors").unlink(), r"neither model.safetensors nor .*Set PATH to the"),
-        (_without_vocabulary, r"has neither spiece\.model nor tokenizer\.json. Copy the vocabulary"),
+        (_without("model.safetensors"), r"neither model.safetensors nor .*Set PATH to the"),
+        (_without("spiece.model", "tokenizer.json"), r"neither spiece\.model nor tokenizer\.json. Copy the vocabulary"),
         (_of_a_run, r"the folder of a run. Set PATH to its model: .*/export$"),
     ],
 )
@@ -92,48 +91,41 @@ def test_an_export_says_how_it_was_trained_and_others_are_taken_for_t5(
 
 
 def _flip(name: str) -> Callable[[Path], None]:
-    def flip(folder: Path) -> None:
+    def flip(content: bytes) -> bytes:
+        return content[:-2] + bytes([content[-2] ^ 1]) + content[-1:]
+
+    return _rewrite(name, flip)
+
+
+def _rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
         content = (folder / name).read_bytes()
         (folder / name).unlink()  # the file may have a second name elsewhere
-        (folder / name).write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+        (folder / name).write_bytes(change(content))
 
-    return flip
-
-
-def _add(name: str) -> Callable[[Path], None]:
-    def add(folder: Path) -> None:
-        (folder / name).write_text("{}")
-
-    return add
+    return rewrite
 
 
-def _nest(name: str) -> Callable[[Path], None]:
-    def nest(folder: Path) -> None:
-        (folder / name).unlink()
-        (folder / name).write_text("[" * 100_000)
-
-    return nest
+def _add(name: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text("{}")
 
 
-def _cut_manifest(folder: Path) -> None:
-    content = (folder / "manifest.json").read_bytes()
-    (folder / "manifest.json").write_bytes(content[: len(content) // 2])
+def _nest(_: bytes) -> bytes:
+    return b"[" * 100_000
 
 
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        *(
-            (_flip(name), rf"{name} has sha256 \w{{64}}, but sha256")
-            for name in ("tokenizer.json", "spiece.model", "generation_config.json")
-        ),
+        (_flip("tokenizer.json"), r"tokenizer\.json has sha256 \w{64}, but sha256"),
+        (_flip("generation_config.json"), r"generation_config\.json has sha256 \w{64}, but sha256"),
         (_flip("model.safetensors"), r"model\.safetensors has sha256 \w{64}, but sha256"),
-        (lambda folder: (folder / "special_tokens_map.json").unlink(), r"special_tokens_map\.json is missing"),
+        (_without("special_tokens_map.json"), r"special_tokens_map\.json is missing"),
         (_add("adapter_config.json"), r"adapter_config\.json is not among the files in .*manifest\.json: it was added"),
-        (_cut_manifest, r"manifest\.json is damaged, or not a manifest"),
+        (_rewrite("manifest.json", lambda content: content[:300]), r"manifest\.json is damaged, or not a manifest"),
         (_flip("manifest.json"), r"manifest\.json "),
-        (_nest("manifest.json"), r"manifest\.json is damaged"),
-        (_nest("config.json"), r"config\.json "),
+        (_rewrite("manifest.json", _nest), r"manifest\.json is damaged"),
+        (_rewrite("config.json", _nest), r"config\.json "),
     ],
 )
 def test_a_folder_that_is_not_as_its_manifest_records_is_refused_by_generate_and_evaluate(
@@ -152,8 +144,7 @@ def test_a_folder_that_is_not_as_its_manifest_records_is_refused_by_generate_and
     ("change", "warning"),
     [
         (_flip("README.md"), "README.md has sha256"),
-        (lambda folder: (folder / "README.md").unlink(), "README.md is missing"),
-        (lambda folder: (folder / "loss_curve.png").unlink(), "loss_curve.png is missing"),
+        (_without("loss_curve.png"), "loss_curve.png is missing"),
         (_add("trainer_state.json"), None),
     ],
 )
@@ -185,11 +176,8 @@ def test_a_vocabulary_with_more_ids_than_the_model_is_refused(make_model: MakeMo
 
 
 @pytest.mark.parametrize("device", ["tpu", "cpu:1", "cpu:x"])
-def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+def test_a_device_that_is_not_there_is_refused_and_the_cpu_can_always_be_chosen(device: str) -> None:
     with pytest.raises(SpecError, match=rf"device is '{device}', but it must be .*cpu"):
         chosen_device(device)
-
-
-def test_the_cpu_can_always_be_chosen() -> None:
     assert chosen_device("cpu") == "cpu"
     assert chosen_device(None)
