@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from t5train.data.corpus import build_corpus
-from t5train.data.passages import Passage, Split
-from t5train.data.samples.loader import Samples
-from t5train.data.samples.span_corruption import is_content
+from t5train.data.passages import Passage
+from t5train.data.samples.loader import Samples, noise_keys
+from t5train.data.samples.span_corruption import corrupt, geometry, is_content
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import given_tokenizer
 from t5train.errors import InputError, SpecError
@@ -124,10 +124,8 @@ def test_the_unigram_baseline_predicts_each_token_from_the_rest_of_the_text(
 
 
 def _masked(ids: np.ndarray, spec: EvaluationSpec, vocabulary: Vocabulary) -> list[int]:
-    from t5train.data.samples.loader import noise_keys
-    from t5train.data.samples.span_corruption import corrupt, geometry
-
-    shape = geometry(OBJECTIVE.model_copy(update={"input_tokens": 16, "noise_density": 0.15}))
+    objective = {"input_tokens": spec.input_tokens, "noise_density": spec.noise_density}
+    shape = geometry(OBJECTIVE.model_copy(update=objective))
     count = len(ids) // shape.window_tokens
     windows = ids[: count * shape.window_tokens].reshape(count, -1)
     numbers = np.arange(count)
@@ -145,25 +143,19 @@ def test_the_same_text_gives_the_same_result_for_every_size_of_batches(make_mode
     assert evaluate(folder, text, EvaluationSpec(seed=6)).loss != found.loss
 
 
-def test_only_the_first_sequences_are_evaluated_if_asked(make_model: MakeModel, tmp_path: Path) -> None:
-    folder, text = make_model(), str(write_jsonl(tmp_path / "text.jsonl", 600))
-    reported: list[tuple[str, int, int | None]] = []
-    found = evaluate(folder, text, EvaluationSpec(max_sequences=3), progress=lambda *step: reported.append(step))
-    assert (found.sequences, found.passages) == (3, 256)
-    assert reported[-1][1:] == (3, 3)
-    assert reported[-1][0].startswith("sequences evaluated, loss ")
-
-
-@pytest.mark.parametrize("split", [None, "validation"])
-def test_progress_says_how_much_remains_while_a_text_is_read_and_evaluated(
-    make_model: MakeModel, tmp_path: Path, split: Split | None
+@pytest.mark.parametrize("asked", [{}, {"split": "validation"}, {"max_sequences": 3}])
+def test_progress_says_how_much_remains_while_a_text_is_read_and_as_much_as_is_asked_for_evaluated(
+    make_model: MakeModel, tmp_path: Path, asked: dict[str, Any]
 ) -> None:
     folder, text = make_model(), str(write_jsonl(tmp_path / "text.jsonl", 300))
     reported: list[tuple[str, int, int | None]] = []
-    found = evaluate(folder, text, EvaluationSpec(split=split), progress=lambda *step: reported.append(step))
+    found = evaluate(folder, text, EvaluationSpec(**asked), progress=lambda *step: reported.append(step))
     assert all(total is not None for _, _, total in reported)
     last = {what.partition(",")[0]: (done, total) for what, done, total in reported}
-    assert last["passages tokenised"] == (300, 300)
+    if "max_sequences" in asked:
+        assert (found.sequences, found.passages) == (3, 256)
+    else:
+        assert last["passages tokenised"] == (300, 300)
     assert last["sequences evaluated"] == (found.sequences, found.sequences)
 
 
@@ -203,15 +195,17 @@ def test_no_text_becomes_a_control_id(make_published: MakeModel, vocabulary: str
     assert (found.size, found.first_sentinel_id) == (400, 399)
 
 
-def test_a_text_without_a_whole_window_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spec", "error", "problem"),
+    [
+        (EvaluationSpec(), InputError, r"sequence takes \d+ consecutive tokens, but there are \d+ tokens in 1 pass"),
+        (EvaluationSpec(noise_density=0.9), SpecError, r"noise_density is 0\.9"),
+        (EvaluationSpec(input_tokens=4096), SpecError, r"needs .* spans, but there are 100 sentinels"),
+    ],
+)
+def test_a_text_without_a_whole_window_and_masking_that_is_not_possible_are_refused(
+    make_model: MakeModel, tmp_path: Path, spec: EvaluationSpec, error: type[Exception], problem: str
+) -> None:
     (tmp_path / "short.txt").write_text("Too short.\n")
-    with pytest.raises(InputError, match=r"sequence takes \d+ consecutive tokens, but there are \d+ tokens in 1 pass"):
-        evaluate(make_model(), str(tmp_path / "short.txt"))
-
-
-def test_masking_that_is_not_possible_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
-    folder = make_model()
-    with pytest.raises(SpecError, match=r"noise_density is 0\.9"):
-        evaluate(folder, "pydocs", EvaluationSpec(noise_density=0.9))
-    with pytest.raises(SpecError, match=r"needs .* spans, but there are 100 sentinels"):
-        evaluate(folder, "pydocs", EvaluationSpec(input_tokens=4096))
+    with pytest.raises(error, match=problem):
+        evaluate(make_model(), str(tmp_path / "short.txt"), spec)
