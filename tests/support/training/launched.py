@@ -40,6 +40,11 @@ def spec_of(layout: str, num_steps: int = 4, ranks: int = 2, saved_every: int = 
     )
 
 
+def job(name: str, layout: str, settings: dict[str, Any] | None = None, ranks: int = 2, **more: Any) -> dict[str, Any]:
+    spec = spec_of(layout, ranks=ranks).with_settings(settings or {})
+    return {"name": name, "spec": spec.model_dump(mode="json"), **more}
+
+
 def _experts(options: list[str]) -> dict[str, Any]:
     """Settings of a model with four experts and expert-parallel size N if ``epN`` is among the options; else none."""
     size = next((int(option.removeprefix("ep")) for option in options if option.startswith("ep")), None)
@@ -67,8 +72,6 @@ def _pipeline(options: list[str]) -> dict[str, Any]:
 
 
 class Trained:
-    """The results of a launch."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
 
@@ -101,5 +104,4 @@ def train(
 
 
 def launch(jobs: Path, ranks: int = 2, program: str = "rank_program") -> None:
-    """Run a program of this package on ``ranks`` ranks."""
     run_ranks(f"tests.support.training.{program}", [str(jobs)], ranks, jobs)

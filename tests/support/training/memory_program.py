@@ -1,31 +1,24 @@
 """The program that ranks run in test_memory_estimate.py: it measures the peak bytes of live tensors in a training step.
 
 ``python memory_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "is_fused"}]``,
-and writes ``{name}.bytes`` beside it for each job, as rank 0 measured it.
+and writes ``{name}.rank-{rank}.json`` beside it for each job.
 """
 
 import gc
-import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import torch
-from deepspeed import comm
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import groups
 
 from t5train.data.samples.loader import Prefetched
 from t5train.engine.deepspeed_config import BUCKET_ELEMENTS
 from t5train.engine.gradient_accumulation import Fp32Sums
 from t5train.engine.gradient_reduction import GradientReduction
 from t5train.engine.optimizer import AdamWRms
-from t5train.spec import build
-from t5train.spec.rank_job import TrainJob
 from t5train.train import loop
 from tests.support.training import rank_main
 from tests.support.training.fused_ranks import fused
@@ -34,17 +27,9 @@ INTERPRETED_ELEMENTS = 1 << 16
 Tensors = Sequence[weakref.ref[torch.Tensor]]
 
 
-def main(jobs: Path) -> None:
-    deepspeed.init_distributed()
-    for entry in json.loads(jobs.read_text()):
-        groups._EXPERT_PARALLEL_GROUP.clear()
-        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
-        with _fused() if entry["is_fused"] else nullcontext():
-            found = _peak_bytes(entry)
-        if comm.get_rank() == 0:
-            jobs.with_name(f"{entry['name']}.bytes").write_text(str(found))
-        comm.barrier()
-    comm.destroy_process_group()
+def _report(entry: dict[str, Any]) -> dict[str, int]:
+    with _fused() if entry["is_fused"] else nullcontext():
+        return {"bytes": _peak_bytes(entry)}
 
 
 @contextmanager
@@ -67,15 +52,8 @@ def _peak_bytes(entry: dict[str, Any]) -> int:
     reduced and, with the fused update, at the end of that; when the optimizer starts, and while the fused update runs.
     Never during a backward pass, in which activations are alive.
     """
-    folder, before, seen = Path(entry["run_folder"]), _live_bytes(), [0]
-    job = TrainJob(
-        spec=build(entry["spec"]),
-        run_fingerprint="0" * 64,
-        run_folder=folder,
-        shards_folder=entry["shards"],
-        resume_tag=None,
-    )
-    trainer = loop.Trainer(job)
+    before, seen = _live_bytes(), [0]
+    trainer = loop.Trainer(rank_main.job_of(entry))
     gc.collect()
     earlier = [weakref.ref(tensor) for tensor in _tensors()]
     gc.freeze()  # gc then skips the objects that exist now, which saves a second per sample
@@ -120,4 +98,4 @@ def _live_bytes(earlier: Tensors = ()) -> int:
 
 
 if __name__ == "__main__":
-    rank_main.run(main)
+    rank_main.run_jobs(_report)

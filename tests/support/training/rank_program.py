@@ -17,7 +17,6 @@ each job.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -26,11 +25,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import numpy as np
 import torch
 from deepspeed import comm
-from deepspeed.utils import groups
 
 from t5train.checkpoint import saving, sidecar, state_loading
 from t5train.checkpoint.reshard import consolidated_for
@@ -51,30 +48,14 @@ from tests.support.training import rank_main
 from tests.support.training.fused_ranks import fused
 
 
-def main(jobs: Path) -> None:
-    deepspeed.init_distributed()
-    deepspeed_config.SUB_GROUP_ELEMENTS = 20_000  # so that ZeRO 3 has several sub-groups, as in a large model
-    for entry in json.loads(jobs.read_text()):
-        groups._EXPERT_PARALLEL_GROUP.clear()  # DeepSpeed keeps groups of earlier runs, and would use the largest
-        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
-        groups.mpu = None  # otherwise DeepSpeed keeps the grid of an earlier pipeline run
-        if "ranks_a_node" in entry:
-            _enter_node(entry)
-        if "killed" in entry:
-            _copy_killed(Path(entry["killed"]), Path(entry["run_folder"]), entry["resume_tag"])
-        found = _run(entry)
-        path = jobs.with_name(f"{entry['name']}.rank-{comm.get_rank()}.json")
-        path.write_text(json.dumps(found))
-        comm.barrier()
-    comm.destroy_process_group()
-
-
 def _run(entry: dict[str, Any]) -> dict[str, Any]:
-    job = TrainJob(
-        spec=build(entry["spec"]),
-        run_fingerprint="0" * 64,
-        run_folder=entry["run_folder"],
-        shards_folder=entry["shards"],
+    deepspeed_config.SUB_GROUP_ELEMENTS = 20_000  # so that ZeRO 3 has several sub-groups, as in a large model
+    if "ranks_a_node" in entry:
+        _enter_node(entry)
+    if "killed" in entry:
+        _copy_killed(Path(entry["killed"]), Path(entry["run_folder"]), entry["resume_tag"])
+    job = rank_main.job_of(
+        entry,
         node_local="ranks_a_node" in entry,
         resume_tag=entry.get("resume_tag"),
         consolidated=_consolidated(entry),
@@ -198,8 +179,6 @@ class StopTraining(T5TrainError):
 
 @contextlib.contextmanager
 def _dispatching(dispatch: str | None) -> Iterator[None]:
-    """Let experts get their tokens as on a GPU."""
-
     def use_kernels(model: T5, *_settings: Any) -> None:
         for _, layer in model.sparse_layers():
             layer.dispatch = dispatch
@@ -211,21 +190,6 @@ def _dispatching(dispatch: str | None) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_fault() -> Iterator[None]:
     yield
-
-
-@contextlib.contextmanager
-def _loss_becomes_nan() -> Iterator[None]:
-    original = collectives.gather
-    calls = {"count": 0}
-
-    def gather(values: list[int]) -> list[list[int]]:
-        calls["count"] += 1
-        if len(values) == 3 and calls["count"] > 3 and comm.get_rank() == 0:
-            values = [collectives.bits_of(float("nan")), *values[1:]]
-        return original(values)
-
-    with mock.patch.object(loop, "gather", gather):
-        yield
 
 
 class _NanGradients(torch.autograd.Function):
@@ -349,7 +313,6 @@ def _rank_one_has_no_resume_tag() -> Iterator[None]:
 _OPENED: list[str] = []
 FAULTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[None]]] = {
     None: _no_fault,
-    "nan": _loss_becomes_nan,
     "nan-gradients": _gradients_of_step_3_become_nan,
     "nan-at-the-end": _last_update_spoils_the_weights,
     "duplicate": _ranks_read_the_same_samples,
@@ -368,4 +331,4 @@ if __name__ == "__main__":
     sys.addaudithook(_note_opened)
     # On a busy machine, W&B's process takes longer to start than these trainings take.
     wandb_sync.SECONDS_TO_END = wandb_sync.SECONDS_AFTER_ERROR = 300.0
-    rank_main.run(main)
+    rank_main.run_jobs(_run)

@@ -5,15 +5,11 @@
 recorded. CPUs record nothing, so a double launches the passes.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import torch
-from deepspeed import comm
 from torch import Tensor
 
 from t5train.engine import pipeline_engine
@@ -49,16 +45,11 @@ class LaunchedPasses:
         return gradients[0] if differentiable else None
 
 
-def main(jobs: Path) -> None:
-    deepspeed.init_distributed()
-    for entry in json.loads(jobs.read_text()):
-        LaunchedPasses.made = 0
-        expected, found = _states(entry, is_recorded=False), _states(entry, is_recorded=True)
-        different = [name for name in expected if not torch.equal(found[name], expected[name])]
-        report = {"different": different, "recorded": LaunchedPasses.made}
-        jobs.with_name(f"{entry['name']}.rank-{comm.get_rank()}.json").write_text(json.dumps(report))
-        comm.barrier()
-    comm.destroy_process_group()
+def _report(entry: dict[str, Any]) -> dict[str, Any]:
+    LaunchedPasses.made = 0
+    expected, found = _states(entry, is_recorded=False), _states(entry, is_recorded=True)
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    return {"different": different, "recorded": LaunchedPasses.made}
 
 
 def _states(entry: dict[str, Any], is_recorded: bool) -> dict[str, Tensor]:
@@ -76,4 +67,4 @@ def _states(entry: dict[str, Any], is_recorded: bool) -> dict[str, Tensor]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    rank_main.run(main)
+    rank_main.run_jobs(_report)

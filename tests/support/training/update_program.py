@@ -7,36 +7,25 @@ that number.
 """
 
 import contextlib
-import json
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed import comm
-from deepspeed.utils import groups
 from torch import Tensor
 
 from t5train.data.samples.loader import Prefetched
 from t5train.engine.partitions import inner_optimizer, masters_of
 from t5train.errors import NonFiniteLoss
-from t5train.spec import build
-from t5train.spec.rank_job import TrainJob
 from t5train.train import loop
 from tests.support.training import rank_main
 from tests.support.training.fused_ranks import fused
 
 
-def main(jobs: Path) -> None:
-    deepspeed.init_distributed()
-    for entry in json.loads(jobs.read_text()):
-        compare = _before_and_after_poison if "poison" in entry else _without_and_with_kernels
-        expected, found = compare(entry)
-        distances = {name: _distance(found[name], expected[name]) for name in expected}
-        jobs.with_name(f"{entry['name']}.rank-{comm.get_rank()}.json").write_text(json.dumps(distances))
-        comm.barrier()
-    comm.destroy_process_group()
+def _report(entry: dict[str, Any]) -> dict[str, float]:
+    compare = _before_and_after_poison if "poison" in entry else _without_and_with_kernels
+    expected, found = compare(entry)
+    return {name: _distance(found[name], expected[name]) for name in expected}
 
 
 def _without_and_with_kernels(entry: dict[str, Any]) -> list[dict[str, Tensor]]:
@@ -70,21 +59,11 @@ def _before_and_after_poison(entry: dict[str, Any]) -> list[dict[str, Tensor]]:
 
 
 def trainer_of(entry: dict[str, Any]) -> loop.Trainer:
-    groups._EXPERT_PARALLEL_GROUP.clear()  # DeepSpeed keeps groups of earlier engines, and would use the largest
-    groups._EXPERT_DATA_PARALLEL_GROUP.clear()
-    groups.mpu = None  # otherwise DeepSpeed keeps the grid of an earlier pipeline
-    job = TrainJob(
-        spec=build(entry["spec"]),
-        run_fingerprint="0" * 64,
-        run_folder=entry["run_folder"],
-        shards_folder=entry["shards"],
-        resume_tag=None,
-    )
-    return loop.Trainer(job)
+    rank_main.forget_groups()
+    return loop.Trainer(rank_main.job_of(entry))
 
 
 def take_step(trainer: loop.Trainer) -> float:
-    """Take a step, and return its gradient norm."""
     with Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, trainer.step), 1) as batches:
         values, _ = trainer._take_step(batches)
     assert values["gradient_norm"] is not None
@@ -111,4 +90,4 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    rank_main.run(main)
+    rank_main.run_jobs(_report)

@@ -10,7 +10,6 @@ _WHOLE, _LAST = 1, 4
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Yield the records of a ``.wandb`` file."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, offset, parts = path.read_bytes(), _FILE_HEADER_BYTES, b""

@@ -1,6 +1,5 @@
 """The memory estimate of a run agrees with what its engines' tensors take."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.recipes import RECIPES, recipe
 from tests.support.needed_triton import require_triton
-from tests.support.training.launched import launch, spec_of
+from tests.support.training.launched import job, spec_of, train
 
 LAYOUTS = ["zero0-bf16", "zero1-bf16", "zero2-fp32-ep2", "zero2-bf16-offload", "zero3-bf16-offload"]
 # Large enough that hardly anything else counts.
@@ -32,19 +31,9 @@ def _live_bytes(
     root: Path, shards: TokenShards, layouts: list[str], ranks: int = 2, is_fused: bool = False
 ) -> dict[str, int]:
     """The peak bytes of tensors on rank 0 during a step of each layout."""
-    jobs = [
-        {
-            "name": layout,
-            "spec": spec_of(layout, ranks=ranks).with_settings(LARGE).model_dump(mode="json"),
-            "run_folder": str(root),
-            "shards": str(shards.path),
-            "is_fused": is_fused,
-        }
-        for layout in layouts
-    ]
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    launch(root / "jobs.json", ranks, program="memory_program")
-    return {layout: int((root / f"{layout}.bytes").read_text()) for layout in layouts}
+    jobs = [job(layout, layout, LARGE, ranks=ranks, is_fused=is_fused) for layout in layouts]
+    measured = train(root, jobs, shards, ranks, program="memory_program")
+    return {layout: int(measured.found(layout)["bytes"]) for layout in layouts}
 
 
 def _estimated(spec: RunSpec, shards: TokenShards) -> int:
@@ -105,20 +94,17 @@ def test_recipes_need_the_expected_host_memory(name: str, gigabytes: int) -> Non
     assert RECIPES[name].__doc__
 
 
-def test_the_state_of_large_leaves_room_for_the_activations_of_64_sequences_on_80_gigabytes() -> None:
-    spec = recipe("large")
-    state = sum(one.accelerator for one in held_by_a_rank(spec, resolve(spec.model, 32_100)) if one.what != WITNESS)
-    assert 14e9 < state < 14.2e9
+def test_the_states_of_large_and_3b_leave_room_for_activations_on_80_gigabytes() -> None:
+    large, of_3b = (
+        sum(one.accelerator for one in held_by_a_rank(spec, resolve(spec.model, 32_100)) if one.what != WITNESS)
+        for spec in (recipe("large"), recipe("t5_3b"))
+    )
+    assert 14e9 < large < 14.2e9
     of_base_per_sequence = (29.9 * 2**30 - 4e9) / 128  # docs/measurements.md, less the state
-    activations = 64 * of_base_per_sequence * 2 * 1024 / 768
-    assert state + activations < 0.8 * 80e9
-    assert state + 2 * activations > 80e9
-
-
-def test_the_state_of_3b_leaves_room_for_activations_on_80_gigabytes() -> None:
-    spec = recipe("t5_3b")
-    held = held_by_a_rank(spec, resolve(spec.model, 32_100))
-    assert 50e9 < sum(one.accelerator for one in held if one.what != WITNESS) < 52e9
+    activations_of_64 = 64 * of_base_per_sequence * 2 * 1024 / 768
+    assert large + activations_of_64 < 0.8 * 80e9
+    assert large + 2 * activations_of_64 > 80e9
+    assert 50e9 < of_3b < 52e9
 
 
 def test_a_stage_of_a_pipeline_holds_its_layers_and_an_embedding() -> None:

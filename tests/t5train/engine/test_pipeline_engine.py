@@ -3,7 +3,7 @@
 import pytest
 
 from t5train.records.stage_records import TokenShards
-from tests.support.training.launched import Trained, spec_of, train
+from tests.support.training.launched import Trained, job, train
 
 pytestmark = pytest.mark.slow
 RANKS = 2
@@ -12,11 +12,7 @@ LAYOUTS = ["zero1-bf16-pp2", "zero1-bf16-pp2-tied"]
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> Trained:
-    settings = {"model.dropout_rate": 0.0}
-    jobs = [
-        {"name": layout, "spec": spec_of(layout, ranks=RANKS).with_settings(settings).model_dump(mode="json")}
-        for layout in LAYOUTS
-    ]
+    jobs = [job(layout, layout, {"model.dropout_rate": 0.0}, ranks=RANKS) for layout in LAYOUTS]
     return train(tmp_path_factory.mktemp("recorded"), jobs, pydocs_shards, RANKS, program="recorded_program")
 
 

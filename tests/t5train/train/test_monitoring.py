@@ -13,7 +13,7 @@ import pytest
 from t5train.records.metrics import read
 from t5train.records.stage_records import TokenShards
 from tests.support.training import wandb_files
-from tests.support.training.launched import Trained, spec_of, train
+from tests.support.training.launched import Trained, job, spec_of, train
 
 pytestmark = pytest.mark.slow
 
@@ -26,18 +26,13 @@ NAMES |= {"data_wait_seconds", "skipped_steps"}
 def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> Trained:
     """One run that is not watched, and one that is, which is killed after step 3 and resumes from step 2."""
     root = tmp_path_factory.mktemp("monitored")
-    plain, watched = spec_of("zero1-fp32"), spec_of("zero1-fp32").with_settings(WATCHED)
-    killed = watched.with_settings({"profile.steps": "2:4"})
-    jobs: list[dict[str, Any]] = [
-        {"name": "plain", "spec": plain.model_dump(mode="json"), "run_folder": f"{root}/plain"},
-        {"name": "watched", "spec": watched.model_dump(mode="json"), "run_folder": f"{root}/watched"},
-        {"name": "killed", "spec": killed.model_dump(mode="json"), "run_folder": f"{root}/killed", "stop_at": 3},
-        {
-            "name": "resumed",
-            "spec": killed.model_dump(mode="json"),
-            "run_folder": f"{root}/killed",
-            "resume_tag": "step-00000002",
-        },
+    killed = WATCHED | {"profile.steps": "2:4"}
+    resumed = {"run_folder": f"{root}/killed", "resume_tag": "step-00000002"}
+    jobs = [
+        job("plain", "zero1-fp32"),
+        job("watched", "zero1-fp32", WATCHED),
+        job("killed", "zero1-fp32", killed, stop_at=3),
+        job("resumed", "zero1-fp32", killed, **resumed),
     ]
     return train(root, jobs, pydocs_shards)
 
@@ -61,9 +56,6 @@ def test_watching_a_run_changes_neither_its_weights_nor_its_fingerprint(trained:
     assert trained.found("plain")["masters"] == trained.found("watched")["masters"]
     assert trained.found("plain")["masters"] == trained.found("resumed")["masters"]
     assert spec_of("zero1-fp32").fingerprint() == spec_of("zero1-fp32").with_settings(WATCHED).fingerprint()
-
-
-def test_a_run_that_is_not_watched_has_none_of_these_files(trained: Trained) -> None:
     names = {path.name for path in (trained.root / "plain").iterdir()}
     assert not names & {"metrics.csv", "wandb", "profiles"}
 
@@ -101,22 +93,11 @@ def test_wandb_has_what_metrics_jsonl_has(trained: Trained) -> None:
     assert all(sent[step].keys() >= NAMES for step in (1, 2, 3, 4))
 
 
-@pytest.mark.skipif(find_spec("wandb") is None, reason="the package wandb is not installed (make setup installs it)")
-def test_the_attempts_of_a_resumed_run_are_one_wandb_run_with_each_step_once(trained: Trained) -> None:
-    first, second = wandb_files.segments(trained.root / "killed")
-    assert first.name == second.name
-    steps = [list(wandb_files.history(path)) for path in (first, second)]
-    assert sorted(steps[0] + steps[1]) == [0, 1, 2, 3, 4]
-
-
-def test_the_trace_has_exactly_the_steps_that_were_asked_for(trained: Trained) -> None:
-    (path,) = (trained.root / "watched/profiles").iterdir()
-    assert path.name == "steps-00000002-00000003.trace.json.gz"
-    assert annotated_steps(path) == {"step 2", "step 3"}
+@pytest.mark.parametrize(("name", "first", "last"), [("watched", 2, 3), ("killed", 3, 4)])
+def test_the_trace_has_exactly_the_steps_that_were_asked_for_and_are_left_after_a_resume(
+    trained: Trained, name: str, first: int, last: int
+) -> None:
+    (path,) = (trained.root / name / "profiles").iterdir()  # an attempt that is killed within them writes nothing
+    assert path.name == f"steps-{first:08d}-{last:08d}.trace.json.gz"
+    assert annotated_steps(path) == {f"step {first}", f"step {last}"}
     assert any(event.get("name", "").startswith("aten::") for event in events(path))
-
-
-def test_an_attempt_that_resumes_within_the_steps_records_those_that_are_left(trained: Trained) -> None:
-    (path,) = (trained.root / "killed/profiles").iterdir()  # the attempt that was killed within them wrote nothing
-    assert path.name == "steps-00000003-00000004.trace.json.gz"
-    assert annotated_steps(path) == {"step 3", "step 4"}

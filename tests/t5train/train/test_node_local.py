@@ -16,7 +16,7 @@ from t5train.checkpoint.sidecar import Sidecar
 from t5train.checkpoint.tags import complete_tags, files_read_by
 from t5train.model.model_shape import resolve
 from t5train.records.stage_records import TokenShards
-from tests.support.training.launched import Trained, spec_of, train
+from tests.support.training.launched import Trained, job, spec_of, train
 
 pytestmark = pytest.mark.slow
 
@@ -31,8 +31,6 @@ CASES = [(layout, 1) for layout in ONE_RANK_A_NODE] + [(layout, 2) for layout in
 
 
 class OnNodes(Trained):
-    """The results of the launches, each on two nodes."""
-
     def sidecars(self, layout: str, tag: str) -> list[Sidecar]:
         """The sidecars of all ranks in order of rank, from the nodes that wrote them."""
         folders = [self.root / f"{layout}.whole/node-{node}/checkpoints/{tag}" for node in (0, 1)]
@@ -46,32 +44,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
     for ranks_a_node in (1, 2):
         jobs: list[dict[str, Any]] = []
         for number, layout in enumerate(layout for layout, ranks in CASES if ranks == ranks_a_node):
-            spec = spec_of(layout, ranks=2 * ranks_a_node).with_settings(SHORT).model_dump(mode="json")
-            same = {"spec": spec, "ranks_a_node": ranks_a_node}
+            same = {"ranks": 2 * ranks_a_node, "ranks_a_node": ranks_a_node}
             brought = {"resume_tag": TAG, "brought_from": f"{root}/{layout}.whole", "intact": number % 2}
-            jobs += [{"name": f"{layout}.whole", **same}, {"name": f"{layout}.resumed", **same, **brought}]
+            jobs.append(job(f"{layout}.whole", layout, SHORT, **same))
+            jobs.append(job(f"{layout}.resumed", layout, SHORT, **same, **brought))
         train(root, jobs, pydocs_shards, ranks=2 * ranks_a_node)
     return OnNodes(root)
 
 
 @pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
-def test_an_intact_node_and_one_that_was_wiped_resume_bit_equal(
+def test_an_intact_node_and_one_that_was_wiped_resume_bit_equal_from_the_files_that_files_read_by_lists(
     trained: OnNodes, layout: str, ranks_a_node: int
 ) -> None:
+    sidecars = trained.sidecars(layout, TAG)
     for rank in range(2 * ranks_a_node):
         whole, resumed = (trained.found(f"{layout}.{what}", rank) for what in ("whole", "resumed"))
         assert whole["step"] == resumed["step"] == 2
         assert whole["masters"] == resumed["masters"] == trained.found(f"{layout}.whole")["masters"]
-
-
-@pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
-def test_files_read_by_lists_the_files_that_deepspeed_opens(trained: OnNodes, layout: str, ranks_a_node: int) -> None:
-    sidecars = trained.sidecars(layout, TAG)
-    for rank in range(2 * ranks_a_node):
-        expected, opened = files_read_by(rank, sidecars), trained.found(f"{layout}.resumed", rank)["opened"]
         # Of the stages' mp_rank files, DeepSpeed opens two, and only counts the others.
         two = {f"mp_rank_{stage:02d}_model_states.pt" for stage in (0, sidecars[rank].layout.pipeline_rank)}
-        assert opened == [name for name in expected if not name.startswith("mp_rank_") or name in two]
+        expected = [name for name in files_read_by(rank, sidecars) if not name.startswith("mp_rank_") or name in two]
+        assert resumed["opened"] == expected
 
 
 @pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
@@ -87,31 +80,23 @@ def test_the_files_of_all_nodes_together_are_a_complete_checkpoint(
 
 
 @pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
-def test_every_file_of_a_node_is_listed_by_exactly_one_of_its_ranks(
-    trained: OnNodes, layout: str, ranks_a_node: int
-) -> None:
-    for node in (0, 1):
-        folder = trained.root / f"{layout}.whole/node-{node}/checkpoints/{LAST}"
-        written = sidecar.read_all(folder)
-        assert [one.rank for one in written] == list(range(node * ranks_a_node, (node + 1) * ranks_a_node))
-        listed = [name for one in written for name in (*one.files, *one.replicas)]
-        assert sorted(listed) == sorted(path.name for path in folder.glob("*.pt"))
-        assert {name for one in written for name in one.replicas} == (
-            {"mp_rank_00_model_states.pt"} if node == 1 and layout in REPLICATED else set()
-        )
-
-
-@pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
-def test_a_checkpoint_takes_about_the_estimated_disk_space_on_each_node(
+def test_every_file_of_a_node_is_listed_by_one_of_its_ranks_and_takes_about_the_estimated_disk_space(
     trained: OnNodes, layout: str, ranks_a_node: int, pydocs_shards: TokenShards
 ) -> None:
     once = {"optimizer.num_steps": 1, "optimizer.warmup_steps": 0}
     spec = spec_of(layout, ranks=2 * ranks_a_node).with_settings(SHORT | once)
     shape = resolve(spec.model, int(pydocs_shards.counts["vocab_size"]))
     for node in (0, 1):
+        ranks = range(node * ranks_a_node, (node + 1) * ranks_a_node)
         folder = trained.root / f"{layout}.whole/node-{node}/checkpoints/{LAST}"
+        written = sidecar.read_all(folder)
+        assert [one.rank for one in written] == list(ranks)
+        listed = [name for one in written for name in (*one.files, *one.replicas)]
+        assert sorted(listed) == sorted(path.name for path in folder.glob("*.pt"))
+        replicas = {"mp_rank_00_model_states.pt"} if node == 1 and layout in REPLICATED else set()
+        assert {name for one in written for name in one.replicas} == replicas
         takes = sum(path.stat().st_size for path in folder.glob("*.pt"))
-        expected = bytes_held(spec, shape, range(node * ranks_a_node, (node + 1) * ranks_a_node))
+        expected = bytes_held(spec, shape, ranks)
         assert 0.95 * takes < expected < 2 * takes  # names and shapes add to the files of such a small model
 
 

@@ -36,7 +36,8 @@ def python_with_wandb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 
 @pytest.fixture
 def quick_processes(python_with_wandb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Import wandb once for the processes of all tests."""
+    """Import wandb once for the processes of all tests. Skips where it is not installed."""
+    pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
     monkeypatch.setattr(sys, "executable", python_with_wandb)
 
 
@@ -45,14 +46,8 @@ def job(tmp_path: Path) -> TrainJob:
     settings = {"monitor.wandb": True, "monitor.wandb_mode": "offline", "storage.root": str(tmp_path), "name": "mine"}
     spec = recipe("smoke", settings)
     spec.run_folder.mkdir(parents=True)
-    return TrainJob(
-        spec=spec,
-        run_fingerprint="f" * 64,
-        run_folder=spec.run_folder,
-        shards_folder=tmp_path,
-        resume_tag=None,
-        unique_id="0" * 32,
-    )
+    folders = {"run_folder": spec.run_folder, "shards_folder": tmp_path}
+    return TrainJob(spec=spec, run_fingerprint="f" * 64, resume_tag=None, unique_id="0" * 32, **folders)
 
 
 def attempt(job: TrainJob, resume_step: int, lines: dict[int, Values]) -> None:
@@ -71,7 +66,6 @@ def losses(path: Path) -> dict[int, float]:
 
 @pytest.mark.usefixtures("quick_processes")
 def test_a_resume_continues_the_same_wandb_run_and_sends_each_step_once(job: TrainJob) -> None:
-    pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
     attempt(job, 0, {step: {"loss": float(step), "mfu": None} for step in range(6)})
     attempt(job, 3, {step: {"loss": step + 0.5} for step in range(4, 8)})
     first, second = wandb_files.segments(job.run_folder)
@@ -82,29 +76,21 @@ def test_a_resume_continues_the_same_wandb_run_and_sends_each_step_once(job: Tra
 
 
 @pytest.mark.usefixtures("quick_processes")
-def test_training_that_begins_again_is_a_new_wandb_run(job: TrainJob) -> None:
-    pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
-    attempt(job, 0, {1: {"loss": 1.0}, 2: {"loss": 2.0}})
-    attempt(job, 0, {1: {"loss": 1.5}})
-    first, second = wandb_files.segments(job.run_folder)
-    assert second.stem == f"{first.stem}-2"
-    assert losses(second) == {1: 1.5}
-
-
-@pytest.mark.usefixtures("quick_processes")
-def test_a_run_that_switches_wandb_on_later_sends_its_earlier_steps_too(job: TrainJob) -> None:
-    pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
+def test_training_that_begins_again_is_a_new_wandb_run_and_sends_also_what_was_not_sent(job: TrainJob) -> None:
     with Metrics(job.metrics_path, job.tensorboard_folder, 0) as metrics:
         metrics.write(1, {"loss": 1.0})
     attempt(job, 1, {2: {"loss": 2.0}})
-    assert losses(wandb_files.segments(job.run_folder)[0]) == {1: 1.0, 2: 2.0}
+    attempt(job, 0, {1: {"loss": 1.5}})
+    first, second = wandb_files.segments(job.run_folder)
+    assert second.stem == f"{first.stem}-2"
+    assert losses(first) == {1: 1.0, 2: 2.0}
+    assert losses(second) == {1: 1.5}
 
 
 @pytest.mark.usefixtures("quick_processes")
 def test_neither_the_api_key_nor_paths_and_hosts_are_sent_or_stored(
     job: TrainJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     attempt(job, 0, {1: {"loss": 1.0}})
     content = b"".join(path.read_bytes() for path in job.run_folder.rglob("*") if path.is_file())
@@ -118,12 +104,22 @@ def test_neither_the_api_key_nor_paths_and_hosts_are_sent_or_stored(
     }
 
 
+@pytest.fixture
+def breaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has processes import a wandb of this text."""
+
+    def broken(text: str) -> None:
+        (tmp_path / "broken").mkdir()
+        (tmp_path / "broken/wandb.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+    return broken
+
+
 def test_a_wandb_that_fails_is_reported_once_and_training_continues(
-    job: TrainJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    job: TrainJob, breaking: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken/wandb.py").write_text(f"raise ImportError('no core for {SECRET}')\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    breaking(f"raise ImportError('no core for {SECRET}')\n")
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     attempt(job, 0, {1: {"loss": 1.0}, 2: {"loss": 2.0}})
     logged = capfd.readouterr().err
@@ -143,7 +139,6 @@ def sync_process(job: TrainJob, **constants: float) -> Iterator[subprocess.Popen
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdin is not None
         process.stdin.write(online(job).model_dump_json() + "\n")
         process.stdin.flush()
         limit = Timer(60, process.kill)
@@ -160,8 +155,6 @@ def online(job: TrainJob) -> SyncJob:
 
 
 def read_until(process: subprocess.Popen[str], ending: str) -> str:
-    """Return what the process logs up to the line that contains ``ending``."""
-    assert process.stderr is not None
     lines = []
     for line in process.stderr:
         lines.append(line)
@@ -197,13 +190,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
         each.server_close()
 
 
-@pytest.mark.usefixtures("quick_processes")
-def test_metrics_are_recorded_offline_if_training_ends_before_the_server_answers(
-    job: TrainJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
+@pytest.fixture
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+
+
+@pytest.mark.usefixtures("quick_processes", "no_server")
+def test_metrics_are_recorded_offline_if_training_ends_before_the_server_answers(job: TrainJob) -> None:
     with sync_process(job, _ANSWER_SECONDS=2) as process:
         _, logged = process.communicate(timeout=60)
     assert process.returncode == 0, logged
@@ -215,13 +209,8 @@ def test_metrics_are_recorded_offline_if_training_ends_before_the_server_answers
     assert wandb_sync._Sent.read(online(job)).step == -1, "the next attempt sends all steps"
 
 
-@pytest.mark.usefixtures("quick_processes")
-def test_metrics_are_recorded_offline_while_training_runs_after_three_failed_tries(
-    job: TrainJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
-    monkeypatch.setenv("WANDB_API_KEY", SECRET)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+@pytest.mark.usefixtures("quick_processes", "no_server")
+def test_metrics_are_recorded_offline_while_training_runs_after_three_failed_tries(job: TrainJob) -> None:
     of_the_user = job.run_folder / "wandb/run-20200101_000000-mine/files"
     of_the_user.mkdir(parents=True)
     with sync_process(job, _ANSWER_SECONDS=1, _RETRY_SECONDS=0.1) as process:
@@ -245,7 +234,6 @@ def test_metrics_are_recorded_offline_while_training_runs_after_three_failed_tri
 def test_a_wrong_key_or_project_is_reported_at_once_and_the_metrics_are_recorded_offline(
     job: TrainJob, server: Callable[[int], None], status: int
 ) -> None:
-    pytest.importorskip("wandb", reason="the package wandb is not installed (make setup installs it)")
     server(status)
     with sync_process(job) as process:
         logged = read_until(process, "wandb sync")
@@ -287,15 +275,10 @@ def test_a_server_that_does_not_answer_is_tried_again_while_training_runs(
 
 @pytest.mark.parametrize("error", [None, TrainingError("the loss is nan")])
 def test_a_wandb_that_hangs_neither_slows_training_nor_keeps_it_from_ending(
-    job: TrainJob,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    job: TrainJob, breaking: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     error: Exception | None,
-) -> None:
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken/wandb.py").write_text("import time\ntime.sleep(600)\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+) -> None:  # fmt: skip
+    breaking("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(wandb_sync, "SECONDS_TO_END", 1.5)
     monkeypatch.setattr(wandb_sync, "SECONDS_AFTER_ERROR", 1.0)
     process = WandbProcess(SyncJob.of(job, 0))
