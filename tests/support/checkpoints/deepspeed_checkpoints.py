@@ -15,14 +15,20 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
-from t5train.checkpoint.sidecar import ParallelLayout
 from t5train.engine.parameter_layout import describe
-from tests.support.checkpoints.live_moments import live_moments
-from tests.support.checkpoints.toy_ranks import TAG, in_fp16, join_ranks, on_cpu, write_sidecar
+from tests.support.checkpoints.live_moments import live_masters, live_moments
+from tests.support.checkpoints.toy_ranks import (
+    TAG,
+    configuration,
+    decay_groups,
+    in_fp16,
+    join_ranks,
+    on_cpu,
+    write_sidecar,
+)
 
 ALIASES = {"decoder.weight": "shared.weight"}
 STEPS = 3
@@ -56,77 +62,43 @@ class Untied(Toy):
         self.scale.requires_grad_(True)
 
 
-def configuration(stage: int, precision: str, **more: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 64, "allgather_bucket_size": 64},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    if precision == "bf16":
-        settings["bf16"] = {"enabled": True}
-    for key, value in more.items():
-        settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
-    return settings
-
-
 def partitioned(precision: str, **zero: Any) -> dict[str, Any]:
     """ZeRO 3 with every parameter partitioned: none stays whole on every rank."""
-    return configuration(3, precision, zero_optimization={"stage3_param_persistence_threshold": 0, **zero})
+    return configuration(3, precision, stage3_param_persistence_threshold=0, **zero)
 
 
 CPU = {"device": "cpu"}
+BF16_SUMS, FP32_SUMS = ({"data_types": {"grad_accum_dtype": kind}} for kind in ("bf16", "fp32"))
 LAYOUTS: dict[str, tuple[type[Toy], dict[str, Any]]] = {
     "zero0-fp32": (Toy, configuration(0, "fp32")),
     "zero1-fp32": (Toy, configuration(1, "fp32")),
     "zero2-fp32": (Toy, configuration(2, "fp32")),
-    "zero0-bf16": (Toy, configuration(0, "bf16", data_types={"grad_accum_dtype": "bf16"})),
-    "zero1-bf16": (Toy, configuration(1, "bf16", data_types={"grad_accum_dtype": "bf16"})),
+    "zero0-bf16": (Toy, configuration(0, "bf16") | BF16_SUMS),
+    "zero1-bf16": (Toy, configuration(1, "bf16") | BF16_SUMS),
     "zero2-bf16": (Toy, configuration(2, "bf16")),
-    "zero1-bf16-fp32-accumulation": (Toy, configuration(1, "bf16", data_types={"grad_accum_dtype": "fp32"})),
-    "zero2-bf16-offload": (Toy, configuration(2, "bf16", zero_optimization={"offload_optimizer": {"device": "cpu"}})),
-    "zero2-bf16-round-robin": (Toy, configuration(2, "bf16", zero_optimization={"round_robin_gradients": True})),
+    "zero1-bf16-fp32-accumulation": (Toy, configuration(1, "bf16") | FP32_SUMS),
+    "zero2-bf16-offload": (Toy, configuration(2, "bf16", offload_optimizer=CPU)),
+    "zero2-bf16-round-robin": (Toy, configuration(2, "bf16", round_robin_gradients=True)),
     "zero3-fp32": (Toy, configuration(3, "fp32")),  # every parameter is small enough to stay whole on every rank
     "zero3-bf16": (Toy, partitioned("bf16", sub_group_size=60)),
     "zero3-bf16-offload": (Toy, partitioned("bf16", offload_optimizer=CPU, offload_param=CPU)),
     "zero3-bf16-untied": (Untied, partitioned("bf16", sub_group_size=60)),
-    "zero1-bf16-untied": (Untied, configuration(1, "bf16", data_types={"grad_accum_dtype": "bf16"})),
+    "zero1-bf16-untied": (Untied, configuration(1, "bf16") | BF16_SUMS),
     "zero2-bf16-untied": (Untied, configuration(2, "bf16")),
     "zero2-fp32-untied": (Untied, configuration(2, "fp32")),
 }
 
 
-def parameter_groups(model: Toy) -> list[dict[str, Any]]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
-        {"params": [parameter for parameter in trained if parameter.ndim == 1], "weight_decay": 0.0},
-    ]
-
-
 def train(kind: type[Toy], settings: dict[str, Any]) -> Any:
     torch.manual_seed(7)
     model = kind()
-    optimizer = torch.optim.AdamW(parameter_groups(model), lr=0.05)
+    optimizer = torch.optim.AdamW(decay_groups(model), lr=0.05)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     for step in range(STEPS):
         ids = torch.arange(8).reshape(2, 4) + 3 * step + engine.global_rank
         engine.backward(engine((ids % 17).to(engine.device)))
         engine.step()
     return engine
-
-
-def live_masters(engine: Any) -> dict[str, torch.Tensor]:
-    """Masters by name, from DeepSpeed's API, or else from its wrappers."""
-    masters = {}
-    weights = live_weights(engine)
-    for name, parameter in engine.module.named_parameters():
-        master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-        masters[name] = (weights[name] if master is None else master).detach().float().cpu().clone()
-    if hasattr(engine.optimizer, "fp32_groups"):
-        for low, high in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True):
-            masters |= {engine.param_names[p]: master.detach().clone() for p, master in zip(low, high, strict=True)}
-    return on_cpu(masters)
 
 
 def live_weights(engine: Any) -> dict[str, torch.Tensor]:
@@ -140,14 +112,8 @@ def save_ours(engine: Any, folder: Path, name: str, tied: bool) -> None:
     engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
     mine = [path.name for path in tag.glob(f"*zero_pp_rank_{rank}_*.pt")]
     mine += [path.name for path in tag.glob("mp_rank_*.pt")] if rank == 0 else []
-    layout = ParallelLayout(
-        zero_stage=int(name[4]),  # type: ignore[arg-type]  # pydantic checks it
-        precision=name.split("-")[1],  # type: ignore[arg-type]  # pydantic checks it
-        data_parallel_rank=rank,
-        data_parallel_size=engine.world_size,
-    )
     aliases = ALIASES if tied else {}
-    write_sidecar(engine, tag, layout, mine, samples=12, groups=describe(engine), aliases=aliases)
+    write_sidecar(engine, tag, name, mine, samples=12, groups=describe(engine), aliases=aliases)
 
 
 def main(folder: Path, *layouts: str) -> None:
@@ -157,9 +123,10 @@ def main(folder: Path, *layouts: str) -> None:
         engine = train(kind, in_fp16(settings) if "fp16" in name else settings)
         engine.save_checkpoint(str(folder / "theirs" / name))
         save_ours(engine, folder / "ours" / name, name, tied=kind is Toy)
+        weights = live_weights(engine)
         live = {
-            "masters": live_masters(engine),
-            "weights": on_cpu(live_weights(engine)),
+            "masters": live_masters(engine, weights),
+            "weights": on_cpu(weights),
             "buffers": on_cpu(dict(engine.module.named_buffers())),
             **{key: live_moments(engine, key) for key in ("exp_avg", "exp_avg_sq")},
         }

@@ -23,14 +23,21 @@ import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.utils import groups, safe_get_full_fp32_param
+from deepspeed.utils import groups
 from torch import nn
 
-from t5train.checkpoint.sidecar import ParallelLayout
 from t5train.engine.parameter_layout import describe
 from t5train.model.parameters import ExpertLayer, ParameterSlot
-from tests.support.checkpoints.live_moments import live_moments
-from tests.support.checkpoints.toy_ranks import TAG, in_fp16, join_ranks, on_cpu, write_sidecar
+from tests.support.checkpoints.live_moments import live_masters, live_moments
+from tests.support.checkpoints.toy_ranks import (
+    TAG,
+    configuration,
+    decay_groups,
+    in_fp16,
+    join_ranks,
+    on_cpu,
+    write_sidecar,
+)
 
 STEPS, MOMENTS = 3, ("exp_avg", "exp_avg_sq")
 _EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
@@ -70,7 +77,6 @@ class Layout:
 
 
 def layouts(world_size: int) -> dict[str, Layout]:
-    """Layouts for a world of 2 or 4 ranks, by name."""
     data_first = {"use_data_before_expert_parallelism": True}
     bf16_sums, fp32_sums = ({"data_types": {"grad_accum_dtype": dtype}} for dtype in ("bf16", "fp32"))
     whole = world_size
@@ -131,29 +137,11 @@ class Toy(nn.Module):
         return logits.logsumexp(-1).mean() - logits[..., 3].mean() + 0.01 * losses
 
 
-def configuration(layout: Layout) -> dict[str, Any]:
-    zero = {"stage": layout.stage, "reduce_bucket_size": 64, "allgather_bucket_size": 64, **layout.zero}
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }  # fmt: skip
-    if layout.precision == "bf16":
-        settings["bf16"] = {"enabled": True}
-    settings |= layout.settings
-    return in_fp16(settings) if layout.precision == "fp16" else settings
-
-
 def parameter_groups(model: Toy, layout: Layout) -> list[dict[str, Any]]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if layout.decay_groups:
-        named = [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1, "name": "decayed"},
-            {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0, "name": "others"},
-        ]
+        named = decay_groups(model, matrices={"name": "decayed"}, vectors={"name": "others"})
     else:
-        named = [{"params": trained, "name": "all"}]
+        named = [{"params": [p for p in model.parameters() if p.requires_grad], "name": "all"}]
     return split_params_into_different_moe_groups_for_optimizer(named, max_group_size=layout.max_group_size)
 
 
@@ -163,7 +151,10 @@ def train(layout: Layout) -> Any:
     torch.manual_seed(7 + torch.distributed.get_rank())  # experts differ between ranks; the rest is broadcast
     model = Toy(layout)
     optimizer = torch.optim.AdamW(parameter_groups(model, layout), lr=0.05)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(layout))
+    settings = configuration(layout.stage, "bf16" if layout.precision == "fp16" else layout.precision, **layout.zero)
+    settings |= layout.settings
+    settings = in_fp16(settings) if layout.precision == "fp16" else settings
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     for step in range(STEPS):
         ids = torch.arange(8).reshape(2, 4) + 3 * step + 5 * engine.global_rank
         engine.backward(engine((ids % 11).to(engine.device)))
@@ -182,22 +173,14 @@ def global_name(engine: Any, name: str) -> str:
 
 
 def held(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """Masters, weights, buffers and moments by name. Masters come from DeepSpeed's API, or else from its wrappers."""
-    masters, weights = {}, {}
-    for name, parameter in engine.module.named_parameters():
-        master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-        masters[global_name(engine, name)] = (parameter if master is None else master).detach().float().clone()
-        weights[global_name(engine, name)] = parameter.detach().clone()
-    lows, highs = (getattr(engine.optimizer, kind, []) for kind in ("fp16_groups", "fp32_groups"))
-    for low, high in zip(lows, highs, strict=True):
-        for parameter, master in zip(low, high, strict=True):
-            masters[global_name(engine, engine.param_names[parameter])] = master.detach().clone()
-    buffers = {global_name(engine, name): buffer.clone() for name, buffer in engine.module.named_buffers()}
-    moments = {
-        key: {global_name(engine, name): moment for name, moment in live_moments(engine, key).items()}
-        for key in MOMENTS
+    weights = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    found = {
+        "masters": live_masters(engine, weights),
+        "weights": on_cpu(weights),
+        "buffers": on_cpu(dict(engine.module.named_buffers())),
+        **{key: live_moments(engine, key) for key in MOMENTS},
     }
-    return {"masters": on_cpu(masters), "weights": on_cpu(weights), "buffers": on_cpu(buffers), **moments}
+    return {kind: {global_name(engine, name): each for name, each in of.items()} for kind, of in found.items()}
 
 
 def save_ours(engine: Any, layout: Layout, folder: Path) -> None:
@@ -207,22 +190,13 @@ def save_ours(engine: Any, layout: Layout, folder: Path) -> None:
         ExpertLayer(path=f"block.{index}.mlp", module=f"moe.{index}", num_experts=count, expert_parallel_size=size)
         for index, (count, size) in enumerate(zip(layout.num_experts, layout.expert_parallel_sizes, strict=True))
     ]
-    parallel_layout = ParallelLayout(
-        zero_stage=layout.stage,  # type: ignore[arg-type]  # pydantic checks it
-        precision=layout.precision,  # type: ignore[arg-type]  # pydantic checks it
-        data_parallel_rank=rank,
-        data_parallel_size=engine.world_size,
-    )
-    write_sidecar(
-        engine,
-        tag,
-        parallel_layout,
-        [path.name for path in tag.glob("*.pt") if writer(path.name) == rank],
-        samples=24,
-        groups=[[published(engine, slot, layers) for slot in group] for group in describe(engine)],
-        aliases={} if layout.plain else {"decoder.weight": "shared.weight"},
-        expert_layers=layers,
-    )
+    files = [path.name for path in tag.glob("*.pt") if writer(path.name) == rank]
+    fields = {
+        "groups": [[published(engine, slot, layers) for slot in group] for group in describe(engine)],
+        "aliases": {} if layout.plain else {"decoder.weight": "shared.weight"},
+        "expert_layers": layers,
+    }
+    write_sidecar(engine, tag, f"zero{layout.stage}-{layout.precision}", files, samples=24, **fields)
 
 
 def writer(name: str) -> int:

@@ -17,13 +17,19 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
-from t5train.checkpoint.sidecar import ParallelLayout
 from t5train.engine.parameter_layout import describe
-from tests.support.checkpoints.live_moments import live_moments
-from tests.support.checkpoints.toy_ranks import TAG, in_fp16, join_ranks, on_cpu, write_sidecar
+from tests.support.checkpoints.live_moments import live_masters, live_moments
+from tests.support.checkpoints.toy_ranks import (
+    TAG,
+    configuration,
+    decay_groups,
+    in_fp16,
+    join_ranks,
+    on_cpu,
+    write_sidecar,
+)
 
 STEPS = 3
 HUGGINGFACE = {
@@ -89,30 +95,16 @@ def pipeline(num_stages: int, *, partly_tied: bool) -> PipelineModule:
     )
 
 
-def configuration(stage: int, precision: str, accumulation: str | None = None, **zero: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 64, "allgather_bucket_size": 64, **zero},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    if precision == "bf16":
-        settings["bf16"] = {"enabled": True}
-    if accumulation:
-        settings["data_types"] = {"grad_accum_dtype": accumulation}
-    return settings
-
-
+BF16_SUMS, FP32_SUMS = ({"data_types": {"grad_accum_dtype": kind}} for kind in ("bf16", "fp32"))
 LAYOUTS = {
-    "zero1-bf16": configuration(1, "bf16", "bf16"),
-    "zero1-bf16-fp32-accumulation": configuration(1, "bf16", "fp32"),
-    "zero0-bf16": configuration(0, "bf16", "bf16"),
+    "zero1-bf16": configuration(1, "bf16") | BF16_SUMS,
+    "zero1-bf16-fp32-accumulation": configuration(1, "bf16") | FP32_SUMS,
+    "zero0-bf16": configuration(0, "bf16") | BF16_SUMS,
     "zero0-fp32": configuration(0, "fp32"),
     "zero1-fp32": configuration(1, "fp32"),
-    "zero1-bf16-one-stage": configuration(1, "bf16", "bf16"),
-    "zero1-bf16-partly-tied": configuration(1, "bf16", "bf16"),
-    "zero1-bf16-node-local": configuration(1, "bf16", "bf16") | {"checkpoint": {"use_node_local_storage": True}},
+    "zero1-bf16-one-stage": configuration(1, "bf16") | BF16_SUMS,
+    "zero1-bf16-partly-tied": configuration(1, "bf16") | BF16_SUMS,
+    "zero1-bf16-node-local": configuration(1, "bf16") | BF16_SUMS | {"checkpoint": {"use_node_local_storage": True}},
 }
 
 
@@ -124,12 +116,9 @@ def batches(rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 def train(settings: dict[str, Any], name: str) -> Any:
     module = pipeline(1 if name.endswith("one-stage") else 2, partly_tied=name.endswith("partly-tied"))
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
-        {"params": [parameter for parameter in trained if parameter.ndim == 1], "weight_decay": 0.0},
-    ]
-    engine, *_ = deepspeed.initialize(model=module, optimizer=torch.optim.AdamW(groups, lr=0.05), config=settings)
+    optimizer = torch.optim.AdamW(decay_groups(module), lr=0.05)
+    settings = settings | {"gradient_accumulation_steps": 2}
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     data = batches(engine.grid.get_data_parallel_rank())
     for _ in range(STEPS):
         engine.train_batch(data)
@@ -138,10 +127,8 @@ def train(settings: dict[str, Any], name: str) -> Any:
 
 def live(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     """What this stage holds: masters of all parameters, moments of trained parameters, and buffers."""
-    parameters = dict(engine.module.named_parameters())
-    masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
     return {
-        "masters": on_cpu({n: (parameters[n] if m is None else m).float() for n, m in masters.items()}),
+        "masters": live_masters(engine, dict(engine.module.named_parameters())),
         "buffers": on_cpu(dict(engine.module.named_buffers())),
         **{key: live_moments(engine, key) for key in ("exp_avg", "exp_avg_sq")},
     }
@@ -155,15 +142,12 @@ def save_ours(engine: Any, folder: Path, name: str) -> None:
     if data_rank == 0:
         patterns.append(f"mp_rank_{stage:02d}_*.pt")
         patterns += [f"layer_{layer:02d}-*.pt" for layer in range(module._local_start, module._local_stop)]
-    layout = ParallelLayout(
-        zero_stage=int(name[4]),  # type: ignore[arg-type]  # pydantic checks it
-        precision=name.split("-")[1],  # type: ignore[arg-type]  # pydantic checks it
-        data_parallel_rank=data_rank, data_parallel_size=grid.get_data_parallel_world_size(),
-        pipeline_rank=stage, pipeline_size=grid.get_pipe_parallel_world_size(),
-    )  # fmt: skip
+    position = {"data_parallel_rank": data_rank, "data_parallel_size": grid.get_data_parallel_world_size()}
+    position |= {"pipeline_rank": stage, "pipeline_size": grid.get_pipe_parallel_world_size()}
     files = [file.name for pattern in patterns for file in tag.glob(pattern)]
     groups = describe(engine, pipeline_layers=HUGGINGFACE)
-    write_sidecar(engine, tag, layout, files, samples=12, groups=groups, pipeline_layers=HUGGINGFACE)
+    fields = {"groups": groups, "pipeline_layers": HUGGINGFACE, "position": position}
+    write_sidecar(engine, tag, name, files, samples=12, **fields)
 
 
 def main(folder: Path, *layouts: str) -> None:

@@ -1,11 +1,11 @@
-"""Adam's moments in a live DeepSpeed engine, assembled with the engine's own tables of offsets."""
+"""Masters and Adam's moments in a live DeepSpeed engine, assembled with the engine's own tables of offsets."""
 
 from itertools import chain
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 
 def live_moments(engine: Any, key: str) -> dict[str, torch.Tensor]:
@@ -22,6 +22,19 @@ def live_moments(engine: Any, key: str) -> dict[str, torch.Tensor]:
     else:
         found = _gathered(engine, key)
     return {name: moment.detach().float().cpu().clone() for name, moment in found.items()}
+
+
+def live_masters(engine: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Masters by name, from DeepSpeed's API, or else from its wrappers; of frozen parameters, their weights."""
+    masters = {}
+    for name, parameter in engine.module.named_parameters():
+        master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+        masters[name] = (weights[name] if master is None else master).detach().float().cpu().clone()
+    if hasattr(engine.optimizer, "fp32_groups"):
+        lows, highs = engine.optimizer.fp16_groups, engine.optimizer.fp32_groups
+        for low, high in zip(chain(*lows), chain(*highs), strict=True):
+            masters[engine.param_names[low]] = high.detach().cpu().clone()
+    return masters
 
 
 def _gathered(engine: Any, key: str) -> dict[str, torch.Tensor]:

@@ -42,7 +42,6 @@ class Pipeline:
 
 
 def write_pipeline(folder: Path, pipeline: Pipeline, *, sidecars: bool) -> Written:
-    """Write a checkpoint into the save folder ``folder``."""
     layout = pipeline.layout
     tag = folder / f"global_step{layout.step}"
     tag.mkdir(parents=True)

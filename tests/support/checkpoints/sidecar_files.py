@@ -41,7 +41,6 @@ def write(folder: Path, layout: Layout, *, sidecars: bool) -> Written:
 
 
 def rank_sidecar(tag: Path, layout: Layout, model: Model, rank: int, files: Sequence[str]) -> Sidecar:
-    """The sidecar of a rank that wrote ``files``."""
     return Sidecar(
         run_fingerprint="a" * 64,
         step=layout.step,

@@ -32,7 +32,6 @@ def kill(claim: StoreClaim) -> None:
 
 
 def store(claim: StoreClaim, run_folder: Path, step: int, keep_last: int = 2) -> StoredTag:
-    """Save a checkpoint, store it, and remove old ones from the bucket."""
     tag = small_tags.save(run_folder / CHECKPOINTS, step).name
     entry = store_checkpoint(claim, linked(run_folder, tag), silent)
     prune_store(claim, Kept(keep_last, None))

@@ -26,10 +26,30 @@ def join_ranks(folder: Path) -> None:
     deepspeed.init_distributed(backend)
 
 
-def write_sidecar(
-    engine: Any, tag: Path, layout: ParallelLayout, files: Iterable[str], *, samples: int, **fields: Any
-) -> None:
-    """Write the sidecar of this rank for the files that it wrote, with its further ``fields``."""
+def configuration(stage: int, precision: str, **zero: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 64, "allgather_bucket_size": 64, **zero},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    return settings | ({"bf16": {"enabled": True}} if precision == "bf16" else {})
+
+
+def decay_groups(model: torch.nn.Module, **named: dict[str, str]) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices, which are decayed, and vectors."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1, **named.get("matrices", {})},
+        {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0, **named.get("vectors", {})},
+    ]
+
+
+def write_sidecar(engine: Any, tag: Path, layout: str, files: Iterable[str], *, samples: int, **fields: Any) -> None:
+    """Write the sidecar of this rank for the files that it wrote, with its further ``fields`` and ``position``."""
+    stage, precision = layout.removeprefix("zero").split("-")[:2]
+    position = {"data_parallel_rank": engine.global_rank, "data_parallel_size": engine.world_size}
+    position |= fields.pop("position", {})
     sidecar.write(
         tag,
         Sidecar(
@@ -38,7 +58,7 @@ def write_sidecar(
             tag=tag.name,
             rank=engine.global_rank,
             world_size=engine.world_size,
-            layout=layout,
+            layout=ParallelLayout.model_validate({"zero_stage": int(stage), "precision": precision, **position}),
             files=digest_files(tag, files),
             huggingface_config={"model_type": "toy"},
             data=DataState(samples_consumed=samples, shards_fingerprint="s"),
@@ -48,7 +68,6 @@ def write_sidecar(
 
 
 def in_fp16(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration for bf16, changed to fp16."""
     kept = {key: value for key, value in settings.items() if key not in ("bf16", "data_types")}
     return kept | {"fp16": {"enabled": True, "initial_scale_power": 4}}
 
