@@ -24,7 +24,6 @@ def model(monkeypatch: pytest.MonkeyPatch) -> T5:
 
 
 def set_token_counts(model: T5, encoder: list[int], decoder: list[int], overflow: int = 0) -> None:
-    """Set how many tokens have chosen each expert of each layer."""
     for (_, layer), counts in zip(model.sparse_layers(), (encoder, decoder), strict=True):
         layer.tokens, layer.overflow = torch.tensor(counts), torch.tensor(overflow)
 

@@ -50,7 +50,7 @@ def certificate_of(exported: Export) -> Certificate:
     return Certificate.parse((exported.path / "certificate.json").read_bytes(), "certificate.json")
 
 
-def with_unlinked(path: Path, content: str) -> None:
+def replace_file(path: Path, content: str) -> None:
     """Replace a file that may have a second name elsewhere."""
     path.unlink()
     path.write_text(content)
@@ -70,7 +70,7 @@ def update_card_digest(exported: Export) -> None:
     """Make the model card state the digest of the current weights."""
     card, now = exported.path / "README.md", Export.load(exported.path)
     old, new = (each.files["model.safetensors"].sha256 for each in (exported, now))
-    with_unlinked(card, card.read_text().replace(old, new))
+    replace_file(card, card.read_text().replace(old, new))
     reseal(now, "README.md")
 
 
@@ -80,7 +80,7 @@ def shuffle_vocabulary(path: Path) -> None:
     plain = pieces[3:-100]
     random.Random(0).shuffle(plain)
     document["model"]["vocab"] = [*pieces[:3], *plain, *pieces[-100:]]
-    with_unlinked(path, json.dumps(document))
+    replace_file(path, json.dumps(document))
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

@@ -27,7 +27,6 @@ STORE = "memory://bucket/models/t5"
 
 @pytest.fixture
 def store() -> Iterator[MemoryFileSystem]:
-    """An empty store."""
     filesystem = fsspec.filesystem("memory")
     filesystem.store.clear()
     filesystem.pseudo_dirs[:] = [""]
@@ -285,13 +284,9 @@ def run_full(*_: Path) -> None:
     ],
 )
 def test_a_copy_that_fails_or_is_corrupted_leaves_no_files(
-    exported: Export,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    copy: Callable[..., Any],
-    error: type[Exception],
-    said: str,
-) -> None:
+    exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    copy: Callable[..., Any], error: type[Exception], said: str,
+) -> None:  # fmt: skip
     monkeypatch.setattr("t5train.release.publication.copy_durably", copy)
     with pytest.raises(error, match=said):
         publish(exported, str(tmp_path / "there/published"))

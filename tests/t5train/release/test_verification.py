@@ -20,12 +20,10 @@ MakeExport = Callable[..., Export]
 
 @pytest.fixture
 def published(make_export: MakeExport, tmp_path: Path) -> Path:
-    """A published folder."""
     return publish(make_export(), str(tmp_path / "published")).path
 
 
 def as_url(folder: Path) -> str:
-    """Copy a folder into a store; return its URL."""
     filesystem = fsspec.filesystem("memory")
     filesystem.store.clear()
     for path in folder.rglob("*.*"):
@@ -38,7 +36,6 @@ def locations_of(folder: Path) -> list[str]:
 
 
 def forge(published: Path, files: dict[str, FileDigest]) -> None:
-    """Write a manifest that names these files."""
     forged = Publication.load(published).model_copy(update={"path": Path(), "files": files}).sealed()
     (published / "manifest.json").write_text(forged.manifest_text())
 

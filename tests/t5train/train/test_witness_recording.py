@@ -77,7 +77,6 @@ def test_transformers_generates_what_the_witness_recorded(
     certificate = _certificate(tmp_path, _spec(version), shards, tokenizer, monkeypatch)
     assert certificate.passed
     assert certificate.passages_compared > 1
-    assert certificate.generation is not None
     generated = load_file(tmp_path / "witness/witness.safetensors")["heldout.generated"]
     assert certificate.generation.tokens_compared == generated.numel() == 2 * (1 + witness_recording.GENERATED_TOKENS)
     assert torch.all(generated[:, 0] == 0)

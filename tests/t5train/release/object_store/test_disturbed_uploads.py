@@ -31,7 +31,6 @@ def exported(make_random_export: Callable[..., Export]) -> Export:
 
 
 def total_bytes(exported: Export) -> int:
-    """Bytes of all objects but the manifest."""
     return sum(digest.size for digest in exported.files.values())
 
 

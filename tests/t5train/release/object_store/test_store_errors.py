@@ -138,7 +138,6 @@ def test_a_server_that_ignores_conditions_is_named_before_training(
 
 @pytest.fixture
 def damaging(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketFolder]:
-    """A folder whose objects all arrive with other bytes than the server's checksum is of."""
     with s3_answers.answering(200, "content", "", {"x-amz-checksum-crc64nvme": encoded(7)}) as endpoint:
         settings = {"ENDPOINT_URL": endpoint, "DEFAULT_REGION": "r", "ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s"}
         for name, value in settings.items():
