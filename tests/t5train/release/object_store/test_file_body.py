@@ -24,10 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 def sent(body: FileBody) -> bytes:
     """What botocore would send."""
-    content = b""
-    while piece := body.read(16_384):
-        content += piece
-    return content
+    return b"".join(iter(lambda: bytes(body.read(16_384)), b""))
 
 
 @pytest.mark.parametrize(

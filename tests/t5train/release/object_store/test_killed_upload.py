@@ -23,14 +23,14 @@ from tests.t5train.release.conftest import IN_PARTS
 pytestmark = pytest.mark.slow
 
 MANY_PARTS = {"config.json": 700, "model.safetensors": 52 << 20}
-
 THREADS = 8
+PublishAndKill = Callable[[str, float, str], int]
 
 
 @pytest.fixture
 def publish_and_kill(
     make_random_export: Callable[..., Export], proxy: FaultyProxy, request: pytest.FixtureRequest
-) -> Iterator[Callable[[str, float, str], int]]:
+) -> Iterator[PublishAndKill]:
     """Publishes to a URL in a child that is killed before or after a request, or at a moment; returns the exit code."""
     exported = make_random_export(sizes=getattr(request, "param", IN_PARTS))
     command = [sys.executable, "-m", "tests.support.killed_uploads", str(exported.path), str(PART_BYTES)]
@@ -38,8 +38,6 @@ def publish_and_kill(
     with subprocess.Popen(command, **settings) as process:
 
         def run(url: str, moment: float, when: str) -> int:
-            assert process.stdin is not None
-            assert process.stdout is not None
             process.stdin.write(f"{url} {moment} {when}\n")
             return int(process.stdout.readline())
 
@@ -48,11 +46,7 @@ def publish_and_kill(
 
 @pytest.mark.parametrize("publish_and_kill", [MANY_PARTS], indirect=True, ids=["many-parts"])
 def test_an_upload_that_is_killed_again_and_again_continues_and_sends_at_most_one_part_per_thread_and_kill_twice(
-    publish_and_kill: Callable[[str, float, str], int],
-    proxy: FaultyProxy,
-    reader: Reader,
-    destination: str,
-    tmp_path: Path,
+    publish_and_kill: PublishAndKill, proxy: FaultyProxy, reader: Reader, destination: str, tmp_path: Path
 ) -> None:
     kills = 0
     with watched(reader, destination) as faults:
@@ -68,7 +62,7 @@ def test_an_upload_that_is_killed_again_and_again_continues_and_sends_at_most_on
 
 
 def test_an_upload_killed_at_any_request_is_completed_by_the_next_and_readers_see_all_or_nothing(
-    publish_and_kill: Callable[[str, float, str], int], reader: Reader, destination: str, rounds: int, tmp_path: Path
+    publish_and_kill: PublishAndKill, reader: Reader, destination: str, rounds: int, tmp_path: Path
 ) -> None:
     is_long = rounds > 1
     for number in range(0, 1000, 1 if is_long else 5):
@@ -89,12 +83,7 @@ def test_an_upload_killed_at_any_request_is_completed_by_the_next_and_readers_se
 
 
 def test_an_upload_killed_at_any_moment_is_completed_by_the_next_and_readers_see_all_or_nothing(
-    publish_and_kill: Callable[[str, float, str], int],
-    proxy: FaultyProxy,
-    reader: Reader,
-    destination: str,
-    rounds: int,
-    tmp_path: Path,
+    publish_and_kill: PublishAndKill, proxy: FaultyProxy, reader: Reader, destination: str, rounds: int, tmp_path: Path
 ) -> None:
     generator, started = random.Random(0), time.monotonic()
     assert publish_and_kill(destination, 10_000, "before") == 0

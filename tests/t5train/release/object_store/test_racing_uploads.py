@@ -22,8 +22,6 @@ def test_of_eight_processes_exactly_one_publishes_and_the_others_leave_nothing(
     exports = [make_random_export(f"run-{number}", seed, SIZES) for number, seed in enumerate(SEEDS)]
     command = [sys.executable, "-m", "tests.support.racing_uploads", *(str(export.path) for export in exports)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         for number in range(max(2, rounds)):
             process.stdin.write(f"{destination}-{number}\n")
             outcomes = process.stdout.readline().split()

@@ -33,7 +33,6 @@ def test_what_a_lost_machine_uploaded_is_removed_once_the_same_export_is_publish
     publish(make_random_export(), destination)  # its certificate is another one
     assert f"removing what uploads that were not published left in {destination}: {folder}" in caplog.text
     manifest = reader.require_all_or_nothing(destination)
-    assert manifest is not None
     assert manifest["folder"] != folder
     published = {f"{manifest['folder']}/{name}" for name in manifest["files"]}
     assert reader.keys(destination) == {"manifest.json", *published, *others}
