@@ -27,9 +27,8 @@ pytestmark = pytest.mark.slow
 SMALL = {"config.json": 700, "model.safetensors": 3 << 20, "tokenizer/spiece.model": 3_000}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def published(make_random_export: Callable[..., Export], destination: str) -> Export:
-    """An export that is published at the destination."""
     exported = make_random_export(sizes=SMALL)
     publish(exported, destination)
     return exported
@@ -37,7 +36,6 @@ def published(make_random_export: Callable[..., Export], destination: str) -> Ex
 
 @pytest.fixture
 def fetched(tmp_path: Path) -> Path:
-    """The folder to fetch to."""
     return tmp_path / "fetched"
 
 
@@ -76,7 +74,7 @@ def test_a_fetched_folder_is_a_verified_publication_and_fetching_again_verifies_
 
 
 def test_an_interrupted_fetch_leaves_no_folder_and_continues_where_it_ended(
-    published: Export, destination: str, tmp_path: Path, fetched: Path, monkeypatch: pytest.MonkeyPatch
+    destination: str, tmp_path: Path, fetched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         interrupting(patch, "AccessDenied", after=1 << 20)
@@ -91,7 +89,7 @@ def test_an_interrupted_fetch_leaves_no_folder_and_continues_where_it_ended(
 
 
 def test_a_stream_that_breaks_is_continued_where_it_broke_also_many_times(
-    published: Export, destination: str, fetched: Path, proxy: FaultyProxy, caplog: pytest.LogCaptureFixture,
+    destination: str, fetched: Path, proxy: FaultyProxy, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     starts, chunks = list[int](), BucketFolder.chunks
@@ -114,12 +112,7 @@ def test_a_stream_that_breaks_is_continued_where_it_broke_also_many_times(
 
 
 def test_a_stream_that_stays_broken_ends_the_fetch_which_continues_later(
-    published: Export,
-    destination: str,
-    tmp_path: Path,
-    fetched: Path,
-    proxy: FaultyProxy,
-    monkeypatch: pytest.MonkeyPatch,
+    destination: str, fetched: Path, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(insistent_bucket, "INSIST_SECONDS", 3.0)
     monkeypatch.setattr(insistent_bucket, "_FIRST_PAUSE_SECONDS", 0.05)
@@ -136,14 +129,14 @@ def test_a_stream_that_stays_broken_ends_the_fetch_which_continues_later(
     with pytest.raises(StoreError, match=r"model\.safetensors cannot be read: the server is busy"):
         fetch(destination, fetched)
     assert len(reads) > 1, "it is continued, as often as there is time"
-    assert (tmp_path / ".fetched.partial/model.safetensors").stat().st_size > 300_000
+    assert fetched.with_name(".fetched.partial").joinpath("model.safetensors").stat().st_size > 300_000
     proxy.disturb = lambda _: None
     fetch(destination, fetched)
     verify(fetched)
 
 
 def test_after_an_error_no_other_file_waits_for_its_stream(
-    published: Export, destination: str, fetched: Path, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+    destination: str, fetched: Path, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(insistent_bucket, "_FIRST_PAUSE_SECONDS", insistent_bucket.INSIST_SECONDS)
     refused = Refuse("AccessDenied", "403 Forbidden")
@@ -231,7 +224,7 @@ def test_an_object_that_has_become_shorter_than_its_copy_is_damaged(
         fetch(destination, fetched)
 
 
-def test_what_is_left_of_another_fetch_is_not_used(published: Export, destination: str, fetched: Path) -> None:
+def test_what_is_left_of_another_fetch_is_not_used(destination: str, fetched: Path) -> None:
     left = partial(fetched)
     (left / "model.safetensors").write_bytes(b"of another model")
     (left / "config.json").write_bytes(b"longer than the file" * 100)
@@ -249,9 +242,7 @@ def partial(fetched: Path) -> Path:
     return folder
 
 
-def test_a_damaged_object_is_named_and_no_folder_appears(
-    published: Export, destination: str, fetched: Path, reader: Reader
-) -> None:
+def test_a_damaged_object_is_named_and_no_folder_appears(destination: str, fetched: Path, reader: Reader) -> None:
     (name,) = [name for name in reader.keys(destination) if name.endswith("config.json")]
     content = reader.content(destination, name)
     for other in (content[:-1], content + b"x", content[:-1] + b"\x00"):
@@ -264,9 +255,7 @@ def test_a_damaged_object_is_named_and_no_folder_appears(
     assert not fetched.exists()
 
 
-def test_a_manifest_that_names_files_elsewhere_is_refused(
-    published: Export, destination: str, tmp_path: Path, reader: Reader
-) -> None:
+def test_a_manifest_that_names_files_elsewhere_is_refused(destination: str, tmp_path: Path, reader: Reader) -> None:
     manifest = json.loads(reader.content(destination, "manifest.json"))
     manifest["files"]["../escaped"] = manifest["files"]["config.json"]
     reader.put(destination, "manifest.json", json.dumps(manifest).encode())
@@ -276,7 +265,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(
 
 
 def test_a_folder_in_use_and_a_url_of_another_store_are_refused(
-    published: Export, destination: str, tmp_path: Path, fetched: Path
+    destination: str, tmp_path: Path, fetched: Path
 ) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(PublicationError, match="not empty and holds no publication"):
@@ -302,7 +291,7 @@ def test_links_that_were_left_are_not_followed_and_files_with_a_second_name_not_
 
 
 def test_a_partial_folder_that_is_a_link_is_refused_and_not_followed(
-    published: Export, destination: str, fetched: Path, tmp_path: Path
+    destination: str, fetched: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / ".fetched.partial").symlink_to(tmp_path / "mine")
@@ -331,7 +320,7 @@ def test_a_partial_folder_of_another_user_is_refused_and_left_alone(
 
 
 def test_nothing_is_fetched_of_a_publication_without_a_valid_certificate_or_onto_a_file(
-    published: Export, destination: str, tmp_path: Path, fetched: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    destination: str, tmp_path: Path, fetched: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(PublicationError, match="file is a file: fetch to another folder"):

@@ -1,6 +1,6 @@
 """Checkpoints in a real S3 server: what readers see, what is kept, and what is removed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from t5train.release.checkpoint_store.checkpoint_upload import (
     store_checkpoint,
     take_stock,
 )
+from t5train.release.checkpoint_store.store_claim import StoreClaim
 from t5train.release.fetching import fetch
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.verification import verify
+from tests.support.changed_answers import refusing
 from tests.support.checkpoints import small_tags
 from tests.support.checkpoints.stored_runs import claim, ledger_at, store
 from tests.support.s3_reader import Reader
@@ -28,11 +30,18 @@ from tests.support.s3_reader import Reader
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture
+def this(destination: str) -> Iterator[StoreClaim]:
+    """A head that may store the checkpoints of a run at the destination."""
+    claimed = claim(destination)
+    yield claimed
+    claimed.end()
+
+
 def test_a_stored_checkpoint_is_a_publication_with_its_ranks_files_and_the_metrics(
-    destination: str, reader: Reader, tmp_path: Path
+    this: StoreClaim, destination: str, reader: Reader, tmp_path: Path
 ) -> None:
     (tmp_path / METRICS).write_text('{"step": 100}\n')
-    this = claim(destination)
     entry = store(this, tmp_path, 100)
     where = f"{destination}/{entry.folder}"
     manifest = reader.require_only(where)
@@ -43,7 +52,6 @@ def test_a_stored_checkpoint_is_a_publication_with_its_ranks_files_and_the_metri
         verify(where.rpartition("/")[0])
     copy = fetch(where, tmp_path / "copy").path
     assert (copy / "part1.pt").read_bytes() == (tmp_path / CHECKPOINTS / "step-00000100" / "part1.pt").read_bytes()
-    this.end()
 
 
 def test_what_is_not_kept_leaves_the_ledger_first_then_its_manifest_then_its_objects(
@@ -77,42 +85,30 @@ def test_what_is_not_kept_leaves_the_ledger_first_then_its_manifest_then_its_obj
     this.end()
 
 
-def test_every_so_many_steps_a_checkpoint_is_kept(destination: str, tmp_path: Path) -> None:
-    this = claim(destination)
+def test_every_so_many_steps_a_checkpoint_is_kept(this: StoreClaim, destination: str, tmp_path: Path) -> None:
     for step in (100, 200, 300, 400):
         store(this, tmp_path, step, keep_last=4)
     prune_store(this, Kept(1, 200))
     assert [one.tag for one in ledger_at(destination).checkpoints] == ["step-00000200", "step-00000400"]
-    this.end()
 
 
 def test_a_removal_that_was_interrupted_is_completed_later(
-    destination: str, reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    this: StoreClaim, destination: str, reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    this = claim(destination)
     store(this, tmp_path, 100)
-    call = BucketFolder.call
-
-    def failing(self: BucketFolder, operation: str, name: str | None = None, **arguments: Any) -> Any:
-        if operation == "delete_object":
-            raise StoreError("busy", code="SlowDown")
-        return call(self, operation, name, **arguments)
-
     with monkeypatch.context() as patched:
-        patched.setattr(BucketFolder, "call", failing)
+        refusing(patched, "delete_object")
         with pytest.raises(StoreError):
             store(this, tmp_path, 200, keep_last=1)
     assert [one.tag for one in ledger_at(destination).checkpoints] == ["step-00000200"]
     assert any(name.startswith("step-00000100-") for name in reader.keys(destination))
     prune_store(this, Kept(1, None))
     assert not any(name.startswith("step-00000100-") for name in reader.keys(destination))
-    this.end()
 
 
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_stored_nevertheless(
-    destination: str, reader: Reader, tmp_path: Path
+    this: StoreClaim, destination: str, reader: Reader, tmp_path: Path
 ) -> None:
-    this = claim(destination)
     tag = small_tags.save(tmp_path / CHECKPOINTS, 100)
     folder = linked(tmp_path, tag.name)
     discard(tag)
@@ -120,7 +116,6 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_stored_nevertheless(
     reader.require_only(f"{destination}/{entry.folder}")
     with pytest.raises(IncompleteCheckpoint):
         linked(tmp_path, "step-00000200")
-    this.end()
 
 
 def _altered(folder: Path) -> None:
@@ -133,9 +128,9 @@ def _without_a_sidecar(folder: Path) -> None:
 
 @pytest.mark.parametrize(("damage", "error"), [(_altered, DigestMismatch), (_without_a_sidecar, IncompleteCheckpoint)])
 def test_a_damaged_checkpoint_is_not_stored(
-    destination: str, reader: Reader, tmp_path: Path, damage: Callable[[Path], None], error: type[Exception]
-) -> None:
-    this = claim(destination)
+    this: StoreClaim, destination: str, reader: Reader, tmp_path: Path,
+    damage: Callable[[Path], None], error: type[Exception],
+) -> None:  # fmt: skip
     small_tags.save(tmp_path / CHECKPOINTS, 100)
     folder = linked(tmp_path, "step-00000100")
     damage(folder)
@@ -143,16 +138,14 @@ def test_a_damaged_checkpoint_is_not_stored(
         store_checkpoint(this, folder, silent)
     assert not ledger_at(destination).checkpoints
     assert reader.keys(destination) == {"run.json"}
-    this.end()
 
 
 ABANDONED, CONTINUED = "step-00000150-0123456789ab", "step-00000160-0123456789ab"
 
 
 def test_what_a_lost_head_did_not_finish_is_removed_and_what_it_finished_is_used(
-    destination: str, reader: Reader, tmp_path: Path
+    this: StoreClaim, destination: str, reader: Reader, tmp_path: Path
 ) -> None:
-    this = claim(destination)
     first, second = (store(this, tmp_path, step) for step in (100, 200))
     this.change(lambda ledger: ledger.changed(checkpoints=()))  # as if it was lost right before it named them
     others = (f"{ABANDONED}/attempt/part0.pt", f"{CONTINUED}/attempt/part0.pt", "notes/step-00000170.txt")
@@ -164,24 +157,20 @@ def test_what_a_lost_head_did_not_finish_is_removed_and_what_it_finished_is_used
     assert left == {"run.json", first.folder, second.folder, CONTINUED, "notes"}
     assert ledger_at(destination).checkpoints == (first, second)
     assert ledger_at(destination).removing == ()
-    this.end()
 
 
 def test_a_complete_folder_that_is_not_this_runs_is_neither_used_nor_removed(
-    destination: str, reader: Reader, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    this: StoreClaim, destination: str, reader: Reader, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    this = claim(destination)
     reader.put(destination, f"{ABANDONED}/manifest.json", b"{}")
     take_stock(this, set())
     assert ledger_at(destination).checkpoints == ledger_at(destination).removing == ()
     assert f"{ABANDONED} is not used, and not removed" in caplog.text
-    this.end()
 
 
 def test_a_checkpoint_that_the_ledger_did_not_get_to_name_does_not_replace_a_later_one_of_its_step(
-    destination: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    this: StoreClaim, destination: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    this = claim(destination)
     unnamed = store(this, tmp_path / "one", 100)
     this.change(lambda ledger: ledger.changed(checkpoints=()))
     small_tags.save(tmp_path / "two" / CHECKPOINTS, 100, versions={"torch": "another"})
@@ -189,13 +178,11 @@ def test_a_checkpoint_that_the_ledger_did_not_get_to_name_does_not_replace_a_lat
     take_stock(this, set())
     assert ledger_at(destination).checkpoints == (named,)
     assert f"{unnamed.folder} is not used, and not removed: the run has another step-00000100" in caplog.text
-    this.end()
 
 
 def test_a_checkpoint_of_an_earlier_beginning_or_without_its_files_is_not_used(
-    destination: str, reader: Reader, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    this: StoreClaim, destination: str, reader: Reader, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    this = claim(destination)
     early, hollow = store(this, tmp_path, 100), store(this, tmp_path, 200)
     gone = next(name for name in reader.keys(destination) if hollow.folder in name and "part0" in name)
     reader.delete(destination, gone)
@@ -210,15 +197,14 @@ def test_a_checkpoint_of_an_earlier_beginning_or_without_its_files_is_not_used(
     this.change(lambda ledger: ledger.changed(checkpoints=(), beginnings=("0123456789abcdef",)))
     take_stock(this, set())
     assert ledger_at(destination).checkpoints == ()
-    this.end()
 
 
-def test_heads_that_store_different_files_of_one_step_do_not_mix_them(destination: str, tmp_path: Path) -> None:
-    this = claim(destination)
+def test_heads_that_store_different_files_of_one_step_do_not_mix_them(
+    this: StoreClaim, destination: str, tmp_path: Path
+) -> None:
     first = store(this, tmp_path / "one", 100)
     small_tags.save(tmp_path / "two" / CHECKPOINTS, 100, skipped_steps=0, versions={"torch": "another"})
     second = store_checkpoint(this, linked(tmp_path / "two", first.tag), silent)
     assert first.folder != second.folder
     assert ledger_at(destination).checkpoints == (second,)
     assert ledger_at(destination).set_aside == (first.folder,)
-    this.end()

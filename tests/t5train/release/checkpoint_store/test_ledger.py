@@ -13,6 +13,7 @@ from t5train.release.checkpoint_store import store_claim
 from t5train.release.checkpoint_store.ledger import LEDGER, FoundLedger, read_ledger
 from t5train.release.checkpoint_store.store_claim import StoreClaim
 from t5train.release.object_store.bucket import BucketFolder
+from tests.support.changed_answers import answering
 from tests.support.checkpoints.stored_runs import LEASE_SECONDS, claim, is_superseded, kill, ledger_at, store
 from tests.support.s3_reader import Reader
 from tests.support.waiting import await_that
@@ -132,15 +133,15 @@ def test_a_ledger_of_another_run_and_a_folder_with_other_files_are_refused(desti
 
 def test_a_write_whose_answer_is_lost_counts(destination: str, monkeypatch: pytest.MonkeyPatch) -> None:
     this = claim(destination)
-    call, lost = BucketFolder.call, [StoreError("no answer", code="ReadTimeoutError")]
+    lost = [StoreError("no answer", code="ReadTimeoutError")]
 
-    def losing(self: BucketFolder, operation: str, name: str | None = None, **arguments: Any) -> Any:
-        answer = call(self, operation, name, **arguments)
-        if operation == "put_object" and lost:
+    def losing(send: Callable[[], Any], _: str | None) -> Any:
+        answer = send()
+        if lost:
             raise lost.pop()
         return answer
 
-    monkeypatch.setattr(BucketFolder, "call", losing)
+    answering(monkeypatch, "put_object", losing)
     this.change(lambda ledger: ledger.changed(removing=("step-00000100-0123456789ab",)))
     assert not lost
     assert ledger_at(destination).removing == ("step-00000100-0123456789ab",)
@@ -148,23 +149,18 @@ def test_a_write_whose_answer_is_lost_counts(destination: str, monkeypatch: pyte
     this.end()
 
 
-def _changed(content: bytes) -> bytes:
-    return content.replace(b'"beginnings": []', b'"beginnings": ["0"]')
-
-
-def _with_another_folder(content: bytes) -> bytes:
-    return content.replace(b'"removing": []', b'"removing": ["../step-00000100"]')
-
-
 @pytest.mark.parametrize(
-    ("change", "error", "said"),
-    [(_changed, DigestMismatch, "was altered"), (_with_another_folder, T5TrainError, "is not the folder of a check")],
+    ("field", "value", "error", "said"),
+    [
+        (b'"beginnings": [', b'"0"', DigestMismatch, "was altered"),
+        (b'"removing": [', b'"../step-00000100"', T5TrainError, "is not the folder of a check"),
+    ],
 )
 def test_an_altered_ledger_is_refused_and_not_replaced(
-    destination: str, reader: Reader, change: Callable[[bytes], bytes], error: type[T5TrainError], said: str
+    destination: str, reader: Reader, field: bytes, value: bytes, error: type[T5TrainError], said: str
 ) -> None:
     claim(destination).end()
-    altered = change(reader.content(destination, LEDGER))
+    altered = reader.content(destination, LEDGER).replace(field, field + value)
     reader.put(destination, LEDGER, altered)
     with pytest.raises(error, match=said):
         claim(destination)

@@ -47,6 +47,7 @@ def damage(reader: Reader, url: str, tag: str) -> None:
 def test_the_newest_checkpoint_is_restored_with_the_metrics(stored: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert restore(stored, run) == ["step-00000200"]
+    assert not (run / SET_ASIDE).exists()
     assert (run / METRICS).read_text() == '{"step": 100}\n'
     assert {path.name for path in (run / CHECKPOINTS / "step-00000200").iterdir()} == {
         *("part0.pt", "part1.pt", "rank-00000.json", "rank-00001.json")
@@ -79,11 +80,6 @@ def test_an_unfinished_checkpoint_in_the_way_is_set_aside(stored: str, tmp_path:
     (begun / "rank-00001.json").unlink()
     assert restore(stored, run) == ["step-00000200"]
     assert next((run / SET_ASIDE).iterdir()).name.startswith("step-00000200")
-
-
-def test_without_a_checkpoint_in_the_way_no_folder_for_it_is_made(stored: str, tmp_path: Path) -> None:
-    assert restore(stored, tmp_path / "run") == ["step-00000200"]
-    assert not (tmp_path / "run" / SET_ASIDE).exists()
 
 
 def test_an_interrupted_copy_continues(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
