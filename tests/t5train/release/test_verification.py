@@ -76,7 +76,9 @@ def test_missing_truncated_and_foreign_files_are_all_named(published: Path) -> N
 
 
 @pytest.mark.parametrize("location", ["folder", "store"])
-def test_a_file_beside_the_manifest_of_a_publication_copied_from_s3_is_an_error(published: Path, location: str) -> None:
+def test_in_a_copy_of_a_publication_in_s3_a_file_beside_the_manifest_or_a_changed_one_is_an_error(
+    published: Path, location: str
+) -> None:
     attempt = published / f"{'0' * 12}-{'0' * 16}"
     record = Publication.load(published).model_copy(update={"folder": attempt.name}).sealed()
     attempt.mkdir()
@@ -89,6 +91,10 @@ def test_a_file_beside_the_manifest_of_a_publication_copied_from_s3_is_an_error(
     verify(published if location == "folder" else as_url(published))
     (published / "adapter_config.json").touch()
     with pytest.raises(PublicationError, match=r"(pub|ver)\w+ also holds .*not published: adapter_config\.json"):
+        verify(published if location == "folder" else as_url(published))
+    (published / "adapter_config.json").unlink()
+    (attempt / "config.json").write_text("changed")
+    with pytest.raises(DigestMismatch, match=r"config\.json has 7 bytes"):
         verify(published if location == "folder" else as_url(published))
 
 

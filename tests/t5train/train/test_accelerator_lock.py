@@ -46,7 +46,6 @@ def simulate_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
 def test_an_accelerator_belongs_to_one_rank_until_it_ends(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_accelerator(monkeypatch, "xpu")
     with subprocess.Popen([sys.executable, "-c", HOLD, "xpu"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
-        assert rank.stdout is not None
         while b"held" not in rank.stdout.readline():
             assert rank.poll() is None
         assert [path.name for path in locks.iterdir()] == ["xpu-5.lock"]
