@@ -4,7 +4,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ class UserProfiles:
     overrides: tuple[str, ...]
     active: str | None
     """The active profile; None if the file names none, or cannot be read."""
+    ours: Mapping[str, Any]
+    """The settings of profile ``t5-pretrain``, which an earlier ``up`` wrote; empty if there are none."""
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "UserProfiles":
@@ -43,9 +45,10 @@ class UserProfiles:
         home = environment.get("PREFECT_HOME") or Path.home() / ".prefect"
         path = Path(environment.get("PREFECT_PROFILES_PATH") or Path(home).expanduser() / "profiles.toml")
         overrides = tuple(name for name in CHOOSING if environment.get(name))
-        found = cls(path, overrides, None)
+        found = cls(path, overrides, None, {})
         with suppress(InputError, StorageError):  # `write` raises them
-            found = cls(path, overrides, _parse(path, found._text()).get("active"))
+            content = _parse(path, found._text())
+            found = cls(path, overrides, content.get("active"), _settings(content))
         return found
 
     def active_settings(self, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -80,17 +83,22 @@ class UserProfiles:
         self._replace(edited, wanted, f"Add profile {NAME} to that file yourself")
         return not self.overrides and bool(wanted.get("active") == NAME)
 
-    def release(self, api_url: str, key: str) -> bool:
+    def release(self, api_url: str, key: str, is_running: Callable[[str], bool]) -> bool:
         """Activate the profile that was active before, if the active one still leads to this server, which ends.
 
-        That is Prefect's default profile if there was none, or only that of an earlier ``up``. Returns whether it was
-        done. Raises the errors of ``write``.
+        That is Prefect's default profile if there was none, or only that of an earlier ``up``; if the server of that
+        ``up`` is still running, the profile leads to it again. Returns whether anything was done. Raises the errors of
+        ``write``.
         """
         text = self._text()
         found = _parse(self.path, text)
         settings = {"PREFECT_API_URL": api_url, "PREFECT_API_AUTH_STRING": key}
         if found.get("active") != NAME or not settings.items() <= _settings(found).items():
             return False
+        earlier = str(self.ours.get("PREFECT_API_URL"))
+        if self.active == NAME and earlier != api_url and is_running(earlier):
+            self.write(earlier, self.ours.get("PREFECT_API_AUTH_STRING", ""))
+            return True
         name = None if self.active == NAME else self.active
         wanted = {each: value for each, value in found.items() if each != "active"} | ({"active": name} if name else {})
         self._replace(_with_active(text, name), wanted, f"Use another profile: `prefect profile use {name or DEFAULT}`")

@@ -150,8 +150,8 @@ def _releasing_profile(profiles: prefect_profile.UserProfiles, api_url: str, hom
         yield
     finally:
         try:
-            if profiles.release(api_url, key):
-                complain(f"the Prefect profile {prefect_profile.NAME} is no longer active, because its server ends")
+            if profiles.release(api_url, key, prefect_server.answers):
+                complain(f"the Prefect profile {prefect_profile.NAME} no longer leads to this server, which ends")
         except (InputError, StorageError) as error:
             complain(f"the Prefect profile {prefect_profile.NAME} may still be active: {error}")
 

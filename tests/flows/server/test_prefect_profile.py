@@ -145,6 +145,10 @@ def test_a_symlink_to_the_profiles_file_is_kept(tmp_path: Path) -> None:
     assert KEY in target.read_text()
 
 
+def has_ended(_api_url: str) -> bool:
+    return False
+
+
 def active_in_prefect(found: UserProfiles, monkeypatch: pytest.MonkeyPatch) -> str | None:
     monkeypatch.setenv("PREFECT_PROFILES_PATH", str(found.path))
     with temporary_settings({PREFECT_PROFILES_PATH: found.path}):
@@ -159,11 +163,11 @@ def test_the_default_profile_is_active_again_when_the_server_has_ended(
     found = profiles(tmp_path)
     found.write(URL, KEY)
     assert active_in_prefect(found, monkeypatch) == NAME
-    assert found.release(URL, KEY)
+    assert found.release(URL, KEY, has_ended)
     assert active_in_prefect(found, monkeypatch) == "ephemeral"
     assert not profiles(tmp_path).is_ours(URL)
     assert text.replace(f'active = "{NAME}"\n', "") in found.path.read_text()
-    assert not found.release(URL, KEY)
+    assert not found.release(URL, KEY, has_ended)
 
 
 def test_the_profile_from_before_is_active_again_also_if_the_user_has_chosen_the_servers(tmp_path: Path) -> None:
@@ -171,9 +175,23 @@ def test_the_profile_from_before_is_active_again_also_if_the_user_has_chosen_the
     found = profiles(tmp_path)
     found.write(URL, KEY)
     found.path.write_text(found.path.read_text().replace('active = "work"', f'active = "{NAME}"'))
-    assert found.release(URL, KEY)
+    assert found.release(URL, KEY, has_ended)
     assert _read_profiles_from(found.path).active_name == "work"
     assert settings(found.path)["PREFECT_API_URL"] == URL
+
+
+def test_the_profile_leads_again_to_an_earlier_server_that_is_still_running(tmp_path: Path) -> None:
+    other = "http://127.0.0.1:4300/api"
+    assert profiles(tmp_path).write(other, "t5-pretrain:other")
+    second = profiles(tmp_path)
+    assert second.write(URL, KEY)
+    assert second.release(URL, KEY, lambda url: url == other)
+    assert profiles(tmp_path).is_ours(other)
+    assert settings(second.path)["PREFECT_API_AUTH_STRING"] == "t5-pretrain:other"
+    restarted = profiles(tmp_path)  # at the same port, with a new key
+    restarted.write(other, KEY)
+    assert restarted.release(other, KEY, lambda _: True)
+    assert not profiles(tmp_path).is_ours(other)
 
 
 def test_another_profile_or_server_that_became_active_meanwhile_stays_active(tmp_path: Path) -> None:
@@ -182,7 +200,7 @@ def test_another_profile_or_server_that_became_active_meanwhile_stays_active(tmp
     ours = found.path.read_text()
     for meanwhile in (ours.replace(f'active = "{NAME}"', 'active = "work"'), ours.replace(KEY, f"{KEY}-of-the-next")):
         found.path.write_text(meanwhile)
-        assert not found.release(URL, KEY)
+        assert not found.release(URL, KEY, has_ended)
         assert found.path.read_text() == meanwhile
 
 
@@ -192,5 +210,5 @@ def test_a_profiles_file_that_cannot_be_restored_is_left_unchanged_and_the_error
     odd = f'"active" = "{NAME}"\n' + found.path.read_text().partition("\n")[2]
     found.path.write_text(odd)
     with pytest.raises(InputError, match="Use another profile: `prefect profile use ephemeral`"):
-        found.release(URL, KEY)
+        found.release(URL, KEY, has_ended)
     assert found.path.read_text() == odd

@@ -32,7 +32,7 @@ def test_up_restores_the_users_profile_however_it_ends(tmp_path: Path, capsys: p
     with pytest.raises(KeyboardInterrupt), _releasing_profile(profiles, URL, home):
         raise KeyboardInterrupt
     assert not profiles.is_ours(URL)
-    assert "profile t5-pretrain is no longer active, because its server ends" in capsys.readouterr().err
+    assert "profile t5-pretrain no longer leads to this server, which ends" in capsys.readouterr().err
     with _releasing_profile(profiles, URL, home):
         profiles.path.write_text("not TOML")
     assert "profile t5-pretrain may still be active" in capsys.readouterr().err
