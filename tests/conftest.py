@@ -167,6 +167,17 @@ def new_home(made_once: Callable[[str, Make], Path]) -> Callable[[Path], Path]:
     return new_home
 
 
+@pytest.fixture
+def one_faiss_thread() -> Iterator[None]:
+    """Let faiss use one thread. It shares OpenMP with torch, whose rounding would change in later tests, too."""
+    import faiss
+
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    yield
+    faiss.omp_set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
     """A SeaweedFS server that only this machine can reach."""

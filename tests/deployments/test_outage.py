@@ -19,7 +19,8 @@ from tests.support.waiting import await_that
 
 pytestmark = pytest.mark.slow
 
-QUICK = {"PREFECT_WORKER_QUERY_SECONDS": "0.2"}
+QUICK = {"PREFECT_WORKER_QUERY_SECONDS": "0.2", "PREFECT_CLIENT_MAX_RETRIES": "0"}
+"""A worker that asks often, and once: Prefect's client repeats a request for a minute."""
 ENOUGH = 60
 """Prefect's worker ends when it has asked in vain 12 times, or when its key is refused once."""
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import faiss
 import numpy as np
 import pytest
 
@@ -21,14 +20,10 @@ from tests.support.embedded_passages import DIMENSION, EmbeddedPassages, embedde
 from tests.support.hub_server import REPOSITORY, Hub, serving_hub
 from tests.support.web_server import Web, serving
 
+pytestmark = pytest.mark.usefixtures("one_faiss_thread")
 MADE = embedded_passages(300)
 TEXTS, VECTORS = [*MADE.texts[:299], MADE.texts[7]], np.concatenate([MADE.vectors[:299], MADE.vectors[7:8]])
 Printed = Callable[..., str]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    faiss.omp_set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,13 @@ from t5train.errors import InputError
 from t5train.spec.known_indexes import KnownIndex, known_indexes
 from tests.support.embedded_passages import DIMENSION, embedded_passages, embeddings_in, write_index, write_parquet
 
+pytestmark = pytest.mark.usefixtures("one_faiss_thread")
 PASSAGES, OTHERS = embedded_passages(), embedded_passages(seed=1)
 ROWS = len(PASSAGES.vectors)
 KINDS = ["Flat", "HNSW32_SQ8", "IVF8_HNSW16,PQ16x4np"]
 """``np``: codes are not reordered for searches by Hamming distance, which takes seconds and changes nothing here."""
 SAMPLE = Sample(queries=50, neighbours=10)
 Checked = Callable[..., IndexReport]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    faiss.omp_set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

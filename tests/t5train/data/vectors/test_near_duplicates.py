@@ -19,6 +19,7 @@ from tests.support.embedded_passages import (
     write_parquet,
 )
 
+pytestmark = pytest.mark.usefixtures("one_faiss_thread")
 COPIES = {590: 3, 411: 200, 5: 210, 7: 5, 333: 332}
 """Rows with the text of another row and about its vector. 5, 7 and 210 are one group."""
 PAIRS = {(3, 590), (200, 411), (5, 210), (5, 7), (7, 210), (332, 333)}
@@ -57,11 +58,6 @@ def planted() -> EmbeddedPassages:
 
 
 PLANTED = planted()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    faiss.omp_set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
