@@ -118,6 +118,7 @@ def _nest(_: bytes) -> bytes:
     ("damage", "named"),
     [
         (_flip("tokenizer.json"), r"tokenizer\.json has sha256 \w{64}, but sha256"),
+        (_flip("spiece.model"), r"spiece\.model has sha256 \w{64}, but sha256"),
         (_flip("generation_config.json"), r"generation_config\.json has sha256 \w{64}, but sha256"),
         (_flip("model.safetensors"), r"model\.safetensors has sha256 \w{64}, but sha256"),
         (_without("special_tokens_map.json"), r"special_tokens_map\.json is missing"),
