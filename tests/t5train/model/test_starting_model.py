@@ -16,7 +16,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from t5train.data.vocabulary.tokenizer import Tokenizer
+from t5train.data.vocabulary.tokenizer import Tokenizer, spiece_in
 from t5train.errors import DigestMismatch, InputError, SpecError, T5TrainError
 from t5train.model.model_shape import resolve
 from t5train.model.starting_model import require_fit, require_pieces, require_vocabulary, start_fingerprint, tensors_of
@@ -296,3 +296,17 @@ def test_an_export_of_this_project_can_be_started_from_and_is_verified_against_i
     weights.write_bytes(content)
     with pytest.raises(DigestMismatch, match="was recorded"):
         start_fingerprint(spec)
+
+
+def test_a_configuration_or_a_vocabulary_that_differs_from_its_manifest_is_refused(
+    make_export: Callable[..., Export],
+) -> None:
+    folder = make_export(certified=False).path
+    for name in ("config.json", "spiece.model"):
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        (folder / name).write_bytes(content + b"\n")
+    with pytest.raises(DigestMismatch, match=r"config\.json has "):
+        start_fingerprint(_spec(folder, V11))
+    with pytest.raises(DigestMismatch, match=r"spiece\.model has "):
+        spiece_in(folder)
