@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 QUICK = {"PREFECT_WORKER_QUERY_SECONDS": "0.2", "PREFECT_CLIENT_MAX_RETRIES": "0"}
 """A worker that asks often, and once: Prefect's client repeats a request for a minute."""
 ENOUGH = 60
-"""Prefect's worker ends when it has asked in vain 12 times, or when its key is refused once."""
+"""Far more than it takes: Prefect's own worker exits after 12 failed requests, or when its key is rejected once."""
 
 
 class Relay(ThreadingTCPServer):

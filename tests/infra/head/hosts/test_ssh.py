@@ -279,7 +279,7 @@ def test_a_silent_connection_is_closed_about_when_the_lease_expires(lease_second
 
 # Settings of a user that would break every connection, disturb some, or make them less safe, and what ssh -G must show.
 DISTURBING = {
-    "StrictHostKeyChecking no": "stricthostkeychecking true",
+    "StrictHostKeyChecking no": "stricthostkeychecking true",  # what a user may have set, and what is in force
     "ForwardAgent yes": "forwardagent no",
     "User root": "user trainer",
     "StdinNull yes": "stdinnull no",

@@ -49,7 +49,7 @@ def times(started_at: float, ended_at: float) -> Change:
 
 
 NO_TLS = "libgomp: cannot allocate memory in static TLS block"
-SHARED_MEMORY = "/dev/shm has 3 of 64 MiB free, but .* need 20 MiB. Enlarge it, for exam"  # noqa: S108 - not used
+SHARED_MEMORY = "/dev/shm has 3 of 64 MiB free, but .* need 20 MiB. Enlarge it, for exam"  # noqa: S108 - words of an error
 MACHINE = "these names refer to the same machine. Keep one"
 # Check, host, how the host differs, and a pattern of what is wrong and what to do.
 FAULTS: list[tuple[str, str, Change, str]] = [

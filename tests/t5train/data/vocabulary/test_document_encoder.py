@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,9 +136,17 @@ class Asked:
 
     def __init__(self, encoder: DocumentEncoder) -> None:
         self.texts, self.words = list[str](), list[str]()
-        slowly, encode_words = encoder._slowly, encoder._words.encode
-        encoder._slowly = lambda texts: (self.texts.extend(texts), slowly(texts))[1]  # type: ignore[method-assign]
-        encoder._words.encode = lambda words, how: (self.words.extend(words), encode_words(words, how))[1]  # type: ignore[method-assign]
+        encode_texts, encode_words = encoder._slowly, encoder._words.encode
+
+        def note_texts(texts: Any) -> Any:
+            self.texts.extend(texts)
+            return encode_texts(texts)
+
+        def note_words(words: Any, how: Any) -> Any:
+            self.words.extend(words)
+            return encode_words(words, how)
+
+        encoder._slowly, encoder._words.encode = note_texts, note_words
 
 
 def test_a_sum_beyond_the_exact_range_is_left_to_the_slow_encoder(spiece: Path) -> None:
