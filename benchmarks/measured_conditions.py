@@ -58,7 +58,7 @@ def versions() -> tuple[tuple[str, str], ...]:
 @cache
 def device_name(accelerator: str | None) -> str:
     """Return the name of the accelerator, asked in another process, as this one must not use memory on it."""
-    code = "from t5train.engine.peak_flops import accelerator_name as name; print(name() or '')"
+    code = "from t5train.train.peak_flops import accelerator_name as name; print(name() or '')"
     variables = {**environ, **rank_variables(1, accelerator)}
     asked = subprocess.run([sys.executable, "-c", code], env=variables, stdout=subprocess.PIPE, check=True, text=True)
     return asked.stdout.removesuffix("\n").rpartition("\n")[2] or hardware()

@@ -244,7 +244,7 @@ def _rate(outcomes: Outcomes, contender: str) -> str:
 
 def _mfu(comparison: Comparison, outcome: Outcome) -> str:
     """Return the share of the peak in the data sheet; empty for a device whose peak is not known."""
-    from t5train.engine.peak_flops import peak_flops, utilization  # imports torch, before the time begins
+    from t5train.train.peak_flops import peak_flops, utilization  # imports torch, before the time begins
 
     spec, shape = comparison.spec, resolve(comparison.spec.model, expected_vocab_size(comparison.spec.tokenizer))
     used = utilization(spec, shape, outcome.seconds, peak_flops(comparison.subject.device, spec.optimizer.precision))

@@ -42,6 +42,11 @@ def sums_passes(spec: RunSpec) -> bool:
     return spec.optimizer.precision != "fp32" and spec.gradient_accumulation > 1
 
 
+def decoder_block_elements(shape: T5Shape) -> int:
+    """Return the elements of the matrices of a decoder block, the largest kind of block of a dense model."""
+    return 8 * shape.d_model * shape.inner + (3 if shape.gated else 2) * shape.d_model * shape.d_ff
+
+
 def _zero(layout: LayoutSpec, shape: T5Shape) -> dict[str, Any]:
     host_memory = {"device": "cpu", "pin_memory": layout.pin_memory}
     return {
@@ -57,20 +62,22 @@ def _zero(layout: LayoutSpec, shape: T5Shape) -> dict[str, Any]:
     }
 
 
-def _partitioned(shape: T5Shape) -> dict[str, int]:
+def _partitioned(shape: T5Shape) -> dict[str, Any]:
     """Settings for ZeRO 3, which partitions parameters: how many elements to fetch, keep and update at a time."""
-    decoder_block = 8 * shape.d_model * shape.inner + (3 if shape.gated else 2) * shape.d_model * shape.d_ff
     return {
         # The optimizer updates sub-groups of this size one by one, with temporary memory for one of them.
         "sub_group_size": SUB_GROUP_ELEMENTS,
         # One block ahead: it is fetched while the previous one is in use.
-        "stage3_prefetch_bucket_size": decoder_block,
+        "stage3_prefetch_bucket_size": decoder_block_elements(shape),
         # Norms and position biases are not partitioned: they are too small to be worth fetching.
         "stage3_param_persistence_threshold": max(shape.d_model, RELATIVE_BUCKETS * shape.num_heads),
         # 6 GB in 16 bits. With less, accelerator memory would stay unused and the same parameters would be fetched
         # again; with more, all of T5-11B would end up on the accelerator.
         "stage3_max_live_parameters": LIVE_ELEMENTS,
         "stage3_max_reuse_distance": LIVE_ELEMENTS,
+        # DeepSpeed's own linear layer does not keep views of weights, which it would free. Those of blocks stay valid
+        # (t5train.engine.gathered_blocks), and torch's layer is faster.
+        "memory_efficient_linear": False,
     }
 
 

@@ -6,11 +6,13 @@ one by one takes the host about as long as the GPU needs to run them.
 A pipeline cannot be compiled as a whole, because its stages communicate outside any graph, nor can DeepSpeed's layer
 with experts, because an expert's number of tokens is known only at run time. Blocks, or attention and feed-forward of
 each block, are compiled one by one instead. They are all alike, so the code compiled for one is reused for all of its
-kind. The passes of a pipeline stage then run as CUDA graphs, too (t5train.engine.pipeline_engine).
+kind. At ZeRO 3, they are compiled without the hooks that gather them (t5train.engine.gathered_blocks). The passes of a
+pipeline stage then run as CUDA graphs, too (t5train.engine.pipeline_engine).
 """
 
 import resource
 from importlib.util import find_spec
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import deepspeed
@@ -22,6 +24,7 @@ from torch import nn
 from t5train.data.samples.span_corruption import geometry
 from t5train.engine.collectives import expert_rank, rank, sum_over_ranks
 from t5train.engine.deepspeed_config import deepspeed_config
+from t5train.engine.gathered_blocks import GatheredBlocks
 from t5train.engine.gradient_accumulation import sums_of
 from t5train.engine.memory_estimate import records_passes
 from t5train.engine.optimizer import AdamWRms, HostAdam
@@ -47,6 +50,14 @@ def compile_sublayers(model: nn.Module) -> None:
             for step in block.layer[:-1] if block.is_sparse else block.layer:
                 # The lengths of encoder and decoder differ; code for any length would be slower.
                 step.compile(dynamic=False)
+
+
+def compile_gathered(model: nn.Module, **settings: Any) -> None:
+    """Compile every block of ``model`` in place, but not the hooks that gather its weights."""
+    compiled = torch.compile(Block.forward, dynamic=False, **settings)
+    for block in model.modules():
+        if isinstance(block, Block):
+            block.forward = MethodType(compiled, block)  # type: ignore[method-assign]
 
 
 def compile_blocks(model: nn.Module, **settings: Any) -> None:
@@ -142,7 +153,9 @@ def _compile(engine: Any, spec: RunSpec) -> None:
     model = model_of(engine)
     if records_passes(spec) and _can_fuse_update(engine):
         engine.record_passes()
-    if spec.layout.pipeline_stages > 1 or any(layer.dispatch == "deepspeed" for _, layer in model.sparse_layers()):
+    if spec.layout.zero_stage == 3:
+        compile_gathered(model)
+    elif spec.layout.pipeline_stages > 1 or any(layer.dispatch == "deepspeed" for _, layer in model.sparse_layers()):
         compile_sublayers(model)
     elif spec.model.moe.num_experts:
         compile_blocks(model, **_graphs(engine, spec))
@@ -172,11 +185,11 @@ def _can_fuse_parts(engine: Any) -> bool:
 
 
 def _use_kernels(model: "T5 | T5Pipeline", spec: RunSpec, shape: T5Shape) -> None:
-    """Let the model train with our kernels where they can replace torch's: in 16 bits below ZeRO 3, on NVIDIA GPUs.
+    """Let the model train with our kernels where they can replace torch's: in 16 bits, on NVIDIA GPUs.
 
     Attention with dropout, or with heads of another width, stays torch's.
     """
-    if spec.optimizer.precision == "fp32" or spec.layout.zero_stage == 3 or not _has_kernels():
+    if spec.optimizer.precision == "fp32" or not _has_kernels():
         return
     from t5train.model.kernels import biased_attention, gated_gelu
 
@@ -221,6 +234,8 @@ def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict
     if spec.model.activation_checkpointing:
         checkpoint_activations(model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(spec, model), config=config)
+    if spec.layout.zero_stage == 3:
+        GatheredBlocks(engine)
     return engine
 
 

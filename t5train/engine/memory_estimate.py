@@ -32,7 +32,12 @@ from typing import NamedTuple
 
 from t5train.data.samples.loader import PREFETCHED_BATCHES
 from t5train.data.samples.span_corruption import geometry
-from t5train.engine.deepspeed_config import BUCKET_ELEMENTS, LIVE_ELEMENTS, SUB_GROUP_ELEMENTS, sums_passes
+from t5train.engine.deepspeed_config import (
+    BUCKET_ELEMENTS,
+    SUB_GROUP_ELEMENTS,
+    decoder_block_elements,
+    sums_passes,
+)
 from t5train.model.model_shape import T5Shape, count_expert_parameters, count_parameters
 from t5train.spec import RunSpec
 
@@ -75,6 +80,8 @@ def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
         state = _fused(sizes, layout.zero_stage, spec.data_parallel_size == 1, records_passes(spec))
     else:
         state = _cut_up(sizes, layout.zero_stage, layout.offload)
+        if layout.zero_stage == 3:
+            state += _fetched(sizes.weight, spec, shape)
     model = _MASTER * count_parameters(shape)
     return [
         *(held for held in state if held[1:] != (0, 0)),
@@ -154,13 +161,27 @@ def _cut_up(sizes: _Sizes, stage: int, offload: str) -> list[Held]:
     weights = weight * (part if stage == 3 else whole)
     return [
         Held("weights", *((0, weights) if offload == "all" else (weights, 0))),
-        Held(FETCHED, weight * min(whole, LIVE_ELEMENTS) if stage == 3 else 0, 0),
         _gradients(sizes, stage, on_host),
         Held("masters", here * _MASTER * part, (1 - here) * _MASTER * part),
         Held("moments", here * _MOMENTS * part, (1 - here) * _MOMENTS * part),
         Held("weights on their way back", 0, weight * part if on_host and stage < 3 else 0),
         Held("reduced at a time", weight * BUCKET_ELEMENTS, 0),
         Held("updated at a time", *_scratch(part, stage, on_host)),
+    ]
+
+
+def _fetched(weight: int, spec: RunSpec, shape: T5Shape) -> list[Held]:
+    """Return what ZeRO 3 fetches: two blocks (t5train.engine.gathered_blocks), and embedding and output layer.
+
+    With several ranks, each block is received in a buffer of its own; with one that has all weights, no block is.
+    """
+    ranks, is_offloaded = spec.cluster.ranks, spec.layout.offload == "all"
+    buffers = 4 if ranks > 1 else 2 * is_offloaded
+    received = 2 / ranks if ranks > 1 and is_offloaded else 0
+    embeddings = (1 if shape.tied else 2) * shape.vocab_size * shape.d_model
+    return [
+        Held("blocks gathered", int(weight * (buffers + received) * decoder_block_elements(shape)), 0),
+        Held(FETCHED, weight * embeddings, 0),
     ]
 
 

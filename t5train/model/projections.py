@@ -9,6 +9,6 @@ def joint_projection(hidden: Tensor, *layers: nn.Linear) -> Tensor:
     """Return the outputs of linear layers without offsets, one after the other in the last dimension.
 
     One large product is faster than several small ones, and the gradient of ``hidden`` is a product instead of a sum of
-    products. The last bits differ. At ZeRO 3, where a layer's weight is there only while it runs, this fails.
+    products. The last bits differ.
     """
     return functional.linear(hidden, torch.cat([layer.weight for layer in layers]))

@@ -107,7 +107,7 @@ class ModelSpec(SpecPart):
         description="Compute activations within a block again in the backward pass: less memory, a third more "
         "computation",
     )
-    compile: bool = Field(False, title="Compile", description="Use torch.compile: faster on GPUs; not with ZeRO 3")
+    compile: bool = Field(False, title="Compile", description="Use torch.compile: faster on GPUs")
     start_from: str | None = Field(
         None,
         title="Start from",

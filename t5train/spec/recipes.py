@@ -118,7 +118,7 @@ def zero3() -> RunSpec:
     """T5 v1.1 base, all partitioned over GPUs (ZeRO-3); parameters, masters and moments in page-locked host memory."""
     return RunSpec(
         recipe="zero3",
-        model=ModelSpec(preset="base"),
+        model=ModelSpec(preset="base", compile=True),
         optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
         layout=LayoutSpec(zero_stage=3, offload="all", pin_memory=True, micro_batch_sequences=64),
     )
@@ -140,7 +140,7 @@ def t5_3b_one_gpu() -> RunSpec:
     """T5 v1.1 3B on one GPU with 40 GB, in a host with 128 GB: ZeRO-3, all state in host memory."""
     return RunSpec(
         recipe="t5_3b_one_gpu",
-        model=ModelSpec(preset="3b", activation_checkpointing=True),
+        model=ModelSpec(preset="3b", compile=True, activation_checkpointing=True),
         optimizer=OptimizerSpec(warmup_steps=10_000),
         # One pass per step, because each pass fetches every parameter. Not page-locked, because page-locked buffers are
         # rounded up to powers of two.

@@ -127,14 +127,6 @@ class RunSpec(SpecPart):
             )
 
     @check
-    def _compiled_graphs_see_parameters(self) -> None:
-        if self.model.compile and self.layout.zero_stage == 3:
-            raise ValueError(
-                "model.compile is true and layout.zero_stage 3: ZeRO 3 gathers parameters in hooks that a compiled "
-                "graph does not see; set model.compile=false"
-            )
-
-    @check
     def _model_and_checkpoints_have_their_own_folders(self) -> None:
         publish_to, stored = self.storage.publish_to, self.storage.publish_checkpoints_under
         if publish_to is None or stored is None or self.checkpoints_url is None:

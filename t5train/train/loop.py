@@ -25,7 +25,6 @@ from t5train.engine.engine import (
 from t5train.engine.expert_routing import Routing
 from t5train.engine.forward_backward import Passes, passes_of
 from t5train.engine.partitions import master_groups_of
-from t5train.engine.peak_flops import accelerator_peak_flops, utilization
 from t5train.errors import Preempted
 from t5train.files.run_folder import tag_of
 from t5train.model.initialization import initialise
@@ -38,6 +37,7 @@ from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.train import sanity_checks, validation, witness_recording
 from t5train.train.learning_rate import learning_rate
+from t5train.train.peak_flops import accelerator_peak_flops, utilization
 from t5train.train.step_profile import StepProfile
 from t5train.train.wandb_sync import SyncJob, WandbProcess
 

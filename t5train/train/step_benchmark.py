@@ -123,8 +123,8 @@ def measure(job: BenchmarkJob, steps_file: Path, heart: Heartbeat | None = None)
     ``heart`` reports the phases of the work.
     """
     from t5train.engine.engine import accelerator_memory_bytes, accelerator_reserved_bytes, peak_host_memory_bytes
-    from t5train.engine.peak_flops import accelerator_name, accelerator_peak_flops, utilization
     from t5train.model.model_shape import resolve
+    from t5train.train.peak_flops import accelerator_name, accelerator_peak_flops, utilization
 
     spec, shape = job.spec, resolve(job.spec.model, job.vocab_size)
     heart = heart or Heartbeat(None, spec.cluster.deadlines)

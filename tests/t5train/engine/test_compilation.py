@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from t5train.engine.engine import compile_blocks, compile_sublayers
+from t5train.engine.engine import compile_blocks, compile_gathered, compile_sublayers
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
@@ -63,3 +63,21 @@ def _train(model: Any, seed: int) -> float:
     loss = model(inputs, targets)
     loss.backward()
     return float(loss.detach())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.slow
+def test_hooks_that_gather_a_block_are_not_compiled_with_it() -> None:
+    model = T5(resolve(ModelSpec(preset="smoke"), 300), decoder_start_id=0).train()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0, 0.05)
+    seen = list[bool]()
+    for block in [*model.encoder.block, *model.decoder.block]:
+        block.register_forward_pre_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
+    plain = _train(model, seed=1)
+    compile_gathered(model, fullgraph=True, backend="aot_eager")
+    assert _train(model, seed=1) == pytest.approx(plain, rel=1e-6)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        _train(model, seed=2)
+    assert seen == [False] * 12

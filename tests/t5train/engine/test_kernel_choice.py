@@ -53,7 +53,7 @@ def _chosen(monkeypatch: pytest.MonkeyPatch, capability: int, settings: dict[str
         (80, {}, Chosen(attention=True, gate=True)),
         (90, {"optimizer.precision": "fp16"}, Chosen(attention=True, gate=True)),
         (90, {"optimizer.precision": "fp32"}, Chosen()),
-        (90, {"layout.zero_stage": 3}, Chosen()),
+        (90, {"layout.zero_stage": 3}, Chosen(attention=True, gate=True)),
         (90, {"model.dropout_rate": 0.1}, Chosen(gate=True)),
         (90, {"model.d_kv": 48}, Chosen(gate=True)),
         (90, EXPERTS, Chosen(attention=True, experts="rows")),

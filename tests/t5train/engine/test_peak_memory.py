@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from t5train.engine import engine, peak_flops
+from t5train.engine import engine
 from t5train.spec.recipes import recipe
-from t5train.train import step_benchmark
+from t5train.train import peak_flops, step_benchmark
 from t5train.train.step_benchmark import WARM_UP_STEPS, BenchmarkJob, StepTime
 
 STATE, ACTIVATIONS, UNUSED = 10 << 30, 20 << 30, 3 << 30

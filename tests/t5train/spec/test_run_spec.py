@@ -101,7 +101,6 @@ IN_ROOT = {"storage.root": "/data/t5", "storage.scratch": "/data/t5"}
         (HOSTS, {"cluster.exclude": "a", "cluster.num_nodes": 1}, r"exclude and cluster\.num_nodes cannot be combined"),
         (HOSTS | {"shards.executor": "dask"}, {"storage.node_local": True}, r"is dask, but storage\.node_local"),
         (IN_ROOT, {"storage.node_local": True}, r"storage\.scratch is '/data/t5', which is the root"),
-        ({"model.compile": True}, {"layout.zero_stage": 3}, r"is true and .*_stage 3: .*set model\.compile=false"),
     ],
 )
 def test_settings_that_cannot_be_combined_are_refused(

@@ -35,6 +35,8 @@ EXPERTS = [layout for layout in LAYOUTS if "-ep" in layout and "fp16" not in lay
 CERTIFIED = [layout for layout in LAYOUTS if layout in RECOMPUTED or "-pp" in layout or layout == "zero1-bf16-offload"]
 OFFLOADED = ["zero1-fp32-offload", "zero2-fp32-offload", "zero3-fp32-offload"]
 EQUAL = ["zero0-fp32", "zero1-fp32", "zero2-fp32", "zero3-fp32", "zero1-fp32-pp2"]
+ODD = ["zero0-fp32", "zero3-fp32", "zero3-fp32-offload"]
+"""Also trained with tensors of an odd number of elements, which two ranks cannot share equally."""
 SUMMED = ["zero0-bf16", "zero1-bf16-offload", "zero1-bf16-ep2", "zero1-bf16-pp2-tied-deep"]
 SUMMED = covering([*SUMMED, "zero2-bf16", "zero2-bf16-ep2-offload", "zero3-bf16", "zero3-bf16-offload"])
 KEYS = ("step", "loss", "gradient_norm", "validation_loss", "router_loss", "dropped_tokens")
@@ -75,6 +77,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
     one_pass = {"model.dropout_rate": 0, "optimizer.gradient_clip": 0, "layout.micro_batch_sequences": 8}
     for layout in EQUAL + OFFLOADED:
         jobs.append(job(f"{layout}.one-pass", layout, one_pass | {"optimizer.weight_decay": 0.1}))
+    for layout in ODD:
+        jobs.append(job(f"{layout}.odd", layout, one_pass | {"model.d_model": 9, "model.d_ff": 11}))
     for layout in SUMMED:
         jobs += [_one_batch(layout, passes) for passes in (1, PASSES)]
     jobs.append(job("to-zero", "zero1-fp32", {"optimizer.final_learning_rate": 0}))
@@ -223,6 +227,11 @@ def test_norms_and_position_biases_are_not_decayed_in_any_layout(trained: Traine
 @pytest.mark.parametrize("layout", OFFLOADED)
 def test_an_optimizer_in_host_memory_trains_the_same_model(trained: Trained, layout: str) -> None:
     _require_equal(trained, ("zero0-fp32.one-pass", f"{layout}.one-pass"), ("loss",), 1e-5)
+
+
+@pytest.mark.parametrize("layout", ODD[1:])
+def test_tensors_that_ranks_cannot_share_equally_are_trained_alike(trained: Trained, layout: str) -> None:
+    _require_equal(trained, ("zero0-fp32.odd", f"{layout}.odd"), ("loss", "gradient_norm"), 1e-5)
 
 
 def test_experts_over_one_rank_and_over_two_train_the_same_model(trained: Trained) -> None:
