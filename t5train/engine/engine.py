@@ -88,9 +88,25 @@ def build_engine(
 
         inner = inner_optimizer(engine)
         inner.use_kernels(PartitionUpdate(partitions, sum_over_ranks, inner.relative))
+    elif spec.layout.offload != "none":
+        _scale_where_needed(engine.optimizer)
     if spec.model.compile:
         _compile(engine, spec)
     return engine
+
+
+def _scale_where_needed(optimizer: Any) -> None:
+    """Let DeepSpeed clip gradients only where that changes them: in host memory, a factor of 1 is a costly pass."""
+    scale = optimizer.unscale_and_clip_grads
+
+    def scale_where_needed(gradients: Any, norm: torch.Tensor) -> None:
+        is_within = (
+            optimizer.clip_grad <= 0 or 0 <= float((norm / optimizer.loss_scale + 1e-6) / optimizer.clip_grad) <= 1
+        )
+        if optimizer.loss_scale != 1 or not is_within:
+            scale(gradients, norm)
+
+    optimizer.unscale_and_clip_grads = scale_where_needed
 
 
 def set_learning_rate(engine: Any, rate: float) -> None:
@@ -113,6 +129,8 @@ def update(engine: Any) -> float | None:
     # The plain fp32 engine does not expose the norm that it clips by.
     plain = _gradient_norm(engine) if is_last and engine.optimizer is inner_optimizer(engine) else None
     engine.step()
+    if is_last:
+        inner_optimizer(engine).measure_weights()
     return norm_of_step(engine) if is_last and plain is None else plain
 
 

@@ -11,6 +11,7 @@ writes every number once, with vector instructions on all cores; torch's operato
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -153,6 +154,8 @@ class AdamWRms(torch.optim.Optimizer):
         self._owners: dict[Tensor, _Owners] = {}
         self._sum_over_ranks: SumOverRanks | None = None
         self._kernels: Kernels | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="squares")
+        self._squared: dict[Tensor, Future[Tensor]] = {}
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Let these kernels do the whole update of a tensor from now on."""
@@ -165,6 +168,25 @@ class AdamWRms(torch.optim.Optimizer):
         """
         self._partitions, self._sum_over_ranks = partitions, sum_over_ranks
         self._owners = {flat: _Owners.of(partition, flat.device) for flat, partition in partitions.items()}
+
+    def measure_weights(self) -> None:
+        """Start to sum the squares of weights in host memory, which the next update needs; call it after an update.
+
+        The host's cores have little else to do during a pass. Weights do not change until the next update, unless that
+        begins with weight decay.
+        """
+        if (
+            self.relative
+            and self._host_adam is not None
+            and not any(each["weight_decay"] for each in self.param_groups)
+        ):
+            for flat, partition in self._partitions.items():
+                self._squared[flat] = self._thread.submit(self._squares, partition.parts_of(flat.view(-1)))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state that ``state_dict`` returned. What is known of the weights no longer holds."""
+        self._squared.clear()
+        super().load_state_dict(state_dict)
 
     def state_of(self, flat: Tensor) -> dict[str, Tensor]:
         """Return a tensor's number of steps and its two moments, which are zero before the first step."""
@@ -240,24 +262,28 @@ class AdamWRms(torch.optim.Optimizer):
 
         The last partition of a padded group may have no parts; its rank still joins the sum over ranks.
         """
-        partition, owners = self._partitions[flat], self._owners[flat]
-        return self._rms(partition.parts_of(flat.view(-1)), owners, partition.sharers)[owners.of_segment]
+        return self._rms(flat)[self._owners[flat].of_segment]
 
-    def _rms(self, parts: list[Tensor], owners: _Owners, sharers: Any) -> Tensor:
-        """Return the RMS of every tensor of a partition, over the ranks that share it, by owner; fp32.
+    def _rms(self, flat: Tensor) -> Tensor:
+        """Return the RMS of every tensor that ``flat`` has parts of, over the ranks that share it, by owner; fp32.
 
         Sums are in fp64, so that the partitioning hardly affects the result. All parts are summed at once, because
         hundreds of small kernels would take an accelerator longer than the rest of the update.
         """
+        (segments, _, sharers), owners = self._partitions[flat], self._owners[flat]
         sums = torch.zeros_like(owners.numels)
-        if parts:
-            sums.index_add_(0, owners.of_segment, self._squares(parts))
+        if segments:
+            measured = self._squared.pop(flat, None)
+            parts = self._partitions[flat].parts_of(flat.view(-1))
+            sums.index_add_(0, owners.of_segment, self._squares(parts) if measured is None else measured.result())
         if self._sum_over_ranks is not None:
             self._sum_over_ranks(sums, sharers)
         return (sums / owners.numels).sqrt().clamp(min=MINIMAL_RMS).float()
 
     def _squares(self, parts: list[Tensor]) -> Tensor:
         """Return the sum of squares of each part, fp64."""
+        if not parts:
+            return torch.zeros(0, dtype=torch.float64)
         if self._host_adam is None:
             return torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float64)).square()
         return torch.stack([sum_of_squares(part) for part in parts])

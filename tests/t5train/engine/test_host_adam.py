@@ -15,8 +15,8 @@ SIZES, PADDING = [30_011, 7, 1_000], 6
 NUMEL = sum(SIZES) + PADDING
 
 
-def _optimizer(flat: Tensor, host_adam: HostAdam | None, relative: bool = True) -> AdamWRms:
-    optimizer = AdamWRms([flat], (0.9, 0.999), 1e-8, weight_decay=0.1, relative=relative, host_adam=host_adam)
+def _optimizer(flat: Tensor, host_adam: HostAdam | None, relative: bool = True, weight_decay: float = 0.1) -> AdamWRms:
+    optimizer = AdamWRms([flat], (0.9, 0.999), 1e-8, weight_decay, relative=relative, host_adam=host_adam)
     optimizer.param_groups[0]["lr"] = 0.01
     starts = [sum(SIZES[:owner]) for owner in range(len(SIZES))]
     segments = [
@@ -51,6 +51,28 @@ def test_host_adam_updates_weights_as_torchs_operators_do(relative: bool) -> Non
     assert (theirs - _weights()).abs().max() > 1000 * 10 * rounding
     torch.testing.assert_close(ours, theirs, rtol=0, atol=10 * rounding)
     assert not ours[-PADDING:].any()
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_weights_that_are_measured_between_updates_are_updated_bit_equal(weight_decay: float) -> None:
+    measured, plain = _weights(), _weights()
+    optimizers = [_optimizer(flat, HostAdam(), weight_decay=weight_decay) for flat in (measured, plain)]
+    for number in range(3):
+        _steps(optimizers[0], measured, range(number, number + 1))
+        optimizers[0].measure_weights()
+        _steps(optimizers[1], plain, range(number, number + 1))
+    assert measured.equal(plain)
+
+
+def test_a_measurement_of_weights_does_not_outlast_the_loading_of_others() -> None:
+    loaded, plain = torch.ones(NUMEL), _weights()
+    optimizer = _optimizer(loaded, HostAdam(), weight_decay=0.0)
+    optimizer.measure_weights()
+    loaded.copy_(plain)
+    optimizer.load_state_dict(optimizer.state_dict())
+    _steps(optimizer, loaded, range(2))
+    _steps(_optimizer(plain, HostAdam(), weight_decay=0.0), plain, range(2))
+    assert loaded.equal(plain)
 
 
 def test_an_update_has_a_relative_error_below_one_in_a_million() -> None:
