@@ -292,8 +292,8 @@ class _Parameters(ZeROOrderedDict):  # type: ignore[misc]  # DeepSpeed has no ty
     """The parameters of a module of a block, read as they are.
 
     DeepSpeed's dictionary takes one that is read in a forward pass, and that DeepSpeed has not gathered itself, for an
-    external parameter of the stack, which it gathers with the stack from then on. It then refuses the next pass, because
-    that differs.
+    external parameter of the stack, which it gathers with the stack from then on. It then refuses the next pass, as that
+    differs.
     """
 
     __getitem__ = OrderedDict.__getitem__
