@@ -8,8 +8,8 @@ from typing import Any
 from infra.head.hosts.hostfile import chosen_hosts
 from infra.head.launch.deepspeed_launcher import require_launchable
 from t5train.errors import SpecError
-from t5train.host_resources import quantity
 from t5train.locations import local_folder
+from t5train.quantities import quantity
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe as recipe_spec
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from t5train.errors import SpecError, StorageError
 from t5train.files.atomic import try_writing
 from t5train.files.os_errors import free_inodes, nearest_existing, reason
+from t5train.quantities import format_bytes
 
 _LEAST_INODES = 100
 _GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -89,13 +90,3 @@ def require_writable(root: Path) -> None:
 
 def _not_writable(root: Path, error: OSError) -> StorageError:
     return StorageError(f"{root} cannot be written: {reason(error, root)} (--root or --out)")
-
-
-def quantity(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless there is one: ``1 file``, ``1,200 files``."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def format_bytes(size_bytes: int) -> str:
-    """Return a size as text for users, in decimal units: ``1.3 GB`` or ``40.0 MB``."""
-    return f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

@@ -11,7 +11,7 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from t5train.errors import T5TrainError, encodable
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 
 LIBRARY_LOGGERS = ("t5train", "infra", "tasks")
 LINES_A_SECOND = 1.0

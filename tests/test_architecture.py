@@ -26,7 +26,7 @@ ABOVE = {  # packages of its own layer that each package may not import
     "flows": ("flows.cli",),
 }
 RUNS_ON_NODES = ("infra.node", "t5train.files", "t5train.rank", "t5train.errors", "t5train.progress")
-RUNS_ON_NODES += ("t5train.host_resources",)
+RUNS_ON_NODES += ("t5train.host_resources", "t5train.quantities")
 LAZY_IMPORTS = {  # imported only inside functions, when the head or a rank needs it
     "infra.node.compiled_operators": {"deepspeed"},
     "infra.node.inspection.accelerators": {"torch"},

@@ -13,8 +13,8 @@ from infra.head.benchmark_run import benchmark, benchmark_trainer
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
 from t5train.engine.memory_estimate import WITNESS, held_by_a_rank
 from t5train.errors import LaunchError
-from t5train.host_resources import quantity
 from t5train.model.model_shape import resolve as resolve_shape
+from t5train.quantities import quantity
 from t5train.spec import RunSpec
 from t5train.train.step_benchmark import IDLE, PROFILED_STEPS, Measured, tokens_a_step
 

@@ -29,7 +29,7 @@ from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.report.data_report import data_lines, train_split_facts
 from t5train.report.data_samples import shown_samples

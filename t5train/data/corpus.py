@@ -27,9 +27,10 @@ from t5train.errors import InputError, RecordError, UnknownVersion, Unreadable
 from t5train.files.atomic import remove_folder
 from t5train.files.os_errors import explain
 from t5train.files.output_folder import making, stage_folder
-from t5train.host_resources import num_cores, quantity, require_writable
+from t5train.host_resources import num_cores, require_writable
 from t5train.locations import hub_dataset_name, redacted
 from t5train.progress import Progress, silent
+from t5train.quantities import quantity
 from t5train.records.digests import FileDigest, digest_file, digest_files
 from t5train.records.identity import fingerprint
 from t5train.records.kept_files import keep_changed_files

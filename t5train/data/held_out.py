@@ -19,7 +19,7 @@ from t5train.data.passages import Passage
 from t5train.data.vocabulary.sentencepiece_model import SCORE_STEPS, SPECIAL_PIECES, UNK_ID, Encoder
 from t5train.errors import InputError
 from t5train.files.atomic import write_text
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 from t5train.records.stage_records import HELD_OUT_COMPARED, HELD_OUT_LEFT_OUT, HELD_OUT_TIED
 from t5train.records.witness import EncodedPassage
 

@@ -24,7 +24,7 @@ from t5train.data.formats.passage_frames import frame_rows, is_framed
 from t5train.data.native import segmenter_build
 from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at, title_of
 from t5train.errors import InputError
-from t5train.host_resources import format_bytes, quantity
+from t5train.quantities import format_bytes, quantity
 
 PLAIN_FORMATS = (".txt", ".jsonl", ".tsv", ".csv")
 FORMATS = (*PLAIN_FORMATS, ".parquet")

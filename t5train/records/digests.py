@@ -22,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from t5train.errors import DigestMismatch
 from t5train.files.os_errors import naming
 from t5train.files.presence import ABSENT, reading
-from t5train.host_resources import num_cores, quantity
+from t5train.host_resources import num_cores
+from t5train.quantities import quantity
 
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 << 20  # the limit of safetensors itself

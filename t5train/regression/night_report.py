@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from t5train.host_resources import format_bytes, quantity
+from t5train.quantities import format_bytes, quantity
 from t5train.regression.night_results import CaseResult, Compared, Measured, NightResult
 from t5train.regression.regression_findings import PEER, WIDEST
 from t5train.release.markdown import escaped, page, table

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from t5train.host_resources import format_bytes
+from t5train.quantities import format_bytes
 from t5train.records.identity import differences
 from t5train.regression.machine_key import changed_versions
 from t5train.regression.night_results import CPU_DEVICE, About, CaseResult, Compared, Finding, Measured, Point

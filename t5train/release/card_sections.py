@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.unknown_pieces import unknown_line
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 from t5train.records.metrics import UNIGRAM, VALIDATION, has_learned_nothing
 from t5train.records.stage_records import OF_TEXT, REMOVED, REPEATED
 from t5train.records.witness import TrainedModel, Witness

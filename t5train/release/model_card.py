@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 from t5train.records.digests import FileDigest
 from t5train.records.identity import Provenance
 from t5train.records.witness import Witness

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from t5train.host_resources import quantity
 from t5train.progress import Progress
+from t5train.quantities import quantity
 from t5train.records.witness import GENERATED_PROBE, WITNESS_TENSORS, Witness, digest_tensor
 from t5train.release.certificate import GenerationComparison, ProbeComparison
 from t5train.release.folder_comparison import differing_values

@@ -9,8 +9,8 @@ from t5train.data.samples.loader import windows_of_texts
 from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.unknown_pieces import counts_with_unknown, unknown_line
-from t5train.host_resources import quantity
 from t5train.locations import shown_text
+from t5train.quantities import quantity
 from t5train.records.stage_records import (
     HELD_OUT_COMPARED,
     HELD_OUT_LEFT_OUT,

@@ -9,7 +9,7 @@ from t5train.data.passages import Split
 from t5train.data.samples.loader import Samples
 from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.errors import InputError
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 from t5train.records.stage_records import TokenizerFiles, TokenShards
 from t5train.spec import RunSpec
 

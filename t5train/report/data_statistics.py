@@ -17,7 +17,7 @@ from t5train.data.shards import lengths_name
 from t5train.data.vocabulary.sentencepiece_model import Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE
 from t5train.data.vocabulary.unknown_pieces import lacked_characters, listed
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.release.card_sections import repeated_line
 from t5train.report.data_report import train_split_facts

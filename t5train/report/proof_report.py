@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 from t5train.records.stage_records import Export, Weights
 from t5train.release.certificate import CERTIFICATE, Certificate, ProbeComparison
 from t5train.release.markdown import code, escaped, page, table

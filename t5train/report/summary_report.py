@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 from t5train.records.metrics import Values
 from t5train.records.stage_records import Publication, Record
 from t5train.release.markdown import code, page, table

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from t5train.data.checks.repetitions import COMPARED_SPLITS
 from t5train.data.checks.whole_reading import TextFindings
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

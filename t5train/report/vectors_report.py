@@ -8,7 +8,7 @@ import numpy as np
 
 from t5train.data.vectors.index_check import IndexReport
 from t5train.data.vectors.near_duplicates import BINS, NearDuplicates, Thresholds
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

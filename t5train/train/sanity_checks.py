@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from t5train.errors import DuplicateBatch, NonFiniteLoss, RanksDisagree, TooManySkippedSteps, WeightsDidNotMove
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 
 # 32 halvings reduce the largest allowed initial loss scale to 1, so this many skipped steps can be legitimate.
 SKIPS_WHILE_SCALING = 32

@@ -10,14 +10,7 @@ import pytest
 
 from t5train import host_resources
 from t5train.errors import SpecError, StorageError
-from t5train.host_resources import (
-    format_bytes,
-    host_memory_bytes,
-    quantity,
-    require_host_memory,
-    require_space,
-    require_writable,
-)
+from t5train.host_resources import host_memory_bytes, require_host_memory, require_space, require_writable
 
 
 def test_too_little_host_memory_is_reported_with_both_sizes_and_the_setting() -> None:
@@ -78,14 +71,3 @@ def test_a_read_only_root_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(StorageError, match="Permission denied"):
         require_space(tmp_path, 1, "the run")
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0.0 MB"), (40_000_000, "40.0 MB"), (10**9 - 10**5, "999.9 MB"), (1_300_000_000, "1.3 GB")]
-)
-def test_sizes_are_shown_in_decimal_units(size: int, text: str) -> None:
-    assert format_bytes(size) == text
-
-
-def test_a_count_of_one_has_its_noun_in_the_singular() -> None:
-    assert [quantity(number, "file") for number in (0, 1, 1200)] == ["0 files", "1 file", "1,200 files"]

@@ -36,7 +36,7 @@ from infra.head.storage.garbage_collection import (
 from infra.node.storage.garbage import Garbage
 from t5train.errors import HostError
 from t5train.files.run_folder import RUNS
-from t5train.host_resources import format_bytes
+from t5train.quantities import format_bytes
 from t5train.spec import MachinesSpec
 
 _COLUMNS = ["host", "what", "size", "why"]

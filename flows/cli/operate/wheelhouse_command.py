@@ -9,7 +9,7 @@ import typer
 from flows.cli.terminal import say, stage_display
 from infra.head.environments.pip_commands import Target
 from infra.head.environments.wheel_collection import collect_project
-from t5train.host_resources import format_bytes, quantity
+from t5train.quantities import format_bytes, quantity
 
 
 def wheelhouse(

@@ -15,7 +15,7 @@ from infra.head.runs.run_state import read_json
 from infra.node.storage.garbage import size_of
 from t5train.errors import SpecError
 from t5train.files.run_folder import PUBLISHED, discarded
-from t5train.host_resources import format_bytes
+from t5train.quantities import format_bytes
 
 _COLUMNS = ["host", "what", "size", "why"]
 _HEAD = "this machine"

@@ -10,7 +10,7 @@ from infra.head.launch.start_record import Start
 from infra.head.runs.attempt_history import AttemptSummary
 from infra.head.runs.run_state import State
 from infra.head.runs.run_story import Losses, RunStory, StoredCheckpoint
-from t5train.host_resources import format_bytes
+from t5train.quantities import format_bytes
 from t5train.report.time_left import duration
 
 _INDENT = "  "

@@ -14,7 +14,7 @@ from typing import Self
 
 from t5train.errors import SpecError
 from t5train.files.os_errors import explain
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 from t5train.spec import ClusterSpec
 
 MAX_SLOTS = 1024

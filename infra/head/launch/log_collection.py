@@ -23,7 +23,7 @@ from infra.node.attempts.session_messages import RankLine
 from infra.node.node_folders import attempt_folder
 from t5train.errors import HostError
 from t5train.files.atomic import write_text
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 
 _LOGS_SECONDS, _REMOVE_SECONDS = 120.0, 20.0
 _OF_A_RANK = re.compile(r"rank-([0-9]{5})\.(?:log|pid|beat|exit\.json|error\.json)")

@@ -8,7 +8,7 @@ from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.node.attempts.shared_memory import FreeSpace, shortage
 from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Facts
-from t5train.host_resources import format_bytes, quantity
+from t5train.quantities import format_bytes, quantity
 
 _IN_USE_BYTES = 2 * 10**9  # drivers, displays and our own inspection use less
 _FILES, _FILES_A_RANK = 512, 8

@@ -11,7 +11,7 @@ from infra.head.preflight.rendezvous import Rendezvous, choose_rendezvous, hostn
 from infra.head.preflight.storage_checks import Storage
 from infra.node.inspection.facts import Software
 from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, PreflightError, ProtocolMismatch, RemoteFailed
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 
 REACHABLE, HOST_KEY, PROGRAM, LAUNCHER, ALL_REDUCE = "reachable", "host key", "program", "launcher", "all-reduce"
 HOSTNAME, ADDRESS, PORT, IN_USE = "hostname", "address", "port", "in use"

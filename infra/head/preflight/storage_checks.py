@@ -9,7 +9,7 @@ from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.node.inspection.facts import Facts, Resources
 from infra.node.node_folders import node_path
 from infra.node.storage.disk_usage import SPARE_BYTES, SPARE_INODES
-from t5train.host_resources import format_bytes
+from t5train.quantities import format_bytes
 
 _NODE_FOLDER_BYTES = 10**9
 _ROOT_BYTES = 10**9  # the head itself checks how much a run will write there

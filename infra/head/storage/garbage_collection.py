@@ -22,8 +22,8 @@ from t5train.errors import HostError, RecordError, RunLocked, T5TrainError, Unkn
 from t5train.files.atomic import discard, remove_folder
 from t5train.files.presence import names_in, visible_in
 from t5train.files.run_folder import ATTEMPTS, CHECKPOINTS, RUNS, SET_ASIDE, discarded, removing
-from t5train.host_resources import quantity
 from t5train.progress import Progress
+from t5train.quantities import quantity
 from t5train.records.stage_records import Checkpoint
 
 _log = logging.getLogger(__name__)

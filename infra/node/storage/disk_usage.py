@@ -21,7 +21,7 @@ from t5train.errors import StorageError
 from t5train.files.atomic import discard, write_text
 from t5train.files.locks import try_lock
 from t5train.files.os_errors import free_inodes
-from t5train.host_resources import format_bytes
+from t5train.quantities import format_bytes
 
 _LOCKS, _PINS = "locks", "pins"
 _PIN_SECONDS = 3600.0

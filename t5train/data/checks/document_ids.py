@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from t5train.data.passages import SPLITS, IdRows, SourceFile, Split, SplitRule, split_of
 from t5train.errors import InputError
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 
 _MANY_PASSAGES, _FEW_HELD_OUT = 10, 3
 """If an id has so many passages on average, and fewer ids than this are expected in validation, a warning says so."""

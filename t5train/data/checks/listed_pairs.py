@@ -19,7 +19,7 @@ from t5train.data.worker_processes import Advance, Json
 from t5train.errors import InputError
 from t5train.files.atomic import replacing
 from t5train.files.os_errors import explain
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 from t5train.records.digests import FileDigest, digest_file
 
 PAIRS_KIND, PAIRS_VERSION = "near-duplicates", 2

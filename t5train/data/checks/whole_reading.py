@@ -16,8 +16,9 @@ from t5train.data.segments import FileSegments, Segment, size_of_text
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
 from t5train.files.atomic import write_text
-from t5train.host_resources import quantity, require_free_space
+from t5train.host_resources import require_free_space
 from t5train.progress import Progress
+from t5train.quantities import quantity
 from t5train.records.stage_records import REMOVED, REPEATED, SKIPPED, Corpus
 from t5train.spec.overrides import explain
 

@@ -19,8 +19,8 @@ from t5train.data.download.partial_file import read_note, whole_copies
 from t5train.data.passages import SourceFile
 from t5train.errors import InputError
 from t5train.files.confined import confined, require_distinct
-from t5train.host_resources import quantity
 from t5train.locations import redacted
+from t5train.quantities import quantity
 from t5train.records.digests import FileDigest
 from t5train.spec.known_texts import KnownText, known_texts, location_of
 

@@ -18,7 +18,8 @@ from backports import zstd
 from isal import igzip_lib
 from isal.isal_zlib import IsalError
 
-from t5train.host_resources import format_bytes, host_memory_bytes
+from t5train.host_resources import host_memory_bytes
+from t5train.quantities import format_bytes
 
 _BLOCK_BYTES = 64 << 10
 _WINDOW_LOGS = (27, 31)

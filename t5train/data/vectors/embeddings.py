@@ -15,8 +15,8 @@ import pyarrow.parquet
 from t5train.data.formats.parquet import batches, open_parquet
 from t5train.data.passages import SourceFile
 from t5train.errors import InputError
-from t5train.host_resources import quantity
 from t5train.progress import Progress, silent
+from t5train.quantities import quantity
 
 COLUMN = "embeddings"
 CHUNK_ROWS = 8192

@@ -17,9 +17,9 @@ from t5train.data.passages import SourceFile
 from t5train.data.sources import local_files, require_source
 from t5train.errors import InputError
 from t5train.files.confined import confined
-from t5train.host_resources import quantity
 from t5train.locations import explained, local_folder, redacted
 from t5train.progress import Progress
+from t5train.quantities import quantity
 from t5train.spec.known_indexes import KnownIndex, known_indexes
 from t5train.spec.known_texts import BUILT_IN
 

@@ -10,8 +10,9 @@ from t5train.data.vectors.embeddings import CHUNK_ROWS, Embeddings, chunks, rows
 from t5train.data.vectors.faiss_indexes import facts_of, faiss_module, open_index, search_lists, searched
 from t5train.data.vectors.own_rows import CHECKED_ROWS, LEAST_OWN, share_of_own_rows
 from t5train.errors import InputError
-from t5train.host_resources import format_bytes, host_memory_bytes
+from t5train.host_resources import host_memory_bytes
 from t5train.progress import Progress, silent
+from t5train.quantities import format_bytes
 
 EXACT_ROWS = 1 << 16
 """Up to so many vectors, the index that is built here is exact. A larger one stores 8 bits a number."""

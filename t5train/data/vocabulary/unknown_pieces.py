@@ -14,7 +14,7 @@ from t5train.data.passages import SourceFile
 from t5train.data.segments import Stretch, passages_in
 from t5train.data.vocabulary.sentencepiece_model import TRAINERS_UNKNOWN, UNK_ID, Encoder
 from t5train.errors import InputError
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 from t5train.records.stage_records import LACKED_CHARACTER, TRAIN_TOKENS, UNKNOWN_PIECES, TokenShards
 
 UNIGRAM_DTYPE = "<i8"

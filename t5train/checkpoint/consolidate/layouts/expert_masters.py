@@ -26,8 +26,8 @@ from t5train.checkpoint.consolidate.opened_checkpoint import (
 )
 from t5train.checkpoint.consolidate.torch_file import StoredTensor
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
-from t5train.host_resources import quantity
 from t5train.model.parameters import ParameterSlot
+from t5train.quantities import quantity
 
 _Groups = Sequence[Sequence[StoredTensor]]
 Layouts = dict[tuple[str, int], list[ParameterSlot]]
