@@ -25,7 +25,7 @@ ABOVE = {  # packages of its own layer that each package may not import
     "infra.testcluster": ("infra.head",),
     "flows": ("flows.cli",),
 }
-RUNS_ON_NODES = ("infra.node", "t5train.files", "t5train.rank", "t5train.errors", "t5train.progress")
+RUNS_ON_NODES = ("infra.node", "t5train.files", "t5train.errors", "t5train.progress")
 RUNS_ON_NODES += ("t5train.host_resources", "t5train.quantities")
 LAZY_IMPORTS = {  # imported only inside functions, when the head or a rank needs it
     "infra.node.compiled_operators": {"deepspeed"},
@@ -279,7 +279,7 @@ def test_the_library_can_be_imported_without_prefect_and_without_triton(run_pyth
 
 
 def test_the_head_does_not_import_torch(run_python: RunPython) -> None:
-    light = ("t5train.spec", "t5train.records", "t5train.data", "t5train.files", "t5train.rank")
+    light = ("t5train.spec", "t5train.records", "t5train.data", "t5train.files")
     light += tuple(f"t5train.release.{name}" for name in ("publication", "verification", "certificate", "object_store"))
     light += tuple(f"t5train.checkpoint.{name}" for name in ("sidecar", "tags", "retention", "resume", "resume_point"))
     light += ("t5train.model.parameters", "t5train.model.model_shape", "t5train.engine.memory_estimate")

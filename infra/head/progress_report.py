@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from infra.node.attempts.attempt import HEAD, rank_name
+from t5train.files import heartbeat
+from t5train.files.heartbeat import Beat, Phase
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, METRICS, step_of
 from t5train.progress import Progress
-from t5train.rank import heartbeat
-from t5train.rank.heartbeat import Beat, Phase
 from t5train.records.metrics import TRAINING_LOSS, UNIGRAM, VALIDATION, VALIDATION_OF_TARGETS
 from t5train.records.series import MetricsSeries
 from t5train.spec import RunSpec

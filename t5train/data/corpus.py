@@ -42,8 +42,7 @@ from t5train.spec.known_texts import known_texts
 _STAGE_VERSION = 1  # incremented when the same files would give another corpus
 _PYDOCS_FILE = "pydocs.jsonl"
 _SCRATCH = ".compared"
-_MANY_REMOVED = 0.2
-"""Share of the training split. If more is removed, the log warns."""
+_MANY_REMOVED = 0.2  # share of the training split; if more is removed, the log warns
 _REMOVAL_VERSION = 1  # incremented when the same settings would remove other passages
 _log = logging.getLogger(__name__)
 

@@ -8,14 +8,38 @@ import signal
 import sys
 import warnings
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
 
+from t5train.files.error_report import report, reportable
+from t5train.files.heartbeat import Heartbeat
 from t5train.files.run_folder import RANK_FILES
-from t5train.rank.error_report import report, reportable
-from t5train.rank.heartbeat import Heartbeat
-from t5train.rank.preemption import StopRequest
 from t5train.spec.rank_job import TrainJob
 
 _log = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """A context manager for the main thread: records SIGTERM, which asks to end after the current step is saved."""
+
+    def __init__(self) -> None:
+        self._was_received = False
+
+    def __call__(self) -> bool:
+        """Whether SIGTERM was received."""
+        return self._was_received
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        self._was_received = True
 
 
 def main() -> int:
@@ -33,7 +57,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     faulthandler.register(signal.SIGUSR1)  # the guard sends it to a rank that hangs, to get its traceback into the log
     try:
-        with StopRequest() as stop_request, Heartbeat.of_rank(job.spec.cluster.deadlines) as heart:
+        with StopRequest() as stop_request, Heartbeat.of_rank(dict(job.spec.cluster.deadlines)) as heart:
             _train(job, heart, stop_request)
     except BaseException as error:
         if (reported := reportable(error)) is not None:

@@ -26,10 +26,10 @@ from t5train.engine.expert_routing import Routing
 from t5train.engine.forward_backward import Passes, passes_of
 from t5train.engine.partitions import master_groups_of
 from t5train.errors import Preempted
+from t5train.files.heartbeat import Heartbeat
 from t5train.files.run_folder import tag_of
 from t5train.model.initialization import initialise
 from t5train.model.model_shape import T5Shape, huggingface_config, resolve
-from t5train.rank.heartbeat import Heartbeat
 from t5train.records.metrics import UNIGRAM, Metrics, Values
 from t5train.records.series import loss_curve_points
 from t5train.records.stage_records import TokenShards
@@ -55,7 +55,7 @@ class Trainer:
         ``heart`` reports the phases of the work. ``is_stop_requested`` returns whether this rank was asked to stop.
         """
         self.job, self.spec, self.is_stop_requested = job, job.spec, is_stop_requested
-        self.heart = heart or Heartbeat(None, job.spec.cluster.deadlines)
+        self.heart = heart or Heartbeat(None, dict(job.spec.cluster.deadlines))
         self.heart.enter("compile", 0)
         self.shards: TokenShards = job.shards()
         self.shape: T5Shape = resolve(self.spec.model, int(self.shards.counts["vocab_size"]))

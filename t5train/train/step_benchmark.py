@@ -26,9 +26,9 @@ from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, S
 from t5train.data.samples.span_corruption import geometry
 from t5train.errors import T5TrainError
 from t5train.files.atomic import write_json
+from t5train.files.error_report import report
+from t5train.files.heartbeat import Heartbeat
 from t5train.files.run_folder import RANK_FILES
-from t5train.rank.error_report import report
-from t5train.rank.heartbeat import Heartbeat
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.train.step_profile import recorded_activities
@@ -96,7 +96,7 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1)  # the guard sends it to a rank that hangs, to get its traceback into the log
     job = BenchmarkJob.model_validate_json(path.read_text("utf-8"))
     try:
-        with Heartbeat.of_rank(job.spec.cluster.deadlines) as heart:
+        with Heartbeat.of_rank(dict(job.spec.cluster.deadlines)) as heart:
             _measure_and_write(job, path.with_name("measured.json"), heart)
     except T5TrainError as error:
         if rank_files := os.environ.get(RANK_FILES):
@@ -127,7 +127,7 @@ def measure(job: BenchmarkJob, steps_file: Path, heart: Heartbeat | None = None)
     from t5train.train.peak_flops import accelerator_name, accelerator_peak_flops, utilization
 
     spec, shape = job.spec, resolve(job.spec.model, job.vocab_size)
-    heart = heart or Heartbeat(None, spec.cluster.deadlines)
+    heart = heart or Heartbeat(None, dict(spec.cluster.deadlines))
     with closing(_steps(job, steps_file, heart)) as steps:
         for number in range(WARM_UP_STEPS):
             _log.info("step %d: %.2f s", number + 1, next(steps).seconds)

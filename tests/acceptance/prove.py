@@ -20,7 +20,8 @@ from tests.acceptance.result_table import ResultTable
 PAGE = Path("docs/proofs.md")
 COLUMNS = ("proof", "commit", "date", "minutes", "result")
 PASSED = "passed"
-_HOSTS = ("infra", "t5train/rank", "t5train/train", "t5train/checkpoint", "tests/support")
+_REPORTS = ("t5train/files/heartbeat.py", "t5train/files/error_report.py")
+_HOSTS = ("infra", *_REPORTS, "t5train/train", "t5train/checkpoint", "tests/support")
 _RUNS = (*_HOSTS, "t5train/engine", "t5train/data/samples", "t5train/release", "t5train/files")
 
 

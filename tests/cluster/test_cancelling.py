@@ -12,7 +12,7 @@ import pytest
 
 from infra.node.node_folders import node_path
 from infra.testcluster.host_files import HOSTFILE
-from t5train.rank import heartbeat
+from t5train.files import heartbeat
 from tests.support.cluster_runs import ENVIRONMENT, SETTINGS, ClusterRunner, last_step
 from tests.support.prefect_servers import PROGRAM
 

@@ -5,7 +5,7 @@ import sys
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.exit_record import Cause
 from infra.node.attempts.process_guard import MODULE
-from t5train.rank import heartbeat
+from t5train.files import heartbeat
 
 HANG_SECONDS = 120.0
 """Only a guard that hangs takes as long to end, however busy the machine is."""
@@ -19,8 +19,7 @@ STUBBORN = (
 SAVING_SLOWLY = """
 import os, signal, time
 from pathlib import Path
-from types import SimpleNamespace
-from t5train.rank.heartbeat import Heartbeat
+from t5train.files.heartbeat import Heartbeat
 may_end = Path(os.environ["T5_RANK_FILES"]).parent / "may-end"
 def save(*_):
     heart.enter("save", 7)
@@ -29,7 +28,7 @@ def save(*_):
     print("saved", flush=True)
     heart.enter("step", 8)
 signal.signal(signal.SIGTERM, save)
-deadlines = SimpleNamespace(start_seconds=600, compile_seconds=600, step_seconds=600, save_seconds=600)
+deadlines = {f"{phase}_seconds": 600 for phase in ("start", "compile", "step", "save")}
 with Heartbeat.of_rank(deadlines) as heart:
     print("ready", flush=True)
     while True:

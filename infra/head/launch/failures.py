@@ -29,10 +29,10 @@ from t5train.errors import (
     StorageError,
     T5TrainError,
 )
+from t5train.files import error_report
 from t5train.files.atomic import try_writing
 from t5train.files.os_errors import of_rank
 from t5train.files.run_folder import ATTEMPT_SPEC
-from t5train.rank import error_report
 
 _SIGKILL, _SIGBUS, _SIGSEGV, _SIGABRT = -9, -7, -11, -6
 _FULL_BYTES = 1 << 20

@@ -34,10 +34,10 @@ from infra.node.attempts.session_messages import (
     Saved,
 )
 from t5train.errors import DiskFailed, DiskFull, HostLost, LaunchError
+from t5train.files import heartbeat
 from t5train.files.atomic import write_json
+from t5train.files.heartbeat import Beat
 from t5train.files.os_errors import explain, of_rank
-from t5train.rank import heartbeat
-from t5train.rank.heartbeat import Beat
 
 _SILENT_SECONDS = 5.0
 _log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from infra.node.attempts.attempt import LAUNCHER, Attempt
 from infra.node.attempts.exit_record import Cause, ExitRecord
 from infra.node.attempts.watchdog import STOP_REQUESTED
 from t5train.errors import Preempted, T5TrainError
+from t5train.files import error_report, heartbeat
 from t5train.files.presence import names_in
 from t5train.files.run_folder import ATTEMPT_SPEC, step_of
-from t5train.rank import error_report, heartbeat
 
 _PARTIAL_PHASES = {"step", "compile"}
 

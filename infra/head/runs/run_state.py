@@ -18,6 +18,7 @@ from infra.node.processes import boot_id
 from t5train.checkpoint.last_complete import last_complete
 from t5train.checkpoint.resume_point import is_asked_to_begin_again, is_unfinished, tags_in
 from t5train.errors import RecordError, T5TrainError
+from t5train.files import heartbeat
 from t5train.files.presence import ABSENT, is_folder, is_there, names_in, reading, visible_in
 from t5train.files.run_folder import (
     ATTEMPTS,
@@ -33,7 +34,6 @@ from t5train.files.run_folder import (
     step_of,
     tag_of,
 )
-from t5train.rank import heartbeat
 from t5train.records.metrics import Values, last_metrics, recent_metrics
 from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE

@@ -6,11 +6,11 @@
     launcher.log            output of DeepSpeed's launcher
     rank-00000.log          output of a rank
     rank-00000.pid          its process (whose pid is also its session) and its guard
-    rank-00000.beat         its heartbeat (t5train.rank.heartbeat)
+    rank-00000.beat         its heartbeat (t5train.files.heartbeat)
     rank-00000.exit.json    how it ended; written by its guard (infra.node.attempts.exit_record)
     head.beat               what rank 0 did when its host last reported, in the head's clock; with several hosts
     stop                    exists once all ranks are to save and stop
-    rank-00000.error.json   the error it raised, if the error is one of this project's (t5train.rank.error_report)
+    rank-00000.error.json   the error it raised, if the error is one of this project's (t5train.files.error_report)
 
 The launcher has .log, .pid and .exit.json too. On one machine, the folder is ``{run}/attempts/NNNN``. With several
 hosts, each has its own folder (infra.node.node_folders), which also contains ``lease`` (infra.node.attempts.head_lease)
@@ -30,9 +30,9 @@ from typing import Any
 from infra.node.attempts import exit_record
 from infra.node.attempts.exit_record import ExitRecord
 from infra.node.processes import ProcessIdentity
+from t5train.files import heartbeat
 from t5train.files.atomic import write_json
 from t5train.files.run_folder import ATTEMPTS
-from t5train.rank import heartbeat
 
 ATTEMPT = "attempt.json"
 LAUNCHER = "launcher"

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from t5train.errors import StorageError, T5TrainError, error_of
-from t5train.rank.error_report import reportable
+from t5train.files.error_report import reportable
 
 _LINE = re.compile(r"the guard of (\S+) failed: (\w+): (.*)")
 

@@ -82,7 +82,7 @@ class RankPhase(Report):
     """What rank 0 is doing. The host that it runs on sends this about once a second."""
 
     phase: str
-    """As in t5train.rank.heartbeat."""
+    """As in t5train.files.heartbeat."""
     step: int
     seconds: float
     """How long the phase has lasted."""

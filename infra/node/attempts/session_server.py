@@ -36,9 +36,9 @@ from infra.node.attempts.session_messages import (
 from infra.node.channel import Channel
 from infra.node.node_folders import attempt_folder
 from infra.node.processes import ProcessIdentity
+from t5train.files import heartbeat
 from t5train.files.os_errors import explain
 from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS
-from t5train.rank import heartbeat
 
 _TICK_SECONDS = 1.0
 _END_SECONDS = 30.0

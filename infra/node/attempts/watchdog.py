@@ -13,8 +13,8 @@ from infra.node import processes
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.exit_record import Cause
-from t5train.rank import heartbeat
-from t5train.rank.heartbeat import Beat, beat_file
+from t5train.files import heartbeat
+from t5train.files.heartbeat import Beat, beat_file
 
 Verdict = tuple[Cause, str]
 """The cause and the reason of an exit record."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infra.head.progress_report import ProgressReport
-from t5train.rank.heartbeat import Beat, beat_file, write
+from t5train.files.heartbeat import Beat, beat_file, write
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe

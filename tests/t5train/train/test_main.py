@@ -1,5 +1,7 @@
 """How the program of a rank ends."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import deepspeed
 import pytest
 
 from t5train.errors import WeightsDidNotMove
-from t5train.rank import error_report
+from t5train.files import error_report
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
 from t5train.train import __main__ as program
@@ -38,3 +40,12 @@ def test_a_failed_rank_reports_its_error_and_ends_without_waiting_for_others(
     monkeypatch.setattr(loop, "Trainer", fail)
     assert program.main() == 1
     assert isinstance(error_report.read(job.parent / "rank-00000"), WeightsDidNotMove)
+
+
+def test_a_rank_notices_sigterm_and_is_not_ended_by_it_and_the_previous_handler_is_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with program.StopRequest() as sigterm_received:
+        assert not sigterm_received()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert sigterm_received()
+    assert signal.getsignal(signal.SIGTERM) == before

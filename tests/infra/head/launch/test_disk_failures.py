@@ -12,8 +12,8 @@ from infra.head.launch.failures import failure_of
 from infra.node.attempts import attempt, guard_failure
 from infra.node.attempts.attempt import Attempt
 from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
+from t5train.files import error_report
 from t5train.files.run_folder import ATTEMPT_SPEC
-from t5train.rank import error_report
 from tests.support.small_disk import run_with_disk
 
 # Starts a guard on a disk that has just become read-only, then finds the cause as the head does.

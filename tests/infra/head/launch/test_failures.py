@@ -21,7 +21,7 @@ from t5train.errors import (
     RankStopped,
     StorageError,
 )
-from t5train.rank import error_report
+from t5train.files import error_report
 
 
 def ended(this: Attempt, rank: int, returncode: int, cause: Cause = Cause.EXITED, host: str = "") -> None:

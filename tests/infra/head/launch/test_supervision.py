@@ -31,8 +31,8 @@ from infra.node.attempts.session_messages import (
 )
 from infra.node.processes import ProcessIdentity
 from t5train.errors import DiskFailed, DiskFull, HostLost, LaunchError, RankKilled
-from t5train.rank import heartbeat
-from t5train.rank.heartbeat import Beat, beat_file
+from t5train.files import heartbeat
+from t5train.files.heartbeat import Beat, beat_file
 from tests.support.simulated_nodes import LocalHosts, Unsteady
 
 HOSTS = {"a": (0,), "b": (0,)}

@@ -21,8 +21,8 @@ from infra.node.processes import ProcessIdentity
 from t5train.checkpoint import last_complete, sidecar
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.errors import InputError, LaunchError
-from t5train.rank import heartbeat
-from t5train.rank.heartbeat import Beat, Phase
+from t5train.files import heartbeat
+from t5train.files.heartbeat import Beat, Phase
 from tests.support.held_runs import end_with, held_by_another, kill_holder
 from tests.support.simulated_nodes import make_sidecar
 

@@ -20,8 +20,8 @@ from infra.node.attempts.exit_record import Cause, ExitRecord
 from infra.node.processes import ProcessIdentity
 from t5train.checkpoint import sidecar
 from t5train.errors import InputError, LaunchError, Preempted, StorageError
-from t5train.rank import error_report, heartbeat
-from t5train.rank.heartbeat import Beat
+from t5train.files import error_report, heartbeat
+from t5train.files.heartbeat import Beat
 from t5train.records.digests import digest_files
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe

@@ -16,8 +16,8 @@ from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.exit_record import Cause
 from infra.node.attempts.watchdog import Watchdog
 from infra.node.processes import Activity, ProcessIdentity
-from t5train.rank import heartbeat
-from t5train.rank.heartbeat import Beat
+from t5train.files import heartbeat
+from t5train.files.heartbeat import Beat
 from tests.infra.conftest import Start, Survivors, Until
 from tests.support.guarded_ranks import HANG_SECONDS, SLEEP, STUBBORN, guard_arguments, recorded_exit
 
@@ -45,12 +45,11 @@ process_guard.main()
 """A guard that gets SIGTERM at a moment of its startup."""
 HANGING = """
 import faulthandler, signal, time
-from types import SimpleNamespace
-from t5train.rank.heartbeat import Heartbeat
+from t5train.files.heartbeat import Heartbeat
 faulthandler.register(signal.SIGUSR1)
 def hangs_here():
     time.sleep(600)
-with Heartbeat.of_rank(SimpleNamespace(start_seconds=60, save_seconds=1.0)) as heart:
+with Heartbeat.of_rank({"start_seconds": 60, "save_seconds": 1.0}) as heart:
     print("ready", flush=True)
     heart.enter("save", 7)
     hangs_here()

@@ -16,8 +16,8 @@ from infra.node.attempts.process_guard import stopping_attempts
 from infra.node.attempts.rank_environment import ENVIRONMENT
 from infra.node.attempts.watchdog import Watchdog
 from infra.node.processes import ProcessIdentity
-from t5train.rank import heartbeat
-from t5train.rank.heartbeat import Beat
+from t5train.files import heartbeat
+from t5train.files.heartbeat import Beat
 from tests.infra.conftest import Start, Survivors, Until
 from tests.support.guarded_ranks import (
     HANG_SECONDS,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from t5train.errors import DiskFull, RanksDisagree, StorageError, T5TrainError
-from t5train.rank import error_report
+from t5train.files import error_report
 
 FULL = StorageError("/r/file: No space left on device; free some space")
 FULL.__cause__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/r/.file.0a1b.tmp")

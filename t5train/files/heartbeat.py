@@ -15,12 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from t5train.files.run_folder import RANK_FILES
-
-if TYPE_CHECKING:  # guards must not import pydantic
-    from t5train.spec.cluster_spec import DeadlinesSpec
 
 Phase = Literal["start", "compile", "step", "save", "validate"]
 PHASE_DESCRIPTIONS: Mapping[Phase, str] = {
@@ -65,18 +62,19 @@ class Heartbeat:
     """Writes a rank's heartbeats; a context manager. Without a path it writes nothing.
 
     It begins in the phase ``start``. The first step is in the phase ``compile``, as that is when compilation happens.
+    ``deadlines`` has the seconds that each phase may take, as ``{phase}_seconds``.
     """
 
-    def __init__(self, path: Path | None, deadlines: "DeadlinesSpec") -> None:
+    def __init__(self, path: Path | None, deadlines: Mapping[str, float]) -> None:
         self._path, self._deadlines = path, deadlines
         self._steps = deque[float](maxlen=_STEPS_REMEMBERED)
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._phase: Phase = "start"
-        self._since, self._step, self._limit = time.monotonic(), 0, deadlines.start_seconds
+        self._since, self._step, self._limit = time.monotonic(), 0, deadlines["start_seconds"]
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     @classmethod
-    def of_rank(cls, deadlines: "DeadlinesSpec") -> Self:
+    def of_rank(cls, deadlines: Mapping[str, float]) -> Self:
         """Return the heartbeat of this rank. Without a guard that reads it, it writes nothing."""
         stem = os.environ.get(RANK_FILES)
         return cls(beat_file(Path(stem)) if stem else None, deadlines)
@@ -106,7 +104,7 @@ class Heartbeat:
             self._thread.join()
 
     def _limit_of(self, phase: Phase) -> float:
-        allowed: float = getattr(self._deadlines, f"{phase}_seconds")
+        allowed = self._deadlines[f"{phase}_seconds"]
         return max(allowed, _MEDIANS * median(self._steps)) if phase == "step" else allowed
 
     def _beat(self) -> None:

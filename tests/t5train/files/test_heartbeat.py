@@ -1,17 +1,14 @@
-import os
-import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from t5train.files import heartbeat
+from t5train.files.heartbeat import Beat, Heartbeat
 from t5train.files.run_folder import RANK_FILES
-from t5train.rank import heartbeat
-from t5train.rank.heartbeat import Beat, Heartbeat
-from t5train.rank.preemption import StopRequest
-from t5train.spec.cluster_spec import DeadlinesSpec
+from t5train.spec import DeadlinesSpec
 
-DEADLINES = DeadlinesSpec(start_seconds=1, compile_seconds=2, step_seconds=3, save_seconds=4, validate_seconds=5)
+DEADLINES = dict(DeadlinesSpec(start_seconds=1, compile_seconds=2, step_seconds=3, save_seconds=4, validate_seconds=5))
 
 
 @pytest.fixture
@@ -77,12 +74,3 @@ def test_a_half_written_heartbeat_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "beat").write_text('{"beat": 1.0, "pha')
     assert heartbeat.read(tmp_path / "beat") is None
     assert heartbeat.read(tmp_path / "absent") is None
-
-
-def test_a_rank_notices_sigterm_and_is_not_ended_by_it_and_the_previous_handler_is_restored() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with StopRequest() as sigterm_received:
-        assert not sigterm_received()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert sigterm_received()
-    assert signal.getsignal(signal.SIGTERM) == before
