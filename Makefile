@@ -126,7 +126,7 @@ io-faults: setup ## Make every system call on a file fail in turn; continues whe
 	@$(BIN)/python -m tests.acceptance.io_faults
 
 settings-page: setup ## Write docs/settings.md from the descriptions of the settings
-	@$(BIN)/python -m t5train.spec.settings_page > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
+	@$(BIN)/python -m tests.support.settings_page > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
 
 recording: setup ## Record the README's terminal session, from a text to a published model
 	@$(BIN)/python -m tests.acceptance.terminal_recording --into docs/images/first-run.gif

@@ -100,7 +100,7 @@ def copied(file: Path, out: Path) -> Run:
 def with_sidecars(folder: Path, copy: Path) -> None:
     """Link the files of a ZeRO 2 checkpoint to ``copy``, and add sidecars as a run of this project writes them."""
     from t5train.checkpoint import sidecar
-    from t5train.checkpoint.consolidate.layouts.optimizer_states import packed_slots
+    from t5train.checkpoint.consolidate.optimizer_states import packed_slots
     from t5train.checkpoint.consolidate.torch_file import read_metadata
     from t5train.records.digests import digest_files
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from t5train.checkpoint.archive_checksums import fill_in, no_checksums
+from t5train.checkpoint.archive_writing import fill_in, no_checksums
 from t5train.records.digests import digest_files
 from tests.support.hardware import hardware
 

@@ -16,9 +16,9 @@ from infra.head.preflight.run_checks import require_accelerators, require_possib
 from t5train.errors import SpecError
 from t5train.spec import RUN_NAME_PATTERN, RunSpec
 from t5train.spec.known_texts import BUILT_IN, is_relative_path, known_texts
-from t5train.spec.overrides import json_schemas
 from t5train.spec.recipes import recipe as recipe_spec
 from t5train.spec.recipes import trial_settings
+from t5train.spec.setting_info import settings_of
 
 _TEXTS = "|".join([BUILT_IN, *known_texts()])
 _ALLOWED = (
@@ -48,7 +48,7 @@ def _settings() -> dict[str, Any]:
 
     It is below "then", because Prefect's form would show a field for each of the settings otherwise.
     """
-    properties = json_schemas(RunSpec)
+    properties = {name: setting.schema for name, setting in settings_of(RunSpec).items()}
     for name in (*LOCATIONS, *PATHS):
         properties[name] = {"allOf": [properties[name], {"pattern": _ALLOWED, "items": {"pattern": _ALLOWED}}]}
     return {"type": "object", "if": True, "then": {"properties": properties, "additionalProperties": False}}

@@ -3,7 +3,7 @@
 from flows.cli.options import RecipeArgument, SetOption, settings
 from flows.cli.terminal import say
 from flows.spec_from_recipe import has_own_text
-from t5train.spec.config_text import recipe_text
+from t5train.spec.config_file import recipe_text
 from t5train.spec.recipes import recipe as recipe_spec
 
 

@@ -17,7 +17,7 @@ from t5train.spec.config_file import Configuration, read_config
 from t5train.spec.overrides import parsed
 from t5train.spec.recipes import RECIPES, summary
 from t5train.spec.recipes import recipe as recipe_spec
-from t5train.spec.setting_info import choices
+from t5train.spec.setting_info import settings_of
 
 
 def _recipes_like(incomplete: str) -> list[tuple[str, str]]:
@@ -28,8 +28,8 @@ def _recipes_like(incomplete: str) -> list[tuple[str, str]]:
 def _settings_like(incomplete: str) -> list[str]:
     """Complete ``part.key=`` in a shell, and the value of a setting that takes one of a few."""
     name, equals, _ = incomplete.partition("=")
-    names = [name] if equals else [each for each in setting_names() if each.startswith(name)]
-    with_values = [f"{each}={value}" for each in names[:1] for value in choices(RunSpec, each)]
+    names = [each for each in setting_names() if (each == name if equals else each.startswith(name))]
+    with_values = [f"{each}={value}" for each in names[:1] for value in settings_of(RunSpec)[each].choices]
     if equals:
         return [each for each in with_values if each.startswith(incomplete)]
     if len(names) != 1:

@@ -61,8 +61,8 @@ from t5train.release.publication import publish as publish_export
 from t5train.release.verification import verify as verify_record
 from t5train.report.data_report import data_lines, train_split_facts
 from t5train.spec import CorpusSpec, MachinesSpec, RunSpec, ShardsSpec
-from t5train.spec.objective_spec import MIXING
 from t5train.spec.recipes import TRIAL_STEPS
+from t5train.spec.training_spec import MIXING
 
 _LISTED = "corpus.remove_listed"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}

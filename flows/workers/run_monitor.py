@@ -36,7 +36,7 @@ from flows.workers.cancelled_runs import CancelledRuns
 from flows.workers.lost_runs import LOST, SilentRuns, restore_lost_runs
 from flows.workers.run_news import RunNews
 from flows.workers.waiting_runs import WaitingRuns
-from t5train.checkpoint.last_complete import last_complete
+from t5train.checkpoint.resume_point import last_complete
 from t5train.errors import T5TrainError
 from tasks.prefect_log import is_stop
 from tasks.run_title import name_in

@@ -11,7 +11,7 @@ from pathlib import Path
 from t5train.checkpoint import sidecar, tags
 from t5train.checkpoint.sidecar import Sidecar
 from t5train.files.atomic import discard
-from t5train.files.run_folder import CHECKPOINTS, RELAYOUT
+from t5train.files.run_folder import CHECKPOINTS, RESHARDED
 from t5train.host_resources import require_space
 from t5train.progress import Progress
 from t5train.records.identity import differences, fingerprint
@@ -36,7 +36,7 @@ def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidate
         return None
     _log.info("%s was written in another layout (%s): consolidating it first", folder, "; ".join(changed))
     files = tags.files_of(sidecars)
-    out = _only(spec.run_folder / RELAYOUT, f"{tag}-{fingerprint({n: d.sha256 for n, d in files.items()})[:12]}")
+    out = _only(spec.run_folder / RESHARDED, f"{tag}-{fingerprint({n: d.sha256 for n, d in files.items()})[:12]}")
     if not out.exists():
         size = sum(digest.size for digest in files.values())
         require_space(
@@ -52,7 +52,7 @@ def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidate
 
 def discard_consolidated(run_folder: Path) -> None:
     """Remove the consolidated checkpoint, once the newest checkpoint has the layout of the run."""
-    discard(run_folder / RELAYOUT)
+    discard(run_folder / RESHARDED)
 
 
 def _changed(written: Sidecar, spec: RunSpec) -> list[str]:

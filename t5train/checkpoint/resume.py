@@ -25,7 +25,7 @@ from t5train.records.identity import differences, fingerprint
 from t5train.records.stage_records import Checkpoint, TokenShards, reusable
 from t5train.records.witness import WITNESS, WITNESS_TENSORS
 from t5train.spec import RunSpec, build
-from t5train.spec.config_text import run_text
+from t5train.spec.config_file import run_text
 from t5train.spec.rank_job import TrainJob
 
 _WITNESS_FILES = tuple(f"{WITNESS_FOLDER}/{name}" for name in (WITNESS, WITNESS_TENSORS))

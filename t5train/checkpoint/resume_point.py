@@ -1,25 +1,71 @@
 """Choose the checkpoint that a run resumes from, and move newer ones that are damaged aside.
 
 A checkpoint is skipped only if a part of it is provably missing or changed. If that cannot be determined now, the run
-does not start. Nothing here deletes anything or imports torch.
+does not start. The record of the last complete checkpoint distinguishes a lost checkpoint from one that was never
+finished. Nothing here deletes anything or imports torch.
 """
 
 import json
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from t5train.checkpoint import sidecar, tags
-from t5train.checkpoint.last_complete import LastComplete, last_complete, note, nothing_verifies
-from t5train.errors import IncompleteCheckpoint, RecordError, SpecError
+from t5train.errors import IncompleteCheckpoint, NothingVerifies, RecordError, SpecError
 from t5train.files.atomic import discard, sync_folder, write_json, write_text
 from t5train.files.presence import ABSENT, is_folder, is_there, names_in, reading
 from t5train.files.run_folder import BEGIN_AGAIN, BEGINNINGS, CHECKPOINTS, LAST_COMPLETE, SET_ASIDE, STORING, is_tag
 from t5train.files.set_aside import set_aside
 from t5train.progress import Progress, silent
 from t5train.records.stage_records import MANIFEST
+
+_MOST_REASONS = 3
+
+
+@dataclass(frozen=True)
+class LastComplete:
+    """A checkpoint that was complete at the time ``at``."""
+
+    tag: str
+    at: str
+    places: Mapping[str, Sequence[str]]
+    """The hosts that had each file, if hosts do not share a disk."""
+
+
+def note_complete(run_folder: Path, tag: str, places: Mapping[str, Sequence[str]] | None = None) -> None:
+    """Record that a tag is complete, durably."""
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(run_folder / LAST_COMPLETE, {"tag": tag, "at": at, "places": places or {}})
+
+
+def last_complete(run_folder: Path) -> LastComplete | None:
+    """The last recorded checkpoint; None if none was ever complete. Raises Unreadable and RecordError."""
+    path = run_folder / LAST_COMPLETE
+    try:
+        with reading(path):
+            return LastComplete(**json.loads(path.read_bytes()))
+    except ABSENT:
+        return None
+    except (ValueError, TypeError) as error:
+        raise RecordError(
+            f"{path} is damaged ({error}). That file records the run's last complete checkpoint. Restore the file, or "
+            "move it to another folder: the run then resumes from the newest checkpoint that is still complete, but "
+            "begins at step 0 if no checkpoint was finished or all are lost"
+        ) from error
+
+
+def nothing_verifies(run_folder: Path, reasons: list[str]) -> NothingVerifies:
+    """The error for a run that had complete checkpoints and has none left."""
+    more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
+    return NothingVerifies(
+        f"run {run_folder.name} has no complete checkpoint left: {'; '.join(reasons[:_MOST_REASONS])}{more}. Bring "
+        "back the host, the disk or the files, or begin at step 0 with --begin-again, which deletes nothing: it moves "
+        f"the remaining files to {run_folder / SET_ASIDE}"
+    )
+
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +90,7 @@ def resume_tag(run_folder: Path, progress: Progress = silent) -> str | None:
         if last is not None and last.tag > tag:
             _log.warning("%s was complete at %s but no longer is: resuming from %s", last.tag, last.at, tag)
         if last is None or last.tag != tag:
-            note(run_folder, tag)
+            note_complete(run_folder, tag)
     return tag
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from t5train.checkpoint import last_complete, sidecar, tags
-from t5train.checkpoint.archive_checksums import fill_in, no_checksums
+from t5train.checkpoint import resume_point, sidecar, tags
+from t5train.checkpoint.archive_writing import fill_in, naming_folder, no_checksums
 from t5train.checkpoint.reshard import discard_consolidated
 from t5train.checkpoint.resume_point import is_unfinished
 from t5train.checkpoint.retention import kept
-from t5train.checkpoint.save_errors import naming_folder
 from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.checkpoint.state_loading import StoredState, named_groups
 from t5train.checkpoint.tags import Writers
@@ -92,7 +91,7 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
     )
     barrier()
     if rank() == 0 and not job.node_local:  # if hosts do not share a disk, the head keeps this record
-        last_complete.note(job.run_folder, tag)
+        resume_point.note_complete(job.run_folder, tag)
     return tag
 
 

@@ -31,9 +31,9 @@ from t5train.host_resources import num_cores, require_writable
 from t5train.locations import hub_dataset_name, redacted
 from t5train.progress import Progress, silent
 from t5train.quantities import quantity
+from t5train.records.changed_files import keep_changed_files
 from t5train.records.digests import FileDigest, digest_file, digest_files
 from t5train.records.identity import fingerprint
-from t5train.records.kept_files import keep_changed_files
 from t5train.records.stage_records import REMOVED, Corpus, reusable
 from t5train.spec import CorpusSpec
 from t5train.spec.data_spec import REPETITIONS, Repetition, TextSource

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from types import FrameType
 
 from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
-from t5train.files.made_files import is_result
+from t5train.files.run_folder import CLAIM
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DISK_FAILED = frozenset({errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EUCLEAN})
@@ -62,9 +62,14 @@ def reason(error: OSError, path: PurePath | str | None = None) -> str:
     remedy = _REMEDIES.get(error.errno or 0)
     if error.errno == errno.ENOSPC and lacks_inodes(path):
         remedy = _NO_INODES
-    elif error.errno == errno.ENOENT and path and is_result(PurePath(path)):
+    elif error.errno == errno.ENOENT and path and _is_of_stage(Path(path)):
         remedy = "a finished stage has lost this file: `t5-pretrain run` with the same settings makes it again"
     return f"{said}; {remedy}" if remedy else said
+
+
+def _is_of_stage(file: Path) -> bool:
+    """Whether a path is in the folder of a finished data stage, which makes its files again if some are gone."""
+    return all(Path(file.parent, name).exists() for name in (CLAIM, "manifest.json"))
 
 
 def nearest_existing(path: Path) -> Path:

@@ -1,16 +1,21 @@
-"""The folder that a data stage writes to. Only one process writes at a time, and nothing else is overwritten."""
+"""The folder that a data stage writes to, and which files below a folder runs made.
+
+Only one process writes at a time, and nothing else is overwritten. Files that runs made are recognised by what runs
+leave beside them, not by their names.
+"""
 
 import fcntl
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TextIO
 
 from t5train.errors import StorageError
 from t5train.files.locks import flock, try_lock
-from t5train.files.made_files import CLAIM
 from t5train.files.os_errors import explain
+from t5train.files.run_folder import CLAIM, RUN, RUNS
 
 _log = logging.getLogger(__name__)
 
@@ -72,3 +77,44 @@ def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:
 def _refuse_foreign(folder: Path) -> None:
     if folder.exists() and not (folder / CLAIM).exists() and any(folder.iterdir()):
         raise StorageError(f"{folder} is not empty and was not made by this stage. Choose another folder")
+
+
+DOWNLOADED = ".download.json"
+"""The end of the name of a downloaded file's note, which lies beside the file."""
+
+
+class MadeFiles:
+    """The files below a folder that runs made under it, whatever their root."""
+
+    def __init__(self, top: Path) -> None:
+        self._top = top
+        self._folders = {PurePosixPath(): False}
+        """Whether runs made what is in a folder, by its path relative to ``top``, which itself counts as the user's."""
+
+    def includes(self, file: str) -> bool:
+        """Whether runs made a file below ``top``."""
+        place = PurePosixPath(file).relative_to(self._top)
+        note = f"{file}{DOWNLOADED}"
+        return self.includes_folder(place.parent) or os.path.exists(note)  # noqa: PTH110  Path refuses one too long
+
+    def includes_folder(self, place: PurePosixPath) -> bool:
+        """The same for all that is in a folder, given relative to ``top``."""
+        if place not in self._folders:
+            self._folders[place] = self.includes_folder(place.parent) or _is_made(self._top / place)
+        return self._folders[place]
+
+    def without(self, files: Iterable[str]) -> list[str]:
+        """Return the files that no run made."""
+        return [file for file in files if not self.includes(file)]
+
+
+def _is_made(folder: Path) -> bool:
+    """Whether a folder is a run, the result of a data stage, a home of Prefect's server, or that of the regression."""
+    marks = [CLAIM]
+    if folder.parent.name == RUNS:
+        marks += [RUN, "lock"]
+    if folder.name.startswith(("prefect", "server")):
+        marks += ["api-key"]
+    if folder.name == "regression":
+        marks += ["nights"]
+    return any((folder / mark).exists() for mark in marks)

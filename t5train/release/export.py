@@ -11,9 +11,9 @@ from t5train.data.vocabulary.tokenizer import HUGGING_FACE_FILES, SPIECE, write_
 from t5train.errors import InputError, RecordError, SpecError, StorageError
 from t5train.files.atomic import copy_durably, discard, filling, rename_aside, write_json, write_text
 from t5train.progress import Progress, silent
+from t5train.records.changed_files import changed_files
 from t5train.records.digests import digest_files, verify_file
 from t5train.records.identity import current_provenance, fingerprint
-from t5train.records.kept_files import changed_files
 from t5train.records.stage_records import Export, Record, TokenizerFiles, Weights, reusable
 from t5train.records.witness import Witness
 from t5train.release.certificate import CERTIFICATE

@@ -16,8 +16,8 @@ from typing import Any
 from t5train.data.vocabulary.tokenizer import HUGGING_FACE_FILES, SPIECE
 from t5train.files.atomic import copy_durably
 from t5train.quantities import quantity
+from t5train.records.changed_files import unlisted_files
 from t5train.records.digests import FileDigest
-from t5train.records.kept_files import unlisted_files
 from t5train.records.stage_records import Export
 from t5train.records.witness import Witness
 from t5train.release.certificate import CERTIFICATE

@@ -3,14 +3,14 @@
 Not here: checks that need the machine or its hosts (``infra.head.preflight``).
 """
 
-from t5train.spec.cluster_spec import Accelerator, ClusterSpec, DeadlinesSpec, MachinesSpec, StorageSpec
+from t5train.spec.cluster_spec import Accelerator, ClusterSpec, DeadlinesSpec, MachinesSpec
 from t5train.spec.data_spec import NUM_SENTINELS, CorpusSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.model_spec import ExpertsSpec, ModelSpec, pad_vocabulary
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
-from t5train.spec.objective_spec import ObjectiveSpec
 from t5train.spec.overrides import SpecPart, nearest
 from t5train.spec.run_spec import RUN_NAME_PATTERN, RunSpec, build, setting_names
-from t5train.spec.training_spec import LayoutSpec, OptimizerSpec
+from t5train.spec.storage_spec import StorageSpec
+from t5train.spec.training_spec import LayoutSpec, ObjectiveSpec, OptimizerSpec
 
 __all__ = [
     "NUM_SENTINELS",

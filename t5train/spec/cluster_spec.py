@@ -1,137 +1,14 @@
-"""Settings of a run's folders, of the processes that train, and of the hosts they run on."""
+"""Settings of the processes that train, and of the hosts they run on."""
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from t5train.errors import SpecError
-from t5train.locations import at_home, without_secret
 from t5train.spec.overrides import SpecPart, change, check, explain
-
-HomePath = Annotated[Path, AfterValidator(at_home)]
-
-
-class StorageSpec(SpecPart):
-    """Where files are stored, and how often state is saved."""
-
-    execution = frozenset(
-        {
-            "root",
-            "scratch",
-            "node_local",
-            "publish_to",
-            "publish_checkpoints_under",
-            "checkpoint_every_steps",
-            "keep_last",
-            "keep_every_steps",
-            "checkpoint_gigabytes",
-            "validate_every_steps",
-            "validate_sequences",
-        }
-    )
-
-    root: HomePath = Field(Path("work"), title="Root", description="Folder that holds everything a run makes")
-    scratch: Path | None = Field(
-        None,
-        title="Scratch",
-        description="Absolute path of a folder on each host's own disk, for hosts that do not share the root. "
-        "null: one in /var/tmp",
-    )
-    node_local: bool = Field(
-        False,
-        title="Node-local",
-        description="Train in storage.scratch on each host's own disk even if hosts share the root. false: only if "
-        "they do not",
-    )
-    publish_to: str | None = Field(
-        None, title="Publish to", description="Folder or fsspec URL to publish to. null: {root}/published/{name}"
-    )
-    publish_checkpoints_under: str | None = Field(
-        None,
-        title="Publish checkpoints under",
-        description="URL of a folder in S3 in which the run stores its complete checkpoints while it trains, in a "
-        "folder of its name, so that it can be continued if its machines are lost. null: none",
-    )
-    checkpoint_every_steps: int = Field(
-        1000,
-        ge=1,
-        title="Checkpoint every",
-        description="Save a checkpoint every so many optimizer steps, and at the last one",
-    )
-    keep_last: int = Field(2, ge=1, title="Keep", description="Number of complete checkpoints to keep, the newest ones")
-    keep_every_steps: int | None = Field(
-        None,
-        ge=1,
-        title="Keep every",
-        description="Also keep checkpoints whose step is a multiple of this number. null: none",
-    )
-    checkpoint_gigabytes: float | None = Field(
-        None,
-        gt=0,
-        title="Checkpoint gigabytes",
-        description="Disk space for the run's checkpoints in GB, on each disk that has any; the oldest are "
-        "removed, never the newest. null: no limit",
-    )
-    validate_every_steps: int = Field(
-        500, ge=1, title="Validate every", description="Validate every so many optimizer steps, and at the last one"
-    )
-    validate_sequences: int = Field(
-        512,
-        ge=1,
-        title="Validation",
-        description="Sequences per validation, at most; they are drawn from the whole split",
-    )
-
-    @property
-    def checkpoint_bytes(self) -> int | None:
-        """``checkpoint_gigabytes`` in bytes."""
-        return None if self.checkpoint_gigabytes is None else int(self.checkpoint_gigabytes * 1e9)
-
-    @field_validator("root", "scratch")
-    @classmethod
-    def _root_is_no_pattern(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
-        if found := set("*?[") & set(str(folder or "")):
-            raise ValueError(
-                f"storage.{info.field_name} is {str(folder)!r}: DeepSpeed would read {' '.join(sorted(found))} in it "
-                "as a glob pattern and find no checkpoint to resume from; choose a folder without these characters"
-            )
-        return folder
-
-    @field_validator("scratch")
-    @classmethod
-    def _scratch_is_the_same_place_everywhere(cls, folder: Path | None) -> Path | None:
-        if folder is not None and not folder.is_absolute():
-            raise ValueError(
-                f"storage.scratch is {str(folder)!r}: a relative path can differ between hosts; give an absolute one"
-            )
-        return folder
-
-    @check
-    def _scratch_is_not_the_root(self) -> None:
-        if self.node_local and self.scratch is not None and self.scratch == self.root.absolute():
-            raise ValueError(
-                f"storage.scratch is {str(self.scratch)!r}, which is the root, but hosts remove from scratch what a "
-                "run no longer needs; choose another folder, or set storage.node_local=false"
-            )
-
-    @field_validator("publish_to", "publish_checkpoints_under")
-    @classmethod
-    def _destination_holds_no_secret(cls, url: str | None, info: ValidationInfo) -> str | None:
-        return url if url is None else without_secret(f"storage.{info.field_name}", url)
-
-    @field_validator("publish_checkpoints_under")
-    @classmethod
-    def _checkpoints_are_in_s3(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith("s3://"):
-            raise ValueError(
-                f"storage.publish_checkpoints_under is {url!r}: give s3://BUCKET/FOLDER, because other stores have no "
-                "write that keeps two heads from changing the same checkpoints"
-            )
-        return url
-
+from t5train.spec.storage_spec import HomePath, StorageSpec
 
 Accelerator = Literal["cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu"]
 
@@ -139,121 +16,80 @@ Accelerator = Literal["cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", 
 class DeadlinesSpec(SpecPart):
     """How long a rank may take for one phase before it counts as hung."""
 
-    execution = frozenset({"start_seconds", "compile_seconds", "step_seconds", "save_seconds", "validate_seconds"})
-
-    start_seconds: float = Field(
-        600, gt=0, title="Start", description="Until all ranks have joined the rendezvous, in seconds"
-    )
-    compile_seconds: float = Field(
-        1800, gt=0, title="Compile", description="Compiling operators and the first step, in seconds"
-    )
-    step_seconds: float = Field(
-        60, gt=0, title="Step", description="One step, in seconds; 10 median steps if that is longer"
-    )
-    save_seconds: float = Field(1800, gt=0, title="Save", description="Saving one checkpoint, in seconds")
-    validate_seconds: float = Field(1800, gt=0, title="Validate", description="One validation, in seconds")
+    start_seconds: float = Field(600, gt=0, description="Until all ranks have joined the rendezvous, in seconds")
+    compile_seconds: float = Field(1800, gt=0, description="Compiling operators and the first step, in seconds")
+    step_seconds: float = Field(60, gt=0, description="One step, in seconds; 10 median steps if that is longer")
+    save_seconds: float = Field(1800, gt=0, description="Saving one checkpoint, in seconds")
+    validate_seconds: float = Field(1800, gt=0, description="One validation, in seconds")
 
 
 class ClusterSpec(SpecPart):
     """The processes that train, and the hosts they run on."""
 
-    execution = frozenset(
-        {
-            *("ranks", "accelerator", "master_port", "retries", "hostfile", "include", "exclude", "num_nodes"),
-            *("spares", "ship_code"),
-            *("launcher", "ssh_user", "ssh_port", "known_hosts", "master_address", "environment"),
-            *("lease_seconds", "grace_seconds", "deadlines"),
-        }
-    )
-
     ranks: int = Field(
         1,
         ge=1,
         le=16384,
-        title="Ranks",
         description="Processes that train, one per accelerator. With a hostfile, its slots determine them",
     )
     accelerator: Accelerator | None = Field(
         None,
-        title="Accelerator",
         description="Kind of accelerator, by DeepSpeed's name; cpu to train on CPUs. null: the kind that torch finds",
     )
-    master_port: int | None = Field(
-        None, ge=1024, le=65535, title="Port", description="Port of the rendezvous. null: a free one"
-    )
-    retries: int = Field(
-        2, ge=0, le=100, title="Retries", description="How often training is retried after a transient failure"
-    )
+    master_port: int | None = Field(None, ge=1024, le=65535, description="Port of the rendezvous. null: a free one")
+    retries: int = Field(2, ge=0, le=100, description="How often training is retried after a transient failure")
     hostfile: HomePath | None = Field(
         None,
-        title="Hostfile",
         description="File of the hosts to train on, with lines 'name slots=N', as for DeepSpeed. null: only this "
         "machine",
     )
     include: str | None = Field(
-        None,
-        min_length=1,
-        title="Include",
-        description="Hosts and slots of the hostfile to use, such as node1@node2:0,2. null: all",
+        None, min_length=1, description="Hosts and slots of the hostfile to use, such as node1@node2:0,2. null: all"
     )
     exclude: str | None = Field(
-        None,
-        min_length=1,
-        title="Exclude",
-        description="Hosts and slots of the hostfile not to use, written like include. null: none",
+        None, min_length=1, description="Hosts and slots of the hostfile not to use, written like include. null: none"
     )
-    num_nodes: int | None = Field(
-        None, ge=1, title="Nodes", description="Use only the first N hosts of the hostfile. null: all"
-    )
+    num_nodes: int | None = Field(None, ge=1, description="Use only the first N hosts of the hostfile. null: all")
     spares: int = Field(
         0,
         ge=0,
         le=1024,
-        title="Spares",
         description="How many of the last hosts wait in reserve, and replace hosts that are down or fail twice",
     )
     launcher: Literal["pdsh", "slurm", "openmpi"] = Field(
-        "pdsh", title="Launcher", description="How DeepSpeed starts processes on the hosts"
+        "pdsh", description="How DeepSpeed starts processes on the hosts"
     )
     ship_code: bool = Field(
-        False,
-        title="Ship code",
-        description="Send this project's code to the hosts; otherwise it must be installed there",
+        False, description="Send this project's code to the hosts; otherwise it must be installed there"
     )
     ssh_user: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$",
-        title="ssh user",
         description="User on the hosts. null: from ssh's configuration",
     )
     ssh_port: int | None = Field(
-        None, ge=1, le=65535, title="ssh port", description="Port of ssh on every host. null: from ssh's configuration"
+        None, ge=1, le=65535, description="Port of ssh on every host. null: from ssh's configuration"
     )
     known_hosts: HomePath | None = Field(
-        None, title="Known hosts", description="File with the only host keys to accept. null: ssh's known hosts"
+        None, description="File with the only host keys to accept. null: ssh's known hosts"
     )
     master_address: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}$",
-        title="Master address",
         description="Address of the first host for the rendezvous. null: found automatically",
     )
     environment: tuple[str, ...] = Field(
-        (),
-        title="Environment",
-        description="Names of additional variables to pass to ranks, with their values here, such as [HF_TOKEN]",
+        (), description="Names of additional variables to pass to ranks, with their values here, such as [HF_TOKEN]"
     )
     lease_seconds: float = Field(
         60,
         ge=5,
-        title="Lease",
         description="How long ranks keep training without contact with the machine that started them, in seconds",
     )
     grace_seconds: float = Field(
         30,
         ge=0,
         le=3600,
-        title="Grace",
         description="Time for ranks to finish a step and begin to save when they are asked to stop, in seconds",
     )
     deadlines: DeadlinesSpec = DeadlinesSpec()

@@ -45,7 +45,6 @@ class CorpusSpec(SpecPart):
 
     source: str = Field(
         BUILT_IN,
-        title="Source",
         description="Text to train on: a file, folder, glob pattern or fsspec URL of .txt, .jsonl, .tsv, .csv or "
         ".parquet files, which may be compressed (.gz, .bz2, .xz, .zst); hf://OWNER/NAME, a dataset of the Hugging "
         "Face Hub; psgs_w100 or wiki_dpr, the passages of Wikipedia that DPR reads; or pydocs, Python's own "
@@ -53,7 +52,6 @@ class CorpusSpec(SpecPart):
     )
     revision: str = Field(
         "",
-        title="Revision",
         description="Your name for this state of the text, such as 2026-07; change it when the text at the same "
         "place has changed. For hf://OWNER/NAME and wiki_dpr: a commit, tag or branch of the dataset; empty: the "
         "commit that main has at the first download, which is recorded and used from then on",
@@ -61,26 +59,22 @@ class CorpusSpec(SpecPart):
     config: str | None = Field(
         None,
         min_length=1,
-        title="Configuration",
         description="Configuration (subset) of the dataset hf://OWNER/NAME, such as en. null: its only or default one",
     )
     hub_split: str | None = Field(
         None,
         pattern=_HUB_SPLIT,
-        title="Split of the dataset",
         description="Split of the dataset hf://OWNER/NAME that the text is taken from. null: train. corpus.split "
         "divides its documents",
     )
     column: str | None = Field(
         None,
         min_length=1,
-        title="Column",
         description="Column of the dataset hf://OWNER/NAME that holds the text. null: text. Its columns id and title "
         "are read, too, if it has them",
     )
     mixed_with: tuple[str, ...] = Field(
         (),
-        title="Mixed with",
         description="More texts to train on, named as source is: one, or a JSON list such as "
         '["a.txt", "b.txt"]. objective.mixing_temperature, mixing_limit or '
         "mixing_weights decide how much of each is trained on. A dataset of the Hugging Face Hub can name its "
@@ -89,13 +83,11 @@ class CorpusSpec(SpecPart):
     )
     split: tuple[int, int, int] = Field(
         (950, 30, 20),
-        title="Split",
         description="Shares of the documents for training, validation and test, in thousandths; they sum to 1000",
     )
-    split_seed: int = Field(0, ge=0, title="Split seed", description="Decides which document falls into which split")
+    split_seed: int = Field(0, ge=0, description="Decides which document falls into which split")
     remove: tuple[Repetition, ...] = Field(
         (),
-        title="Remove",
         description="Passages to remove from training: duplicates, with the text of another passage; near_duplicates, "
         "most of whose 5-word runs are those of another passage (duplicates, too); contaminated, which share 13 words "
         "in a row with the validation split, the test split or test_sets. If a passage has a copy there, all its "
@@ -103,14 +95,12 @@ class CorpusSpec(SpecPart):
     )
     test_sets: tuple[str, ...] = Field(
         (),
-        title="Test sets",
         description="Other texts that training is kept free of, such as a benchmark's test set: paths or URLs, as for "
         "source. Training passages that repeat them are removed as remove says",
     )
     remove_listed: str | None = Field(
         None,
         min_length=1,
-        title="Remove listed",
         description="File of pairs that `t5-pretrain data index duplicates` wrote for this text. Of passages that such "
         "pairs connect, only the first stays in training (duplicates are removed, too), and none if one of them is in "
         "the validation or test split. null: none are removed",
@@ -118,15 +108,12 @@ class CorpusSpec(SpecPart):
     license: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,+()/_-]{0,99}$",
-        title="Licence",
         description="Licence of the text, stated on the model card, such as cc-by-sa-4.0. null: none is stated",
     )
     languages: tuple[Annotated[str, Field(pattern=_LANGUAGE, description=_LANGUAGES)], ...] = Field(
-        (), title="Languages", description="Codes of the text's languages, stated on the model card, such as en,de"
+        (), description="Codes of the text's languages, stated on the model card, such as en,de"
     )
-    workers: int | None = Field(
-        None, ge=1, title="Workers", description="Processes that read the text. null: one per core"
-    )
+    workers: int | None = Field(None, ge=1, description="Processes that read the text. null: one per core")
 
     @field_validator("languages", "remove", mode="before")
     @classmethod
@@ -300,7 +287,6 @@ class TokenizerSpec(SpecPart):
 
     path: str | None = Field(
         None,
-        title="Path",
         description="An existing vocabulary: a spiece.model or a Hugging Face folder. null: one is trained on the"
         " training split, with the two settings below",
     )
@@ -308,14 +294,12 @@ class TokenizerSpec(SpecPart):
         32000,
         ge=300,
         le=250_000,
-        title="Vocabulary",
         description="Pieces of the vocabulary to train, without the 100 sentinels <extra_id_N>",
     )
     character_coverage: float = Field(
         0.9995,
         ge=0.98,
         le=1.0,
-        title="Character coverage",
         description="Share of the text's characters that get a piece of their own; the rest are unknown",
     )
 
@@ -335,18 +319,11 @@ class ShardsSpec(SpecPart):
     execution = frozenset({"workers", "executor", "max_unknown_share"})
 
     shard_tokens: int = Field(
-        128 << 20,
-        ge=4096,
-        le=1 << 31,
-        title="Tokens per shard",
-        description="Tokens per file, about; a file ends at the end of a document",
+        128 << 20, ge=4096, le=1 << 31, description="Tokens per file, about; a file ends at the end of a document"
     )
-    workers: int | None = Field(
-        None, ge=1, title="Workers", description="Processes that tokenize, on each machine. null: one per core"
-    )
+    workers: int | None = Field(None, ge=1, description="Processes that tokenize, on each machine. null: one per core")
     executor: Literal["local", "dask"] = Field(
         "local",
-        title="Executor",
         description="local: this machine tokenizes; dask: all hosts of the hostfile do. They have to share the root "
         "and the text, and need the extra dask",
     )
@@ -354,7 +331,6 @@ class ShardsSpec(SpecPart):
         0.1,
         ge=0,
         le=1,
-        title="Largest share of unknown pieces",
         description="Text is refused if a larger share of the tokens to train on are the unknown piece, for characters "
         "that the vocabulary lacks. More than 0.01 is a warning, which the model card repeats",
     )

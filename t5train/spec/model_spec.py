@@ -18,34 +18,24 @@ class ExpertsSpec(SpecPart):
         0,
         ge=0,
         le=1024,
-        title="Experts",
         description="Experts in each sparse layer. 0: a dense model, and the settings below have no effect",
     )
     top_k: Literal[1, 2] = Field(
-        1,
-        title="Experts per token",
-        description="Experts per token: 1 as in Switch Transformers; 2 cannot be exported to transformers",
+        1, description="Experts per token: 1 as in Switch Transformers; 2 cannot be exported to transformers"
     )
-    every_n_layers: int = Field(2, ge=1, title="Every n layers", description="Every n-th layer of a stack is sparse")
+    every_n_layers: int = Field(2, ge=1, description="Every n-th layer of a stack is sparse")
     capacity_factor: float | None = Field(
         1.25,
         gt=0,
-        title="Capacity",
         description="Tokens that an expert takes in training, as a multiple of an even share; others are dropped."
         " null: it takes all",
     )
     eval_capacity_factor: float = Field(
-        2.0,
-        gt=0,
-        title="Validation capacity",
-        description="Validation drops no tokens, but counts those above this multiple of an even share",
+        2.0, gt=0, description="Validation drops no tokens, but counts those above this multiple of an even share"
     )
-    aux_loss: float = Field(0.01, ge=0, title="Balance loss", description="Weight of the load-balancing loss")
+    aux_loss: float = Field(0.01, ge=0, description="Weight of the load-balancing loss")
     z_loss: float = Field(
-        0.001,
-        ge=0,
-        title="Router z-loss",
-        description="Weight of the router's z-loss, the squared log-sum-exp of its logits",
+        0.001, ge=0, description="Weight of the router's z-loss, the squared log-sum-exp of its logits"
     )
 
     @check
@@ -65,52 +55,37 @@ class ModelSpec(SpecPart):
 
     preset: PresetName = Field(
         "base",
-        title="Preset",
         description="Shape of the model: that of the published T5 of this size; smoke is a very small one for trials",
     )
     version: Literal["v1.1", "v1.0"] = Field(
         "v1.1",
-        title="Version",
         description="v1.1: gated GELU, and an output layer of its own. v1.0: ReLU, and the embedding as output layer",
     )
     feed_forward: Literal["gated-gelu", "relu"] | None = Field(
-        None, title="Feed-forward", description="Activation of feed-forward layers. null: that of the version"
+        None, description="Activation of feed-forward layers. null: that of the version"
     )
-    d_model: int | None = Field(None, ge=8, title="d_model", description="Width of the model. null: the preset's")
-    d_kv: int | None = Field(None, ge=4, title="d_kv", description="Width of an attention head. null: the preset's")
-    d_ff: int | None = Field(None, ge=8, title="d_ff", description="Width of a feed-forward layer. null: the preset's")
-    num_heads: int | None = Field(
-        None, ge=1, title="Heads", description="Attention heads of a layer. null: the preset's"
-    )
-    num_layers: int | None = Field(
-        None, ge=1, title="Encoder layers", description="Layers of the encoder. null: the preset's"
-    )
-    num_decoder_layers: int | None = Field(
-        None, ge=1, title="Decoder layers", description="Layers of the decoder. null: the preset's"
-    )
+    d_model: int | None = Field(None, ge=8, description="Width of the model. null: the preset's")
+    d_kv: int | None = Field(None, ge=4, description="Width of an attention head. null: the preset's")
+    d_ff: int | None = Field(None, ge=8, description="Width of a feed-forward layer. null: the preset's")
+    num_heads: int | None = Field(None, ge=1, description="Attention heads of a layer. null: the preset's")
+    num_layers: int | None = Field(None, ge=1, description="Layers of the encoder. null: the preset's")
+    num_decoder_layers: int | None = Field(None, ge=1, description="Layers of the decoder. null: the preset's")
     vocab_size: int | None = Field(
         None,
         ge=128,
-        title="Vocabulary",
         description="Rows of the embedding, a multiple of 128. null: as many as the tokenizer has, rounded up",
     )
     dropout_rate: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        title="Dropout",
-        description="Share of activations that are dropped in training; 0 for pre-training, as T5 v1.1",
+        0.0, ge=0, lt=1, description="Share of activations that are dropped in training; 0 for pre-training, as T5 v1.1"
     )
     activation_checkpointing: bool = Field(
         False,
-        title="Activation checkpointing",
         description="Compute activations within a block again in the backward pass: less memory, a third more "
         "computation",
     )
-    compile: bool = Field(False, title="Compile", description="Use torch.compile: faster on GPUs")
+    compile: bool = Field(False, description="Use torch.compile: faster on GPUs")
     start_from: str | None = Field(
         None,
-        title="Start from",
         description="Folder with the weights to continue from: a T5 or Switch Transformer in safetensors, or an "
         "export of this project. null: weights are initialised from optimizer.seed",
     )

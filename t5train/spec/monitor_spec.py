@@ -11,25 +11,16 @@ from t5train.spec.overrides import SpecPart
 class MonitorSpec(SpecPart):
     """Where metrics go besides metrics.jsonl and TensorBoard's folder, which are always written."""
 
-    execution = frozenset({"csv", "wandb", "wandb_mode", "wandb_project"})
-
-    csv: bool = Field(
-        False, title="CSV", description="Also write the metrics to metrics.csv in the run's folder, for spreadsheets"
-    )
+    csv: bool = Field(False, description="Also write the metrics to metrics.csv in the run's folder, for spreadsheets")
     wandb: bool = Field(
-        False,
-        title="Weights & Biases",
-        description="Also write the metrics to Weights & Biases. Needs the package wandb where rank 0 trains",
+        False, description="Also write the metrics to Weights & Biases. Needs the package wandb where rank 0 trains"
     )
     wandb_mode: Literal["online", "offline"] = Field(
         "online",
-        title="W&B mode",
         description="online: send metrics while training runs, with the API key in WANDB_API_KEY or ~/.netrc. "
         "offline: write them to the run's folder wandb, for `wandb sync`",
     )
-    wandb_project: str = Field(
-        "t5-pretrain", title="W&B project", description="Project of Weights & Biases that the run belongs to"
-    )
+    wandb_project: str = Field("t5-pretrain", description="Project of Weights & Biases that the run belongs to")
 
     @field_validator("wandb_project")
     @classmethod
@@ -59,11 +50,8 @@ MOST_PROFILED_STEPS = 50
 class ProfileSpec(SpecPart):
     """Which steps rank 0 records with PyTorch's profiler."""
 
-    execution = frozenset({"steps"})
-
     steps: str | None = Field(
         None,
-        title="Steps",
         description="Record a profiler trace of these steps in the run's folder profiles: FIRST:LAST, both included, "
         f"at most {MOST_PROFILED_STEPS}, such as 10:13 for the four steps 10, 11, 12 and 13. null: none",
     )

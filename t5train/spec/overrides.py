@@ -7,13 +7,12 @@ to run, and is not part of it. Each part of a spec names its execution settings 
 import difflib
 import json
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from t5train.errors import SpecError
-from t5train.spec.setting_info import allowed_values
+from t5train.spec.setting_info import allowed_values, settings_of
 
 _SHOWN_CHARACTERS = 200
 
@@ -39,34 +38,6 @@ NAMES_ELSEWHERE = {
     "moe_ep_size": "layout.expert_parallel_size",
 }
 """Names that other T5 and DeepSpeed scripts use for settings, if the names here are not similar."""
-
-
-def names_in(spec: type[BaseModel]) -> list[str]:
-    """Return ``part.key`` of every setting of a spec's class."""
-    names: list[str] = []
-    for name, field in spec.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            names.extend(f"{name}.{key}" for key in names_in(field.annotation))
-        else:
-            names.append(name)
-    return names
-
-
-def json_schemas(spec: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    """Return the JSON schema of every setting of a spec's class, by its name ``part.key``."""
-    return dict(_schemas(spec))
-
-
-@cache
-def _schemas(spec: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    schemas: dict[str, dict[str, Any]] = {}
-    properties = spec.model_json_schema()["properties"]
-    for name, field in spec.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            schemas |= {f"{name}.{key}": schema for key, schema in json_schemas(field.annotation).items()}
-        else:
-            schemas[name] = properties[name]
-    return schemas
 
 
 def change(spec: type[BaseModel], values: dict[str, Any], settings: Mapping[str, Any]) -> None:
@@ -116,7 +87,7 @@ def _problem(detail: Mapping[str, Any], spec: type[BaseModel] | None) -> str:
     if kind == "missing" and isinstance(loc[-1], int):
         loc = loc[:-1]  # the list is too short, and is what was given
     where = ".".join(map(str, loc))
-    known = [] if spec is None else names_in(spec)
+    known = [] if spec is None else list(settings_of(spec))
     if kind == "missing" and loc == detail["loc"]:
         return f"{where} is missing: set it{_takes(spec, where, ', it must be ')}"
     given = f"{_item_of_list(where)} is {_shown(detail['input'])}"
@@ -137,7 +108,7 @@ def _item_of_list(where: str) -> str:
 
 def _takes(spec: type[BaseModel] | None, where: str, before: str = "") -> str:
     """Return which values a setting takes, after ``before``, or empty text; ``where`` can be an item of a list, too."""
-    schemas = {} if spec is None else _schemas(spec)
+    schemas = {} if spec is None else {name: known.schema for name, known in settings_of(spec).items()}
     setting, _, step = where.rpartition(".")
     of_list = schemas.get(setting, {})
     fixed = of_list.get("prefixItems", [])
@@ -200,13 +171,10 @@ def _place(spec: type[BaseModel], values: dict[str, Any], setting: str, value: A
 
 def annotation_of(spec: type[BaseModel], setting: str) -> Any:
     """Return the type of a setting. Raises SpecError if the setting is unknown; the error names the nearest one."""
-    if setting not in names_in(spec):
-        raise SpecError(f"unknown setting {setting!r}{nearest(setting, names_in(spec))}")
-    *parents, key = setting.split(".")
-    part = spec
-    for parent in parents:
-        part = type(part.model_fields[parent].default)
-    return part.model_fields[key].annotation
+    known = settings_of(spec)
+    if setting not in known:
+        raise SpecError(f"unknown setting {setting!r}{nearest(setting, list(known))}")
+    return known[setting].annotation
 
 
 def _parsed(value: Any, annotation: Any) -> Any:

@@ -9,13 +9,14 @@ from pydantic import Field, ValidationError
 from t5train.errors import SpecError
 from t5train.files.run_folder import RUNS
 from t5train.records.identity import fingerprint
-from t5train.spec.cluster_spec import ClusterSpec, StorageSpec
+from t5train.spec.cluster_spec import ClusterSpec
 from t5train.spec.data_spec import CorpusSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.model_spec import ModelSpec
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
-from t5train.spec.objective_spec import MIXING, ObjectiveSpec
-from t5train.spec.overrides import SpecPart, change, check, explain, names_in
-from t5train.spec.training_spec import LayoutSpec, OptimizerSpec
+from t5train.spec.overrides import SpecPart, change, check, explain
+from t5train.spec.setting_info import settings_of
+from t5train.spec.storage_spec import StorageSpec
+from t5train.spec.training_spec import MIXING, LayoutSpec, ObjectiveSpec, OptimizerSpec
 
 RUN_NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
 
@@ -27,13 +28,11 @@ class RunSpec(SpecPart):
 
     recipe: str = Field(
         pattern="^[a-z0-9][a-z0-9_-]{0,39}$",
-        title="Recipe",
         description="Recipe that the settings start from; settings that are left out have its values",
     )
     name: str | None = Field(
         None,
         pattern=RUN_NAME_PATTERN,
-        title="Run name",
         description="Name of the run, whose folder is {root}/runs/{name}. null: made of recipe and fingerprint, "
         "so that other settings make another run",
     )
@@ -217,4 +216,4 @@ def wrong_value(setting: str, value: Any) -> str:
 
 def setting_names() -> list[str]:
     """Return the names of all settings that ``with_settings`` accepts."""
-    return names_in(RunSpec)
+    return list(settings_of(RunSpec))

@@ -18,8 +18,10 @@ class Setting(NamedTuple):
     name: str
     """``part.key``."""
     description: str
-    allowed: str
-    """The values it takes, as in "it must be ...": ``a whole number of at least 1, or null``."""
+    annotation: Any
+    """Its type."""
+    schema: Mapping[str, Any]
+    """Its JSON schema."""
     is_identity: bool
     """Whether it decides the result of a run, and not only how the run is executed."""
 
@@ -27,6 +29,18 @@ class Setting(NamedTuple):
     def key(self) -> str:
         """The name without its part."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def allowed(self) -> str:
+        """The values it takes, as in "it must be ...": ``a whole number of at least 1, or null``."""
+        return allowed_values(self.schema)
+
+    @property
+    def choices(self) -> list[str]:
+        """The values, if it takes one of a few; empty for others."""
+        if self.schema.get("type") == "boolean":
+            return ["true", "false"]
+        return [str(each) for option in self.schema.get("anyOf", [self.schema]) for each in option.get("enum", [])]
 
     @property
     def explained(self) -> str:
@@ -59,6 +73,20 @@ def parts_of(spec: type[BaseModel], name: str = "", is_identity: bool = True) ->
     return Part(name, " ".join(first.split()), any(each.is_identity for each in members), members)
 
 
+@cache
+def settings_of(spec: type[BaseModel]) -> Mapping[str, Setting]:
+    """Return every setting of a spec's class, by its name ``part.key``."""
+    return {setting.name: setting for setting in _flat(parts_of(spec))}
+
+
+def _flat(part: Part) -> Iterator[Setting]:
+    for member in part.members:
+        if isinstance(member, Part):
+            yield from _flat(member)
+        else:
+            yield member
+
+
 def allowed_values(schema: Mapping[str, Any]) -> str:
     """Return which values a setting with this JSON schema takes, as the end of a sentence "it must be ..."."""
     if "anyOf" in schema:
@@ -75,20 +103,6 @@ def allowed_values(schema: Mapping[str, Any]) -> str:
     return "true or false" if kind == "boolean" else _text(schema)
 
 
-def choices(spec: type[BaseModel], name: str) -> list[str]:
-    """Return the values of a setting that takes one of a few; empty for others and for unknown names."""
-    part, *inside = name.split(".")
-    field = spec.model_fields.get(part)
-    if field is None:
-        return []
-    if inside:
-        below = field.annotation
-        return choices(below, ".".join(inside)) if _is_part(below) else []
-    schema = spec.model_json_schema()["properties"][part]
-    listed = [str(each) for option in schema.get("anyOf", [schema]) for each in option.get("enum", [])]
-    return ["true", "false"] if schema.get("type") == "boolean" else listed
-
-
 def _is_part(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
@@ -101,7 +115,7 @@ def _members(spec: type[BaseModel], prefix: str, is_identity: bool) -> Iterator[
         if _is_part(field.annotation):
             yield parts_of(field.annotation, f"{prefix}{key}", decides)
         else:
-            yield Setting(f"{prefix}{key}", field.description or "", allowed_values(properties[key]), decides)
+            yield Setting(f"{prefix}{key}", field.description or "", field.annotation, properties[key], decides)
 
 
 def _bounds(schema: Mapping[str, Any]) -> str:

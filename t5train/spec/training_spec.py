@@ -1,10 +1,66 @@
-"""Settings of the optimizer, and of how the model is laid out over ranks."""
+"""Settings of training: the objective, the optimizer, and how the model is laid out over ranks."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from t5train.spec.overrides import SpecPart, check
+
+MIXING = ("mixing_temperature", "mixing_limit", "mixing_weights")
+"""The settings of ``objective`` that count for mixtures only."""
+
+
+class ObjectiveSpec(SpecPart):
+    """T5 span corruption (Raffel et al. 2020, section 3.1.4)."""
+
+    noise_density: float = Field(0.15, gt=0, lt=0.5, description="Share of the tokens that are masked")
+    mean_span_tokens: float = Field(3.0, ge=1, le=20, description="Mean length of a masked span, in tokens")
+    input_tokens: int = Field(
+        512,
+        ge=16,
+        le=16384,
+        description="Length of the encoder's input in tokens, EOS included; the decoder's length follows from it",
+    )
+    mixing_temperature: float = Field(
+        1.0,
+        ge=1,
+        le=1000,
+        description="With corpus.mixed_with: temperature T. Texts are trained on in proportion to min(samples, "
+        "mixing_limit)^(1/T). 1: in proportion to their sizes; more: small texts more often. Not with mixing_weights",
+    )
+    mixing_limit: int | None = Field(
+        None,
+        ge=1,
+        description="With corpus.mixed_with: the largest number of samples that counts as the size of a text, so that "
+        "a huge one does not crowd out the others. null: no limit. Not with mixing_weights",
+    )
+    mixing_weights: tuple[Annotated[float, Field(gt=0, le=1e9, description="positive numbers")], ...] | None = Field(
+        None,
+        description="With corpus.mixed_with: weights of corpus.source and of each text in mixed_with, in order, such "
+        "as 0.7,0.3. Only their ratios count. null: shares follow from sizes",
+    )
+
+    @field_validator("mixing_weights", mode="before")
+    @classmethod
+    def _weights_may_be_one_text(cls, given: Any) -> Any:
+        return [each.strip() for each in given.split(",")] if isinstance(given, str) else given
+
+    @check
+    def _rates_are_decided_once(self) -> None:
+        others = {"mixing_temperature": self.mixing_temperature, "mixing_limit": self.mixing_limit}
+        given = [f"objective.{name} is {value}" for name, value in others.items() if value not in (None, 1)]
+        if self.mixing_weights is not None and given:
+            weights = ",".join(f"{weight:g}" for weight in self.mixing_weights)
+            raise ValueError(
+                f"objective.mixing_weights is {weights}, but {' and '.join(given)}: weights are the rates themselves, "
+                "so leave the others out, or the weights"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """Return the identity settings. Those of mixtures count only where they are set, as they are new."""
+        default = type(self).model_fields
+        unset = [name for name in MIXING if getattr(self, name) == default[name].default]
+        return {name: value for name, value in super().identity().items() if name not in unset}
 
 
 class OptimizerSpec(SpecPart):
@@ -12,7 +68,6 @@ class OptimizerSpec(SpecPart):
 
     kind: Literal["adamw-rms", "adamw"] = Field(
         "adamw-rms",
-        title="Kind",
         description="adamw-rms: AdamW that scales each tensor's step by the tensor's RMS, which T5 needs. adamw: "
         "plain AdamW",
     )
@@ -20,67 +75,51 @@ class OptimizerSpec(SpecPart):
         0.01,
         gt=0,
         le=1,
-        title="Peak rate",
         description="Learning rate at the end of the warm-up; with adamw-rms relative to the RMS of each tensor",
     )
     warmup_steps: int = Field(
         1000,
         ge=0,
-        title="Warm-up steps",
         description="Steps in which the learning rate rises linearly from zero to its peak; fewer than num_steps",
     )
     schedule: Literal["inverse-sqrt", "cosine", "constant"] = Field(
-        "cosine", title="Schedule", description="Learning rate after the warm-up"
+        "cosine", description="Learning rate after the warm-up"
     )
     final_learning_rate: float = Field(
-        1e-5, ge=0, le=1, title="Final rate", description="Learning rate at the end of the cosine; not above the peak"
+        1e-5, ge=0, le=1, description="Learning rate at the end of the cosine; not above the peak"
     )
     weight_decay: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        title="Weight decay",
-        description="Decoupled weight decay, as in AdamW; norms and position biases are exempt",
+        0.0, ge=0, le=1, description="Decoupled weight decay, as in AdamW; norms and position biases are exempt"
     )
     betas: tuple[float, float] = Field(
-        (0.9, 0.999),
-        title="Betas",
-        description="Decay rates of Adam's first and second moment; each at least 0 and below 1",
+        (0.9, 0.999), description="Decay rates of Adam's first and second moment; each at least 0 and below 1"
     )
-    epsilon: float = Field(1e-8, gt=0, title="Epsilon", description="Adam's epsilon, added to the denominator")
+    epsilon: float = Field(1e-8, gt=0, description="Adam's epsilon, added to the denominator")
     gradient_clip: float = Field(
         1.0,
         ge=0,
-        title="Gradient clip",
         description="Largest norm of all gradients together; larger ones are scaled down to it. 0: no clipping",
     )
     global_batch_sequences: int = Field(
         128,
         ge=1,
-        title="Global batch",
         description="Sequences per optimizer step over all ranks; a multiple of layout.micro_batch_sequences x "
         "cluster.ranks / layout.pipeline_stages",
     )
-    num_steps: int = Field(65536, ge=1, title="Steps", description="Optimizer steps of the whole run")
+    num_steps: int = Field(65536, ge=1, description="Optimizer steps of the whole run")
     seed: int = Field(
         0,
         ge=0,
         le=2**31 - 1,
-        title="Seed",
         description="Decides initial weights, and the order and masked spans of the samples that are trained on",
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "bf16",
-        title="Precision",
         description="Arithmetic of training; masters and moments are always fp32. fp16 needs a GPU or a CPU with "
         "AVX512-FP16, and ZeRO 1 to 3",
     )
     initial_scale_power: int = Field(
-        16,
-        ge=0,
-        le=32,
-        title="fp16 scale",
-        description="First loss scale of fp16, as a power of two; no effect otherwise",
+        16, ge=0, le=32, description="First loss scale of fp16, as a power of two; no effect otherwise"
     )
 
     @check
@@ -102,46 +141,33 @@ class OptimizerSpec(SpecPart):
 class LayoutSpec(SpecPart):
     """How the state of training is spread over ranks."""
 
-    execution = frozenset(
-        {"zero_stage", "offload", "pin_memory", "pipeline_stages", "expert_parallel_size", "micro_batch_sequences"}
-    )
-
     zero_stage: Literal[0, 1, 2, 3] = Field(
         1,
-        title="ZeRO stage",
         description="What DeepSpeed's ZeRO partitions over ranks. 0: nothing; 1: optimizer state; 2: gradients, "
         "too; 3: parameters, too",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        title="Offload",
         description="What is kept in host memory. optimizer: masters and moments (ZeRO 1 to 3); all: parameters, "
         "too (ZeRO 3)",
     )
     pin_memory: bool = Field(
-        False,
-        title="Pin memory",
-        description="Offload to page-locked memory, which is faster to copy and never swapped",
+        False, description="Offload to page-locked memory, which is faster to copy and never swapped"
     )
     pipeline_stages: int = Field(
         1,
         ge=1,
-        title="Pipeline stages",
         description="Ranks that the layers of each model are spread over; must divide cluster.ranks. 1: no "
         "pipeline; more need ZeRO 1",
     )
     expert_parallel_size: int = Field(
         1,
         ge=1,
-        title="Expert parallelism",
         description="Ranks that the experts of a layer are spread over; must divide model.moe.num_experts and "
         "cluster.ranks",
     )
     micro_batch_sequences: int = Field(
-        8,
-        ge=1,
-        title="Micro-batch",
-        description="Sequences per rank and pass; larger ones are faster, and take more memory",
+        8, ge=1, description="Sequences per rank and pass; larger ones are faster, and take more memory"
     )
 
     @check

@@ -12,7 +12,7 @@ import pytest
 
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOSTFILE, ROOT
-from t5train.checkpoint.last_complete import last_complete
+from t5train.checkpoint.resume_point import last_complete
 from t5train.records import metrics
 from tests.support.cluster_runs import ENVIRONMENT, ClusterRunner, Ended, Started, weights
 from tests.support.object_server import BUCKET, ObjectServer

@@ -18,7 +18,7 @@ from infra.node.node_folders import node_path
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOSTFILE, ROOT
 from t5train.checkpoint import tags
-from t5train.checkpoint.last_complete import last_complete
+from t5train.checkpoint.resume_point import last_complete
 from t5train.files.run_folder import is_tag
 from t5train.records import metrics
 from tests.support.cluster_runs import Ended, weights

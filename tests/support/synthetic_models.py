@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from t5train.checkpoint.consolidate.safetensors_files import index_name
+from t5train.checkpoint.consolidate.tensor_writer import index_name
 from t5train.data.held_out import choose
 from t5train.data.vocabulary.sentencepiece_model import Encoder, train
 from t5train.data.vocabulary.tokenizer import SPIECE, Tokenizer, write_hugging_face_files

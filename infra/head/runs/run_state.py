@@ -15,8 +15,7 @@ from typing import Any
 from infra.head.launch.start_record import Ending, Start, read_start
 from infra.node.attempts import attempt, run_lease, run_lock
 from infra.node.processes import boot_id
-from t5train.checkpoint.last_complete import last_complete
-from t5train.checkpoint.resume_point import is_asked_to_begin_again, is_unfinished, tags_in
+from t5train.checkpoint.resume_point import is_asked_to_begin_again, is_unfinished, last_complete, tags_in
 from t5train.errors import RecordError, T5TrainError
 from t5train.files import heartbeat
 from t5train.files.presence import ABSENT, is_folder, is_there, names_in, reading, visible_in

@@ -15,8 +15,7 @@ from infra.head.runs.run_state import RunState, State, read_json, run_state
 from infra.node.node_folders import SHARDS
 from infra.node.storage.stored_checkpoints import HEAD
 from t5train.checkpoint import tags
-from t5train.checkpoint.last_complete import LastComplete, last_complete
-from t5train.checkpoint.resume_point import tags_in
+from t5train.checkpoint.resume_point import LastComplete, last_complete, tags_in
 from t5train.errors import T5TrainError
 from t5train.files.presence import file_size, files_below, visible_in
 from t5train.files.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT, RUN, step_of

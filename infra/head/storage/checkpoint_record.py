@@ -6,8 +6,8 @@ from pathlib import Path
 
 from infra.head.storage.checkpoint_inventory import FoundTag, Survey, finished_once, missing_parts
 from infra.node.storage.stored_checkpoints import HEAD
-from t5train.checkpoint import last_complete
-from t5train.checkpoint.last_complete import LastComplete, nothing_verifies
+from t5train.checkpoint import resume_point
+from t5train.checkpoint.resume_point import LastComplete, nothing_verifies
 from t5train.errors import NothingVerifies, RecordError
 from t5train.files.atomic import write_json
 from t5train.files.presence import ABSENT, reading
@@ -18,7 +18,7 @@ _MOST_FILES = 4
 
 def note(run_folder: Path, tag: FoundTag) -> None:
     """Record the newest complete checkpoint."""
-    last_complete.note(run_folder, tag.name, tag.places)
+    resume_point.note_complete(run_folder, tag.name, tag.places)
 
 
 def note_adopted(run_folder: Path, survey: Survey) -> None:
@@ -28,14 +28,14 @@ def note_adopted(run_folder: Path, survey: Survey) -> None:
     overwritten like a checkpoint that was never finished.
     """
     newest = max((name for inventory in survey.found.values() for name in inventory if is_tag(name)), default="")
-    seen = last_complete.last_complete(run_folder)
+    seen = resume_point.last_complete(run_folder)
     if newest and (seen is None or seen.tag < newest):
-        last_complete.note(run_folder, newest)
+        resume_point.note_complete(run_folder, newest)
 
 
 def former_hosts(run_folder: Path) -> list[str]:
     """Return the hosts that had parts of the last complete checkpoint."""
-    seen = last_complete.last_complete(run_folder)
+    seen = resume_point.last_complete(run_folder)
     return sorted({place for places in seen.places.values() for place in places if place != HEAD}) if seen else []
 
 
@@ -65,7 +65,7 @@ def nothing_complete(run_folder: Path, survey: Survey, damaged: Sequence[str]) -
 
     ``damaged`` describes the checkpoints that looked complete but were not.
     """
-    seen = last_complete.last_complete(run_folder)
+    seen = resume_point.last_complete(run_folder)
     if seen is None and not finished_once(survey.found):
         return None
     said = [*(_missing(seen, survey) if seen else ()), *damaged, *(str(each) for each in survey.silent.values())]

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from t5train.checkpoint import last_complete
+from t5train.checkpoint import resume_point
 from t5train.checkpoint.resume import changed_settings, unique_id
 from t5train.checkpoint.resume_point import note_beginnings
 from t5train.errors import InputError, RecordError, RunChanged, SpecError
@@ -98,7 +98,7 @@ def take_identity(spec: RunSpec, stored: StoredRun) -> None:
     if ledger.newest is None:
         _log.warning("%s has no checkpoint yet, so the run begins at step 0", stored.bucket.url)
     else:
-        last_complete.note(folder, ledger.newest.tag)  # without it, the run must not begin at step 0
+        resume_point.note_complete(folder, ledger.newest.tag)  # without it, the run must not begin at step 0
     write_json(folder / RUN, ledger.run)
 
 

@@ -8,7 +8,7 @@ from t5train.files.presence import ABSENT, reading
 from t5train.files.run_folder import CONFIG, RUN
 from t5train.release.checkpoint_store.store_claim import Claimant
 from t5train.spec import RunSpec
-from t5train.spec.config_text import run_text
+from t5train.spec.config_file import run_text
 
 
 def claimant(spec: RunSpec) -> Claimant:

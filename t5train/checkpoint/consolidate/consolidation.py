@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from t5train.checkpoint.consolidate.layouts.detection import plan_of
+from t5train.checkpoint.consolidate.layouts import plan_of
 from t5train.checkpoint.consolidate.opened_checkpoint import (
     OpenedCheckpoint,
     naming_checkpoint,

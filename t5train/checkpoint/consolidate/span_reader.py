@@ -1,22 +1,16 @@
-"""Read byte ranges of checkpoint files, and check the CRC-32 of every record in torch's archives.
-
-The CRC-32 of two concatenated byte sequences is computed from the CRC-32 of each, as in zlib's ``crc32_combine``. A
-CRC-32 is the remainder of the bytes as a polynomial over GF(2), so appending bytes multiplies it by a power of x.
-Polynomials are integers whose highest bit is the coefficient of x^0.
-"""
+"""Read byte ranges of checkpoint files, and check the CRC-32 of every record in torch's archives."""
 
 import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from isal.isal_zlib import crc32 as crc32_of
+from isal.isal_zlib import crc32, crc32_combine
 
 from t5train.checkpoint.consolidate.plan import Extent, Source
 from t5train.checkpoint.consolidate.torch_file import record_checksums
@@ -86,36 +80,6 @@ def repeated_element(source: Source) -> bytes | None:
     return element or None
 
 
-_POLYNOMIAL = 0xEDB88320
-_ONE = 1 << 31
-
-
-def joined(first: int, second: int, second_size: int) -> int:
-    """The CRC-32 of two concatenated byte sequences, from the CRC-32 of each and the second one's size in bytes."""
-    return _product(first, _shift(second_size)) ^ second
-
-
-@lru_cache(maxsize=1 << 12)
-def _shift(size: int) -> int:
-    """The factor for appending ``size`` bytes: x to the power of ``8 * size``."""
-    power, square = _ONE, _ONE >> 8
-    while size:
-        if size & 1:
-            power = _product(power, square)
-        square, size = _product(square, square), size >> 1
-    return power
-
-
-def _product(left: int, right: int) -> int:
-    product = 0
-    while left:
-        if left & _ONE:
-            product ^= right
-        left = left << 1 & 0xFFFFFFFF
-        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
-    return product
-
-
 _GAP_BYTES = 1 << 20
 
 
@@ -146,7 +110,7 @@ class PassedBytes:
         if not self.runs or (self.runs[-1].file, self.runs[-1].end) != (extent.file, extent.offset):
             self.runs.append(_Run(extent.file, extent.offset, extent.offset, 0))
         run = self.runs[-1]
-        run.checksum = crc32_of(data, run.checksum)
+        run.checksum = crc32(data, run.checksum)
         run.end += extent.size
 
 
@@ -182,7 +146,7 @@ def _checksum(record: Extent, runs: Iterable[_Run], reader: Reader) -> int:
     for run in runs:
         if run.start >= position:  # otherwise these bytes were read before
             checksum = _with_gap(checksum, Extent(record.file, position, run.start - position), reader)
-            checksum = joined(checksum, run.checksum, run.end - run.start)
+            checksum = crc32_combine(checksum, run.checksum, run.end - run.start)
             position = run.end
     return _with_gap(checksum, Extent(record.file, position, record.offset + record.size - position), reader)
 
@@ -191,5 +155,5 @@ def _with_gap(checksum: int, gap: Extent, reader: Reader) -> int:
     for start in range(0, gap.size, _GAP_BYTES):
         data = memoryview(bytearray(min(_GAP_BYTES, gap.size - start)))
         reader.read_extent(Extent(gap.file, gap.offset + start, len(data)), data)
-        checksum = crc32_of(data, checksum)
+        checksum = crc32(data, checksum)
     return checksum

@@ -20,8 +20,8 @@ from t5train.data.download.parquet_columns import Columns
 from t5train.data.download.remote_reading import RemoteFile
 from t5train.errors import DigestMismatch, StorageError
 from t5train.files.atomic import sync_folder, write_json
-from t5train.files.made_files import DOWNLOADED
 from t5train.files.os_errors import explain
+from t5train.files.output_folder import DOWNLOADED
 from t5train.host_resources import num_cores
 from t5train.records.digests import FileDigest, verify_file
 

@@ -3,5 +3,5 @@
 faiss is imported only when something here is called; neither tokenising nor training needs it. FAISS proposes similar
 passages, and an exact similarity of their texts decides.
 
-Not here: which indexes are known (``t5train.spec.known_indexes``), and duplicates that are found without embeddings.
+Not here: which indexes are known (``t5train.spec.known_texts``), and duplicates that are found without embeddings.
 """

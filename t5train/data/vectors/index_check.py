@@ -19,7 +19,7 @@ from t5train.errors import InputError
 from t5train.files.atomic import write_json
 from t5train.progress import Progress, silent
 from t5train.records.identity import fingerprint
-from t5train.spec.known_indexes import KnownIndex
+from t5train.spec.known_texts import KnownIndex
 
 LEAST_RECALL = 0.1
 """Of an index whose recall is not known: coarse ones find more, and an index of other vectors finds next to none."""

@@ -20,8 +20,7 @@ from t5train.files.confined import confined
 from t5train.locations import explained, local_folder, redacted
 from t5train.progress import Progress
 from t5train.quantities import quantity
-from t5train.spec.known_indexes import KnownIndex, known_indexes
-from t5train.spec.known_texts import BUILT_IN
+from t5train.spec.known_texts import BUILT_IN, KnownIndex, known_indexes
 
 
 class ChosenIndex(NamedTuple):

@@ -30,9 +30,9 @@ from t5train.files.atomic import replacing, write_json
 from t5train.files.os_errors import library_errors
 from t5train.files.output_folder import making, stage_folder
 from t5train.progress import Progress, silent
+from t5train.records.changed_files import keep_changed_files, require_as_recorded
 from t5train.records.digests import digest_file, digest_files
 from t5train.records.identity import fingerprint
-from t5train.records.kept_files import keep_changed_files, require_as_recorded
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards, reusable
 from t5train.spec import NUM_SENTINELS, CorpusSpec, TokenizerSpec
 

@@ -13,8 +13,8 @@ from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.run_folder import EXPORT
 from t5train.host_resources import num_cores
 from t5train.model.starting_model import CONFIG, HuggingFaceFolder, require_family
+from t5train.records.changed_files import recorded_files
 from t5train.records.digests import FileDigest, SafetensorsDigest, verify_file
-from t5train.records.kept_files import recorded_files
 from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.inference.vocabulary import Vocabulary

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from t5train.data.download.parquet_columns import needed_columns
-from t5train.spec import known_indexes
-from t5train.spec.known_indexes import KnownIndex
+from t5train.spec import known_texts
+from t5train.spec.known_texts import KnownIndex
 from tests.support.documented_json import require_documented
 from tests.support.embedded_passages import DIMENSION, EmbeddedPassages, embedded_passages, write_index, write_parquet
 from tests.support.hub_server import REPOSITORY, Hub, serving_hub
@@ -172,7 +172,7 @@ def test_an_index_of_the_catalogue_with_another_size_is_refused_before_it_is_dow
         known = KnownIndex(location=f"{web.url}/good.faiss", size_bytes=len(content), **facts)
         larger = known.model_copy(update={"size_bytes": len(content) + 1})
         indexes = {"exact": known, "larger": larger}
-        monkeypatch.setitem(known_indexes._KNOWN, str(folder), indexes)
+        monkeypatch.setitem(known_texts._INDEXES, str(folder), indexes)
         command = ("data", "index", "check", str(folder), "--index")
         assert f"should have {len(content) + 1:,}" in refused(4, *command, "larger")
         assert not [request for request in web.requests if (request.end or 0) - request.start > 1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from t5train.checkpoint import last_complete, saving, sidecar
+from t5train.checkpoint import resume_point, saving, sidecar
 from t5train.checkpoint.reshard import discard_consolidated
 from t5train.checkpoint.resume import (
     begun_fingerprint,
@@ -225,7 +225,7 @@ def test_a_run_that_was_killed_in_its_first_save_begins_at_step_0(
     for name in lost:
         (folder / name).unlink()
     assert begin().resume_tag is None
-    last_complete.note(spec.run_folder, tag_of(100))
+    resume_point.note_complete(spec.run_folder, tag_of(100))
     with pytest.raises(NothingVerifies, match=r"rank-0000\d\.json"):
         begin()
 
@@ -235,7 +235,7 @@ def test_damaged_checkpoints_newer_than_the_one_resumed_from_are_set_aside(
 ) -> None:
     for step in (100, 200, 300, 400):
         save(step)
-    last_complete.note(spec.run_folder, tag_of(300))
+    resume_point.note_complete(spec.run_folder, tag_of(300))
     checkpoints = spec.run_folder / "checkpoints"
     (checkpoints / tag_of(200) / MODEL).write_bytes(b"stats")
     for step in (300, 400):  # the first was complete, the second never

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from t5train.checkpoint.save_errors import naming_folder
+from t5train.checkpoint.archive_writing import naming_folder
 from t5train.errors import DiskFailed, DiskFull, T5TrainError
 from t5train.files import error_report
 from tests.support.small_disk import run_with_disk
@@ -15,7 +15,7 @@ import subprocess, sys
 from pathlib import Path
 import torch
 from t5train.files.error_report import report
-from t5train.checkpoint.save_errors import naming_folder
+from t5train.checkpoint.archive_writing import naming_folder
 
 folder, rank_files, read_only = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "read-only"
 if read_only:

@@ -13,8 +13,7 @@ from t5train.data.download.parquet_columns import fetch_columns, needed_columns
 from t5train.data.formats.parquet import require_columns
 from t5train.data.passages import SourceFile
 from t5train.data.readers import rows
-from t5train.spec.known_indexes import known_indexes
-from t5train.spec.known_texts import known_texts, licence_of
+from t5train.spec.known_texts import known_indexes, known_texts, licence_of
 from tests.support.hub_server import Hub, HubSite
 from tests.support.hub_texts import build_all, build_one, vectors_file
 

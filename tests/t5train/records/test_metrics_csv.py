@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from t5train.records.metrics import Metrics
-from t5train.records.metrics_csv import COLUMNS
+from t5train.records.metrics import COLUMNS, Metrics
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from t5train.errors import StorageError
+from t5train.records.changed_files import changed_files
 from t5train.records.digests import digest_files
-from t5train.records.kept_files import changed_files
 from t5train.records.stage_records import Export, set_damaged_aside
 from t5train.release.export import export
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t5train.spec import RunSpec, setting_names
-from t5train.spec.config_file import read_config
-from t5train.spec.config_text import recipe_text, run_text
+from t5train.spec.config_file import read_config, recipe_text, run_text
 from t5train.spec.recipes import RECIPES, recipe
 from tests.t5train.spec.test_fingerprint import OTHER
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from t5train.spec import setting_names
 from t5train.spec.recipes import RECIPES
-from t5train.spec.settings_page import settings_page
+from tests.support.settings_page import settings_page
 
 PAGE = Path(__file__).parents[3] / "docs/settings.md"
 

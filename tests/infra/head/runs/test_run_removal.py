@@ -18,7 +18,7 @@ from infra.node.attempts.run_lock import run_lock
 from infra.node.attempts.run_ownership import Owner
 from infra.node.node_folders import run_path, set_aside_path
 from infra.node.processes import ProcessIdentity
-from t5train.checkpoint import last_complete
+from t5train.checkpoint import resume_point
 from t5train.errors import HostError, HostUnreachable, InputError, RunLocked, StorageError
 from t5train.files.atomic import write_json
 from t5train.records.digests import digest_files
@@ -277,7 +277,7 @@ def test_a_link_is_not_deleted(site: Site, run: Path) -> None:
 def test_all_hosts_that_the_run_ever_used_are_asked(site: Site, run: Path) -> None:
     attempt.begin(run, None, 60.0, hosts={"node1": (0,), "node0": (0,)})
     attempt.begin(run, None, 60.0, hosts={"node2": (0,)})
-    last_complete.note(run, "step-00000008", {"a.pt": ["", "node3"]})
+    resume_point.note_complete(run, "step-00000008", {"a.pt": ["", "node3"]})
     write_json(run / "not-begun-again.json", ["node4"])
     hostfile = site.folder / "hostfile"
     of_run = [f"node{number}" for number in (1, 0, 2, 3, 4)]

@@ -18,7 +18,7 @@ from infra.head.runs.run_state import State, run_state, run_states
 from infra.node.attempts import attempt, run_lock
 from infra.node.attempts.attempt import Attempt
 from infra.node.processes import ProcessIdentity
-from t5train.checkpoint import last_complete, sidecar
+from t5train.checkpoint import resume_point, sidecar
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.errors import InputError, LaunchError
 from t5train.files import heartbeat
@@ -44,7 +44,7 @@ def write_run(folder: Path) -> None:
     lines.append({"step": 8, "validation_loss": 9.0})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "lo')
     save(folder, 4)
-    last_complete.note(folder, "step-00000004")
+    resume_point.note_complete(folder, "step-00000004")
 
 
 def save(folder: Path, step: int, world_size: int = 1) -> None:

@@ -3,7 +3,6 @@
 import errno
 import os
 import resource
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 
 from t5train.checkpoint.consolidate import tensor_writer
 from t5train.checkpoint.consolidate.plan import Extent, Source, TensorPlan
-from t5train.checkpoint.consolidate.span_reader import Reader, joined
+from t5train.checkpoint.consolidate.span_reader import Reader
 from t5train.checkpoint.consolidate.tensor_writer import write_tensors
 from t5train.errors import IncompleteCheckpoint
 from t5train.progress import silent
@@ -69,7 +68,7 @@ def test_a_file_system_without_direct_io_is_supported(tmp_path: Path, monkeypatc
             raise OSError(errno.EINVAL, "Invalid argument")
         return real_open(path, flags, mode)
 
-    monkeypatch.setattr("t5train.checkpoint.consolidate.safetensors_files.os.open", open_without_direct_io)
+    monkeypatch.setattr("t5train.checkpoint.consolidate.tensor_writer.os.open", open_without_direct_io)
     plans = planned(tmp_path, [("F32", 0, 9000), ("U8", 3, 70_000)])
     write_tensors(plans, tmp_path, "model", None, has_digests=True, progress=silent)
     found = load_file(tmp_path / "model.safetensors")
@@ -109,13 +108,3 @@ def test_many_output_files_are_written_with_few_files_open(tmp_path: Path) -> No
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
     assert len(files) == 402
-
-
-@given(first=st.binary(max_size=300), second=st.binary(max_size=300))
-def test_the_crc_32_of_concatenated_bytes_is_computed_from_those_of_the_parts(first: bytes, second: bytes) -> None:
-    assert joined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
-
-
-def test_the_crc_32_of_long_concatenated_bytes_is_computed_from_those_of_the_parts() -> None:
-    first, second = b"abc" * 7, bytes(3_000_001)
-    assert joined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)

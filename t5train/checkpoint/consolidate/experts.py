@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from t5train.checkpoint.consolidate.layouts.module_states import (
+from t5train.checkpoint.consolidate.module_states import (
     MODEL_STATES,
     ModuleStates,
     model_states,

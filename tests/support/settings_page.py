@@ -1,4 +1,4 @@
-"""The page docs/settings.md: every setting and every recipe. ``python -m t5train.spec.settings_page`` prints it."""
+"""The page docs/settings.md: every setting and every recipe. ``python -m tests.support.settings_page`` prints it."""
 
 import json
 import sys

@@ -10,9 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from t5train.checkpoint.consolidate.consistency import progress_of, require_same
-from t5train.checkpoint.consolidate.layouts.module_states import ModuleStates
-from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint
+from t5train.checkpoint.consolidate.module_states import ModuleStates
+from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, progress_of, require_same
 from t5train.checkpoint.consolidate.plan import Source
 from t5train.checkpoint.consolidate.torch_file import StoredTensor
 from t5train.errors import ConsolidationError, UnknownLayout

@@ -1,12 +1,14 @@
-"""Fill in the CRC-32 of every record of a torch archive that torch wrote without checksums.
+"""What torch.save lacks: checksums at the disk's speed, and errors that name the file and the cause.
 
-torch computes checksums at 0.5 GB/s, and all ranks would wait for that at every checkpoint; isal is 20 times as fast.
-The result is the same as torch's: zip stores each checksum in the record's local data descriptor and in the central
-directory (PKWARE's APPNOTE 6.3.9, sections 4.3.9 and 4.3.12).
+torch computes the CRC-32 of every record at 0.5 GB/s, and all ranks would wait for that at every checkpoint; isal is 20
+times as fast. So torch writes archives without checksums, and they are filled in afterwards. The result is the same as
+torch's: zip stores each checksum in the record's local data descriptor and in the central directory (PKWARE's APPNOTE
+6.3.9, sections 4.3.9 and 4.3.12).
 """
 
 import mmap
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,8 @@ from zipfile import BadZipFile, ZipFile, ZipInfo
 import torch
 from isal.isal_zlib import crc32
 
-from t5train.errors import StorageError
+from t5train.errors import DiskFailed, StorageError
+from t5train.files.atomic import try_writing
 from t5train.files.os_errors import naming
 
 _LENGTHS = Struct("<HH")  # of name and extra field
@@ -78,3 +81,37 @@ def _fill_in(path: Path, file: int, data: mmap.mmap, entry: ZipInfo, entry_offse
 def _start_of_data(data: mmap.mmap, entry: ZipInfo) -> int:
     name_bytes, extra_bytes = _LENGTHS.unpack_from(data, entry.header_offset + _LOCAL_LENGTHS_AT)
     return entry.header_offset + _LOCAL_BYTES + int(name_bytes) + int(extra_bytes)
+
+
+_WRITER = "inline_container.cc"
+_TORCH = f"torch{os.sep}serialization.py"
+_PROBE_BYTES = 1 << 20
+
+
+@contextmanager
+def naming_folder(folder: Path) -> Iterator[None]:
+    """If torch fails to write to ``folder`` within the block, raise an OSError with the path and the reason.
+
+    If torch's error hides the reason, a test file is written there to find it. Raises DiskFailed if that succeeds.
+    """
+    try:
+        with naming(folder):
+            yield
+    except RuntimeError as error:
+        if _WRITER not in str(error) and not _is_raised_by_serialization(error):
+            raise
+        try:
+            try_writing(folder, _PROBE_BYTES)
+        except OSError as reason:
+            raise OSError(reason.errno, reason.strerror, str(folder)) from error
+        said = str(error).splitlines()[0]
+        raise DiskFailed(
+            f"{folder}: torch could not write a checkpoint file ({said}), but the folder can be written now. "
+            "Check `dmesg` for disk errors"
+        ) from error
+
+
+def _is_raised_by_serialization(error: RuntimeError) -> bool:
+    """Whether torch's archive writer raised the error. Its C++ code has no frame in the traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.endswith(_TORCH)

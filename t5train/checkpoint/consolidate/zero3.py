@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from t5train.checkpoint.consolidate.consistency import require_same
-from t5train.checkpoint.consolidate.layouts.module_states import (
+from t5train.checkpoint.consolidate.module_states import (
     ModuleStates,
     Weight,
     buffer_names,
@@ -24,7 +23,8 @@ from t5train.checkpoint.consolidate.layouts.module_states import (
     tied_names,
     ties_left_out,
 )
-from t5train.checkpoint.consolidate.layouts.optimizer_states import (
+from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, StateFile, require_same
+from t5train.checkpoint.consolidate.optimizer_states import (
     Master,
     OptimizerKeys,
     Partition,
@@ -32,7 +32,6 @@ from t5train.checkpoint.consolidate.layouts.optimizer_states import (
     partition_of,
     read_optimizers,
 )
-from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, StateFile
 from t5train.checkpoint.consolidate.plan import Extent, Source
 from t5train.checkpoint.consolidate.torch_file import StoredTensor
 from t5train.errors import ConsolidationError, IncompleteCheckpoint, UnknownLayout

@@ -7,8 +7,8 @@ import pytest
 from t5train.errors import StorageError
 from t5train.files.atomic import rename_aside
 from t5train.files.output_folder import making
+from t5train.records.changed_files import changed_files, keep_changed_files, unlisted_files
 from t5train.records.digests import digest_files
-from t5train.records.kept_files import changed_files, keep_changed_files, unlisted_files
 from t5train.records.stage_records import Export
 
 

@@ -13,18 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from t5train.checkpoint.consolidate.consistency import progress_of, require_same
-from t5train.checkpoint.consolidate.layouts import zero12
-from t5train.checkpoint.consolidate.layouts.experts import ExpertName, ExpertRanks, expert_layers, expert_parallel_size
-from t5train.checkpoint.consolidate.layouts.module_states import MODEL_STATES, ModuleStates, model_states
-from t5train.checkpoint.consolidate.layouts.optimizer_states import FlatGroup, packed_slots
-from t5train.checkpoint.consolidate.layouts.zero0 import master_groups, partition_groups, require_full_precision
+from t5train.checkpoint.consolidate import zero012
+from t5train.checkpoint.consolidate.experts import ExpertName, ExpertRanks, expert_layers, expert_parallel_size
+from t5train.checkpoint.consolidate.module_states import MODEL_STATES, ModuleStates, model_states
 from t5train.checkpoint.consolidate.opened_checkpoint import (
     OpenedCheckpoint,
     StateFile,
     numbered,
+    progress_of,
+    require_same,
 )
+from t5train.checkpoint.consolidate.optimizer_states import FlatGroup, packed_slots
 from t5train.checkpoint.consolidate.torch_file import StoredTensor
+from t5train.checkpoint.consolidate.zero012 import master_groups, partition_groups, require_full_precision
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
 from t5train.model.parameters import ParameterSlot
 from t5train.quantities import quantity
@@ -186,19 +187,19 @@ def partitioned_groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> l
     """The parameter groups of a ZeRO 1 or 2 optimizer, with each group of experts once per expert-parallel rank."""
     model = model_states(checkpoint, MODEL_STATES)
     ranks = ExpertRanks.of(model)
-    states = zero12.optimizer_states(checkpoint, ranks.size)
+    states = zero012.optimizer_states(checkpoint, ranks.size)
     counts = {layer.path: len(layer.experts) for layer in expert_layers(checkpoint)}
     found: list[FlatGroup] = []
     recorded: list[list[Sequence[ParameterSlot]]] = [[] for _ in states]
-    for index, stored in enumerate(zero12.stored_slots(checkpoint, model, states[0])):
+    for index, stored in enumerate(zero012.stored_slots(checkpoint, model, states[0])):
         size = _expert_parallel_size(checkpoint, states[0], index, stored)
         for expert_rank, holders in enumerate(ranks.holding(size)):
             slots = [_of_rank(checkpoint, slot, expert_rank, size, counts) for slot in stored]
-            partitions = [zero12.partition(states[rank], index) for rank in holders]
-            found.append(FlatGroup(index, partitions, slots, zero12.ALIGNED_ELEMENTS * len(holders)))
+            partitions = [zero012.partition(states[rank], index) for rank in holders]
+            found.append(FlatGroup(index, partitions, slots, zero012.ALIGNED_ELEMENTS * len(holders)))
             for rank in holders:
                 recorded[rank].append(slots)
-    zero12.require_recorded(checkpoint, recorded)
+    zero012.require_recorded(checkpoint, recorded)
     return found
 
 

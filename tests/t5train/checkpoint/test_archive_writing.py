@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t5train.checkpoint.archive_checksums import fill_in, no_checksums
+from t5train.checkpoint.archive_writing import fill_in, no_checksums
 from t5train.errors import StorageError
 
 SERIALIZATION_ID = "archive/.data/serialization_id"  # derived from the checksums; nothing reads it
