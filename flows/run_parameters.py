@@ -18,7 +18,7 @@ from t5train.spec import RUN_NAME_PATTERN, RunSpec
 from t5train.spec.known_texts import BUILT_IN, is_relative_path, known_texts
 from t5train.spec.recipes import recipe as recipe_spec
 from t5train.spec.recipes import trial_settings
-from t5train.spec.setting_info import settings_of
+from t5train.spec.settings import settings_of
 
 _TEXTS = "|".join([BUILT_IN, *known_texts()])
 _ALLOWED = (

@@ -3,57 +3,26 @@
 ::
 
     T5TrainError
-    ├── SpecError                a setting is unknown, of the wrong type, or contradicts another
-    │   └── RunChanged           a run of this name exists with another spec
-    ├── InputError               a file, folder or URL from the user cannot be used
-    │   ├── DigestMismatch       a file differs from the one that was recorded
-    │   └── UnlistedFile         a checkpoint holds a file that no rank recorded
-    ├── RecordError              a manifest is missing, damaged or of another kind
-    ├── UnknownVersion           an intact file was written by a version of this project with other fields
-    ├── StorageError             a folder is not writable, or has too little disk space
-    │   └── Unreadable           the operating system cannot read a file or folder at the moment
-    ├── RunLocked                another process is working on this run
-    │   └── RunOwned             the run's files on its hosts belong to another head
-    ├── AcceleratorBusy          another run is using an accelerator
-    ├── WorkerLost               a worker process of a stage was killed or failed
-    ├── HostError                a host did not do what it was asked to do
-    │   ├── HostUnreachable      no connection to the host, or the connection was lost
-    │   │   └── HostMisconfigured  the host's name, its users or its ssh settings are wrong
-    │   ├── HostKeyMismatch      the host's ssh key is unknown or has changed
-    │   ├── HostTimeout          the host did not finish in time
-    │   ├── NotGathered          training is done, but part of the result exists only on a host
-    │   ├── ProtocolMismatch     the host and the head do not understand each other's messages
-    │   └── RemoteFailed         a command failed on the host
-    ├── BadMessage               a message from another machine is not one that is expected here
-    ├── PreflightError           the hosts cannot train together
-    ├── TestClusterError         hosts of the test cluster cannot be created here, or do not exist
-    ├── LaunchError              ranks could not be started, or ended before their work was done
-    │   ├── OutOfMemory          on the accelerator or the host
-    │   ├── CollectiveTimeout    ranks timed out waiting for each other
-    │   ├── RankKilled           a signal ended a rank
-    │   ├── RankStopped          a rank sent no heartbeat, or a phase exceeded its deadline
-    │   ├── HostLost             a host, or the connection to it, was lost
-    │   ├── Preempted            ranks were asked to stop, with time to save
-    │   ├── DiskFull
-    │   ├── DiskFailed           the disk returned an error, or was mounted read-only
-    │   ├── HostReplaced         a spare replaces a host that has failed repeatedly
-    │   └── RepeatedFailure      every attempt ended with the same failure
-    ├── TrainingError            training ran, but did not make real progress
-    │   ├── NonFiniteLoss
-    │   ├── TooManySkippedSteps
-    │   ├── DuplicateBatch
-    │   ├── WeightsDidNotMove
-    │   └── RanksDisagree
-    ├── ConsolidationError       a checkpoint cannot be turned into weights
-    │   ├── IncompleteCheckpoint
-    │   │   └── NothingVerifies  a run has checkpoints, and none of them is complete and intact
-    │   └── UnknownLayout
-    ├── CertificationError       the exported model is not the one that was trained
-    ├── PublicationError         a published folder is incomplete, damaged or in the way
-    │   └── StoreError           an object store refused a request, or did not answer
-    └── RegressionError          a night of the regression cannot be shown or accepted, or its files are damaged
-        ├── RegressionUsage      a case, a night or another argument of the regression is not valid
-        └── RegressionRunning    another night is running under the same root
+    ├── SpecError                RunChanged
+    ├── InputError               DigestMismatch, UnlistedFile
+    ├── RecordError
+    ├── UnknownVersion
+    ├── StorageError             Unreadable
+    ├── RunLocked                RunOwned
+    ├── AcceleratorBusy
+    ├── WorkerLost
+    ├── HostError                HostUnreachable (HostMisconfigured), HostKeyMismatch, HostTimeout, NotGathered,
+    │                            ProtocolMismatch, RemoteFailed
+    ├── BadMessage
+    ├── PreflightError
+    ├── TestClusterError
+    ├── LaunchError              OutOfMemory, CollectiveTimeout, RankKilled, RankStopped, HostLost, Preempted, DiskFull,
+    │                            DiskFailed, HostReplaced, RepeatedFailure
+    ├── TrainingError            NonFiniteLoss, TooManySkippedSteps, DuplicateBatch, WeightsDidNotMove, RanksDisagree
+    ├── ConsolidationError       IncompleteCheckpoint (NothingVerifies), UnknownLayout
+    ├── CertificationError
+    ├── PublicationError         StoreError
+    └── RegressionError          RegressionUsage, RegressionRunning
 
 A message names the value, the constraint it breaks and the remedy. ``retryable`` says whether retrying can
 help; an error in a spec or an input stays an error.
@@ -166,7 +135,6 @@ class WorkerLost(T5TrainError):
     """A worker process of a stage was killed or failed."""
 
     exit_code = 8
-
     retryable = True
 
 
@@ -231,7 +199,6 @@ class TestClusterError(T5TrainError):
     """Hosts of the test cluster cannot be created on this machine, or do not exist."""
 
     exit_code = 7
-
     __test__ = False  # keeps pytest from collecting this class
 
 
@@ -239,7 +206,6 @@ class LaunchError(T5TrainError):
     """Ranks could not be started, or ended before their work was done."""
 
     exit_code = 8
-
     retryable = True
 
 

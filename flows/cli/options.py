@@ -14,10 +14,9 @@ from t5train.files.run_folder import RUNS
 from t5train.locations import at_home
 from t5train.spec import RunSpec, StorageSpec, setting_names
 from t5train.spec.config_file import Configuration, read_config
-from t5train.spec.overrides import parsed
 from t5train.spec.recipes import RECIPES, summary
 from t5train.spec.recipes import recipe as recipe_spec
-from t5train.spec.setting_info import settings_of
+from t5train.spec.settings import parsed, settings_of
 
 
 def _recipes_like(incomplete: str) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from prefect.events import AutomationCore
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from t5train.errors import InputError
-from t5train.spec.overrides import explain
+from t5train.spec.settings import explain
 
 FILE = "definitions.yaml"
 

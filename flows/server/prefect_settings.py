@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from flows.server.prefect_profile import UserProfiles
 from t5train.errors import InputError
 from t5train.files.os_errors import in_one_line
-from t5train.spec.overrides import explain
+from t5train.spec.settings import explain
 
 NEUTRAL_FOLDER = "/"
 """The working folder of processes that read Prefect's settings.

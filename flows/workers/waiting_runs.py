@@ -30,7 +30,7 @@ from flows.workers.abandoned import OF_THE_POOL, online_workers
 from flows.workers.machine_check import MachineCheck
 from t5train.errors import SpecError, T5TrainError
 from t5train.report.failure_report import Failure, failure_report
-from t5train.spec.overrides import explain
+from t5train.spec.settings import explain
 from tasks.run_title import titled
 
 SKIP_AFTER = timedelta(hours=1)

@@ -13,8 +13,7 @@ from t5train.files import heartbeat
 from t5train.files.heartbeat import Beat, Phase
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, METRICS, step_of
 from t5train.progress import Progress
-from t5train.records.metrics import TRAINING_LOSS, UNIGRAM, VALIDATION, VALIDATION_OF_TARGETS
-from t5train.records.series import MetricsSeries
+from t5train.records.metrics import TRAINING_LOSS, UNIGRAM, VALIDATION, VALIDATION_OF_TARGETS, MetricsSeries
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 

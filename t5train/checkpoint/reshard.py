@@ -57,19 +57,14 @@ def discard_consolidated(run_folder: Path) -> None:
 
 def _changed(written: Sidecar, spec: RunSpec) -> list[str]:
     """The layout settings in which the spec differs from the checkpoint."""
-    found = {
-        "cluster.ranks": written.world_size,
-        "layout.zero_stage": written.layout.zero_stage,
-        "layout.expert_parallel_size": written.layout.expert_size,
-        "layout.pipeline_stages": written.layout.pipeline_size,
+    found_and_asked = {
+        "cluster.ranks": (written.world_size, spec.cluster.ranks),
+        "layout.zero_stage": (written.layout.zero_stage, spec.layout.zero_stage),
+        "layout.expert_parallel_size": (written.layout.expert_size, spec.layout.expert_parallel_size),
+        "layout.pipeline_stages": (written.layout.pipeline_size, spec.layout.pipeline_stages),
     }
-    asked = {
-        "cluster.ranks": spec.cluster.ranks,
-        "layout.zero_stage": spec.layout.zero_stage,
-        "layout.expert_parallel_size": spec.layout.expert_parallel_size,
-        "layout.pipeline_stages": spec.layout.pipeline_stages,
-    }
-    return differences(found, asked)
+    found = {name: value for name, (value, _) in found_and_asked.items()}
+    return differences(found, {name: value for name, (_, value) in found_and_asked.items()})
 
 
 def _only(folder: Path, name: str) -> Path:

@@ -87,12 +87,12 @@ def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
     if not is_there(path):
         spec.run_folder.mkdir(parents=True, exist_ok=True)
         begun = {"fingerprint": fingerprint(identity), "identity": identity, "spec": spec.model_dump(mode="json")}
-        write_json(path, begun | {"unique_id": _new_id()})
+        write_json(path, begun | {"unique_id": secrets.token_hex(16)})
         _write_config(spec)
         return
     require_same(spec.run_name, path, identity)
     if unique_id(spec.run_folder) is None:  # begun by a version without unique ids
-        write_json(path, json.loads(path.read_text("utf-8")) | {"unique_id": _new_id()})
+        write_json(path, json.loads(path.read_text("utf-8")) | {"unique_id": secrets.token_hex(16)})
 
 
 def _write_config(spec: RunSpec) -> None:
@@ -106,19 +106,12 @@ def unique_id(run_folder: Path) -> str | None:
 
     None before the run begins.
     """
-    path = run_folder / RUN
-    found = _begun(path, lambda begun: begun.get("unique_id")) if is_there(path) else None
-    return None if found is None else str(found)
-
-
-def _new_id() -> str:
-    return secrets.token_hex(16)
+    return _recorded(run_folder, lambda begun: begun.get("unique_id"))
 
 
 def begun_fingerprint(run_folder: Path) -> str | None:
     """The fingerprint that a run was begun with; None if it has not begun. Raises SpecError if its file is damaged."""
-    path = run_folder / RUN
-    return _begun(path, lambda begun: str(begun["fingerprint"])) if is_there(path) else None
+    return _recorded(run_folder, lambda begun: begun["fingerprint"])
 
 
 def begun_shards(run_folder: Path) -> str | None:
@@ -126,8 +119,12 @@ def begun_shards(run_folder: Path) -> str | None:
 
     Raises SpecError if its file is damaged.
     """
+    return _recorded(run_folder, lambda begun: begun["identity"].get("shards"))
+
+
+def _recorded(run_folder: Path, part: Callable[[Any], Any]) -> str | None:
     path = run_folder / RUN
-    found = _begun(path, lambda begun: begun["identity"].get("shards")) if is_there(path) else None
+    found = _begun(path, part) if is_there(path) else None
     return None if found is None else str(found)
 
 

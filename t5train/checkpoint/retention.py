@@ -35,14 +35,10 @@ def kept(
     newest_first = sorted(sizes, reverse=True)
     chosen = newest_first[:keep_last]
     chosen += [step for step in newest_first[keep_last:] if keep_every and step % keep_every == 0]
-    while len(chosen) > 1 and most_bytes is not None and _with_the_next(chosen, sizes) > most_bytes:
-        chosen.pop()
+    if most_bytes is not None:  # the next one is complete before an old one is removed
+        while len(chosen) > 1 and sum(sizes[step] for step in [*chosen, chosen[0]]) > most_bytes:
+            chosen.pop()
     return set(chosen)
-
-
-def _with_the_next(chosen: list[int], sizes: Mapping[int, int]) -> int:
-    """The size in bytes of these and the next one, which is complete before an old one is removed."""
-    return sum(sizes[step] for step in chosen) + sizes[chosen[0]]
 
 
 def most_held(num_steps: int, save_every: int, keep_last: int, keep_every: int | None = None) -> int:

@@ -69,7 +69,7 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
             run_fingerprint=job.run_fingerprint,
             step=step,
             tag=tag,
-            saving=_drawn_by_rank_0(),
+            saving=f"{gather([secrets.randbits(32)])[0][0]:08x}",  # drawn by rank 0
             rank=rank(),
             world_size=world_size(),
             layout=_layout(job),
@@ -82,8 +82,7 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
             skipped_steps=int(engine.skipped_steps),
             loss_scaler=_loss_scaler(engine),
             data=DataState(
-                samples_consumed=step * job.spec.optimizer.global_batch_sequences,
-                shards_fingerprint=shards_fingerprint,
+                samples_consumed=step * job.spec.optimizer.global_batch_sequences, shards_fingerprint=shards_fingerprint
             ),
             generator_states=_generator_states(),
             versions=current_provenance().versions,
@@ -93,11 +92,6 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
     if rank() == 0 and not job.node_local:  # if hosts do not share a disk, the head keeps this record
         resume_point.note_complete(job.run_folder, tag)
     return tag
-
-
-def _drawn_by_rank_0() -> str:
-    """32 random bits in hexadecimal, the same on all ranks."""
-    return f"{gather([secrets.randbits(32)])[0][0]:08x}"
 
 
 def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
@@ -151,7 +145,8 @@ def prune(job: TrainJob, newest_step: int) -> None:
 
 
 def _prune(job: TrainJob, newest_step: int) -> None:
-    checkpoints, begun_from = job.checkpoints_folder, tag_of(_first_step(job))
+    begun_at = job.consolidated.clock.step if job.consolidated else step_of(job.resume_tag or tag_of(0))
+    checkpoints, begun_from = job.checkpoints_folder, tag_of(begun_at)
     complete = [tag for tag in tags.complete_tags(checkpoints) if step_of(tag) <= newest_step]
     keep = _kept(job, complete)
     for name in names_in(checkpoints):
@@ -164,11 +159,6 @@ def _prune(job: TrainJob, newest_step: int) -> None:
         else:
             _log.info("removing checkpoint %s", name)
             _discard(folder)
-
-
-def _first_step(job: TrainJob) -> int:
-    """The step this attempt began from."""
-    return job.consolidated.clock.step if job.consolidated else step_of(job.resume_tag) if job.resume_tag else 0
 
 
 def _kept(job: TrainJob, complete: list[str]) -> set[str]:

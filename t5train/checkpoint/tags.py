@@ -26,20 +26,9 @@ from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, verify_file
 
 _SAME_ON_EVERY_RANK = (
-    "run_fingerprint",
-    "step",
-    "tag",
-    "saving",
-    "world_size",
-    "aliases",
-    "expert_layers",
-    "model_prefix",
-    "pipeline_layers",
-    "huggingface_config",
-    "skipped_steps",
-    "loss_scaler",
-    "data",
-)
+    "run_fingerprint", "step", "tag", "saving", "world_size", "aliases", "expert_layers", "model_prefix",
+    "pipeline_layers", "huggingface_config", "skipped_steps", "loss_scaler", "data",
+)  # fmt: skip
 
 
 def require_complete(folder: Path, progress: Progress = silent) -> list[Sidecar]:

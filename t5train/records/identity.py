@@ -7,7 +7,8 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -100,12 +101,16 @@ def current_provenance() -> Provenance:
 
 @cache
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("t5-pretrain", "torch", "deepspeed", "transformers", "sentencepiece", "numpy", "matplotlib"):
-        try:
+    packages = ("t5-pretrain", "torch", "deepspeed", "transformers", "sentencepiece", "numpy", "matplotlib")
+    return {"python": platform.python_version(), **installed_versions(packages)}
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found: dict[str, str] = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 

@@ -6,13 +6,13 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from t5train.errors import InputError
+from t5train.records.identity import installed_versions
 
 if TYPE_CHECKING:
     import torch
@@ -128,37 +128,20 @@ def _require_current(path: Path, content: bytes) -> None:
 
 
 _CPU_INFO = Path("/proc/cpuinfo")
+# The last four are of ARM.
 _PROCESSOR = (
-    "vendor_id",
-    "cpu family",
-    "model",
-    "model name",
-    "stepping",
-    "cache size",
-    # of ARM
-    "CPU implementer",
-    "CPU variant",
-    "CPU part",
-    "CPU revision",
-)
+    "vendor_id", "cpu family", "model", "model name", "stepping", "cache size", "CPU implementer", "CPU variant",
+    "CPU part", "CPU revision",
+)  # fmt: skip
 _ACCELERATOR = ("name", "major", "minor", "multi_processor_count", "gcnArchName")
 _VECTOR_EXTENSIONS = ("sse4", "avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "i8mm")
 _CPU_VARIABLES = (
-    "ATEN_CPU_CAPABILITY",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "MKL_DEBUG_CPU_TYPE",
-    "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "DNNL_DEFAULT_FPMATH_MODE",
-)
+    "ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE",
+)  # fmt: skip
 _ACCELERATOR_VARIABLES = (
-    "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "TORCH_BLAS_PREFER_CUBLASLT",
-)
+    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_BLAS_PREFER_CUBLASLT",
+)  # fmt: skip
 _LIBRARIES = {"MKL": r"Math Kernel Library Version ([\d.]+)", "oneDNN": r"MKL-DNN v([\d.]+)"}
 
 
@@ -218,11 +201,7 @@ def _of_accelerator(device_type: str) -> dict[str, str]:
         **{name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")},
         "cudnn": cudnn.version(),
     }
-    for package in ("nvidia-cublas", "nvidia-cublas-cu12"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    found |= installed_versions(("nvidia-cublas", "nvidia-cublas-cu12"))
     return {name: str(value) for name, value in found.items() if value}
 
 

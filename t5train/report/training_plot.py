@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from t5train.records.series import HIGHEST_EXPERT, LOWEST_EXPERT, MetricsSeries, Series
+from t5train.records.metrics import HIGHEST_EXPERT, LOWEST_EXPERT, MetricsSeries, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator
 
 from t5train.errors import SpecError
-from t5train.spec.overrides import SpecPart, change, check, explain
+from t5train.spec.settings import SpecPart, change, check, explain
 from t5train.spec.storage_spec import HomePath, StorageSpec
 
 Accelerator = Literal["cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu"]

@@ -22,10 +22,9 @@ from t5train.errors import InputError, SpecError
 from t5train.files.os_errors import explain
 from t5train.spec import RunSpec, nearest, setting_names
 from t5train.spec.known_texts import is_relative_path
-from t5train.spec.overrides import annotation_of
 from t5train.spec.recipes import RECIPES, unknown_recipe
 from t5train.spec.run_spec import wrong_value
-from t5train.spec.setting_info import Part, Setting, parts_of
+from t5train.spec.settings import Part, Setting, annotation_of, parts_of
 
 _MAX_BYTES = 1 << 20
 _REMEDY = "start from a file that `t5-pretrain init RECIPE > run.yaml` writes"
@@ -137,7 +136,8 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._names, self._parts = setting_names(), _part_names()
+        self._names = setting_names()
+        self._parts = {name[: match.start()] for name in self._names for match in re.finditer(r"\.", name)}
         self.settings: dict[str, Any] = {}
         self.lines: dict[str, int] = {}
         self._wrong: list[tuple[int, str]] = []
@@ -188,7 +188,7 @@ class _Reader:
 
     def _require_known(self, name: str) -> None:
         if name not in self._names:
-            meant = nearest(name, [*self._names, *self._parts])
+            meant = nearest(name, [*self._names, *sorted(self._parts)])
             raise SpecError(
                 f"{_where(self.path, self.lines[name])}: unknown setting {name!r}{meant}. Correct or remove it; "
                 "`t5-pretrain init RECIPE` lists all settings"
@@ -256,10 +256,6 @@ def _value_in(values: Mapping[str, Any], name: str) -> Any:
     for key in name.split("."):
         values = values[key]
     return values
-
-
-def _part_names() -> list[str]:
-    return sorted({name[:end] for name in setting_names() for end, character in enumerate(name) if character == "."})
 
 
 def _is_in(name: str, message: str) -> bool:

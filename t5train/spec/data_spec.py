@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from t5train.locations import at_home, hub_dataset_name, without_secret
 from t5train.spec.known_texts import BUILT_IN, is_named_text
-from t5train.spec.overrides import SpecPart, check
+from t5train.spec.settings import SpecPart, check
 
 NUM_SENTINELS = 100
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from t5train.locations import local_folder, redacted
-from t5train.spec.overrides import SpecPart, check
+from t5train.spec.settings import SpecPart, check
 
 
 class ExpertsSpec(SpecPart):

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
-from t5train.spec.overrides import SpecPart
+from t5train.spec.settings import SpecPart
 
 
 class MonitorSpec(SpecPart):

@@ -158,23 +158,10 @@ def t5_11b_one_gpu() -> RunSpec:
     )
 
 
-RECIPES: dict[str, Callable[[], RunSpec]] = {
-    recipe.__name__: recipe
-    for recipe in (
-        smoke,
-        small,
-        base,
-        large,
-        moe,
-        pipeline,
-        zero1_offload,
-        zero2_offload,
-        zero3,
-        t5_3b,
-        t5_3b_one_gpu,
-        t5_11b_one_gpu,
-    )
-}
+_ALL = (
+    smoke, small, base, large, moe, pipeline, zero1_offload, zero2_offload, zero3, t5_3b, t5_3b_one_gpu, t5_11b_one_gpu,
+)  # fmt: skip
+RECIPES: dict[str, Callable[[], RunSpec]] = {recipe.__name__: recipe for recipe in _ALL}
 
 
 def summary(name: str) -> str:

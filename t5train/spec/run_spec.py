@@ -13,8 +13,7 @@ from t5train.spec.cluster_spec import ClusterSpec
 from t5train.spec.data_spec import CorpusSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.model_spec import ModelSpec
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
-from t5train.spec.overrides import SpecPart, change, check, explain
-from t5train.spec.setting_info import settings_of
+from t5train.spec.settings import SpecPart, change, check, explain, settings_of
 from t5train.spec.storage_spec import StorageSpec
 from t5train.spec.training_spec import MIXING, LayoutSpec, ObjectiveSpec, OptimizerSpec
 
@@ -180,7 +179,7 @@ class RunSpec(SpecPart):
         return self.optimizer.global_batch_sequences // (self.layout.micro_batch_sequences * self.data_parallel_size)
 
     def with_settings(self, settings: Mapping[str, Any]) -> "RunSpec":
-        """Return this spec with ``{"part.key": value}`` changed; for values, see ``t5train.spec.overrides.change``.
+        """Return this spec with ``{"part.key": value}`` changed; for values, see ``t5train.spec.settings.change``.
 
         Raises SpecError if a setting is unknown, or if the changed spec is not valid.
         """

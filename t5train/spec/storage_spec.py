@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from t5train.locations import at_home, without_secret
-from t5train.spec.overrides import SpecPart, check
+from t5train.spec.settings import SpecPart, check
 
 HomePath = Annotated[Path, AfterValidator(at_home)]
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from t5train.spec.overrides import SpecPart, check
+from t5train.spec.settings import SpecPart, check
 
 MIXING = ("mixing_temperature", "mixing_limit", "mixing_weights")
 """The settings of ``objective`` that count for mixtures only."""

@@ -30,8 +30,7 @@ from t5train.files.heartbeat import Heartbeat
 from t5train.files.run_folder import tag_of
 from t5train.model.initialization import initialise
 from t5train.model.model_shape import T5Shape, huggingface_config, resolve
-from t5train.records.metrics import UNIGRAM, Metrics, Values
-from t5train.records.series import loss_curve_points
+from t5train.records.metrics import UNIGRAM, Metrics, Values, loss_curve_points
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob

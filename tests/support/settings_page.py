@@ -7,7 +7,7 @@ from typing import Any
 
 from t5train.spec import RunSpec
 from t5train.spec.recipes import RECIPES, recipe, summary
-from t5train.spec.setting_info import Part, Setting, parts_of
+from t5train.spec.settings import Part, Setting, parts_of
 
 _OPENING = """\
 # Settings

@@ -19,7 +19,7 @@ from t5train.errors import InputError, SpecError, StorageError
 from t5train.locations import local_folder
 from t5train.spec import RunSpec
 from t5train.spec.known_texts import is_named_text
-from t5train.spec.overrides import parsed
+from t5train.spec.settings import parsed
 
 if TYPE_CHECKING:
     from flows.deployment.deploy import Deployed  # imports Prefect, which reads its settings when it is imported

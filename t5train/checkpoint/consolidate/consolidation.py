@@ -4,7 +4,6 @@ The folder appears complete or not at all, and never replaces other content.
 """
 
 import logging
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from t5train.checkpoint.tags import files_of
 from t5train.errors import RecordError, StorageError
 from t5train.files.atomic import partial_folder, rename_aside, sync_folder
 from t5train.files.os_errors import explain, reason
+from t5train.host_resources import require_free_space
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, SafetensorsDigest
 from t5train.records.identity import fingerprint
@@ -33,7 +33,7 @@ _SPARE_BYTES = 16 << 20
 
 @contextmanager
 def new_folder(out: Path, size: int) -> Iterator[Path]:
-    """Yield the ``partial_folder`` of ``out``, for ``put_in_place`` to move.
+    """Yield the ``partial_folder`` of ``out``, for the block to rename.
 
     Raises StorageError if ``size`` bytes do not fit, or if a write in the block fails.
     """
@@ -42,12 +42,7 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
     except OSError as error:
         raise StorageError(f"{out.parent} cannot be created: {reason(error, out.parent)}") from error
     try:
-        free = shutil.disk_usage(out.parent).free
-        if free < size + _SPARE_BYTES:
-            raise StorageError(
-                f"too little disk space for {out}: {size} bytes and a reserve of {_SPARE_BYTES} bytes are needed, but "
-                f"only {free} bytes are free. Free some space, or choose another folder"
-            )
+        require_free_space(out.parent, size + _SPARE_BYTES, f"the weights in {out}")
         with partial_folder(out) as folder:
             yield folder
     except FileNotFoundError:  # a run removed an old tag while it was read: the caller explains this
@@ -83,14 +78,6 @@ def require_vacant(out: Path, fingerprint: str | None) -> None:
             f"{out} holds damaged weights and an unrelated file, {strangers[0]}. Move that file to another folder, "
             "then try again: the damaged weights are moved aside and written again"
         )
-
-
-def put_in_place(folder: Path, out: Path) -> None:
-    """Rename ``folder`` to ``out``, durably, after moving damaged weights in ``out`` aside."""
-    if out.is_dir() and any(out.iterdir()):
-        _log.warning("the weights in %s were damaged or changed. They were moved to %s", out, rename_aside(out))
-    folder.rename(out)
-    sync_folder(out.parent)
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # the names in every Adam-like optimizer
@@ -153,13 +140,17 @@ def _consolidate(
             files |= write_tensors(
                 tensors, folder, stem, shard_bytes, has_digests=bool(opened.sidecars), progress=progress
             )
-        identity = recorded or _content_identity(files)
+        # Weights of unknown origin are identified by their content.
+        identity = recorded or fingerprint({"files": {name: digest.model_dump() for name, digest in files.items()}})
         if there := reusable(Weights, out, identity, progress):
             return there
         require_vacant(out, identity)
         weights = _record(out, opened, plan, identity, files).commit(folder)
         sync_folder(folder)
-        put_in_place(folder, out)
+        if out.is_dir() and any(out.iterdir()):
+            _log.warning("the weights in %s were damaged or changed. They were moved to %s", out, rename_aside(out))
+        folder.rename(out)
+        sync_folder(out.parent)
     return weights
 
 
@@ -176,11 +167,6 @@ def _recorded_identity(opened: OpenedCheckpoint, shard_bytes: int | None, moment
     return fingerprint({**identity, "moments": list(moments)})
 
 
-def _content_identity(files: Mapping[str, FileDigest | SafetensorsDigest]) -> str:
-    """The fingerprint of weights of unknown origin: it covers only their content."""
-    return fingerprint({"files": {name: digest.model_dump() for name, digest in files.items()}})
-
-
 def _record(
     out: Path, opened: OpenedCheckpoint, plan: Plan, identity: str, files: Mapping[str, FileDigest | SafetensorsDigest]
 ) -> Weights:
@@ -189,10 +175,5 @@ def _record(
         fingerprint=identity,
         inputs={"run": opened.sidecars[0].run_fingerprint} if opened.sidecars else {},
         files=files,
-        counts={
-            "parameters": plan.num_parameters,
-            "tensors": len(plan.tensors),
-            "bytes": plan.size,
-            "step": plan.step,
-        },
+        counts={"parameters": plan.num_parameters, "tensors": len(plan.tensors), "bytes": plan.size, "step": plan.step},
     )

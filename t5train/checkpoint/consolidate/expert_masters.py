@@ -137,7 +137,7 @@ def _in_module_order(checkpoint: OpenedCheckpoint, module: ModuleStates, held: M
     layouts: Layouts = {}
     for expert_rank, (file, groups) in enumerate(held.items()):
         own = _names_of_rank(checkpoint, expert_rank, len(held))
-        for indices, names in (([dense], _dense_names(trained)), (experts, own)):
+        for indices, names in (([dense], [name for name in trained if ExpertName.parse(name) is None]), (experts, own)):
             shapes = [(name, trained[name]) for name in names if name in trained]
             cut = _cut(shapes, [sum(master.num_elements for master in groups[index]) for index in indices])
             if cut is None:
@@ -147,10 +147,6 @@ def _in_module_order(checkpoint: OpenedCheckpoint, module: ModuleStates, held: M
                 )
             layouts |= {(file, index): slots for index, slots in zip(indices, cut, strict=True)}
     return layouts
-
-
-def _dense_names(trained: Mapping[str, Any]) -> list[str]:
-    return [name for name in trained if ExpertName.parse(name) is None]
 
 
 def _names_of_rank(checkpoint: OpenedCheckpoint, expert_rank: int, num_ranks: int) -> list[str]:

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from t5train.checkpoint.consolidate import expert_masters, experts, module_states, pipeline, zero012, zero3
-from t5train.checkpoint.consolidate.module_states import ModuleStates, ReadModule, Weight
+from t5train.checkpoint.consolidate.module_states import ModuleStates, ReadModule
 from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, StateFile, kind_of
-from t5train.checkpoint.consolidate.optimizer_states import Master, ParameterGroup, ReadGroups
-from t5train.checkpoint.consolidate.plan import Plan, Source, TensorPlan
+from t5train.checkpoint.consolidate.optimizer_states import ParameterGroup, ReadGroups
+from t5train.checkpoint.consolidate.plan import Location, Plan, Source, TensorPlan
 from t5train.errors import ConsolidationError, IncompleteCheckpoint, UnknownLayout
 
 
@@ -62,21 +62,20 @@ def _layout_of(checkpoint: OpenedCheckpoint) -> Layout:
     kinds = frozenset(kind for name in checkpoint.names if (kind := kind_of(name)))
     strangers = sorted(name for name in checkpoint.names if kind_of(name) is None)
     if foreign or strangers or kinds not in LAYOUTS:
-        seen = [*foreign, *(kind.value for kind in StateFile if kind in kinds), *(f"the file {n}" for n in strangers)]
+        seen = [
+            *foreign,
+            *(kind.description for kind in StateFile if kind in kinds),
+            *(f"the file {n}" for n in strangers),
+        ]
+        supported = "; ".join(
+            " with ".join(kind.description for kind in StateFile if kind in known) for known in LAYOUTS
+        )
         raise UnknownLayout(
             f"the layout of checkpoint {checkpoint.folder} is not supported: it holds "
             f"{', '.join(seen) or 'no DeepSpeed checkpoint'} ({', '.join(sorted(checkpoint.names)[:6])}). Supported "
-            f"layouts: {_supported_layouts()}"
+            f"layouts: {supported}"
         )
     return LAYOUTS[kinds]
-
-
-def _supported_layouts() -> str:
-    return "; ".join(_described(kinds) for kinds in LAYOUTS)
-
-
-def _described(kinds: Iterable[StateFile]) -> str:
-    return " with ".join(kind.value for kind in StateFile if kind in kinds)
 
 
 _FLOATING = frozenset({"F64", "F32", "BF16", "F16"})
@@ -99,9 +98,9 @@ def assemble(module: ModuleStates, groups: Sequence[ParameterGroup], moments: Se
     return Plan(tensors, module.step, {key: _moments(groups, module, key) for key in moments})
 
 
-def _joined(found: Iterable[Mapping[str, Master]], module: ModuleStates) -> dict[str, Master]:
+def _joined(found: Iterable[Mapping[str, Location]], module: ModuleStates) -> dict[str, Location]:
     """Merge the masters of all groups. If several stages hold one, the others are the first one's copies."""
-    joined: dict[str, Master] = {}
+    joined: dict[str, Location] = {}
     for name, master in (item for masters in found for item in masters.items()):
         first = joined.setdefault(name, master)
         if first is not master:
@@ -124,7 +123,7 @@ def _moments(groups: Sequence[ParameterGroup], module: ModuleStates, key: str) -
     return [TensorPlan(name, moment.shape, "F32", moment.source, moment.copies) for name, moment in found.items()]
 
 
-def _require_named(module: ModuleStates, masters: Mapping[str, Master]) -> None:
+def _require_named(module: ModuleStates, masters: Mapping[str, Location]) -> None:
     known = module.weights.keys() | module.without_values
     for name in masters:
         if name not in known:
@@ -147,25 +146,25 @@ def _require_named(module: ModuleStates, masters: Mapping[str, Master]) -> None:
         raise IncompleteCheckpoint(f"no file of the checkpoint holds the parameter {name}; choose another tag")
 
 
-def _stored_as(owner: str, module: ModuleStates) -> list[Weight]:
+def _stored_as(owner: str, module: ModuleStates) -> list[Location]:
     """The weights that the module stores for a parameter: under its own name, then under its aliases."""
     names = [owner, *(alias for alias, name in module.aliases.items() if name == owner)]
     return [module.weights[name] for name in names if name in module.weights]
 
 
-def _trained(name: str, master: Master, weights: Sequence[Weight]) -> TensorPlan:
+def _trained(name: str, master: Location, weights: Sequence[Location]) -> TensorPlan:
     _require_shape(name, master.shape, weights)
     return TensorPlan(name, master.shape, "F32", master.source, (*_sources(weights), *master.copies))
 
 
-def _untrained(name: str, weight: Weight, tied: Sequence[Weight], *, is_parameter: bool) -> TensorPlan:
+def _untrained(name: str, weight: Location, tied: Sequence[Location], *, is_parameter: bool) -> TensorPlan:
     _require_shape(name, weight.shape, tied)
     dtype = "F32" if weight.source.dtype in _FLOATING else weight.source.dtype
     copies = tuple(copy for copy in _sources([weight, *tied]) if copy != weight.source)
     return TensorPlan(name, weight.shape, dtype, weight.source, copies, is_parameter)
 
 
-def _require_shape(name: str, shape: tuple[int, ...], weights: Sequence[Weight]) -> None:
+def _require_shape(name: str, shape: tuple[int, ...], weights: Sequence[Location]) -> None:
     for weight in weights:
         if weight.shape != shape:
             files = ", ".join(sorted({str(extent.file) for extent in weight.source.extents}))
@@ -175,5 +174,5 @@ def _require_shape(name: str, shape: tuple[int, ...], weights: Sequence[Weight])
             )
 
 
-def _sources(weights: Sequence[Weight]) -> tuple[Source, ...]:
+def _sources(weights: Sequence[Location]) -> tuple[Source, ...]:
     return tuple(dict.fromkeys(source for weight in weights for source in (weight.source, *weight.copies)))

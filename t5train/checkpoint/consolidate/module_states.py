@@ -9,26 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint
-from t5train.checkpoint.consolidate.plan import Source
+from t5train.checkpoint.consolidate.plan import Location
 from t5train.checkpoint.consolidate.torch_file import StoredTensor
 from t5train.errors import ConsolidationError, IncompleteCheckpoint, UnknownLayout
 
 _log = logging.getLogger(__name__)
 _FOREIGN_KEYS = {"ds_autoep_layers": "AutoEP", "autoep_layers": "AutoEP", "folding": "AutoEP folded with AutoTP"}
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter or buffer of the module. ``copies`` store the same weight elsewhere and must be bit-identical."""
-
-    shape: tuple[int, ...]
-    source: Source
-    copies: tuple[Source, ...] = ()
-
-    @classmethod
-    def of(cls, stored: StoredTensor) -> "Weight":
-        """Return a weight without copies."""
-        return cls(stored.shape, stored.source())
 
 
 @dataclass(frozen=True)
@@ -40,7 +26,7 @@ class ModuleStates:
     use: each of these stages has a master of them, and these masters must be equal.
     """
 
-    weights: Mapping[str, Weight]
+    weights: Mapping[str, Location]
     buffers: frozenset[str]
     aliases: Mapping[str, str]
     step: int
@@ -166,7 +152,7 @@ def states_of(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> ModuleS
     """The module states, from model states that hold the module in full."""
     stored = stored_weights(checkpoint, model["module"])
     return ModuleStates(
-        weights={name: Weight.of(weight) for name, weight in stored.items()},
+        weights={name: Location(weight.shape, weight.source()) for name, weight in stored.items()},
         buffers=buffer_names(checkpoint, model),
         aliases=tied_names(checkpoint, model, stored),
         step=step_of(checkpoint, model),

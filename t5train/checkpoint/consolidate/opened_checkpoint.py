@@ -28,45 +28,37 @@ from t5train.progress import Progress
 
 
 class StateFile(Enum):
-    """What a file holds. The value describes a checkpoint with such files, for error messages."""
+    """What a file holds: a description of a checkpoint with such files, for error messages, and its name's pattern."""
 
-    MODEL = "model states in one file"
-    RANK_MODEL = "model states of each rank (ZeRO 3)"
-    OPTIMIZER = "optimizer states of each data-parallel rank"
-    LAYER = "a pipeline"
-    EXPERT = "a mixture of experts"
-    EXPERT_OPTIMIZER = "a mixture of experts (ZeRO 0)"
-    OTHER_MODEL = "tensor or pipeline parallelism"
-    OTHER_RANK_MODEL = "tensor or pipeline parallelism (ZeRO 3)"
-    OTHER_OPTIMIZER = "tensor or pipeline parallelism (optimizer states)"
+    MODEL = "model states in one file", r"mp_rank_00_model_states\.pt"
+    RANK_MODEL = "model states of each rank (ZeRO 3)", r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt"
+    OPTIMIZER = (
+        "optimizer states of each data-parallel rank",
+        r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt",
+    )
+    LAYER = "a pipeline", r"layer_(\d+)-model_states\.pt"
+    EXPERT = "a mixture of experts", r"layer_(\d+)_expert_(\d+)_mp_rank_00_model_states\.pt"
+    EXPERT_OPTIMIZER = "a mixture of experts (ZeRO 0)", r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt"
+    OTHER_MODEL = "tensor or pipeline parallelism", r"mp_rank_(\d+)_model_states\.pt"
+    OTHER_RANK_MODEL = ("tensor or pipeline parallelism (ZeRO 3)", r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+    OTHER_OPTIMIZER = (
+        "tensor or pipeline parallelism (optimizer states)",
+        r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt",
+    )
 
-
-_PATTERNS = {
-    StateFile.MODEL: r"mp_rank_00_model_states\.pt",
-    StateFile.RANK_MODEL: r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt",
-    StateFile.OPTIMIZER: r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt",
-    StateFile.LAYER: r"layer_(\d+)-model_states\.pt",
-    StateFile.EXPERT: r"layer_(\d+)_expert_(\d+)_mp_rank_00_model_states\.pt",
-    StateFile.EXPERT_OPTIMIZER: r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt",
-    StateFile.OTHER_MODEL: r"mp_rank_(\d+)_model_states\.pt",
-    StateFile.OTHER_RANK_MODEL: r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt",
-    StateFile.OTHER_OPTIMIZER: r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt",
-}
+    def __init__(self, description: str, pattern: str) -> None:
+        self.description, self.pattern = description, pattern
 
 
 def kind_of(name: str) -> StateFile | None:
     """The first kind whose pattern matches the name."""
-    return next((kind for kind, pattern in _PATTERNS.items() if re.fullmatch(pattern, name)), None)
+    return next((kind for kind in StateFile if re.fullmatch(kind.pattern, name)), None)
 
 
 def numbered(names: Iterable[str], kind: StateFile) -> list[tuple[tuple[int, ...], str]]:
     """The files of one kind with the numbers in their names (ranks, layers, experts), sorted by these."""
-    found = [(tuple(map(int, match.groups())), match[0]) for name in names if (match := _match(kind, name))]
-    return sorted(found)
-
-
-def _match(kind: StateFile, name: str) -> re.Match[str] | None:
-    return re.fullmatch(_PATTERNS[kind], name) if kind_of(name) is kind else None
+    matches = [re.fullmatch(kind.pattern, name) for name in names if kind_of(name) is kind]
+    return sorted((tuple(map(int, match.groups())), match[0]) for match in matches if match)
 
 
 LATEST = "latest"
@@ -105,7 +97,7 @@ class OpenedCheckpoint:
             raise IncompleteCheckpoint(
                 f"{self.folder} was written by {num_ranks} data-parallel ranks, but files of ranks "
                 f"{sorted(set(range(num_ranks)) - set(ranks))} are missing. There are files of ranks {ranks} "
-                f"({kind.value}). Choose another tag"
+                f"({kind.description}). Choose another tag"
             )
         return [name for _, name in found]
 

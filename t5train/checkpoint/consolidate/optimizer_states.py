@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from t5train.checkpoint.consolidate.module_states import ModuleStates
 from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, progress_of, require_same
-from t5train.checkpoint.consolidate.plan import Source
+from t5train.checkpoint.consolidate.plan import Location, Source
 from t5train.checkpoint.consolidate.torch_file import StoredTensor
 from t5train.errors import ConsolidationError, UnknownLayout
 from t5train.model.parameters import ParameterSlot
@@ -48,23 +48,14 @@ class Partition:
         return replace(held, shape=(size,))
 
 
-@dataclass(frozen=True)
-class Master:
-    """Where a parameter's fp32 master, or one of its moments, is stored. ``copies`` must be bit-identical."""
-
-    shape: tuple[int, ...]
-    source: Source
-    copies: tuple[Source, ...] = ()
-
-
 class ParameterGroup(Protocol):
     """A group of masters that are stored together."""
 
-    def masters(self) -> Mapping[str, Master]:
+    def masters(self) -> Mapping[str, Location]:
         """The master of each parameter, after checking that every element of the group is accounted for."""
         ...
 
-    def moments(self, key: str) -> Mapping[str, Master]:
+    def moments(self, key: str) -> Mapping[str, Location]:
         """The optimizer's tensor ``key`` (``"exp_avg"``) of each parameter. Raises UnknownLayout if one is missing."""
         ...
 
@@ -93,16 +84,16 @@ class FlatGroup:
         """The number of elements in all partitions."""
         return sum(partition.master.num_elements for partition in self.partitions)
 
-    def masters(self) -> dict[str, Master]:
+    def masters(self) -> dict[str, Location]:
         """Where each parameter's fp32 master is stored, after checking that every element is accounted for."""
         self._require_accounted()
         return self._located([partition.master for partition in self.partitions])
 
-    def moments(self, key: str) -> dict[str, Master]:
+    def moments(self, key: str) -> dict[str, Location]:
         """Where the optimizer's tensor ``key`` of each parameter is stored. It is partitioned like the masters."""
         return self._located([partition.moment(key, self.padding) for partition in self.partitions])
 
-    def _located(self, tensors: Sequence[StoredTensor]) -> dict[str, Master]:
+    def _located(self, tensors: Sequence[StoredTensor]) -> dict[str, Location]:
         for stored in tensors:
             if stored.dtype != "F32":
                 raise UnknownLayout(
@@ -111,7 +102,7 @@ class FlatGroup:
                 )
         joined = Source("F32", tuple(extent for stored in tensors for extent in stored.source().extents))
         return {
-            slot.name: Master(slot.shape, Source("F32", tuple(joined.span(4 * slot.offset, 4 * slot.numel))))
+            slot.name: Location(slot.shape, Source("F32", tuple(joined.span(4 * slot.offset, 4 * slot.numel))))
             for slot in self.slots
         }
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from t5train.checkpoint.consolidate import zero012
-from t5train.checkpoint.consolidate.module_states import ModuleStates, Weight, model_states, step_of, tensors_of
+from t5train.checkpoint.consolidate.module_states import ModuleStates, model_states, step_of, tensors_of
 from t5train.checkpoint.consolidate.opened_checkpoint import (
     OpenedCheckpoint,
     StateFile,
@@ -29,8 +29,8 @@ from t5train.checkpoint.consolidate.opened_checkpoint import (
     numbered,
     require_same,
 )
-from t5train.checkpoint.consolidate.optimizer_states import FlatGroup, Master, ParameterGroup, packed_slots
-from t5train.checkpoint.consolidate.plan import Source
+from t5train.checkpoint.consolidate.optimizer_states import FlatGroup, ParameterGroup, packed_slots
+from t5train.checkpoint.consolidate.plan import Location, Source
 from t5train.checkpoint.consolidate.span_reader import repeated_element
 from t5train.checkpoint.consolidate.torch_file import StoredTensor, content_of
 from t5train.checkpoint.consolidate.zero012 import (
@@ -140,10 +140,7 @@ def _held(checkpoint: OpenedCheckpoint, shapes: _Shapes, buffers: Iterable[str])
 
 
 def _tied_layers(
-    checkpoint: OpenedCheckpoint,
-    named: Set[int],
-    layers: Mapping[int, Mapping[str, StoredTensor]],
-    shapes: _Shapes,
+    checkpoint: OpenedCheckpoint, named: Set[int], layers: Mapping[int, Mapping[str, StoredTensor]], shapes: _Shapes
 ) -> dict[int, str]:
     """The layers that are tied modules: no stage names them, and their tensors match those of one tied module."""
     modules: dict[str, dict[str, tuple[int, ...] | None]] = {}
@@ -168,14 +165,14 @@ def _fits(parameters: _Shapes, tensors: Mapping[str, StoredTensor]) -> bool:
     return all(name in tensors and shape in (None, tensors[name].shape) for name, shape in parameters.items())
 
 
-def _weight(name: str, tensors: Sequence[StoredTensor]) -> Weight:
+def _weight(name: str, tensors: Sequence[StoredTensor]) -> Location:
     first, *others = tensors
     if any(other.shape != first.shape for other in others):
         raise IncompleteCheckpoint(
             f"the files contradict each other: {name} has different shapes in different files, "
             f"{sorted({tensor.shape for tensor in tensors})}. Choose another tag"
         )
-    return Weight(first.shape, first.source(), tuple(other.source() for other in others))
+    return Location(first.shape, first.source(), tuple(other.source() for other in others))
 
 
 def _recorded_as_tied(checkpoint: OpenedCheckpoint) -> set[str]:
@@ -212,10 +209,10 @@ class _Moved:
     group: ParameterGroup
     left_out: frozenset[str]
 
-    def masters(self) -> Mapping[str, Master]:
+    def masters(self) -> Mapping[str, Location]:
         return {name: master for name, master in self.group.masters().items() if name not in self.left_out}
 
-    def moments(self, key: str) -> Mapping[str, Master]:
+    def moments(self, key: str) -> Mapping[str, Location]:
         return {name: moment for name, moment in self.group.moments(key).items() if name not in self.left_out}
 
 

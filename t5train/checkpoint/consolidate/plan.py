@@ -50,6 +50,18 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Location:
+    """Where a parameter or buffer, its fp32 master, or one of its moments is stored.
+
+    ``copies`` store the same values elsewhere, and must be bit-identical.
+    """
+
+    shape: tuple[int, ...]
+    source: Source
+    copies: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True)
 class TensorPlan:
     """One tensor of the result.
 

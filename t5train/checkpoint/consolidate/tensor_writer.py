@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
@@ -276,7 +275,7 @@ def write_tensors(
     """
     parts = shards(tensors, stem, shard_bytes)
     files = {name: ShardFile(folder / name, part) for name, part in parts.items()}
-    jobs = [_Job(tensor, files[name]) for name, part in parts.items() for tensor in part]
+    jobs = [(tensor, files[name]) for name, part in parts.items() for tensor in part]
     stream = _Stream(jobs, None if has_digests else [], progress)
     stream.run()
     for file in files.values():
@@ -300,10 +299,7 @@ def _described(tensors: Sequence[TensorPlan], digests: dict[str, bytes]) -> dict
     }
 
 
-@dataclass(frozen=True)
-class _Job:
-    tensor: TensorPlan
-    file: ShardFile
+_Job = tuple[TensorPlan, ShardFile]
 
 
 class _Stream:
@@ -314,9 +310,9 @@ class _Stream:
 
     def __init__(self, jobs: Sequence[_Job], passed: list[PassedBytes] | None, progress: Progress) -> None:
         self.digests: dict[str, bytes] = {}
-        self._jobs = deque(sorted(jobs, key=lambda job: -job.tensor.size))
+        self._jobs = deque(sorted(jobs, key=lambda job: -job[0].size))
         self._passed, self._progress = passed, progress
-        self._total, self._done, self._lock = sum(job.tensor.size for job in jobs), 0, Lock()
+        self._total, self._done, self._lock = sum(tensor.size for tensor, _ in jobs), 0, Lock()
 
     def run(self) -> None:
         """Copy everything. An exception in a thread is raised here, after all threads have stopped."""
@@ -340,8 +336,9 @@ class _Stream:
             copier = Copier(reader, self._advance)
             while job := self._next():
                 passed = None if self._passed is None else PassedBytes()
-                with job.file.place(job.tensor) as place:
-                    self.digests[job.tensor.name] = copier.copy(job.tensor, place, passed)
+                tensor, file = job
+                with file.place(tensor) as place:
+                    self.digests[tensor.name] = copier.copy(tensor, place, passed)
                 if self._passed is not None and passed is not None:
                     self._passed.append(passed)
 

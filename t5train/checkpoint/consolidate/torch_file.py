@@ -161,7 +161,8 @@ def _records(file: Path) -> dict[int, int]:
     try:
         with zipfile.ZipFile(file) as archive:
             compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-            skipped = {*compressed, *_tensors(archive)}
+            tensors = [name for name in archive.namelist() if re.fullmatch(r"[^/]+/data/\d+", name)]
+            skipped = {*compressed, *tensors}
             structure = [entry for entry in archive.infolist() if entry.filename not in skipped]
             read = {entry.filename: archive.read(entry) for entry in structure}  # verifies CRC-32s, unlike torch
             little = all(content == b"little" for name, content in read.items() if name.endswith("/byteorder"))
@@ -186,11 +187,6 @@ def _records(file: Path) -> dict[int, int]:
             "step; choose another tag"
         )
     return records
-
-
-def _tensors(archive: zipfile.ZipFile) -> list[str]:
-    """The records that hold a storage's bytes; the others describe them."""
-    return [name for name in archive.namelist() if re.fullmatch(r"[^/]+/data/\d+", name)]
 
 
 def _data_offset(descriptor: int, entry: zipfile.ZipInfo) -> int:

@@ -18,7 +18,6 @@ from t5train.checkpoint.consolidate.module_states import MODEL_STATES, ModuleSta
 from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, StateFile
 from t5train.checkpoint.consolidate.optimizer_states import (
     FlatGroup,
-    Master,
     OptimizerKeys,
     ParameterGroup,
     Partition,
@@ -27,6 +26,7 @@ from t5train.checkpoint.consolidate.optimizer_states import (
     partition_of,
     read_optimizers,
 )
+from t5train.checkpoint.consolidate.plan import Location
 from t5train.checkpoint.consolidate.torch_file import StoredTensor
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
 from t5train.model.parameters import ParameterSlot
@@ -39,15 +39,15 @@ class InPlaceGroup:
     slots: Sequence[ParameterSlot]
     states: Sequence[Mapping[str, Any]]
 
-    def masters(self) -> dict[str, Master]:
+    def masters(self) -> dict[str, Location]:
         """Empty: the module's weights are the masters."""
         return {}
 
-    def moments(self, key: str) -> dict[str, Master]:
+    def moments(self, key: str) -> dict[str, Location]:
         """Where the optimizer's tensor ``key`` of each parameter is stored. Raises UnknownLayout if one is missing."""
         return {slot.name: self._moment(slot, state, key) for slot, state in zip(self.slots, self.states, strict=True)}
 
-    def _moment(self, slot: ParameterSlot, state: Mapping[str, Any], key: str) -> Master:
+    def _moment(self, slot: ParameterSlot, state: Mapping[str, Any], key: str) -> Location:
         held = state.get(key)
         if not isinstance(held, StoredTensor) or held.shape != slot.shape or held.dtype != "F32":
             raise UnknownLayout(
@@ -55,7 +55,7 @@ class InPlaceGroup:
                 f"parameter's shape, only {sorted(map(str, state)) or 'nothing'}. Consolidate the checkpoint without "
                 "moments"
             )
-        return Master(held.shape, held.source())
+        return Location(held.shape, held.source())
 
 
 def in_place_groups(optimizer: Any, recorded: Sequence[Sequence[ParameterSlot]]) -> list[InPlaceGroup]:

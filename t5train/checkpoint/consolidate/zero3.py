@@ -15,7 +15,6 @@ from typing import Any
 
 from t5train.checkpoint.consolidate.module_states import (
     ModuleStates,
-    Weight,
     buffer_names,
     model_states,
     step_of,
@@ -25,15 +24,15 @@ from t5train.checkpoint.consolidate.module_states import (
 )
 from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, StateFile, require_same
 from t5train.checkpoint.consolidate.optimizer_states import (
-    Master,
     OptimizerKeys,
     Partition,
     packed_slots,
     partition_of,
     read_optimizers,
 )
-from t5train.checkpoint.consolidate.plan import Extent, Source
+from t5train.checkpoint.consolidate.plan import Extent, Location, Source
 from t5train.checkpoint.consolidate.torch_file import StoredTensor
+from t5train.checkpoint.consolidate.zero012 import require_recorded
 from t5train.errors import ConsolidationError, IncompleteCheckpoint, UnknownLayout
 from t5train.model.parameters import ParameterSlot
 
@@ -55,7 +54,7 @@ def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
     kept = {name: weight for name, weight in stored.items() if name not in empty}
     frozen = _frozen(checkpoint, models)
     return ModuleStates(
-        weights={name: Weight.of(weight) for name, weight in kept.items()} | frozen,
+        weights={name: Location(weight.shape, weight.source()) for name, weight in kept.items()} | frozen,
         buffers=buffers,
         aliases=tied_names(checkpoint, first, kept),
         step=step_of(checkpoint, first),
@@ -82,11 +81,7 @@ def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list["Partiti
         )
         for index, group in enumerate(shapes)
     ]
-    if any(sidecar.groups != [group.slots() for group in found] for sidecar in checkpoint.sidecars):
-        raise IncompleteCheckpoint(
-            f"{checkpoint.folder}: the sidecars and the model states record different positions of parameters; choose "
-            "another tag"
-        )
+    require_recorded(checkpoint, [[group.slots() for group in found]] * len(states))
     return found
 
 
@@ -103,15 +98,15 @@ class PartitionedGroup:
         paddings = [_part(shape, len(self.partitions)) - math.prod(shape) for _, shape in self.shapes]
         return packed_slots(self.shapes, paddings)
 
-    def masters(self) -> dict[str, Master]:
+    def masters(self) -> dict[str, Location]:
         """Where each parameter's fp32 master is stored, after checking that every element is accounted for."""
         return self._located([partition.master for partition in self.partitions])
 
-    def moments(self, key: str) -> dict[str, Master]:
+    def moments(self, key: str) -> dict[str, Location]:
         """Where the optimizer's tensor ``key`` of each parameter is stored. It is partitioned like the masters."""
         return self._located([partition.moment(key, padding=0) for partition in self.partitions])
 
-    def _located(self, tensors: Sequence[StoredTensor]) -> dict[str, Master]:
+    def _located(self, tensors: Sequence[StoredTensor]) -> dict[str, Location]:
         held = sum(_part(shape, len(tensors)) for _, shape in self.shapes)
         for stored in tensors:
             if stored.dtype != "F32":
@@ -126,7 +121,7 @@ class PartitionedGroup:
                     f"{len(tensors)} ranks. Choose another tag"
                 )
         sources = [stored.source() for stored in tensors]
-        return {slot.name: Master(slot.shape, _joined(sources, slot.shape, slot.offset)) for slot in self.slots()}
+        return {slot.name: Location(slot.shape, _joined(sources, slot.shape, slot.offset)) for slot in self.slots()}
 
 
 def _part(shape: Sequence[int], num_ranks: int) -> int:
@@ -167,7 +162,7 @@ def _optimizer_states(checkpoint: OpenedCheckpoint) -> list[dict[str, Any]]:
     return states
 
 
-def _frozen(checkpoint: OpenedCheckpoint, models: Sequence[Mapping[str, Any]]) -> dict[str, Weight]:
+def _frozen(checkpoint: OpenedCheckpoint, models: Sequence[Mapping[str, Any]]) -> dict[str, Location]:
     """Frozen parameters, from the fragments in every rank's model states."""
     shapes: Mapping[str, Sequence[int]] = models[0].get("frozen_param_shapes") or {}
     fragments = [model.get("frozen_param_fragments") or {} for model in models]
@@ -177,7 +172,7 @@ def _frozen(checkpoint: OpenedCheckpoint, models: Sequence[Mapping[str, Any]]) -
     }
 
 
-def _frozen_weight(name: str, shape: tuple[int, ...], fragments: Sequence[Any]) -> Weight:
+def _frozen_weight(name: str, shape: tuple[int, ...], fragments: Sequence[Any]) -> Location:
     sources = []
     for rank, fragment in enumerate(fragments):
         if not isinstance(fragment, StoredTensor) or fragment.num_elements != _part(shape, len(fragments)):
@@ -196,4 +191,4 @@ def _frozen_weight(name: str, shape: tuple[int, ...], fragments: Sequence[Any]) 
             f"the frozen parameter {name} is quantized ({dtypes.pop()}), and the files do not hold its "
             "scales. Choose a tag that was saved without zero_quantized_nontrainable_weights"
         )
-    return Weight(shape, _joined(sources, shape, 0))
+    return Location(shape, _joined(sources, shape, 0))

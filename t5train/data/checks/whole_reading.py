@@ -20,7 +20,7 @@ from t5train.host_resources import require_free_space
 from t5train.progress import Progress
 from t5train.quantities import quantity
 from t5train.records.stage_records import REMOVED, REPEATED, SKIPPED, Corpus
-from t5train.spec.overrides import explain
+from t5train.spec.settings import explain
 
 TEXT_FINDINGS = "text-findings.json"
 FRAMED_FROM_BYTES = 128 << 20

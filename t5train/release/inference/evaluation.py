@@ -28,7 +28,7 @@ from t5train.release.inference.model_folder import ModelFolder, chosen_device
 from t5train.release.inference.vocabulary import Vocabulary
 from t5train.release.model_card import RecordedRun
 from t5train.spec import CorpusSpec, ObjectiveSpec, ShardsSpec, StorageSpec
-from t5train.spec.overrides import explain
+from t5train.spec.settings import explain
 
 _log = logging.getLogger(__name__)
 

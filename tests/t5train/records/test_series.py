@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from t5train.records.metrics import drop_after
-from t5train.records.series import CAPACITY, HIGHEST_EXPERT, LOWEST_EXPERT, MetricsSeries, Series
+from t5train.records.metrics import CAPACITY, HIGHEST_EXPERT, LOWEST_EXPERT, MetricsSeries, Series, drop_after
 
 
 def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 
-from t5train.records.series import MetricsSeries
+from t5train.records.metrics import MetricsSeries
 from t5train.report import training_plot
 
 MOST_BYTES = 200_000

@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from t5train.errors import SpecError
 from t5train.spec import Accelerator, build, pad_vocabulary, setting_names
-from t5train.spec.overrides import explain
 from t5train.spec.recipes import recipe, smoke
+from t5train.spec.settings import explain
 
 EXPERTS = {"model.version": "v1.0", "model.moe.num_experts": 4}
 

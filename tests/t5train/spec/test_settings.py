@@ -5,7 +5,7 @@ import pytest
 from t5train.errors import SpecError
 from t5train.spec import RunSpec, setting_names
 from t5train.spec.recipes import recipe
-from t5train.spec.setting_info import settings_of
+from t5train.spec.settings import settings_of
 from tests.t5train.spec.test_fingerprint import EXECUTION
 
 SETTINGS = settings_of(RunSpec)
