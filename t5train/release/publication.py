@@ -25,9 +25,8 @@ from t5train.records.digests import FileDigest, verify_file
 from t5train.records.identity import current_provenance, fingerprint
 from t5train.records.stage_records import MANIFEST, Export, Publication
 from t5train.release.certificate import CERTIFICATE, Certificate
-from t5train.release.object_store.bucket import BucketFolder, is_in_s3
+from t5train.release.object_store.bucket import BucketFolder, InsistentBucket, is_in_s3
 from t5train.release.object_store.bucket_publication import publish_to_bucket, published_in
-from t5train.release.object_store.insistent_bucket import InsistentBucket
 from t5train.release.object_store.measured_file import unread_files
 from t5train.release.object_store.published_manifest import difference, not_empty, occupied, publication_in
 from t5train.release.object_store.write_check import check_writing

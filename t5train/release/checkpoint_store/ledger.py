@@ -18,7 +18,6 @@ from t5train.errors import DigestMismatch, PublicationError, StoreError, Unknown
 from t5train.files.run_folder import RUN, is_tag
 from t5train.records.identity import fingerprint
 from t5train.release.object_store.bucket import BucketFolder
-from t5train.release.object_store.checksums import crc_of, encoded
 from t5train.release.object_store.store_errors import CONTENDED, MISSING, PRECONDITION_FAILED, TRANSIENT
 
 LEDGER = RUN
@@ -209,11 +208,7 @@ def write_ledger(bucket: BucketFolder, ledger: Ledger, replaced: str | None) -> 
     content = ledger.model_dump_json(indent=1).encode()
     condition = {"IfNoneMatch": "*"} if replaced is None else {"IfMatch": replaced}
     try:
-        answer = bucket.call(
-            "put_object", LEDGER, Body=content, ContentType="application/json",
-            ChecksumCRC64NVME=encoded(crc_of(content)), **condition,
-        )  # fmt: skip
-        return str(answer["ETag"])
+        return bucket.put(LEDGER, content, ContentType="application/json", **condition)
     except StoreError as error:
         if error.code not in (*PRECONDITION_FAILED, *CONTENDED, *TRANSIENT, *MISSING):
             raise

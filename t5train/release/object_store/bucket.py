@@ -1,8 +1,15 @@
-"""A folder of an S3 bucket. Endpoint, region, profile and credentials are those that boto3 finds by itself."""
+"""A folder of an S3 bucket. Endpoint, region, profile and credentials are those that boto3 finds by itself.
 
+Small objects are written with their CRC64NVME, the checksum of whole objects that S3 servers compute, compare and
+return. ``InsistentBucket`` outlasts a store that is busy, restarting or unreachable for some minutes.
+"""
+
+import base64
 import logging
+import random
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from copy import copy
@@ -13,7 +20,14 @@ from typing import Any
 from t5train.errors import DigestMismatch, PublicationError, StoreError
 from t5train.files.confined import confined
 from t5train.locations import redacted
-from t5train.release.object_store.store_errors import DAMAGED_ANSWER, MISSING, UNKNOWN_UPLOAD, store_error
+from t5train.release.object_store.store_errors import (
+    BEYOND_END,
+    DAMAGED_ANSWER,
+    MISSING,
+    TRANSIENT,
+    UNKNOWN_UPLOAD,
+    store_error,
+)
 
 _SCHEMES = ("s3://", "s3a://")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
@@ -23,13 +37,28 @@ _CONNECT_SECONDS, _READ_SECONDS = 10, 60
 _CHUNK_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 20
 _VERBS = {"get": "read", "head": "read", "list": "read", "delete": "deleted"}
-MOST_CONNECTIONS = 10  # one for each thread that transfers, and for the thread that renews a lease
+_MOST_CONNECTIONS = 10  # one for each thread that transfers, and for the thread that renews a lease
+INSIST_SECONDS = 600.0
+"""How long one request is tried again after transient failures, and a stream since its last byte."""
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 15.0
 _log = logging.getLogger(__name__)
 
 
 def is_in_s3(url: str) -> bool:
     """Whether a URL names a folder of a bucket."""
     return url.startswith(_SCHEMES)
+
+
+def crc_of(data: bytes | memoryview, before: int = 0) -> int:
+    """Return the CRC64NVME of data in memory, which follow what has the CRC ``before``."""
+    from awscrt.checksums import crc64nvme
+
+    return int(crc64nvme(data, before))
+
+
+def encoded(crc: int) -> str:
+    """Return a CRC as it is in S3's headers."""
+    return base64.b64encode(crc.to_bytes(8, "big")).decode()
 
 
 class BucketFolder:
@@ -56,11 +85,12 @@ class BucketFolder:
                 "a URL of S3 names no bucket: write s3://BUCKET/FOLDER, and give credentials where boto3 reads them "
                 "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws)"
             )
-        self.url, self._prefix = redacted(url).rstrip("/"), folder.rstrip("/")
+        self.url, self._own = redacted(url).rstrip("/"), ""
         if redacted(url) != url:
             raise PublicationError(f"{self.url} was given with a query, a fragment or a key: write s3://BUCKET/FOLDER")
-        if self._prefix:
-            _require_names_of_folders(self._prefix, self.url)
+        if folder := folder.rstrip("/"):
+            _require_names_of_folders(folder, self.url)
+            self._own = f"{folder}/"
         self._client = _client(self.url, tries or _TRIES, wait_seconds)
         self.stopping = threading.Event()
         """Set when requests should neither go on nor be tried again, because another thread has failed."""
@@ -68,7 +98,7 @@ class BucketFolder:
     def below(self, folder: str) -> "BucketFolder":
         """Return the folder of this name in this one. The client is shared."""
         below = copy(self)
-        below.url, below._prefix, below.stopping = f"{self.url}/{folder}", self._key(folder), threading.Event()
+        below.url, below._own, below.stopping = f"{self.url}/{folder}", f"{self._own}{folder}/", threading.Event()
         return below
 
     @property
@@ -79,12 +109,17 @@ class BucketFolder:
     def call(self, operation: str, name: str | None = None, **arguments: Any) -> dict[str, Any]:
         """Send a request about the object ``name``, or about the bucket. Raises StoreError."""
         if name is not None:
-            arguments["Key"] = self._key(name)
+            arguments["Key"] = self._own + name
         try:
             answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self._bucket, **arguments)
         except Exception as error:  # boto3's errors share no base; a chained one would show what servers wrote
             raise store_error(error, self._subject(operation, name), self.endpoint) from None
         return answer
+
+    def put(self, name: str, content: bytes, **arguments: str) -> str:
+        """Write a small object with a checksum that the server compares, and return its ETag. Raises StoreError."""
+        crc = encoded(crc_of(content))
+        return str(self.call("put_object", name, Body=content, ChecksumCRC64NVME=crc, **arguments)["ETag"])
 
     def chunks(self, name: str, start: int = 0) -> Iterator[bytes]:
         """Yield the content of an object from ``start`` on, whatever the server sends of it. Raises StoreError.
@@ -156,7 +191,7 @@ class BucketFolder:
 
         Objects that stand for folders, which some programs make, are left out.
         """
-        prefix = self._key(folder) + "/" if self._key(folder) else ""
+        prefix = f"{self._own}{folder}/" if folder else self._own
         return [*self._sizes(prefix, {"Prefix": prefix} | ({} if below else {"Delimiter": "/"}))]
 
     def sizes(self, beginning: str = "") -> dict[str, int]:
@@ -164,26 +199,26 @@ class BucketFolder:
 
         Objects that stand for folders are left out.
         """
-        own = self._key("") + "/" if self._key("") else ""
-        return self._sizes(own, {"Prefix": own + beginning})
+        return self._sizes(self._own, {"Prefix": self._own + beginning})
 
     def _sizes(self, above: str, arguments: dict[str, str]) -> dict[str, int]:
         pages = self._pages("list_objects_v2", "Contents", {"ContinuationToken": "NextContinuationToken"}, arguments)
         found = {str(entry["Key"]): int(entry["Size"]) for entry in pages}
         return {key.removeprefix(above): size for key, size in found.items() if not key.endswith("/")}
 
-    def uploads(self, folder: str = "") -> list[tuple[str, str]]:
-        """Return the names and ids of the unfinished multipart uploads below ``folder``; the names include it."""
-        prefix = self._key(folder) + "/" if self._key(folder) else ""
+    def uploads(self, beginning: str = "") -> list[tuple[str, str]]:
+        """Return the names and ids of the unfinished multipart uploads of objects whose names begin so.
+
+        Some servers list only those of one object, so ask for it by its whole name.
+        """
         following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-        pages = self._pages("list_multipart_uploads", "Uploads", following, {"Prefix": prefix})
-        own = self._key("") + "/" if self._key("") else ""
-        return [(str(entry["Key"]).removeprefix(own), str(entry["UploadId"])) for entry in pages]
+        pages = self._pages("list_multipart_uploads", "Uploads", following, {"Prefix": self._own + beginning})
+        return [(str(entry["Key"]).removeprefix(self._own), str(entry["UploadId"])) for entry in pages]
 
     def parts(self, name: str, upload_id: str) -> dict[int, tuple[str, int]]:
         """Return ETag and size of the parts that the server has of a multipart upload, by number."""
         following = {"PartNumberMarker": "NextPartNumberMarker"}
-        arguments = {"Key": self._key(name), "UploadId": upload_id}
+        arguments = {"Key": self._own + name, "UploadId": upload_id}
         pages = self._pages("list_parts", "Parts", following, arguments)
         return {entry["PartNumber"]: (entry["ETag"], entry["Size"]) for entry in pages}
 
@@ -208,11 +243,74 @@ class BucketFolder:
                 raise StoreError(f"{self._subject(operation, None)}: the server repeats a page of its list. Check it")
             arguments = arguments | markers
 
-    def _key(self, name: str) -> str:
-        return "/".join(part for part in (self._prefix, name) if part)
-
     def _subject(self, operation: str, name: str | None) -> str:
         return f"{self.url}{f'/{name}' if name else ''} cannot be {_VERBS.get(operation.partition('_')[0], 'written')}"
+
+
+class InsistentBucket(BucketFolder):
+    """A folder of a bucket whose requests are repeated for minutes, in addition to the client's own repetitions.
+
+    A store that has never answered is not waited for, because its URL may be wrong.
+    """
+
+    _has_answered = False
+
+    def call(self, operation: str, name: str | None = None, **arguments: Any) -> dict[str, Any]:
+        """Send a request until it is answered. Raises StoreError for other failures, and after ``INSIST_SECONDS``."""
+        patience = _Patience(self.stopping)
+        while True:
+            try:
+                answer = super().call(operation, name, **arguments)
+            except StoreError as error:
+                if not self._has_answered or not patience.waits_after(error, "retrying"):
+                    raise
+                if not isinstance(body := arguments.get("Body", b""), bytes):
+                    body.seek(0)  # botocore does that only between its own tries
+            else:
+                self._has_answered = True
+                return answer
+
+
+def insistent_chunks(bucket: BucketFolder, name: str, start: int = 0) -> Iterator[bytes]:
+    """Yield the content of an object from ``start`` on. A stream that breaks is continued where it broke.
+
+    Raises StoreError for failures that are not transient, and after ``INSIST_SECONDS`` without a byte.
+    """
+    patience = _Patience(bucket.stopping)
+    while True:
+        try:
+            for chunk in bucket.chunks(name, start):
+                start += len(chunk)
+                yield chunk
+                patience.renew()
+        except StoreError as error:
+            if start and error.code in BEYOND_END:
+                return  # nothing is left, and a digest shows whether that is right
+            if not patience.waits_after(error, f"retrying from byte {start:,}"):
+                raise
+        else:
+            return
+
+
+class _Patience:
+    """Waits between tries, ever longer, until they have failed for ``INSIST_SECONDS``."""
+
+    def __init__(self, stopping: threading.Event) -> None:
+        self._stopping = stopping
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew, after a success."""
+        self._ends, self._pause = time.monotonic() + INSIST_SECONDS, _FIRST_PAUSE_SECONDS
+
+    def waits_after(self, error: StoreError, doing: str) -> bool:
+        """Wait, and return whether to try again: not after lasting failures, or if another thread has failed."""
+        left = self._ends - time.monotonic()
+        if error.code not in TRANSIENT or left <= 0:
+            return False
+        _log.warning("%s for up to %.0f s: %s", doing, left, error)
+        pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+        return not self._stopping.wait(min(left, pause * random.uniform(0.5, 1)))
 
 
 def _require_names_of_folders(prefix: str, url: str) -> None:
@@ -244,7 +342,7 @@ def _client(url: str, tries: int, wait_seconds: float) -> Any:
         retries={"mode": "standard", "total_max_attempts": tries},
         connect_timeout=min(_CONNECT_SECONDS, wait_seconds),
         read_timeout=wait_seconds,
-        max_pool_connections=MOST_CONNECTIONS,
+        max_pool_connections=_MOST_CONNECTIONS,
         user_agent=f"t5-pretrain boto3/{__version__}",  # botocore's own takes a tenth of a small request's CPU time
         s3={"payload_signing_enabled": False},
     )

@@ -16,7 +16,6 @@ from t5train.progress import Progress
 from t5train.records.stage_records import MANIFEST, Publication, Published
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.object_store.bucket import BucketFolder
-from t5train.release.object_store.checksums import crc_of, encoded
 from t5train.release.object_store.file_upload import FileUploads
 from t5train.release.object_store.measured_file import MeasuredFile, measure
 from t5train.release.object_store.published_manifest import P, difference, not_empty, published_as, require_only
@@ -63,13 +62,13 @@ def publish_to_bucket(
         bucket.compares_checksums = _compares_checksums(bucket, is_published=found is not None)
         if found is None:
             attempt = journal.continue_attempt(record.fingerprint, record.files)
-            uploads = FileUploads(bucket, attempt, files, journal, progress)
-            found = _publication_of_another(bucket, uploads, part_bytes, type(record))
+            uploads = FileUploads(bucket, attempt, files, part_bytes, progress)
+            found = _publication_of_another(bucket, uploads, type(record))
             if found is None:
                 found = _commit(bucket, record.model_copy(update={"folder": attempt}).sealed())
             is_new = found.folder == attempt and found.files == record.files
             if is_new:
-                uploads.send_missing(part_bytes)
+                uploads.send_missing()
         other = difference(found, record, bucket.url)
         if other is None and not is_new:
             measure(files.values(), progress)
@@ -112,11 +111,11 @@ def _compares_checksums(bucket: BucketFolder, *, is_published: bool) -> bool:
         return False  # what is there can be proven without the right to write
 
 
-def _publication_of_another(bucket: BucketFolder, uploads: FileUploads, part_bytes: int, kind: type[P]) -> P | None:
+def _publication_of_another(bucket: BucketFolder, uploads: FileUploads, kind: type[P]) -> P | None:
     """Upload the files. Returns the publication of another process that was first, if it removed what was uploaded."""
     try:
-        uploads.send(part_bytes)
-        uploads.send_missing(part_bytes)
+        uploads.send()
+        uploads.send_missing()
     except (DigestMismatch, StoreError) as error:
         if isinstance(error, StoreError) and error.code != UNKNOWN_UPLOAD:
             raise
@@ -140,10 +139,7 @@ def _commit(bucket: BucketFolder, record: P) -> P:
     for number in range(_COMMIT_TRIES):
         failure = None
         try:
-            bucket.call(
-                "put_object", MANIFEST, Body=content, ContentType="application/json", IfNoneMatch="*",
-                ChecksumCRC64NVME=encoded(crc_of(content)),
-            )  # fmt: skip
+            bucket.put(MANIFEST, content, ContentType="application/json", IfNoneMatch="*")
         except StoreError as error:
             failure = error
         is_there = failure is None or failure.code in PRECONDITION_FAILED
@@ -180,12 +176,7 @@ def _is_cleaned_up(bucket: BucketFolder, journal: UploadJournal, found: Publishe
 
 
 def _clean_up(bucket: BucketFolder, journal: UploadJournal, found: Published) -> None:
-    """Remove what can no longer become a publication: all unfinished uploads, and the objects of other own attempts.
-
-    An upload may be in no journal, because its process was killed before it could record the server's answer.
-    """
-    for name, upload_id in journal.open_uploads():
-        bucket.abort(name, upload_id)
+    """Remove what can no longer become a publication: all unfinished uploads, and the objects of other own attempts."""
     for name, upload_id in bucket.uploads():
         if _ATTEMPT.fullmatch(name.partition("/")[0]):
             bucket.abort(name, upload_id)
@@ -195,8 +186,10 @@ def _clean_up(bucket: BucketFolder, journal: UploadJournal, found: Published) ->
                 "%s is published from %s, which was first: removing what was uploaded to %s",
                 bucket.url, found.folder or "an earlier version", attempt.name,
             )  # fmt: skip
-            for name in attempt.files:
-                bucket.call("delete_object", f"{attempt.name}/{name}")
+            for file in attempt.files:
+                for name, upload_id in bucket.uploads(f"{attempt.name}/{file}"):
+                    bucket.abort(name, upload_id)
+                bucket.call("delete_object", f"{attempt.name}/{file}")
 
 
 def _remove_orphans(bucket: BucketFolder, found: Published) -> None:

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from t5train.errors import DigestMismatch, StoreError
 from t5train.records.digests import FileDigest
 from t5train.records.stage_records import MANIFEST
-from t5train.release.object_store.bucket import BucketFolder
-from t5train.release.object_store.checksums import encoded
-from t5train.release.object_store.insistent_bucket import insistent_chunks
+from t5train.release.object_store.bucket import BucketFolder, encoded, insistent_chunks
 from t5train.release.object_store.measured_file import MeasuredFile
 from t5train.release.object_store.store_errors import MISSING
 

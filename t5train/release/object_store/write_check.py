@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from t5train.errors import PublicationError, StoreError
-from t5train.release.object_store.bucket import BucketFolder
-from t5train.release.object_store.checksums import crc_of, encoded
+from t5train.release.object_store.bucket import BucketFolder, crc_of, encoded
 from t5train.release.object_store.store_errors import PRECONDITION_FAILED, TRANSIENT, WRONG_CHECKSUM
 
 _CONTENT = b"t5-pretrain writes, reads and deletes this object to check that it can publish here.\n"
@@ -49,7 +48,7 @@ def compares_checksums(bucket: BucketFolder) -> bool:
         if code is None:
             break
         name = _probe_name()
-        _write(bucket, name)  # servers may have another code: is the right checksum accepted?
+        bucket.put(name, _CONTENT)  # servers may have another code: is the right checksum accepted?
         bucket.call("delete_object", name)
     else:
         if code not in TRANSIENT:
@@ -83,7 +82,7 @@ def require_replacing(bucket: BucketFolder) -> None:
     """Raise PublicationError if the server replaces an object although it is not the one that the writer has read."""
     with _probe(bucket) as name:
         try:
-            _write(bucket, name, IfMatch=f'"{"0" * 32}"')
+            bucket.put(name, _CONTENT, IfMatch=f'"{"0" * 32}"')
         except StoreError as error:
             if error.code not in PRECONDITION_FAILED:
                 raise
@@ -100,7 +99,7 @@ def _probe(bucket: BucketFolder) -> Iterator[str]:
     """The name of an object that exists in the block. An error of the block is raised, and not one of its removal."""
     name = _probe_name()
     try:
-        _write(bucket, name)
+        bucket.put(name, _CONTENT)
         yield name
     except BaseException:
         with suppress(StoreError):
@@ -113,14 +112,10 @@ def _probe_name() -> str:
     return f"write-check-{secrets.token_hex(8)}/probe.txt"
 
 
-def _write(bucket: BucketFolder, name: str, **arguments: str) -> None:
-    bucket.call("put_object", name, Body=_CONTENT, **{"ChecksumCRC64NVME": encoded(crc_of(_CONTENT)), **arguments})
-
-
 def _is_refused(bucket: BucketFolder, name: str) -> bool:
     """Whether the server refuses to create an object that exists."""
     try:
-        _write(bucket, name, IfNoneMatch="*")
+        bucket.put(name, _CONTENT, IfNoneMatch="*")
     except StoreError as error:
         if error.code in PRECONDITION_FAILED:
             return True

@@ -14,7 +14,7 @@ import pytest
 from t5train.errors import DigestMismatch, InputError, PublicationError, RecordError, StorageError, StoreError
 from t5train.records.stage_records import Export, Publication
 from t5train.release.fetching import fetch
-from t5train.release.object_store import bucket, insistent_bucket
+from t5train.release.object_store import bucket
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.publication import publish
 from t5train.release.verification import verify
@@ -100,7 +100,7 @@ def test_a_stream_that_breaks_is_continued_where_it_broke_also_many_times(
         return chunks(self, name, start)
 
     monkeypatch.setattr(BucketFolder, "chunks", noted)
-    monkeypatch.setattr(insistent_bucket, "_FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(bucket, "_FIRST_PAUSE_SECONDS", 0.05)
     proxy.disturb = lambda request: CutAnswer(400_000) if "model.safetensors" in request.target else None
     for operation in (verify, lambda url: fetch(url, fetched)):
         starts.clear()
@@ -114,8 +114,8 @@ def test_a_stream_that_breaks_is_continued_where_it_broke_also_many_times(
 def test_a_stream_that_stays_broken_ends_the_fetch_which_continues_later(
     destination: str, fetched: Path, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(insistent_bucket, "INSIST_SECONDS", 3.0)
-    monkeypatch.setattr(insistent_bucket, "_FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(bucket, "INSIST_SECONDS", 3.0)
+    monkeypatch.setattr(bucket, "_FIRST_PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(bucket, "_TRIES", 1)
     reads = list[str]()
 
@@ -138,10 +138,10 @@ def test_a_stream_that_stays_broken_ends_the_fetch_which_continues_later(
 def test_after_an_error_no_other_file_waits_for_its_stream(
     destination: str, fetched: Path, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(insistent_bucket, "_FIRST_PAUSE_SECONDS", insistent_bucket.INSIST_SECONDS)
+    monkeypatch.setattr(bucket, "_FIRST_PAUSE_SECONDS", bucket.INSIST_SECONDS)
     refused = Refuse("AccessDenied", "403 Forbidden")
     waits = threading.Event()
-    monkeypatch.setattr(insistent_bucket._log, "warning", lambda *_: waits.set())
+    monkeypatch.setattr(bucket._log, "warning", lambda *_: waits.set())
 
     def disturb(request: Request) -> Fault | None:
         if "model.safetensors" in request.target:
@@ -155,7 +155,7 @@ def test_after_an_error_no_other_file_waits_for_its_stream(
     started = time.monotonic()
     with pytest.raises(StoreError, match="access denied"):
         fetch(destination, fetched)
-    assert time.monotonic() - started < insistent_bucket.INSIST_SECONDS / 2, "the pause is at least that long"
+    assert time.monotonic() - started < bucket.INSIST_SECONDS / 2, "the pause is at least that long"
 
 
 def asking_for(monkeypatch: pytest.MonkeyPatch, asked: str | None) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from t5train.errors import StoreError
 from t5train.records.stage_records import Export
-from t5train.release.object_store import bucket, insistent_bucket
+from t5train.release.object_store import bucket
 from t5train.release.publication import publish
 from tests.support.certified_exports import PART_BYTES
 from tests.support.faulty_proxy import Cut, Fault, FaultyProxy, LoseAnswer, Refuse, Request
@@ -68,7 +68,7 @@ def test_an_upload_that_gives_up_in_a_storm_is_completed_by_the_next_and_sends_o
     exported: Export, proxy: FaultyProxy, reader: Reader, destination: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket, "_TRIES", 1)
-    monkeypatch.setattr(insistent_bucket, "INSIST_SECONDS", 1)
+    monkeypatch.setattr(bucket, "INSIST_SECONDS", 1)
     storm(proxy, 1e9, after_uploads=3)
     with watched(reader, destination) as faults:
         with pytest.raises(StoreError, match=r"the server is busy or failed, also after several tries"):

@@ -11,7 +11,7 @@ import pytest
 
 from t5train.errors import StoreError
 from t5train.records.stage_records import Export
-from t5train.release.object_store import bucket, insistent_bucket
+from t5train.release.object_store import bucket
 from t5train.release.publication import publish
 from tests.support.certified_exports import PART_BYTES
 from tests.support.faulty_proxy import FaultyProxy, Request, running_proxy
@@ -88,7 +88,7 @@ def test_an_upload_that_a_full_disk_of_the_server_ends_is_completed_by_the_next_
         with watched(reader, url, may_fail=True) as faults:
             with monkeypatch.context() as patched:
                 patched.setattr(bucket, "_TRIES", 2)
-                patched.setattr(insistent_bucket, "INSIST_SECONDS", 1)
+                patched.setattr(bucket, "INSIST_SECONDS", 1)
                 with pytest.raises(StoreError) as caught:
                     publish(exported, url)
             filler.unlink()

@@ -8,9 +8,8 @@ import pytest
 
 from t5train.errors import DigestMismatch
 from t5train.records.digests import digest_file
-from t5train.release.object_store.checksums import crc_of
-from t5train.release.object_store.file_body import FileBody
-from t5train.release.object_store.measured_file import BLOCK_BYTES, MeasuredFile
+from t5train.release.object_store.bucket import crc_of
+from t5train.release.object_store.measured_file import BLOCK_BYTES, FileBody, MeasuredFile
 
 SIZE = 3 * BLOCK_BYTES + 5
 
@@ -29,7 +28,7 @@ def sent(body: FileBody) -> bytes:
 
 @pytest.mark.parametrize(
     ("start", "size"),
-    [(0, SIZE), (0, BLOCK_BYTES), (BLOCK_BYTES, 2 * BLOCK_BYTES), (2 * BLOCK_BYTES, BLOCK_BYTES + 5), (7, 9), (0, 0)],
+    [(0, SIZE), (0, BLOCK_BYTES), (BLOCK_BYTES, 2 * BLOCK_BYTES), (2 * BLOCK_BYTES, BLOCK_BYTES + 5), (0, 0)],
 )
 def test_a_part_is_sent_as_it_was_measured_and_again_after_an_error(path: Path, start: int, size: int) -> None:
     file, content = MeasuredFile(path, digest_file(path)), path.read_bytes()

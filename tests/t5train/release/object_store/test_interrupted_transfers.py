@@ -1,4 +1,4 @@
-"""What threads do after an error or an interruption, and what the journal accepts then."""
+"""What threads do after an error or an interruption, and which journals are refused."""
 
 import threading
 from pathlib import Path
@@ -7,9 +7,8 @@ import pytest
 
 from t5train.errors import StorageError, StoreError
 from t5train.progress import silent
-from t5train.release.object_store.bucket import BucketFolder
-from t5train.release.object_store.insistent_bucket import InsistentBucket
-from t5train.release.object_store.transfers import ByteCount, Job, Stopped, run_jobs
+from t5train.release.object_store.bucket import BucketFolder, InsistentBucket
+from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
 from t5train.release.object_store.upload_journal import UploadJournal
 
 DESTINATION = "http://server s3://bucket/t5"
@@ -61,15 +60,6 @@ def test_after_an_error_other_threads_do_not_wait_for_a_busy_store(monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         run_jobs([wait, fail], count)
     assert len(tries) == 1
-
-
-def test_a_closed_journal_writes_nothing_to_the_file_that_has_its_descriptor_now(tmp_path: Path) -> None:
-    with UploadJournal.opened(tmp_path / "export", DESTINATION) as journal:
-        journal.continue_attempt("0" * 64, {})
-    other = tmp_path / "other"
-    with open(other, "wb"), pytest.raises(Stopped):
-        journal.add_stored("config.json")
-    assert not other.read_bytes()
 
 
 def test_a_journal_that_is_a_link_is_refused(tmp_path: Path) -> None:

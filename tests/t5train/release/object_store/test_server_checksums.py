@@ -6,8 +6,7 @@ import pytest
 
 from t5train.errors import PublicationError, StoreError
 from t5train.records.stage_records import Export
-from t5train.release.object_store.bucket import BucketFolder
-from t5train.release.object_store.checksums import crc_of, encoded
+from t5train.release.object_store.bucket import BucketFolder, crc_of, encoded
 from t5train.release.object_store.write_check import compares_checksums
 from t5train.release.publication import check_destination, publish
 from tests.support.s3_reader import Reader

@@ -8,8 +8,7 @@ import pytest
 from t5train.errors import DigestMismatch, PublicationError, StoreError
 from t5train.records.digests import FileDigest
 from t5train.release.object_store import bucket
-from t5train.release.object_store.bucket import BucketFolder
-from t5train.release.object_store.checksums import encoded
+from t5train.release.object_store.bucket import BucketFolder, encoded
 from t5train.release.object_store.stored_objects import read_back
 from t5train.release.publication import check_destination
 from tests.support import s3_answers

@@ -8,7 +8,7 @@ import pytest
 
 from t5train.errors import PublicationError, StoreError
 from t5train.records.stage_records import Export, Publication, parse_manifest
-from t5train.release.object_store import bucket_publication, insistent_bucket
+from t5train.release.object_store import bucket, bucket_publication
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.upload_journal import UploadJournal
 from t5train.release.publication import publish
@@ -88,17 +88,19 @@ def test_what_cannot_be_removed_after_the_decision_is_named_and_removed_by_the_n
     assert [path.name for path in small.path.parent.iterdir()] == ["export"]
 
 
-def test_uploads_that_the_server_does_not_list_are_aborted_by_their_ids(
+def test_uploads_of_earlier_attempts_are_aborted_on_servers_that_list_those_of_one_object_only(
     small: Export, destination: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def of_one_object(self: BucketFolder, beginning: str = "") -> list[tuple[str, str]]:
+        return [(name, upload_id) for name, upload_id in uploads(self, beginning) if name == beginning]
+
     uploads, bucket = BucketFolder.uploads, BucketFolder(destination)
-    monkeypatch.setattr(BucketFolder, "uploads", lambda *_: [])
+    monkeypatch.setattr(BucketFolder, "uploads", of_one_object)
+    others = {"config.json": small.files["config.json"]}
     with UploadJournal.opened(small.path, f"{bucket.endpoint} {bucket.url}") as journal:
-        for content in ({}, small.files):
-            attempt = journal.continue_attempt(small.fingerprint, content)
-            begun = bucket.call("create_multipart_upload", f"{attempt}/a.bin")
-            journal.begin("a.bin", begun["UploadId"], 5 << 20)
-    assert len(uploads(bucket)) == 2
+        attempt = journal.continue_attempt(small.fingerprint, others)
+    bucket.call("create_multipart_upload", f"{attempt}/config.json")
+    assert len(uploads(bucket)) == 1
     publish(small, destination)
     assert not uploads(bucket)
 
@@ -114,6 +116,6 @@ def test_a_server_that_does_not_answer_is_no_fault_of_the_data(
     publish(small, destination)
     chunks = BucketFolder.chunks
     monkeypatch.setattr(BucketFolder, "chunks", lost)
-    monkeypatch.setattr(insistent_bucket, "INSIST_SECONDS", 1)
+    monkeypatch.setattr(bucket, "INSIST_SECONDS", 1)
     with pytest.raises(StoreError, match=r"^the server cannot be reached$"):
         verify(destination)
