@@ -1,11 +1,13 @@
 """The certificate: a file in an export that proves that the exported model is the one that was trained."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.errors import CertificationError
+from t5train.files.presence import reading
 from t5train.records.digests import FileDigest
 from t5train.records.identity import Provenance
 
@@ -95,3 +97,13 @@ class Certificate(BaseModel):
                 f"{where} does not certify the present {', '.join(differing[:5])}, because files were added, changed "
                 "or removed after certification. Restore them, or certify the export again"
             )
+
+
+def vouching_certificate(folder: Path, export_fingerprint: str, files: Mapping[str, FileDigest]) -> Certificate:
+    """Read the certificate in an export's folder, which must vouch for these files; see ``require_vouching``."""
+    path = folder / CERTIFICATE
+    with reading(path):
+        content = path.read_bytes()
+    certificate = Certificate.parse(content, str(path))
+    certificate.require_vouching(export_fingerprint, files, str(path))
+    return certificate

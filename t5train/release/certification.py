@@ -19,7 +19,7 @@ from t5train.data.vocabulary.tokenizer import SPIECE
 from t5train.errors import CertificationError, InputError, T5TrainError
 from t5train.files.atomic import write_text
 from t5train.files.os_errors import explain, in_one_line
-from t5train.files.presence import ABSENT, reading
+from t5train.files.presence import ABSENT
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files
 from t5train.records.identity import current_provenance
@@ -31,10 +31,15 @@ from t5train.records.witness import (
     computing_environment,
     differing_environment,
 )
-from t5train.release.certificate import CERTIFICATE, Certificate, GenerationComparison, ProbeComparison
+from t5train.release.certificate import (
+    CERTIFICATE,
+    Certificate,
+    GenerationComparison,
+    ProbeComparison,
+    vouching_certificate,
+)
 from t5train.release.folder_comparison import DOCUMENTS, differing_folder
-from t5train.release.loss_curve import LOSS_CURVE
-from t5train.release.model_card import README
+from t5train.release.model_card import LOSS_CURVE, README
 from t5train.release.model_comparison import (
     compare_generation,
     compare_probes,
@@ -43,9 +48,10 @@ from t5train.release.model_comparison import (
     differing_settings,
     differing_tensors,
     differing_ties,
+    differing_tokenizer,
     expected_ties,
+    left_out_line,
 )
-from t5train.release.tokenizer_comparison import differing_tokenizer, left_out_line
 
 FAILED_CERTIFICATE = "certificate.failed.json"
 LOG = "certify.log"
@@ -81,12 +87,8 @@ def certify_in_fresh_process(export: Export, witness: Path, progress: Progress =
             export.verify(progress)
         return export.model_copy(update={"reused": True})
     _run_certifier(export.path, witness, progress)
-    certificate = export.path / CERTIFICATE
     files = _uncertified_files(export)
-    with reading(certificate):
-        content = certificate.read_bytes()
-    made = Certificate.parse(content, str(certificate))
-    made.require_vouching(export.fingerprint, files, str(certificate))
+    made = vouching_certificate(export.path, export.fingerprint, files)
     if made.relative_tolerance > EXPERTS_TOLERANCE:
         _log.warning(
             "%s is certified with a tolerance of %g of the largest logit instead of equal bits: %s",
@@ -94,7 +96,7 @@ def certify_in_fresh_process(export: Export, witness: Path, progress: Progress =
         )  # fmt: skip
     if line := left_out_line(recorded.passages):
         _log.info("%s", line)
-    return export.model_copy(update={"files": {**files, CERTIFICATE: digest_file(certificate)}}).commit()
+    return export.model_copy(update={"files": {**files, CERTIFICATE: digest_file(export.path / CERTIFICATE)}}).commit()
 
 
 def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> Certificate:
@@ -254,11 +256,8 @@ def _require_same_versions(export: Export) -> None:
 def _is_certified(export: Export, witness: Path) -> bool:
     if CERTIFICATE not in export.files:
         return False
-    path = export.path / CERTIFICATE
     try:
-        with reading(path):
-            certificate = Certificate.parse(path.read_bytes(), str(path))
-        certificate.require_vouching(export.fingerprint, export.files, str(path))
+        certificate = vouching_certificate(export.path, export.fingerprint, export.files)
     except (CertificationError, *ABSENT):
         return False
     return certificate.witness == _witness_digests(witness)

@@ -17,8 +17,7 @@ from t5train.records.identity import current_provenance, fingerprint
 from t5train.records.stage_records import Export, Record, TokenizerFiles, Weights, reusable
 from t5train.records.witness import Witness
 from t5train.release.certificate import CERTIFICATE
-from t5train.release.loss_curve import LOSS_CURVE, write_loss_curve
-from t5train.release.model_card import README, model_card
+from t5train.release.model_card import LOSS_CURVE, README, model_card, write_loss_curve
 from t5train.spec import ModelSpec, RunSpec
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"

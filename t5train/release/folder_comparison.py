@@ -30,8 +30,7 @@ from t5train.release.export import (
     export_names,
     write_model_files,
 )
-from t5train.release.loss_curve import LOSS_CURVE, loss_curve
-from t5train.release.model_card import FACTS, README, model_card, read_front_matter
+from t5train.release.model_card import FACTS, LOSS_CURVE, README, loss_curve, model_card, read_front_matter
 
 DOCUMENTS = (CONFIG, GENERATION_CONFIG, *HUGGING_FACE_FILES)
 NOT_COMPARED = {"spec", "weights"}
@@ -65,9 +64,9 @@ def _differing_names(export: Export, files: Mapping[str, FileDigest], witness: W
     weights = {name for name in files if _WEIGHTS.fullmatch(name)}
     expected = export_names(weights | ({INDEX} if len(weights) > 1 else set()), witness)
     if extra := sorted({*(files.keys() - expected), *unlisted_files(export)} - {CERTIFICATE}):
-        yield f"files that do not belong to an export: {_first(extra)}"
+        yield f"files that do not belong to an export: {first_of(extra)}"
     if missing := sorted(expected - files.keys()):
-        yield f"files that are missing: {_first(missing)}"
+        yield f"files that are missing: {first_of(missing)}"
     if not weights:
         yield "there are no weights (model*.safetensors)"
 
@@ -110,7 +109,7 @@ def _differing_weights(folder: Path, files: Mapping[str, FileDigest], witness: W
             if expected is None or (shape, dtype) != (list(expected.shape), "F32"):
                 yield f"{name}: {tensor} {dtype} {shape} is not an fp32 tensor that training recorded"
     if missing := sorted(witness.tensors.keys() - places.keys()):
-        yield f"{quantity(len(missing), 'recorded tensor')} missing from the weight files: {_first(missing)}"
+        yield f"{quantity(len(missing), 'recorded tensor')} missing from the weight files: {first_of(missing)}"
     if INDEX in files:
         index = {"metadata": {"total_size": 4 * witness.num_parameters}, "weight_map": places}
         yield from _in(INDEX, index, _read(folder / INDEX))
@@ -201,6 +200,7 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _first(names: Iterable[str], count: int = 3) -> str:
+def first_of(names: Iterable[str], count: int = 3) -> str:
+    """Return the first names, and how many more there are."""
     every = list(names)
     return ", ".join(every[:count]) + (f" and {len(every) - count} more" if len(every) > count else "")

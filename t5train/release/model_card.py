@@ -1,25 +1,28 @@
-"""README.md of an export: what the model is, and everything that it was made from.
+"""README.md of an export and its picture: what the model is, and everything that it was made from.
 
 The front matter is for programs. It has fields of the Hugging Face Hub and, under ``t5_pretrain``, the facts that the
 rest of the card states in words. The text depends only on the witness, the lineage, the digests of the other files and
-the versions that made it, so that certification can compare it.
+the versions that made it, so that certification can compare it. So does the loss curve, a PNG.
 """
 
+import io
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from t5train.quantities import quantity
+from t5train.files.atomic import replacing
 from t5train.records.digests import FileDigest
 from t5train.records.identity import Provenance
+from t5train.records.metrics import UNIGRAM
 from t5train.records.witness import Witness
 from t5train.release.card_sections import data, hub_licence, licence, measurements, table, ties, training, warning
-from t5train.release.loss_curve import LOSS_CURVE
 from t5train.release.markdown import code
 
-README = "README.md"
+README, LOSS_CURVE = "README.md", "loss_curve.png"
 CARD_FILES = frozenset({README, LOSS_CURVE})
 """The card and its picture, which the version and commit that export a model determine. transformers reads neither."""
 FACTS = "t5_pretrain"
@@ -120,6 +123,14 @@ Recipe `{recipe}`. Each fingerprint is a sha256 over the settings and the inputs
 
 {versions}
 """
+_CURVES = {
+    "loss": "training, all target tokens",
+    "validation_loss": "validation, all target tokens",
+    "validation_content_loss": "validation, masked tokens",
+}
+_BASELINE_LABEL = "unigram baseline, masked tokens"
+_WIDTH_INCHES, _HEIGHT_INCHES, _DOTS_PER_INCH = 8.0, 4.0, 100
+_FEW_POINTS = 60
 
 
 def model_card(
@@ -237,3 +248,34 @@ def _origin(witness: Witness) -> str:
     """Return what training started from. The lineage has the fingerprint of the folder's content."""
     start = witness.trained.start_from
     return f"starting from the weights of {code(start)} (`start_from` under Lineage)" if start else "from scratch"
+
+
+def write_loss_curve(witness: Witness, folder: Path) -> None:
+    """Draw the loss curve into ``folder``, unless the witness has none."""
+    if witness.curve:
+        with replacing(folder / LOSS_CURVE) as file:
+            file.write(loss_curve(witness))
+
+
+def loss_curve(witness: Witness) -> bytes:
+    """Return the picture. It depends only on the witness and the version of matplotlib, not on its configuration."""
+    from matplotlib import style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with style.context("default"):
+        figure = Figure(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES), dpi=_DOTS_PER_INCH, layout="constrained")
+        axes = figure.add_subplot()
+        for name, label in _CURVES.items():
+            if points := witness.curve.get(name):
+                steps, losses = zip(*points, strict=True)
+                axes.plot(steps, losses, linewidth=1.2, marker="." if len(points) <= _FEW_POINTS else "", label=label)
+        if (baseline := witness.validation.get(UNIGRAM)) is not None:
+            axes.axhline(baseline, color="black", linestyle="--", linewidth=1, label=_BASELINE_LABEL)
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel("nats per token")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        picture = io.BytesIO()
+        FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})
+    return picture.getvalue()

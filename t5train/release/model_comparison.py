@@ -1,15 +1,21 @@
-"""Compares a loaded model with a witness. Functions named ``differing_...`` return descriptions of the differences."""
+"""Compares a loaded model and tokenizer with a witness.
+
+Functions named ``differing_...`` return descriptions of the differences.
+"""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t5train.progress import Progress
 from t5train.quantities import quantity
 from t5train.records.witness import GENERATED_PROBE, WITNESS_TENSORS, Witness, digest_tensor
+from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID
+from t5train.records.witness import GENERATED_PROBE, WITNESS_TENSORS, EncodedPassage, Witness, digest_tensor
 from t5train.release.certificate import GenerationComparison, ProbeComparison
-from t5train.release.folder_comparison import differing_values
+from t5train.release.folder_comparison import differing_values, first_of
+from t5train.spec import NUM_SENTINELS
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +29,7 @@ _EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 def differing_keys(loading: Mapping[str, Any]) -> list[str]:
     """Return the missing, unexpected and mismatched keys that ``from_pretrained`` reports as its loading info."""
     return [
-        f"{key.replace('_', ' ')} while loading: {_first(map(str, names))}"
+        f"{key.replace('_', ' ')} while loading: {first_of(map(str, names))}"
         for key, names in sorted(loading.items())
         if names
     ]
@@ -34,9 +40,9 @@ def differing_tensors(model: "torch.nn.Module", witness: Witness, progress: Prog
     parameters = dict(model.named_parameters())
     found = []
     if missing := sorted(witness.tensors.keys() - parameters.keys()):
-        found.append(f"{quantity(len(missing), 'recorded tensor')} missing from the export: {_first(missing)}")
+        found.append(f"{quantity(len(missing), 'recorded tensor')} missing from the export: {first_of(missing)}")
     if extra := sorted(parameters.keys() - witness.tensors.keys()):
-        found.append(f"{quantity(len(extra), 'tensor')} of the export without a record: {_first(extra)}")
+        found.append(f"{quantity(len(extra), 'tensor')} of the export without a record: {first_of(extra)}")
     common = sorted(witness.tensors.keys() & parameters.keys())
     changed = []
     for done, name in enumerate(common, start=1):
@@ -45,7 +51,7 @@ def differing_tensors(model: "torch.nn.Module", witness: Witness, progress: Prog
             changed.append(f"{name} {list(parameters[name].shape)}")
         progress("tensors compared", done, len(common))
     if changed:
-        found.append(f"{quantity(len(changed), 'tensor')} unlike the recorded fp32 masters: {_first(changed)}")
+        found.append(f"{quantity(len(changed), 'tensor')} unlike the recorded fp32 masters: {first_of(changed)}")
     if (elements := sum(parameter.numel() for parameter in parameters.values())) != witness.num_parameters:
         found.append(f"the export has {elements} parameters, but {witness.num_parameters} were recorded")
     return found
@@ -128,7 +134,7 @@ def differing_settings(model: Any, witness: Witness) -> list[str]:
         "generation configuration": (GenerationConfig(**witness.generation_config), model.generation_config),
     }
     return [
-        f"the loaded {what} differs: {_first(changed)}"
+        f"the loaded {what} differs: {first_of(changed)}"
         for what, (expected, found) in pairs.items()
         if (changed := list(differing_values(_settings(expected), _settings(found))))
     ]
@@ -180,6 +186,77 @@ def _compare_sequence(
     return len(expected), None if len(padded) == len(expected) else len(expected)
 
 
-def _first(names: "Iterator[str] | list[str]", count: int = 3) -> str:
-    every = list(names)
-    return ", ".join(every[:count]) + (f" and {len(every) - count} more" if len(every) > count else "")
+def differing_tokenizer(tokenizer: Any, spiece: Path, witness: Witness) -> list[str]:
+    """Return how a loaded tokenizer differs from vocabulary and witness: ids, special tokens, passages, decoding."""
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(spiece))
+    pieces = [processor.id_to_piece(index) for index in range(len(processor))]
+    sentinels = [f"<extra_id_{index}>" for index in range(NUM_SENTINELS)]
+    return [
+        *_differing_ids(tokenizer, [*pieces, *reversed(sentinels)], witness.huggingface_config["vocab_size"]),
+        *_differing_special(tokenizer, sentinels),
+        *differing_passages(tokenizer, witness.passages),
+        *_differing_texts(tokenizer, processor, witness.passages),
+    ]
+
+
+def differing_passages(tokenizer: Any, passages: Sequence[EncodedPassage]) -> list[str]:
+    """Describe held-out passages that are not encoded as training encoded them."""
+    found = [index for index, each in enumerate(passages) if tokenizer(each.text)["input_ids"] != each.ids]
+    if not found:
+        return []
+    text = passages[found[0]].text[:40]
+    return [f"{len(found)} of {len(passages)} held-out passages have other ids than in training, first {text!r}"]
+
+
+def _differing_ids(tokenizer: Any, tokens: list[str], model_ids: int) -> Iterator[str]:
+    if len(tokenizer) != len(tokens):
+        yield f"the tokenizer has {len(tokenizer)} ids, but the vocabulary with its sentinels has {len(tokens)}"
+    if len(tokenizer) > model_ids:
+        yield f"the tokenizer has {len(tokenizer)} ids, but the model has {model_ids}"
+    ids = list(range(min(len(tokens), len(tokenizer))))
+    wrong = [
+        index
+        for index, back, token in zip(
+            ids, tokenizer.convert_tokens_to_ids(tokens[: len(ids)]), tokenizer.convert_ids_to_tokens(ids), strict=True
+        )
+        if back != index or token != tokens[index]
+    ]
+    if wrong:
+        yield f"{len(wrong)} ids map to other pieces than in the vocabulary, first {wrong[0]} ({tokens[wrong[0]]!r})"
+
+
+def _differing_special(tokenizer: Any, sentinels: list[str]) -> Iterator[str]:
+    expected = dict(zip(("pad", "eos", "unk"), zip(SPECIAL_PIECES, (PAD_ID, EOS_ID, UNK_ID), strict=True), strict=True))
+    for name, (token, index) in expected.items():
+        found = getattr(tokenizer, f"{name}_token"), getattr(tokenizer, f"{name}_token_id")
+        if found != (token, index):
+            yield f"the tokenizer's {name} token is {found[0]} ({found[1]}), but should be {token} ({index})"
+    ids = tokenizer.convert_tokens_to_ids(sentinels)
+    used = [index for index in tokenizer(" ".join(sentinels))["input_ids"] if index in set(ids)]
+    if used != ids:
+        yield "sentinels in a text are not encoded as their ids"
+    if tokenizer("")["input_ids"] != [EOS_ID]:
+        yield "the tokenizer does not end a text with a single </s>"
+
+
+def left_out_line(passages: Sequence[EncodedPassage]) -> str:
+    """Return how many passages ``differing_tokenizer`` does not decode, and the first; empty if there are none."""
+    found = [each.text for each in passages if UNK_ID in each.ids]
+    if not found:
+        return ""
+    return (
+        f"{len(found)} of {len(passages)} held-out passages have unknown characters, which each library decodes "
+        f"differently: only their ids are compared, not their decoded text. The first is {found[0][:40]!r}"
+    )
+
+
+def _differing_texts(tokenizer: Any, processor: Any, passages: Sequence[EncodedPassage]) -> list[str]:
+    """Describe passages whose ids do not decode as with SentencePiece.
+
+    Passages with unknown characters are left out, because each library decodes them differently.
+    """
+    known = [each.ids for each in passages if UNK_ID not in each.ids]
+    wrong = [ids for ids in known if tokenizer.decode(ids, skip_special_tokens=True) != processor.decode(ids)]
+    return [f"{len(wrong)} of {len(known)} held-out passages are decoded to another text"] if wrong else []

@@ -18,13 +18,12 @@ from t5train.errors import CertificationError, DigestMismatch, PublicationError,
 from t5train.files.atomic import copy_durably, filling, try_writing
 from t5train.files.confined import require_distinct
 from t5train.files.os_errors import explain
-from t5train.files.presence import reading
 from t5train.locations import Counted, explained, local_folder, redacted, remote_folder, require_location
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, verify_file
 from t5train.records.identity import current_provenance, fingerprint
 from t5train.records.stage_records import MANIFEST, Export, Publication
-from t5train.release.certificate import CERTIFICATE, Certificate
+from t5train.release.certificate import CERTIFICATE, vouching_certificate
 from t5train.release.object_store.bucket import BucketFolder, InsistentBucket, is_in_s3
 from t5train.release.object_store.bucket_publication import publish_to_bucket, published_in
 from t5train.release.object_store.measured_file import unread_files
@@ -279,11 +278,8 @@ def _naming_export(export: Export) -> Iterator[None]:
 
 def _require_certificate(export: Export) -> None:
     """Raise CertificationError if the certificate does not vouch for the digests of all files."""
-    path = export.path / CERTIFICATE
-    verify_file(path, export.files[CERTIFICATE])
-    with reading(path):
-        content = path.read_bytes()
-    Certificate.parse(content, str(path)).require_vouching(export.fingerprint, export.files, str(path))
+    verify_file(export.path / CERTIFICATE, export.files[CERTIFICATE])
+    vouching_certificate(export.path, export.fingerprint, export.files)
 
 
 def _existing(url: str, record: Publication, progress: Progress) -> Publication | None:

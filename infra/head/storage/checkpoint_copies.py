@@ -27,17 +27,17 @@ from t5train.files.os_errors import in_one_line
 from t5train.files.presence import names_in
 from t5train.files.run_folder import CHECKPOINTS, STORING, is_tag
 from t5train.progress import Interrupted, Interruptible, Progress, Report, relayed
-from t5train.release.checkpoint_store.checkpoint_upload import (
+from t5train.release.checkpoint_store.bucket_checkpoints import (
     Kept,
     begin_again_stored,
     linked,
     prune_store,
+    restore_newest,
     set_aside_stored,
     store_checkpoint,
     take_stock,
 )
 from t5train.release.checkpoint_store.ledger import read_ledger
-from t5train.release.checkpoint_store.restoring import restore_newest
 from t5train.release.checkpoint_store.store_claim import StoreClaim, claim_store, require_claimable
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.store_errors import IN_PROGRESS, TRANSIENT

@@ -24,8 +24,7 @@ from t5train.release.inference.evaluation_text import (
     start_of_text,
     whole_text,
 )
-from t5train.release.inference.model_folder import ModelFolder, chosen_device
-from t5train.release.inference.vocabulary import Vocabulary
+from t5train.release.inference.model_folder import ModelFolder, Vocabulary, chosen_device
 from t5train.release.model_card import RecordedRun
 from t5train.spec import CorpusSpec, ObjectiveSpec, ShardsSpec, StorageSpec
 from t5train.spec.settings import explain

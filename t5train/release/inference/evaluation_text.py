@@ -15,7 +15,7 @@ from t5train.data.segments import FileSegments, Stretch, passages_in, scan
 from t5train.data.shards import plan_shards
 from t5train.errors import InputError
 from t5train.progress import Progress, silent
-from t5train.release.inference.vocabulary import Vocabulary
+from t5train.release.inference.model_folder import Vocabulary
 
 _PASSAGES_A_BATCH = 256
 

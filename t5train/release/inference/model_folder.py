@@ -1,14 +1,20 @@
-"""The folder of a T5 on this machine: checked without torch, then loaded with plain ``transformers``."""
+"""The folder of a T5 on this machine: checked without torch, then loaded with plain ``transformers``.
+
+``spiece.model`` encodes as training does: no text becomes a control id. A folder that has only ``tokenizer.json`` is
+used with the library ``tokenizers``; control ids that it finds in a text are dropped.
+"""
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
+import numpy as np
+
+from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, Tokenizer, open_given
 from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.run_folder import EXPORT
 from t5train.host_resources import num_cores
@@ -17,8 +23,8 @@ from t5train.records.changed_files import recorded_files
 from t5train.records.digests import FileDigest, SafetensorsDigest, verify_file
 from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
-from t5train.release.inference.vocabulary import Vocabulary
 from t5train.release.model_card import CARD_FILES, README, RecordedRun, recorded_run
+from t5train.spec import NUM_SENTINELS
 
 PATH = "PATH"
 _log = logging.getLogger(__name__)
@@ -31,6 +37,64 @@ _READ = re.compile(
     r"(vocab|tekken)\.json"
 )
 """Names of files that transformers reads because they are in the folder."""
+
+
+class Vocabulary(NamedTuple):
+    """The vocabulary of a folder, for text that is evaluated.
+
+    ``encode`` returns the int32 ids of each text, followed by EOS. Sentinels count down from the first.
+    """
+
+    size: int
+    first_sentinel_id: int
+    eos_id: int
+    encode: Callable[[list[str]], list[np.ndarray]]
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Open the vocabulary of a folder. Raises InputError if it is damaged, or has other sentinels than T5's."""
+        if not (folder / SPIECE).is_file():
+            return cls._fast(folder / TOKENIZER_JSON)
+        try:
+            return cls._as_trained(open_given(folder))
+        except SpecError as error:
+            if not (folder / TOKENIZER_JSON).is_file():
+                raise InputError(f"the vocabulary cannot be used: {error}") from error
+            return cls._fast(folder / TOKENIZER_JSON)
+
+    @classmethod
+    def _as_trained(cls, tokenizer: Tokenizer) -> Self:
+        return cls(
+            size=tokenizer.vocab_size,
+            first_sentinel_id=tokenizer.sentinel_ids[0],
+            eos_id=tokenizer.eos_id,
+            encode=lambda texts: tokenizer.encode(texts, add_eos=True),
+        )
+
+    @classmethod
+    def _fast(cls, file: Path) -> Self:
+        from tokenizers import Tokenizer as FastTokenizer
+
+        try:
+            tokenizer = FastTokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise InputError(f"{file} cannot be read ({error}). Copy it again from where you got the model") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        names = ("</s>", "<pad>", *(f"<extra_id_{index}>" for index in range(NUM_SENTINELS)))
+        known = [found for name in names if (found := tokenizer.token_to_id(name)) is not None]
+        if len(known) < len(names) or known[2:] != list(range(known[2], known[2] - NUM_SENTINELS, -1)):
+            raise InputError(
+                f"{file} is not a T5's vocabulary: it must have <pad>, </s>, and the sentinels <extra_id_0> to "
+                f"<extra_id_{NUM_SENTINELS - 1}> with descending ids. Choose another model"
+            )
+        eos_id, first_sentinel_id = known[0], known[2]
+
+        def encode(texts: list[str]) -> list[np.ndarray]:
+            found = (np.array(each.ids, np.int32) for each in tokenizer.encode_batch(texts, add_special_tokens=False))
+            return [np.append(each[~np.isin(each, known)], np.int32(eos_id)) for each in found]
+
+        return cls(size=tokenizer.get_vocab_size(), first_sentinel_id=first_sentinel_id, eos_id=eos_id, encode=encode)
 
 
 class ModelFolder(NamedTuple):

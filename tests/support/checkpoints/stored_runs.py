@@ -6,7 +6,7 @@ from typing import Any
 from t5train.errors import RunOwned
 from t5train.files.run_folder import CHECKPOINTS
 from t5train.progress import silent
-from t5train.release.checkpoint_store.checkpoint_upload import Kept, linked, prune_store, store_checkpoint
+from t5train.release.checkpoint_store.bucket_checkpoints import Kept, linked, prune_store, store_checkpoint
 from t5train.release.checkpoint_store.ledger import Ledger, StoredTag, read_ledger
 from t5train.release.checkpoint_store.store_claim import Claimant, StoreClaim, claim_store
 from t5train.release.object_store.bucket import BucketFolder

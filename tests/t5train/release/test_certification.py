@@ -22,7 +22,7 @@ from t5train.records.witness import Witness
 from t5train.release import certification
 from t5train.release.certificate import Certificate
 from t5train.release.certification import certify, certify_in_fresh_process
-from t5train.release.tokenizer_comparison import differing_passages, differing_tokenizer
+from t5train.release.model_comparison import differing_passages, differing_tokenizer
 from tests.acceptance.planted_faults import with_first_import
 
 MakeTrained = Callable[..., Any]

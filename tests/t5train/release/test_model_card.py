@@ -15,8 +15,7 @@ from t5train.records.stage_records import Export
 from t5train.records.witness import Witness
 from t5train.release.card_sections import MEANINGS, hub_licence
 from t5train.release.export import export
-from t5train.release.loss_curve import loss_curve
-from t5train.release.model_card import read_front_matter
+from t5train.release.model_card import loss_curve, read_front_matter
 
 MakeTrained = Callable[..., Any]
 

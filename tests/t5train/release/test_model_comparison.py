@@ -18,8 +18,8 @@ from t5train.release.model_comparison import (
     differing_probes,
     differing_settings,
     differing_ties,
+    differing_tokenizer,
 )
-from t5train.release.tokenizer_comparison import differing_tokenizer
 
 MakeExport = Callable[..., Export]
 

@@ -16,7 +16,7 @@ from t5train.checkpoint import tags
 from t5train.checkpoint.resume_point import ask_to_begin_again, resume_tag
 from t5train.files.run_folder import CHECKPOINTS, RUN, STORING
 from t5train.progress import silent
-from t5train.release.checkpoint_store.checkpoint_upload import linked
+from t5train.release.checkpoint_store.bucket_checkpoints import linked
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe

@@ -10,7 +10,7 @@ from t5train.errors import DigestMismatch, IncompleteCheckpoint, RecordError, St
 from t5train.files.atomic import discard
 from t5train.files.run_folder import CHECKPOINTS, METRICS
 from t5train.progress import silent
-from t5train.release.checkpoint_store.checkpoint_upload import (
+from t5train.release.checkpoint_store.bucket_checkpoints import (
     Kept,
     linked,
     prune_store,

@@ -8,7 +8,7 @@ from t5train.checkpoint import tags
 from t5train.errors import NothingVerifies
 from t5train.files.run_folder import CHECKPOINTS, METRICS, SET_ASIDE
 from t5train.progress import silent
-from t5train.release.checkpoint_store.restoring import restore_newest
+from t5train.release.checkpoint_store.bucket_checkpoints import restore_newest
 from t5train.release.object_store.bucket import BucketFolder
 from tests.support.checkpoints import small_tags
 from tests.support.checkpoints.stored_runs import claim, ledger_at, store

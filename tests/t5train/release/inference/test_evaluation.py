@@ -21,7 +21,7 @@ from t5train.data.vocabulary.tokenizer import given_tokenizer
 from t5train.errors import InputError, SpecError
 from t5train.release.inference.evaluation import EvaluationSpec, evaluate
 from t5train.release.inference.evaluation_text import read_windows
-from t5train.release.inference.vocabulary import Vocabulary
+from t5train.release.inference.model_folder import Vocabulary
 from t5train.spec import CorpusSpec, ObjectiveSpec, ShardsSpec
 from tests.support.generated_text import write_jsonl
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from t5train.release.inference.span_filling import filled, is_as_trained, sentinels_in, spans_of
+from t5train.release.inference.generation import filled, is_as_trained, sentinels_in, spans_of
 
 S0, S1, S2 = "<extra_id_0>", "<extra_id_1>", "<extra_id_2>"
 
