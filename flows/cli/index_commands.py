@@ -11,16 +11,14 @@ from flows.cli.terminal import say, show_json, show_rows, show_table, stage_disp
 from t5train.data.checks.unchanged_files import stamps_of
 from t5train.data.corpus import content_of
 from t5train.data.readers import rows
-from t5train.data.vectors.embeddings import Embeddings, embeddings_of
-from t5train.data.vectors.faiss_indexes import faiss_module
-from t5train.data.vectors.index_check import Sample, check_index, recall_record
+from t5train.data.vectors.embeddings import embeddings_of
+from t5train.data.vectors.faiss_indexes import built_index, faiss_module
+from t5train.data.vectors.index_check import Sample, check_index, given_index, recall_record
 from t5train.data.vectors.index_files import chosen_index, embedding_sources, local_index, require_embeddings
 from t5train.data.vectors.near_duplicates import Thresholds, find_near_duplicates
-from t5train.data.vectors.neighbours import NeighbourSearch, built_index, given_index
 from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing
 from t5train.locations import local_folder, redacted
-from t5train.progress import Progress
 from t5train.report.vectors_report import (
     CHECK_COLUMNS,
     check_rows,
@@ -136,11 +134,13 @@ def duplicates(  # noqa: PLR0913, PLR0917 - one for each option
         path = None if chosen is None else local_index(chosen, revision, folder, progress)
         embeddings = embeddings_of(embedding_sources(source, revision, folder, progress))
         next(rows(embeddings.files[0].source), None)  # raises an error if there is no column of texts
-        search = _search(path, embeddings, seed, progress)
+        searched = (
+            built_index(embeddings, seed, progress=progress) if path is None else given_index(path, embeddings, seed)
+        )
         sources = [each.source for each in embeddings.files]
         stamps = stamps_of(sources)
         about["files"] = content_of(sources, progress)
-        result = find_near_duplicates(embeddings, search, thresholds, out.absolute(), about=about, progress=progress)
+        result = find_near_duplicates(embeddings, searched, thresholds, out.absolute(), about=about, progress=progress)
         if stamps_of(sources) != stamps:
             out.unlink()
             raise InputError(
@@ -153,12 +153,6 @@ def duplicates(  # noqa: PLR0913, PLR0917 - one for each option
         return
     show_rows(near_duplicate_rows(result))
     say(f"pairs: {out}")
-
-
-def _search(index: Path | None, embeddings: Embeddings, seed: int, progress: Progress) -> NeighbourSearch:
-    if index is None:
-        return built_index(embeddings, seed, progress=progress)
-    return given_index(index, embeddings, seed)
 
 
 def _identity(source: str) -> str:

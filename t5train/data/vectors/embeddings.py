@@ -95,6 +95,12 @@ def spread_rows(total: int, count: int, seed: int) -> np.ndarray:
     return np.asarray(np.random.Generator(np.random.PCG64(seed)).integers(edges[:-1], edges[1:]))
 
 
+def normalised(vectors: np.ndarray) -> np.ndarray:
+    """Return vectors of length 1, float32; those of length 0 stay as they are."""
+    lengths = np.sqrt(np.square(vectors).sum(axis=1, keepdims=True))
+    return np.asarray(vectors / np.where(lengths > 0, lengths, 1), np.float32)
+
+
 def _rows_in(each: EmbeddingFile, rows: np.ndarray, dimension: int) -> Iterator[np.ndarray]:
     """Yield the embeddings of rows of a file, whose numbers begin at 0 here."""
     row = 0

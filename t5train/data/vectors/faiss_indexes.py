@@ -1,4 +1,4 @@
-"""Opens FAISS indexes, memory-mapped: the largest one of wiki_dpr has 38 GB."""
+"""FAISS indexes of embeddings: opens a given one, memory-mapped (the largest of wiki_dpr has 38 GB), or builds one."""
 
 import contextlib
 from pathlib import Path
@@ -6,9 +6,43 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from t5train.data.vectors.embeddings import CHUNK_ROWS, Embeddings, chunks, normalised, rows_at, spread_rows
 from t5train.errors import InputError
+from t5train.host_resources import format_bytes, host_memory_bytes
+from t5train.progress import Progress, silent
 
 _METRICS = {0: "inner product", 1: "L2"}
+EXACT_ROWS = 1 << 16
+"""Up to so many vectors, the index that is built here is exact. A larger one stores 8 bits a number."""
+_TRAINING_VECTORS_A_LIST = 40
+LISTS_SEARCHED = 32
+"""Of an index with lists (IVF). A given one may name more."""
+_MEMORY_SHARE = 0.5
+CHECKED_ROWS = 1024
+"""At least so many rows are checked, if there are as many."""
+LEAST_OWN = 0.99
+"""Share of the checked rows. If 5% of all rows are wrong, 1024 rows show it: at most 10 of about 51 could be missed."""
+_ROUNDING = 1e-5
+"""Of the square of an embedding: the files may have fewer digits than the index (float16, bfloat16)."""
+_LOSS = 1.25
+"""How much larger the squared error of a stored vector may be than that of encoding its embedding again.
+
+Encoding is usually deterministic, and the two errors are equal. They differ a little if an approximate search assigned
+the vector to another list. Another passage's vector has an error that is several times as large, unless it is in the
+same cluster and the codes are too coarse to distinguish the two.
+"""
+_LEAST_NEARER = 0.75
+"""Share of comparisons of all checked rows in which a stored vector is nearer to its embedding than to another.
+
+The error of encoding means nothing if the index was trained with other vectors, or with zeros: then all errors are
+equally large. But such an index meets half of the comparisons, and even coarse codes of the right vectors nearly all.
+
+The stored vector need not be the nearest of all, because a coarse code may stand for a whole cluster. Nor would that be
+enough: consecutive passages are similar, so in an index that is one row off, most vectors are nearest to the right
+row of a sample.
+"""
+_MEDIANS = 4.0
+"""How much larger than the median an error may be, if an index cannot encode."""
 
 
 class IndexFacts(NamedTuple):
@@ -64,13 +98,64 @@ def searched(index: Any, vectors: np.ndarray, count: int) -> tuple[np.ndarray, n
     return scores, rows
 
 
-def search_lists(index: Any, least: int) -> None:
-    """Let each search read at least so many lists, if the index has lists (IVF)."""
+def search_lists(index: Any) -> None:
+    """Let each search read at least ``LISTS_SEARCHED`` lists, if the index has lists (IVF)."""
     if (inverted := faiss_module().try_extract_index_ivf(index)) is not None:
-        inverted.nprobe = max(int(inverted.nprobe), min(least, int(inverted.nlist)))
+        inverted.nprobe = max(int(inverted.nprobe), min(LISTS_SEARCHED, int(inverted.nlist)))
 
 
-def reconstructed(index: Any, rows: np.ndarray) -> np.ndarray | None:
+def share_of_own_rows(index: Any, rows: np.ndarray, embeddings: np.ndarray) -> float | None:
+    """Return the share of rows whose stored vector is that of their embedding; None if the index returns no vectors."""
+    stored = _reconstructed(index, rows)
+    if stored is None:
+        return None
+    sizes = np.square(embeddings).sum(axis=1)
+    errors = np.square(stored - embeddings).sum(axis=1)
+    encoded = _recoded(index, embeddings)
+    if encoded is None:
+        allowed = np.full(len(rows), _MEDIANS * np.nanmedian(errors))
+    else:
+        allowed = _LOSS * np.square(encoded - embeddings).sum(axis=1)
+    distances = np.square(stored).sum(axis=1)[:, np.newaxis] - 2 * stored @ embeddings.T + sizes
+    own = np.diagonal(distances) - _ROUNDING * sizes
+    # A row that is missing in the index has NaN, which is in no order to any number.
+    if (own[:, np.newaxis] <= distances).mean() < _LEAST_NEARER and len(rows) > 1:
+        return 0.0
+    return float((errors <= allowed + _ROUNDING * sizes).mean())
+
+
+def built_index(
+    embeddings: Embeddings,
+    seed: int,
+    *,
+    exact_rows: int = EXACT_ROWS,
+    chunk_rows: int = CHUNK_ROWS,
+    progress: Progress = silent,
+) -> Any:
+    """Build an index of all embeddings, scaled to length 1, in memory.
+
+    Raises InputError if the memory of this machine is too small.
+    """
+    faiss = faiss_module()
+    if embeddings.rows <= exact_rows:
+        _require_memory(embeddings.rows * embeddings.dimension * 4)
+        index = faiss.IndexFlatIP(embeddings.dimension)
+    else:
+        lists = 1 << int(np.log2(4 * np.sqrt(embeddings.rows)))
+        index = faiss.index_factory(embeddings.dimension, f"IVF{lists},SQ8", faiss.METRIC_INNER_PRODUCT)
+        index.cp.seed = seed
+        search_lists(index)
+        training = min(_TRAINING_VECTORS_A_LIST * lists, embeddings.rows)
+        # The sample as it is and normalised, and for each vector a byte a number and its id.
+        _require_memory((training * 8 + embeddings.rows) * embeddings.dimension + embeddings.rows * 8)
+        progress("vectors to train the index", 0, None)
+        index.train(normalised(rows_at(embeddings, spread_rows(embeddings.rows, training, seed))))
+    for _, vectors in chunks(embeddings, chunk_rows, progress, "embeddings added to the index"):
+        index.add(normalised(vectors))
+    return index
+
+
+def _reconstructed(index: Any, rows: np.ndarray) -> np.ndarray | None:
     """Return the vectors that an index stores for rows, as far as it keeps them; None if it cannot return any.
 
     A row that the index does not have is NaN.
@@ -88,7 +173,7 @@ def reconstructed(index: Any, rows: np.ndarray) -> np.ndarray | None:
     return None if np.isnan(vectors).all() else vectors
 
 
-def recoded(index: Any, vectors: np.ndarray) -> np.ndarray | None:
+def _recoded(index: Any, vectors: np.ndarray) -> np.ndarray | None:
     """Return what an index would store for vectors, as it returns it; None if it cannot encode."""
     faiss = faiss_module()
     storage = faiss.downcast_index(index.storage) if hasattr(index, "storage") else index
@@ -102,3 +187,13 @@ def _said(error: BaseException) -> str:
     """Return what faiss says, without the C++ function that says it."""
     said = " ".join(str(error).split())
     return said.rpartition("Error: ")[2] or "it names more memory than there is"
+
+
+def _require_memory(needed_bytes: int) -> None:
+    """Raise InputError if building an index would take more than half of the memory."""
+    allowed = int(host_memory_bytes() * _MEMORY_SHARE)
+    if needed_bytes > allowed:
+        raise InputError(
+            f"an index of these embeddings needs {format_bytes(needed_bytes)} of memory, but may take at most half of "
+            f"this machine's, {format_bytes(allowed)}. Give an index that is on disk (--index), or use a larger machine"
+        )

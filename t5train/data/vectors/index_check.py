@@ -11,10 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5train.data.vectors.embeddings import CHUNK_ROWS, Embeddings, rows_at, spread_rows
-from t5train.data.vectors.exact_search import recall_by_rank
-from t5train.data.vectors.faiss_indexes import IndexFacts, facts_of, open_index, searched
-from t5train.data.vectors.own_rows import CHECKED_ROWS, LEAST_OWN, share_of_own_rows
+from t5train.data.vectors.embeddings import CHUNK_ROWS, Embeddings, chunks, rows_at, spread_rows
+from t5train.data.vectors.faiss_indexes import (
+    CHECKED_ROWS,
+    LEAST_OWN,
+    IndexFacts,
+    facts_of,
+    open_index,
+    search_lists,
+    searched,
+    share_of_own_rows,
+)
 from t5train.errors import InputError
 from t5train.files.atomic import write_json
 from t5train.progress import Progress, silent
@@ -35,6 +42,8 @@ _MARGIN = 0.01
 _STANDARD_ERRORS = 3.0
 """By which the recall on another sample may be lower."""
 _SEARCHED_AT_ONCE = 16
+_ROUNDING = 1e-5
+"""Scores that differ by less, relative to the square of a query, count as equal: sums depend on their order."""
 _REMEDY = ". Fetch or build the index again; if you changed it on purpose, remove this file"
 
 
@@ -152,6 +161,28 @@ def check_index(
     return report._replace(recorded=record.path)
 
 
+def given_index(path: Path, embeddings: Embeddings, seed: int = 0) -> Any:
+    """Open an index for a search of near-duplicates. Reads a sample of the embeddings.
+
+    Raises InputError unless it is an index of them.
+    """
+    index = open_index(path)
+    _require_passed(path, _fact_checks(facts_of(index), None, embeddings))
+    rows = spread_rows(embeddings.rows, CHECKED_ROWS, seed)
+    _require_passed(path, _own_row_checks(share_of_own_rows(index, rows, rows_at(embeddings, rows))))
+    search_lists(index)
+    return index
+
+
+def _require_passed(path: Path, checks: Sequence[Check]) -> None:
+    for each in checks:
+        if not each.passed:
+            raise InputError(
+                f"{path} is not an index of this source. Its {each.what}: {each.found}; expected: {each.expected}. "
+                "Give the index of this source, or leave --index out to have one built"
+            )
+
+
 class _Expected(NamedTuple):
     least: float
     because: str
@@ -218,3 +249,47 @@ def _found(index: Any, queries: np.ndarray, neighbours: int, progress: Callable[
         found.append(searched(index, queries[first : first + _SEARCHED_AT_ONCE], neighbours)[1])
         progress("queries searched with the index", min(first + _SEARCHED_AT_ONCE, len(queries)), len(queries))
     return np.concatenate(found)
+
+
+def recall_by_rank(
+    embeddings: Embeddings,
+    queries: np.ndarray,
+    found: np.ndarray,
+    metric: str,
+    *,
+    chunk_rows: int = CHUNK_ROWS,
+    progress: Progress = silent,
+) -> list[float]:
+    """Return recall@1, recall@2 ... for the row numbers that an index found: int64 [queries, k], -1 for none.
+
+    The exact neighbours are found by comparing each query with all embeddings, which are read once, in chunks. A row
+    counts as a neighbour if its score is as good as that of the last exact one: of equal vectors, any will do.
+    """
+    found = _without_repetition(found)
+    best = np.full(found.shape, -np.inf, np.float32)
+    of_found = best.copy()
+    for first_row, vectors in chunks(embeddings, chunk_rows, progress, "embeddings compared exactly"):
+        scores = _scores(queries, vectors, metric)
+        query, place = np.nonzero((found >= first_row) & (found < first_row + len(vectors)))
+        of_found[query, place] = scores[query, found[query, place] - first_row]
+        both = np.concatenate([best, scores], axis=1)
+        best = np.partition(both, -found.shape[1], axis=1)[:, -found.shape[1] :]
+    best = -np.sort(-best, axis=1)
+    enough = best - _ROUNDING * np.maximum(np.abs(best), np.square(queries).sum(axis=1, keepdims=True))
+    ranks = range(1, found.shape[1] + 1)
+    return [float((of_found[:, :rank] >= enough[:, rank - 1 : rank]).mean()) for rank in ranks]
+
+
+def _without_repetition(found: np.ndarray) -> np.ndarray:
+    """Replace row numbers that a query has found before by -1: an index whose ids are wrong may repeat some."""
+    is_repeated = np.tril(found[:, :, np.newaxis] == found[:, np.newaxis, :], k=-1).any(axis=2)
+    return np.where(is_repeated, -1, found)
+
+
+def _scores(queries: np.ndarray, vectors: np.ndarray, metric: str) -> np.ndarray:
+    """Return the inner products, or for L2 the squared distances with their sign changed."""
+    products: np.ndarray = queries @ vectors.T
+    if metric == "L2":
+        squares = np.square(queries).sum(axis=1)[:, np.newaxis] + np.square(vectors).sum(axis=1)
+        return np.asarray(2 * products - squares)
+    return products

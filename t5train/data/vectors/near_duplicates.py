@@ -1,26 +1,42 @@
-"""Near-duplicates: pairs of passages that their embeddings propose and their texts confirm, written as JSON lines."""
+"""Near-duplicates: pairs of passages that their embeddings propose and their texts confirm, written as JSON lines.
+
+The similarity of two texts is the Jaccard index of their sets of 5-grams: the number of different runs of five
+consecutive words (those of ``t5train.data.checks.word_grams``) that both have, divided by the number that at least one
+has. A text of one to four words has one run, all its words. A text without words has none, and is similar to nothing.
+
+The default threshold is 0.8. In a passage of 100 words, a changed word that is not near an end changes five of 96 runs:
+with one changed word the similarity is 91/101 = 0.90, with two 86/106 = 0.81, and with three 81/111 = 0.73. So 0.8
+admits two changed words in a passage of wiki_dpr, or a shift by ten words (86/106), but no text that merely has the
+same subject.
+"""
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 import orjson
 
+from t5train.data.checks.equal_groups import join_groups
 from t5train.data.checks.listed_pairs import PAIRS_KIND, PAIRS_VERSION
-from t5train.data.vectors.candidate_pairs import BUCKET_ROWS, CandidatePairs, find_candidates
-from t5train.data.vectors.embeddings import Embeddings
-from t5train.data.vectors.neighbours import NeighbourSearch
-from t5train.data.vectors.row_texts import RowTexts, store_texts
-from t5train.data.vectors.text_similarity import NEAR_DUPLICATE, similarity, word_grams
+from t5train.data.checks.word_grams import NEAR_DUPLICATE_WORDS, words_of
+from t5train.data.readers import rows
+from t5train.data.vectors.embeddings import EmbeddingFile, Embeddings, chunks, normalised
+from t5train.data.vectors.faiss_indexes import searched
+from t5train.errors import InputError
 from t5train.files.atomic import replacing
 from t5train.progress import Progress, silent
 
+NEAR_DUPLICATE = 0.8
 BINS = 20
 """Of the histogram of text similarities, from 0 to 1."""
-_REPORT_PAIRS = 1000
+CHUNK_ROWS = 1024
+"""So many passages are searched for before progress is reported, because a large index takes its time."""
+_PAIRS_AT_ONCE = 1000
+_REPORT_ROWS = 4096
 
 
 class Thresholds(NamedTuple):
@@ -50,125 +66,178 @@ class NearDuplicates(NamedTuple):
     """Candidates by the similarity of their texts, in bins of equal width from 0 to 1."""
 
 
-class Sizes(NamedTuple):
-    """How much is in memory at a time. The result does not depend on it.
-
-    So many passages are compared with the index before progress is reported, because a large index takes its time.
-    """
-
-    chunk_rows: int = 1024
-    bucket_rows: int = BUCKET_ROWS
-
-
-_USUAL = Sizes()
-
-
-class _Groups:
-    """Connected passages, as a forest in which each passage points to another one of its group."""
-
-    def __init__(self) -> None:
-        self._parents: dict[int, int] = {}
-
-    def join(self, row: int, other: int) -> None:
-        first, second = sorted((self._root(row), self._root(other)))
-        self._parents[second] = first
-
-    def counts(self) -> tuple[int, int]:
-        """Return the number of groups, and of passages that are not the first of one."""
-        groups = sum(row == parent for row, parent in self._parents.items())
-        return groups, len(self._parents) - groups
-
-    def _root(self, row: int) -> int:
-        parents = self._parents
-        parents.setdefault(row, row)
-        while parents[row] != row:
-            parents[row] = parents[parents[row]]
-            row = parents[row]
-        return row
-
-
 def find_near_duplicates(
     embeddings: Embeddings,
-    search: NeighbourSearch,
+    index: Any,
     thresholds: Thresholds,
     out: Path,
     *,
     about: dict[str, Any],
-    sizes: Sizes = _USUAL,
+    chunk_rows: int = CHUNK_ROWS,
     progress: Progress = silent,
 ) -> NearDuplicates:
     """Write the near-duplicates to ``out``, in the order of their rows, and return the counts.
 
-    The first line has the counts, the thresholds and what ``about`` says; each other line is a pair. Candidates and
-    their texts are in a temporary folder beside ``out`` meanwhile.
+    The first line has the counts, the thresholds and what ``about`` says; each other line is a pair. Meanwhile, the
+    embeddings (2 bytes a number) and the texts of candidates are in a temporary folder beside ``out``; the row numbers
+    of all candidates are in memory. Raises InputError if the index returns rows that the source does not have.
     """
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
-        folder = Path(scratch)
-        candidates = CandidatePairs(folder, embeddings.rows, sizes.bucket_rows)
-        find_candidates(
-            search,
-            embeddings,
-            thresholds.neighbours,
-            thresholds.cosine,
-            candidates,
-            chunk_rows=sizes.chunk_rows,
-            progress=progress,
-        )
-        with (
-            store_texts(embeddings.files, candidates.involved_rows(), folder / "texts", progress) as texts,
-            open(folder / "pairs", "w+b") as pairs,
-        ):
-            found = _decide(embeddings.rows, candidates.in_order(), texts, thresholds.text, pairs, progress)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        directions = _stored_directions(embeddings, Path(folder) / "directions", chunk_rows, progress)
+        candidates = _candidates(embeddings, index, directions, thresholds, chunk_rows, progress)
+        with open(Path(folder) / "texts", "w+b") as stored, open(Path(folder) / "pairs", "w+b") as pairs:
+            texts = _StoredTexts(stored, np.unique(candidates), embeddings.files, progress)
+            found = _decide(candidates, directions, texts, thresholds.text, pairs, progress)
             pairs.seek(0)
-            _write(out, {**about, **thresholds._asdict(), **found._asdict()}, pairs)
+            header = {**about, **thresholds._asdict(), **found._asdict()}
+            with replacing(out) as file:
+                file.write(orjson.dumps({"kind": PAIRS_KIND, "schema_version": PAIRS_VERSION, **header}) + b"\n")
+                shutil.copyfileobj(pairs, file)
     return found
 
 
+def word_grams(text: str) -> frozenset[tuple[str, ...]]:
+    """Return the different runs of five consecutive words of a text."""
+    words = words_of(text)
+    if len(words) < NEAR_DUPLICATE_WORDS:
+        return frozenset([tuple(words)]) if words else frozenset()
+    return frozenset(zip(*(islice(words, start, None) for start in range(NEAR_DUPLICATE_WORDS)), strict=False))
+
+
+def similarity(grams: frozenset[tuple[str, ...]], others: frozenset[tuple[str, ...]]) -> float:
+    """Return the Jaccard index of two sets of runs: from 0 to 1."""
+    shared = len(grams & others)
+    return shared / (len(grams) + len(others) - shared) if shared else 0.0
+
+
+def _stored_directions(embeddings: Embeddings, path: Path, chunk_rows: int, progress: Progress) -> np.ndarray:
+    """Return all embeddings, scaled to length 1, as an array on disk: float16 [rows, dimension].
+
+    Cosines come from it, because those from the codes of an index are rough, and rows of .parquet files cannot be read
+    one by one.
+    """
+    shape = (embeddings.rows, embeddings.dimension)
+    directions = np.memmap(path, np.float16, "w+", shape=shape)
+    for first_row, vectors in chunks(embeddings, chunk_rows, progress, "embeddings stored"):
+        directions[first_row : first_row + len(vectors)] = normalised(vectors)
+    return directions
+
+
+def _cosines(directions: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Return the cosine of each pair of rows, float32: within 0.001, and 0 for vectors of zeros."""
+    first, second = (normalised(directions[pairs[:, side]].astype(np.float32)) for side in (0, 1))
+    return np.asarray((first * second).sum(axis=1))
+
+
+def _candidates(
+    embeddings: Embeddings,
+    index: Any,
+    directions: np.ndarray,
+    thresholds: Thresholds,
+    chunk_rows: int,
+    progress: Progress,
+) -> np.ndarray:
+    """Return the pairs of rows of which one is among the nearest neighbours of the other: int64 [pairs, 2], sorted.
+
+    Their cosine is at least that of ``thresholds``. The smaller row of a pair comes first.
+    """
+    found = [np.empty(0, np.int64)]
+    for first_row, vectors in chunks(embeddings, chunk_rows, progress, "passages compared by their embeddings"):
+        pairs = _pairs(index, first_row, vectors, thresholds.neighbours, embeddings.rows)
+        is_near = [
+            _cosines(directions, pairs[start : start + _PAIRS_AT_ONCE]) >= thresholds.cosine
+            for start in range(0, len(pairs), _PAIRS_AT_ONCE)
+        ]
+        near = pairs[np.concatenate(is_near)] if is_near else pairs
+        found.append(np.unique(near[:, 0] * embeddings.rows + near[:, 1]))  # half the memory of two numbers
+    return np.stack(np.divmod(np.unique(np.concatenate(found)), embeddings.rows), axis=1)
+
+
+def _pairs(index: Any, first_row: int, vectors: np.ndarray, neighbours: int, rows: int) -> np.ndarray:
+    """Return consecutive rows with their nearest neighbours, themselves excluded: int64 [pairs, 2]."""
+    _, found = searched(index, vectors, min(neighbours + 1, rows))
+    if (bad := found[(found < -1) | (found >= rows)]).size:  # FAISS returns -1 for none
+        raise InputError(
+            f"the index returns the row {bad[0]:,}, but the source has the rows 0 to {rows - 1:,}. Give an index whose "
+            "ids are the rows of this source, or leave --index out to have one built"
+        )
+    own = np.arange(first_row, first_row + len(vectors))[:, np.newaxis]
+    is_other = (found >= 0) & (found != own)
+    is_other &= np.cumsum(is_other, axis=1) <= neighbours
+    pairs = np.stack([np.broadcast_to(own, found.shape)[is_other], found[is_other]], axis=1)
+    return np.sort(pairs, axis=1)
+
+
+class _StoredTexts:
+    """The texts of some rows of a source in a file, for access in any order."""
+
+    def __init__(
+        self, file: IO[bytes], wanted: np.ndarray, sources: Sequence[EmbeddingFile], progress: Progress
+    ) -> None:
+        """Write the texts of the rows ``wanted``, which are sorted. Reads the text of the source once."""
+        self._file, self._rows, self._offsets = file, wanted, np.zeros(len(wanted) + 1, np.int64)
+        for number, text in enumerate(_texts(sources, wanted, progress)):
+            file.write(orjson.dumps(text))
+            self._offsets[number + 1] = file.tell()
+
+    def __getitem__(self, row: int) -> tuple[dict[str, Any], str]:
+        """Return how the result names a row, and its text."""
+        place = int(np.searchsorted(self._rows, row))
+        self._file.seek(int(self._offsets[place]))
+        named, text = orjson.loads(self._file.read(int(self._offsets[place + 1] - self._offsets[place])))
+        return named, text
+
+
+def _texts(
+    sources: Sequence[EmbeddingFile], wanted: np.ndarray, progress: Progress
+) -> Iterator[tuple[dict[str, Any], str]]:
+    total = sum(each.rows for each in sources)
+    for each in sources:
+        inside = wanted[(wanted >= each.first_row) & (wanted < each.first_row + each.rows)] - each.first_row
+        if not len(inside):
+            continue
+        first, last, numbers = int(inside[0]), int(inside[-1]), {*inside.tolist()}
+        for row in islice(rows(each.source, first), last + 1 - first):
+            if row.number in numbers:
+                yield {"file": each.source.name, "row": row.number, "id": row.passage.id}, row.passage.text
+            if row.number % _REPORT_ROWS == 0:
+                progress("passages whose text was read", each.first_row + row.number, total)
+
+
 def _decide(
-    passages: int,
-    candidates: Iterable[np.ndarray],
-    texts: RowTexts,
+    candidates: np.ndarray,
+    directions: np.ndarray,
+    texts: _StoredTexts,
     least: float,
     out: IO[bytes],
     progress: Progress,
 ) -> NearDuplicates:
     """Write the candidates whose texts are similar enough, and count."""
-    histogram, groups = np.zeros(BINS, np.int64), _Groups()
-    compared = pairs = 0
-    for pair, value in _with_similarity(candidates, texts):
-        histogram[min(int(value * BINS), BINS - 1)] += 1
-        compared += 1
-        if value >= least:
-            pairs += 1
-            groups.join(int(pair["first"]), int(pair["second"]))
-            out.write(_line(pair, value, texts))
-        if compared % _REPORT_PAIRS == 0:
-            progress("candidate pairs compared by their texts", compared, None)
-    num_groups, copies = groups.counts()
-    return NearDuplicates(passages, compared, pairs, num_groups, copies, histogram.tolist())
+    histogram, confirmed = np.zeros(BINS, np.int64), list[np.ndarray]()
+    row, first, grams = -1, dict[str, Any](), word_grams("")
+    for start in range(0, len(candidates), _PAIRS_AT_ONCE):
+        some = candidates[start : start + _PAIRS_AT_ONCE]
+        for pair, cosine in zip(some, _cosines(directions, some), strict=True):
+            if pair[0] != row:
+                row = int(pair[0])
+                first, text = texts[row]
+                grams = word_grams(text)
+            second, text = texts[int(pair[1])]
+            value = similarity(grams, word_grams(text))
+            histogram[min(int(value * BINS), BINS - 1)] += 1
+            if value >= least:
+                confirmed.append(pair)
+                shown = {"text_similarity": round(value, 6), "cosine": round(float(cosine), 3)}
+                out.write(orjson.dumps({"first": first, "second": second, **shown}) + b"\n")
+        progress("candidate pairs compared by their texts", start + len(some), len(candidates))
+    groups, copies = _counted_groups(np.array(confirmed, np.int64).reshape(-1, 2))
+    return NearDuplicates(len(directions), len(candidates), len(confirmed), groups, copies, histogram.tolist())
 
 
-def _with_similarity(candidates: Iterable[np.ndarray], texts: RowTexts) -> Iterator[tuple[np.void, float]]:
-    row, grams = -1, word_grams("")
-    for bucket in candidates:
-        for pair in bucket:
-            if int(pair["first"]) != row:
-                row = int(pair["first"])
-                grams = word_grams(texts[row].text)
-            yield pair, similarity(grams, word_grams(texts[int(pair["second"])].text))
-
-
-def _line(pair: np.void, value: float, texts: RowTexts) -> bytes:
-    both = {
-        name: {"file": text.file, "row": text.row, "id": text.id}
-        for name in ("first", "second")
-        for text in [texts[int(pair[name])]]
-    }
-    shown = {"text_similarity": round(value, 6), "cosine": round(float(pair["cosine"]), 3)}
-    return orjson.dumps(both | shown) + b"\n"
-
-
-def _write(out: Path, header: dict[str, Any], pairs: IO[bytes]) -> None:
-    with replacing(out) as file:
-        file.write(orjson.dumps({"kind": PAIRS_KIND, "schema_version": PAIRS_VERSION, **header}) + b"\n")
-        shutil.copyfileobj(pairs, file)
+def _counted_groups(pairs: np.ndarray) -> tuple[int, int]:
+    """Return the number of groups that pairs connect, and of passages that are not the first of one."""
+    passages, places = np.unique(pairs, return_inverse=True)
+    firsts = np.arange(len(passages))
+    join_groups(firsts, places.reshape(-1, 2))
+    groups = len(np.unique(firsts))
+    return groups, len(passages) - groups

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from t5train.data.vectors.embeddings import embeddings_of, rows_at, spread_rows
-from t5train.data.vectors.exact_search import recall_by_rank
 from t5train.data.vectors.faiss_indexes import open_index, searched
-from t5train.data.vectors.index_check import IndexReport, Sample, check_index, recall_record
+from t5train.data.vectors.index_check import IndexReport, Sample, check_index, recall_by_rank, recall_record
 from t5train.errors import InputError
 from t5train.spec.known_texts import KnownIndex, known_indexes
 from tests.support.embedded_passages import DIMENSION, embedded_passages, embeddings_in, write_index, write_parquet

@@ -7,9 +7,20 @@ from typing import Any, NamedTuple
 import faiss
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from t5train.data.vectors.near_duplicates import NearDuplicates, Sizes, Thresholds, find_near_duplicates
-from t5train.data.vectors.neighbours import BuiltIndex, NeighbourSearch, built_index, given_index
+from t5train.data.vectors.faiss_indexes import built_index
+from t5train.data.vectors.index_check import given_index
+from t5train.data.vectors.near_duplicates import (
+    CHUNK_ROWS,
+    NEAR_DUPLICATE,
+    NearDuplicates,
+    Thresholds,
+    find_near_duplicates,
+    similarity,
+    word_grams,
+)
 from t5train.errors import InputError
 from tests.support.embedded_passages import (
     EmbeddedPassages,
@@ -28,7 +39,7 @@ UNLIKE = {100: 400, 150: 450}
 FAR = {50: 20}
 """Rows with the text of another row, and a vector of their own: embeddings do not propose them."""
 
-DEFAULT, USUAL = Thresholds(), Sizes()
+DEFAULT = Thresholds()
 
 
 class Result(NamedTuple):
@@ -66,9 +77,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def found(
-    folder: Path, search: NeighbourSearch, out: Path, thresholds: Thresholds = DEFAULT, sizes: Sizes = USUAL
+    folder: Path, index: Any, out: Path, thresholds: Thresholds = DEFAULT, chunk_rows: int = CHUNK_ROWS
 ) -> Result:
-    counts = find_near_duplicates(embeddings_in(folder), search, thresholds, out, about={"source": "text"}, sizes=sizes)
+    counts = find_near_duplicates(
+        embeddings_in(folder), index, thresholds, out, about={"source": "text"}, chunk_rows=chunk_rows
+    )
     assert [each.name for each in out.parent.iterdir() if each.name.startswith(f".{out.name}")] == []
     header, *pairs = map(json.loads, out.read_text("utf-8").splitlines())
     return Result(counts, header, pairs)
@@ -98,14 +111,14 @@ def test_planted_near_duplicates_are_found_and_unlike_texts_with_equal_vectors_a
 
 def test_the_result_does_not_depend_on_how_much_is_in_memory(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "pairs.jsonl"
-    search = built_index(embeddings_in(folder), 0)
+    index = built_index(embeddings_in(folder), 0)
     thresholds = Thresholds(cosine=0.75, text=0.0)
-    whole = found(folder, search, out, thresholds)
+    whole = found(folder, index, out, thresholds)
     assert whole.counts.pairs == whole.counts.candidates > 100
     expected = out.read_bytes()
-    for sizes in (Sizes(1, 1), Sizes(1, 1 << 20), Sizes(37, 100), Sizes(1000, 1)):
-        found(folder, search, out, thresholds, sizes)
-        assert out.read_bytes() == expected, sizes
+    for chunk_rows in (1, 37, 1000):
+        found(folder, index, out, thresholds, chunk_rows)
+        assert out.read_bytes() == expected, chunk_rows
 
 
 @pytest.mark.parametrize("kind", ["Flat", "HNSW32_SQ8", "IVF8,SQ8", "IVF8,PQ16x4np"])
@@ -114,31 +127,31 @@ def test_a_given_index_proposes_by_the_cosine_whatever_its_metric(
     folder: Path, tmp_path: Path, kind: str, metric: int
 ) -> None:
     path = write_index(tmp_path / "x.faiss", PLANTED.vectors, kind, metric, lists_searched=1, trained_with=PLANTED)
-    search = given_index(path, embeddings_in(folder))
+    index = given_index(path, embeddings_in(folder))
     thresholds = Thresholds(neighbours=100 if "PQ" in kind else 10)  # coarse codes do not rank within a cluster
-    assert found(folder, search, tmp_path / "pairs.jsonl", thresholds).rows() == sorted(PAIRS)
+    assert found(folder, index, tmp_path / "pairs.jsonl", thresholds).rows() == sorted(PAIRS)
 
 
 def test_an_index_built_of_lists_finds_the_same(folder: Path, tmp_path: Path) -> None:
     embeddings = embeddings_in(folder)
-    search = built_index(embeddings, 0, exact_rows=100)
-    assert type(search.index).__name__ == "IndexIVFScalarQuantizer"
-    assert found(folder, search, tmp_path / "pairs.jsonl").rows() == sorted(PAIRS)
+    index = built_index(embeddings, 0, exact_rows=100)
+    assert type(index).__name__ == "IndexIVFScalarQuantizer"
+    assert found(folder, index, tmp_path / "pairs.jsonl").rows() == sorted(PAIRS)
     again = built_index(embeddings, 0, exact_rows=100)
-    assert (faiss.serialize_index(search.index) == faiss.serialize_index(again.index)).all()
+    assert (faiss.serialize_index(index) == faiss.serialize_index(again)).all()
 
 
 def test_embeddings_propose_and_do_not_decide(tmp_path: Path) -> None:
     rows = 60  # fewer, because all pairs are compared
     some = EmbeddedPassages(PLANTED.texts[:rows], PLANTED.vectors[:rows])
     folder = write_parquet(tmp_path / "text", some)
-    search, out = built_index(embeddings_in(folder), 0), tmp_path / "pairs.jsonl"
+    index, out = built_index(embeddings_in(folder), 0), tmp_path / "pairs.jsonl"
     (far,) = FAR.items()
-    assert far[::-1] not in found(folder, search, out).rows()
-    lenient = found(folder, search, out, Thresholds(neighbours=rows, cosine=-1.0))
+    assert far[::-1] not in found(folder, index, out).rows()
+    lenient = found(folder, index, out, Thresholds(neighbours=rows, cosine=-1.0))
     assert lenient.rows() == sorted({*(pair for pair in PAIRS if max(pair) < rows), far[::-1]})
     assert lenient.counts.candidates == rows * (rows - 1) / 2
-    strict = found(folder, search, out, Thresholds(text=0.95))
+    strict = found(folder, index, out, Thresholds(text=0.95))
     assert (strict.pairs, strict.counts.groups, strict.counts.copies) == ([], 0, 0)
 
 
@@ -146,22 +159,24 @@ def test_no_more_neighbours_are_compared_than_asked_for(tmp_path: Path) -> None:
     made = embedded_passages(60)
     same = EmbeddedPassages(made.texts, np.repeat(made.vectors[:1], 60, axis=0))
     folder = write_parquet(tmp_path / "text", same)
-    search = built_index(embeddings_in(folder), 0)
-    assert found(folder, search, tmp_path / "pairs.jsonl", Thresholds(neighbours=2)).counts.candidates <= 60 * 2
+    index = built_index(embeddings_in(folder), 0)
+    assert found(folder, index, tmp_path / "pairs.jsonl", Thresholds(neighbours=2)).counts.candidates <= 60 * 2
 
 
 def test_an_index_of_other_embeddings_or_of_another_metric_is_refused(folder: Path, tmp_path: Path) -> None:
     short = write_index(tmp_path / "short.faiss", PLANTED.vectors[1:])
-    with pytest.raises(InputError, match="has 599 vectors of 768 numbers, but the source has 600 of 768"):
+    with pytest.raises(InputError, match=r"is not an index of this source\. Its vectors: 599; expected: 600"):
         given_index(short, embeddings_in(folder))
     tail = PLANTED.vectors.copy()
     tail[-30:] = tail[-30:][::-1]
     for vectors, share in ((PLANTED.vectors[::-1], r"0\.\d\d"), (tail, r"95\.00")):
         other = write_index(tmp_path / "other.faiss", vectors)
-        with pytest.raises(InputError, match=rf"in {share}% of 600 rows, but must do so in at least 99%"):
+        with pytest.raises(
+            InputError, match=rf"vectors of their own rows: {share}%; expected: in at least 99% of rows"
+        ):
             given_index(other, embeddings_in(folder))
     l1 = write_index(tmp_path / "l1.faiss", PLANTED.vectors, metric=faiss.METRIC_L1)
-    with pytest.raises(InputError, match="must have inner product or L2"):
+    with pytest.raises(InputError, match=r"Its metric: number \d+; expected: inner product or L2"):
         given_index(l1, embeddings_in(folder))
 
 
@@ -170,23 +185,23 @@ def test_an_index_whose_ids_are_not_rows_is_refused(folder: Path, tmp_path: Path
     index = faiss.IndexIDMap2(faiss.IndexFlatIP(PLANTED.vectors.shape[1]))
     index.add_with_ids(PLANTED.vectors, np.array([*range(599), bad]))
     faiss.write_index(index, str(tmp_path / "x.faiss"))
-    search = given_index(tmp_path / "x.faiss", embeddings_in(folder))
+    index = given_index(tmp_path / "x.faiss", embeddings_in(folder))
     with pytest.raises(InputError, match=rf"returns the row {bad}, but the source has the rows 0 to 599\."):
-        found(folder, search, tmp_path / "pairs.jsonl")
+        found(folder, index, tmp_path / "pairs.jsonl")
 
 
 def test_cosines_do_not_come_from_the_codes_of_an_index(folder: Path, tmp_path: Path) -> None:
     exact = found(folder, built_index(embeddings_in(folder), 0), tmp_path / "exact.jsonl")
     path = write_index(tmp_path / "x.faiss", PLANTED.vectors, "PQ16x4np")
-    search, thresholds = given_index(path, embeddings_in(folder)), Thresholds(neighbours=100)
-    coarse = found(folder, search, tmp_path / "coarse.jsonl", thresholds, Sizes(37, 100))
+    index, thresholds = given_index(path, embeddings_in(folder)), Thresholds(neighbours=100)
+    coarse = found(folder, index, tmp_path / "coarse.jsonl", thresholds, 37)
     cosines = [[each["cosine"] for each in result.pairs] for result in (exact, coarse)]
     assert coarse.rows() == exact.rows()
     assert cosines[0] == pytest.approx(cosines[1], abs=0.001)
 
 
 def test_an_index_that_memory_cannot_hold_is_not_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("t5train.data.vectors.neighbours.host_memory_bytes", lambda: 3_000_000)
+    monkeypatch.setattr("t5train.data.vectors.faiss_indexes.host_memory_bytes", lambda: 3_000_000)
     with pytest.raises(InputError, match=r"needs 1\.8 MB of memory, .* 1\.5 MB\. Give an index that is on disk"):
         built_index(embeddings_in(folder), 0)
     with pytest.raises(InputError, match=r"needs 4\.2 MB of memory"):
@@ -198,11 +213,55 @@ def test_a_vector_of_zeros_is_similar_to_nothing(tmp_path: Path) -> None:
     vectors = made.vectors.copy()
     vectors[:2] = 0
     folder = write_parquet(tmp_path / "text", EmbeddedPassages([made.texts[0]] * 30, vectors), files=1)
-    searches: list[NeighbourSearch] = [
-        built_index(embeddings_in(folder), 0),
-        given_index(write_index(tmp_path / "x.faiss", vectors), embeddings_in(folder)),
-    ]
-    assert isinstance(searches[0], BuiltIndex)
-    for search in searches:
-        result = found(folder, search, tmp_path / "pairs.jsonl", Thresholds(cosine=0.1))
+    given = given_index(write_index(tmp_path / "x.faiss", vectors), embeddings_in(folder))
+    for index in (built_index(embeddings_in(folder), 0), given):
+        result = found(folder, index, tmp_path / "pairs.jsonl", Thresholds(cosine=0.1))
         assert not {0, 1} & {row for pair in result.rows() for row in pair}
+
+
+NUMBERED = [f"word{number}" for number in range(110)]
+PASSAGE = " ".join(NUMBERED[:100])
+
+
+def of_texts(text: str, other: str) -> float:
+    return similarity(word_grams(text), word_grams(other))
+
+
+def changed(*places: int) -> str:
+    return " ".join("other" if place in places else word for place, word in enumerate(NUMBERED[:100]))
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (PASSAGE, 1.0),
+        (PASSAGE.upper().replace(" ", ",\n "), 1.0),
+        (changed(50), 91 / 101),
+        (changed(30, 60), 86 / 106),
+        (changed(20, 50, 80), 81 / 111),
+        (" ".join(NUMBERED[10:110]), 86 / 106),
+        (" ".join(reversed(NUMBERED[:100])), 0.0),
+        ("", 0.0),
+    ],
+)
+def test_similarities_are_those_of_the_documentation(other: str, expected: float) -> None:
+    assert of_texts(PASSAGE, other) == pytest.approx(expected)
+
+
+def test_two_changed_words_in_a_hundred_are_a_near_duplicate_and_three_are_not() -> None:
+    assert 81 / 111 < NEAR_DUPLICATE <= 86 / 106
+
+
+def test_short_texts_are_compared_as_a_whole_and_texts_without_words_are_similar_to_nothing() -> None:
+    assert of_texts("One, two three", "one two THREE") == 1
+    assert of_texts("one two three", "one two four") == 0
+    assert of_texts("...", "...") == 0
+    assert word_grams("a b c d e f") == {("a", "b", "c", "d", "e"), ("b", "c", "d", "e", "f")}
+
+
+@given(st.text("ab \n.", max_size=60), st.text("ab \n.", max_size=60))
+def test_similarity_is_symmetric_and_between_0_and_1(one: str, other: str) -> None:
+    value = of_texts(one, other)
+    assert value == of_texts(other, one)
+    assert 0 <= value <= 1
+    assert of_texts(one, one) == (1 if word_grams(one) else 0)
