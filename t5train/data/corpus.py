@@ -16,7 +16,7 @@ from t5train.data.checks.repetitions import Search, find_repetitions
 from t5train.data.checks.test_sets import files_of_test_set, read_test_sets
 from t5train.data.checks.unchanged_files import FileStamp, require_unchanged, stamps_of
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, ReadText, TextFindings, read_whole
-from t5train.data.download.partial_file import whole_digest
+from t5train.data.download.kept_downloads import whole_digest
 from t5train.data.download.source_listing import file_identity
 from t5train.data.formats.passage_frames import is_framed
 from t5train.data.formats.wikipedia_dump import require_one_form

@@ -16,7 +16,7 @@ from t5train.data.checks.document_ids import IdsOfFile, require_documents
 from t5train.data.checks.listed_pairs import open_listed
 from t5train.data.checks.test_sets import of_test_set
 from t5train.data.corpus import of_part, require_different
-from t5train.data.download.partial_file import whole_digest
+from t5train.data.download.kept_downloads import whole_digest
 from t5train.data.download.source_listing import LeftOut, few
 from t5train.data.passages import SPLITS, FewIds, Row, SourceFile, Split, SplitRule, split_of
 from t5train.data.readers import PLAIN_FORMATS, format_of, is_dump, rows

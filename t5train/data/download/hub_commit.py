@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from t5train.data.download.downloads import locked
+from t5train.data.download.kept_downloads import locked
 from t5train.data.download.remote_reading import Backoff, is_interrupted, message_of, status_of
 from t5train.errors import InputError, T5TrainError
 from t5train.files.atomic import write_json

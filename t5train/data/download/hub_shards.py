@@ -11,11 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from t5train.data.download.downloads import downloaded_before, locked, note_completed
 from t5train.data.download.hub_commit import commit_of, record_commit, recorded_commit, require_online
 from t5train.data.download.hub_dataset import HubColumns, HubRows, explained_by_datasets, open_rows, reopen
-from t5train.data.download.kept_downloads import cache_folder
-from t5train.data.download.partial_file import Note, read_note, whole_copies, write_note
+from t5train.data.download.kept_downloads import (
+    Note,
+    cache_folder,
+    downloaded_before,
+    locked,
+    note_completed,
+    read_note,
+    whole_copies,
+    write_note,
+)
 from t5train.data.download.remote_reading import Backoff, is_interrupted
 from t5train.data.formats.passage_frames import FRAMES, PassageFrames
 from t5train.data.passages import Passage, SourceFile, id_at, nonblank_bytes, title_of

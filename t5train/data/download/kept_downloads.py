@@ -1,28 +1,35 @@
-"""Earlier downloads that are used without asking the store."""
+"""Complete downloads in their cache folder, each with a note of its state, size and sha256 beside it.
 
+The last download of a whole text also leaves a list of its files.
+"""
+
+import errno
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-from t5train.data.download.downloads import downloaded_before
-from t5train.data.download.hub_commit import (
-    commit_of,
-    files_at,
-    offline_switch,
-    record_commit,
-    recorded_commit,
-    repository_of,
-    require_online,
-)
-from t5train.data.download.partial_file import read_note, whole_copies
-from t5train.data.passages import SourceFile
-from t5train.errors import InputError
+from t5train.data.download.remote_reading import RemoteFile
+from t5train.errors import DigestMismatch, InputError
+from t5train.files.atomic import write_json
 from t5train.files.confined import confined, require_distinct
 from t5train.locations import redacted
 from t5train.quantities import quantity
 from t5train.records.digests import FileDigest
 from t5train.spec.known_texts import KnownText, known_texts, location_of
+from t5train.files.made_files import DOWNLOADED
+from t5train.files.output_folder import lock_or_wait
+from t5train.host_resources import num_cores
+from t5train.records.digests import FileDigest, verify_file
+
+_LISTING = ".downloaded-files.json"
+_log = logging.getLogger(__name__)
+
 
 
 def cache_folder(source: str, revision: str, root: Path, more: Sequence[str] = ()) -> Path:
@@ -43,121 +50,137 @@ def download_places(folder: Path, names: list[str], shown: str) -> list[Path]:
     return places
 
 
-class Downloads(NamedTuple):
-    """The downloads of a source, and what is known of them."""
+class Note(NamedTuple):
+    """What is known of a complete download."""
 
-    location: str
-    """Path, pattern or URL of the source."""
-    revision: str
-    root: Path | None
-    known: KnownText | None = None
-    """If the source has a name: what it stands for."""
-    whole_files: bool = False
-    """Whether .parquet files have all of their columns; such downloads are apart from those with some."""
-
-    @classmethod
-    def of(cls, source: str, revision: str, root: Path | None, *, whole_files: bool = False) -> Self:
-        """Return those of a source under a root."""
-        location, known = location_of(source), known_texts().get(source)
-        return cls(location, revision or (known.revision if known is not None else ""), root, known, whole_files)
+    state: str
+    """The store's state of the file that it is a copy of."""
+    content: FileDigest
+    whole: FileDigest | None
+    """What the download stands for: if only columns were fetched, the whole file, as the store states its digest; of
+    rows that were streamed, their lines before compression. None for a copy."""
 
     @property
-    def folder(self) -> Path:
-        """The folder that they are in: for a named text of the Hub, one for each commit.
+    def stands_for(self) -> FileDigest:
+        """The digest that identifies the text, however it was transferred."""
+        return self.whole or self.content
 
-        Files that are named by their URL may be of any commit, so they are in another folder.
-        """
-        more = ["whole files"] if self.whole_files else []
-        if self.pinned_repository is not None:
-            more += ["commit", self._recorded_commit() or ""]
-        return cache_folder(self.location, self.revision, self._root(), more)
+    def is_of(self, file: RemoteFile) -> bool:
+        """Whether this is a copy of the present state of a file."""
+        if file.sha256 is not None:
+            return self.stands_for.sha256 == file.sha256
+        return self.state == file.state and file.size in {None, self.stands_for.size}
 
-    @property
-    def pinned_repository(self) -> str | None:
-        """If the source is a named text of the Hub: its dataset, which is read at one commit."""
-        return None if self.known is None else repository_of(self.location)
 
-    def at_commit(self, *, records: bool) -> str:
-        """Return the location, for a named text of the Hub with the commit in it.
-
-        That is the recorded commit if there is one. Otherwise it is the revision's current one, which is recorded on
-        request.
-        """
-        if (repository := self.pinned_repository) is None:
-            return self.location
-        if records:
-            return files_at(self.location, repository, record_commit(repository, self.revision, self._root()))
-        return files_at(self.location, repository, self._recorded_commit() or commit_of(repository, self.revision))
-
-    def kept(self) -> list[SourceFile] | None:
-        """Return the earlier downloads if they are used without asking the store; None otherwise.
-
-        That is so for the Hub if it is not to be asked, for files that all have known digests and are here, and for
-        those of a recorded commit. Raises InputError if the Hub is not to be asked, and a file is not here.
-        """
-        is_offline = self.location.startswith("hf://") and offline_switch() is not None
-        if self.root is None:
-            if is_offline:
-                require_online(self.location)
-            return None
-        if digests := self._digests():
-            return _with_known_content(self.folder, digests)
-        if not is_offline and self.pinned_repository is None:
-            return None
-        has_commit = self.pinned_repository is None or self._recorded_commit() is not None
-        if has_commit and (places := downloaded_before(self.folder)) is not None:
-            return self._kept(places, is_offline)
-        if is_offline:
-            require_online(self.location)
+def read_note(local: Path) -> Note | None:
+    """Return the note of a download; None if there is none, or if it is damaged."""
+    try:
+        noted = json.loads(_note(local).read_bytes())
+        content = FileDigest(size=noted["size"], sha256=noted["sha256"])
+        return Note(str(noted["state"]), content, FileDigest(**noted["whole"]) if noted.get("whole") else None)
+    except OSError as error:
+        if error.errno not in {errno.ENOENT, errno.ENAMETOOLONG}:
+            raise
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        _log.warning("the record of the download of %s is damaged: %s", local, error)
         return None
 
-    def _kept(self, places: Sequence[Path], is_offline: bool) -> list[SourceFile] | None:
-        num_files = len(places) if self.known is None else self.known.num_files
-        if len(places) != num_files and not is_offline:
-            return None
-        self.require_all([str(place) for place in places])
-        for place, is_intact in zip(places, whole_copies(places), strict=True):
-            if not is_intact and is_offline:
-                raise InputError(f"{place} is missing or damaged, and without a network it cannot be downloaded again")
-            if not is_intact:
-                return None
-        return [SourceFile(place, place.relative_to(self.folder).as_posix()) for place in places]
 
-    def known_digest(self, name: str) -> FileDigest | None:
-        """Return what a file is known to be: from the catalogue, or of a commit from its first download."""
-        if self.pinned_repository is None:
-            return self._digests().get(name)
-        note = read_note(self.folder / name)
-        return self._digests().get(name) or (None if note is None else note.stands_for)
-
-    def require_all(self, found: Sequence[str]) -> None:
-        """Raise InputError if a named text does not have the files that it should have."""
-        if self.known is not None and len(found) != self.known.num_files:
-            raise InputError(
-                f"{redacted(self.location)} is {quantity(len(found), 'file')}, but should be {self.known.num_files:,}. "
-                "The store does not have the text that the name stands for: name the files by their URL, if they are "
-                "what you want"
-            )
-
-    def _recorded_commit(self) -> str | None:
-        repository = self.pinned_repository
-        if repository is None or self.root is None:
-            return None
-        return recorded_commit(repository, self.revision, self.root)
-
-    def _root(self) -> Path:
-        assert self.root is not None  # noqa: S101  who downloads has a root
-        return self.root
-
-    def _digests(self) -> dict[str, FileDigest]:
-        digests = {} if self.known is None else self.known.files
-        return {name: FileDigest(size=each.size, sha256=each.sha256) for name, each in digests.items()}
+def write_note(local: Path, note: Note) -> None:
+    """Write the note of a complete download."""
+    whole = {} if note.whole is None else {"whole": note.whole.model_dump()}
+    write_json(_note(local), {"state": note.state, **note.content.model_dump(), **whole})
 
 
-def _with_known_content(cache: Path, digests: Mapping[str, FileDigest]) -> list[SourceFile] | None:
-    files = [SourceFile(confined(cache, name, "the list of known texts", InputError), name) for name in digests]
-    for file in files:
-        note = read_note(file.path)
-        if note is None or note.stands_for != digests[file.name]:
-            return None
-    return files if all(whole_copies([file.path for file in files])) else None
+def whole_digest(local: Path) -> FileDigest | None:
+    """Return the digest of what a download stands for; None for a copy, and for any other file."""
+    note = read_note(local)
+    return None if note is None else note.whole
+
+
+def is_whole(local: Path, note: Note) -> bool:
+    """Return whether a download has the content that was noted. Raises Unreadable if it cannot be read now."""
+    try:
+        verify_file(local, note.content)
+    except DigestMismatch as error:
+        _log.warning("the download of %s is damaged: %s", local, error)
+        return False
+    return True
+
+
+def whole_copies(places: Sequence[Path]) -> list[bool]:
+    """Return for each place whether a download is there that has the content that was noted."""
+
+    def is_intact(place: Path) -> bool:
+        note = read_note(place)
+        return note is not None and is_whole(place, note)
+
+    with ThreadPoolExecutor(num_cores()) as pool:  # hashing releases the GIL
+        return list(pool.map(is_intact, places))
+
+
+def is_current(local: Path, file: RemoteFile, known: FileDigest | None) -> bool:
+    """Whether an undamaged copy of a file's present state is here.
+
+    Raises InputError if ``known`` is what it should be, and the store has another file.
+    """
+    note = read_note(local)
+    if known is not None:
+        _require_known(file, known)
+    if note is None or (not note.is_of(file) if known is None else note.stands_for != known):
+        return False
+    return is_whole(local, note)
+
+
+def _require_known(file: RemoteFile, known: FileDigest) -> None:
+    """Raise InputError if the store says that it has another file."""
+    if file.size not in {None, known.size}:
+        other = f"{quantity(file.size or 0, 'byte')}, but should have {known.size:,}"
+    elif file.sha256 not in {None, known.sha256}:
+        other = f"the sha256 {file.sha256}, but should have {known.sha256}"
+    else:
+        return
+    raise InputError(
+        f"{redacted(file.path)} has {other}. The store has another file under this name: to use that one, name it by "
+        "its URL"
+    )
+
+
+def downloaded_before(folder: Path) -> list[Path] | None:
+    """Return the files that a download last put into a folder; None if it never completed.
+
+    Nothing is compared with the store, and the files may have been damaged since.
+    """
+    try:
+        names = [str(name) for name in json.loads((folder / _LISTING).read_bytes())["files"]]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / _LISTING} is damaged ({error}). Remove it, and download the text again") from None
+    return [confined(folder, name, str(folder / _LISTING), InputError) for name in names]
+
+
+def note_completed(folder: Path, places: Sequence[Path]) -> None:
+    """Record that all files of a text are in a folder."""
+    write_json(folder / _LISTING, {"files": [each.relative_to(folder).as_posix() for each in places]})
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let only one process download to a folder; others wait."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        lock_or_wait(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def forget_completed(folder: Path) -> None:
+    """Record that the files of a text are not all of one state, until ``note_completed`` is called again."""
+    (folder / _LISTING).unlink(missing_ok=True)
+
+
+def _note(local: Path) -> Path:
+    return local.with_name(f"{local.name}{DOWNLOADED}")

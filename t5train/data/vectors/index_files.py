@@ -10,11 +10,10 @@ import fsspec
 
 from t5train.data.download.downloads import Wanted, download
 from t5train.data.download.hub_commit import files_at, record_commit, repository_of
-from t5train.data.download.kept_downloads import Downloads
 from t5train.data.download.remote_reading import Backoff, is_busy, storage_options
 from t5train.data.download.source_listing import few
 from t5train.data.passages import SourceFile
-from t5train.data.sources import local_files, require_source
+from t5train.data.sources import Downloads, local_files, require_source
 from t5train.errors import InputError
 from t5train.files.confined import confined
 from t5train.locations import explained, local_folder, redacted

@@ -42,10 +42,10 @@ BUILD = f"""
 import sys
 from pathlib import Path
 from t5train.data.corpus import build_corpus
-from t5train.data.download import downloads, partial_file
+from t5train.data.download import downloads
 from t5train.spec import CorpusSpec
 
-downloads.BLOCK_BYTES, partial_file.DURABLE_BYTES = {BLOCK}, {DURABLE}
+downloads.BLOCK_BYTES, downloads.DURABLE_BYTES = {BLOCK}, {DURABLE}
 build_corpus(CorpusSpec(source=sys.argv[1], workers=1), Path(sys.argv[2]))
 """
 

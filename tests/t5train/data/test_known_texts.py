@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from t5train.data import corpus
+from t5train.data import corpus, sources
 from t5train.data.corpus import build_corpus
-from t5train.data.download import kept_downloads
 from t5train.errors import InputError
 from t5train.records.stage_records import Corpus
 from t5train.spec import CorpusSpec, known_texts
@@ -25,7 +24,7 @@ def named(monkeypatch: pytest.MonkeyPatch, web: Web, **changes: object) -> None:
     facts = {"title": "A text", "files": {"text.txt": known}, "rows": 40_000, "license": "cc-by-nc-4.0"}
     facts |= {"location": f"{web.url}/text.txt", "languages": ("en",)}
     texts = {"the_text": KnownText.model_validate(facts | changes)}
-    for module in (kept_downloads, corpus, known_texts):
+    for module in (sources, corpus, known_texts):
         monkeypatch.setattr(module, "known_texts", lambda: texts)
 
 
