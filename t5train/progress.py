@@ -19,6 +19,18 @@ def silent(what: str, done: int, total: int | None) -> None:
     """Ignore progress."""
 
 
+def adding(progress: Progress, what: str, total: int | None) -> Callable[[int], None]:
+    """Return a function that takes how many more units of ``what`` are done, and reports how many are in all."""
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        progress(what, done, total)
+
+    return advance
+
+
 Report = tuple[str, int, int | None]
 """The arguments of a call of Progress."""
 

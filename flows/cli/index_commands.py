@@ -8,13 +8,12 @@ import typer
 
 from flows.cli.options import JsonOption, RootOption, root_of
 from flows.cli.terminal import say, show_json, show_rows, show_table, stage_display
-from t5train.data.checks.unchanged_files import stamps_of
-from t5train.data.corpus import content_of
+from t5train.data.checks.unchanged_files import content_of, digests_of, stamps_of
 from t5train.data.readers import rows
-from t5train.data.vectors.embeddings import embeddings_of
-from t5train.data.vectors.faiss_indexes import built_index, faiss_module
+from t5train.data.sources import local_files
+from t5train.data.vectors.embeddings import embeddings_of, require_embeddings
+from t5train.data.vectors.faiss_indexes import built_index, chosen_index, faiss_module, local_index
 from t5train.data.vectors.index_check import Sample, check_index, given_index, recall_record
-from t5train.data.vectors.index_files import chosen_index, embedding_sources, local_index, require_embeddings
 from t5train.data.vectors.near_duplicates import Thresholds, find_near_duplicates
 from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing
@@ -75,7 +74,7 @@ def check(  # noqa: PLR0913, PLR0917 - one for each option
     with stage_display() as progress:
         require_embeddings(source, revision, folder)
         path = local_index(chosen, revision, folder, progress)  # first, as its size may be known before the download
-        embeddings = embeddings_of(embedding_sources(source, revision, folder, progress))
+        embeddings = embeddings_of(local_files(source, revision, folder, progress, whole_files=True))
         report = check_index(path, chosen.known, embeddings, sample, record, progress=progress)
     _write_plot(plot, lambda: recall_plot(report))
     if as_json:
@@ -132,14 +131,14 @@ def duplicates(  # noqa: PLR0913, PLR0917 - one for each option
     with stage_display() as progress:
         require_embeddings(source, revision, folder)
         path = None if chosen is None else local_index(chosen, revision, folder, progress)
-        embeddings = embeddings_of(embedding_sources(source, revision, folder, progress))
+        embeddings = embeddings_of(local_files(source, revision, folder, progress, whole_files=True))
         next(rows(embeddings.files[0].source), None)  # raises an error if there is no column of texts
         searched = (
             built_index(embeddings, seed, progress=progress) if path is None else given_index(path, embeddings, seed)
         )
         sources = [each.source for each in embeddings.files]
         stamps = stamps_of(sources)
-        about["files"] = content_of(sources, progress)
+        about["files"] = content_of(digests_of(sources, progress))
         result = find_near_duplicates(embeddings, searched, thresholds, out.absolute(), about=about, progress=progress)
         if stamps_of(sources) != stamps:
             out.unlink()

@@ -2,30 +2,33 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from t5train.data.checks.document_ids import require_documents
-from t5train.data.checks.known_content import require_known_columns, require_known_rows
 from t5train.data.checks.listed_pairs import Listed, open_listed
 from t5train.data.checks.removal import write_without
 from t5train.data.checks.repetitions import Search, find_repetitions
-from t5train.data.checks.test_sets import files_of_test_set, read_test_sets
-from t5train.data.checks.unchanged_files import FileStamp, require_unchanged, stamps_of
-from t5train.data.checks.whole_reading import TEXT_FINDINGS, ReadText, TextFindings, read_whole
-from t5train.data.download.kept_downloads import whole_digest
+from t5train.data.checks.unchanged_files import FileStamp, content_of, digests_of, require_unchanged, stamps_of
+from t5train.data.checks.whole_reading import (
+    TEXT_FINDINGS,
+    ReadText,
+    TextFindings,
+    files_of_test_set,
+    read_test_sets,
+    read_whole,
+    require_known_columns,
+    require_known_rows,
+)
 from t5train.data.download.source_listing import file_identity
 from t5train.data.formats.passage_frames import is_framed
 from t5train.data.formats.wikipedia_dump import require_one_form
-from t5train.data.passages import SourceFile
+from t5train.data.passages import SourceFile, require_documents
 from t5train.data.segments import SEGMENTS, FileSegments, read_segments, write_segments
 from t5train.data.sources import PYDOCS, files_of_earlier_version, local_files, pydocs_files, write_pydocs
 from t5train.errors import InputError, RecordError, UnknownVersion, Unreadable
 from t5train.files.atomic import remove_folder
-from t5train.files.os_errors import explain
 from t5train.files.output_folder import making, stage_folder
 from t5train.host_resources import num_cores, require_writable
 from t5train.locations import hub_dataset_name, redacted
@@ -33,6 +36,7 @@ from t5train.progress import Progress, silent
 from t5train.quantities import quantity
 from t5train.records.changed_files import keep_changed_files
 from t5train.records.digests import FileDigest, digest_file, digest_files
+from t5train.records.digests import FileDigest, digest_files
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import REMOVED, Corpus, reusable
 from t5train.spec import CorpusSpec
@@ -133,9 +137,9 @@ def _inputs(
 ) -> _Inputs:
     sources = _sources(spec, root, progress, as_before=as_before)
     stamps = stamps_of(sources)
-    digests = _digests(sources, progress)
+    digests = digests_of(sources, progress)
     test_sets = [files_of_test_set(each, root, progress, as_before=as_before) for each in spec.test_sets]
-    content = _content(sources, digests)
+    content = content_of(digests)
     identified = {"kind": "corpus", "stage": _STAGE_VERSION, "files": content}
     identity = fingerprint(identified | _removal_identity(spec, test_sets, listed, progress))
     return _Inputs(sources, stamps, digests, content, test_sets, identity)
@@ -253,36 +257,6 @@ def _with_pydocs(
     return sorted(kept, key=lambda each: each.part), rest
 
 
-def _digests(sources: Sequence[SourceFile], progress: Progress) -> dict[SourceFile, FileDigest]:
-    found: dict[SourceFile, FileDigest] = {}
-    with ThreadPoolExecutor(num_cores()) as pool:  # hashing releases the GIL
-        for source, digest in zip(sources, pool.map(_digest, sources), strict=True):
-            found[source] = digest
-            progress("source files hashed", len(found), len(sources))
-    return found
-
-
-def _digest(source: SourceFile) -> FileDigest:
-    try:
-        return digest_file(source.path)
-    except OSError as error:
-        raise InputError(f"{source.shown} cannot be read: {explain(error)}") from error
-
-
-def content_of(sources: Sequence[SourceFile], progress: Progress) -> list[dict[str, Any]]:
-    """Return the name, size and sha256 of each file, as they identify a text."""
-    return _content(sources, _digests(sources, progress))
-
-
-def _content(sources: Sequence[SourceFile], digests: Mapping[SourceFile, FileDigest]) -> list[dict[str, Any]]:
-    """Return what identifies the text. Columns of a file stand for the whole file, however they were transferred."""
-    return [
-        {"name": each.name, **({"part": each.part} if each.part else {})}
-        | (whole_digest(each.path) or digests[each]).model_dump()
-        for each in sources
-    ]
-
-
 def check_text(spec: CorpusSpec, root: Path, progress: Progress = silent) -> tuple[Path, TextFindings]:
     """Look for everything that a text repeats, without removing it. A finished check is reused.
 
@@ -302,7 +276,7 @@ def check_text(spec: CorpusSpec, root: Path, progress: Progress = silent) -> tup
     plain = spec.model_copy(update={"remove": (), "remove_listed": None, "test_sets": ()})
     corpus = build_corpus(plain, root, progress)
     test_sets = [files_of_test_set(each, root, progress) for each in spec.test_sets]
-    contents = [content_of(files, progress) for files in test_sets]
+    contents = [content_of(digests_of(files, progress)) for files in test_sets]
     identity = fingerprint(
         {"kind": "check", "removal": _REMOVAL_VERSION, "corpus": corpus.fingerprint, "test_sets": contents}
         | spec.split_identity()
@@ -327,7 +301,7 @@ def _removal_identity(
     """Return what decides which passages are removed; empty if none are, as in the fingerprints of earlier versions."""
     if not spec.removes_passages:
         return {}
-    contents = [content_of(files, progress) for files in test_sets]
+    contents = [content_of(digests_of(files, progress)) for files in test_sets]
     pairs = {} if listed is None else {"listed": listed.sha256}
     return {"removal": _REMOVAL_VERSION, "remove": spec.remove, "test_sets": contents, **pairs, **spec.split_identity()}
 

@@ -47,6 +47,7 @@ from t5train.files.output_folder import making, stage_folder
 from t5train.host_resources import num_cores, require_space
 from t5train.progress import Progress, silent
 from t5train.records.changed_files import keep_changed_files
+from t5train.progress import Progress, adding, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files, verify_file
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import (
@@ -291,14 +292,7 @@ def _processes_here(spec: ShardsSpec) -> Workers:
 
 
 def _make(jobs: list[Json], workers: Workers, progress: Progress, unknown: UnknownPieces) -> None:
-    total = sum(_text_bytes(job) for job in jobs)
-    done = 0
-
-    def advance(text_bytes: int) -> None:
-        nonlocal done
-        done += text_bytes
-        progress("bytes of text tokenised", done, total)
-
+    advance = adding(progress, "bytes of text tokenised", sum(_text_bytes(job) for job in jobs))
     for made in workers("t5train.data.shard_worker:write_shard", jobs, advance):
         unknown.add(**made)
 

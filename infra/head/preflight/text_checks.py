@@ -12,13 +12,22 @@ from math import log2
 from pathlib import Path
 from typing import NamedTuple
 
-from t5train.data.checks.document_ids import IdsOfFile, require_documents
 from t5train.data.checks.listed_pairs import open_listed
-from t5train.data.checks.test_sets import of_test_set
+from t5train.data.checks.whole_reading import of_test_set
 from t5train.data.corpus import of_part, require_different
 from t5train.data.download.kept_downloads import whole_digest
 from t5train.data.download.source_listing import LeftOut, few
-from t5train.data.passages import SPLITS, FewIds, Row, SourceFile, Split, SplitRule, split_of
+from t5train.data.passages import (
+    SPLITS,
+    FewIds,
+    IdsOfFile,
+    Row,
+    SourceFile,
+    Split,
+    SplitRule,
+    require_documents,
+    split_of,
+)
 from t5train.data.readers import PLAIN_FORMATS, format_of, is_dump, rows
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.sources import PYDOCS, SourceFacts, require_source

@@ -11,7 +11,7 @@ from t5train.data.segments import FileSegments, Segment, passages_in, stretches_
 from t5train.data.worker_processes import Advance, Json, in_processes
 from t5train.files.atomic import replacing
 from t5train.host_resources import require_free_space
-from t5train.progress import Progress
+from t5train.progress import Progress, adding
 
 _STORED_SHARE, _STORED_BYTES_A_PASSAGE = 0.6, 60
 """Largest size of stored passages, relative to their text (measured: 0.4 to 0.5), and of their ids and titles."""
@@ -33,13 +33,7 @@ def write_without(found: Repetitions, folder: Path, workers: int, progress: Prog
         out = folder / f"kept-{number:05d}{FRAMES}"
         job: Json = {"number": number, "out": str(out), "removed": str(removed), "passages": len(is_removed)}
         jobs.append(job | {"stretches": stretches})
-    done = 0
-
-    def advance(size_bytes: int) -> None:
-        nonlocal done
-        done += size_bytes
-        progress("bytes of text stored without removed passages", done, text_bytes)
-
+    advance = adding(progress, "bytes of text stored without removed passages", text_bytes)
     results = {
         result["number"]: result
         for result in in_processes("t5train.data.checks.removal:write_kept", jobs, workers, advance)

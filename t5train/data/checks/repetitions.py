@@ -27,7 +27,7 @@ from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
 from t5train.files.atomic import remove_folder
 from t5train.host_resources import require_free_space
-from t5train.progress import Progress
+from t5train.progress import Progress, adding
 from t5train.records.stage_records import REMOVED
 from t5train.spec.data_spec import Repetition
 
@@ -301,14 +301,7 @@ def _chunks(files: Sequence[FileSegments], scratch: Path, *, is_test_set: bool) 
 
 def _work(function: str, jobs: list[Json], workers: int, progress: Progress, what: str) -> None:
     total = sum(stretch.segment.text_bytes for job in jobs for stretch in job["stretches"])
-    done = 0
-
-    def advance(text_bytes: int) -> None:
-        nonlocal done
-        done += text_bytes
-        progress(what, done, total)
-
-    for _ in in_processes(f"t5train.data.checks.{function}", jobs, workers, advance):
+    for _ in in_processes(f"t5train.data.checks.{function}", jobs, workers, adding(progress, what, total)):
         pass
 
 

@@ -1,16 +1,19 @@
-"""Notices files that are changed while they are read: what was recorded of them would not be what was read."""
+"""The digests of the files of a text, which identify it, and whether files are changed while they are read."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from t5train.data.download.kept_downloads import whole_digest
 from t5train.data.passages import SourceFile
 from t5train.errors import DigestMismatch, InputError
 from t5train.files.atomic import write_json
+from t5train.files.os_errors import explain
 from t5train.host_resources import num_cores
-from t5train.records.digests import FileDigest, verify_file
+from t5train.progress import Progress
+from t5train.records.digests import FileDigest, digest_file, verify_file
 
 
 class FileStamp(NamedTuple):
@@ -32,6 +35,35 @@ def stamps_of(sources: Iterable[SourceFile]) -> dict[Path, FileStamp]:
             continue
         found[source.path] = FileStamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
     return found
+
+
+def digests_of(sources: Sequence[SourceFile], progress: Progress) -> dict[SourceFile, FileDigest]:
+    """Return the digests of files, in their order. Raises InputError if one cannot be read."""
+    found: dict[SourceFile, FileDigest] = {}
+    with ThreadPoolExecutor(num_cores()) as pool:  # hashing releases the GIL
+        for source, digest in zip(sources, pool.map(_digest, sources), strict=True):
+            found[source] = digest
+            progress("source files hashed", len(found), len(sources))
+    return found
+
+
+def _digest(source: SourceFile) -> FileDigest:
+    try:
+        return digest_file(source.path)
+    except OSError as error:
+        raise InputError(f"{source.shown} cannot be read: {explain(error)}") from error
+
+
+def content_of(digests: Mapping[SourceFile, FileDigest]) -> list[dict[str, Any]]:
+    """Return the name, size and sha256 of each file, as they identify a text.
+
+    Columns of a file stand for the whole file, however they were transferred.
+    """
+    return [
+        {"name": each.name, **({"part": each.part} if each.part else {})}
+        | (whole_digest(each.path) or digests[each]).model_dump()
+        for each in digests
+    ]
 
 
 def require_unchanged(before: Mapping[Path, FileStamp], digests: Mapping[SourceFile, FileDigest]) -> None:

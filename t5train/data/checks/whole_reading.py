@@ -1,18 +1,23 @@
-"""Reads a text to its end: where its rows are, how many repeat others, and what may be wrong with them."""
+"""Reads a text to its end: where its rows are, how many repeat others, and what may be wrong with them.
+
+A text with a name, such as psgs_w100, must have the columns, rows and ids that it should have. Test sets are
+texts that training is kept free of (``corpus.test_sets``).
+"""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from t5train.data.checks.document_ids import IdsOfFile
 from t5train.data.checks.listed_pairs import ListedSearch
 from t5train.data.formats.passage_frames import FRAMES, is_framed
-from t5train.data.passages import ODDITIES, IdRows, Skipped, SourceFile, TextDigests
+from t5train.data.passages import ODDITIES, IdRows, IdsOfFile, Skipped, SourceFile, TextDigests
 from t5train.data.readers import is_compressed, is_dump
 from t5train.data.segments import FileSegments, Segment, size_of_text
+from t5train.data.sources import files_of_earlier_version, local_files
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
 from t5train.files.atomic import write_text
@@ -21,6 +26,13 @@ from t5train.progress import Progress
 from t5train.quantities import quantity
 from t5train.records.stage_records import REMOVED, REPEATED, SKIPPED, Corpus
 from t5train.spec.settings import explain
+from t5train.host_resources import num_cores, require_free_space
+from t5train.locations import redacted
+from t5train.progress import Progress, adding
+from t5train.spec import CorpusSpec
+from t5train.spec.data_spec import HubText, TextSource
+from t5train.spec.known_texts import KnownText
+from t5train.spec.overrides import explain
 
 TEXT_FINDINGS = "text-findings.json"
 FRAMED_FROM_BYTES = 128 << 20
@@ -191,13 +203,7 @@ def _is_stored_again(source: SourceFile, size_bytes: int) -> bool:
 
 
 def _results(jobs: Sequence[Json], total: int, workers: int, progress: Progress) -> dict[str, Json]:
-    done = 0
-
-    def advance(read_bytes: int) -> None:
-        nonlocal done
-        done += read_bytes
-        progress("bytes of text read and checked", done, total)
-
+    advance = adding(progress, "bytes of text read and checked", total)
     results, kept = dict[str, Json](), 0
     for result in in_processes("t5train.data.segments:scan_file", jobs, workers, advance):
         kept += len(result["few_ids"] or ())
@@ -228,3 +234,70 @@ def _findings(files: Sequence[FileSegments], results: Sequence[Json], repeated: 
 
 def _file_segments(source: SourceFile, result: Json) -> FileSegments:
     return FileSegments(source, result["passages"], result["empty"], [Segment(*each) for each in result["segments"]])
+
+
+def require_known_columns(known: KnownText, sources: Sequence[SourceFile]) -> None:
+    """Raise InputError if a file of a text with a name lacks columns that it should have."""
+    from t5train.data.formats.parquet import require_columns  # pyarrow is slow to import
+
+    for source in sources:
+        require_columns(source, known.columns)
+
+
+def require_known_rows(source: str, known: KnownText, text: Sequence[tuple[FileSegments, Ids]]) -> None:
+    """Raise InputError if a text with a name has another number of rows, or other ids, than it should have."""
+    rows = sum(file.passages + file.empty_passages for file, _ in text)
+    if rows != known.rows:
+        raise InputError(
+            f"corpus.source {source!r} has {rows:,} rows, but should have {known.rows:,}. Its files are not those "
+            "that the name stands for: name the text by its URL, if it is the one that you want"
+        )
+    expected = 1
+    for file, ids in text:
+        number, found = ids.broken or (0, ids.first)
+        rows = file.passages + file.empty_passages
+        if known.has_sequential_ids and rows and (ids.broken or found != expected):
+            raise InputError(
+                f"{file.source.name}, row {number}: the id is {found!r}, but should be {expected + number}, because "
+                f"the ids of {source} are numbered from 1. Rows are missing, or the file is another one: remove "
+                "it, and download it again"
+            )
+        expected += rows
+
+
+def files_of_test_set(source: str, root: Path, progress: Progress, *, as_before: bool = False) -> list[SourceFile]:
+    """Return the files of one of corpus.test_sets, as ``local_files`` does, or as an earlier version did."""
+    with of_test_set():
+        if as_before:
+            return files_of_earlier_version(TextSource(source, "", HubText()), root, progress)
+        return local_files(source, "", root, progress)
+
+
+@contextmanager
+def of_test_set() -> Iterator[None]:
+    """Let errors name corpus.test_sets, not corpus.source."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(str(error).replace("corpus.source", "corpus.test_sets")) from error.__cause__
+
+
+def read_test_sets(
+    spec: CorpusSpec, test_sets: Sequence[Sequence[SourceFile]], scratch: Path, progress: Progress
+) -> list[FileSegments]:
+    """Read all test sets. This is done before the text is read, because it finds mistakes sooner.
+
+    Passages of large compressed files are stored once more in ``scratch``. Raises InputError if a test set is empty or
+    malformed.
+    """
+    scratch.mkdir(exist_ok=True)
+    found = list[FileSegments]()
+    for number, (name, sources) in enumerate(zip(spec.test_sets, test_sets, strict=True)):
+        text = read_whole(sources, scratch, spec.workers or num_cores(), progress, f"test-set-{number:02d}-")
+        if not text.findings.passages:
+            raise InputError(
+                f"corpus.test_sets {redacted(name)!r} holds no text, so training cannot be compared with it. Correct "
+                "the path, or leave it out"
+            )
+        found += text.files
+    return found

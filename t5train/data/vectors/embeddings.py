@@ -5,6 +5,7 @@ Rows are numbered over all files of a source, in the order of their names, as in
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +13,15 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
+from t5train.data.download.source_listing import few
 from t5train.data.formats.parquet import batches, open_parquet
 from t5train.data.passages import SourceFile
+from t5train.data.sources import require_source
 from t5train.errors import InputError
 from t5train.progress import Progress, silent
 from t5train.quantities import quantity
+from t5train.locations import redacted
+from t5train.spec.known_texts import BUILT_IN
 
 COLUMN = "embeddings"
 CHUNK_ROWS = 8192
@@ -43,6 +48,19 @@ class Embeddings(NamedTuple):
     def rows(self) -> int:
         """The number of passages."""
         return sum(each.rows for each in self.files)
+
+
+def require_embeddings(source: str, revision: str, root: Path) -> None:
+    """Raise InputError unless a source exists and has only .parquet files. Downloads nothing."""
+    if source == BUILT_IN:
+        raise InputError(f"{source} has no embeddings. Name .parquet files that have some")
+    names = require_source(source, revision, root, whole_files=True).sizes
+    others = [name for name in names if not name.endswith(".parquet")]
+    if others:
+        raise InputError(
+            f"{redacted(source)} has {quantity(len(others), 'file')} in other formats than .parquet, which have no "
+            f"embeddings: {few(others)}. Name .parquet files only, for example with a pattern"
+        )
 
 
 def embeddings_of(sources: Sequence[SourceFile]) -> Embeddings:

@@ -12,8 +12,9 @@ import pytest
 
 from infra.head.preflight.text_checks import require_sources
 from t5train.data.checks import repetitions
+from t5train.data.checks.unchanged_files import content_of, digests_of
 from t5train.data.checks.whole_reading import TextFindings
-from t5train.data.corpus import build_corpus, content_of
+from t5train.data.corpus import build_corpus
 from t5train.data.passages import SourceFile, split_of
 from t5train.data.segments import passages_in, read_segments
 from t5train.errors import InputError
@@ -54,7 +55,7 @@ def place(row: int) -> dict[str, Any]:
 
 def write_pairs(path: Path, text: Path, pairs: list[tuple[int, int]], change: Change | None = None) -> Path:
     sources = [SourceFile(each, each.name) for each in sorted(text.iterdir())]
-    header: dict[str, Any] = {**HEADER, **COUNTS, "pairs": len(pairs), "files": content_of(sources, silent)}
+    header: dict[str, Any] = {**HEADER, **COUNTS, "pairs": len(pairs), "files": content_of(digests_of(sources, silent))}
     lines = [{"first": place(first), "second": place(second), "text_similarity": 0.9} for first, second in pairs]
     if change is not None:
         change(header, lines)

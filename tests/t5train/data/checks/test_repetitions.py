@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t5train.data import corpus as corpus_stage
-from t5train.data.checks import repetitions, test_sets
+from t5train.data.checks import repetitions, whole_reading
 from t5train.data.checks.passage_keys import KnownRuns
 from t5train.data.checks.whole_reading import ReadText, TextFindings, read_whole
 from t5train.data.corpus import build_corpus
@@ -207,7 +207,7 @@ def test_test_sets_that_are_missing_empty_or_malformed_are_refused_before_the_te
         read.extend(source.path for source in sources)
         return read_whole(sources, *rest)
 
-    for module in (corpus_stage, test_sets):
+    for module in (corpus_stage, whole_reading):
         monkeypatch.setattr(module, "read_whole", recorded)
     for test_set, message in (
         (empty, r"^corpus\.test_sets .*empty.* holds no text"),

@@ -9,8 +9,7 @@ import pytest
 from infra.head.preflight.text_checks import look_at
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, TextFindings
 from t5train.data.corpus import build_corpus
-from t5train.data.formats.wikipedia_dump import plain_text
-from t5train.data.formats.wikitext_limits import TooComplexError, require_parsable
+from t5train.data.formats.wikipedia_dump import TooComplexError, plain_text, require_parsable
 from t5train.data.passages import Passage, SourceFile
 from t5train.data.readers import format_of, rows
 from t5train.data.segments import passages_in, read_segments
