@@ -10,6 +10,7 @@
     end       end an attempt
     logs      send the files of an attempt, packed
     remove    remove the folder of an attempt
+    install   make an environment from wheels
 
 For tokenising on several hosts (infra.node.tokenising)::
 
@@ -56,6 +57,7 @@ ACTIONS = {
     "end": "infra.node.attempts.attempt_actions:end",
     "logs": "infra.node.attempts.attempt_actions:logs",
     "remove": "infra.node.attempts.attempt_actions:remove",
+    "install": "infra.node.environment_installer:install",
     "tokenise": "infra.node.tokenising.dask_worker:tokenise",
     "claim": "infra.node.attempts.run_ownership:claim",
     "disown": "infra.node.attempts.run_ownership:disown",

@@ -6,6 +6,7 @@
         attempts/{run_id}/              files of an attempt, listed in infra.node.attempts.attempt
         heads/{run_id}/                 on the head's machine, which may also be a host: files of the launcher
         locks/{accelerator}-{slot}.lock held by the rank that uses the accelerator
+        wheels/                         wheels of the last installation (infra.node.environment_installer)
         code/{digest}/                  code that a head has sent here (infra.head.hosts.code_shipping)
         operators/{key}/                operators that DeepSpeed has compiled (infra.node.operator_folder)
         dask/                           folders of Dask's workers, with nothing but locks (infra.node.tokenising)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infra.head.environments.wheelhouse import Wheelhouse
-from infra.node.environments.environment_folder import MARKER
+from infra.node.environment_installer import MARKER
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOME, HOSTFILE
 from tests.support.tiny_wheels import wheelhouse_of, write_wheel
@@ -117,8 +117,11 @@ def test_a_tampered_wheel_is_refused_on_the_host(offline: Cluster, wheelhouse: W
     result = install(offline, f"{HOME}/tampered")
     path.write_bytes(content)
     assert result.returncode == 7
-    assert all(f"{name} arrived with sha256" in outcomes(result)[node][1] for node in NODES)
-    assert not any(offline.disk(node, f"{HOME}/tampered").exists() for node in NODES)
+    assert all(f"{name} is damaged: it arrived with sha256" in outcomes(result)[node][1] for node in NODES)
+    assert all(
+        [*offline.disk(node, f"{HOME}/tampered").iterdir()] == [offline.disk(node, f"{HOME}/tampered/{MARKER}")]
+        for node in NODES
+    )
 
 
 @pytest.mark.usefixtures("wheelhouse")

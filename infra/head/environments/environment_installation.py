@@ -1,97 +1,48 @@
 """Installs a wheelhouse on hosts, all at once: ``t5-pretrain preflight --install``.
 
-Each host gets the program of infra.node.environments, a job, and the bytes of those wheels that it lacks. The
-program verifies every digest itself, so a wheel that was changed on the way, or on this machine's disk, is refused.
+A host needs only sshd and Python: this code is shipped to it. ``infra.node.environment_installer`` then requests the
+wheels that the host lacks, verifies every digest, and runs pip.
 """
 
-import os
 import re
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from infra.head.environments.pip_commands import this_python
 from infra.head.environments.wheelhouse import MANIFEST, Wheelhouse
-from infra.head.hosts import ssh
-from infra.head.hosts.host_answers import mismatch
-from infra.head.hosts.ssh import Transport
+from infra.head.hosts.code_shipping import ship
+from infra.head.hosts.node_client import Nodes, conversation
+from infra.head.hosts.ssh import Transport, run_everywhere
 from infra.node.attempts.log_tail import printable
-from infra.node.environments import environment_folder, environment_installer, installation_messages, wheel_store
-from infra.node.environments.installation_messages import Ended, Job, Refused, Reply, Wanted, Working
-from infra.node.messages import decode, encode
-from infra.node.node_folders import node_path
-from t5train.errors import (
-    BadMessage,
-    HostError,
-    HostTimeout,
-    HostUnreachable,
-    InputError,
-    ProtocolMismatch,
-    RemoteFailed,
-    SpecError,
-)
+from infra.node.channel import BrokenOff, Channel
+from infra.node.code_bundle import own_bundle
+from infra.node.environment_installer import Install, Installed, Working
+from infra.node.storage.file_channel import BytesArrived, FileRange, FromReceiver, Wanted, answer, files_in
+from t5train.errors import HostError, HostTimeout, InputError, ProtocolMismatch, RemoteFailed, SpecError
 from t5train.progress import Progress
 
 _FAN_OUT = 64
+_PROBE_SECONDS = 60.0
 _DEADLINE_SECONDS = 2 * 3600.0
-_REPORT_SECONDS = 0.5
-_CHUNK_BYTES = 1 << 20
-_MAX_LINE_BYTES = 1 << 20
-_NO_PYTHON = 97
+_POLL_SECONDS = 0.5
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_@+=,./-]+", re.ASCII)
-_IMPORTED = (installation_messages, wheel_store, environment_folder)
-"""Modules of the program, each after those that it imports."""
-# Prefers a Python that has venv; without one, the program says what is missing. All values are positional arguments.
+# Prints the path of the first Python that suits, or nothing. All values are positional arguments.
 _FIND_PYTHON = """
-version=$1 program=$2 fallback=
-shift 2
+version=$1
+shift
 for python in "$@"; do
-  if "$python" -I -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1])' "$version"; then
-    "$python" -I -c 'import ensurepip, venv' && exec "$python" -I -S -X utf8 -c "$program" <&3 2>&4
-    fallback=${fallback:-$python}
-  fi
-done 3<&0 4>&2 </dev/null 2>/dev/null
-test -n "$fallback" && exec "$fallback" -I -S -X utf8 -c "$program"
-exit 97
+  "$python" -I -c '
+import ensurepip, sys, venv
+sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1] or print(sys.executable))
+' "$version" </dev/null 2>/dev/null && exit
+done
+exit 0
 """
-
-
-@dataclass(frozen=True)
-class Installed:
-    """The environment is on the host; ``is_new`` if it was not before."""
-
-    is_new: bool
-
-
-@dataclass
-class _Tally:
-    """What is sent and done on all hosts. Threads of hosts write it, and the caller reports it."""
-
-    to_send: int = 0
-    sent: int = 0
-    working: dict[str, str] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, *, to_send: int = 0, sent: int = 0) -> None:
-        with self.lock:
-            self.to_send += to_send
-            self.sent += sent
-
-    def report(self, progress: Progress) -> None:
-        with self.lock:
-            doing = dict(self.working)
-        if doing:
-            host, what = next(iter(doing.items()))
-            more = f" and {len(doing) - 1} more" if len(doing) > 1 else ""
-            progress(f"MB sent to hosts, {host}{more}: {what}", self.sent // 10**6, self.to_send // 10**6)
-        elif self.to_send:
-            progress("MB sent to hosts", self.sent // 10**6, self.to_send // 10**6)
 
 
 def require_environment_path(into: Path) -> Path:
@@ -117,27 +68,22 @@ def install_on(
     If the caller is interrupted, all hosts stop. What they have received stays, and is not sent again.
     """
     _require_sizes(folder, wheelhouse)
-    tally, running = _Tally(), list[subprocess.Popen[bytes]]()
+    pythons, errors = _pythons(transport, hosts, wheelhouse.python)
+    for python in set(pythons.values()):
+        errors |= ship(transport, [host for host, its in pythons.items() if its == python], python)
+    able = {host: python for host, python in pythons.items() if host not in errors}
+    installation = _Installation(
+        transport, folder, wheelhouse, into, _Arrivals(progress, len(able) * wheelhouse.size_bytes)
+    )
     threads = ThreadPoolExecutor(_FAN_OUT, thread_name_prefix="install")
-
-    def outcome_of(host: str) -> Installed | HostError:
-        try:
-            return _install(transport, host, folder, wheelhouse, into, tally, running)
-        except HostError as error:
-            return error
-        finally:
-            tally.working.pop(host, None)
-
     try:
-        asked = {host: threads.submit(outcome_of, host) for host in hosts}
-        while wait(asked.values(), timeout=_REPORT_SECONDS).not_done:
-            tally.report(progress)
-        return {host: future.result() for host, future in asked.items()}
+        asked = {host: threads.submit(installation.on, host, python) for host, python in able.items()}
+        wait(asked.values())
+        outcomes = errors | {host: future.result() for host, future in asked.items()}
+        return {host: outcomes[host] for host in hosts}
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-        for process in running:
-            ssh.kill(process)
-        threads.shutdown()
+        installation.ended.set()
+        threads.shutdown(cancel_futures=True)
 
 
 def _require_sizes(folder: Path, wheelhouse: Wheelhouse) -> None:
@@ -145,142 +91,101 @@ def _require_sizes(folder: Path, wheelhouse: Wheelhouse) -> None:
     for wheel in wheelhouse.wheels:
         path = folder / wheel.name
         if not path.is_file() or path.stat().st_size != wheel.size:
-            raise _differs(path, folder)
+            raise InputError(
+                f"{path} is missing, or not the file that {folder / MANIFEST} lists. Repeat `t5-pretrain wheelhouse "
+                f"{folder}`"
+            )
 
 
-def _differs(path: Path, folder: Path) -> InputError:
-    return InputError(
-        f"{path} is missing, or not the file that {folder / MANIFEST} lists. Repeat `t5-pretrain wheelhouse {folder}`"
-    )
-
-
-def _program() -> str:
-    """The text of the program: modules that it imports, as the host has none of them, and then itself."""
-    lines = ["import sys, types"]
-    for module in _IMPORTED:
-        text = Path(str(module.__file__)).read_text("utf-8")
-        lines.append(f"sys.modules[{module.__name__!r}] = module = types.ModuleType({module.__name__!r})")
-        lines.append(f"exec(compile({text!r}, {module.__name__!r}, 'exec'), module.__dict__)")
-    return "\n".join([*lines, Path(environment_installer.__file__).read_text("utf-8")])
-
-
-def _command(wheelhouse: Wheelhouse) -> list[str]:
-    own = [str(Path(sys.executable).resolve())] if wheelhouse.python == this_python() else []
-    candidates = [*own, f"python{wheelhouse.python}", "python3"]
-    return ["sh", "-c", _FIND_PYTHON, "sh", wheelhouse.python, _program(), *candidates]
-
-
-def _install(
-    transport: Transport,
-    host: str,
-    folder: Path,
-    wheelhouse: Wheelhouse,
-    into: Path,
-    tally: _Tally,
-    running: list[subprocess.Popen[bytes]],
-) -> Installed | HostError:
-    argv = _command(wheelhouse)
-    process = ssh.connect(transport, host, argv)
-    running.append(process)
-    stderr: list[bytes] = []
-    collector = threading.Thread(target=lambda: stderr.extend(process.stderr or ()), daemon=True)
-    collector.start()
-    deadline = threading.Timer(_DEADLINE_SECONDS, ssh.kill, [process])
-    deadline.daemon = True
-    deadline.start()
-    try:
-        return _converse(process, host, folder, wheelhouse, into, tally)
-    except BadMessage as error:
-        return mismatch(host, error)
-    except (BrokenPipeError, EOFError):
-        code = process.wait()
-        collector.join()
-        if not deadline.is_alive():
-            return HostTimeout(f"{host}: the installation took more than {_DEADLINE_SECONDS / 3600:g} h", [host])
-        return _failure(host, argv, code, b"".join(stderr), wheelhouse.python)
-    finally:
-        deadline.cancel()
-        ssh.kill(process)
-        process.wait()
-        collector.join()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            _close(pipe)
-
-
-def _close(pipe: IO[bytes] | None) -> None:
-    with suppress(BrokenPipeError):  # what was not flushed is of no use any more
-        if pipe is not None:
-            pipe.close()
-
-
-def _failure(host: str, argv: Sequence[str], code: int, stderr: bytes, python: str) -> HostError:
-    if code == _NO_PYTHON:
-        return RemoteFailed(
-            f"{host}: there is no Python {python} on the PATH of ssh commands. Install it there with its venv module "
-            f"(Debian and Ubuntu: the packages python{python} and python{python}-venv)",
-            [host],
-        )
-    if code == 0:
-        return HostUnreachable(f"{host}: the connection ended early. Repeat the command: it continues", [host])
-    return ssh.failure_of(host, argv, code, stderr)
-
-
-def _converse(
-    process: subprocess.Popen[bytes], host: str, folder: Path, wheelhouse: Wheelhouse, into: Path, tally: _Tally
-) -> Installed | HostError:
-    """Send the job and what the host wants, and return the outcome. Raises EOFError if the host ends before."""
-    if process.stdin is None or process.stdout is None:
-        raise EOFError
-    job = Job(
-        os.getuid(),
-        str(node_path("wheels")),
-        str(into),
-        wheelhouse.python,
-        wheelhouse.digest,
-        sum(wheel.unpacked_bytes for wheel in wheelhouse.wheels),
-        [(wheel.name, wheel.size, wheel.sha256) for wheel in wheelhouse.wheels],
-    )
-    process.stdin.write(encode(job))
-    process.stdin.flush()
-    for reply in _replies(process.stdout):
-        if isinstance(reply, Wanted):
-            with suppress(BrokenPipeError):  # the host has ended; what it said comes next
-                _send(process.stdin, host, folder, wheelhouse, reply.starts, tally)
-        elif isinstance(reply, Working):
-            tally.working[host] = printable(reply.what)[:120]
-        elif isinstance(reply, Refused):
-            return RemoteFailed(f"{host}: {printable(reply.reason)}", [host])
-        elif isinstance(reply, Ended):
-            return Installed(reply.is_new)
-    raise EOFError
-
-
-def _replies(stdout: IO[bytes]) -> Iterator[Reply]:
-    while line := stdout.readline(_MAX_LINE_BYTES):
-        yield decode(line, Reply)
-
-
-def _send(
-    stdin: IO[bytes], host: str, folder: Path, wheelhouse: Wheelhouse, starts: Mapping[str, int], tally: _Tally
-) -> None:
-    """Send what is missing of these wheels, in the order of the list. Raises HostError for what is not listed."""
-    sizes = {wheel.name: wheel.size for wheel in wheelhouse.wheels}
-    for name, start in starts.items():
-        if name not in sizes or not 0 <= start < sizes[name]:
-            raise ProtocolMismatch(
-                f"{host} asks for byte {start} of {name[:80]!r}, which the wheelhouse has not. Check what runs there",
+def _pythons(
+    transport: Transport, hosts: Sequence[str], version: str
+) -> tuple[dict[str, str], dict[str, Installed | HostError]]:
+    """Return the path of a suitable Python on each host that has one, and the errors of the others."""
+    own = [str(Path(sys.executable).resolve())] if version == this_python() else []
+    command = ["sh", "-c", _FIND_PYTHON, "sh", version, *own, f"python{version}", "python3"]
+    pythons, errors = dict[str, str](), dict[str, Installed | HostError]()
+    for host, reply in run_everywhere(transport, hosts, command, deadline_seconds=_PROBE_SECONDS).items():
+        if isinstance(reply, HostError):
+            errors[host] = reply
+        elif found := reply.stdout.decode("utf-8", "replace").splitlines():
+            pythons[host] = found[-1]
+        else:
+            errors[host] = RemoteFailed(
+                f"{host}: there is no Python {version} with its venv module on the PATH of ssh commands. Install both "
+                f"there (Debian and Ubuntu: the packages python{version} and python{version}-venv)",
                 [host],
             )
-    tally.add(to_send=sum(sizes[name] - start for name, start in starts.items()))
-    for name in (wheel.name for wheel in wheelhouse.wheels if wheel.name in starts):
-        with open(folder / name, "rb") as file:
-            file.seek(starts[name])
-            left = sizes[name] - starts[name]
-            while left:
-                chunk = file.read(min(left, _CHUNK_BYTES))
-                if not chunk:
-                    raise _differs(folder / name, folder)
-                stdin.write(chunk)
-                left -= len(chunk)
-                tally.add(sent=len(chunk))
-        stdin.flush()
+    return pythons, errors
+
+
+@dataclass
+class _Arrivals:
+    """Counts the bytes that hosts have. Threads of hosts report to it."""
+
+    progress: Progress
+    total_bytes: int
+    done_bytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def report(self, host: str, message: BytesArrived | Working) -> None:
+        with self.lock:
+            doing = f", {host}: {printable(message.what)[:120]}" if isinstance(message, Working) else ""
+            if isinstance(message, BytesArrived):
+                self.done_bytes += message.copied + message.already_there
+            self.progress(f"MB of wheels on hosts{doing}", self.done_bytes // 10**6, self.total_bytes // 10**6)
+
+
+@dataclass
+class _Installation:
+    transport: Transport
+    folder: Path
+    wheelhouse: Wheelhouse
+    into: Path
+    arrivals: _Arrivals
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set when the caller needs no outcome any more."""
+
+    def on(self, host: str, python: str) -> Installed | HostError:
+        """Install on one host, with the Python at this path there."""
+        nodes = Nodes(self.transport, (host,), code=own_bundle().digest, python=python)
+        wheels = self.wheelhouse.wheels
+        request = Install(
+            self.into,
+            self.wheelhouse.digest,
+            tuple(Wanted.of(wheel.name, wheel) for wheel in wheels),
+            sum(wheel.unpacked_bytes for wheel in wheels),
+        )
+        try:
+            with conversation(nodes, host, request) as node:
+                return self._serve(node, host)
+        except HostError as error:
+            return error
+
+    def _serve(self, node: Channel, host: str) -> Installed:
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while time.monotonic() < deadline and not self.ended.is_set():
+            for message in node.receive_within(_POLL_SECONDS, FromReceiver):
+                match message:
+                    case FileRange():
+                        self._send(node, host, message)
+                    case BytesArrived() | Working():
+                        self.arrivals.report(host, message)
+                    case Installed():
+                        return message
+            if node.at_end:
+                raise BrokenOff("the installation there ended early")
+        raise HostTimeout(f"{host}: the installation took more than {_DEADLINE_SECONDS / 3600:g} h", [host])
+
+    def _send(self, node: Channel, host: str, request: FileRange) -> None:
+        """Send bytes of a listed wheel. Raises ProtocolMismatch for any other file."""
+        if request.name not in {wheel.name for wheel in self.wheelhouse.wheels}:
+            raise ProtocolMismatch(
+                f"{host} requests {request.name[:80]!r}, which is not in the wheelhouse. Check what runs there", [host]
+            )
+        answer(node, request, self._chunks)
+
+    def _chunks(self, name: str, offset: int, size: int) -> Iterator[bytes]:
+        for chunk in files_in(self.folder)(name, offset, size):
+            if self.ended.is_set():
+                raise BrokenOff("the command was interrupted")
+            yield chunk
