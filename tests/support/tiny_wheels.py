@@ -8,8 +8,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.head.environments.pip_commands import this_python
-from infra.head.environments.wheelhouse import Wheel, Wheelhouse
+from infra.head.environments.wheelhouse import Wheel, Wheelhouse, this_python
 from t5train.records.digests import digest_file
 
 BACKEND = """

@@ -10,6 +10,7 @@ from flows.cli.terminal import say, stage_display
 from infra.head.environments.pip_commands import Target
 from infra.head.environments.wheel_collection import collect_project
 from t5train.quantities import format_bytes, quantity
+from infra.head.environments.wheel_collection import Target, collect_project
 
 
 def wheelhouse(

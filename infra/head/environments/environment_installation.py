@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.head.environments.pip_commands import this_python
-from infra.head.environments.wheelhouse import MANIFEST, Wheelhouse
+from infra.head.environments.wheelhouse import MANIFEST, Wheelhouse, this_python
 from infra.head.hosts.code_shipping import ship
 from infra.head.hosts.node_client import Nodes, conversation
 from infra.head.hosts.ssh import Transport, run_everywhere

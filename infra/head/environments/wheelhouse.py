@@ -6,6 +6,7 @@ records. Its names are plain names of wheels, so that none leads out of a folder
 
 import hashlib
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -24,6 +25,11 @@ _WHEEL = re.compile(
     rf"[A-Za-z0-9][A-Za-z0-9_.]*-[A-Za-z0-9_.+!]+(?:-[0-9][A-Za-z0-9_.]*)?-{_TAG}-{_TAG}-{_TAG}\.whl", re.ASCII
 )
 _PLATFORM = re.compile(r"[a-z][a-z0-9_]{0,60}", re.ASCII)
+
+
+def this_python() -> str:
+    """The minor version of this Python, such as 3.11."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def is_wheel_name(name: str) -> bool:
