@@ -28,7 +28,7 @@ SHARDS = 16
 CLIENT = """
 import socket, sys
 from distributed import Client, Security
-from infra.head.tokenising.run_credentials import new_credentials
+from infra.head.tokenising.dask_scheduler import new_credentials
 from infra.node.tokenising.dask_settings import security
 
 socket.create_connection(("head", int(sys.argv[1])), timeout=4).close()

@@ -2,6 +2,3 @@
 
 Not here: what a job is (``t5train.data.shards``), and the workers themselves (``infra.node.tokenising``).
 """
-
-PACKAGES = ("distributed", "cryptography")
-"""The packages that this needs on the head; hosts need only the first."""

@@ -23,21 +23,53 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from distributed import Client, Scheduler, SchedulerPlugin, as_completed
 
-from infra.head.tokenising.run_credentials import new_credentials
-from infra.node.tokenising.dask_settings import configure, security, without_http
+from infra.node.tokenising.dask_settings import Credentials, configure, security, without_http
 from infra.node.tokenising.dask_worker import PROGRESS, JobFailed, perform
 from t5train.data.download.source_listing import few
 from t5train.data.worker_processes import end_with_parent
 from t5train.errors import WorkerLost
 
 _TRIES = 3
+_VALID = timedelta(days=7)
+_CLOCK_DIFFERENCE = timedelta(days=1)
 _CHECKS = 10
 """How many times progress is checked within the time after which a worker counts as hung."""
 Json = dict[str, Any]
+
+
+def new_credentials() -> Credentials:
+    """Return a new key, with a certificate that is its own authority.
+
+    They exist in memory only. The scheduler accepts nothing else and ends with the run, so nobody can use them later.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "t5-pretrain tokenising")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_DIFFERENCE)
+        .not_valid_after(now + _VALID)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return Credentials(
+        certificate.public_bytes(Encoding.PEM).decode(),
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode(),
+    )
 
 
 class _Watched(SchedulerPlugin):  # type: ignore[misc]  # Dask has no types, so its classes count as Any

@@ -6,25 +6,26 @@ are complete are recognised by their descriptions, so after an error, the next r
 
 import logging
 import secrets
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from infra.head.hosts.hostfile import chosen_hosts
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.node_client import Nodes, conversation
 from infra.head.hosts.reached_nodes import reached_nodes
-from infra.head.tokenising.host_workers import host_workers
-from infra.head.tokenising.scheduler_process import SchedulerProcess, require_packages, scheduler_process
-from infra.node.tokenising.makers import own_makers
-from infra.node.tokenising.worker_messages import Makers, WorkerReady, WorkerStart
+from infra.head.tokenising.scheduler_process import require_packages, scheduler_process
+from infra.node.channel import BrokenOff
+from infra.node.tokenising.dask_worker import WorkerReady, WorkerStart, own_makers
 from t5train.data.native import segmenter_build
 from t5train.data.segments import stretches_of
 from t5train.data.worker_processes import Advance, Json, Workers
-from t5train.errors import HostError, HostUnreachable, StorageError, WorkerLost, error_of
+from t5train.errors import HostError, HostTimeout, HostUnreachable, StorageError, WorkerLost, error_of
 from t5train.files.atomic import write_text
 from t5train.files.os_errors import explain
 from t5train.spec import ClusterSpec, MachinesSpec, RunSpec, ShardsSpec
@@ -34,6 +35,8 @@ _HANG_SECONDS = 900.0
 """A host counts as hung after this time without progress. Usually there is progress twice a second, and every few
 seconds while a file is decompressed up to a shard's text. There is none for longer only at the end of a shard, when its
 files are written to disk."""
+_START_SECONDS = 120.0  # enough to import Dask from a slow disk
+_POLL_SECONDS = 0.25
 _SCHEDULER_CHECKS = 20
 _log = logging.getLogger(__name__)
 
@@ -53,22 +56,9 @@ def workers_for(shards: ShardsSpec, cluster: ClusterSpec) -> Workers | None:
     """
     if shards.executor == "local":
         return None
-    _choose(shards, cluster)
-    return partial(_on_hosts, shards, cluster)
-
-
-def _choose(shards: ShardsSpec, cluster: ClusterSpec) -> "_Chosen":
     require_packages()
-    return _Chosen(chosen_hosts(cluster).names, MachinesSpec(cluster=cluster), shards.workers)
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """The hosts, and what the settings say about them."""
-
-    names: tuple[str, ...]
-    machines: MachinesSpec
-    processes: int | None
+    chosen_hosts(cluster)
+    return partial(_on_hosts, shards, cluster)
 
 
 @dataclass(frozen=True)
@@ -79,52 +69,81 @@ class _Event:
     host: str | None = None
 
 
+Events = SimpleQueue[_Event]
+
+
 def _on_hosts(
     shards: ShardsSpec, cluster: ClusterSpec, function: str, jobs: Sequence[Json], advance: Advance
 ) -> Iterator[Json]:
     if not jobs:
         return
-    chosen, events, lease = _choose(shards, cluster), SimpleQueue[_Event](), cluster.lease_seconds
+    require_packages()
+    names, events = chosen_hosts(cluster).names, Events()
     with ExitStack() as stack:
-        nodes, lacking = stack.enter_context(reached_nodes(chosen.machines, chosen.names))
+        nodes, lacking = stack.enter_context(reached_nodes(MachinesSpec(cluster=cluster), names))
         for error in lacking.values():
             raise error
-        makers = own_makers(nodes.code)
-        scheduler = stack.enter_context(scheduler_process(lease, lambda message: events.put(_Event(message))))
+        makers, lease_seconds = own_makers(nodes.code), cluster.lease_seconds
+        scheduler = stack.enter_context(scheduler_process(lease_seconds, lambda message: events.put(_Event(message))))
         nonce, probe = stack.enter_context(_probe(Path(jobs[0]["folder"])))
-        starts = {
-            name: _start(chosen, name, scheduler, (nonce, probe), _sources(jobs), makers) for name in chosen.names
-        }
-        _run_workers(stack, nodes, starts, events)
-        _await_workers(chosen.names, events)
+        start = WorkerStart(
+            name="",
+            port=scheduler.port,
+            credentials=scheduler.credentials,
+            lease_seconds=lease_seconds,
+            makers=makers,
+            umask=_umask(),
+            processes=shards.workers,
+            probe=probe,
+            nonce=nonce,
+            sources=_sources(jobs),
+        )
+        stack.enter_context(_workers_on(nodes, start, events))
+        _await_workers(names, events)
         scheduler.begin(function, jobs, _HANG_SECONDS)
-        yield from _Progress(len(jobs), chosen.names, advance).results(events)
+        yield from _Progress(len(jobs), names, advance).results(events)
 
 
-def _run_workers(stack: ExitStack, nodes: Nodes, starts: dict[str, WorkerStart], events: "SimpleQueue[_Event]") -> None:
-    stack.enter_context(host_workers(nodes, starts, lambda host, report: events.put(_Event(report, host))))
+@contextmanager
+def _workers_on(nodes: Nodes, start: WorkerStart, events: Events) -> Iterator[None]:
+    """Run a worker on each host until the block ends. Reports when it is ready, could not start, or has ended."""
+    ended = threading.Event()
+    threads = [
+        threading.Thread(target=_attend, args=(nodes, host, start, events, ended), name=f"dask-{host}", daemon=True)
+        for host in nodes.hosts
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
 
 
-def _start(
-    chosen: _Chosen,
-    name: str,
-    scheduler: SchedulerProcess,
-    probe: tuple[str, Path],
-    sources: dict[str, int],
-    makers: Makers,
-) -> WorkerStart:
-    return WorkerStart(
-        name=name,
-        port=scheduler.port,
-        credentials=scheduler.credentials,
-        lease_seconds=chosen.machines.cluster.lease_seconds,
-        makers=makers,
-        umask=_umask(),
-        processes=chosen.processes,
-        probe=probe[1],
-        nonce=probe[0],
-        sources=sources,
-    )
+def _attend(nodes: Nodes, host: str, start: WorkerStart, events: Events, ended: threading.Event) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    is_ready = False
+    try:
+        with conversation(nodes, host, replace(start, name=host)) as channel:
+            while not ended.is_set():
+                received = channel.receive_within(_POLL_SECONDS, WorkerReady)
+                for ready in received:
+                    is_ready = True
+                    events.put(_Event(ready, host))
+                if channel.at_end and not received:
+                    raise BrokenOff("its worker of Dask has ended")
+                if not is_ready and time.monotonic() > deadline:
+                    raise HostTimeout(
+                        f"{host}: Dask's worker did not start within {_START_SECONDS:g} s. Check whether the host is "
+                        "overloaded or one of its disks hangs",
+                        [host],
+                    )
+    except HostError as error:
+        if not ended.is_set():
+            events.put(_Event(error, host))
 
 
 def _umask() -> int:
@@ -159,7 +178,7 @@ def _probe(folder: Path) -> Iterator[tuple[str, Path]]:
         path.unlink(missing_ok=True)
 
 
-def _await_workers(names: Sequence[str], events: "SimpleQueue[_Event]") -> None:
+def _await_workers(names: Sequence[str], events: Events) -> None:
     """Wait until the workers of all hosts are ready. Raises the error of the first host that cannot begin."""
     ready: dict[str, WorkerReady] = {}
     while len(ready) < len(names):
@@ -193,7 +212,7 @@ class _Progress:
     finished: set[int] = field(default_factory=set)
     lost: dict[str, HostError] = field(default_factory=dict)
 
-    def results(self, events: "SimpleQueue[_Event]") -> Iterator[Json]:
+    def results(self, events: Events) -> Iterator[Json]:
         """Yield the result of each job. Raises the error of a job that failed, and WorkerLost when no host is left."""
         while self.unfinished:
             event = _next(events)
@@ -231,7 +250,7 @@ class _Progress:
         _log.warning("%s. The other hosts make its shards", error)
 
 
-def _next(events: "SimpleQueue[_Event]") -> _Event:
+def _next(events: Events) -> _Event:
     """Wait for an event. Raises WorkerLost if the scheduler has hung: it reports progress, or hosts without any."""
     limit_seconds = 2 * _HANG_SECONDS
     for _ in range(_SCHEDULER_CHECKS):  # one long wait would be over at once after a time for which this was stopped

@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import IO
 
-from infra.head.tokenising import PACKAGES
-from infra.node.tokenising.dask_settings import unconfigured
-from infra.node.tokenising.worker_messages import Credentials
+from infra.node.tokenising.dask_settings import Credentials, unconfigured
 from t5train.data.worker_processes import Json
 from t5train.errors import InputError, WorkerLost
 
+_PACKAGES = ("distributed", "cryptography")
+"""The packages that the head needs; hosts need only the first."""
 _MODULE = "infra.head.tokenising.dask_scheduler"
 
 
@@ -35,7 +35,7 @@ class SchedulerProcess:
 
 def require_packages() -> None:
     """Raise InputError if Dask is not installed on this machine."""
-    if missing := [package for package in PACKAGES if find_spec(package) is None]:
+    if missing := [package for package in _PACKAGES if find_spec(package) is None]:
         raise InputError(
             f"shards.executor is dask, but {' and '.join(missing)} cannot be imported on this machine. Install "
             "t5-pretrain[dask] here and on the hosts, or set shards.executor=local"

@@ -9,9 +9,8 @@ import os
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-from infra.node.tokenising.worker_messages import Credentials
 
 if TYPE_CHECKING:
     from distributed import Security
@@ -21,6 +20,17 @@ _LEASES = 5
 """After so many leases without a heartbeat the scheduler gives up a worker whose connection is still open. Not one: the
 scheduler counts the time for which it was itself stopped, too."""
 _MIN_TCP_SECONDS = 12  # Dask refuses less than its number of probes and one
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """The certificate of a run, which is its own authority, and its private key, both as PEM.
+
+    Whoever holds the key belongs to the run. It is sent on stdin only, and never printed.
+    """
+
+    certificate: str
+    key: str = field(repr=False)
 
 
 def unconfigured(environment: Mapping[str, str]) -> dict[str, str]:

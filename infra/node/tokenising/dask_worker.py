@@ -9,18 +9,23 @@ write the same bytes, each to a file of its own, which then replaces the shard's
 
 import asyncio
 import os
+import platform
 import shutil
+import sys
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from socket import create_connection
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from infra.node.channel import Channel
+from infra.node.code_bundle import own_bundle
+from infra.node.messages import Request
 from infra.node.node_folders import node_folder
-from infra.node.tokenising.dask_settings import configure, security, unconfigured_import, without_http
-from infra.node.tokenising.makers import require_same
-from infra.node.tokenising.worker_messages import WorkerReady, WorkerStart
+from infra.node.tokenising.dask_settings import Credentials, configure, security, unconfigured_import, without_http
 from t5train.errors import HostMisconfigured, HostUnreachable, T5TrainError, WorkerLost
 from t5train.files.atomic import try_writing
 from t5train.files.locks import private_folder
@@ -29,8 +34,53 @@ from t5train.host_resources import num_cores
 
 PROGRESS = "progress"
 """The topic of Dask's events about the progress of jobs."""
+_MAKING_PACKAGES = ("distributed", "isal", "numpy", "pyarrow", "sentencepiece")
 _REPORT_SECONDS = 0.5
 _START_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Makers:
+    """What the bytes of shards depend on, so the head and all hosts must have the same."""
+
+    code: str
+    """The digest of this project's code."""
+    versions: Mapping[str, str]
+    """The versions of Python and of packages; empty for a package that is missing."""
+
+
+@dataclass(frozen=True)
+class WorkerStart(Request):
+    """Starts a conversation: a worker for the scheduler that listens on ``port`` of the head, until stdin ends."""
+
+    action: ClassVar[str] = "tokenise"
+    name: str
+    """The host's name on the head."""
+    port: int
+    credentials: Credentials
+    lease_seconds: float
+    """After this time without contact, the worker and the scheduler give each other up."""
+    makers: Makers
+    """Those of the head."""
+    umask: int
+    """The umask of the head, with which files of shards are created."""
+    processes: int | None
+    """How many shards are made at the same time; None: one per core."""
+    probe: Path
+    """A file in the folder of the shards that the head has just written."""
+    nonce: str
+    """The content of that file."""
+    sources: Mapping[str, int]
+    """The files with the text, each with its size on the head."""
+
+
+@dataclass(frozen=True)
+class WorkerReady:
+    """The worker has joined the scheduler."""
+
+    processes: int
+    is_compiled: bool
+    """Whether the segmenter is compiled on this host."""
 
 
 class JobFailed(Exception):
@@ -77,6 +127,43 @@ async def _work(request: WorkerStart, head: Channel, folder: Path, here: str, sc
     head.send(WorkerReady(processes, _segmenter_is_compiled()))
     await worker.finished()
     return own
+
+
+def own_makers(code: str | None = None) -> Makers:
+    """Return what this process would make shards with; ``code`` is the digest of code that is used in its place."""
+    versions = {"Python": platform.python_version()} | {package: _version(package) for package in _MAKING_PACKAGES}
+    return Makers(code or own_bundle().digest, versions)
+
+
+def require_same(makers: Makers) -> None:
+    """Raise HostMisconfigured unless this host has what the head has."""
+    own = own_makers()
+    different = [name for name, wanted in makers.versions.items() if own.versions.get(name) != wanted]
+    if different:
+        raise HostMisconfigured(_difference(different, own, makers))
+    if own.code != makers.code:
+        raise HostMisconfigured(
+            "the code of this project is not the head's, and could make other shards. Install the head's version "
+            "there, or use --ship-code"
+        )
+
+
+def _difference(different: list[str], own: Makers, head: Makers) -> str:
+    found = ", ".join(f"{name} {own.versions.get(name) or 'missing'}" for name in different)
+    wanted = ", ".join(f"{name} {head.versions[name] or 'missing'}" for name in different)
+    packages = [f"{name}=={head.versions[name]}" for name in different if name != "Python" and head.versions[name]]
+    command = f" ({sys.executable} -m pip install {' '.join(packages)})" if packages else ""
+    return (
+        f"{found}, the head has {wanted}. Install the head's versions there{command}, leave the host out with "
+        "cluster.exclude, or set shards.executor=local"
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _require_shared_files(request: WorkerStart) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.node.tokenising.makers import own_makers
-from infra.node.tokenising.worker_messages import Makers
+from infra.node.tokenising.dask_worker import Makers, own_makers
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer

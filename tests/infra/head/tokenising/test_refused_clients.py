@@ -12,7 +12,7 @@ from socket import create_connection
 
 import psutil
 
-from infra.head.tokenising.run_credentials import new_credentials
+from infra.head.tokenising.dask_scheduler import new_credentials
 from infra.head.tokenising.scheduler_process import scheduler_process
 from t5train.data.worker_processes import Json
 from tests.infra.head.tokenising.conftest import Site
@@ -21,7 +21,7 @@ CLIENTS = """
 import json, sys
 from distributed import Client, Security
 from infra.node.tokenising.dask_settings import security
-from infra.node.tokenising.worker_messages import Credentials
+from infra.node.tokenising.dask_settings import Credentials
 
 for given, seconds in json.loads(sys.argv[2]):
     scheme, secure = ("tls", security(Credentials(**given))) if given else ("tcp", Security())

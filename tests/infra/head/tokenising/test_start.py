@@ -12,10 +12,10 @@ import pytest
 from cryptography.x509 import load_pem_x509_certificate
 
 from infra.head.tokenising import hosts_executor
-from infra.head.tokenising.run_credentials import new_credentials
+from infra.head.tokenising.dask_scheduler import new_credentials
 from infra.node.tokenising import dask_worker
-from infra.node.tokenising.makers import own_makers
-from infra.node.tokenising.worker_messages import Credentials, WorkerStart
+from infra.node.tokenising.dask_settings import Credentials
+from infra.node.tokenising.dask_worker import WorkerStart, own_makers
 from t5train.errors import HostMisconfigured, HostUnreachable, StorageError
 from t5train.files.output_folder import making
 from t5train.spec import ClusterSpec, ShardsSpec
