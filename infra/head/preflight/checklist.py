@@ -1,11 +1,12 @@
 """All checks, in the order in which they are shown."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from infra.head.preflight import agreement, capacity, compilation, storage_checks
-from infra.head.preflight.findings import Finding, HostReplies
+from infra.head.preflight import agreement, host_checks, storage_checks
+from infra.head.preflight.findings import Finding, HostReplies, of_each
+from infra.head.preflight.host_checks import HostCheck
 from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.preflight.rendezvous import Rendezvous, choose_rendezvous, hostnames
 from infra.head.preflight.storage_checks import Storage
@@ -70,9 +71,10 @@ def judge(
     """
     found = Storage.of(replies, nonce, machine)
     rendezvous, rendezvous_findings = _rendezvous(replies, requirements)
+    each = _on_each(replies, requirements)
     remarks = {
-        "operators": compilation.operators_to_compile(replies, requirements),
-        "compile locks": compilation.cleared_locks(replies),
+        "operators": each(host_checks.operators_to_compile),
+        "compile locks": each(host_checks.cleared_locks),
         "root": storage_checks.remark(found, requirements),
         "packages": agreement.wandb(requirements.first, replies),
     }
@@ -109,42 +111,38 @@ def of_error(error: HostError) -> Finding:
     return Finding(kinds.get(type(error), REACHABLE), str(error), hosts=error.hosts, is_transient=is_transient)
 
 
+def _on_each(replies: HostReplies, requirements: LaunchRequirements) -> Callable[[HostCheck], Iterator[str]]:
+    """Return a function that makes a check on each host."""
+    return lambda check: of_each(replies, lambda host, facts: check(host, facts, requirements))
+
+
 def _problems(
     replies: HostReplies, requirements: LaunchRequirements, head: Software, found: Storage
-) -> Mapping[str, Iterator[str]]:
+) -> Mapping[str, Iterable[str]]:
+    each = _on_each(replies, requirements)
+    dask = agreement.same_dask(replies, head) if requirements.tokenises else ()
     return {
         "machines": agreement.distinct_machines(replies),
         PORT: _port(replies, requirements),
         "python": agreement.same_python(replies, head),
-        "packages": _packages(replies, requirements, head),
+        "packages": chain(agreement.same_packages(replies, head), dask),
         "runtime": agreement.same_runtime(replies),
         "code": agreement.same_code(replies, head, requirements.code is not None),
         "spec": agreement.same_spec(replies, head),
-        "accelerators": _accelerators(replies, requirements),
-        IN_USE: capacity.accelerators_in_use(replies),
-        "ninja": compilation.ninja(replies),
-        "operators": chain(compilation.operators(replies, requirements), compilation.unwritable(replies, requirements)),
-        "compile locks": compilation.foreign_locks(replies),
-        "architectures": compilation.architectures(requirements),
-        "openmp": compilation.openmp(replies, requirements),
+        "accelerators": chain(agreement.same_accelerators(replies), each(host_checks.accelerators)),
+        IN_USE: each(host_checks.accelerators_in_use),
+        "ninja": each(host_checks.ninja),
+        "operators": chain(each(host_checks.operators), each(host_checks.unwritable)),
+        "compile locks": each(host_checks.foreign_locks),
+        "architectures": host_checks.unknown_architectures(requirements),
+        "openmp": each(host_checks.openmp),
         "root": chain(storage_checks.problems(replies, requirements, found), storage_checks.dask(requirements, found)),
         "disks": storage_checks.disks(replies, requirements, found),
-        "memory": capacity.memory(replies, requirements),
-        "shared memory": capacity.shared_memory(replies, requirements),
-        "open files": capacity.open_files(replies, requirements),
+        "memory": each(host_checks.memory),
+        "shared memory": each(host_checks.shared_memory),
+        "open files": each(host_checks.open_files),
         "clock": agreement.clocks(replies),
     }
-
-
-def _packages(replies: HostReplies, requirements: LaunchRequirements, head: Software) -> Iterator[str]:
-    yield from agreement.same_packages(replies, head)
-    if requirements.tokenises:
-        yield from agreement.same_dask(replies, head)
-
-
-def _accelerators(replies: HostReplies, requirements: LaunchRequirements) -> Iterator[str]:
-    yield from agreement.same_accelerators(replies)
-    yield from capacity.accelerators(replies, requirements)
 
 
 def _rendezvous(replies: HostReplies, requirements: LaunchRequirements) -> tuple[Rendezvous | None, list[Finding]]:

@@ -75,35 +75,37 @@ def remark(storage: Storage, requirements: LaunchRequirements) -> Iterator[str]:
 
 def disks(replies: HostReplies, requirements: LaunchRequirements, storage: Storage) -> Iterator[str]:
     """Free space where the run will write, and for logs in the node folder."""
+    yield from of_each(
+        replies,
+        lambda host, facts: (
+            _byte_shortage(host, facts.resources, requirements, storage)
+            or _inode_shortage(facts.resources, requirements, storage)
+        ),
+    )
 
-    def complaint(host: str, facts: Facts) -> str | None:
-        resources = facts.resources
-        if resources.node_folder_error:
-            return resources.node_folder_error
-        if resources.node_folder != (here := str(node_path())):
-            return (
-                f"the user has a different user id there: the node folder is {resources.node_folder}, but {here} on "
-                "the head. Give the user the same id on both machines, or set cluster.ssh_user"
-            )
-        if resources.node_folder_free_bytes < _NODE_FOLDER_BYTES:
-            return (
-                f"{resources.node_folder} has {format_bytes(resources.node_folder_free_bytes)} free, but logs need "
-                f"{format_bytes(_NODE_FOLDER_BYTES)}. Free some space there"
-            )
-        if storage.is_node_local:
-            return _scratch_shortage(resources, requirements.checkpoint_bytes.get(host, 0) + requirements.staged_bytes)
-        if not resources.root_error and resources.root_free_bytes < _ROOT_BYTES:
-            free = format_bytes(resources.root_free_bytes)
-            return (
-                f"{requirements.root} has {free} free, but a run needs at least {format_bytes(_ROOT_BYTES)}. Free some "
-                "space, or choose another root"
-            )
-        return None
 
-    def shortage(host: str, facts: Facts) -> str | None:
-        return complaint(host, facts) or _inode_shortage(facts.resources, requirements, storage)
-
-    yield from of_each(replies, shortage)
+def _byte_shortage(host: str, resources: Resources, requirements: LaunchRequirements, storage: Storage) -> str | None:
+    if resources.node_folder_error:
+        return resources.node_folder_error
+    if resources.node_folder != (here := str(node_path())):
+        return (
+            f"the user has a different user id there: the node folder is {resources.node_folder}, but {here} on the "
+            "head. Give the user the same id on both machines, or set cluster.ssh_user"
+        )
+    if resources.node_folder_free_bytes < _NODE_FOLDER_BYTES:
+        return (
+            f"{resources.node_folder} has {format_bytes(resources.node_folder_free_bytes)} free, but logs need "
+            f"{format_bytes(_NODE_FOLDER_BYTES)}. Free some space there"
+        )
+    if storage.is_node_local:
+        return _scratch_shortage(resources, requirements.checkpoint_bytes.get(host, 0) + requirements.staged_bytes)
+    if not resources.root_error and resources.root_free_bytes < _ROOT_BYTES:
+        free = format_bytes(resources.root_free_bytes)
+        return (
+            f"{requirements.root} has {free} free, but a run needs at least {format_bytes(_ROOT_BYTES)}. Free some "
+            "space, or choose another root"
+        )
+    return None
 
 
 def _inode_shortage(resources: Resources, requirements: LaunchRequirements, storage: Storage) -> str | None:
