@@ -29,7 +29,7 @@ RUNS_ON_NODES = ("infra.node", "t5train.files", "t5train.errors", "t5train.progr
 RUNS_ON_NODES += ("t5train.host_resources", "t5train.quantities")
 LAZY_IMPORTS = {  # imported only inside functions, when the head or a rank needs it
     "infra.node.compiled_operators": {"deepspeed"},
-    "infra.node.inspection.accelerators": {"torch"},
+    "infra.node.inspection.hardware": {"torch"},
     "infra.node.inspection.all_reduce": {"torch"},
     "infra.node.inspection.software": {"t5train.spec", "t5train.records.identity"},
     "infra.node.inspection.network_interfaces": {"psutil"},

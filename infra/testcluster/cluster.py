@@ -9,9 +9,9 @@ from typing import IO, Any, Self
 
 from infra.node import processes
 from infra.node.processes import ProcessIdentity
-from infra.testcluster import host_files, namespaces, network, registry
+from infra.testcluster import host_files, namespaces, registry
 from infra.testcluster.host import Host, Process
-from infra.testcluster.network import HEAD
+from infra.testcluster.namespaces import HEAD
 from infra.testcluster.registry import State
 from t5train.errors import TestClusterError
 
@@ -39,8 +39,8 @@ class Cluster:
         """
         if missing := namespaces.what_is_missing():
             raise TestClusterError(f"this machine cannot run a test cluster: {missing}")
-        if not 1 <= nodes <= network.MOST_NODES:
-            raise TestClusterError(f"{nodes} nodes were requested: a test cluster has 1 to {network.MOST_NODES}")
+        if not 1 <= nodes <= namespaces.MOST_NODES:
+            raise TestClusterError(f"{nodes} nodes were requested: a test cluster has 1 to {namespaces.MOST_NODES}")
         if share and not share.is_dir():
             raise TestClusterError(f"{share} is not a folder, so hosts cannot share it: create it first")
         shared = str(share.resolve()) if share else None
@@ -70,7 +70,7 @@ class Cluster:
 
     def address(self, host: str) -> str:
         """The host's address on the cluster's network."""
-        return network.address(self.host(host).name)
+        return namespaces.address(self.host(host).name)
 
     def host(self, name: str) -> Host:
         """A host by its name. Raises TestClusterError if the cluster has none of that name."""
@@ -121,7 +121,7 @@ class Cluster:
         init = self.host(host).init
         if init is None:
             return
-        network.unplug(self._switch, host)
+        namespaces.unplug(self._switch, host)
         left = processes.end(lambda pid: pid == init.pid and init.is_alive(), grace_seconds=0)
         if left:
             raise TestClusterError(f"{host} cannot be ended: process {init.pid} survived SIGKILL")
@@ -130,11 +130,11 @@ class Cluster:
 
     def set_link(self, host: str, state: str) -> None:
         """Unplug a host's cable (``down``) or plug it back in (``up``)."""
-        network.set_link(self._switch, self.host(host).name, state)
+        namespaces.set_link(self._switch, self.host(host).name, state)
 
     def set_rate(self, host: str, rate: str | None) -> None:
         """Limit a host's network link, in each direction, for example to ``200mbit``. None removes the limit."""
-        network.set_rate(self._switch, host, self.host(host).running(), rate)
+        namespaces.set_rate(self._switch, host, self.host(host).running(), rate)
 
     def stop_sshd(self, host: str) -> None:
         """Make a host refuse new ssh connections; open ones stay open."""
@@ -176,7 +176,7 @@ class Cluster:
         )
         namespaces.await_ready(process, folder / "console")  # only then is its network separate from the machine's
         registry.write_switch(self.name, ProcessIdentity.of(process.pid))
-        network.make_switch(self._switch)
+        namespaces.make_switch(self._switch)
         self._boot(self.hosts)
 
     def _boot(self, names: list[str], new_disk: bool = False) -> None:
@@ -189,7 +189,7 @@ class Cluster:
             host.make(self._user_key, self.hosts)
             self._started[name] = host.switch_on(self._state.share)
         for name in names:
-            network.plug(self._switch, name, self.host(name).await_ready(self._started[name]))
+            namespaces.plug(self._switch, name, self.host(name).await_ready(self._started[name]))
             self.start_sshd(name)
         if HEAD in names:
             host_files.write_client(self.host(HEAD).disk, self._user_key)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from infra.node.operator_folder import VARIABLE, operator_folder
-from infra.testcluster import network
+from infra.testcluster import namespaces
 from infra.testcluster.host_init import Mount
 
 SERVER = "/usr/sbin/sshd"
@@ -71,7 +71,7 @@ def write_known_hosts(disk: Path, keys: dict[str, Path]) -> None:
     lines = []
     for host, key in keys.items():
         kind, text = key.with_suffix(".pub").read_text("utf-8").split()[:2]
-        lines.append(f"{host},{network.address(host)} {kind} {text}\n")
+        lines.append(f"{host},{namespaces.address(host)} {kind} {text}\n")
     (disk / HOME[1:] / ".ssh" / "known_hosts").write_text("".join(lines), "utf-8")
 
 
@@ -113,7 +113,7 @@ def make_disk(disk: Path) -> None:
 
 def write_etc(etc: Path, host: str, hosts: list[str]) -> None:
     """Write the names and addresses of all hosts, the host's name, a machine id (if none exists) and a new boot id."""
-    lines = ["127.0.0.1 localhost\n", *(f"{network.address(name)} {name}\n" for name in hosts)]
+    lines = ["127.0.0.1 localhost\n", *(f"{namespaces.address(name)} {name}\n" for name in hosts)]
     (etc / "hosts").write_text("".join(lines), "utf-8")
     (etc / "hostname").write_text(f"{host}\n", "utf-8")
     (etc / "boot_id").write_text(f"{uuid.uuid4()}\n", "utf-8")

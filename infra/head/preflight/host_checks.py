@@ -9,8 +9,8 @@ from collections.abc import Callable
 from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.node.attempts.shared_memory import FreeSpace, shortage
 from infra.node.compiled_operators import unwritable_text
-from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Facts
+from infra.node.inspection.hardware import CPU
 from t5train.host_resources import format_bytes, quantity
 
 HostCheck = Callable[[str, Facts, LaunchRequirements], str | None]

@@ -9,7 +9,7 @@ from infra.head.hosts.code_shipping import path_to, shipped_code
 from infra.head.hosts.hostfile import Hosts
 from infra.node.attempts.rank_environment import settings_of_head
 from infra.node.attempts.shared_memory import RANK_BYTES
-from infra.node.inspection.accelerators import CPU
+from infra.node.inspection.hardware import CPU
 from infra.node.node_folders import name_on_nodes
 from t5train.checkpoint.resume import begun_fingerprint
 from t5train.checkpoint.retention import bytes_held

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from infra.node import ports
 from infra.node.attempts import shared_memory
-from infra.node.inspection.accelerators import can_have_any
+from infra.node.inspection.hardware import can_have_any
 from infra.node.storage.garbage import size_of
 from t5train.checkpoint.resume import has_finished
 from t5train.checkpoint.retention import bytes_held, bytes_of_one

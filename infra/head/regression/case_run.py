@@ -35,8 +35,8 @@ from infra.head.regression.case_stages import (
     train_case,
 )
 from infra.head.regression.peer_processes import Peer, PeerJob, StepTimes, running_peer
-from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Devices, Question
+from infra.node.inspection.hardware import CPU
 from t5train.data.samples.span_corruption import geometry
 from t5train.errors import HostError, T5TrainError
 from t5train.files.os_errors import in_one_line

@@ -12,8 +12,7 @@ from infra.node.processes import identity
 def collect_facts(request: Question) -> Facts:
     """Collect the facts: takes some hundredths of a second, unless torch must be imported to query accelerators."""
     # Imported here: at module level, these names would hide the modules of the same name.
-    from infra.node.inspection.accelerators import devices
-    from infra.node.inspection.memory_and_disks import resources
+    from infra.node.inspection.hardware import devices, resources
     from infra.node.inspection.network_interfaces import network
     from infra.node.inspection.software import build, software
 

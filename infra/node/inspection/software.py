@@ -120,7 +120,7 @@ def build(given: Mapping[str, str]) -> Build:
     path = search_path()
     try:
         environment |= {VARIABLE: str(operator_folder(environment))}
-    except StorageError:  # memory_and_disks reports it
+    except StorageError:  # hardware reports it
         environment |= {VARIABLE: os.devnull}
     cleared, foreign = compiled_operators.clear_stale_locks(environment), compiled_operators.foreign_locks(environment)
     return Build(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infra.testcluster.network import HEAD
+from infra.testcluster.namespaces import HEAD
 from tests.acceptance.operation.operation_site import DATABASE, SERVER, Site
 
 _LOCK = """

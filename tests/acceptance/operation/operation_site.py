@@ -21,7 +21,7 @@ from infra.node import processes
 from infra.node.processes import ProcessIdentity
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOME
-from infra.testcluster.network import HEAD
+from infra.testcluster.namespaces import HEAD
 from t5train.files.run_folder import ATTEMPTS
 from tests.support.cluster_runs import ENVIRONMENT, SETTINGS, last_step, prepare
 

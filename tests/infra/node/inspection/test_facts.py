@@ -14,7 +14,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from infra.node.code_bundle import own_bundle
-from infra.node.inspection import accelerators, collect_facts, network_interfaces, software
+from infra.node.inspection import collect_facts, hardware, network_interfaces, software
 from infra.node.inspection.facts import Facts, Question
 from infra.node.messages import decode, encode
 from infra.node.storage.disk_usage import pin
@@ -95,12 +95,12 @@ def test_a_missing_root_is_reported(tmp_path: Path) -> None:
 
 def test_the_holder_of_an_accelerator_lock_is_reported_only_while_it_is_held(tmp_path: Path) -> None:
     lock = tmp_path / "cuda-0.lock"
-    assert accelerators.holder(lock) is None
+    assert hardware.holder(lock) is None
     lock.write_text("base-0001-ab12cd34", "utf-8")
-    assert accelerators.holder(lock) is None
+    assert hardware.holder(lock) is None
     with open(lock, encoding="utf-8") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert accelerators.holder(lock) == "base-0001-ab12cd34"
+        assert hardware.holder(lock) == "base-0001-ab12cd34"
 
 
 def test_stale_locks_are_removed_and_compiled_operators_found(question: Question, tmp_path: Path) -> None:

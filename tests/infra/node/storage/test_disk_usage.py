@@ -122,7 +122,7 @@ def test_a_pin_prevents_removal_and_is_ignored_once_its_run_is_gone(scratch: Pat
 WITHOUT_INODES = """
 import hashlib, sys
 from pathlib import Path
-from infra.node.inspection.memory_and_disks import _write_error
+from infra.node.inspection.hardware import _write_error
 from infra.node.storage.disk_usage import require_disk_space
 from infra.node.storage.file_channel import Wanted, Watcher
 from infra.node.storage.pull import pull

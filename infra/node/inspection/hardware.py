@@ -1,16 +1,20 @@
-"""Memory, disk space and file descriptors of a node, and whether it can read the head's file under the root."""
+"""The hardware of a node: accelerators, memory and disks, and whether it can read the head's file under the root."""
 
+import fcntl
 import resource
 import secrets
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Self
 
 from infra.node.attempts import shared_memory
-from infra.node.inspection.facts import Question, Resources
-from infra.node.node_folders import node_folder, run_path, scratch_folder, within
+from infra.node.inspection.facts import Devices, Question, Resources
+from infra.node.inspection.software import torch_runtime
+from infra.node.node_folders import locks_folder, node_folder, run_path, scratch_folder, within
 from infra.node.processes import identity
 from infra.node.storage.disk_usage import staged_paths, users
 from infra.node.storage.garbage import size_of
@@ -19,7 +23,61 @@ from t5train.files.atomic import try_writing
 from t5train.files.os_errors import free_inodes, reason
 from t5train.host_resources import host_memory_bytes
 
+CPU = "cpu"
+_WITHOUT = Devices(CPU, count=0, used_bytes={}, total_bytes={}, held_by={}, error="")
 _MARK = ".mark"
+
+
+def devices(question: Question) -> Devices:
+    """The accelerators that torch finds, and this user's runs that hold the slots. Imports torch only if it has to."""
+    if question.accelerator == CPU or (question.accelerator is None and not can_have_any()):
+        return _WITHOUT
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
+        return Devices(question.accelerator or "", 0, {}, {}, {}, f"torch cannot be imported: {error}")
+    if (found := torch.accelerator.current_accelerator(check_available=True)) is None:
+        return _WITHOUT
+    count = torch.accelerator.device_count()
+    used, total = _memory([slot for slot in question.slots if slot < count])
+    return Devices(found.type, count, used, total, _held(found.type, question.slots), "")
+
+
+def can_have_any() -> bool:
+    """Whether torch was built for an accelerator, or a package adds one to it; checked without importing torch."""
+    return bool(torch_runtime()) or bool(entry_points(group="torch.backends"))
+
+
+def _memory(slots: Iterable[int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes in use by all processes, and total bytes, by slot; without accelerators that do not report them."""
+    import torch
+
+    used, total = {}, {}
+    for slot in slots:
+        try:
+            free_bytes, total_bytes = torch.accelerator.get_memory_info(slot)
+        except (RuntimeError, NotImplementedError, AttributeError):  # needs torch 2.9, and not every kind supports it
+            continue
+        used[str(slot)], total[str(slot)] = total_bytes - free_bytes, total_bytes
+    return used, total
+
+
+def _held(kind: str, slots: Iterable[int]) -> dict[str, str]:
+    folder = locks_folder()
+    held = {slot: by for slot in slots if (by := holder(folder / f"{kind}-{slot}.lock")) is not None}
+    return {str(slot): holder for slot, holder in held.items()}
+
+
+def holder(lock: Path) -> str | None:
+    """The holder of a lock, as written in the lock file; None if the lock is free."""
+    if not lock.exists():
+        return None
+    with open(lock, encoding="utf-8", errors="replace") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read(200).strip() or "another run of this user"
+    return None
 
 
 def resources(question: Question) -> Resources:
