@@ -29,7 +29,7 @@ from infra.head.environments.wheelhouse import read_wheelhouse
 from infra.head.host_selection import asked
 from infra.head.hosts.hostfile import read_hosts, spare_hosts
 from infra.head.hosts.ssh import Transport
-from infra.head.preflight.host_preflight import COLUMNS
+from infra.head.preflight.checklist import COLUMNS
 from infra.head.preflight.host_preflight import preflight as ask_hosts
 from infra.head.preflight.run_checks import require_possible
 from infra.head.preflight.text_checks import require_text

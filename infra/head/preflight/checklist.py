@@ -48,9 +48,12 @@ CHECKS = {
 """Each check, and what holds if it has no findings."""
 
 
+COLUMNS = ["check", "result", "what"]
+
+
 @dataclass(frozen=True)
-class Judgement:
-    """The findings, and the rendezvous of the ranks, if there is one."""
+class Report:
+    """The findings of all checks, and the rendezvous of the ranks, if there is one."""
 
     findings: list[Finding]
     rendezvous: Rendezvous | None
@@ -59,11 +62,31 @@ class Judgement:
     """Values to show for checks without findings, by check."""
     is_node_local: bool = False
     """Whether each host uses its own storage."""
+    all_reduce_tried: bool = False
+    """Whether the all-reduce was tried. It is skipped if there were problems before it."""
+
+    @property
+    def problems(self) -> list[Finding]:
+        """Findings that prevent the hosts from training together."""
+        return [finding for finding in self.findings if finding.is_problem]
+
+    def rows(self) -> list[list[str]]:
+        """Rows of a table with ``COLUMNS``: each finding, and a line for each check without findings."""
+        rows = []
+        for check, holds in CHECKS.items():
+            seen = self.seen.get(check)
+            found = [finding for finding in self.findings if finding.check == check]
+            if check == ALL_REDUCE and not self.all_reduce_tried:
+                rows.append([check, "not tried", "fix the problems above first"])
+            elif not found:
+                rows.append([check, "ok", f"{holds}: {seen}" if seen else holds])
+            rows += [[check, "PROBLEM" if finding.is_problem else "note", finding.text] for finding in found]
+        return rows
 
 
 def judge(
     replies: HostReplies, requirements: LaunchRequirements, head: Software, nonce: str, machine: str = ""
-) -> Judgement:
+) -> Report:
     """Run all checks on the facts of the hosts that answered, even if the first host of the launch did not.
 
     ``head`` is the software on the head, and ``machine`` the head's identity. ``nonce`` is what the head wrote to a
@@ -86,7 +109,7 @@ def judge(
         *_hostnames(replies, rendezvous),
     ]
     port = replies[requirements.first].facts.network.port if requirements.first in replies else None
-    return Judgement(findings, rendezvous, port, _seen(replies, rendezvous, port), found.is_node_local)
+    return Report(findings, rendezvous, port, _seen(replies, rendezvous, port), found.is_node_local)
 
 
 def _seen(replies: HostReplies, rendezvous: Rendezvous | None, port: int | None) -> dict[str, str]:

@@ -16,12 +16,11 @@ from infra.head.hosts.ssh import Transport
 from infra.head.preflight.all_reduce_check import all_reduce
 from infra.head.preflight.checklist import (
     ALL_REDUCE,
-    CHECKS,
     IN_USE,
     LAUNCHER,
     PORT,
     REACHABLE,
-    Judgement,
+    Report,
     judge,
     of_error,
 )
@@ -38,7 +37,7 @@ _DEADLINE_SECONDS = 60.0  # enough to import torch from a slow disk, if accelera
 _STARTERS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 
 
-def survey(requirements: LaunchRequirements, transport: Transport) -> Judgement:
+def survey(requirements: LaunchRequirements, transport: Transport) -> Report:
     """Query every host, and evaluate the answers. Raises StorageError if the head cannot write to the root.
 
     If the code is to be shipped to the hosts, this is done first.
@@ -123,49 +122,15 @@ def _pdsh_knows_ssh() -> bool:
 
 
 _log = logging.getLogger(__name__)
-COLUMNS = ["check", "result", "what"]
-
-
-@dataclass(frozen=True)
-class Report:
-    """The findings of all checks. If none is a problem, the ranks can start."""
-
-    judged: Judgement
-    of_all_reduce: list[Finding]
-    all_reduce_checked: bool
-    """Whether the all-reduce was tried. It is skipped if there were problems before it."""
-
-    @property
-    def findings(self) -> list[Finding]:
-        """Findings of the checks on facts, and of the all-reduce."""
-        return [*self.judged.findings, *self.of_all_reduce]
-
-    @property
-    def problems(self) -> list[Finding]:
-        """Findings that prevent the hosts from training together."""
-        return [finding for finding in self.findings if finding.is_problem]
-
-    def rows(self) -> list[list[str]]:
-        """Rows of a table with ``COLUMNS``: each finding, and a line for each check without findings."""
-        rows = []
-        for check, holds in CHECKS.items():
-            seen = self.judged.seen.get(check)
-            found = [finding for finding in self.findings if finding.check == check]
-            if check == ALL_REDUCE and not self.all_reduce_checked:
-                rows.append([check, "not tried", "fix the problems above first"])
-            elif not found:
-                rows.append([check, "ok", f"{holds}: {seen}" if seen else holds])
-            rows += [[check, "PROBLEM" if finding.is_problem else "note", finding.text] for finding in found]
-        return rows
 
 
 def preflight(requirements: LaunchRequirements, transport: Transport) -> Report:
     """Query all hosts; if there are no problems, run the all-reduce over all ranks."""
-    judged = survey(requirements, transport)
-    if judged.rendezvous is None or judged.port is None or any(one.is_problem for one in judged.findings):
-        return Report(judged, [], all_reduce_checked=False)
-    met = [Finding(ALL_REDUCE, text) for text in all_reduce(requirements, transport, judged.rendezvous, judged.port)]
-    return Report(judged, met, all_reduce_checked=True)
+    found = survey(requirements, transport)
+    if found.rendezvous is None or found.port is None or found.problems:
+        return found
+    met = [Finding(ALL_REDUCE, text) for text in all_reduce(requirements, transport, found.rendezvous, found.port)]
+    return replace(found, findings=[*found.findings, *met], all_reduce_tried=True)
 
 
 def require_agreement(requirements: LaunchRequirements, transport: Transport) -> dict[str, str]:
@@ -174,8 +139,8 @@ def require_agreement(requirements: LaunchRequirements, transport: Transport) ->
     Accelerators and a port in use are not problems here: an attempt of this run that is still running uses them. If the
     only problem is that hosts do not answer, and this may be transient, returns these hosts with their messages.
     """
-    found = survey(requirements, transport).findings
-    problems = [one for one in found if one.is_problem and one.check not in {IN_USE, PORT}]
+    found = survey(requirements, transport).problems
+    problems = [one for one in found if one.check not in {IN_USE, PORT}]
     if not all(problem.is_transient for problem in problems):
         raise _error(problems)
     return {host: problem.text for problem in problems for host in problem.hosts}
@@ -199,7 +164,7 @@ def require_fit(requirements: LaunchRequirements, transport: Transport) -> Fit:
     if report.problems and all(problem.check == REACHABLE for problem in report.problems):
         silent = [host for problem in report.problems for host in problem.hosts]
         raise HostUnreachable("; ".join(problem.text for problem in report.problems), silent)  # may be transient
-    rendezvous, port = report.judged.rendezvous, report.judged.port
+    rendezvous, port = report.rendezvous, report.port
     if report.problems:
         raise _error(report.problems)
     if rendezvous is None or port is None:
@@ -209,7 +174,7 @@ def require_fit(requirements: LaunchRequirements, transport: Transport) -> Fit:
         )
     for remark in report.findings:
         _log.warning("%s: %s", remark.check, remark.text)
-    return Fit(rendezvous, port, report.judged.is_node_local)
+    return Fit(rendezvous, port, report.is_node_local)
 
 
 def _error(problems: list[Finding]) -> PreflightError:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.head.preflight.checklist import CHECKS, Judgement
+from infra.head.preflight.checklist import CHECKS, Report
 from infra.head.preflight.findings import Finding
-from infra.head.preflight.host_preflight import Report, require_agreement, require_fit, survey
+from infra.head.preflight.host_preflight import require_agreement, require_fit, survey
 from infra.head.preflight.launch_requirements import LaunchRequirements
 from t5train.errors import HostUnreachable, PreflightError
 from tests.support.simulated_nodes import ThisMachine
@@ -41,7 +41,7 @@ def requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchRequi
 
 def test_the_table_has_a_line_for_every_check_and_every_finding() -> None:
     found = [Finding("ninja", "node1: no ninja"), Finding("ninja", "node2: no"), Finding("clock", "late", False)]
-    rows = Report(Judgement(found, None, None, {"python": "3.11"}), [], all_reduce_checked=False).rows()
+    rows = Report(found, None, None, {"python": "3.11"}).rows()
     assert {check for check, _, _ in rows} == set(CHECKS)
     assert [row[1:] for row in rows if row[0] == "ninja"] == [["PROBLEM", "node1: no ninja"], ["PROBLEM", "node2: no"]]
     assert ["clock", "note", "late"] in rows
