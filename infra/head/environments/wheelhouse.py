@@ -17,6 +17,7 @@ from t5train.errors import DigestMismatch, InputError, RecordError
 from t5train.files.atomic import write_text
 from t5train.files.os_errors import explain
 from t5train.records.digests import FileDigest, verify_file
+from t5train.spec import overrides
 
 MANIFEST = "wheelhouse.json"
 _MAX_NAME_CHARACTERS = 200
@@ -113,16 +114,8 @@ def read_wheelhouse(folder: Path) -> Wheelhouse:
         ) from error
     except ValidationError as error:
         raise RecordError(
-            f"{path} is damaged: {_first_of(error)}. Make it again with `t5-pretrain wheelhouse {folder}`"
+            f"{path} is damaged: {overrides.explain(error)}. Make it again with `t5-pretrain wheelhouse {folder}`"
         ) from error
-
-
-def _first_of(error: ValidationError) -> str:
-    """What is wrong first, and where, without pydantic's prose."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    said = str(first["msg"]).removeprefix("Value error, ")
-    return f"{where}: {said}" if where else said
 
 
 def faulty(folder: Path, wheels: Iterable[Wheel]) -> list[str]:
