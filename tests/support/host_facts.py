@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from infra.head.preflight.findings import HostReply
 from infra.head.preflight.launch_requirements import LaunchRequirements
-from infra.node.inspection.facts import Build, Devices, Facts, Network, Resources, Route, Software
+from infra.node.inspection.facts import Build, Devices, Facts, Folder, Network, Resources, Route, Software
 from infra.node.inspection.software import PACKAGES
 from infra.node.node_folders import node_path
 
@@ -56,7 +57,15 @@ def facts(number: int) -> Facts:
         software=SOFTWARE,
         devices=Devices("cuda", 2, {"0": 1 << 20, "1": 1 << 20}, {"0": 80 << 30, "1": 80 << 30}, {}, ""),
         build=Build("/usr/bin/ninja", "/usr/bin/c++", ["cpu_adam"], [], [], []),
-        resources=Resources(64 << 30, 65536, NONCE, 64 << 20, 64 << 20, "", 1 << 40, str(node_path()), "", 1 << 40),
+        resources=Resources(
+            64 << 30,
+            65536,
+            64 << 20,
+            64 << 20,
+            NONCE,
+            Folder(str(ROOT), "", 1 << 40),
+            Folder(str(node_path()), "", 1 << 40),
+        ),
     )
 
 
@@ -68,11 +77,10 @@ def reply(changes: dict[str, Callable[[Facts], Facts]] | None = None) -> dict[st
 
 
 def with_(part: str, **changes: object) -> Callable[[Facts], Facts]:
-    """Return a function that changes fields of a part of the facts, or of the facts themselves if ``part`` is empty."""
+    """Return a function that changes fields of a part of the facts, such as ``resources.root``, or of the facts."""
+    first, _, rest = part.partition(".")
 
-    def change(of: Facts) -> Facts:
-        if not part:
-            return replace(of, **changes)  # type: ignore[arg-type] # any field that a test changes
-        return replace(of, **{part: replace(getattr(of, part), **changes)})
+    def change(of: Any) -> Any:
+        return replace(of, **({first: with_(rest, **changes)(getattr(of, first))} if first else changes))
 
     return change

@@ -63,7 +63,8 @@ def write_answers(folder: Path, facts: Mapping[str, Facts]) -> None:
     for name, host_facts in facts.items():
         message = json.loads(encode(host_facts))
         message["Facts"] |= {"started_at": "@NOW@", "ended_at": "@NOW@"}
-        message["Facts"]["resources"] |= {"nonce": "@NONCE@", "root_error": ""}
+        message["Facts"]["resources"]["nonce"] = "@NONCE@"
+        message["Facts"]["resources"]["root"]["error"] = ""
         (folder / name).write_text(json.dumps(message), "utf-8")
 
 

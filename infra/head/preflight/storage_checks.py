@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from infra.head.preflight.findings import HostReplies, names, of_each
 from infra.head.preflight.launch_requirements import LaunchRequirements
-from infra.node.inspection.facts import Facts, Resources
+from infra.node.inspection.facts import Resources
 from infra.node.node_folders import node_path
 from infra.node.storage.disk_usage import SPARE_BYTES, SPARE_INODES
 from t5train.quantities import format_bytes
@@ -50,7 +50,7 @@ def problems(replies: HostReplies, requirements: LaunchRequirements, storage: St
             "choose a --root that no host shares"
         )
     else:
-        yield from of_each(replies, lambda _, facts: _write_error(facts, requirements))
+        yield from of_each(replies, lambda _, facts: facts.resources.root.error or None)
 
 
 def dask(requirements: LaunchRequirements, storage: Storage) -> Iterator[str]:
@@ -78,48 +78,42 @@ def disks(replies: HostReplies, requirements: LaunchRequirements, storage: Stora
     yield from of_each(
         replies,
         lambda host, facts: (
-            _byte_shortage(host, facts.resources, requirements, storage)
-            or _inode_shortage(facts.resources, requirements, storage)
+            _byte_shortage(host, facts.resources, requirements, storage) or _inode_shortage(facts.resources, storage)
         ),
     )
 
 
 def _byte_shortage(host: str, resources: Resources, requirements: LaunchRequirements, storage: Storage) -> str | None:
-    if resources.node_folder_error:
-        return resources.node_folder_error
-    if resources.node_folder != (here := str(node_path())):
+    folder, root = resources.node_folder, resources.root
+    if folder.error:
+        return folder.error
+    if folder.path != (here := str(node_path())):
         return (
-            f"the user has a different user id there: the node folder is {resources.node_folder}, but {here} on the "
-            "head. Give the user the same id on both machines, or set cluster.ssh_user"
+            f"the user has a different user id there: the node folder is {folder.path}, but {here} on the head. Give "
+            "the user the same id on both machines, or set cluster.ssh_user"
         )
-    if resources.node_folder_free_bytes < _NODE_FOLDER_BYTES:
+    if folder.free_bytes < _NODE_FOLDER_BYTES:
         return (
-            f"{resources.node_folder} has {format_bytes(resources.node_folder_free_bytes)} free, but logs need "
+            f"{folder.path} has {format_bytes(folder.free_bytes)} free, but logs need "
             f"{format_bytes(_NODE_FOLDER_BYTES)}. Free some space there"
         )
     if storage.is_node_local:
         return _scratch_shortage(resources, requirements.checkpoint_bytes.get(host, 0) + requirements.staged_bytes)
-    if not resources.root_error and resources.root_free_bytes < _ROOT_BYTES:
-        free = format_bytes(resources.root_free_bytes)
+    if not root.error and root.free_bytes < _ROOT_BYTES:
         return (
-            f"{requirements.root} has {free} free, but a run needs at least {format_bytes(_ROOT_BYTES)}. Free some "
-            "space, or choose another root"
+            f"{root.path} has {format_bytes(root.free_bytes)} free, but a run needs at least "
+            f"{format_bytes(_ROOT_BYTES)}. Free some space, or choose another root"
         )
     return None
 
 
-def _inode_shortage(resources: Resources, requirements: LaunchRequirements, storage: Storage) -> str | None:
+def _inode_shortage(resources: Resources, storage: Storage) -> str | None:
     """The complaint if a disk cannot hold enough files, although it may have enough free bytes."""
-    free = {resources.node_folder: resources.node_folder_free_inodes}
-    if storage.is_node_local:
-        free[resources.scratch] = resources.scratch_free_inodes
-    else:
-        free[str(requirements.root)] = resources.root_free_inodes
-    for folder, inodes in free.items():
-        if inodes is not None and inodes < SPARE_INODES:
+    for folder in (resources.node_folder, resources.scratch if storage.is_node_local else resources.root):
+        if folder.free_inodes is not None and folder.free_inodes < SPARE_INODES:
             return (
-                f"the disk of {folder} has {inodes:,} free inodes, but a run needs {SPARE_INODES:,} there, one for "
-                "each file and folder. Remove files from that disk (`df -i` shows its inodes)"
+                f"the disk of {folder.path} has {folder.free_inodes:,} free inodes, but a run needs {SPARE_INODES:,} "
+                "there, one for each file and folder. Remove files from that disk (`df -i` shows its inodes)"
             )
     return None
 
@@ -127,34 +121,29 @@ def _inode_shortage(resources: Resources, requirements: LaunchRequirements, stor
 def _scratch_shortage(resources: Resources, run_bytes: int) -> str | None:
     """The complaint if scratch has too little space. What the run has there already, or can free, counts as free."""
     needed, yielding = max(run_bytes + SPARE_BYTES, _SCRATCH_BYTES), resources.scratch_yielding_bytes
-    if not resources.scratch or resources.scratch_error or resources.scratch_free_bytes + yielding >= needed:
+    scratch = resources.scratch
+    if not scratch.path or scratch.error or scratch.free_bytes + yielding >= needed:
         return None
     more = f" and {format_bytes(yielding)} that can be freed" if yielding else ""
     return (
-        f"{resources.scratch} has {format_bytes(resources.scratch_free_bytes)} free{more}, but the checkpoints "
+        f"{scratch.path} has {format_bytes(scratch.free_bytes)} free{more}, but the checkpoints "
         f"and token shards that go there need {format_bytes(needed)}. Free some space, keep fewer "
         "checkpoints (storage.keep_last, storage.keep_every_steps, storage.checkpoint_gigabytes), or choose another "
         "storage.scratch"
     )
 
 
-def _write_error(facts: Facts, requirements: LaunchRequirements) -> str | None:
-    if facts.resources.root_error:
-        return f"{requirements.root} cannot be written: {facts.resources.root_error}"
-    return None
-
-
 def _scratch(replies: HostReplies, storage: Storage) -> Iterator[str]:
     """Hosts without their own scratch folder: in a shared one, files of one host would be taken for another's."""
-    yield from of_each(replies, lambda _, facts: facts.resources.scratch_error or None)
+    yield from of_each(replies, lambda _, facts: facts.resources.scratch.error or None)
     marks = {host: replies[host].facts.resources.scratch_mark for host in storage.not_sharing}
     for mark, count in Counter(marks.values()).items():
         if mark and count > 1:
             sharing = [host for host, its in marks.items() if its == mark]
             yield (
-                f"{names(sharing)}: {replies[sharing[0]].facts.resources.scratch} is the same folder on these hosts. "
-                "Choose a storage.scratch on each host's own disk. If a disk is a clone of another host's, remove the "
-                "folder from the clone"
+                f"{names(sharing)}: {replies[sharing[0]].facts.resources.scratch.path} is the same folder on these "
+                "hosts. Choose a storage.scratch on each host's own disk. If a disk is a clone of another host's, "
+                "remove the folder from the clone"
             )
 
 

@@ -69,7 +69,7 @@ class _Event:
     host: str | None = None
 
 
-Events = SimpleQueue[_Event]
+_Events = SimpleQueue[_Event]
 
 
 def _on_hosts(
@@ -78,7 +78,7 @@ def _on_hosts(
     if not jobs:
         return
     require_packages()
-    names, events = chosen_hosts(cluster).names, Events()
+    names, events = chosen_hosts(cluster).names, _Events()
     with ExitStack() as stack:
         nodes, lacking = stack.enter_context(reached_nodes(MachinesSpec(cluster=cluster), names))
         for error in lacking.values():
@@ -105,7 +105,7 @@ def _on_hosts(
 
 
 @contextmanager
-def _workers_on(nodes: Nodes, start: WorkerStart, events: Events) -> Iterator[None]:
+def _workers_on(nodes: Nodes, start: WorkerStart, events: _Events) -> Iterator[None]:
     """Run a worker on each host until the block ends. Reports when it is ready, could not start, or has ended."""
     ended = threading.Event()
     threads = [
@@ -123,7 +123,7 @@ def _workers_on(nodes: Nodes, start: WorkerStart, events: Events) -> Iterator[No
                 thread.join()
 
 
-def _attend(nodes: Nodes, host: str, start: WorkerStart, events: Events, ended: threading.Event) -> None:
+def _attend(nodes: Nodes, host: str, start: WorkerStart, events: _Events, ended: threading.Event) -> None:
     deadline = time.monotonic() + _START_SECONDS
     is_ready = False
     try:
@@ -178,7 +178,7 @@ def _probe(folder: Path) -> Iterator[tuple[str, Path]]:
         path.unlink(missing_ok=True)
 
 
-def _await_workers(names: Sequence[str], events: Events) -> None:
+def _await_workers(names: Sequence[str], events: _Events) -> None:
     """Wait until the workers of all hosts are ready. Raises the error of the first host that cannot begin."""
     ready: dict[str, WorkerReady] = {}
     while len(ready) < len(names):
@@ -212,7 +212,7 @@ class _Progress:
     finished: set[int] = field(default_factory=set)
     lost: dict[str, HostError] = field(default_factory=dict)
 
-    def results(self, events: Events) -> Iterator[Json]:
+    def results(self, events: _Events) -> Iterator[Json]:
         """Yield the result of each job. Raises the error of a job that failed, and WorkerLost when no host is left."""
         while self.unfinished:
             event = _next(events)
@@ -250,7 +250,7 @@ class _Progress:
         _log.warning("%s. The other hosts make its shards", error)
 
 
-def _next(events: Events) -> _Event:
+def _next(events: _Events) -> _Event:
     """Wait for an event. Raises WorkerLost if the scheduler has hung: it reports progress, or hosts without any."""
     limit_seconds = 2 * _HANG_SECONDS
     for _ in range(_SCHEDULER_CHECKS):  # one long wait would be over at once after a time for which this was stopped

@@ -86,36 +86,37 @@ class Build:
 
 
 @dataclass(frozen=True)
+class Folder:
+    """A folder of the node, and the disk that it is on."""
+
+    path: str
+    """Empty if it cannot be used at all."""
+    error: str
+    """Why it cannot be used or written, and what to do; empty if it can."""
+    free_bytes: int
+    free_inodes: int | None = None
+    """How many more files and folders the disk can hold; None if it sets no limit or cannot be inspected."""
+
+
+@dataclass(frozen=True)
 class Resources:
     """Memory, disk space and file descriptors of the node."""
 
     memory_bytes: int
     open_files: int
-    nonce: str | None
-    """The contents of the file that the head wrote under the root; None if the node cannot read it."""
     shared_memory_bytes: int
     """Size of /dev/shm; 0 if there is none."""
     shared_memory_free_bytes: int
-    root_error: str
-    """Why nothing can be written under the root; empty if it is writable."""
-    root_free_bytes: int
-    node_folder: str
-    node_folder_error: str
-    """Why the node folder cannot be used, and what to do; empty if it is writable."""
-    node_folder_free_bytes: int
-    scratch: str = ""
-    """The scratch folder. Checked on the head's machine, and on nodes that cannot read the head's file; else empty."""
+    nonce: str | None
+    """The contents of the file that the head wrote under the root; None if the node cannot read it."""
+    root: Folder
+    node_folder: Folder
+    scratch: Folder = Folder("", "", 0)
+    """Inspected on the head's machine, and on nodes that cannot read the head's file; else empty."""
     scratch_mark: str = ""
     """A random mark in the scratch folder, which shows whether two hosts share that folder."""
-    scratch_error: str = ""
-    """Why the scratch folder cannot be used, and what to do; empty if it is writable."""
-    scratch_free_bytes: int = 0
     scratch_yielding_bytes: int = 0
     """Bytes in it that are available to the run: its own checkpoints, and staged folders that no other run uses."""
-    root_free_inodes: int | None = None
-    """How many more files and folders the disk can hold; None if it sets no limit or cannot be inspected."""
-    node_folder_free_inodes: int | None = None
-    scratch_free_inodes: int | None = None
 
 
 @dataclass(frozen=True)

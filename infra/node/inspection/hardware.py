@@ -4,15 +4,14 @@ import fcntl
 import resource
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Self
 
 from infra.node.attempts import shared_memory
-from infra.node.inspection.facts import Devices, Question, Resources
+from infra.node.inspection.facts import Devices, Folder, Question, Resources
 from infra.node.inspection.software import torch_runtime
 from infra.node.node_folders import locks_folder, node_folder, run_path, scratch_folder, within
 from infra.node.processes import identity
@@ -82,63 +81,42 @@ def holder(lock: Path) -> str | None:
 
 def resources(question: Question) -> Resources:
     """Memory, disk space and file descriptors, and the head's nonce as this node reads it."""
-    root, nonce = question.root, _read(question.nonce_path)
-    folder, folder_error = _node_folder()
-    has_own = nonce is None or identity() == question.head
-    scratch = _Scratch.of(question.scratch, question.run_on_nodes) if has_own else _Scratch()
-    shared = shared_memory.free_space() or shared_memory.FreeSpace(0, 0)
-    return Resources(
+    nonce, shared = _read(question.nonce_path), shared_memory.free_space() or shared_memory.FreeSpace(0, 0)
+    found = Resources(
         memory_bytes=host_memory_bytes(),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         shared_memory_bytes=shared.total,
         shared_memory_free_bytes=shared.free,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         nonce=nonce,
-        root_error=_write_error(root),
-        root_free_bytes=_free_bytes(root),
-        node_folder=folder,
-        node_folder_error=folder_error,
-        node_folder_free_bytes=_free_bytes(Path(folder)),
-        scratch=scratch.path,
-        scratch_mark=scratch.mark,
-        scratch_error=scratch.error,
-        scratch_free_bytes=_free_bytes(Path(scratch.path)),
-        scratch_yielding_bytes=scratch.yielding_bytes,
-        root_free_inodes=_free_inodes(root),
-        node_folder_free_inodes=_free_inodes(Path(folder)),
-        scratch_free_inodes=_free_inodes(Path(scratch.path)) if scratch.path else None,
+        root=_folder(lambda: question.root),
+        node_folder=_folder(node_folder),
     )
+    if nonce is not None and identity() != question.head:
+        return found
+    scratch = _folder(lambda: scratch_folder(question.scratch), " (storage.scratch)")
+    if not scratch.path:
+        return replace(found, scratch=scratch)
+    place = Path(scratch.path)
+    mark = "" if scratch.error else _mark(place / _MARK)
+    yielding_bytes = _yielding_bytes(place, question.run_on_nodes)
+    return replace(found, scratch=scratch, scratch_mark=mark, scratch_yielding_bytes=yielding_bytes)
 
 
-def _node_folder() -> tuple[str, str]:
-    """The path of the node folder, and why it cannot be used; empty if it can."""
+def _folder(make: Callable[[], Path], called: str = "") -> Folder:
+    """Return whether the folder that ``make`` returns, and may create, can be written, and what is free there."""
     try:
-        folder = node_folder()
+        path = make()
     except StorageError as error:
-        return "", str(error)
-    why = _write_error(folder)
-    return str(folder), f"{folder} cannot be written: {why}" if why else ""
-
-
-@dataclass(frozen=True)
-class _Scratch:
-    """The scratch folder, and what was found there."""
-
-    path: str = ""
-    mark: str = ""
-    error: str = ""
-    yielding_bytes: int = 0
-
-    @classmethod
-    def of(cls, chosen: Path | None, run_name: str | None) -> Self:
-        """Create it if it does not exist, and check whether it can be written."""
-        try:
-            folder = scratch_folder(chosen)
-            why = _write_error(folder)
-            mark = "" if why else _mark(folder / _MARK)
-        except StorageError as error:
-            return cls(error=str(error))
-        unwritable = f"{folder} (storage.scratch) cannot be written: {why}" if why else ""
-        return cls(str(folder), mark, unwritable, _yielding_bytes(folder, run_name))
+        return Folder("", str(error), 0)
+    why = ""
+    try:
+        try_writing(path)
+    except OSError as error:
+        why = f"{path}{called} cannot be written: {reason(error, path)}"
+    try:
+        return Folder(str(path), why, shutil.disk_usage(path).free, free_inodes(path))
+    except OSError:
+        return Folder(str(path), why, 0)
 
 
 def _yielding_bytes(scratch: Path, run_name: str | None) -> int:
@@ -165,26 +143,3 @@ def _read(path: Path) -> str | None:
         return path.read_text("utf-8")
     except OSError:
         return None
-
-
-def _write_error(folder: Path) -> str:
-    """Why a folder cannot be written, and the remedy; empty if it can."""
-    try:
-        try_writing(folder)
-    except OSError as error:
-        return reason(error, folder)
-    return ""
-
-
-def _free_inodes(folder: Path) -> int | None:
-    try:
-        return free_inodes(folder)
-    except OSError:
-        return None
-
-
-def _free_bytes(folder: Path) -> int:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return 0

@@ -1,13 +1,14 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from infra.head.preflight.checklist import CHECKS, judge, of_error
 from infra.head.preflight.findings import Finding
 from infra.head.preflight.launch_requirements import LaunchRequirements
-from infra.node.inspection.facts import Facts, Route
+from infra.node.inspection.facts import Facts, Folder, Route
 from infra.node.node_folders import node_path
 from t5train.errors import HostError, HostKeyMismatch, HostUnreachable, RemoteFailed
 from tests.support.host_facts import HOSTS, NONCE, REQUIREMENTS, SOFTWARE, facts, reply, with_
@@ -76,13 +77,33 @@ FAULTS: list[tuple[str, str, Change, str]] = [
     ("openmp", "node1", devices(error=f"torch: {NO_TLS}"), f"torch: {NO_TLS}. Set LD_PRELOAD"),
     ("root", "node3", resources(nonce=None), "/shared/t5 is not shared with the head, but on node0, n"),
     ("root", "node3", resources(nonce="another"), "/shared/t5 is not shared with the head, but on node0, n"),
-    ("root", "node3", resources(root_error="Use `dmesg`"), "/shared/t5 cannot be written: Use `dmesg`"),
-    ("disks", "node3", resources(root_free_bytes=1), "/shared/t5 has 0.0 MB free, but a run needs at least 1.0 GB"),
-    ("disks", "node1", resources(root_free_inodes=12), "the disk of /shared/t5 has 12 free inodes, .*needs 1,000 t"),
-    ("disks", "node3", resources(node_folder_free_bytes=1), f"{node_path()} has 0.0 MB free, but logs need"),
-    ("disks", "node1", resources(node_folder_free_inodes=999), "the disk of /var/tmp/t5-pretrain-"),
-    ("disks", "node3", resources(node_folder_error="/x is a link: move it"), "/x is a"),
-    ("disks", "node3", resources(node_folder="/disk/t5-7"), "the user has a different user id there: .*/disk/t5-7"),
+    (
+        "root",
+        "node3",
+        with_("resources.root", error="/shared/t5 is bad: use `dmesg`"),
+        "/shared/t5 is bad: use `dmesg`",
+    ),
+    (
+        "disks",
+        "node3",
+        with_("resources.root", free_bytes=1),
+        "/shared/t5 has 0.0 MB free, but a run needs at least 1.0 GB",
+    ),
+    (
+        "disks",
+        "node1",
+        with_("resources.root", free_inodes=12),
+        "the disk of /shared/t5 has 12 free inodes, .*needs 1,000 t",
+    ),
+    ("disks", "node3", with_("resources.node_folder", free_bytes=1), f"{node_path()} has 0.0 MB free, but logs need"),
+    ("disks", "node1", with_("resources.node_folder", free_inodes=999), "the disk of /var/tmp/t5-pretrain-"),
+    ("disks", "node3", with_("resources.node_folder", error="/x is a link: move it"), "/x is a"),
+    (
+        "disks",
+        "node3",
+        with_("resources.node_folder", path="/disk/t5-7"),
+        "the user has a different user id there: .*/disk/t5-7",
+    ),
     ("memory", "node0", resources(memory_bytes=1 << 30), "1.1 GB of memory are available, but the ranks need 8.6 GB"),
     ("shared memory", "node3", resources(shared_memory_free_bytes=3 << 20), SHARED_MEMORY),
     ("open files", "node0", resources(open_files=256), "256 open files are allowed, .*needs 576 for 8 ranks. Raise"),
@@ -99,16 +120,15 @@ def test_a_host_with_a_fault_is_named_with_the_remedy(check: str, host: str, cha
     assert check in CHECKS
 
 
-def unshared(scratch_mark: str, **changes: object) -> Change:
-    return with_(
-        "resources",
-        **{"nonce": None, "scratch": "/disk/scratch", "scratch_free_bytes": 1 << 40, **changes},
-        scratch_mark=scratch_mark,
-    )
+def unshared(scratch_mark: str, yielding_bytes: int = 0, **changes: Any) -> Change:
+    scratch = replace(Folder("/disk/scratch", "", 1 << 40), **changes)
+    parts = {"scratch": scratch, "scratch_mark": scratch_mark, "scratch_yielding_bytes": yielding_bytes}
+    return with_("resources", nonce=None, **parts)
 
 
 def test_hosts_without_shared_storage_pass_regardless_of_their_root() -> None:
-    changes = {host: unshared(host, root_error="No such file or directory", root_free_bytes=0) for host in HOSTS}
+    no_root = with_("resources.root", error="/shared/t5 cannot be written: No such file or directory", free_bytes=0)
+    changes: dict[str, Change] = {host: lambda facts, host=host: no_root(unshared(host)(facts)) for host in HOSTS}
     for of_first, is_head in ((changes["node0"], False), (resources(), True)):
         judged = judge(reply(changes | {"node0": of_first}), REQUIREMENTS, SOFTWARE, NONCE, facts(0).identity * is_head)
         assert judged.is_node_local
@@ -122,9 +142,9 @@ def test_hosts_without_shared_storage_pass_regardless_of_their_root() -> None:
     ("check", "change", "text"),
     [
         ("root", unshared("node1"), "node1, node3: /disk/scratch is the same folder on these hosts. Choose a storage"),
-        ("root", unshared("", scratch_error="/x belongs to user 7: choose"), "node3: /x belongs to user 7: choose"),
-        ("disks", unshared("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 MB free, but the checkpoints"),
-        ("disks", unshared("3", scratch_free_inodes=0), "/disk/scratch has 0 free inodes"),
+        ("root", unshared("", path="", error="/x belongs to user 7: choose"), "node3: /x belongs to user 7: choose"),
+        ("disks", unshared("3", free_bytes=1), "node3: /disk/scratch has 0.0 MB free, but the checkpoints"),
+        ("disks", unshared("3", free_inodes=0), "/disk/scratch has 0 free inodes"),
     ],
 )
 def test_a_host_without_a_usable_scratch_folder_of_its_own_is_named(check: str, change: Change, text: str) -> None:
@@ -134,7 +154,7 @@ def test_a_host_without_a_usable_scratch_folder_of_its_own_is_named(check: str, 
 
 def test_too_little_scratch_space_for_checkpoints_and_shards_is_reported() -> None:
     requirements = replace(REQUIREMENTS, checkpoint_bytes=dict.fromkeys(HOSTS, 30 * 10**9), staged_bytes=10**9)
-    full = {host: unshared(host, scratch_free_bytes=12 * 10**9) for host in HOSTS}
+    full = {host: unshared(host, free_bytes=12 * 10**9) for host in HOSTS}
     (found,) = (one for one in findings(full, requirements) if one.is_problem)
     assert found.text == (
         "node0, node1, node2, node3: /disk/scratch has 12.0 GB free, but the checkpoints and token shards "
@@ -142,7 +162,7 @@ def test_too_little_scratch_space_for_checkpoints_and_shards_is_reported() -> No
         "storage.keep_every_steps, storage.checkpoint_gigabytes), or choose another storage.scratch"
     )
     resumed = {
-        host: unshared(host, scratch_free_bytes=12 * 10**9, scratch_yielding_bytes=size)
+        host: unshared(host, free_bytes=12 * 10**9, yielding_bytes=size)
         for host, size in zip(HOSTS, (20 * 10**9, 20 * 10**9, 20 * 10**9, 19 * 10**9), strict=True)
     }
     (found,) = (one for one in findings(resumed, requirements) if one.is_problem)

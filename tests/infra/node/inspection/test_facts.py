@@ -53,7 +53,7 @@ def test_a_node_reports_its_versions_clock_resources_and_the_nonce_that_the_head
     assert facts.software.code_digest == own_bundle().digest
     assert facts.software.spec_digest == fingerprint(json.loads(question.spec))
     assert facts.resources.nonce == "f00d"
-    assert (facts.resources.root_error, facts.resources.node_folder_error, facts.software.libgomp_error) == ("", "", "")
+    assert (facts.resources.root.error, facts.resources.node_folder.error, facts.software.libgomp_error) == ("", "", "")
     assert facts.build.ninja == str(Path(sys.executable).parent / "ninja"), "it is on the path that ranks get"
     assert facts.network.hostname == socket.gethostname()
     assert facts.network.interfaces["lo"][0] == "127.0.0.1/8"
@@ -90,7 +90,8 @@ def test_the_rendezvous_port_is_checked_or_a_free_one_is_chosen() -> None:
 def test_a_missing_root_is_reported(tmp_path: Path) -> None:
     gone = Question(tmp_path / "gone", tmp_path / "gone" / "nonce", accelerator="cpu")
     resources = collect_facts(gone).resources
-    assert (resources.nonce, resources.root_error) == (None, "No such file or directory; check the path")
+    assert resources.nonce is None
+    assert resources.root.error == f"{gone.root} cannot be written: No such file or directory; check the path"
 
 
 def test_the_holder_of_an_accelerator_lock_is_reported_only_while_it_is_held(tmp_path: Path) -> None:
@@ -123,8 +124,8 @@ def test_a_spec_that_the_nodes_code_cannot_read_is_reported_as_refused(monkeypat
 def test_a_machine_has_a_stable_identity_and_the_heads_reports_its_scratch_folder_too(question: Question) -> None:
     facts, scratch = collect_facts(question), question.root / "scratch"
     assert str(Path("/proc/self/ns/net").readlink()) in facts.identity
-    assert facts.resources.scratch == ""
-    assert collect_facts(replace(question, head=facts.identity, scratch=scratch)).resources.scratch == str(scratch)
+    assert facts.resources.scratch.path == ""
+    assert collect_facts(replace(question, head=facts.identity, scratch=scratch)).resources.scratch.path == str(scratch)
 
 
 def test_reclaimable_scratch_space_is_the_runs_own_and_what_no_other_uses(question: Question, tmp_path: Path) -> None:
@@ -140,5 +141,5 @@ def test_reclaimable_scratch_space_is_the_runs_own_and_what_no_other_uses(questi
     node_local = replace(question, nonce_path=tmp_path / "gone", scratch=scratch)
     for run, expected in (("it-f00d", 201), (None, 100)):
         resources = collect_facts(replace(node_local, run_on_nodes=run)).resources
-        assert (resources.scratch, resources.scratch_error) == (str(scratch), "")
+        assert (resources.scratch.path, resources.scratch.error) == (str(scratch), "")
         assert resources.scratch_yielding_bytes == expected

@@ -122,7 +122,7 @@ def test_a_pin_prevents_removal_and_is_ignored_once_its_run_is_gone(scratch: Pat
 WITHOUT_INODES = """
 import hashlib, sys
 from pathlib import Path
-from infra.node.inspection.hardware import _write_error
+from infra.node.inspection.hardware import _folder
 from infra.node.storage.disk_usage import require_disk_space
 from infra.node.storage.file_channel import Wanted, Watcher
 from infra.node.storage.pull import pull
@@ -150,7 +150,7 @@ try:
     pull(lambda *_: iter([b"x"]), [wanted], folder, Watcher())
 except StorageError as error:
     print("pull:", error)
-print("preflight:", _write_error(folder))
+print("preflight:", _folder(lambda: folder).error)
 """
 
 
@@ -162,4 +162,4 @@ def test_a_disk_without_inodes_is_not_said_to_lack_space(tmp_path: Path) -> None
     assert said["staging"].startswith(f"{tmp_path} has 0 free inodes, but shards/x and checkpoints need 1,005, one for")
     assert said["root"].startswith(f"too few inodes for the run: the disk of {tmp_path} has 0 free, but 100 are needed")
     assert said["pull"].endswith("remove files there, or use another folder. Then start again")
-    assert said["preflight"].startswith("No space left on device; the disk has no free inodes")
+    assert "cannot be written: No space left on device; the disk has no free inodes" in said["preflight"]
