@@ -12,22 +12,22 @@ from textwrap import fill
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from benchmarks import peer_training
 from benchmarks.finished_rows import Subject
 from benchmarks.measured_conditions import code_digest, commit, device_name, machine_id, versions
 from benchmarks.peer_outcomes import ALONE, DENSE, OURS, TRIAL, Outcome, Outcomes, Tuning
 from benchmarks.time_budget import TimeBudget
 from flows.cli.terminal import progress_display
 from flows.spec_from_recipe import resolve
-from infra.head.benchmark_run import benchmark
-from infra.head.peer_ranks import measure_peer
+from infra.head.benchmark_run import TRAINER_PROGRAM, benchmark, measure_ranks
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
 from t5train.errors import OutOfMemory, SpecError
 from t5train.model.model_shape import count_parameters
 from t5train.model.model_shape import resolve as resolve_shape
 from t5train.spec import RunSpec
-from t5train.train.peer_job import PeerJob
 from t5train.train.step_benchmark import tokens_a_step
+from t5train.train.trainer_benchmark import TrainerJob
 
 TRIAL_STEPS = 5
 ON_ONE_RANK = MappingProxyType({"cluster.ranks": 1, "layout.pipeline_stages": 1, "layout.expert_parallel_size": 1})
@@ -167,16 +167,15 @@ def _peer(comparison: Comparison, peer: str, repeat: int, tuning: Tuning) -> dic
     folder = comparison.root / "logs" / f"{peer.replace(' ', '-')}-{repeat}-{size}-{attention}"
     shutil.rmtree(folder, ignore_errors=True)
     sizes = {"layout.pipeline_stages": 1, "layout.micro_batch_sequences": size}
-    job = PeerJob.model_validate(
-        {
-            "peer": peer,
-            "spec": comparison.spec.with_settings(sizes),
-            "vocab_size": expected_vocab_size(comparison.spec.tokenizer),
-            "steps": TRIAL_STEPS if repeat == TRIAL else comparison.subject.steps,
-            "attention": tuning.attention,
-        }
-    )
-    return measure_peer(job, folder).model_dump()
+    facts = {
+        "spec": comparison.spec.with_settings(sizes),
+        "vocab_size": expected_vocab_size(comparison.spec.tokenizer),
+        "steps": TRIAL_STEPS if repeat == TRIAL else comparison.subject.steps,
+    }
+    if peer == "trainer":
+        return measure_ranks(TRAINER_PROGRAM, TrainerJob.model_validate(facts), folder).model_dump()
+    job = peer_training.PeerJob.model_validate({**facts, "peer": peer, "attention": tuning.attention})
+    return measure_ranks(peer_training.PROGRAM, job, folder).model_dump()
 
 
 def parameters_of(spec: RunSpec) -> int:

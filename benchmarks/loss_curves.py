@@ -34,7 +34,7 @@ from benchmarks.finished_rows import FinishedRow, FinishedRows, write_section
 from benchmarks.time_budget import NOT_FINISHED, OutOfTime
 from flows.cli.terminal import progress_display
 from infra.head.benchmark_run import steps_taken
-from infra.head.peer_ranks import run_ranks
+from infra.head.plain_ranks import run_ranks
 from infra.head.progress_report import before_first_step
 from t5train.data.samples.loader import Batch
 from t5train.data.samples.span_corruption import geometry

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from os import environ
 from pathlib import Path
 
-from infra.head.peer_ranks import rank_variables
+from infra.head.plain_ranks import rank_variables
 from tests.support.hardware import hardware
 
 CHECKOUT = Path(__file__).parents[1]

@@ -136,7 +136,7 @@ def _measure_peer(comparison: Comparison, outcomes: Outcomes, peer: str, repeat:
     """Measure a peer with its best tuning. Record it if no tuning fits into memory."""
     size = comparison.spec.layout.micro_batch_sequences
     if peer in TUNED:
-        from t5train.train.peer_step import model_class
+        from t5train.train.trainer_benchmark import model_class
 
         largest = comparison.spec.optimizer.global_batch_sequences // comparison.subject.ranks
         attentions = ("sdpa", "eager") if model_class(comparison.spec)._supports_sdpa else ("eager",)

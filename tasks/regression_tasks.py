@@ -6,8 +6,7 @@ from prefect.events import emit_event
 from infra.head.regression.case_stages import NightData
 from infra.head.regression.night_run import Night
 from t5train.files.os_errors import as_storage_errors
-from t5train.regression.history_plot import MAX_BYTES
-from t5train.regression.night_report import PLOT, headline, rows
+from t5train.regression.night_report import MAX_PLOT_BYTES, PLOT, headline, rows
 from t5train.regression.night_results import CaseResult, NightResult
 from t5train.regression.regression_cases import RegressionCase
 from tasks.artifacts import data_url, not_disturbing, shown_png, shown_table
@@ -52,7 +51,7 @@ def show_night(night: Night, result: NightResult) -> None:
     shown_table(KEY).show(rows(result), f"{headline(result)} ({night.folder})")
     with not_disturbing("the history of the nights"):
         picture = (night.folder / PLOT).read_bytes()
-        if len(data_url(picture)) <= MAX_BYTES:
+        if len(data_url(picture)) <= MAX_PLOT_BYTES:
             shown_png(f"{KEY}-history").show(picture, "Step times over nights")
 
 

@@ -6,7 +6,7 @@ from tempfile import mkdtemp
 from typing import NamedTuple
 
 from infra.head.launch.local_launch import LaunchSpec, launch
-from infra.head.peer_ranks import measure_peer
+from infra.head.plain_ranks import run_ranks
 from infra.head.preflight.launch_requirements import operators_of
 from infra.head.preflight.run_checks import require_capable, require_free, require_model
 from infra.head.progress_report import before_first_step
@@ -16,15 +16,17 @@ from t5train.errors import OutOfMemory
 from t5train.progress import Progress
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
-from t5train.train.peer_job import PeerJob, PeerMeasured
 from t5train.train.step_benchmark import STEPS_FILE, BenchmarkJob, Measured
+from t5train.train.trainer_benchmark import MeasuredSteps, TrainerJob
+
+TRAINER_PROGRAM = "t5train.train.trainer_benchmark"
 
 
 class TrainerMeasured(NamedTuple):
     """What was measured of Hugging Face's Trainer, and with which micro-batch."""
 
     micro_batch_sequences: int
-    measured: PeerMeasured
+    measured: MeasuredSteps
 
 
 def benchmark_trainer(spec: RunSpec, steps: int, shards: Path | None = None) -> TrainerMeasured | None:
@@ -37,11 +39,10 @@ def benchmark_trainer(spec: RunSpec, steps: int, shards: Path | None = None) -> 
     size = spec.layout.micro_batch_sequences
     while True:
         folder = Path(mkdtemp(prefix="t5-bench-trainer-"))
-        sizes = {"layout.pipeline_stages": 1, "layout.micro_batch_sequences": size}
-        trained = spec.with_settings(sizes)
-        job = PeerJob(peer="trainer", spec=trained, vocab_size=_vocab_size(spec, shards), steps=steps)
+        trained = spec.with_settings({"layout.pipeline_stages": 1, "layout.micro_batch_sequences": size})
         try:
-            measured = measure_peer(job, folder)
+            job = TrainerJob(spec=trained, vocab_size=_vocab_size(spec, shards), steps=steps)
+            measured = measure_ranks(TRAINER_PROGRAM, job, folder)
         except OutOfMemory:
             shutil.rmtree(folder)
             if size % 2:
@@ -50,6 +51,18 @@ def benchmark_trainer(spec: RunSpec, steps: int, shards: Path | None = None) -> 
             continue
         shutil.rmtree(folder)
         return TrainerMeasured(size, measured)
+
+
+def measure_ranks(program: str, job: TrainerJob, folder: Path) -> MeasuredSteps:
+    """Run the ranks of a program that measures a job. ``folder`` is for the job, the result and logs.
+
+    Raises OutOfMemory if a rank ran out of memory, otherwise LaunchError if one failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path, cluster = folder / "job.json", job.spec.cluster
+    path.write_text(job.model_dump_json(), "utf-8")
+    run_ranks(("-m", program, str(path)), cluster.ranks, cluster.accelerator, folder)
+    return MeasuredSteps.model_validate_json(path.with_name("measured.json").read_text("utf-8"))
 
 
 def benchmark(spec: RunSpec, steps: int, progress: Progress, shards: Path | None = None) -> Measured:

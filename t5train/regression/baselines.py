@@ -1,9 +1,14 @@
-"""Accepted results that later nights are compared with. The history is append-only: one file for each case and time."""
+"""Accepted results that later nights are compared with, and the machine for which each counts.
+
+Accepted baselines are never changed: each is a file of its own, for a case and a time.
+"""
 
 import getpass
 import os
+import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -11,11 +16,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from t5train.errors import RegressionError, RegressionUsage
 from t5train.files.atomic import write_json
 from t5train.files.presence import visible_in
+from t5train.host_resources import num_cores
 from t5train.records.identity import fingerprint
-from t5train.regression.machine_key import changed_versions, same_hardware
 from t5train.regression.night_results import CaseResult
 
 FIRST = "the first night of this case on this machine"
+_PACKAGES = ("torch", "deepspeed", "transformers", "numpy")
+_HARDWARE = ("processor", "cores", "ranks", "device", "hosts")
+"""The parts of a key that are no versions: on other hardware, times and memory say nothing about a change."""
 
 
 class Baseline(BaseModel):
@@ -83,3 +91,42 @@ def require_reason(why: str) -> None:
     """Raise RegressionUsage for an empty reason."""
     if not why.strip():
         raise RegressionUsage("--why is empty: say why the results are the new baseline, such as --why 'torch 2.13'")
+
+
+def machine_key(num_ranks: int, device: str, hosts: str) -> dict[str, str]:
+    """Return the machine of a result: hardware, and versions.
+
+    A baseline counts for the same hardware only, but for other versions as well: an upgrade is what a night must judge.
+    """
+    key = {
+        "processor": _processor(),
+        "cores": str(num_cores()),
+        "python": platform.python_version(),
+        **{package: version(package) for package in _PACKAGES},
+        "ranks": str(num_ranks),
+        "device": device,
+    }
+    return key | ({"hosts": hosts} if hosts else {})
+
+
+def same_hardware(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Return whether two keys are of the same hardware, whatever the versions."""
+    return all(one.get(name) == other.get(name) for name in _HARDWARE)
+
+
+def changed_versions(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the versions that changed, such as ``torch 2.12.0 -> 2.13.0``."""
+    versions = (name for name in {**before, **now} if name not in _HARDWARE)
+    return [
+        f"{name} {before.get(name, 'unknown')} -> {now.get(name, 'unknown')}"
+        for name in versions
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _processor() -> str:
+    """Return the processor's name, as Linux knows it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text("utf-8", "replace").splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

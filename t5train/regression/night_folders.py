@@ -5,9 +5,11 @@
     lock            held by the process that runs a night or accepts one
     nights/         20261123-021500/ and so on: all files of a night, results.json, report.md, plot.png
     baselines/      what was accepted (t5train.regression.baselines)
-    history.jsonl   one line for each night and case (t5train.regression.night_history)
+    history.jsonl   one line for each night and case, which stays when the night's files are removed
 """
 
+import json
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -15,14 +17,30 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from t5train.errors import RegressionError, RegressionRunning, RegressionUsage
 from t5train.files.locks import try_lock
 from t5train.files.presence import visible_in
+from t5train.records.identity import fingerprint
 from t5train.regression.baselines import Baselines
-from t5train.regression.night_results import RESULTS
+from t5train.regression.night_results import RESULTS, Compared, NightResult
 
 _NAME = re.compile("[0-9]{8}-[0-9]{6}")
 MAX_NIGHTS = 365
+_log = logging.getLogger(__name__)
+
+
+class HistoryLine(BaseModel):
+    """What a night gave for a case."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    night: str
+    case: str
+    machine: str
+    """Fingerprint of the machine key."""
+    passed: bool
+    compared: dict[str, Compared]
 
 
 class RegressionFolder:
@@ -83,3 +101,33 @@ class RegressionFolder:
             raise RegressionError(f"no night has ended in {self.nights_path}: run one first, or correct --root")
         newest = ", ".join(folder.name for folder in ended[-3:])
         raise RegressionUsage(f"no night called {name!r} has ended in {self.nights_path}: the newest are {newest}")
+
+    def append_history(self, result: NightResult) -> None:
+        """Append a line for each case of a night, and wait until they are on disk."""
+        failed, path = {finding.case for finding in result.findings}, self.history_path
+        with open(path, "a", encoding="utf-8") as file:
+            if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+                file.write("\n")  # ends a line that was cut off by a full disk or a kill
+            for each in result.results:
+                line = HistoryLine(
+                    night=result.night,
+                    case=each.case,
+                    machine=fingerprint(each.machine),
+                    passed=each.case not in failed,
+                    compared=result.compared[each.case],
+                )
+                file.write(json.dumps(line.model_dump(mode="json"), allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def history(self) -> list[HistoryLine]:
+        """Return all lines, the oldest first. Damaged ones are logged and left out: no night's verdict needs them."""
+        lines = self.history_path.read_text("utf-8").split("\n")[:-1] if self.history_path.exists() else []
+        found = []
+        for number, text in enumerate(lines, start=1):
+            try:
+                found.append(HistoryLine.model_validate_json(text))
+            except ValidationError as error:
+                said = error.errors()[0]["msg"]
+                _log.warning("line %d of %s is damaged (%s): remove that line", number, self.history_path, said)
+        return found

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from t5train.quantities import format_bytes
 from t5train.records.identity import differences
-from t5train.regression.machine_key import changed_versions
+from t5train.regression.baselines import changed_versions
 from t5train.regression.night_results import CPU_DEVICE, About, CaseResult, Compared, Finding, Measured, Point
 from t5train.regression.regression_cases import AGREEMENT
 
@@ -45,26 +45,30 @@ def compare(tonight: CaseResult, baseline: CaseResult | None) -> list[Finding]:
     worse = [*_losses(tonight, baseline), *grown(tonight, baseline)]
     if changed := changed_versions(baseline.machine, tonight.machine):
         worse = [each.model_copy(update={"sentence": f"{each.sentence} ({'; '.join(changed)})"}) for each in worse]
-    worthless = [*unsteady(tonight), *_unsteady_baseline(tonight, baseline)]
-    return [*found, *worse, *_not_measured(tonight, baseline), *worthless]
+    return [*found, *worse, *_not_checked(tonight, baseline)]
 
 
-def grown(tonight: CaseResult, baseline: CaseResult) -> list[Finding]:
-    """Return the quantities that grew by more than is allowed."""
-    return [
-        _finding(tonight, _about(measured), _growth(name, measured, against))
-        for name, measured in tonight.measured.items()
-        if (against := baseline.measured.get(name)) is not None and _is_worse(measured, against)
-    ]
+def grown(tonight: CaseResult, baseline: CaseResult) -> Iterator[Finding]:
+    """Yield the quantities that grew by more than is allowed."""
+    for name, measured in tonight.measured.items():
+        if (against := baseline.measured.get(name)) is None:
+            continue
+        growth, allowed = measured.median / against.median - 1, allowed_growth(measured, against)
+        if growth > allowed:
+            said = f"{_value(name, measured)}, {growth:.0%} above the baseline's {_text(measured, against.median)}"
+            yield _finding(tonight, _about(measured), f"{said}; allowed {allowed:.0%}")
 
 
-def _not_measured(tonight: CaseResult, baseline: CaseResult) -> list[Finding]:
-    """Return the quantities that only the baseline has, and so are not checked."""
-    return [
-        _finding(tonight, _about(measured), f"{name} is in the baseline, but was not measured, so it was not checked")
-        for name, measured in baseline.measured.items()
-        if name not in tonight.measured
-    ]
+def _not_checked(tonight: CaseResult, baseline: CaseResult) -> Iterator[Finding]:
+    """Yield the quantities that only the baseline has, and those that vary too much to be compared."""
+    for name, measured in baseline.measured.items():
+        if name not in tonight.measured:
+            said = f"{name} is in the baseline, but was not measured, so it was not checked"
+            yield _finding(tonight, _about(measured), said)
+    yield from unsteady(tonight)
+    for about, said in _varying(baseline):  # an earlier version may have recorded it
+        advice = "Accept a night on a quiet machine (`regression accept`)"
+        yield _finding(tonight, about, f"in the baseline, {said}. {advice}")
 
 
 def unsteady(result: CaseResult) -> list[Finding]:
@@ -72,14 +76,6 @@ def unsteady(result: CaseResult) -> list[Finding]:
     return [
         _finding(result, about, f"{said}. Run the night again while the machine does nothing else")
         for about, said in _varying(result)
-    ]
-
-
-def _unsteady_baseline(tonight: CaseResult, baseline: CaseResult) -> list[Finding]:
-    """Return the same of a baseline, which an earlier version may have recorded."""
-    return [
-        _finding(tonight, about, f"in the baseline, {said}. Accept a night on a quiet machine (`regression accept`)")
-        for about, said in _varying(baseline)
     ]
 
 
@@ -113,20 +109,18 @@ def allowed_growth(tonight: Measured, baseline: Measured) -> float:
 
 def disagreements(results: Sequence[CaseResult]) -> Iterator[Finding]:
     """Yield the cases whose loss curves differ from that of the first case that trains the same model."""
-    groups: dict[str, list[CaseResult]] = {}
+    first: dict[str, CaseResult] = {}
     for result in results:
-        if result.same_model is not None and result.curves:
-            groups.setdefault(result.same_model, []).append(result)
-    for group in groups.values():
-        first = group[0]
-        for other in group[1:]:
-            if (worst := largest_change(other.curves[0], first.curves[0])) and worst.change > AGREEMENT:
-                yield _finding(
-                    other,
-                    "variants",
-                    f"the {worst.label} is {worst.value:.6f}, but {worst.before:.6f} in {first.case}, which trains the "
-                    f"same model: they differ by {worst.change:.1e}; allowed {AGREEMENT:.0e}",
-                )
+        if result.same_model is None or not result.curves:
+            continue
+        before = first.setdefault(result.same_model, result)
+        if (worst := largest_change(result.curves[0], before.curves[0])) and worst.change > AGREEMENT:
+            yield _finding(
+                result,
+                "variants",
+                f"the {worst.label} is {worst.value:.6f}, but {worst.before:.6f} in {before.case}, which trains the "
+                f"same model: they differ by {worst.change:.1e}; allowed {AGREEMENT:.0e}",
+            )
 
 
 class Change(NamedTuple):
@@ -155,23 +149,21 @@ def curve_spread(result: CaseResult) -> float:
 
 
 def _losses(tonight: CaseResult, baseline: CaseResult) -> Iterator[Finding]:
-    """Yield a finding for the loss that changed most, and for losses that only one of the curves has."""
+    """Yield a finding for the losses that changed, and for losses that only the baseline has."""
     allowed = max(
         least_loss_change(tonight, baseline), SPREADS * curve_spread(tonight), SPREADS * curve_spread(baseline)
     )
     curve, before = tonight.curves[0], baseline.curves[0]
     if missing := [label for label, _ in before if label not in dict(curve)]:
         yield _finding(tonight, "loss", f"the {missing[0]} is missing, and so are {len(missing) - 1} others")
-    worst = largest_change(curve, before)
-    if worst is None or not worst.change > allowed:
-        return
-    first = next(each for each in _changes(curve, before) if each.change > allowed)
-    yield _finding(
-        tonight,
-        "loss",
-        f"the {first.label} is {first.value:.6f}, but {first.before:.6f} in the baseline: they differ by "
-        f"{first.change:.1e}, later losses by up to {worst.change:.1e}; allowed {allowed:.0e}",
-    )
+    if changed := [each for each in _changes(curve, before) if each.change > allowed]:
+        first, worst = changed[0], max(each.change for each in changed)
+        yield _finding(
+            tonight,
+            "loss",
+            f"the {first.label} is {first.value:.6f}, but {first.before:.6f} in the baseline: they differ by "
+            f"{first.change:.1e}, later losses by up to {worst:.1e}; allowed {allowed:.0e}",
+        )
 
 
 def least_loss_change(tonight: CaseResult, baseline: CaseResult) -> float:
@@ -187,38 +179,21 @@ def _changes(curve: Sequence[Point], before: Sequence[Point]) -> list[Change]:
     return [Change(label, value, known[label]) for label, value in curve if label in known]
 
 
-def _is_worse(tonight: Measured, baseline: Measured) -> bool:
-    return tonight.median > baseline.median * (1 + allowed_growth(tonight, baseline))
-
-
-def _growth(name: str, tonight: Measured, baseline: Measured) -> str:
-    growth = tonight.median / baseline.median - 1
-    said, before = _value(name, tonight), _amount(baseline)
-    return f"{said}, {growth:.0%} above the baseline's {before}; allowed {allowed_growth(tonight, baseline):.0%}"
-
-
 def _value(name: str, measured: Measured) -> str:
-    amount = _amount(measured)
+    amount = _text(measured, measured.median)
     of_peer = f"{amount} steps of the peer"
-    default = (
-        f"{name.removesuffix(WALL)} takes as long as {of_peer}"
-        if name.endswith(WALL)
-        else f"{name} takes the CPU time of {of_peer}"
-    )
+    waiting, computing = f"takes as long as {of_peer}", f"takes the CPU time of {of_peer}"
     sentences = {
         STEP: f"a step takes {amount} times the peer's",
         STEP_CPU: f"a step takes {amount} times the CPU time of the peer's",
-        SAVING: f"saving a checkpoint takes as long as {of_peer}",
-        VALIDATION: f"a validation takes as long as {of_peer}",
+        SAVING: f"saving a checkpoint {waiting}",
+        VALIDATION: f"a validation {waiting}",
         PEER: f"a step of the peer, which uses no code of this project, takes the CPU time of {amount} hashes",
         HOST_MEMORY: f"a rank's peak host memory is {amount}",
         ACCELERATOR_MEMORY: f"a rank's peak memory on its accelerator is {amount}",
     }
-    return sentences.get(name, default)
-
-
-def _amount(measured: Measured) -> str:
-    return _text(measured, measured.median)
+    stage = name.removesuffix(WALL)
+    return sentences.get(name, f"{stage} {computing if stage == name else waiting}")
 
 
 def _text(measured: Measured, value: float) -> str:
@@ -230,8 +205,4 @@ def _about(measured: Measured) -> About:
 
 
 def _finding(result: CaseResult, about: About, sentence: str) -> Finding:
-    return Finding(case=result.case, about=about, sentence=_of(result, sentence))
-
-
-def _of(result: CaseResult, sentence: str) -> str:
-    return f"{result.case}: {sentence}"
+    return Finding(case=result.case, about=about, sentence=f"{result.case}: {sentence}")

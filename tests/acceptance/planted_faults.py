@@ -142,10 +142,10 @@ def delayed(name: str, seconds: float) -> Callable[[Any], None]:
     return change
 
 
-def upgrade_torch(machine_key: Any) -> None:
+def upgrade_torch(baselines: Any) -> None:
     """The machine has another version of torch than the baseline."""
-    original = machine_key.version
-    machine_key.version = lambda package: NEW_TORCH if package == "torch" else original(package)
+    original = baselines.version
+    baselines.version = lambda package: NEW_TORCH if package == "torch" else original(package)
 
 
 def double_losses(forward_backward: Any) -> None:
@@ -257,7 +257,7 @@ def plant(name: str | None, small_text: str | None) -> None:
     if name is not None:
         plant_after_import(FAULTS[name].module, FAULTS[name].change)
         if FAULTS[name].is_upgrade:
-            plant_after_import("t5train.regression.machine_key", upgrade_torch)
+            plant_after_import("t5train.regression.baselines", upgrade_torch)
     if small_text is not None:
         plant_after_import("t5train.regression.regression_cases", make_cases_small(small_text))
         plant_after_import("infra.head.regression.night_run", measure_once)

@@ -10,7 +10,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from t5train.regression import night_history
 from t5train.regression.night_folders import MAX_NIGHTS, RegressionFolder
 from t5train.regression.night_results import RESULTS, NightResult
 from t5train.regression.regression_cases import CASES
@@ -26,7 +25,7 @@ def report(root: Path, counted: list[NightResult]) -> str:
     alarms = [finding.sentence for result in counted for finding in result.findings]
     failed = sum(not result.passed for result in counted)
     changes: dict[tuple[str, str], list[float]] = {}
-    for line in night_history.read(RegressionFolder(root).history_path):
+    for line in RegressionFolder(root).history():
         for name, each in line.compared.items():
             if each.baseline is not None:
                 changes.setdefault((line.case, name), []).append(each.tonight / each.baseline - 1)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import loss_curves
+from benchmarks import loss_curves, peer_training
 from benchmarks.loss_curves import Curve
-from infra.head.peer_ranks import measure_peer
+from infra.head.benchmark_run import TRAINER_PROGRAM, measure_ranks
 from infra.node.processes import arguments, find
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
 from t5train.spec.recipes import recipe
-from t5train.train.peer_job import Peer, PeerJob
+from t5train.train.trainer_benchmark import TrainerJob
 from tests.support.waiting import await_that
 
 TINY = {
@@ -32,19 +32,22 @@ PYTHON, ROOT = sys.executable, Path(__file__).parents[2]
 PROGRAM = """
 import sys
 sys.executable = sys.argv.pop(1)
-from benchmarks import loss_curves
+from benchmarks import loss_curves, peer_training
 raise SystemExit(loss_curves.main())
 """
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_ranks")]
 
 
 @pytest.mark.parametrize("peer", ["pytorch", "deepspeed", "trainer"])
-def test_a_peer_trains_the_recipes_model(peer: Peer, tmp_path: Path) -> None:
+def test_a_peer_trains_the_recipes_model(peer: str, tmp_path: Path) -> None:
     if peer == "trainer" and find_spec("accelerate") is None:
         pytest.skip("needs accelerate, which is not a dependency of this project")
     spec = recipe("smoke", TINY)
-    vocab_size = expected_vocab_size(spec.tokenizer)
-    measured = measure_peer(PeerJob(peer=peer, spec=spec, vocab_size=vocab_size, steps=2), tmp_path)
+    facts = {"spec": spec, "vocab_size": expected_vocab_size(spec.tokenizer), "steps": 2}
+    if peer == "trainer":
+        measured = measure_ranks(TRAINER_PROGRAM, TrainerJob(**facts), tmp_path)
+    else:
+        measured = measure_ranks(peer_training.PROGRAM, peer_training.PeerJob(**facts, peer=peer), tmp_path)
     assert len(measured.step_seconds) == 2
     assert all(seconds > 0 for seconds in measured.step_seconds)
     assert measured.first_loss == pytest.approx(8.2, rel=0.1)

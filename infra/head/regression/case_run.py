@@ -11,6 +11,7 @@ repeat counts with the lower quartile of its steps, and with its fastest save an
 """
 
 import hashlib
+import json
 import logging
 import resource
 import statistics
@@ -18,12 +19,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from infra.head.hosts.hostfile import chosen_hosts
 from infra.head.hosts.reached_nodes import reached_nodes
+from infra.head.plain_ranks import run_ranks
 from infra.head.regression.case_stages import (
     NightData,
     TrainedCase,
@@ -35,17 +37,21 @@ from infra.head.regression.case_stages import (
     train_case,
 )
 from infra.head.regression.peer_processes import Peer, PeerJob, StepTimes, running_peer
+from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Devices, Question
 from infra.node.inspection.hardware import CPU
 from t5train.data.samples.span_corruption import geometry
 from t5train.errors import HostError, T5TrainError
+from t5train.files.atomic import write_json
 from t5train.files.os_errors import in_one_line
 from t5train.host_resources import num_cores
 from t5train.model.model_shape import huggingface_config, resolve
 from t5train.progress import Progress
 from t5train.records.metrics import Values
-from t5train.regression.machine_key import machine_key
-from t5train.regression.night_results import CPU_DEVICE, CaseResult, Measured, Point
+from t5train.records.witness import Witness
+from t5train.regression.baselines import machine_key
+from t5train.regression.night_results import CPU_DEVICE, CaseResult, Measured
+from t5train.regression.peer_loop import TIMES_FILE, StepTimes
 from t5train.regression.regression_cases import RESUMED_STEP, RegressionCase
 from t5train.regression.regression_findings import (
     ACCELERATOR_LOSS_TOLERANCE,
@@ -63,6 +69,11 @@ from t5train.regression.regression_findings import (
 from t5train.spec import MachinesSpec, RunSpec
 
 PEER_STEPS = 60
+_PEER_PROGRAM = ("-m", "t5train.regression.peer_loop")
+_PEER_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # otherwise, waiting threads take CPU time on a busy machine
+    "PYTHONSAFEPATH": "1",
+}
 _WARM_UP_STEPS = 5
 _LEAST = {
     STEP: 0.15,
@@ -92,23 +103,15 @@ class _Taken(NamedTuple):
     seconds: float
 
 
-@dataclass
-class _Series:
-    """What the repeats of a case give."""
-
-    curves: list[list[Point]] = field(default_factory=list)
-    values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    problems: list[str] = field(default_factory=list)
-    trained: list[TrainedCase] = field(default_factory=list)
-
-
 class CaseRun:
     """The runs of one case in the folder of a night."""
 
     def __init__(self, case: RegressionCase, folder: Path, data: NightData, progress: Progress) -> None:
         self._case, self._folder, self._data, self._progress = case, folder, data, progress
         self._started = time.monotonic()
-        self._series = _Series()
+        self._trained = list[TrainedCase]()
+        self._values = defaultdict[str, list[float]](list)
+        self._problems = list[str]()
 
     def measure(self, is_slower: Callable[[CaseResult], bool]) -> CaseResult:
         """Run everything; return the result.
@@ -121,25 +124,24 @@ class CaseRun:
             with self._failures("asking the hosts"):
                 self._case = on_available_accelerators(self._case, self._spec("1"))
             with self._failures("measuring"):
-                with running_peer(self._peer_job(), self._num_peers, self._folder, self._said) as peer:
-                    self._repeat(peer)
-                    if any(each.about != "loss" for each in unsteady(self._result())):
-                        _log.info("%s: its repeats differ too much; measuring afresh", self._case.name)
-                        self._series.values.clear()
-                        self._repeat(peer)
-                    if is_slower(self._result()):
-                        _log.info("%s: slower than is allowed; measuring once more", self._case.name)
-                        self._repeat(peer)
+                self._repeat()
+                if any(each.about != "loss" for each in unsteady(self._result())):
+                    _log.info("%s: its repeats differ too much; measuring afresh", self._case.name)
+                    self._values.clear()
+                    self._repeat()
+                if is_slower(self._result()):
+                    _log.info("%s: slower than is allowed; measuring once more", self._case.name)
+                    self._repeat()
                 self._check_resume()
         except _CaseFailed as failed:
-            self._series.problems.append(str(failed))
+            self._problems.append(str(failed))
         return self._result()
 
-    def _repeat(self, peer: Peer) -> None:
-        before = peer.timed(PEER_STEPS)
+    def _repeat(self) -> None:
+        before = self._peer_times()
         for _ in range(self._case.repeats):
-            measured = self._run_once(len(self._series.trained) + 1)
-            after = peer.timed(PEER_STEPS)
+            measured = self._run_once(len(self._trained) + 1)
+            after = self._peer_times()
             self._add(measured, before, after)
             before = after
 
@@ -152,8 +154,7 @@ class CaseRun:
         with self._stage("training", taken):
             trained = train_case(spec, self._data, self._said)
         taken["training"] = taken["training"]._replace(cpu_seconds=_of(trained.steps, "process_cpu_seconds")[-1])
-        self._series.trained.append(trained)
-        self._series.curves.append(trained.curve)
+        self._trained.append(trained)
         with self._stage("consolidation", taken):
             consolidation(spec, trained, self._said)
         with self._stage("export", taken):
@@ -183,8 +184,33 @@ class CaseRun:
             _log.info("%s: %s failed", self._case.name, name, exc_info=not isinstance(error, T5TrainError))
             raise _CaseFailed(f"{name} failed: {in_one_line(error)}") from error
 
+    def _peer_times(self) -> StepTimes:
+        """Let the peer take steps, with as many ranks as the case, at most one for each core.
+
+        A step of it trains as many sequences as a step of the case, in one pass. Its model has no experts:
+        transformers' loop over experts takes much more CPU time on a busy machine.
+        """
+        spec, counts = self._spec("1"), self._data.shards.counts
+        dense = spec.with_settings({"model.moe.num_experts": 0, "layout.expert_parallel_size": 1})
+        shape = resolve(dense.model, int(counts["vocab_size"]))
+        num_ranks = min(spec.cluster.ranks, num_cores())
+        job = {
+            "config": huggingface_config(shape, int(counts["pad_id"]), int(counts["eos_id"])),
+            "sequences": spec.optimizer.global_batch_sequences // num_ranks,
+            "input_tokens": spec.objective.input_tokens,
+            "target_tokens": geometry(spec.objective).target_tokens,
+            "steps": PEER_STEPS,
+        }
+        folder = self._folder / "peer"
+        folder.mkdir(exist_ok=True)
+        write_json(folder / "job.json", job)
+        self._said("steps of the peer", 0, PEER_STEPS)
+        run_ranks((*_PEER_PROGRAM, str(folder / "job.json")), num_ranks, CPU, folder, environment=_PEER_ENVIRONMENT)
+        self._said("steps of the peer", PEER_STEPS, PEER_STEPS)
+        return StepTimes(**json.loads((folder / TIMES_FILE).read_text("utf-8")))
+
     def _add(self, stages: dict[str, _Taken], before: StepTimes, after: StepTimes) -> None:
-        trained, values = self._series.trained[-1], self._series.values
+        trained, values = self._trained[-1], self._values
         peer_wall, peer_cpu = (
             statistics.mean([quartile(one), quartile(other)]) for one, other in zip(before, after, strict=True)
         )
@@ -203,42 +229,40 @@ class CaseRun:
 
     def _check_repeats(self) -> None:
         """On the CPU, all repeats must give the same bits."""
-        first, last = self._series.trained[0].witness, self._series.trained[-1].witness
+        first, last = self._trained[0].witness, self._trained[-1].witness
         if last.device_type == CPU_DEVICE and (names := _different(last, first)):
-            self._series.problems.append(
+            self._problems.append(
                 f"two runs with the same seed ended with different weights, in {len(names)} of {len(first.tensors)} "
                 f"tensors ({names[0]} ...)"
             )
 
     def _check_resume(self) -> None:
         """Compare the weights of a resumed run with those of the uninterrupted one."""
-        with self._stage("resuming", {}):
+        with self._failures("resuming"):
             resumed = resume_case(self._spec("1"), self._spec("resumed"), RESUMED_STEP, self._data, self._said)
-        whole = self._series.trained[0]
         first = int(resumed.steps[0]["step"] or 0)
         if first != RESUMED_STEP + 1:
-            self._series.problems.append(
+            self._problems.append(
                 f"a run with a checkpoint of step {RESUMED_STEP} began at step {first}, not {RESUMED_STEP + 1}"
             )
-        if (what := _not_resumed(resumed, whole)) is not None:
-            self._series.problems.append(
-                f"after resuming from step {RESUMED_STEP}, {what} those of the uninterrupted run"
-            )
+        if (what := _not_resumed(resumed, self._trained[0])) is not None:
+            self._problems.append(f"after resuming from step {RESUMED_STEP}, {what} those of the uninterrupted run")
 
     def _result(self) -> CaseResult:
-        spec, series = self._spec("1"), self._series
-        device = series.trained[0].witness.device_type if series.trained else CPU_DEVICE
+        spec = self._spec("1")
+        device = self._trained[0].witness.device_type if self._trained else CPU_DEVICE
         chosen = chosen_hosts(spec.cluster).all if spec.cluster.hostfile else ()
         hosts = [f"{host.name}:{len(host.slots)}" for host in chosen]
         return CaseResult(
             case=self._case.name,
             machine=machine_key(spec.cluster.ranks, device, " ".join(hosts)),
-            settings=settings_of(spec),
+            # what the losses and times of a run depend on: its identity and its layout
+            settings={**spec.identity(), "layout": spec.layout.model_dump(mode="json")},
             same_model=self._case.same_model,
             device=device,
-            curves=series.curves,
-            measured={name: _measured(name, values) for name, values in series.values.items() if values},
-            problems=list(dict.fromkeys(series.problems)),
+            curves=[each.curve for each in self._trained],
+            measured={name: _measured(name, values) for name, values in self._values.items()},
+            problems=list(dict.fromkeys(self._problems)),
             seconds=time.monotonic() - self._started,
         )
 
@@ -246,25 +270,8 @@ class CaseRun:
         # With the night's name, because hosts still have the runs of earlier nights.
         return self._case.spec(self._folder, f"{self._case.name}-{number}-{self._folder.name}")
 
-    def _peer_job(self) -> PeerJob:
-        """A step of the peer trains as many sequences as a step of the case, in one pass.
-
-        Its model has no experts: transformers' loop over experts takes much more CPU time on a busy machine.
-        """
-        spec, counts = self._spec("1"), self._data.shards.counts
-        dense = spec.with_settings({"model.moe.num_experts": 0, "layout.expert_parallel_size": 1})
-        shape = resolve(dense.model, int(counts["vocab_size"]))
-        config = huggingface_config(shape, int(counts["pad_id"]), int(counts["eos_id"]))
-        sequences = spec.optimizer.global_batch_sequences // self._num_peers
-        return PeerJob(config, sequences, spec.objective.input_tokens, geometry(spec.objective).target_tokens)
-
-    @property
-    def _num_peers(self) -> int:
-        return min(self._spec("1").cluster.ranks, num_cores())
-
     def _said(self, what: str, done: int, total: int | None) -> None:
-        number = len(self._series.trained) + 1
-        self._progress(f"{self._case.name}, run {number}: {what}", done, total)
+        self._progress(f"{self._case.name}, run {len(self._trained) + 1}: {what}", done, total)
 
 
 def on_available_accelerators(case: RegressionCase, spec: RunSpec) -> RegressionCase:
@@ -287,11 +294,6 @@ def _devices(spec: RunSpec) -> Iterator[Devices]:
             if isinstance(answer, HostError):
                 raise answer
             yield answer.devices
-
-
-def settings_of(spec: RunSpec) -> dict[str, Any]:
-    """Return the settings that the losses and times of a run depend on: its identity and its layout."""
-    return {**spec.identity(), "layout": spec.layout.model_dump(mode="json")}
 
 
 def cpu_seconds() -> float:
@@ -325,7 +327,7 @@ def _measured(name: str, values: list[float]) -> Measured:
     return Measured(unit=unit, minimum=_LEAST.get(name, least), values=values)
 
 
-def _different(one: Any, other: Any) -> list[str]:
+def _different(one: Witness, other: Witness) -> list[str]:
     """Return the names of tensors whose digests differ between two witnesses."""
     return [name for name in {**one.tensors, **other.tensors} if one.tensors.get(name) != other.tensors.get(name)]
 
@@ -333,12 +335,9 @@ def _different(one: Any, other: Any) -> list[str]:
 def _not_resumed(resumed: TrainedCase, whole: TrainedCase) -> str | None:
     """Return what of a resumed run differs from the uninterrupted one; None if nothing does."""
     if resumed.witness.device_type == CPU_DEVICE:
-        names = _different(resumed.witness, whole.witness)
-        return (
-            f"{len(names)} of {len(whole.witness.tensors)} weight tensors ({names[0]} ...) differ from"
-            if names
-            else None
-        )
+        if names := _different(resumed.witness, whole.witness):
+            return f"{len(names)} of {len(whole.witness.tensors)} weight tensors ({names[0]} ...) differ from"
+        return None
     worst = largest_change(resumed.curve, whole.curve)
     if worst is None or worst.change <= ACCELERATOR_LOSS_TOLERANCE:
         return None

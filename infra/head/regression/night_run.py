@@ -5,25 +5,28 @@ Does not use Prefect: both the flow and the command line call it.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from infra.head.hosts.hostfile import chosen_hosts
+from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.reached_nodes import reached_nodes
 from infra.head.preflight.run_checks import require_absolute
 from infra.head.regression.case_run import CaseRun
 from infra.head.regression.case_stages import NightData, make_data
-from infra.head.regression.night_removal import remove_nights
-from t5train.errors import RegressionUsage
-from t5train.files.atomic import replacing, write_text
+from infra.head.runs.removal_plan import hosts_of_run, machines_of_run, plan_removal, removable_run
+from infra.head.runs.run_removal import remove_run
+from infra.head.runs.run_state import read_json
+from t5train.errors import HostError, RegressionUsage, T5TrainError
+from t5train.files.atomic import discard, remove_discarded, replacing, write_text
+from t5train.files.presence import names_in, visible_in
+from t5train.files.run_folder import RUN, RUNS, removing
 from t5train.progress import Progress
 from t5train.records.identity import current_provenance
-from t5train.regression import night_history
-from t5train.regression.baselines import FIRST
-from t5train.regression.history_plot import history_png
-from t5train.regression.machine_key import changed_versions
+from t5train.regression.baselines import FIRST, changed_versions
 from t5train.regression.night_folders import MAX_NIGHTS, RegressionFolder
-from t5train.regression.night_report import PLOT, REPORT, markdown
+from t5train.regression.night_report import PLOT, REPORT, history_png, markdown
 from t5train.regression.night_results import CaseResult, Finding, NightResult
 from t5train.regression.regression_cases import RegressionCase, chosen_cases
 from t5train.regression.regression_findings import (
@@ -33,8 +36,9 @@ from t5train.regression.regression_findings import (
     grown,
     least_loss_change,
 )
-from t5train.spec import ClusterSpec
+from t5train.spec import ClusterSpec, MachinesSpec
 
+Connect = Callable[[MachinesSpec, Iterable[str]], AbstractContextManager[tuple[Nodes, Mapping[str, HostError]]]]
 _log = logging.getLogger(__name__)
 
 
@@ -61,12 +65,11 @@ class Night:
     def conclude(self, results: Sequence[CaseResult], progress: Progress) -> NightResult:
         """Compare, write results, report and plot, record first baselines, and remove old nights."""
         night = self._compared(results)
-        night_history.append(self._regression.history_path, night)
+        self._regression.append_history(night)
         night.write(self.folder)
         write_text(self.folder / REPORT, markdown(night))
-        lines, accepted = night_history.read(self._regression.history_path), self._regression.baselines.history()
         with replacing(self.folder / PLOT) as file:
-            file.write(history_png(results, lines, accepted))
+            file.write(history_png(results, self._regression.history(), self._regression.baselines.history()))
         remove_nights([each for each in self._regression.surplus_nights(self._keep) if each != self.folder], progress)
         return night
 
@@ -149,3 +152,45 @@ def _chosen(names: Sequence[str] | None, hostfile: Path | None) -> list[Regressi
     if not (chosen := chosen_cases(names, hostfile, slots)):
         raise RegressionUsage("no case was chosen: name at least one, or leave the names out to run all of them")
     return chosen
+
+
+def remove_nights(nights: Iterable[Path], progress: Progress, connect: Connect = reached_nodes) -> None:
+    """Remove the folders of nights, after what hosts have of their runs, finished or not.
+
+    A night with a host that does not answer is kept and tried again the next night, because only its folder says what
+    may be removed on that host. ``connect`` replaces ssh in tests.
+    """
+    old = list(nights)
+    for number, night in enumerate(old, start=1):
+        try:
+            for run_name in list(_on_hosts(night)):
+                _remove_run(night, run_name, connect)
+            discard(night)
+        except T5TrainError as error:
+            _log.warning("kept the night %s, which is tried again the next night: %s", night, error)
+        progress("old nights removed", number, len(old))
+    if old:
+        remove_discarded(old[0].parent)
+
+
+def _on_hosts(night: Path) -> Iterator[str]:
+    """Yield the names of the runs that used hosts, also of those whose removal was interrupted.
+
+    Only these are read as this version reads them: other runs may have settings of an earlier version.
+    """
+    for folder in visible_in(night / RUNS):
+        if read_json(folder / RUN).get("spec", {}).get("cluster", {}).get("hostfile") is not None:
+            yield folder.name
+    before, after = removing(Path("*")).name.split("*")
+    for name in names_in(night / RUNS):
+        if name.startswith(before) and name.endswith(after):
+            yield name.removeprefix(before).removesuffix(after)
+
+
+def _remove_run(night: Path, run_name: str, connect: Connect) -> None:
+    """Remove a run here and on its hosts. Raises HostError if a host does not answer, RunLocked if it is in use."""
+    run, folder = removable_run(night, run_name)
+    machines = machines_of_run(folder, None)
+    with connect(machines, hosts_of_run(folder, machines)) as (nodes, lacking):
+        remove_run(plan_removal(run, folder, nodes, lacking, with_published=False), nodes)
+    _log.info("%s: removed the run %s, also on %s", night.name, run_name, ", ".join(nodes.hosts))

@@ -11,8 +11,8 @@ from infra.head.benchmark_run import TrainerMeasured
 from t5train.errors import LaunchError
 from t5train.records.stage_records import TokenShards
 from t5train.spec.recipes import recipe
-from t5train.train.peer_job import PeerMeasured
 from t5train.train.step_benchmark import IDLE, Measured
+from t5train.train.trainer_benchmark import MeasuredSteps
 from tests.support.generated_text import make_shards, write_jsonl
 
 Printed = Callable[..., str]
@@ -28,7 +28,7 @@ OURS = Measured(
     host_memory_bytes=4 * GIB,
     seconds_by_kind={"matrix products": 0.09, IDLE: 0.01},
 )
-TRAINER = PeerMeasured(
+TRAINER = MeasuredSteps(
     step_seconds=[0.4, 0.4],
     memory_bytes=78 * GIB,
     reserved_bytes=79 * GIB,

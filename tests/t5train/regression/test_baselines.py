@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from t5train.errors import RegressionError
-from t5train.regression.baselines import Baselines, require_reason
-from t5train.regression.machine_key import changed_versions, machine_key
+from t5train.regression.baselines import Baselines, changed_versions, machine_key, require_reason
 from tests.support.night_cases import MACHINE, case_result
 
 

@@ -1,4 +1,4 @@
-"""The folders of nights: which are old, which is the newest, and that only one night runs at a time."""
+"""The folders of nights: which are old, which is the newest, one night at a time, and the history of all nights."""
 
 from pathlib import Path
 
@@ -6,6 +6,8 @@ import pytest
 
 from t5train.errors import RegressionError
 from t5train.regression.night_folders import RegressionFolder
+from t5train.regression.night_results import Finding
+from t5train.regression.regression_findings import STEP
 from tests.support.night_cases import case_result, night_result
 
 
@@ -43,3 +45,25 @@ def test_a_second_night_at_the_same_time_is_refused_with_the_lock(regression: Re
         pass
     with regression.locked():
         pass
+
+
+def test_every_night_adds_a_line_for_each_case(regression: RegressionFolder) -> None:
+    slow = Finding(case="moe", about="time", sentence="moe: slow")
+    regression.append_history(night_result(case_result("smoke"), case_result("moe"), findings=(slow,)))
+    regression.append_history(night_result(case_result("smoke"), night="20261124-021500"))
+    lines = regression.history()
+    assert [(line.night[:8], line.case, line.passed) for line in lines] == [
+        ("20261123", "smoke", True),
+        ("20261123", "moe", False),
+        ("20261124", "smoke", True),
+    ]
+    assert lines[0].compared[STEP].tonight == 1.6
+
+
+def test_a_damaged_line_is_named_and_left_out(regression: RegressionFolder, caplog: pytest.LogCaptureFixture) -> None:
+    path = regression.history_path
+    regression.append_history(night_result(case_result("smoke")))
+    path.write_text(path.read_text() + '{"night": "2026')  # the disk was full
+    regression.append_history(night_result(case_result("moe")))
+    assert [line.case for line in regression.history()] == ["smoke", "moe"]
+    assert f"line 2 of {path} is damaged" in caplog.text

@@ -1,12 +1,14 @@
-"""The report of a night."""
+"""The report of a night, and the picture of all nights."""
 
 from pathlib import Path
 
 import pytest
 
 from t5train.errors import RegressionError
-from t5train.regression.night_report import headline, markdown, rows
+from t5train.regression.night_folders import RegressionFolder
+from t5train.regression.night_report import MAX_PLOT_BYTES, headline, history_png, markdown, rows
 from t5train.regression.night_results import RESULTS, Finding, NightResult
+from t5train.regression.regression_cases import CASES, HOSTFILE_CASE
 from t5train.regression.regression_findings import PEER, STEP, compared
 from tests.support.night_cases import case_result, measured, night_result
 
@@ -62,3 +64,16 @@ def test_results_are_read_as_they_were_written_and_missing_or_damaged_ones_are_n
     (tmp_path / RESULTS).write_text("{}")
     with pytest.raises(RegressionError, match="is damaged"):
         NightResult.read(tmp_path)
+
+
+def test_the_picture_of_ninety_nights_of_all_cases_fits_into_an_artifact(tmp_path: Path) -> None:
+    regression = RegressionFolder(tmp_path)
+    regression.path.mkdir()
+    results = [case_result(name) for name in (*(case.name for case in CASES), HOSTFILE_CASE)]
+    for number in range(90):
+        night = f"2026{1 + number // 28:02}{1 + number % 28:02}-021500"
+        regression.append_history(night_result(*results, night=night))
+    regression.baselines.accept("20260210-021500", results[0], "faster")
+    png = history_png(results, regression.history(), regression.baselines.history())
+    assert png.startswith(b"\x89PNG")
+    assert len(png) * 4 / 3 < MAX_PLOT_BYTES

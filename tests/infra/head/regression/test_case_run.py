@@ -19,7 +19,11 @@ from infra.head.regression.peer_processes import StepTimes
 from infra.node.inspection.hardware import can_have_any
 from t5train.errors import HostError, RegressionError, StorageError
 from t5train.progress import Progress, silent
+from infra.node.inspection.accelerators import can_have_any
+from t5train.errors import HostError, LaunchError, StorageError
+from t5train.progress import silent
 from t5train.regression.night_results import CaseResult
+from t5train.regression.peer_loop import StepTimes
 from t5train.regression.regression_cases import RegressionCase, chosen_cases
 from t5train.regression.regression_findings import unsteady
 from t5train.spec import MachinesSpec
@@ -38,22 +42,17 @@ def measured(folder: Path) -> CaseResult:
     [
         ("train_case", StorageError("the disk is full"), "training failed: the disk is full"),
         ("train_case", KeyError("loss"), "training failed: KeyError: 'loss'"),
-        ("running_peer", RegressionError("the peer ended"), "measuring failed: the peer ended"),
+        ("run_ranks", LaunchError("rank 0 ended"), "measuring failed: rank 0 ended"),
     ],
 )
 def test_whatever_fails_is_a_problem_of_the_case_and_not_of_the_night(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, error: Exception, problem: str
 ) -> None:
-    @contextmanager
-    def peer(*_: object) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(timed=lambda _: None)
-
-    def fails(*arguments: object) -> None:
-        progress: Progress = arguments[-1]  # it is told before the failure
-        progress("steps", 1, 60)
+    def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(case_run, "running_peer", peer)
+    if at != "run_ranks":
+        monkeypatch.setattr(CaseRun, "_peer_times", lambda _: None)
     monkeypatch.setattr(case_run, at, fails)
     result = measured(tmp_path)
     assert (result.problems, result.measured) == ([problem], {})
@@ -66,14 +65,10 @@ def simulate(monkeypatch: pytest.MonkeyPatch, save_seconds: list[float]) -> None
     steps = [{"step": step, **times} for step in range(1, 61)]
     saves = iter(save_seconds)
 
-    @contextmanager
-    def peer(*_: object) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(timed=lambda _: StepTimes([0.1] * 60, [0.05] * 60))
-
     def train_case(*_: object) -> TrainedCase:
         return TrainedCase(SimpleNamespace(), witness, steps, [("loss of step 1", 6.0)], [next(saves), 9.0], [0.3, 0.2])
 
-    monkeypatch.setattr(case_run, "running_peer", peer)
+    monkeypatch.setattr(CaseRun, "_peer_times", lambda _: StepTimes([0.1] * 60, [0.05] * 60))
     monkeypatch.setattr(case_run, "train_case", train_case)
     monkeypatch.setattr(case_run, "sharding", lambda *_: time.process_time)
     monkeypatch.setattr(CaseRun, "_check_resume", lambda _: None)
@@ -107,6 +102,17 @@ def test_repeats_that_differ_too_much_are_measured_afresh(tmp_path: Path, monkey
 def only_saving(result: CaseResult) -> CaseResult:
     """Return the result without what takes next to no time here, and so varies by chance."""
     return result.model_copy(update={"measured": {"saving": result.measured["saving"]}})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_ranks")
+def test_two_ranks_of_the_peer_are_timed_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(case_run, "PEER_STEPS", 3)
+    (case,) = chosen_cases(["moe"], None, 0)
+    times = CaseRun(case, tmp_path, DATA, silent)._peer_times()
+    assert len(times.seconds) == len(times.cpu_seconds) == 3
+    assert min(*times.seconds, *times.cpu_seconds) > 0
+    assert {path.name for path in (tmp_path / "peer").glob("*.log")} == {"rank-0.log", "rank-1.log"}
 
 
 def test_a_quarter_of_slow_steps_and_slow_first_steps_do_not_change_the_lower_quartile() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from infra.head.hosts.node_client import Nodes
-from infra.head.regression import night_removal
-from infra.head.regression.night_removal import remove_nights
+from infra.head.regression import night_run
+from infra.head.regression.night_run import remove_nights
 from infra.node.attempts.run_ownership import Owner
 from infra.node.node_folders import run_path
 from t5train.errors import HostError, StorageError
@@ -85,7 +85,7 @@ def test_a_night_that_cannot_be_removed_is_kept_and_does_not_end_the_next_one(
     def discard(_: Path) -> None:
         raise StorageError("the disk is read-only")
 
-    monkeypatch.setattr(night_removal, "discard", discard)
+    monkeypatch.setattr(night_run, "discard", discard)
     (tmp_path / "20261121-020000").mkdir()
     remove_nights([tmp_path / "20261121-020000"], silent)
     assert "the disk is read-only" in caplog.text

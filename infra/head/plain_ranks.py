@@ -1,4 +1,4 @@
-"""Runs the ranks of a peer on this machine, without any of the guards of a run, and leaves none of them behind."""
+"""Runs ranks of another program than training on this machine, without the guards of a run, and leaves none behind."""
 
 import os
 import signal
@@ -8,28 +8,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from infra.head.stop_signal import undisturbed
 from infra.node import operator_folder
-from infra.node.attempts.rank_environment import search_path
+from infra.node.attempts.rank_environment import allowed, search_path
 from infra.node.ports import free_port
 from t5train.errors import LaunchError, OutOfMemory
-from t5train.train.peer_job import OUT_OF_MEMORY, PeerJob, PeerMeasured
+from t5train.train.trainer_benchmark import OUT_OF_MEMORY
 
 _POLL_SECONDS, _GRACE_SECONDS = 0.2, 3.0
 _SHOWN_CHARACTERS = 3000
-
-
-def measure_peer(job: PeerJob, folder: Path) -> PeerMeasured:
-    """Let a peer take its steps. ``folder`` is for the job, the result and logs.
-
-    Raises OutOfMemory if a rank ran out of memory, otherwise LaunchError if one failed.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path, cluster = folder / "job.json", job.spec.cluster
-    path.write_text(job.model_dump_json(), "utf-8")
-    run_ranks(("-m", "t5train.train.peer_step", str(path)), cluster.ranks, cluster.accelerator, folder)
-    return PeerMeasured.model_validate_json(path.with_name("measured.json").read_text("utf-8"))
 
 
 def run_ranks(
@@ -38,14 +27,16 @@ def run_ranks(
     accelerator: str | None,
     logs: Path,
     on_tick: Callable[[], object] = lambda: None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Run Python with these arguments once for every rank, wait until all have ended, and call ``on_tick`` meanwhile.
 
-    Each rank writes to ``logs/rank-N.log``. If one fails, the others are killed. Raises OutOfMemory if a rank ended
-    with that exit code, otherwise a LaunchError with the end of the log of the rank that failed first.
+    Ranks get the variables that those of a run may have, and ``environment``. Each writes to ``logs/rank-N.log``. If
+    one fails, the others are killed. Raises OutOfMemory if a rank ended with that exit code, otherwise a LaunchError
+    with the end of the log of the rank that failed first.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    common = rank_variables(ranks, accelerator)
+    common = {**allowed(os.environ), **rank_variables(ranks, accelerator), **environment}
     with _killed_at_the_end() as processes:
         for rank in range(ranks):
             # A signal between the start of a process and its place in the list would leave the process behind.
@@ -56,7 +47,7 @@ def run_ranks(
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         start_new_session=True,
                     )
                 )
