@@ -8,9 +8,8 @@ from t5train.records.metrics import loss_lines, read
 from t5train.records.stage_records import Corpus, Export, Publication, Record, TokenizerFiles, TokenShards, Weights
 from t5train.records.witness import Witness
 from t5train.release.certificate import CERTIFICATE, Certificate
-from t5train.report.data_report import data_lines, data_report, train_split_facts
-from t5train.report.proof_report import proof_report
-from t5train.report.publication_report import publication_report
+from t5train.report.data_report import data_lines, data_report
+from t5train.report.data_statistics import train_split_facts
 from t5train.report.report_folder import (
     DATA,
     PROOF,
@@ -21,7 +20,13 @@ from t5train.report.report_folder import (
     report_path,
     write_report,
 )
-from t5train.report.summary_report import data_wait_line, saving_line, summary_report
+from t5train.report.result_reports import (
+    data_wait_line,
+    proof_report,
+    publication_report,
+    saving_line,
+    summary_report,
+)
 from t5train.spec import RunSpec
 from t5train.spec.recipes import TRIAL_STEPS
 from tasks.artifacts import artifact_pages, data_url, not_disturbing, shown_markdown

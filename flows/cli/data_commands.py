@@ -31,16 +31,21 @@ from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing
 from t5train.quantities import quantity
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
-from t5train.report.data_report import data_lines, train_split_facts
+from t5train.report.data_report import data_lines
 from t5train.report.data_samples import shown_samples
-from t5train.report.data_statistics import QUANTILE_NAMES, data_plot, data_statistics, length_rows, word_lines
-from t5train.report.text_findings_report import (
+from t5train.report.data_statistics import (
+    QUANTILE_NAMES,
     SPLIT_NAMES,
+    data_plot,
+    data_statistics,
     findings_plot,
+    length_rows,
     repetition_lines,
     repetition_rows,
+    size_rows,
+    train_split_facts,
+    word_lines,
 )
-from t5train.report.text_findings_report import length_rows as size_rows
 from t5train.spec import RunSpec
 from t5train.spec.data_spec import REPETITIONS
 

@@ -59,7 +59,8 @@ from t5train.release.fetching import fetch as fetch_publication
 from t5train.release.publication import check_destination
 from t5train.release.publication import publish as publish_export
 from t5train.release.verification import verify as verify_record
-from t5train.report.data_report import data_lines, train_split_facts
+from t5train.report.data_report import data_lines
+from t5train.report.data_statistics import train_split_facts
 from t5train.spec import CorpusSpec, MachinesSpec, RunSpec, ShardsSpec
 from t5train.spec.recipes import TRIAL_STEPS
 from t5train.spec.training_spec import MIXING

@@ -1,14 +1,13 @@
 """The report on a run's data: the text, the vocabulary, and the tokens of each split."""
 
-from typing import NamedTuple
-
 from t5train.data.checks.whole_reading import TextFindings
 from t5train.data.held_out import tied_line
 from t5train.data.passages import SPLITS
-from t5train.data.samples.loader import windows_of_texts
 from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.unknown_pieces import counts_with_unknown, unknown_line
+from t5train.data.vocabulary.unknown_pieces import unknown_line
+from t5train.quantities import quantity
 from t5train.locations import shown_text
 from t5train.quantities import quantity
 from t5train.records.stage_records import (
@@ -24,33 +23,11 @@ from t5train.records.stage_records import (
 )
 from t5train.release.card_sections import MIXTURE, MixedText, mixture_rows, repeated_line
 from t5train.release.markdown import code, escaped, page, table
-from t5train.report.text_findings_report import SPLIT_NAMES, repetition_lines, repetition_rows
-from t5train.spec import ObjectiveSpec, RunSpec
+from t5train.report.data_statistics import SPLIT_NAMES, SplitFacts, repetition_lines, repetition_rows
+from t5train.spec import RunSpec
 
 MOST_EPOCHS = 64
 """Up to this number, repeating the text did little harm to T5 (Raffel et al. 2020, section 3.4.2); 256 epochs did."""
-
-
-class SplitFacts(NamedTuple):
-    """Facts about a train split that are in the shards' files, but not in their record."""
-
-    unknown_pieces: int
-    """How many tokens are the unknown piece."""
-    of_texts: list[int]
-    """The number of samples of each text: windows of consecutive tokens of one shard that do not overlap."""
-
-    @property
-    def samples(self) -> int:
-        """The number of samples in an epoch."""
-        return sum(self.of_texts)
-
-
-def train_split_facts(shards: TokenShards, objective: ObjectiveSpec) -> SplitFacts:
-    """Return the facts about the train split. Reads a few bytes for each shard."""
-    return SplitFacts(
-        unknown_pieces=counts_with_unknown(shards)[UNKNOWN_PIECES],
-        of_texts=windows_of_texts(shards, "train", geometry(objective).window_tokens),
-    )
 
 
 def data_report(

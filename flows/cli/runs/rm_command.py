@@ -8,9 +8,15 @@ import typer
 from flows.cli.options import HostfileOption, RootOption, root_of, runs_like
 from flows.cli.terminal import complain, say, show_table
 from infra.head.hosts.reached_nodes import reached_nodes
-from infra.head.runs.removal_plan import RemovalPlan, hosts_of_run, machines_of_run, plan_removal, removable_run
 from infra.head.runs.run_lookup import root_of_run
-from infra.head.runs.run_removal import remove_run
+from infra.head.runs.run_removal import (
+    RemovalPlan,
+    hosts_of_run,
+    machines_of_run,
+    plan_removal,
+    removable_run,
+    remove_run,
+)
 from infra.head.runs.run_state import read_json
 from infra.node.storage.garbage import size_of
 from t5train.errors import SpecError

@@ -15,8 +15,7 @@ from infra.head.hosts.reached_nodes import reached_nodes
 from infra.head.preflight.run_checks import require_absolute
 from infra.head.regression.case_run import CaseRun
 from infra.head.regression.case_stages import NightData, make_data
-from infra.head.runs.removal_plan import hosts_of_run, machines_of_run, plan_removal, removable_run
-from infra.head.runs.run_removal import remove_run
+from infra.head.runs.run_removal import hosts_of_run, machines_of_run, plan_removal, removable_run, remove_run
 from infra.head.runs.run_state import read_json
 from t5train.errors import HostError, RegressionUsage, T5TrainError
 from t5train.files.atomic import discard, remove_discarded, replacing, write_text

@@ -5,7 +5,8 @@ import numpy as np
 from t5train.data.samples.loader import Samples
 from t5train.data.shards import tokens_name
 from t5train.data.vocabulary.sentencepiece_model import UNK_ID
-from t5train.report.data_report import MOST_EPOCHS, SplitFacts, data_lines, data_report, train_split_facts
+from t5train.report.data_report import MOST_EPOCHS, data_lines, data_report
+from t5train.report.data_statistics import SplitFacts, train_split_facts
 from t5train.spec.recipes import recipe
 from tests.support.generated_text import DataChain
 

@@ -10,8 +10,14 @@ import pytest
 
 from infra.head.launch.held_run import hold_run
 from infra.head.runs import run_removal
-from infra.head.runs.removal_plan import RemovalPlan, hosts_of_run, machines_of_run, plan_removal, removable_run
-from infra.head.runs.run_removal import remove_run
+from infra.head.runs.run_removal import (
+    RemovalPlan,
+    hosts_of_run,
+    machines_of_run,
+    plan_removal,
+    removable_run,
+    remove_run,
+)
 from infra.head.storage.garbage_collection import free_under, garbage_under
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.run_lock import run_lock

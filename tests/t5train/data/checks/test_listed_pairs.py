@@ -20,7 +20,7 @@ from t5train.data.segments import passages_in, read_segments
 from t5train.errors import InputError
 from t5train.progress import silent
 from t5train.records.stage_records import REPEATED, Corpus
-from t5train.report.text_findings_report import repetition_lines, repetition_rows
+from t5train.report.data_statistics import repetition_lines, repetition_rows
 from t5train.spec import CorpusSpec
 from t5train.spec.recipes import recipe
 from tests.support.generated_text import WORDS

@@ -11,7 +11,8 @@ from t5train.data.shards import build_shards
 from t5train.errors import InputError, SpecError
 from t5train.records.stage_records import REMOVED
 from t5train.release.card_sections import removed_line
-from t5train.report.data_report import data_report, train_split_facts
+from t5train.report.data_report import data_report
+from t5train.report.data_statistics import train_split_facts
 from t5train.spec import CorpusSpec, ShardsSpec
 from t5train.spec.recipes import recipe
 from tests.support.generated_text import DataChain, write_copies, write_jsonl
