@@ -17,7 +17,6 @@ from t5train.records.metrics import TRAINING_LOSS, UNIGRAM, VALIDATION, VALIDATI
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 
-_STARTING = "ranks are starting"
 _BETWEEN_STEPS = {"save": "saving a checkpoint", "validate": "validating"}
 _AFTER_STEPS = {"save": "saving the last checkpoint and the witness", "validate": "validating the result"}
 _log = logging.getLogger(__name__)
@@ -52,14 +51,15 @@ class ProgressReport:
         lasting = self._slow_phases.note(self._attempt, beat) if beat else ""
         if not self._has_trained(phase):
             since = f", resuming after step {self._resumed_from:,}" if self._resumed_from else ""
-            self._progress(f"steps, {self._starting(phase)}{lasting}{since}", self._resumed_from, total)
+            doing = before_first_step(self._spec) if phase == "compile" else "ranks are starting"
+            self._progress(f"steps, {doing}{lasting}{since}", self._resumed_from, total)
         elif self._metrics.last_step == total and phase in _AFTER_STEPS:
             # wall-clock time, as that of the file is
             seconds = max(0, int(time.time() - self._path.stat().st_mtime))
             self._progress(f"s since the last step, {_AFTER_STEPS[phase]}", seconds, None)
         else:
-            doing = _BETWEEN_STEPS.get(phase or "")
-            facts = [*self._figures(), *([f"{doing}{lasting}"] if doing else [])]
+            between = _BETWEEN_STEPS.get(phase or "")
+            facts = [*self._figures(), *([f"{between}{lasting}"] if between else [])]
             self._progress(f"steps, {', '.join(facts)}", self._metrics.last_step, total)
 
     def _find_attempt(self) -> None:
@@ -82,9 +82,6 @@ class ProgressReport:
             return None
         self._has_beaten = True
         return beat
-
-    def _starting(self, phase: str | None) -> str:
-        return before_first_step(self._spec) if phase == "compile" else _STARTING
 
     def _has_trained(self, phase: str | None) -> bool:
         """Return whether the metrics have a step of this attempt."""

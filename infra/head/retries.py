@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -50,8 +50,10 @@ def judged(
     and the hosts that have failed twice do not train from now on (``is_replaced``).
     """
     text = re.sub(r"\d+", "#", str(error).partition("\n")[0])
-    this = _Failure(now(), _THIS_COMMAND, type(error).__name__, text, error.hosts, _newest_tag(run_folder))
-    _record(run_folder, this)
+    newest_tag = max((path.name for path in (run_folder / CHECKPOINTS).glob("step-*")), default="")
+    this = _Failure(now(), _THIS_COMMAND, type(error).__name__, text, error.hosts, newest_tag)
+    with open(run_folder / FAILURES, "a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(this)) + "\n")
     failures = _recorded(run_folder)
     last = failures[-MOST_ALIKE:]
     if error.retryable and len(last) == MOST_ALIKE and all(each.is_like(this) for each in last):
@@ -59,23 +61,17 @@ def judged(
     named = {host: times for host, times in _failed_twice(failures).items() if host in error.hosts}
     if not named:
         return error
-    kind = HostReplaced if _is_tried_elsewhere(error) and all(map(is_replaced, named)) else type(error)
-    return kind(f"{_blame(named)}: {error}", error.hosts)
+    # Another host can help, for example one with more memory or disk space.
+    is_tried_elsewhere = isinstance(error, LaunchError) and not error.retryable and all(map(is_replaced, named))
+    blamed = "; ".join(f"{host} has failed {times} times in the last week" for host, times in named.items())
+    advice = f"Use --exclude {'@'.join(named)}, or --spares to replace such hosts"
+    kind = HostReplaced if is_tried_elsewhere else type(error)
+    return kind(f"{blamed}. {advice}. The last failure: {error}", error.hosts)
 
 
 def unfit(run_folder: Path) -> dict[str, str]:
     """The hosts to replace because they have failed twice in the last week, with the reason."""
     return dict.fromkeys(_failed_twice(_recorded(run_folder)), "has failed twice")
-
-
-def _is_tried_elsewhere(error: T5TrainError) -> bool:
-    """Whether another host can help, for example one with more memory or disk space."""
-    return isinstance(error, LaunchError) and not error.retryable
-
-
-def _record(run_folder: Path, failure: _Failure) -> None:
-    with open(run_folder / FAILURES, "a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(failure)) + "\n")
 
 
 def _recorded(run_folder: Path) -> list[_Failure]:
@@ -101,12 +97,3 @@ def _failed_twice(failures: Iterable[_Failure]) -> dict[str, int]:
     """The hosts that have failed at least twice, and how often."""
     count = Counter(host for failure in failures for host in set(failure.hosts))
     return {host: times for host, times in count.items() if times >= _UNFIT}
-
-
-def _newest_tag(run_folder: Path) -> str:
-    return max((path.name for path in (run_folder / CHECKPOINTS).glob("step-*")), default="")
-
-
-def _blame(named: Mapping[str, int]) -> str:
-    blamed = "; ".join(f"{host} has failed {times} times in the last week" for host, times in named.items())
-    return f"{blamed}. Use --exclude {'@'.join(named)}, or --spares to replace such hosts. The last failure"

@@ -4,7 +4,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -37,7 +37,16 @@ def _interrupted_once() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _interrupter())
+    last = -SAME_STOP_SECONDS
+
+    def interrupt(_number: int, _frame: object) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= SAME_STOP_SECONDS:
+            last = now
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
@@ -49,7 +58,11 @@ def _raising_at_sigterm() -> Iterator[None]:
     if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, _raise)
+
+    def stop(_number: int, _frame: object) -> NoReturn:
+        raise Stopped
+
+    signal.signal(signal.SIGTERM, stop)
     try:
         yield
     except Stopped:
@@ -101,20 +114,3 @@ def stopping_line(grace_seconds: float) -> str:
         f"stopping: ranks have {grace_seconds:.0f} s to finish the step, and then save and end. Another Ctrl-C ends "
         "them at once, without a checkpoint"
     )
-
-
-def _interrupter() -> Callable[[int, object], None]:
-    last = -SAME_STOP_SECONDS
-
-    def interrupt(_number: int, _frame: object) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= SAME_STOP_SECONDS:
-            last = now
-            raise KeyboardInterrupt
-
-    return interrupt
-
-
-def _raise(_number: int, _frame: object) -> NoReturn:
-    raise Stopped

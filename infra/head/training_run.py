@@ -150,13 +150,12 @@ class _Training:
             cluster=spec.cluster,
             hosts=hosts,
             needs=needs,
-            storage=lambda is_node_local: self._on_nodes(needs, hosts) if is_node_local else self._shared(),
+            storage=lambda is_node_local: (
+                self._on_nodes(needs, hosts) if is_node_local else SharedStorage(self._write_job)
+            ),
             program=rank_program,
             is_same_job=lambda attempt_folder: resume.is_job_of(spec, shards, attempt_folder),
         )
-
-    def _shared(self) -> RunStorage:
-        return SharedStorage(self._write_job)
 
     def _on_nodes(self, needs: LaunchRequirements, hosts: Hosts) -> RunStorage:
         spec = self.spec

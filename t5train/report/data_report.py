@@ -17,7 +17,6 @@ from t5train.records.stage_records import (
     REMOVED,
     UNKNOWN_PIECES,
     Corpus,
-    Record,
     TokenizerFiles,
     TokenShards,
 )
@@ -34,9 +33,10 @@ def data_report(
     spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, shards: TokenShards, facts: SplitFacts
 ) -> str:
     """Return the report as Markdown. ``facts`` are those of ``train_split_facts``."""
+    sources = ", ".join(code(shown_text(each)) for each in spec.corpus.named())
     return page(
         f"# Data of {spec.run_name}",
-        f"Text from {_sources(spec)}. A passage belongs to one split as a whole.",
+        f"Text from {sources}. A passage belongs to one split as a whole.",
         table(("", "amount"), _text_rows(corpus, tokenizer)),
         *_finding_blocks(TextFindings.of(corpus)),
         "## Tokens",
@@ -44,20 +44,18 @@ def data_report(
         _unknown_line(shards, facts),
         repeated_line(shards.counts),
         _epochs_line(spec, facts),
-        *_mixture_blocks(spec, facts),
+        *(["## Mixture", table(MIXTURE, mixture)] if (mixture := _mixture_rows(spec, facts)) else []),
         *_tokenizer_blocks(shards),
         "## Digests",
         "Each is the sha256 of a manifest, which lists the digest of every file.",
-        table(("", "fingerprint", "manifest", "folder"), map(_digest_row, (corpus, tokenizer, shards))),
+        table(
+            ("", "fingerprint", "manifest", "folder"),
+            [
+                (each.kind, code(each.fingerprint[:12]), code(each.seal), code(each.path))
+                for each in (corpus, tokenizer, shards)
+            ],
+        ),
     )
-
-
-def _sources(spec: RunSpec) -> str:
-    return ", ".join(code(shown_text(each)) for each in spec.corpus.named())
-
-
-def _mixture_blocks(spec: RunSpec, facts: SplitFacts) -> list[str]:
-    return ["## Mixture", table(MIXTURE, rows)] if (rows := _mixture_rows(spec, facts)) else []
 
 
 def _mixture_rows(spec: RunSpec, facts: SplitFacts) -> list[MixedText]:
@@ -167,7 +165,3 @@ def _tokenizer_blocks(shards: TokenShards) -> list[str]:
             "but Hugging Face's tokenizer makes them control ids."
         )
     return ["## Tokenizer", *map(escaped, lines)]
-
-
-def _digest_row(record: Record) -> tuple[str, str, str, str]:
-    return record.kind, code(record.fingerprint[:12]), code(record.seal), code(record.path)

@@ -33,27 +33,19 @@ def shown_samples(
     """
     vocabulary = Tokenizer.load(tokenizer.path)
     samples = Samples(shards, split, spec.objective, spec.optimizer.seed)
-    end = _end(spec, samples.num_samples, split)
+    of_run = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences if split == "train" else 0
+    end = max(samples.num_samples, of_run)  # of the split, or of the run's last epoch
     if start >= end:
-        raise InputError(_beyond(samples.num_samples, split, start, end))
+        used = f" and the run takes {end:,}, in several epochs" if end > samples.num_samples else ""
+        raise InputError(
+            f"--start is {start:,}, but the {split} split has {quantity(samples.num_samples, 'sample')}{used}. "
+            f"Positions are 0 to {end - 1:,}"
+        )
     batch = samples.batch(start, min(count, end - start))
     for sample_id, inputs, targets in zip(batch.sample_ids, batch.inputs, batch.targets, strict=True):
         yield ShownSample(
             int(sample_id), inputs.tolist(), targets.tolist(), shown(vocabulary, inputs), shown(vocabulary, targets)
         )
-
-
-def _end(spec: RunSpec, num_samples: int, split: Split) -> int:
-    """Return the position after the last sample that there is to see: of the split, or of the run's last epoch."""
-    return max(num_samples, spec.optimizer.num_steps * spec.optimizer.global_batch_sequences * (split == "train"))
-
-
-def _beyond(num_samples: int, split: Split, start: int, end: int) -> str:
-    used = f" and the run takes {end:,}, in several epochs" if end > num_samples else ""
-    return (
-        f"--start is {start:,}, but the {split} split has {quantity(num_samples, 'sample')}{used}. Positions are 0 to "
-        f"{end - 1:,}"
-    )
 
 
 def shown(vocabulary: Tokenizer, ids: np.ndarray) -> str:

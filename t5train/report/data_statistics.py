@@ -7,14 +7,14 @@
 
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from t5train.data.checks.repetitions import COMPARED_SPLITS
 from t5train.data.checks.whole_reading import TextFindings
-from t5train.data.passages import SPLITS, Passage, Split
+from t5train.data.passages import SPLITS, Split
 from t5train.data.samples.loader import windows_of_texts
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.segments import passages_in, read_segments
@@ -116,8 +116,10 @@ def data_statistics(
 
 
 def sample_text(corpus: Corpus, encoder: Encoder) -> SampledText:
-    """Encode passages that are spread over the corpus, and count their words and unknown characters."""
-    passages = list(_spread_passages(corpus))
+    """Encode passages of evenly spaced segments, about ``SAMPLE_BYTES``; count their words and unknown characters."""
+    stride = -(-int(corpus.counts["text_bytes"]) // SAMPLE_BYTES)
+    segments = [(file.source, each) for file in read_segments(corpus.path) for each in file.segments]
+    passages = list(passages_in(segments[::stride]))
     texts = [passage.text for passage in passages]
     encoded = encoder.encode(texts)
     return SampledText(
@@ -127,13 +129,6 @@ def sample_text(corpus: Corpus, encoder: Encoder) -> SampledText:
         bytes=sum(len(passage.text.encode()) for passage in passages),
         unknown=lacked_characters(texts, encoded, encoder),
     )
-
-
-def _spread_passages(corpus: Corpus) -> Iterator[Passage]:
-    """Yield passages of evenly spaced segments of the corpus, about ``SAMPLE_BYTES`` of text."""
-    stride = -(-int(corpus.counts["text_bytes"]) // SAMPLE_BYTES)
-    segments = [(file.source, each) for file in read_segments(corpus.path) for each in file.segments]
-    return passages_in(segments[::stride])
 
 
 def length_rows(statistics: DataStatistics) -> list[list[str]]:
@@ -205,13 +200,12 @@ def repetition_rows(findings: TextFindings) -> list[list[str]]:
     Empty if nothing was searched for. A dash stands for what was not.
     """
     counts = findings.repetitions or {}
-    rows = [[label, *_of_splits(counts, kind)] for kind, label in _KINDS.items()]
-    return [row for row in rows if set(row[1:]) != {"-"}]
-
-
-def _of_splits(counts: dict[str, int], kind: str) -> list[str]:
-    found = [counts.get(f"{split}_{kind}") for split in COMPARED_SPLITS]
-    return ["-" if number is None else f"{number:,}" for number in found]
+    rows = []
+    for kind, label in _KINDS.items():
+        found = [counts.get(f"{split}_{kind}") for split in COMPARED_SPLITS]
+        if any(number is not None for number in found):
+            rows.append([label, *("-" if number is None else f"{number:,}" for number in found)])
+    return rows
 
 
 def repetition_lines(findings: TextFindings) -> list[str]:

@@ -68,11 +68,12 @@ def _noted(error: BaseException | None, what: str) -> str | None:
 
 def failure_report(failure: Failure) -> str:
     """Return the report as Markdown."""
+    folder = failure.run_folder
     return page(
         f"# {failure.what}",
         f"**Why:** {escaped(failure.cause)}",
         f"**What to do:** {_remedy(failure)}",
-        _logs(failure.run_folder),
+        f"The logs of the ranks are in {code(folder / ATTEMPTS)}, one folder for each attempt." if folder else "",
         "" if failure.is_expected else code_block("".join(traceback.format_exception(failure.error))),
     )
 
@@ -87,9 +88,3 @@ def _remedy(failure: Failure) -> str:
         "This error is not one that t5-pretrain expects. Its traceback is below. If the cause has gone, start the same "
         "run again: finished stages are verified and reused."
     )
-
-
-def _logs(run_folder: Path | None) -> str:
-    if run_folder is None:
-        return ""
-    return f"The logs of the ranks are in {code(run_folder / ATTEMPTS)}, one folder for each attempt."

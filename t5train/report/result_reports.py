@@ -109,6 +109,10 @@ def publication_report(publication: Publication, run_name: str) -> str:
     """
     local = local_folder(publication.url)
     folder = str(local) if local else run_name
+    if is_in_s3(publication.url):
+        fetching = code_block(f"t5-pretrain fetch {shlex.quote(publication.url)} {shlex.quote(folder)}", "sh")
+    else:
+        fetching = code_block(_FETCHES.format(url=publication.url, folder=folder), "python")
     return page(
         "# Published model",
         f"published: {escaped(publication.url)}",
@@ -116,7 +120,7 @@ def publication_report(publication: Publication, run_name: str) -> str:
         "Verify every byte of it:",
         code_block(f"t5-pretrain verify {shlex.quote(publication.url)}", "sh"),
         "" if local else "Fetch it, with credentials where the store's own client reads them:",
-        "" if local else _fetching(publication.url, folder),
+        "" if local else fetching,
         "Load it:",
         code_block(_LOADS.format(folder=folder), "python"),
         table(
@@ -129,12 +133,6 @@ def publication_report(publication: Publication, run_name: str) -> str:
             ],
         ),
     )
-
-
-def _fetching(url: str, folder: str) -> str:
-    if is_in_s3(url):
-        return code_block(f"t5-pretrain fetch {shlex.quote(url)} {shlex.quote(folder)}", "sh")
-    return code_block(_FETCHES.format(url=url, folder=folder), "python")
 
 
 def saving_line(lines: Iterable[Values]) -> str:

@@ -23,9 +23,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import sha256
+from os import SEEK_CUR
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, BinaryIO, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -154,17 +155,14 @@ def _send(job: SyncJob) -> None:
     with online or _begin(job, sent, "offline") as run:
         is_instead = online is None and job.mode == "online"
         if is_instead:
-            _log_recording(Path(run.dir).parent)
+            folder = Path(run.dir).parent
+            _log.warning(
+                "the metrics of this attempt are recorded in %s. To send them after training: wandb sync %s. If the "
+                "run is resumed and the server can be used then, they are sent without that command",
+                folder,
+                shlex.quote(str(folder)),
+            )
         _follow(job, run, sent, is_noted=not is_instead)
-
-
-def _log_recording(folder: Path) -> None:
-    _log.warning(
-        "the metrics of this attempt are recorded in %s. To send them after training: wandb sync %s. If the run is "
-        "resumed and the server can be used then, they are sent without that command",
-        folder,
-        shlex.quote(str(folder)),
-    )
 
 
 def _online(job: SyncJob, sent: "_Sent") -> Any:
@@ -248,19 +246,27 @@ def _begin(job: SyncJob, sent: "_Sent", mode: Literal["online", "offline"]) -> A
 
 def _follow(job: SyncJob, run: Any, sent: "_Sent", is_noted: bool) -> None:
     """Log the metrics until training ends, and note the last step for the next attempt if ``is_noted``."""
-    first_step = max(sent.step + 1, run.step)  # ``run.step`` is what the server expects next
-    lines, ended = _GrowingLines(job.metrics), False
-    while not ended:
-        ended = _has_ended(_LOOK_SECONDS)
-        step = sent.step
-        for line in lines.new():
-            step = int(line["step"] or 0)
-            if step >= first_step:
-                values = {name: value for name, value in line.items() if name != "step" and value is not None}
-                run.log(values, step=step)
-        if step > sent.step and is_noted:
-            sent = sent.at(step)
-            sent.write(job)
+    first_step, ended = max(sent.step + 1, run.step), False  # ``run.step`` is what the server expects next
+    with open(job.metrics, "rb") as file:
+        while not ended:
+            ended = _has_ended(_LOOK_SECONDS)
+            step = sent.step
+            for line in _new_lines(file):
+                step = int(line["step"] or 0)
+                if step >= first_step:
+                    values = {name: value for name, value in line.items() if name != "step" and value is not None}
+                    run.log(values, step=step)
+            if step > sent.step and is_noted:
+                sent = sent.model_copy(update={"step": step})
+                sent.write(job)
+
+
+def _new_lines(file: BinaryIO) -> Iterator[Values]:
+    """Yield the complete lines that were added since the last call; damaged ones are skipped."""
+    while (line := file.readline()).endswith(b"\n"):
+        if (values := parse_line(line)) is not None:
+            yield values
+    file.seek(-len(line), SEEK_CUR)
 
 
 def _has_ended(seconds: float) -> bool:
@@ -292,30 +298,10 @@ class _Sent(BaseModel):
         """The id of the W&B run."""
         return self.base_id if self.number == 1 else f"{self.base_id}-{self.number}"
 
-    def at(self, step: int) -> Self:
-        """Return the same with another last step."""
-        return self.model_copy(update={"step": step})
-
     def write(self, job: SyncJob) -> None:
         """Store it for the next attempt."""
         (job.run_folder / WANDB).mkdir(exist_ok=True)
         write_json(job.run_folder / WANDB_SENT, self.model_dump())
-
-
-class _GrowingLines:
-    """The lines of ``metrics.jsonl`` as they are added."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
-
-    def new(self) -> Iterator[Values]:
-        """Yield the complete lines that were added since the last call; damaged ones are skipped."""
-        with open(self._path, "rb") as file:
-            file.seek(self._offset)
-            while (line := file.readline()).endswith(b"\n"):
-                self._offset += len(line)
-                if (values := parse_line(line)) is not None:
-                    yield values
 
 
 if __name__ == "__main__":

@@ -131,7 +131,9 @@ def plan_removal(
             f"another place and start {other!r} again from there"
         )
     ids = tuple(attempt.read(each).run_id for each in attempts_in(folder) if (each / attempt.ATTEMPT).exists())
-    attempts, on_nodes = KnownAttempts(idle=ids), _on_nodes(run, folder)
+    begun = read_json(folder / RUN)
+    known_name = name_on_nodes(run.name, str(begun.get("fingerprint", "")))
+    attempts, on_nodes = KnownAttempts(idle=ids), FinishedRun(folder, known_name, begun.get("unique_id"))
     return RemovalPlan(
         run=run,
         folder=folder,
@@ -172,11 +174,6 @@ def _require_idle(folder: Path) -> None:
                 f"ranks of run {folder.name} may be running on {', '.join(each.hosts or {})}. Start the run again to "
                 "end or continue them, or wait a minute; then repeat the command"
             )
-
-
-def _on_nodes(run: Path, folder: Path) -> FinishedRun:
-    begun = read_json(folder / RUN)
-    return FinishedRun(folder, name_on_nodes(run.name, str(begun.get("fingerprint", ""))), begun.get("unique_id"))
 
 
 def _on_hosts(

@@ -282,20 +282,17 @@ def _phase(attempt_folder: Path) -> str | None:
     is_on_hosts = read_json(attempt_folder / attempt.ATTEMPT).get("hosts") is not None
     name = attempt.HEAD if is_on_hosts else attempt.rank_name(0)
     beat, now = heartbeat.read(heartbeat.beat_file(attempt_folder / name)), time.monotonic()
+    lease = run_lease.read(attempt_folder.parent.parent)
     if (
         beat is None
-        or _lease_boot_id(attempt_folder) != boot_id()
+        or lease is None
+        or lease.boot_id != boot_id()
         or not 0 <= now - beat.beat < heartbeat.FRESH_SECONDS
     ):
         return None
     # A rank that exceeds its limit is being ended.
     is_slow = heartbeat.unusual_seconds(beat) <= (seconds := now - beat.since) <= beat.limit
     return heartbeat.PHASE_DESCRIPTIONS[beat.phase] + (f" for {seconds // 60:.0f} min" if is_slow else "")
-
-
-def _lease_boot_id(attempt_folder: Path) -> str | None:
-    lease = run_lease.read(attempt_folder.parent.parent)
-    return None if lease is None else lease.boot_id
 
 
 def _num_steps(folder: Path) -> int | None:

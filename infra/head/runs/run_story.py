@@ -174,7 +174,9 @@ def _summary(folder: Path, may_run: bool) -> AttemptSummary:
         hosts = tuple(this.hosts) if this.hosts else (this.host,)
         from_step = _from_step(job) if job else None
         ended, ended_at = _ended(this, records, may_run)
-        to_step = _to_step(folder, names, from_step)
+        beats = (heartbeat.read(heartbeat.beat_file(folder / name)) for name in names)
+        done = [beat.step - (beat.phase in _PARTIAL_PHASES) for beat in beats if beat is not None and beat.step > 0]
+        to_step = max([*done, from_step or 0]) if done else from_step
         return AttemptSummary(this.number, this.started_at, ended_at, from_step, to_step, ended, hosts)
     except (T5TrainError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return AttemptSummary(int(folder.name), None, None, None, None, f"unknown: its files are damaged ({error})", ())
@@ -184,12 +186,6 @@ def _from_step(job: dict[str, Any]) -> int:
     if (tag := job.get("resume_tag")) is not None:
         return step_of(tag)
     return int(job["consolidated"]["clock"]["step"]) if job.get("consolidated") else 0
-
-
-def _to_step(folder: Path, names: list[str], from_step: int | None) -> int | None:
-    beats = (heartbeat.read(heartbeat.beat_file(folder / name)) for name in names)
-    done = [beat.step - (beat.phase in _PARTIAL_PHASES) for beat in beats if beat is not None and beat.step > 0]
-    return max([*done, from_step or 0]) if done else from_step
 
 
 def _ended(this: Attempt, records: dict[str, ExitRecord | None], may_run: bool) -> tuple[str, str | None]:
@@ -216,14 +212,10 @@ def _how(this: Attempt, records: dict[str, ExitRecord | None]) -> str:
         return f"{_rank(first.name)} {first}"
     if not records:
         return f"no rank started: the launcher {this.exit_record(LAUNCHER) or 'was killed'}"
-    if reported or this.is_stop_ordered or any(_was_told(record) for record in known):
+    if reported or this.is_stop_ordered or any(each.cause == Cause.REQUESTED and not each.succeeded for each in known):
         return "stopped as requested"
     is_done = all(record.succeeded for record in known)
     return "trained to the last step" if is_done else f"{_rank(known[0].name)} {known[0]}"
-
-
-def _was_told(record: ExitRecord) -> bool:
-    return record.cause == Cause.REQUESTED and not record.succeeded
 
 
 def _is_cause(record: ExitRecord) -> bool:
@@ -246,7 +238,12 @@ def stored_checkpoints(folder: Path) -> list[StoredCheckpoint]:
         complete, unknown = set[str](), str(error)
     last = last_complete(folder)
     return [
-        StoredCheckpoint(step_of(tag), _size(checkpoints / tag), tag in complete, unknown or _gathered(tag, last))
+        StoredCheckpoint(
+            step=step_of(tag),
+            size_bytes=sum(file_size(checkpoints / tag / name) or 0 for name in files_below(checkpoints / tag)),
+            is_complete=tag in complete,
+            note=unknown or _gathered(tag, last),
+        )
         for tag in reversed(tags_in(checkpoints))
     ]
 
@@ -273,10 +270,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _size(tag_folder: Path) -> int:
-    return sum(file_size(tag_folder / name) or 0 for name in files_below(tag_folder))
 
 
 def _gathered(tag: str, last: LastComplete | None) -> str:
