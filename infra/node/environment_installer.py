@@ -31,7 +31,7 @@ from t5train.files.atomic import write_json
 from t5train.files.confined import child
 from t5train.files.locks import flock, private_folder, try_lock
 from t5train.files.os_errors import nearest_existing
-from t5train.host_resources import format_bytes
+from t5train.quantities import format_bytes
 
 MARKER = ".t5-pretrain.json"
 _SPARE_BYTES = 200 << 20  # pip, caches of compiled modules, and temporary files

@@ -35,7 +35,6 @@ from t5train.locations import hub_dataset_name, redacted
 from t5train.progress import Progress, silent
 from t5train.quantities import quantity
 from t5train.records.changed_files import keep_changed_files
-from t5train.records.digests import FileDigest, digest_file, digest_files
 from t5train.records.digests import FileDigest, digest_files
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import REMOVED, Corpus, reusable

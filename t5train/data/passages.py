@@ -15,7 +15,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from t5train.errors import InputError, printable
-from t5train.host_resources import quantity
+from t5train.quantities import quantity
 
 
 class Oddity(NamedTuple):

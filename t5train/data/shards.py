@@ -45,9 +45,8 @@ from t5train.errors import DigestMismatch, InputError, RecordError
 from t5train.files.atomic import write_json
 from t5train.files.output_folder import making, stage_folder
 from t5train.host_resources import num_cores, require_space
-from t5train.progress import Progress, silent
-from t5train.records.changed_files import keep_changed_files
 from t5train.progress import Progress, adding, silent
+from t5train.records.changed_files import keep_changed_files
 from t5train.records.digests import FileDigest, digest_file, digest_files, verify_file
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import (

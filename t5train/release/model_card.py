@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from t5train.quantities import quantity
 from t5train.files.atomic import replacing
+from t5train.quantities import quantity
 from t5train.records.digests import FileDigest
 from t5train.records.identity import Provenance
 from t5train.records.metrics import UNIGRAM

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID
 from t5train.progress import Progress
 from t5train.quantities import quantity
-from t5train.records.witness import GENERATED_PROBE, WITNESS_TENSORS, Witness, digest_tensor
-from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID
 from t5train.records.witness import GENERATED_PROBE, WITNESS_TENSORS, EncodedPassage, Witness, digest_tensor
 from t5train.release.certificate import GenerationComparison, ProbeComparison
 from t5train.release.folder_comparison import differing_values, first_of

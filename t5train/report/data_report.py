@@ -5,9 +5,7 @@ from t5train.data.held_out import tied_line
 from t5train.data.passages import SPLITS
 from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
-from t5train.data.vocabulary.unknown_pieces import counts_with_unknown, unknown_line
 from t5train.data.vocabulary.unknown_pieces import unknown_line
-from t5train.quantities import quantity
 from t5train.locations import shown_text
 from t5train.quantities import quantity
 from t5train.records.stage_records import (

@@ -21,10 +21,8 @@ from t5train.data.segments import passages_in, read_segments
 from t5train.data.shards import lengths_name
 from t5train.data.vocabulary.sentencepiece_model import Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE
-from t5train.data.vocabulary.unknown_pieces import lacked_characters, listed
-from t5train.quantities import quantity
-from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.data.vocabulary.unknown_pieces import counts_with_unknown, lacked_characters, listed
+from t5train.quantities import quantity
 from t5train.records.stage_records import UNKNOWN_PIECES, Corpus, TokenizerFiles, TokenShards
 from t5train.release.card_sections import repeated_line
 from t5train.spec import ObjectiveSpec

@@ -3,8 +3,8 @@
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from t5train.host_resources import quantity
 from t5train.locations import local_folder
+from t5train.quantities import quantity
 from t5train.records.metrics import Values
 from t5train.records.stage_records import Export, Publication, Record, Weights
 from t5train.release.certificate import CERTIFICATE, Certificate, ProbeComparison

@@ -7,10 +7,8 @@ from typing import Annotated
 import typer
 
 from flows.cli.terminal import say, stage_display
-from infra.head.environments.pip_commands import Target
-from infra.head.environments.wheel_collection import collect_project
-from t5train.quantities import format_bytes, quantity
 from infra.head.environments.wheel_collection import Target, collect_project
+from t5train.quantities import format_bytes, quantity
 
 
 def wheelhouse(

@@ -8,9 +8,8 @@ from typing import Any
 from flows.cli.runs.run_table import steps_text
 from infra.head.launch.start_record import Start
 from infra.head.runs.run_state import State
-from infra.head.runs.run_story import Losses, RunStory, StoredCheckpoint
-from t5train.quantities import format_bytes
 from infra.head.runs.run_story import AttemptSummary, Losses, RunStory, StoredCheckpoint
+from t5train.quantities import format_bytes
 from t5train.report.time_left import duration
 
 _INDENT = "  "

@@ -11,7 +11,7 @@ from infra.node.attempts.shared_memory import FreeSpace, shortage
 from infra.node.compiled_operators import unwritable_text
 from infra.node.inspection.facts import Facts
 from infra.node.inspection.hardware import CPU
-from t5train.host_resources import format_bytes, quantity
+from t5train.quantities import format_bytes, quantity
 
 HostCheck = Callable[[str, Facts, LaunchRequirements], str | None]
 _IN_USE_BYTES = 2 * 10**9  # drivers, displays and our own inspection use less

@@ -36,8 +36,6 @@ from infra.head.regression.case_stages import (
     sharding,
     train_case,
 )
-from infra.head.regression.peer_processes import Peer, PeerJob, StepTimes, running_peer
-from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Devices, Question
 from infra.node.inspection.hardware import CPU
 from t5train.data.samples.span_corruption import geometry

@@ -44,7 +44,7 @@ from t5train.locations import local_folder
 from t5train.records.stage_records import MANIFEST
 from t5train.release.publication import publication_at
 from t5train.spec import MachinesSpec
-from t5train.spec.overrides import explain
+from t5train.spec.settings import explain
 
 _DEADLINE_SECONDS = 60.0
 T = TypeVar("T")

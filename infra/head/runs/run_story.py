@@ -19,15 +19,10 @@ from infra.node.node_folders import SHARDS
 from infra.node.storage.stored_checkpoints import HEAD
 from t5train.checkpoint import tags
 from t5train.checkpoint.resume_point import LastComplete, last_complete, tags_in
-from t5train.errors import T5TrainError
-from t5train.files.presence import file_size, files_below, visible_in
-from t5train.files.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT, RUN, step_of
-from t5train.checkpoint.last_complete import LastComplete, last_complete
-from t5train.checkpoint.resume_point import tags_in
 from t5train.errors import Preempted, T5TrainError
+from t5train.files import error_report, heartbeat
 from t5train.files.presence import file_size, files_below, names_in, visible_in
 from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS, EXPORT, METRICS, REPORT, RUN, step_of
-from t5train.rank import error_report, heartbeat
 from t5train.records import metrics
 from t5train.records.metrics import UNIGRAM
 from t5train.records.stage_records import MANIFEST

@@ -39,19 +39,13 @@ from t5train.data.download.remote_reading import (
     status_of,
     takes_ranges,
 )
-from t5train.errors import InputError
-from t5train.files.atomic import write_json
-from t5train.files.confined import confined
-from t5train.files.output_folder import lock_or_wait
+from t5train.errors import InputError, StorageError
+from t5train.files.atomic import sync_folder, write_json
+from t5train.files.os_errors import as_storage_errors, naming
 from t5train.host_resources import num_cores, require_free_space
 from t5train.locations import Counted, redacted
 from t5train.progress import Progress
 from t5train.quantities import quantity
-from t5train.records.digests import FileDigest
-from t5train.errors import InputError, StorageError
-from t5train.files.atomic import sync_folder, write_json
-from t5train.files.os_errors import as_storage_errors, naming
-from t5train.host_resources import num_cores, quantity, require_free_space
 from t5train.records.digests import FileDigest, digest_file
 
 CONNECTIONS = 8

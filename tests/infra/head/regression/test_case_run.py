@@ -15,11 +15,7 @@ from infra.head.hosts.node_client import Nodes
 from infra.head.regression import case_run
 from infra.head.regression.case_run import CaseRun, cpu_seconds, on_available_accelerators, quartile
 from infra.head.regression.case_stages import NightData, TrainedCase
-from infra.head.regression.peer_processes import StepTimes
 from infra.node.inspection.hardware import can_have_any
-from t5train.errors import HostError, RegressionError, StorageError
-from t5train.progress import Progress, silent
-from infra.node.inspection.accelerators import can_have_any
 from t5train.errors import HostError, LaunchError, StorageError
 from t5train.progress import silent
 from t5train.regression.night_results import CaseResult
