@@ -292,7 +292,7 @@ class _Parameters(ZeROOrderedDict):  # type: ignore[misc]  # DeepSpeed has no ty
     """The parameters of a module of a block, read as they are.
 
     DeepSpeed's dictionary takes one that is read in a forward pass, and that DeepSpeed has not gathered itself, for an
-    external parameter of the stack, which it gathers with the stack from then on. It then refuses the next pass, as that
+    external parameter of the stack, which it gathers with the stack from then on. Then it refuses the next pass, which
     differs.
     """
 

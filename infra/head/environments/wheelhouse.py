@@ -17,7 +17,7 @@ from t5train.errors import DigestMismatch, InputError, RecordError
 from t5train.files.atomic import write_text
 from t5train.files.os_errors import explain
 from t5train.records.digests import FileDigest, verify_file
-from t5train.spec import overrides
+from t5train.spec import settings
 
 MANIFEST = "wheelhouse.json"
 _MAX_NAME_CHARACTERS = 200
@@ -114,7 +114,7 @@ def read_wheelhouse(folder: Path) -> Wheelhouse:
         ) from error
     except ValidationError as error:
         raise RecordError(
-            f"{path} is damaged: {overrides.explain(error)}. Make it again with `t5-pretrain wheelhouse {folder}`"
+            f"{path} is damaged: {settings.explain(error)}. Make it again with `t5-pretrain wheelhouse {folder}`"
         ) from error
 
 
