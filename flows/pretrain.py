@@ -45,7 +45,9 @@ _ANSWER_SECONDS = 5.0
 
 
 def _flow_run_name() -> str:
-    return run_parameters.run_title(flow_run.parameters)
+    """Return how a run is called in Prefect: by its name if given, otherwise by its recipe."""
+    parameters = flow_run.parameters
+    return f"{parameters.get('run_name') or parameters['recipe']}{' (trial)' if parameters.get('trial') else ''}"
 
 
 def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> Flow[..., Publication]:

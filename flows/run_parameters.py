@@ -153,15 +153,6 @@ A run's settings take precedence over parameters, and parameters over the settin
 _NOT_IN_TRIALS = frozenset({"hostfile", "scratch", "publish_under"})
 """Parameters that a trial does not use: it trains on the CPUs of one machine, and publishes under the root."""
 
-_READ_FIRST = frozenset({"cluster.hostfile", "tokenizer.path", "model.start_from"})
-"""Settings that name files, without which the spec cannot be made or checked."""
-
-
-def run_title(parameters: Mapping[str, Any]) -> str:
-    """Return how a run is called in Prefect: by its name if given, otherwise by its recipe."""
-    trial = " (trial)" if parameters.get("trial") else ""
-    return f"{parameters.get('run_name') or parameters['recipe']}{trial}"
-
 
 class RunParameters(BaseModel):
     """The parameters of the flow ``t5-pretrain``, except those that do not change the spec."""
@@ -200,11 +191,6 @@ class RunParameters(BaseModel):
         """Return ``possible_spec`` for this machine. Raises SpecError first if its accelerators are too few."""
         require_accelerators(self.spec())
         return self.possible_spec()
-
-    @property
-    def names_local_files(self) -> bool:
-        """Whether ``possible_spec`` reads files, which other machines may not have."""
-        return not _READ_FIRST.isdisjoint(self._changes())
 
     def used(self) -> Self:
         """Return these parameters without those that the run does not use, and with the text that it trains on.

@@ -1,5 +1,5 @@
 """The run monitor, which works beside a worker: it closes abandoned runs, ends cancelled ones that are still alive,
-resumes crashed ones, and checks waiting ones.
+resumes crashed ones, and skips late ones of schedules.
 
 A run that crashed is scheduled again, on the machine where it crashed, because its files may be there only. The state
 in Prefect says what is still to be decided: each run whose state is named Crashed or Lost is either scheduled again or,
@@ -9,15 +9,25 @@ machines, the monitor only marks those as Lost that are silent.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateName
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterEndTime,
+    FlowRunFilterNextScheduledStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.states import Crashed, Scheduled
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelled, Crashed, Scheduled
 from pydantic import ValidationError
 
 from flows.run_parameters import RunParameters
@@ -31,12 +41,14 @@ from flows.workers.abandoned import (
     close_runs_of_worker,
     closed_line,
     is_alive,
+    runs_of_the_pool,
 )
 from flows.workers.cancelled_runs import CancelledRuns
 from flows.workers.lost_runs import LOST, SilentRuns, restore_lost_runs
 from flows.workers.run_news import RunNews
 from flows.workers.waiting_runs import WaitingRuns
 from t5train.checkpoint.resume_point import last_complete
+from t5train.checkpoint.last_complete import last_complete
 from t5train.errors import T5TrainError
 from tasks.prefect_log import is_stop
 from tasks.run_title import name_in
@@ -47,12 +59,16 @@ MOST_RESUMES = 3
 NOT_RESUMED = "NotResumed"
 """Name of the state of a crashed run that is not resumed."""
 
+SKIP_AFTER = timedelta(hours=1)
+"""How long a run of a schedule may wait: otherwise the runs of many nights would follow a long training."""
+
 RESUMES_LABEL, CHECKPOINT_LABEL = "t5-pretrain.resumes", "t5-pretrain.checkpoint"
 """Labels of a flow run: how often it was resumed since its last checkpoint, and the tag of that checkpoint."""
 
 _REMEDY = "Its log and its folder attempts/ show why. Fix the cause, then choose Retry in Prefect"
 _NOT_SUBMITTED = "Failed to submit flow run to infrastructure"
 """How Prefect's worker begins the message of a run that it could not start, such as for a server that was busy."""
+_WAITING = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
 _CRASHED = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Crashed", LOST])))
 
 
@@ -61,24 +77,26 @@ class RunMonitor:
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
-        self._waiting_runs, self._cancelled_runs = WaitingRuns(worker), CancelledRuns(worker)
-        self._silent_runs, self._news = SilentRuns(worker), RunNews(worker)
+        self._cancelled_runs, self._silent_runs, self._news = CancelledRuns(worker), SilentRuns(worker), _News(worker)
 
     def begin(self) -> list[str]:
         """Close what the previous worker left. Call it before the worker starts."""
         closed = [*close_abandoned_runs(), *close_runs_of_worker(self._worker)]
         return [closed_line(each, "lost its worker") for each in closed]
 
-    def check_waiting(self) -> list[str]:
-        """Refuse waiting runs with wrong settings, and skip late ones. Call it before the worker takes runs."""
-        return self._waiting_runs.check()
+    def skip_late(self) -> list[str]:
+        """Set runs that a schedule created, and that have waited too long, to Skipped.
+
+        Call it before the worker takes runs.
+        """
+        return asyncio.run(_skip_late())
 
     def news(self) -> list[str]:
         """Say which runs of the worker have started or ended since the last call."""
         return asyncio.run(self._news.look())
 
     def check(self) -> list[str]:
-        """Close runs whose process has died since, resume those that crashed, and check those that wait.
+        """Close runs whose process has died since, resume those that crashed, and skip late ones.
 
         At last, mark silent runs of offline workers as Lost.
         """
@@ -86,8 +104,7 @@ class RunMonitor:
         killed = [closed_line(each, "was killed") for each in close_abandoned_runs()]
         lost = [closed_line(each, "lost its worker") for each in close_lost_starts(self._worker)]
         resumed = asyncio.run(_restore_and_resume(self._worker))
-        waiting = self._waiting_runs.check()
-        return [*cancelled, *killed, *lost, *resumed, *waiting, *asyncio.run(self._silent_runs.look())]
+        return [*cancelled, *killed, *lost, *resumed, *self.skip_late(), *asyncio.run(self._silent_runs.look())]
 
 
 async def _restore_and_resume(worker: str) -> list[str]:
@@ -160,3 +177,73 @@ def _last_checkpoint(parameters: Mapping[str, Any]) -> str:
     except (T5TrainError, ValidationError, OSError):
         return ""  # the next start names the problem; without a checkpoint in between, few resumes follow
     return last.tag if last else ""
+
+
+async def _skip_late() -> list[str]:
+    async with get_client() as client:
+        is_due = FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC))
+        waiting = await client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(state=_WAITING, next_scheduled_start_time=is_due),
+            work_pool_filter=OF_THE_POOL,
+        )
+        return [line for run in waiting if _is_late(run) and (line := await _skip(client, run)) is not None]
+
+
+def _is_late(run: FlowRun) -> bool:
+    due = run.expected_start_time
+    is_new = run.auto_scheduled and run.run_count == 0  # one that is resumed or retried was due long ago
+    return is_new and due is not None and datetime.now(UTC) - due >= SKIP_AFTER
+
+
+async def _skip(client: PrefectClient, run: FlowRun) -> str | None:
+    try:
+        state = (await client.read_flow_run(run.id)).state
+    except ObjectNotFound:
+        return None  # it has been deleted
+    if state is None or not state.is_scheduled():
+        return None  # another worker has started it
+    was_due = f"was due at {run.expected_start_time:%Y-%m-%d %H:%M} UTC"
+    why = f"Skipped, because it {was_due} and could not start within an hour."
+    await client.set_flow_run_state(run.id, Cancelled(name="Skipped", message=why), force=True)
+    return f"run {run.name!r} of a schedule {was_due} and is skipped"
+
+
+class _News:
+    """What happened to the runs of one worker since the last look. Runs that ended before this object was made are old.
+
+    A run that starts and ends between two looks is reported once, as ended.
+    """
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._ended = FlowRunFilter(end_time=FlowRunFilterEndTime(after_=datetime.now(UTC)))
+        self._told: dict[UUID, UUID] = {}
+        """The newest state that was reported, by run."""
+
+    async def look(self) -> list[str]:
+        """Return a line for every run of the worker that has started or ended."""
+        async with get_client() as client:
+            found = [
+                *await runs_of_the_pool(client, StateType.RUNNING),
+                *await client.read_flow_runs(flow_run_filter=self._ended, work_pool_filter=OF_THE_POOL),
+            ]
+        return list(self._lines([run for run in found if run.labels.get(WORKER_LABEL) == self._worker]))
+
+    def _lines(self, runs: list[FlowRun]) -> Iterator[str]:
+        for run in runs:
+            if run.state is not None and self._told.get(run.id) != run.state.id:
+                again = " again" if run.id in self._told else ""
+                self._told[run.id] = run.state.id
+                yield _news_of(name_in(run.name), run.state, again)
+
+
+def _news_of(name: str, state: State, again: str) -> str:
+    """Return what happened to a run that is running or has ended, with the reason if it did not complete."""
+    if state.type == StateType.RUNNING:
+        return f"run {name!r} is running{again}"
+    if state.type == StateType.COMPLETED:
+        return f"run {name!r} completed"
+    if is_stop(state.message or ""):
+        return f"run {name!r} was stopped by a signal"
+    how, why = (state.name or state.type.value).lower(), " ".join((state.message or "").split())
+    return f"run {name!r} {how}{f': {why}' if why else ''}"

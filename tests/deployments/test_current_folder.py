@@ -1,16 +1,11 @@
 """Modules in the user's current folder replace no module of ours or of a library."""
 
-import subprocess
 import time
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
 
 import pytest
-from prefect.client.schemas.objects import FlowRun
 
 from flows.cli.operate import worker_command
-from flows.workers.machine_check import MachineCheck
 from infra.node.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -38,20 +33,3 @@ def test_modules_in_the_current_folder_do_not_shadow_those_of_the_worker(
             time.sleep(0.1)
     assert log.read_text()
     assert "shadowed" not in log.read_text()
-
-
-def test_modules_in_the_current_folder_do_not_shadow_those_of_the_check_of_a_run(
-    shadows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, folders = subprocess.run, []
-
-    def from_the_users_folder(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        folders.append(options["cwd"])
-        return run(command, **(options | {"cwd": shadows}))
-
-    monkeypatch.setattr(subprocess, "run", from_the_users_folder)
-    waiting = FlowRun(flow_id=uuid4(), parameters={"recipe": "smok", "root": str(shadows)})
-    check = MachineCheck(waiting)
-    check.run()
-    assert "unknown recipe 'smok'" in (check.reason or "")
-    assert folders == ["/"]

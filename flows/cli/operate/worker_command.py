@@ -63,7 +63,7 @@ def run_worker(log: Path | None, announce: Callable[[], None]) -> NoReturn:
     with run_records.only_worker(run_records.records_folder()) as name:
         monitor = RunMonitor(name)
         _report(monitor.begin())
-        _check(monitor.check_waiting)
+        _check(monitor.skip_late)
         with worker_process(name, log) as process:
             announce()
             code = _await_end(process, monitor)
