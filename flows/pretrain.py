@@ -24,11 +24,10 @@ from t5train.progress import Progress, silent
 from t5train.records.stage_records import Publication
 from t5train.spec import RunSpec
 from tasks import stages
-from tasks.artifacts import not_disturbing
 from tasks.prefect_log import REPEATED_AT_THE_END, library_log, prepare_run_logs
-from tasks.run_options import FLOW_OPTIONS
+from tasks.reports import StageTable
+from tasks.run_page import not_disturbing
 from tasks.shown_failures import naming_run_folder, showing_failures
-from tasks.stage_table import StageTable
 from tasks.stage_tasks import (
     certify_export,
     consolidate_weights,
@@ -40,6 +39,7 @@ from tasks.stage_tasks import (
     summarise,
     train,
 )
+from tasks.stages import FLOW_OPTIONS
 
 _ANSWER_SECONDS = 5.0
 

@@ -17,8 +17,8 @@ from t5train.regression.night_results import NightResult
 from t5train.regression.regression_cases import CaseName
 from tasks.prefect_log import library_log, prepare_run_logs
 from tasks.regression_tasks import conclude_night, make_night_data, run_case, show_night
-from tasks.run_options import FLOW_OPTIONS
 from tasks.shown_failures import showing_failures
+from tasks.stages import FLOW_OPTIONS
 
 
 @flow(name="t5-regression", **FLOW_OPTIONS)

@@ -9,10 +9,9 @@ from t5train.files.os_errors import as_storage_errors
 from t5train.regression.night_report import MAX_PLOT_BYTES, PLOT, headline, rows
 from t5train.regression.night_results import CaseResult, NightResult
 from t5train.regression.regression_cases import RegressionCase
-from tasks.artifacts import data_url, not_disturbing, shown_png, shown_table
-from tasks.run_options import TASK_OPTIONS
+from tasks.run_page import data_url, not_disturbing, shown_png, shown_table
 from tasks.stage_progress import StageProgress
-from tasks.stages import Stage, stage_task
+from tasks.stages import TASK_OPTIONS, Stage, stage_task
 
 EVENT = "t5-pretrain.regression"
 KEY = "regression"

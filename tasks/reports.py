@@ -1,6 +1,9 @@
 """The reports of a run as Markdown artifacts, and as files in the run's folder."""
 
 import logging
+import time
+from pathlib import Path
+from typing import Any, TypeVar
 
 from t5train.files.run_folder import METRICS, WITNESS_FOLDER
 from t5train.locations import shown_text
@@ -14,11 +17,13 @@ from t5train.report.report_folder import (
     DATA,
     PROOF,
     PUBLICATION,
+    STAGES,
     SUMMARY,
     TRAINING,
     remove_failure,
     report_path,
     write_report,
+    write_table,
 )
 from t5train.report.result_reports import (
     data_wait_line,
@@ -29,10 +34,13 @@ from t5train.report.result_reports import (
 )
 from t5train.spec import RunSpec
 from t5train.spec.recipes import TRIAL_STEPS
-from tasks.artifacts import artifact_pages, data_url, not_disturbing, shown_markdown
+from tasks.run_page import artifact_pages, data_url, not_disturbing, shown_markdown, shown_table
+from tasks.stages import Stage, numbered
 
 _PAGES = {"data": "Data", "training": "Plot of training", "proof": "Proof", "published": "Published model"}
-_FILES = {"data": DATA, "training": TRAINING, "proof": PROOF, "published": PUBLICATION}
+_FILES = {"Data": DATA, "Plot of training": TRAINING, "Proof": PROOF, "Published model": PUBLICATION}
+_TITLE = "Result of each stage"
+R = TypeVar("R", bound=Record)
 _log = logging.getLogger(__name__)
 
 
@@ -78,7 +86,7 @@ def show_summary(spec: RunSpec, stages: dict[str, Record], publication: Publicat
     for line in results:
         _log.info("%s", line)
     with not_disturbing("the summary"):
-        text = summary_report(spec, stages, publication, results, TRAINING, _FILES_BY_TITLE)
+        text = summary_report(spec, stages, publication, results, TRAINING, _FILES)
         write_report(spec.run_folder, SUMMARY, text)
         remove_failure(spec.run_folder)
         plot = data_url(report_path(spec.run_folder, TRAINING).read_bytes())
@@ -89,4 +97,38 @@ def show_summary(spec: RunSpec, stages: dict[str, Record], publication: Publicat
         )
 
 
-_FILES_BY_TITLE = {title: _FILES[key] for key, title in _PAGES.items()}
+class StageTable:
+    """Collects the records of a flow run by the title of their stage, in the order of the stages, and shows them."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._run_folder = run_folder
+        self.records: dict[str, Record] = {}
+        self._rows: list[dict[str, Any]] = []
+        self._added_at = time.monotonic()
+        self._artifact = shown_table("stages")
+
+    def add(self, stage: Stage, record: R) -> R:
+        """Add a stage's result and the time since the previous result; return the record."""
+        now = time.monotonic()
+        self.records[stage.title] = record
+        self._rows.append(line := row(stage, record, now - self._added_at))
+        _log.info("%s: %s %s", numbered(stage), line["result"], record.location)
+        self._added_at = now
+        with not_disturbing("the stages in the run's folder"):
+            write_table(self._run_folder, STAGES, _TITLE, self._rows)
+        self._artifact.show(self._rows, _TITLE)
+        return record
+
+
+def row(stage: Stage, record: Record, seconds: float) -> dict[str, Any]:
+    """Return one row of the table. The widest cells are last, because the UI shows only about half of the columns."""
+    return {
+        "stage": stage.title,
+        "result": "reused" if record.reused else "made",
+        "seconds": round(seconds, 1),
+        "files": len(record.files),
+        "bytes": f"{sum(digest.size for digest in record.files.values()):,}",
+        "fingerprint": record.fingerprint[:12],
+        "folder": record.location,
+        "counts": ", ".join(f"{name} {value:,}" for name, value in record.counts.items()),
+    }

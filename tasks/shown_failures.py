@@ -11,9 +11,8 @@ from prefect.states import Failed
 
 from t5train.report.failure_report import Failure, failure_report, note_run_folder
 from t5train.report.report_folder import FAILURE, write_report
-from tasks.artifacts import not_disturbing, shown_markdown
 from tasks.prefect_log import REPEATED_AT_THE_END
-from tasks.run_title import show_in_title
+from tasks.run_page import not_disturbing, show_in_title, shown_markdown
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -38,9 +38,8 @@ from t5train.release.export import export
 from t5train.release.publication import publish
 from t5train.spec import RunSpec
 from tasks import reports, stages
-from tasks.stage_progress import StageProgress
+from tasks.stage_progress import StageProgress, TrainingView
 from tasks.stages import stage_task
-from tasks.training_view import TrainingView
 
 
 @stage_task(stages.CORPUS)

@@ -1,21 +1,44 @@
-"""The stages as Prefect and the command line name them, and the decorator that makes a task of a stage."""
+"""The stages as Prefect and the command line name them, the options of flows and tasks, and what makes tasks of stages.
 
+Prefect takes options that are left out from the user's settings or the server's. A user may want other flows to be
+retried, or to store their results. Here, a failure is final unless the library says that it is transient, and results
+are verified files of the library.
+"""
+
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from prefect import Task, task
+from prefect.cache_policies import NO_CACHE
 
 from infra.head.launch import start_record
 from t5train.errors import encodable
 from t5train.files.os_errors import as_storage_errors
 from t5train.report.failure_report import note_stage
 from t5train.spec import RunSpec
-from tasks.run_options import TASK_OPTIONS
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_OF_BOTH: dict[str, Any] = {
+    "retries": 0,
+    "retry_delay_seconds": 0,
+    "log_prints": False,
+    "persist_result": False,
+    # Nothing is stored. Without a place, Prefect would look for the user's and the server's default place, and fail if
+    # that block does not exist.
+    "result_storage": Path(os.devnull),
+    "result_serializer": "pickle",
+    "cache_result_in_memory": True,
+    "timeout_seconds": None,
+}
+
+FLOW_OPTIONS: dict[str, Any] = _OF_BOTH | {"validate_parameters": True}
+TASK_OPTIONS: dict[str, Any] = _OF_BOTH | {"cache_policy": NO_CACHE, "refresh_cache": False}
 
 
 class Stage(NamedTuple):

@@ -2,7 +2,7 @@
 
 Without them, Prefect takes values from the user's environment, profile or files, which other programs may need. The
 environment takes precedence over the others. If a setting has several names, the one that Prefect looks up first is
-used here. Options of flows and tasks are not here (``tasks.run_options``), so that any worker's runs have them.
+used here. Options of flows and tasks are not here (``tasks.stages``), so that any worker's runs have them.
 
 Left to the user: how much is logged and how it looks, which server is used and how it is reached, the metrics and log
 of a server, how often its services and a worker look for work, and everything that flows do not use.

@@ -29,7 +29,7 @@ from flows.workers.run_records import RESTORED, RunRecord, records_folder
 from infra.node import processes
 from infra.node.attempts.process_guard import stopping_attempts
 from infra.node.processes import ProcessIdentity
-from tasks.run_title import name_in, titled
+from tasks.run_page import name_in, titled
 
 OF_THE_POOL = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
 WORKER_LABEL = "prefect.worker.name"

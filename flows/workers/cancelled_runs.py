@@ -19,7 +19,7 @@ from prefect.exceptions import ObjectNotFound
 from flows.deployment.deploy import POOL
 from flows.workers.abandoned import WORKER_LABEL, close_run, flow_processes, is_alive, runs_of_the_pool
 from infra.node.processes import ProcessIdentity
-from tasks.run_title import name_in
+from tasks.run_page import name_in
 
 PREFECT_TIME = timedelta(seconds=45)
 """Longer than Prefect's worker takes to end a cancelled run."""

@@ -19,7 +19,7 @@ from prefect.states import Crashed, Running
 
 from flows.workers.abandoned import OF_THE_POOL, WORKER_LABEL, is_alive, of_offline_workers, runs_of_the_pool
 from flows.workers.run_records import RESTORED
-from tasks.run_title import name_in
+from tasks.run_page import name_in
 
 LOST = "Lost"
 """Name of the state of a run that is lost."""

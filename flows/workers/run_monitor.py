@@ -51,7 +51,7 @@ from t5train.checkpoint.resume_point import last_complete
 from t5train.checkpoint.last_complete import last_complete
 from t5train.errors import T5TrainError
 from tasks.prefect_log import is_stop
-from tasks.run_title import name_in
+from tasks.run_page import name_in
 
 MOST_RESUMES = 3
 """How many times in a row a run is resumed without a new complete checkpoint in between."""

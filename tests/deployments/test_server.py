@@ -79,7 +79,7 @@ prefect_server._flush()
 FAIL = """
 from prefect import flow
 from t5train.errors import InputError
-from tasks.run_options import FLOW_OPTIONS
+from tasks.stages import FLOW_OPTIONS
 from tasks.stages import CORPUS, stage_task
 
 tries = []

@@ -10,14 +10,14 @@ import pytest
 
 from infra.head.regression.night_run import Night
 from t5train.regression.night_report import PLOT
-from tasks import artifacts, regression_tasks
+from tasks import regression_tasks, run_page
 from tasks.regression_tasks import show_night
 from tests.support.night_cases import case_result, night_result
 
 SHOWING = [
     (regression_tasks, "emit_event"),
-    (artifacts, "create_table_artifact"),
-    (artifacts, "create_image_artifact"),
+    (run_page, "create_table_artifact"),
+    (run_page, "create_image_artifact"),
 ]
 
 

@@ -9,7 +9,7 @@ from prefect.client.schemas.objects import State, StateType
 
 from t5train.errors import SpecError
 from t5train.report.failure_report import note_stage
-from tasks import artifacts, shown_failures
+from tasks import run_page, shown_failures
 from tasks.shown_failures import naming_run_folder, showing_failures
 
 
@@ -19,7 +19,7 @@ def titles(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     shown: list[str | None] = []
     monkeypatch.setattr(shown_failures, "show_in_title", shown.append)
     monkeypatch.setattr(shown_failures, "get_run_logger", lambda: logging.getLogger("run"))
-    monkeypatch.setattr(artifacts, "create_markdown_artifact", lambda *_arguments: None)
+    monkeypatch.setattr(run_page, "create_markdown_artifact", lambda *_arguments: None)
     return shown
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from t5train.records.stage_records import Corpus, Publication
 from t5train.release.markdown import escaped
-from tasks import artifacts
-from tasks.stage_table import StageTable
+from tasks import run_page
+from tasks.reports import StageTable
 from tasks.stages import CORPUS, PUBLISH, TOKENIZER
 
 
@@ -17,7 +17,7 @@ def test_every_stage_is_a_row_of_the_file_and_of_the_artifact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shown: list[list[dict[str, Any]]] = []
-    monkeypatch.setattr(artifacts.Shown, "show", lambda _self, rows, _text: shown.append(list(rows)))
+    monkeypatch.setattr(run_page.Shown, "show", lambda _self, rows, _text: shown.append(list(rows)))
     corpus = Corpus(path=tmp_path / "_text_", fingerprint="c" * 64, files={}, counts={"passages": 3000})
     table = StageTable(tmp_path)
     table.add(CORPUS, corpus)
@@ -40,7 +40,7 @@ def test_every_stage_is_a_row_of_the_file_and_of_the_artifact(
 def test_a_publication_is_shown_with_its_folder_or_its_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folder: Path | None
 ) -> None:
-    monkeypatch.setattr(artifacts.Shown, "show", lambda *_: None)
+    monkeypatch.setattr(run_page.Shown, "show", lambda *_: None)
     url = "s3://models/t5" if folder is None else str(folder)
     publication = Publication(path=folder or Path(), url=url, fingerprint="p" * 64, files={})
     with caplog.at_level(logging.INFO):
