@@ -39,6 +39,10 @@ def bench(
     """Measure training steps of a recipe on this machine: speed, memory, and where the time goes.
 
     If accelerate is installed, Hugging Face's Trainer is measured next to it, on random tokens.
+
+    $ t5-pretrain bench smoke
+    $ t5-pretrain bench base --set layout.micro_batch_sequences=64
+    $ t5-pretrain bench base --shards work/shards/wiki-0123456789ab --alone
     """
     spec = chosen(recipe, config, settings(changes)).spec()
     with stage_display() as progress:

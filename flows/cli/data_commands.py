@@ -8,17 +8,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from flows.cli.options import (
-    ConfigOption,
-    CorpusOption,
-    JsonOption,
-    RecipeOrConfig,
-    RootOption,
-    SetOption,
-    chosen,
-    settings,
-    text_settings,
-)
+from flows.cli.options import JsonOption, TextOptions, with_options
 from flows.cli.terminal import complain, say, show_table, stage_display
 from infra.head.preflight.text_checks import require_sources, require_text
 from infra.head.tokenising.hosts_executor import shard_workers
@@ -56,19 +46,16 @@ class _Data(NamedTuple):
     shards: TokenShards
 
 
-def show(  # noqa: PLR0913, PLR0917 - one for each option
-    recipe: RecipeOrConfig = None,
-    config: ConfigOption = None,
-    corpus: CorpusOption = None,
-    changes: SetOption = None,
-    root: RootOption = None,
+@with_options
+def show(
+    choice: TextOptions,
     split: Annotated[Split, typer.Option(help="train, validation or test")] = "train",
     start: Annotated[int, typer.Option(min=0, help="Position of the first sample in the run's order")] = 0,
     count: Annotated[int, typer.Option(min=1, max=1000, help="Number of samples")] = 3,
     ids: Annotated[bool, typer.Option("--ids", help="Show token ids, too")] = False,
 ) -> None:
     """Show samples with their masked spans: the inputs of the model, and the targets that it is to predict."""
-    spec = _spec(recipe, config, corpus, changes, root)
+    spec = choice.chosen().spec()
     made = _made(spec)
     for sample in shown_samples(spec, made.tokenizer, made.shards, split, start, count):
         say(f"sample {sample.sample_id:,} of the {split} split")
@@ -80,19 +67,16 @@ def show(  # noqa: PLR0913, PLR0917 - one for each option
         say("")
 
 
+@with_options
 def stats(
-    recipe: RecipeOrConfig = None,
-    config: ConfigOption = None,
-    corpus: CorpusOption = None,
-    changes: SetOption = None,
-    root: RootOption = None,
+    choice: TextOptions,
     plot: Annotated[
         Path | None,
         typer.Option(help="Write a PNG with the lengths of passages to this file", metavar="FILE", readable=False),
     ] = None,
 ) -> None:
     """Show the number and lengths of passages in each split, pieces per word, and what the vocabulary lacks."""
-    spec = _spec(recipe, config, corpus, changes, root)
+    spec = choice.chosen().spec()
     if plot is not None:
         _require_png(plot)
     made = _made(spec)
@@ -109,12 +93,9 @@ def stats(
         say(f"plot: {plot}")
 
 
-def check(  # noqa: PLR0913, PLR0917 - one for each option
-    recipe: RecipeOrConfig = None,
-    config: ConfigOption = None,
-    corpus: CorpusOption = None,
-    changes: SetOption = None,
-    root: RootOption = None,
+@with_options
+def check(
+    choice: TextOptions,
     test_set: Annotated[
         list[str] | None,
         typer.Option(
@@ -133,7 +114,7 @@ def check(  # noqa: PLR0913, PLR0917 - one for each option
 
     Needs no vocabulary. To remove what was found from training, set corpus.remove.
     """
-    spec = _spec(recipe, config, corpus, changes, root)
+    spec = choice.chosen().spec()
     if test_set:
         test_sets = [*spec.corpus.test_sets, *test_set]
         spec = spec.with_settings({"corpus.test_sets": test_sets, "corpus.remove": list(REPETITIONS)})
@@ -169,12 +150,6 @@ def _require_png(plot: Path) -> None:
         raise SpecError(f"--plot is {plot}, but a plot is always a PNG. Give a name that ends in .png")
     if not plot.absolute().parent.is_dir():
         raise InputError(f"--plot is {plot}, but the folder {plot.absolute().parent} does not exist. Create it first")
-
-
-def _spec(
-    recipe: str | None, config: Path | None, corpus: str | None, changes: list[str] | None, root: Path | None
-) -> RunSpec:
-    return chosen(recipe, config, settings(changes) | text_settings(corpus), root=root).spec()
 
 
 def _made(spec: RunSpec) -> _Data:

@@ -58,7 +58,12 @@ def generate(  # noqa: PLR0913, PLR0917 - one for each option
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fill the gaps <extra_id_0>, <extra_id_1>, ... of a text."""
+    """Fill the gaps <extra_id_0>, <extra_id_1>, ... of a text.
+
+    $ t5-pretrain generate work/published/mine 'A model <extra_id_0> text.'
+    $ t5-pretrain generate MODEL 'Two <extra_id_0>' --top-p 0.9 --seed 7
+    $ t5-pretrain generate work/published/mine - --json < texts.txt
+    """
     from t5train.release.inference.generation import GenerationSpec
     from t5train.release.inference.generation import generate as generate_texts
 
@@ -103,7 +108,11 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
     root: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure loss and accuracy of a model on text, next to the unigram baseline."""
+    """Measure loss and accuracy of a model on text, next to the unigram baseline.
+
+    $ t5-pretrain evaluate MODEL --corpus pydocs --max-sequences 1000
+    $ t5-pretrain evaluate MODEL --corpus '/data/*.txt' --split test --json
+    """
     from t5train.release.inference.evaluation import EvaluationSpec
     from t5train.release.inference.evaluation import evaluate as evaluate_text
 

@@ -1,9 +1,12 @@
-"""Options that several commands share, and the settings that they stand for."""
+"""Options that several commands share, alone or in groups, and the settings that they stand for."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import typer
 
@@ -61,15 +64,6 @@ RecipeOrConfig = Annotated[
         autocompletion=_recipes_like,
     ),
 ]
-RecipeOrSmoke = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="RECIPE",
-        help="Recipe to start from; see `recipes`",
-        show_default="that of --config, or smoke",
-        autocompletion=_recipes_like,
-    ),
-]
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
@@ -119,19 +113,6 @@ HostfileOption = Annotated[
         callback=_expanded,
     ),
 ]
-IncludeOption = Annotated[
-    str | None, typer.Option("--include", metavar="HOSTS", help="Hosts and slots to use, such as node1@node2:0,2")
-]
-ExcludeOption = Annotated[
-    str | None, typer.Option("--exclude", metavar="HOSTS", help="Hosts and slots not to use, written like --include")
-]
-NumNodesOption = Annotated[int | None, typer.Option("--num-nodes", help="Use only the first N hosts")]
-SparesOption = Annotated[
-    int | None, typer.Option("--spares", help="How many of the last hosts wait in reserve to replace hosts that fail")
-]
-ShipCodeOption = Annotated[
-    bool | None, typer.Option("--ship-code", help="Send this project's code to the hosts", show_default=False)
-]
 BeginAgainOption = Annotated[
     bool,
     typer.Option("--begin-again", help="Train from step 0; the run's checkpoints are moved aside, none is deleted"),
@@ -140,7 +121,63 @@ AdoptOption = Annotated[
     bool,
     typer.Option("--adopt", help="Take over a run whose checkpoints on the hosts belong to another head that has died"),
 ]
-LauncherOption = Annotated[str | None, typer.Option("--launcher", help="pdsh, slurm or openmpi", show_default="pdsh")]
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a command of a function that takes groups of options: typer makes an option of each field of a group."""
+    taken = signature(command, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {each.name: each.annotation for each in taken if is_dataclass(each.annotation)}
+
+    @wraps(command)
+    def flat(**given: Any) -> None:
+        made = {
+            name: group(**{each.name: given.pop(each.name) for each in fields(group) if each.name in given})
+            for name, group in groups.items()
+        }
+        command(**made, **given)
+
+    of_groups = {name: signature(group, eval_str=True).parameters.values() for name, group in groups.items()}
+    options = [option for each in taken for option in of_groups.get(each.name, [each])]
+    by_keyword = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
+    flat.__dict__["__signature__"] = Signature(by_keyword)
+    return flat
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """The options for the hosts that a command uses."""
+
+    hostfile: HostfileOption = None
+    include: Annotated[
+        str | None, typer.Option("--include", metavar="HOSTS", help="Hosts and slots to use, such as node1@node2:0,2")
+    ] = None
+    exclude: Annotated[
+        str | None,
+        typer.Option("--exclude", metavar="HOSTS", help="Hosts and slots not to use, written like --include"),
+    ] = None
+    ship_code: Annotated[
+        bool | None, typer.Option("--ship-code", help="Send this project's code to the hosts", show_default=False)
+    ] = None
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings that the given options stand for."""
+        given = asdict(self) | {"hostfile": self.hostfile and str(self.hostfile.absolute())}
+        # Quoted, so that a name such as "2024" stays text when the setting is read as JSON.
+        return {f"cluster.{name}": json.dumps(value) for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class TrainingHostOptions(HostOptions):
+    """The options for the hosts that a run trains on."""
+
+    num_nodes: Annotated[int | None, typer.Option("--num-nodes", help="Use only the first N hosts")] = None
+    launcher: Annotated[str | None, typer.Option("--launcher", help="pdsh, slurm or openmpi", show_default="pdsh")] = (
+        None
+    )
+    spares: Annotated[
+        int | None,
+        typer.Option("--spares", help="How many of the last hosts wait in reserve to replace hosts that fail"),
+    ] = None
 
 
 def root_of(root: Path | None) -> Path:
@@ -178,29 +215,6 @@ def settings(assignments: list[str] | None) -> dict[str, str]:
 def text_settings(corpus: str | None) -> dict[str, str]:
     """Return the setting that ``--corpus`` stands for. Quoted, so that a name such as "2024" stays text."""
     return {} if corpus is None else {"corpus.source": json.dumps(corpus)}
-
-
-def host_settings(
-    hostfile: Path | None,
-    include: str | None,
-    exclude: str | None,
-    num_nodes: int | None,
-    launcher: str | None,
-    spares: int | None = None,
-    ship_code: bool | None = None,
-) -> dict[str, str]:
-    """Return the settings that the options for hosts stand for. Options that are not given are left out."""
-    given = {
-        "cluster.hostfile": hostfile and str(hostfile.absolute()),
-        "cluster.include": include,
-        "cluster.exclude": exclude,
-        "cluster.num_nodes": num_nodes,
-        "cluster.launcher": launcher,
-        "cluster.spares": spares,
-        "cluster.ship_code": ship_code,
-    }
-    # Quoted, so that a name such as "2024" stays text when the setting is read as JSON.
-    return {setting: json.dumps(value) for setting, value in given.items() if value is not None}
 
 
 class Chosen(NamedTuple):
@@ -278,3 +292,50 @@ def _recipe_of(file: Configuration, recipe: str | None) -> RunSpec:
             "RECIPE out, or correct the file"
         )
     return recipe_spec(file.recipe)
+
+
+@dataclass(frozen=True)
+class SpecOptions:
+    """The options that choose a recipe and what differs from it."""
+
+    recipe: RecipeOrConfig = None
+    config: ConfigOption = None
+    changes: SetOption = None
+    root: RootOption = None
+    default: ClassVar[str | None] = None
+
+    def changed(self) -> dict[str, str]:
+        """Return the settings that the options stand for."""
+        return settings(self.changes)
+
+    def chosen(self, more: Mapping[str, str] | None = None, name: str | None = None) -> Chosen:
+        """Return what these options choose, together with ``more`` settings and the name of a run; see ``chosen``."""
+        changed = self.changed() | dict(more or {})
+        return chosen(self.recipe, self.config, changed, root=self.root, name=name, default=self.default)
+
+
+@dataclass(frozen=True)
+class TextOptions(SpecOptions):
+    """The options that choose a recipe, a text to train on, and what differs from the recipe."""
+
+    corpus: CorpusOption = None
+
+    def changed(self) -> dict[str, str]:
+        """Return the settings that the options stand for."""
+        return super().changed() | text_settings(self.corpus)
+
+
+@dataclass(frozen=True)
+class SmokeOptions(SpecOptions):
+    """Options that choose the recipe smoke if they name no other."""
+
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE",
+            help="Recipe to start from; see `recipes`",
+            show_default="that of --config, or smoke",
+            autocompletion=_recipes_like,
+        ),
+    ] = None
+    default: ClassVar[str | None] = "smoke"

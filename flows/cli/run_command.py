@@ -1,9 +1,10 @@
-"""``run`` and ``recipes``."""
+"""``run``, and ``init`` and ``recipes``, which show what can be run."""
 
 import json
 import logging
 import shlex
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -16,30 +17,21 @@ from flows.cli.options import (
     AdoptOption,
     BeginAgainOption,
     Chosen,
-    ConfigOption,
-    CorpusOption,
-    ExcludeOption,
-    HostfileOption,
-    IncludeOption,
     JsonOption,
-    LauncherOption,
     NameOption,
-    NumNodesOption,
-    RecipeOrConfig,
-    RootOption,
+    RecipeArgument,
     SetOption,
-    ShipCodeOption,
-    SparesOption,
-    chosen,
-    host_settings,
+    TextOptions,
+    TrainingHostOptions,
     root_of,
     settings,
-    text_settings,
+    with_options,
 )
 from flows.cli.terminal import BarProgress, complain, progress_display, say, show_json, show_rows
 from flows.run_parameters import RunParameters
 from flows.server import prefect_server
 from flows.server.prefect_settings import reading_settings
+from flows.spec_from_recipe import has_own_text
 from infra.head.launch.held_run import HeldRun
 from infra.head.storage.continued_run import StoredRun, config_file, require_own_settings, stored_run, take_identity
 from infra.head.training_run import hold_ready_run, train_again
@@ -49,35 +41,32 @@ from t5train.progress import Progress, silent
 from t5train.records.metrics import loss_lines
 from t5train.records.stage_records import Publication
 from t5train.records.witness import Witness
+from t5train.spec.config_text import recipe_text
 from t5train.spec.recipes import RECIPES, TRIAL_STEPS, summary
+from t5train.spec.recipes import recipe as recipe_spec
 
 
 def recipes(as_json: JsonOption = False) -> None:
-    """List the recipes."""
+    """List the recipes.
+
+    $ t5-pretrain recipes
+    $ t5-pretrain recipes --json
+    """
     if as_json:
         show_json({"recipes": [{"name": name, "summary": summary(name)} for name in RECIPES]})
         return
     show_rows([[name, summary(name)] for name in RECIPES])
 
 
-def run(  # noqa: PLR0913, PLR0917 - one for each option
-    recipe: RecipeOrConfig = None,
-    config: ConfigOption = None,
-    corpus: CorpusOption = None,
-    changes: SetOption = None,
-    root: RootOption = None,
+@with_options
+def run(  # noqa: PLR0913, PLR0917 - one for each option that only this command has
+    options: TextOptions,
+    hosts: TrainingHostOptions,
     name: NameOption = None,
     publish_to: Annotated[
         str | None,
         typer.Option(help="Folder or fsspec URL to publish to", metavar="URL", show_default="a folder under the root"),
     ] = None,
-    hostfile: HostfileOption = None,
-    include: IncludeOption = None,
-    exclude: ExcludeOption = None,
-    num_nodes: NumNodesOption = None,
-    launcher: LauncherOption = None,
-    spares: SparesOption = None,
-    ship_code: ShipCodeOption = None,
     begin_again: BeginAgainOption = False,
     adopt: AdoptOption = False,
     stored: Annotated[
@@ -95,22 +84,26 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, without running it")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON, for programs")] = False,
 ) -> None:
-    """Run all stages, from text to a published, certified checkpoint. Finished stages are reused."""
-    changed = settings(changes) | text_settings(corpus)
-    changed |= host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
-    changed |= {} if publish_to is None else {"storage.publish_to": json.dumps(publish_to)}
-    if trial and config is not None:
+    """Run all stages, from text to a published, certified checkpoint. Finished stages are reused.
+
+    $ t5-pretrain run smoke
+    $ t5-pretrain run base --corpus '/data/*.txt' --name mine
+    $ t5-pretrain run --config run.yaml --dry-run
+    $ t5-pretrain run moe --trial
+    """
+    more = hosts.settings() | ({} if publish_to is None else {"storage.publish_to": json.dumps(publish_to)})
+    if trial and options.config is not None:
         raise typer.BadParameter("it replaces most settings of a file: use `run RECIPE --trial`", param_hint="--trial")
     if stored is None:
-        lost, choice = None, chosen(recipe, config, changed, root=root, name=name)
+        lost, choice = None, options.chosen(more, name)
     else:
-        if recipe or config or name or trial or begin_again:
+        if options.recipe or options.config or name or trial or begin_again:
             raise typer.BadParameter(
                 "the run's own settings are used: leave RECIPE, --config, --name, --trial and --begin-again out",
                 param_hint="--from",
             )
         lost = stored_run(stored)
-        choice = _chosen_from(lost, changed, root)
+        choice = _chosen_from(lost, options, more)
     parameters = RunParameters(
         recipe=choice.recipe,
         root=root_of(choice.root),
@@ -146,11 +139,10 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     say(f"published: {publication.url}")
 
 
-def _chosen_from(lost: StoredRun, changed: dict[str, str], root: Path | None) -> Chosen:
+def _chosen_from(lost: StoredRun, options: TextOptions, more: dict[str, str]) -> Chosen:
     with TemporaryDirectory(prefix="t5-run-") as folder:
-        config = config_file(lost, Path(folder))
-        changed |= {"storage.publish_checkpoints_under": json.dumps(lost.under)}
-        return chosen(None, config, changed, root=root, name=lost.name)
+        of_run = replace(options, config=config_file(lost, Path(folder)))
+        return of_run.chosen(more | {"storage.publish_checkpoints_under": json.dumps(lost.under)}, lost.name)
 
 
 def _login(api_url: str) -> str:
@@ -200,3 +192,14 @@ def _arrange_log(progress: Progress) -> None:
             show_failures_briefly(handler)
             if isinstance(progress, BarProgress):
                 handler.console = progress.console  # it would otherwise write across the bar
+
+
+def init(recipe: RecipeArgument, changes: SetOption = None) -> None:
+    """Print a configuration file for `run --config` with every setting of a recipe, its value and a comment.
+
+    $ t5-pretrain init base > run.yaml
+    $ t5-pretrain init smoke --set optimizer.num_steps=60 > run.yaml
+    """
+    changed = settings(changes)
+    spec = recipe_spec(recipe, changed)
+    say(recipe_text(spec, needs_source=not has_own_text(recipe, changed)).removesuffix("\n"))

@@ -13,27 +13,19 @@ from flows.cli.options import (
     AdoptOption,
     BeginAgainOption,
     Chosen,
-    ConfigOption,
     CorpusOption,
-    ExcludeOption,
-    HostfileOption,
-    IncludeOption,
+    HostOptions,
     JsonOption,
-    LauncherOption,
     NameOption,
-    NumNodesOption,
-    RecipeOrConfig,
-    RecipeOrSmoke,
-    RootOption,
     SetOption,
-    ShipCodeOption,
-    SparesOption,
-    chosen,
-    host_settings,
+    SmokeOptions,
+    SpecOptions,
+    TrainingHostOptions,
     settings,
     text_settings,
+    with_options,
 )
-from flows.cli.runs.run_table import steps_text
+from flows.cli.status_command import steps_text
 from flows.cli.terminal import complain, say, show_json, stage_display
 from infra.head.preflight.text_checks import NOT_READ
 from infra.head.runs.run_lookup import root_of_run, run_of_result
@@ -69,32 +61,36 @@ _LISTED = "corpus.remove_listed"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
-def corpus(
-    recipe: RecipeOrSmoke = None,
-    config: ConfigOption = None,
-    text: CorpusOption = None,
-    changes: SetOption = None,
-    root: RootOption = None,
-) -> None:
-    """Find or make the text, and verify all its files."""
-    spec = chosen(recipe, config, settings(changes) | text_settings(text), root=root, default="smoke").spec()
+@with_options
+def corpus(choice: SmokeOptions, text: CorpusOption = None) -> None:
+    """Find or make the text, and verify all its files.
+
+    $ t5-pretrain corpus --corpus '/data/*.jsonl.gz' --root /data/t5
+    $ t5-pretrain corpus --config run.yaml
+    """
+    spec = choice.chosen(text_settings(text)).spec()
     with stage_display() as progress:
         made = build_corpus(spec.corpus, spec.storage.root, progress)
     _say(made)
 
 
-def tokenizer(
-    recipe: RecipeOrSmoke = None, config: ConfigOption = None, changes: SetOption = None, root: RootOption = None
-) -> None:
-    """Train the vocabulary of a recipe on its text, or use the given one."""
-    spec = chosen(recipe, config, settings(changes), root=root, default="smoke").spec()
+@with_options
+def tokenizer(choice: SmokeOptions) -> None:
+    """Train the vocabulary of a recipe on its text, or use the given one.
+
+    $ t5-pretrain tokenizer smoke
+    $ t5-pretrain tokenizer --config run.yaml --set tokenizer.vocab_size=8000
+    """
+    spec = choice.chosen().spec()
     with stage_display() as progress:
         text = build_corpus(spec.corpus, spec.storage.root, progress)
         made = build_tokenizer(spec.tokenizer, spec.corpus, text, spec.storage.root, progress)
     _say(made)
 
 
+@with_options
 def tokenize(  # noqa: PLR0913, PLR0917 - Typer makes an option of each parameter
+    hosts: HostOptions,
     source: Annotated[str, typer.Option("--corpus", metavar="FILES", help="Text: path, pattern or URL")],
     vocabulary: Annotated[
         Path, typer.Option("--tokenizer", help="A spiece.model or a Hugging Face folder", readable=False)
@@ -109,18 +105,16 @@ def tokenize(  # noqa: PLR0913, PLR0917 - Typer makes an option of each paramete
     max_unknown_share: Annotated[
         float, typer.Option(min=0, max=1, help="Largest share of unknown pieces in the text to train on")
     ] = ShardsSpec().max_unknown_share,
-    hostfile: HostfileOption = None,
-    include: IncludeOption = None,
-    exclude: ExcludeOption = None,
-    ship_code: ShipCodeOption = None,
     changes: SetOption = None,
 ) -> None:
     """Convert text to files of token ids with a given vocabulary.
 
     With --hostfile, all its hosts do so, with Dask. They have to share the folder.
+
+    $ t5-pretrain tokenize --corpus '/data/*.txt' --tokenizer T5_MODEL --out tokens
     """
     text_spec, root = CorpusSpec(source=source, workers=workers), out.absolute()
-    changed = settings(changes) | host_settings(hostfile, include, exclude, None, None, ship_code=ship_code)
+    changed = settings(changes) | hosts.settings()
     if "shards.executor" in changed:
         raise SpecError(
             "--set shards.executor cannot be used here: with --hostfile FILE, all its hosts tokenise with Dask, and "
@@ -139,29 +133,24 @@ def tokenize(  # noqa: PLR0913, PLR0917 - Typer makes an option of each paramete
     _say(made)
 
 
-def train(  # noqa: PLR0913, PLR0917 - one for each option
-    recipe: RecipeOrConfig = None,
-    config: ConfigOption = None,
-    changes: SetOption = None,
-    root: RootOption = None,
+@with_options
+def train(
+    options: SpecOptions,
+    hosts: TrainingHostOptions,
     name: NameOption = None,
     shards: Annotated[
         Path | None,
         typer.Option(help="Folder of token shards", show_default="the only one under the root", readable=False),
     ] = None,
-    hostfile: HostfileOption = None,
-    include: IncludeOption = None,
-    exclude: ExcludeOption = None,
-    num_nodes: NumNodesOption = None,
-    launcher: LauncherOption = None,
-    spares: SparesOption = None,
-    ship_code: ShipCodeOption = None,
     begin_again: BeginAgainOption = False,
     adopt: AdoptOption = False,
 ) -> None:
-    """Train on existing token shards, starting from the newest complete checkpoint."""
-    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
-    choice = chosen(recipe, config, changed, root=root, name=name)
+    """Train on existing token shards, starting from the newest complete checkpoint.
+
+    $ t5-pretrain train smoke --shards tokens/shards
+    $ t5-pretrain train --config run.yaml
+    """
+    choice = options.chosen(hosts.settings(), name)
     root_folder = _root_of(choice)
     tokens = TokenShards.load(shards or _only_shards(root_folder))
     spec = _spec_on(tokens, choice)
@@ -197,7 +186,11 @@ def consolidate(
     ] = None,
     moments: Annotated[bool, typer.Option("--moments", help="Write Adam's two moments, too")] = False,
 ) -> None:
-    """Convert a DeepSpeed checkpoint to fp32 safetensors."""
+    """Convert a DeepSpeed checkpoint to fp32 safetensors.
+
+    $ t5-pretrain consolidate work/runs/mine/checkpoints weights
+    $ t5-pretrain consolidate checkpoints weights --shard-size 5G --moments
+    """
     from t5train.checkpoint.consolidate import consolidate as consolidate_checkpoint  # imports torch
 
     size = _bytes(shard_size) if shard_size else None
@@ -212,7 +205,10 @@ def export(
     run: Annotated[Path, typer.Option(help="Folder of the run that trained it", readable=False)],
     vocabulary: Annotated[Path, typer.Option("--tokenizer", help="Folder made by `tokenizer`", readable=False)],
 ) -> None:
-    """Write a Hugging Face folder from consolidated weights."""
+    """Write a Hugging Face folder from consolidated weights.
+
+    $ t5-pretrain export weights model --run work/runs/mine --tokenizer TOKENIZER
+    """
     spec = load_run_spec(run)
     with stage_display() as progress:
         files = TokenizerFiles.load(vocabulary)
@@ -224,7 +220,10 @@ def certify(
     exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Folder made by `export`", readable=False)],
     witness: Annotated[Path, typer.Argument(metavar="WITNESS", help="Folder `witness` of the run", readable=False)],
 ) -> None:
-    """Prove, in a new process, that an export is the model that was trained."""
+    """Prove, in a new process, that an export is the model that was trained.
+
+    $ t5-pretrain certify model work/runs/mine/witness
+    """
     with stage_display() as progress:
         made = certify_in_fresh_process(Export.load(exported), witness, progress)
     _say(made)
@@ -234,7 +233,11 @@ def publish(
     exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Certified folder", readable=False)],
     url: Annotated[str, typer.Argument(metavar="URL", help="Folder or fsspec URL")],
 ) -> None:
-    """Publish a certified export to a folder or an object store."""
+    """Publish a certified export to a folder or an object store.
+
+    $ t5-pretrain publish model /data/published/mine
+    $ t5-pretrain publish model s3://bucket/t5/mine
+    """
     export_to_publish = Export.load(exported)
     check_destination(url)
     with naming_command_to_continue(), stage_display() as progress:
@@ -246,7 +249,11 @@ def verify(
     place: Annotated[str, typer.Argument(metavar="PATH_OR_URL", help="Folder or fsspec URL")],
     as_json: JsonOption = False,
 ) -> None:
-    """Compare every byte of a finished folder or publication with its manifest."""
+    """Compare every byte of a finished folder or publication with its manifest.
+
+    $ t5-pretrain verify work/published/mine
+    $ t5-pretrain verify s3://bucket/t5/mine --json
+    """
     _require_finished(place)
     with stage_display() as progress:
         record = verify_record(place, progress)
@@ -263,7 +270,10 @@ def fetch(
     url: Annotated[str, typer.Argument(metavar="URL", help="s3://BUCKET/FOLDER of a publication")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create", readable=False)],
 ) -> None:
-    """Copy a publication from S3 to a folder, verified. An interrupted copy continues."""
+    """Copy a publication from S3 to a folder, verified. An interrupted copy continues.
+
+    $ t5-pretrain fetch s3://bucket/t5/mine model
+    """
     with naming_command_to_continue(), stage_display() as progress:
         made = fetch_publication(url, folder, progress)
     say(f"fetched: {made.path}{' (there already, verified)' if made.reused else ''}")

@@ -1,4 +1,4 @@
-"""Commands for those who operate: servers, workers, deployments, the nightly regression, and unneeded files.
+"""Commands for those who operate: servers, workers, deployments, hosts, the nightly regression, and removal of files.
 
-Not here: commands for one's own runs (``flows.cli`` and ``flows.cli.runs``).
+Not here: commands that make, use or look at a model (``flows.cli``).
 """

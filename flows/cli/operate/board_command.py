@@ -37,6 +37,10 @@ def board(
     """Show the metrics of all runs under a root in TensorBoard, or those of RUN, until Ctrl-C.
 
     Runs that start later appear, too. Only this machine can connect; from another one, use the ssh command it prints.
+
+    $ t5-pretrain board
+    $ t5-pretrain board mine --root /data/t5
+    $ t5-pretrain board --port 6007
     """
     folder = _log_folder(root_of(root), run)
     if find_spec("tensorboard") is None:

@@ -1,20 +1,26 @@
-"""``deploy`` and ``up``: create Prefect's pool and deployments, and run its server and a worker."""
+"""``up`` and ``deploy``: run Prefect's server and a worker, and create the pool and the deployments.
 
+``server`` and ``notifications``: what a team runs once, on the machine of its Prefect server.
+"""
+
+import asyncio
 import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flows.cli.operate.worker_command import run_worker
-from flows.cli.options import RootOption, root_of, settings
+from flows.cli.options import RootOption, root_of, settings, with_options
 from flows.cli.terminal import complain, progress_display, say
 from flows.run_parameters import LOCATIONS, PATHS
-from flows.server import api_key, prefect_profile, prefect_server
+from flows.server import api_key, prefect_profile, prefect_server, team_server
+from flows.server.team_server import Address
 from t5train.errors import InputError, SpecError, StorageError
 from t5train.locations import local_folder
 from t5train.spec import RunSpec
@@ -27,73 +33,72 @@ if TYPE_CHECKING:
 
 _DEPLOYED = "Deployments"
 """Heading in the help of the options that configure deployments."""
-CorpusOption = Annotated[
-    str | None,
-    typer.Option("--corpus", metavar="SOURCE", help="Text that deployments train on", rich_help_panel=_DEPLOYED),
-]
-DeployedHostfileOption = Annotated[
-    str | None,
-    typer.Option("--hostfile", metavar="FILE", help="Hosts that deployments train on", rich_help_panel=_DEPLOYED),
-]
-ScratchOption = Annotated[
-    str | None,
-    typer.Option("--scratch", metavar="DIR", help="Folder on each host's own disk", rich_help_panel=_DEPLOYED),
-]
-PublishOption = Annotated[
-    str | None,
-    typer.Option(
-        "--publish-to",
-        metavar="URL",
-        help="Folder or fsspec URL in which each run publishes a folder of its name",
-        rich_help_panel=_DEPLOYED,
-    ),
-]
-DeployedSetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="PART.KEY=VALUE", help="Setting of all deployments; can be repeated", rich_help_panel=_DEPLOYED
-    ),
-]
 
 
-def deploy(
-    root: RootOption = None,
-    corpus: CorpusOption = None,
-    hostfile: DeployedHostfileOption = None,
-    scratch: ScratchOption = None,
-    publish_to: PublishOption = None,
-    changes: DeployedSetOption = None,
-) -> None:
+@dataclass(frozen=True)
+class DeployedOptions:
+    """The options that configure all deployments. None: the option is not given, and the earlier value is kept."""
+
+    root: RootOption = None
+    corpus: Annotated[
+        str | None,
+        typer.Option("--corpus", metavar="SOURCE", help="Text that deployments train on", rich_help_panel=_DEPLOYED),
+    ] = None
+    hostfile: Annotated[
+        str | None,
+        typer.Option("--hostfile", metavar="FILE", help="Hosts that deployments train on", rich_help_panel=_DEPLOYED),
+    ] = None
+    scratch: Annotated[
+        str | None,
+        typer.Option("--scratch", metavar="DIR", help="Folder on each host's own disk", rich_help_panel=_DEPLOYED),
+    ] = None
+    publish_to: Annotated[
+        str | None,
+        typer.Option(
+            "--publish-to",
+            metavar="URL",
+            help="Folder or fsspec URL in which each run publishes a folder of its name",
+            rich_help_panel=_DEPLOYED,
+        ),
+    ] = None
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="PART.KEY=VALUE",
+            help="Setting of all deployments; can be repeated",
+            rich_help_panel=_DEPLOYED,
+        ),
+    ] = None
+
+    def parameters(self) -> dict[str, object]:
+        """Return the parameters of deployments that the options stand for."""
+        given = [each for each in self.changes or [] if each]
+        is_path = self.corpus is None or not is_named_text(self.corpus)
+        return {
+            "root": self.root and str(self.root.absolute()),
+            "corpus": _absolute(self.corpus) if is_path else self.corpus,
+            "hostfile": _absolute(self.hostfile),
+            "scratch": self.scratch,
+            "publish_under": _absolute(self.publish_to),
+            "deployed_settings": None if self.changes is None else _absolute_paths(parsed(RunSpec, settings(given))),
+        }
+
+
+@with_options
+def deploy(options: DeployedOptions) -> None:
     """Create or update queues, deployments and schedules on the configured Prefect server.
 
     Safe to repeat. Values are kept for the next call; an empty one, such as --hostfile "", removes the earlier one, and
     --set replaces all earlier settings.
+
+    $ t5-pretrain deploy --root /data/t5 --corpus '/data/*.txt'
     """
     api_url = prefect_server.configured_api_url()
     if api_url is None:
         raise SpecError("no Prefect server is configured: set PREFECT_API_URL, or start one with `t5-pretrain up`")
-    prefect_server.join(root_of(root), api_url)
-    _deploy(_given(root, corpus, hostfile, scratch, publish_to, changes))
-
-
-def _given(
-    root: Path | None,
-    corpus: str | None,
-    hostfile: str | None,
-    scratch: str | None,
-    publish_to: str | None,
-    changes: list[str] | None,
-) -> dict[str, object]:
-    """Return the parameters of deployments that the options stand for. None: the option is not given."""
-    given = [each for each in changes or [] if each]
-    return {
-        "root": root and str(root.absolute()),
-        "corpus": corpus if corpus is not None and is_named_text(corpus) else _absolute(corpus),
-        "hostfile": _absolute(hostfile),
-        "scratch": scratch,
-        "publish_under": _absolute(publish_to),
-        "deployed_settings": None if changes is None else _absolute_paths(parsed(RunSpec, settings(given))),
-    }
+    prefect_server.join(root_of(options.root), api_url)
+    _deploy(options.parameters())
 
 
 def _absolute_paths(changed: dict[str, Any]) -> dict[str, Any]:
@@ -113,29 +118,30 @@ def _absolute(location: str | None) -> str | None:
     return location if folder is None else str(folder)
 
 
+@with_options
 def up(
-    root: RootOption = None,
+    options: DeployedOptions,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server, on this machine only")] = (
         prefect_server.DEFAULT_PORT
     ),
-    corpus: CorpusOption = None,
-    hostfile: DeployedHostfileOption = None,
-    scratch: ScratchOption = None,
-    publish_to: PublishOption = None,
-    changes: DeployedSetOption = None,
 ) -> None:
-    """Run a Prefect server with the pool, the deployments and a worker on this machine, until Ctrl-C."""
+    """Run a Prefect server with the pool, the deployments and a worker on this machine, until Ctrl-C.
+
+    $ t5-pretrain up
+    $ t5-pretrain up --root /data/t5 --corpus '/data/*.txt'
+    """
     prefect_server.require_free_port(port)
     for number in (signal.SIGTERM, signal.SIGHUP):  # a service manager or a closed terminal acts like Ctrl-C
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.default_int_handler)
-    home = root_of(root) / prefect_server.HOME
+    root = root_of(options.root)
+    home = root / prefect_server.HOME
     profiles = prefect_profile.UserProfiles.find()
     with (
         progress_display() as progress,
         prefect_server.own_server(home, port, progress, lasting=True) as api_url,
     ):
-        deployed = _deploy(_given(root_of(root), corpus, hostfile, scratch, publish_to, changes))
+        deployed = _deploy(options.parameters() | {"root": str(root)})
         startable = [each for each in deployed.names if each not in deployed.refused]
         example = (startable or deployed.names)[0]
         with _releasing_profile(profiles, api_url, home):
@@ -200,3 +206,65 @@ def _prefect() -> str:
     """Return Prefect's command: in the same folder as the Python interpreter, or its module (`pip install --user`)."""
     beside = Path(sys.executable).with_name("prefect")
     return shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(sys.executable)} -m prefect"
+
+
+def server(
+    root: RootOption = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all of this machine")
+    ] = prefect_server.HOST,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on")] = prefect_server.DEFAULT_PORT,
+) -> None:
+    """Run a team's Prefect server, without a worker, until Ctrl-C.
+
+    Its database is SQLite under the root, or the PostgreSQL database in PREFECT_SERVER_DATABASE_CONNECTION_URL.
+
+    $ t5-pretrain server --root /data/t5
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's SIGTERM acts like Ctrl-C
+    address, home = Address.of(host, port), root_of(root) / team_server.HOME
+    if not address.is_loopback:
+        complain(
+            f"warning: {address.ip} is not a loopback address, and the API key passes the network unencrypted: let the "
+            "server listen on 127.0.0.1, behind a reverse proxy with TLS or ssh tunnels (docs/team-server.md)"
+        )
+
+    def announce() -> None:
+        key_file = shlex.quote(str(api_key.path_of(home)))
+        say(f"Prefect is at {address.url}. Clients and its UI need the key: cat {key_file}")
+
+    with progress_display() as progress:
+        team_server.serve(home, address, progress, announce)
+
+
+def notifications(
+    root: RootOption = None,
+    off: Annotated[bool, typer.Option("--off", help="Stop notifying, and remove the URL from the server")] = False,
+) -> None:
+    """Make the configured Prefect server post failed, crashed, lost and late runs to the URL in T5_PRETRAIN_WEBHOOK.
+
+    $ T5_PRETRAIN_WEBHOOK=https://example.org/hook t5-pretrain notifications
+    """
+    api_url = prefect_server.configured_api_url()
+    if api_url is None:
+        raise SpecError("no Prefect server is configured: set PREFECT_API_URL and PREFECT_API_AUTH_STRING")
+    prefect_server.join(root_of(root), api_url)
+    from flows.deployment.notifications import (  # imports Prefect, which reads its settings then
+        WEBHOOK_VARIABLE,
+        webhook_url,
+    )
+
+    url = None if off else webhook_url()
+    if url is None and not off:
+        raise SpecError(f"{WEBHOOK_VARIABLE} is not set: set it to the URL to post to, or add --off to stop notifying")
+    asyncio.run(_apply(url))
+    say("failed, crashed, lost and late runs are posted to the webhook" if url else "nothing is posted any more")
+
+
+async def _apply(url: str | None) -> None:
+    from prefect.client.orchestration import get_client
+
+    from flows.deployment.notifications import apply
+
+    async with get_client() as client:
+        await apply(client, url)

@@ -40,7 +40,10 @@ The automation and the run monitors rely on them to find lost runs.
 
 
 def worker(root: RootOption = None) -> None:
-    """Run the pool's runs on this machine, for the configured Prefect server, and resume crashed ones, until Ctrl-C."""
+    """Run the pool's runs on this machine, for the configured Prefect server, and resume crashed ones, until Ctrl-C.
+
+    $ t5-pretrain worker
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's SIGTERM acts like Ctrl-C
     api_url = prefect_server.configured_api_url()
     if api_url is None:

@@ -175,7 +175,7 @@ class Gc(_OnHosts):
 
     def set_up(self, folder: Path) -> Callable[[], Any]:
         """The command as a user types it, except that hosts are not reached by ssh."""
-        from flows.cli.operate import gc_command
+        from flows.cli.operate import removal_commands
         from infra.head.hosts import reached_nodes
 
         site, hostfile = self._site(folder), folder.parent / "hosts"
@@ -186,7 +186,7 @@ class Gc(_OnHosts):
             output = io.StringIO()
             with redirect_stderr(output), redirect_stdout(io.StringIO()), mock.patch.object(reached_nodes, "Ssh", ssh):
                 try:
-                    gc_command.gc(root=site.root, hostfile=hostfile, free=True)
+                    removal_commands.gc(root=site.root, hostfile=hostfile, free=True)
                 except typer.Exit as ended:
                     raise ReportedFailure(output.getvalue()) from ended
 

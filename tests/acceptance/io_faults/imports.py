@@ -23,7 +23,7 @@ _IMPORTED = [
         "t5train.release.publication",
         "t5train.records.stage_records",
         "fsspec.implementations.local",
-        "flows.cli.operate.gc_command",
+        "flows.cli.operate.removal_commands",
     ),
     *("infra.head.storage.garbage_collection", "infra.head.storage.run_storage", "infra.head.storage.checkpoint_sync"),
 ]

@@ -49,6 +49,14 @@ def single_commands(
 SINGLE_COMMANDS = dict(single_commands(COMMANDS))
 
 
+def examples_of(command: str) -> list[str]:
+    """The examples of a command or of a group."""
+    entry = COMMANDS[command]
+    if isinstance(entry, CommandGroup):
+        return list(entry.examples)
+    return [line.strip() for line in str(imported(command, entry).epilog).splitlines()[1:]]
+
+
 @pytest.mark.parametrize("command", SINGLE_COMMANDS)
 def test_a_list_of_commands_shows_the_first_line_of_the_help_of_each(command: str) -> None:
     listed: Any = typer.main.get_command(__main__.app)
@@ -57,7 +65,7 @@ def test_a_list_of_commands_shows_the_first_line_of_the_help_of_each(command: st
     assert listed.help == imported(listed.name, SINGLE_COMMANDS[command]).help.splitlines()[0]
 
 
-@pytest.mark.parametrize("example", [example for entry in COMMANDS.values() for example in entry.examples])
+@pytest.mark.parametrize("example", [example for command in COMMANDS for example in examples_of(command)])
 def test_an_example_is_a_valid_command(example: str) -> None:
     words = [word for word in shlex.split(example.partition(" > ")[0]) if not word.startswith("T5_PRETRAIN_")]
     assert words[0] == "t5-pretrain"
@@ -87,7 +95,7 @@ def test_help_lists_commands_in_panels_with_run_first(printed: Callable[..., str
 def test_help_of_a_command_is_in_a_panel_fits_a_terminal_and_ends_with_its_examples(
     printed: Callable[..., str], command: str
 ) -> None:
-    text, examples = printed(command, "-h"), COMMANDS[command].examples
+    text, examples = printed(command, "-h"), examples_of(command)
     lines = [line.rstrip() for line in text.splitlines()]
     assert COMMANDS[command].panel
     assert examples

@@ -93,7 +93,7 @@ def test_paths_in_the_settings_of_deployments_are_absolute(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     settings = ["model.start_from=model", "tokenizer.path=spiece.model", "cluster.known_hosts=known"]
     settings += ['corpus.mixed_with=["more.txt", "pydocs", "s3://bucket/text"]', "corpus.source=text.txt"]
-    given: dict[str, Any] = server_commands._given(None, None, None, None, None, settings)
+    given: dict[str, Any] = server_commands.DeployedOptions(changes=settings).parameters()
     assert given["deployed_settings"] == {
         "model.start_from": f"{tmp_path}/model",
         "tokenizer.path": f"{tmp_path}/spiece.model",

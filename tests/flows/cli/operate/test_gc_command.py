@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from flows.cli.operate import gc_command
+from flows.cli.operate import removal_commands
 from infra.head.storage.garbage_collection import FinishedRun
 from infra.node.storage.garbage import Garbage
 from t5train.checkpoint import sidecar
@@ -72,8 +72,8 @@ def freed(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> Mock:
     files = digest_files(run, [str(path.relative_to(run)) for path in checkpoints.glob("step-00000008/*")])
     Checkpoint(path=run, fingerprint="f" * 64, step=8, tag="step-00000008", files=files).commit()
     garbage = {"a": [Garbage(f"runs/{NAME}", 9, "the head has it")]}
-    monkeypatch.setattr(gc_command, "garbage_on", lambda *_: garbage)
-    monkeypatch.setattr(gc_command, "free_on", free_on)
+    monkeypatch.setattr(removal_commands, "garbage_on", lambda *_: garbage)
+    monkeypatch.setattr(removal_commands, "free_on", free_on)
     return free_on
 
 
@@ -95,7 +95,7 @@ def test_hosts_keep_a_run_that_begins_again_while_the_heads_copy_is_verified(
         ask_to_begin_again(checkpoints.parent)
         return runs
 
-    monkeypatch.setattr(gc_command, "verified", read)
+    monkeypatch.setattr(removal_commands, "verified", read)
     assert t5_pretrain("gc", "--free") == 0
     freed.assert_called_once()
     assert freed.call_args.args[1] == []

@@ -1,30 +1,21 @@
-"""``preflight``: checks whether hosts can train together, and can install what they need before."""
+"""``preflight``: checks whether hosts can train together, and can install what they need before.
+
+``wheelhouse`` collects the wheels to install on hosts without internet access.
+"""
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flows.cli.options import (
-    ConfigOption,
-    ExcludeOption,
-    HostfileOption,
-    IncludeOption,
-    LauncherOption,
-    NumNodesOption,
-    RecipeOrSmoke,
-    RootOption,
-    SetOption,
-    ShipCodeOption,
-    SparesOption,
-    chosen,
-    host_settings,
-    settings,
-)
+from flows.cli.options import SmokeOptions, TrainingHostOptions, with_options
 from flows.cli.terminal import complain, say, show_table, stage_display
 from infra.head.environments.environment_installation import install_on, python_of, require_environment_path
+from infra.head.environments.pip_commands import Target
+from infra.head.environments.wheel_collection import collect_project
 from infra.head.environments.wheelhouse import read_wheelhouse
 from infra.head.host_selection import asked
 from infra.head.hosts.hostfile import read_hosts, spare_hosts
@@ -34,6 +25,7 @@ from infra.head.preflight.host_preflight import preflight as ask_hosts
 from infra.head.preflight.run_checks import require_possible
 from infra.head.preflight.text_checks import require_text
 from t5train.errors import HostError, SpecError
+from t5train.host_resources import format_bytes, quantity
 
 InstallOption = Annotated[
     Path | None,
@@ -58,30 +50,22 @@ IntoOption = Annotated[
 _OUTCOMES = ["host", "result", "what"]
 
 
-def preflight(  # noqa: PLR0913, PLR0917 - one for each option
-    recipe: RecipeOrSmoke = None,
-    config: ConfigOption = None,
-    changes: SetOption = None,
-    root: RootOption = None,
-    hostfile: HostfileOption = None,
-    include: IncludeOption = None,
-    exclude: ExcludeOption = None,
-    num_nodes: NumNodesOption = None,
-    launcher: LauncherOption = None,
-    spares: SparesOption = None,
-    ship_code: ShipCodeOption = None,
-    install: InstallOption = None,
-    into: IntoOption = None,
+@with_options
+def preflight(
+    choice: SmokeOptions, hosts: TrainingHostOptions, install: InstallOption = None, into: IntoOption = None
 ) -> None:
     """Check the hosts of a hostfile for problems, and test the rendezvous of all ranks; exit code 1 with problems.
 
     With --install, first make a new environment on every host from a wheelhouse (see `wheelhouse`), without internet
     access there. An environment that exists is never changed.
+
+    $ t5-pretrain preflight base --hostfile hosts --root /shared/t5
+    $ t5-pretrain preflight --config run.yaml --exclude node7
+    $ t5-pretrain preflight --hostfile hosts --install wheels --into /opt/t5
     """
     if into is not None and install is None:
         raise SpecError("--into is given without --install: name the wheelhouse that is to be installed there")
-    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
-    spec = chosen(recipe, config, changed, root=root, default="smoke").spec()
+    spec = choice.chosen(hosts.settings()).spec()
     of_model = require_possible(spec)
     with asked(spec, read_hosts(spec.cluster), of_model, require_text(spec)) as (needs, transport):
         checked = needs
@@ -117,3 +101,41 @@ def _install(transport: Transport, hosts: list[str], folder: Path, into: Path) -
             f"the checks below use {into}. Runs use the path of the environment that starts them, now {sys.prefix}: to "
             f"use {into}, install it on this machine, too, and start them with {into}/bin/t5-pretrain"
         )
+
+
+def wheelhouse(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the wheels", readable=False)],
+    python: Annotated[
+        str | None, typer.Option("--python", help="Python of the hosts, such as 3.12", show_default="this one")
+    ] = None,
+    platforms: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--platform",
+            metavar="PLATFORM",
+            help="Kind of machine, such as manylinux_2_28_x86_64; can be repeated",
+            show_default="that of this machine",
+        ),
+    ] = None,
+    extras: Annotated[
+        list[str] | None,
+        typer.Option("--extra", metavar="NAME", help="Optional part, such as flows, s3 or hub", show_default=False),
+    ] = None,
+) -> None:
+    """Collect the wheels of this project and of all that training needs, for hosts without internet access.
+
+    pip's configuration decides where packages come from, and so which build of torch. Packages that exist only as
+    source are built here. A second call keeps what verifies. Install the wheels with `preflight --install`.
+
+    $ t5-pretrain wheelhouse wheels
+    $ t5-pretrain wheelhouse wheels --python 3.12 --platform manylinux_2_28_x86_64
+    $ t5-pretrain wheelhouse wheels --extra flows --extra s3
+    """
+    began = time.monotonic()
+    with stage_display() as progress:
+        collected = collect_project(folder.absolute(), Target.of(python, platforms), extras or [], progress)
+    made, seconds = collected.wheelhouse, time.monotonic() - began
+    say(
+        f"{folder}: {quantity(len(made.wheels), 'wheel')}, {format_bytes(made.size_bytes)}, for Python {made.python} "
+        f"on {', '.join(made.platforms)}; {collected.reused} were there; {seconds:.0f} s"
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from flows.cli.runs.run_table import show_runs, table_lines
+from flows.cli.status_command import show_runs, table_lines
 from infra.head.launch.held_run import hold_run
 from infra.head.runs.run_state import RunState, State
 from t5train.errors import LaunchError
