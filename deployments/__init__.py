@@ -1,4 +1,4 @@
-"""Configuration for Prefect: ``definitions.yaml`` with queues, deployments and schedules.
+"""Configuration for Prefect: ``prefect.yaml`` with deployments, schedules and automations.
 
 ``systemd/`` has units that run a team's server and workers.
 

@@ -80,19 +80,7 @@ def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> F
         """
         record_process()
         prepare_run_logs()
-        parameters = run_parameters.RunParameters(
-            recipe=recipe,
-            root=root,
-            corpus=corpus,
-            steps=steps,
-            run_name=run_name,
-            trial=trial,
-            settings=settings,
-            publish_under=publish_under,
-            hostfile=hostfile,
-            scratch=scratch,
-            deployed_settings=deployed_settings,
-        )
+        parameters = run_parameters.RunParameters.of(locals())
         spec = parameters.spec_for_this_machine()
         _show_parameters(parameters.used(), adopt)
         with hold_ready_run(spec, held) as run, library_log(), _explaining_stop(spec), _noting_cancellation():

@@ -144,7 +144,7 @@ print(json.dumps([str(importlib.resources.files(name)) for name in packages]))
 """
     contents, folders = map(json.loads, run(installed / "python", "-c", code, cwd=tmp_path).splitlines())
     assert all(folder.startswith(str(installed.parent)) for folder in folders)
-    assert "definitions.yaml" in contents["deployments"]
+    assert "prefect.yaml" in contents["deployments"]
     for name, found in contents.items():
         assert {path.name for path in (ROOT / name).glob("*.py")} <= set(found)
 

@@ -3,12 +3,11 @@
 ``data index`` is in ``index_commands``.
 """
 
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
-from flows.cli.options import JsonOption, TextOptions, with_options
+from flows.cli.options import JsonOption, PlotOption, TextOptions, require_writable_names, with_options, write_plot
 from flows.cli.terminal import complain, say, show_table, stage_display
 from infra.head.preflight.text_checks import require_sources, require_text
 from infra.head.tokenising.hosts_executor import shard_workers
@@ -70,15 +69,11 @@ def show(
 @with_options
 def stats(
     choice: TextOptions,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Write a PNG with the lengths of passages to this file", metavar="FILE", readable=False),
-    ] = None,
+    plot: PlotOption = None,
 ) -> None:
     """Show the number and lengths of passages in each split, pieces per word, and what the vocabulary lacks."""
     spec = choice.chosen().spec()
-    if plot is not None:
-        _require_png(plot)
+    require_writable_names(plot=plot)
     made = _made(spec)
     statistics = data_statistics(made.corpus, made.tokenizer, made.shards, spec.objective)
     show_table(["split", "passages", "tokens", *QUANTILE_NAMES], length_rows(statistics))
@@ -87,9 +82,8 @@ def stats(
         *data_lines(spec, made.shards, train_split_facts(made.shards, spec.objective)),
     ]:
         say(line)
+    write_plot(plot, lambda: data_plot(statistics, spec.objective))
     if plot is not None:
-        with replacing(plot) as file:
-            file.write(data_plot(statistics, spec.objective))
         say(f"plot: {plot}")
 
 
@@ -105,10 +99,7 @@ def check(
         ),
     ] = None,
     as_json: JsonOption = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Write a PNG of what was found to this file", metavar="FILE", readable=False),
-    ] = None,
+    plot: PlotOption = None,
 ) -> None:
     """Look for what a text repeats: copies, near-duplicates, and held-out text in training. Nothing is removed.
 
@@ -118,8 +109,7 @@ def check(
     if test_set:
         test_sets = [*spec.corpus.test_sets, *test_set]
         spec = spec.with_settings({"corpus.test_sets": test_sets, "corpus.remove": list(REPETITIONS)})
-    if plot is not None:
-        _require_png(plot)
+    require_writable_names(plot=plot)
     require_sources(spec)
     with stage_display() as progress:
         folder, findings = check_text(spec.corpus, spec.storage.root, progress)
@@ -127,9 +117,7 @@ def check(
         say(findings.model_dump_json(indent=1))
     else:
         _show_findings(findings)
-    if plot is not None:
-        with replacing(plot) as file:
-            file.write(findings_plot(findings))
+    write_plot(plot, lambda: findings_plot(findings))
     complain(f"findings: {folder / TEXT_FINDINGS}{f'; plot: {plot}' if plot is not None else ''}")
 
 
@@ -142,14 +130,6 @@ def _show_findings(findings: TextFindings) -> None:
     show_table(["", *SPLIT_NAMES], repetition_rows(findings))
     for line in repetition_lines(findings):
         say(line)
-
-
-def _require_png(plot: Path) -> None:
-    """Raise SpecError if a plot's name does not end in .png, and InputError if its folder does not exist."""
-    if plot.suffix.lower() != ".png":
-        raise SpecError(f"--plot is {plot}, but a plot is always a PNG. Give a name that ends in .png")
-    if not plot.absolute().parent.is_dir():
-        raise InputError(f"--plot is {plot}, but the folder {plot.absolute().parent} does not exist. Create it first")
 
 
 def _made(spec: RunSpec) -> _Data:

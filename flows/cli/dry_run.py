@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -214,13 +214,13 @@ def _newest_shards(spec: RunSpec, window_tokens: int) -> _MadeShards | None:
 
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of text and shards in which a source ends without a slash."""
-    comparable = {"corpus.source": lambda value: value.rstrip("/"), "corpus.mixed_with": _without_slashes}
-    return {name: comparable[name](value) if name in comparable else value for name, value in settings.items()}
+    """Return settings of text and shards in which sources end without a slash."""
 
+    def without_slash(value: Any) -> Any:
+        return value.rstrip("/") if isinstance(value, str) else [each.rstrip("/") for each in value]
 
-def _without_slashes(sources: Sequence[str]) -> list[str]:
-    return [each.rstrip("/") for each in sources]
+    sources = ("corpus.source", "corpus.mixed_with")
+    return {name: without_slash(value) if name in sources else value for name, value in settings.items()}
 
 
 def _text(spec: RunSpec, text: TextFacts | None) -> str:
@@ -282,7 +282,11 @@ def as_values(
         "checkpoints_url": _shown(spec.checkpoints_url),
         "continues_from": None if stored is None else stored.bucket.url,
         "spec": spec.model_dump(mode="json"),
-        "fingerprints": _fingerprints(spec),
+        # Those of the parts are of their settings. The fingerprints of results also include their inputs.
+        "fingerprints": {
+            "run": spec.fingerprint(),
+            **{part: fingerprint(values) for part, values in spec.identity().items()},
+        },
         "deepspeed_config": deepspeed_config(spec, shape),
         "memory_of_a_rank": [
             {"what": each.what, "accelerator_bytes": each.accelerator, "host_bytes": each.host}
@@ -295,11 +299,6 @@ def as_values(
 
 def _shown(url: str | None) -> str | None:
     return None if url is None else redacted(url)
-
-
-def _fingerprints(spec: RunSpec) -> dict[str, str]:
-    """Return the fingerprints of the run and of each part's settings. Those of results also include their inputs."""
-    return {"run": spec.fingerprint(), **{part: fingerprint(values) for part, values in spec.identity().items()}}
 
 
 def _hosts(spec: RunSpec) -> dict[str, str]:

@@ -1,12 +1,11 @@
 """``data index``: checks a FAISS index against the embeddings of a text, and finds near-duplicates through one."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from flows.cli.options import JsonOption, RootOption, root_of
+from flows.cli.options import JsonOption, PlotOption, RootOption, require_writable_names, root_of, write_plot
 from flows.cli.terminal import say, show_json, show_rows, show_table, stage_display
 from t5train.data.checks.unchanged_files import content_of, digests_of, stamps_of
 from t5train.data.readers import rows
@@ -17,6 +16,8 @@ from t5train.data.vectors.index_check import Sample, check_index, given_index, r
 from t5train.data.vectors.near_duplicates import Thresholds, find_near_duplicates
 from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing
+from t5train.data.vectors.neighbours import NeighbourSearch, built_index, given_index
+from t5train.errors import InputError
 from t5train.locations import local_folder, redacted
 from t5train.report.vectors_report import (
     CHECK_COLUMNS,
@@ -41,9 +42,6 @@ RevisionOption = Annotated[
     str, typer.Option("--revision", help="Your name for this state of the text", show_default=False)
 ]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Decides what is sampled")]
-PlotOption = Annotated[
-    Path | None, typer.Option("--plot", help="Write a PNG to this file", metavar="FILE", readable=False)
-]
 
 
 def check(  # noqa: PLR0913, PLR0917 - one for each option
@@ -66,7 +64,7 @@ def check(  # noqa: PLR0913, PLR0917 - one for each option
 
     All embeddings are read once. The exit code is 1 if a check fails.
     """
-    _require_writable_names(plot=plot)
+    require_writable_names(plot=plot)
     sample, folder = Sample(queries, neighbours, seed), root_of(root)
     faiss_module()
     chosen = chosen_index(source, index)
@@ -76,7 +74,7 @@ def check(  # noqa: PLR0913, PLR0917 - one for each option
         path = local_index(chosen, revision, folder, progress)  # first, as its size may be known before the download
         embeddings = embeddings_of(local_files(source, revision, folder, progress, whole_files=True))
         report = check_index(path, chosen.known, embeddings, sample, record, progress=progress)
-    _write_plot(plot, lambda: recall_plot(report))
+    write_plot(plot, lambda: recall_plot(report))
     if as_json:
         show_json(index_values(report))
     else:
@@ -119,7 +117,7 @@ def duplicates(  # noqa: PLR0913, PLR0917 - one for each option
     The similarity is the share of runs of five words that both texts have (Jaccard index). To remove such passages from
     training, set corpus.remove_listed to the file.
     """
-    _require_writable_names(out=out, plot=plot)
+    require_writable_names(out=out, plot=plot)
     thresholds, folder = Thresholds(neighbours, cosine, text_similarity), root_of(root)
     faiss_module()
     chosen = None if index is None else chosen_index(source, index)
@@ -146,7 +144,7 @@ def duplicates(  # noqa: PLR0913, PLR0917 - one for each option
                 f"a file of {redacted(source)} was changed during the search, so its pairs may be of two states of the "
                 "text. Start again, and leave the files as they are until the search ends"
             )
-    _write_plot(plot, lambda: similarity_plot(result, thresholds))
+    write_plot(plot, lambda: similarity_plot(result, thresholds))
     if as_json:
         show_json({"out": str(out.absolute()), **near_duplicate_values(result, thresholds)})
         return
@@ -158,20 +156,3 @@ def _identity(source: str) -> str:
     """Return the name of a source that is the same from each current folder."""
     path = local_folder(source)
     return redacted(source) if path is None or not path.exists() else str(path)
-
-
-def _require_writable_names(out: Path | None = None, plot: Path | None = None) -> None:
-    """Raise an error if a result could not be written in the end."""
-    for option, path, suffix in (("--out", out, ".jsonl"), ("--plot", plot, ".png")):
-        if path is None:
-            continue
-        if path.suffix.lower() != suffix:
-            raise SpecError(f"{option} is {path}, but its name must end in {suffix}. Give such a name")
-        if not path.absolute().parent.is_dir():
-            raise InputError(f"{option} is {path}, but the folder {path.absolute().parent} does not exist. Create it")
-
-
-def _write_plot(plot: Path | None, draw: Callable[[], bytes]) -> None:
-    if plot is not None:
-        with replacing(plot) as file:
-            file.write(draw())

@@ -4,6 +4,7 @@ import logging
 import re
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,13 @@ _BEGIN_AGAIN = "--begin-again"
 _CRASH = re.compile(
     r"(Crash detected! |Finished in state Crashed\(').*Execution was aborted by an? (interrupt|termination) signal"
 )
+
+
+def interrupt_on_stop() -> None:
+    """Let a service manager's SIGTERM and a closed terminal's SIGHUP act like Ctrl-C, unless ignored (nohup)."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
 
 
 @contextmanager

@@ -4,27 +4,19 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.options import RootOption
+from flows.cli.options import JsonOption, RootOption
 from flows.cli.terminal import complain, say, stage_display
+from t5train.data.passages import Split
 from t5train.errors import InputError
 
 if TYPE_CHECKING:
     from t5train.release.inference.evaluation import Evaluation
     from t5train.release.inference.generation import Generated
-
-
-class SplitName(Enum):
-    """The splits of a text."""
-
-    TRAIN = "train"
-    VALIDATION = "validation"
-    TEST = "test"
 
 
 ModelArgument = Annotated[
@@ -33,7 +25,6 @@ ModelArgument = Annotated[
 DeviceOption = Annotated[
     str | None, typer.Option(metavar="DEVICE", help="Such as cuda:1 or cpu", show_default="the accelerator, if any")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 
 def generate(  # noqa: PLR0913, PLR0917 - one for each option
@@ -88,7 +79,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
     path: ModelArgument,
     corpus: Annotated[str, typer.Option("--corpus", metavar="FILES", help="Text: path, pattern or URL, or pydocs")],
     split: Annotated[
-        SplitName | None, typer.Option(help="Only what training puts into this split", show_default="all text")
+        Split | None, typer.Option(help="Only what training puts into this split", show_default="all text")
     ] = None,
     noise_density: Annotated[
         float | None, typer.Option(help="Share of tokens masked", show_default="as trained, else 0.15")
@@ -120,7 +111,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
         noise_density=noise_density,
         mean_span_tokens=mean_span_tokens,
         input_tokens=input_tokens,
-        split=None if split is None else split.value,
+        split=split,
         batch_sequences=batch_sequences,
         max_sequences=max_sequences,
         seed=seed,

@@ -12,6 +12,7 @@ import typer
 
 from flows.spec_from_recipe import resolve
 from t5train.errors import InputError, SpecError
+from t5train.files.atomic import replacing
 from t5train.files.presence import is_folder, visible_in
 from t5train.files.run_folder import RUNS
 from t5train.locations import at_home
@@ -113,6 +114,9 @@ HostfileOption = Annotated[
         callback=_expanded,
     ),
 ]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", help="Write a plot to this file (.png)", metavar="FILE", readable=False)
+]
 BeginAgainOption = Annotated[
     bool,
     typer.Option("--begin-again", help="Train from step 0; the run's checkpoints are moved aside, none is deleted"),
@@ -178,6 +182,24 @@ class TrainingHostOptions(HostOptions):
         int | None,
         typer.Option("--spares", help="How many of the last hosts wait in reserve to replace hosts that fail"),
     ] = None
+
+
+def require_writable_names(out: Path | None = None, plot: Path | None = None) -> None:
+    """Raise an error if a result could not be written in the end."""
+    for option, path, suffix in (("--out", out, ".jsonl"), ("--plot", plot, ".png")):
+        if path is None:
+            continue
+        if path.suffix.lower() != suffix:
+            raise SpecError(f"{option} is {path}, but its name must end in {suffix}. Give such a name")
+        if not path.absolute().parent.is_dir():
+            raise InputError(f"{option} is {path}, but the folder {path.absolute().parent} does not exist. Create it")
+
+
+def write_plot(plot: Path | None, draw: Callable[[], bytes]) -> None:
+    """Write a picture to the file that --plot names, if it is given."""
+    if plot is not None:
+        with replacing(plot) as file:
+            file.write(draw())
 
 
 def root_of(root: Path | None) -> Path:

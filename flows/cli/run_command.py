@@ -1,5 +1,6 @@
 """``run``, and ``init`` and ``recipes``, which show what can be run."""
 
+import asyncio
 import json
 import logging
 import shlex
@@ -131,7 +132,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option that only this command 
         if begin_again:
             train_again(spec, held)
         complain(f"{_server_stage()}: watch the run at {api_url.removesuffix('/api')}{_login(api_url)}")
-        _close_abandoned_runs()
+        asyncio.run(_close_killed_runs())
         publication = _run_flow(held, parameters, progress, adopt)
     losses = Witness.load(spec.run_folder / WITNESS_FOLDER).validation
     for line in loss_lines(losses, is_trial=spec.optimizer.num_steps <= TRIAL_STEPS):
@@ -156,11 +157,15 @@ def _server_stage() -> str:
     return numbered(SERVER)
 
 
-def _close_abandoned_runs() -> None:
-    from flows.workers.abandoned import close_abandoned_runs, closed_line  # imports Prefect, as below
+async def _close_killed_runs() -> None:
+    # These import Prefect, as below.
+    from prefect.client.orchestration import get_client
 
-    for run in close_abandoned_runs():
-        complain(closed_line(run, "was killed"))
+    from flows.workers.abandoned import close_killed_runs, closed_line
+
+    async with get_client() as client:
+        for run in await close_killed_runs(client):
+            complain(closed_line(run, "was killed"))
 
 
 def _run_flow(held: HeldRun, parameters: RunParameters, progress: Progress, adopt: bool) -> Publication:

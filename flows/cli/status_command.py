@@ -52,7 +52,7 @@ def status(
     if run is not None:
         story = run_story(find_run(folder, run))
         if as_json:
-            _say_json(_story_values(story))
+            _say_json(asdict(story.state) | {name: value for name, value in asdict(story).items() if name != "state"})
         else:
             for line in story_lines(story):
                 say(line)
@@ -64,11 +64,6 @@ def status(
         show_runs(states)
     else:
         say(f"no runs yet under {folder}; --root names another folder")
-
-
-def _story_values(story: RunStory) -> dict[str, object]:
-    """The values of a story, with those of its state beside the others."""
-    return asdict(story.state) | {name: value for name, value in asdict(story).items() if name != "state"}
 
 
 def _say_json(values: dict[str, object]) -> None:

@@ -1,18 +1,21 @@
-"""What ``deployments/definitions.yaml`` declares: queues, deployments with their schedules, and automations."""
+"""What ``deployments/prefect.yaml`` declares, as ``prefect deploy`` and ``prefect automation create`` read it."""
 
-from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from importlib.resources import files
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import yaml
+from prefect import Flow
 from prefect.events import AutomationCore
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from prefect.utilities.importtools import import_object
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.errors import InputError
 from t5train.spec.settings import explain
 
-FILE = "definitions.yaml"
+FILE = "prefect.yaml"
+POOL = "t5-pretrain"
 
 
 class Definition(BaseModel):
@@ -21,12 +24,11 @@ class Definition(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Queue(Definition):
-    """A queue of the pool."""
+class WorkPool(Definition):
+    """Where the runs of a deployment wait."""
 
-    name: str
-    description: str
-    runs_at_a_time: int = Field(ge=1)
+    name: Literal["t5-pretrain"]
+    work_queue_name: str
 
 
 class Schedule(Definition):
@@ -35,31 +37,39 @@ class Schedule(Definition):
     slug: str
     cron: str
     timezone: str
+    active: Literal[False] = False
     parameters: dict[str, Any] = {}
 
 
 class Deployment(Definition):
     """A deployment of a flow. Its name on the command line of ``prefect deployment run`` is ``full_name``."""
 
-    flow: str
     name: str
-    queue: str
     description: str
+    entrypoint: str
+    work_pool: WorkPool
+    enforce_parameter_schema: Literal[True]
     parameters: dict[str, Any] = {}
     schedules: tuple[Schedule, ...] = ()
+
+    @cached_property
+    def flow(self) -> Flow[..., Any]:
+        """The flow that is deployed."""
+        flow: Flow[..., Any] = import_object(self.entrypoint)
+        return flow
 
     @property
     def full_name(self) -> str:
         """The name in the form ``flow/name``."""
-        return f"{self.flow}/{self.name}"
+        return f"{self.flow.name}/{self.name}"
 
 
 class Definitions(Definition):
     """The whole file."""
 
-    flows: dict[str, str]
-    """Module and function of each flow, by its name."""
-    queues: tuple[Queue, ...]
+    definitions: dict[str, Any] = {}
+    """What deployments refer to by YAML's anchors."""
+    pull: list[dict[str, Any]]
     deployments: tuple[Deployment, ...]
     automations: tuple[AutomationCore, ...] = ()
 
@@ -78,30 +88,17 @@ class Definitions(Definition):
         except ValidationError as error:
             raise InputError(f"{file}: {explain(error)}. Correct the file") from error
 
-    @model_validator(mode="after")
-    def _names_exist(self) -> Self:
-        queues = {queue.name for queue in self.queues}
-        for deployment in self.deployments:
-            if deployment.flow not in self.flows:
-                raise ValueError(
-                    f"the deployment {deployment.full_name} is of the flow {deployment.flow!r}, but flows "
-                    f"has only {', '.join(self.flows)}"
-                )
-            if deployment.queue not in queues:
-                raise ValueError(
-                    f"the deployment {deployment.full_name} is in the queue {deployment.queue!r}, but "
-                    f"queues has only {', '.join(sorted(queues))}"
-                )
-        if twice := [name for name, count in Counter(self.names()).items() if count > 1]:
-            raise ValueError(f"more than one definition is called: {', '.join(twice)}")
-        return self
+    @property
+    def queues(self) -> list[str]:
+        """The names of the queues in which runs wait."""
+        return list(dict.fromkeys(each.work_pool.work_queue_name for each in self.deployments))
 
     def names(self) -> list[str]:
         """Return the names of everything that is defined, each with its kind."""
         return list(self._names())
 
     def _names(self) -> Iterator[str]:
-        yield from (f"queue {queue.name}" for queue in self.queues)
+        yield from (f"queue {queue}" for queue in self.queues)
         yield from (f"deployment {deployment.full_name}" for deployment in self.deployments)
         yield from (
             f"schedule {each.full_name} {schedule.slug}" for each in self.deployments for schedule in each.schedules

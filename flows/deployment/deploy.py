@@ -1,4 +1,4 @@
-"""Makes a Prefect server agree with ``deployments/definitions.yaml``. Safe to repeat.
+"""Makes a Prefect server agree with ``deployments/prefect.yaml``. Safe to repeat.
 
 What an earlier definition created, and no definition mentions any more, is removed. What people have created on the
 server is not touched, and neither are their decisions: a schedule that somebody switched on, or a paused queue.
@@ -16,32 +16,27 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.events import AutomationCore
 from prefect.exceptions import ObjectNotFound
 from prefect.flows import Flow
-from prefect.utilities.importtools import import_object
 from prefect.variables import Variable
 from prefect.workers.process import ProcessWorker
 from pydantic import BaseModel
 
-from flows.deployment.definitions import Definitions, Deployment, Queue
-from flows.deployment.deployment_defaults import DeploymentDefaults, changed, of_settings
-from flows.server.prefect_settings import NEUTRAL_FOLDER
+from flows.deployment.definitions import POOL, Definitions, Deployment
+from flows.deployment.deployment_defaults import DeploymentDefaults, changed
 
-POOL = "t5-pretrain"
 RECORD = "t5_pretrain_deploy"
 """The variable on the server that holds a Record."""
 _NOT_FROM_OUTSIDE = ("command", "env", "working_dir")
 """Removed from both parts of the job template, because a run could set them to execute its own code."""
-_PULL = [{"prefect.deployments.steps.set_working_directory": {"directory": NEUTRAL_FOLDER}}]
-"""Without it, runs would work in the folder of whoever deployed. All paths of a run are absolute."""
+_DESCRIPTION_OF_QUEUES = "Its runs wait for each other, because each run uses all accelerators."
 
 
 class Record(BaseModel):
     """What ``deploy`` keeps on the server for its next call."""
 
     defaults: dict[str, Any] = {}
+    """What was given for all deployments."""
     created: list[str] = []
     """``Definitions.names`` of everything that it created and did not remove."""
-    of_settings: list[str] = []
-    """Which of the defaults come from settings: the next settings replace them."""
 
 
 class Deployed(NamedTuple):
@@ -68,17 +63,17 @@ def deploy(given: Mapping[str, Any], default_root: Path) -> Deployed:
 async def _deploy(given: Mapping[str, Any], default_root: Path, definitions: Definitions) -> Deployed:
     async with get_client() as client:
         record = Record.model_validate(await Variable.aget(RECORD, default={}))
-        defaults = changed({"root": str(default_root)} | record.defaults, given, record.of_settings)
-        parameters, settings = defaults.parameters(), of_settings(record.of_settings, record.defaults, given)
+        of_all = changed({"root": str(default_root)} | record.defaults, given)
+        defaults = DeploymentDefaults.of(of_all)
         refused = defaults.refused(definitions)
         # Recorded first, so that an interrupted call's creations are known to the next one.
         created = list(dict.fromkeys([*record.created, *definitions.names()]))
-        await _keep(Record(defaults=parameters, created=created, of_settings=settings))
+        await _keep(Record(defaults=of_all, created=created))
         await _apply(client, definitions, defaults)
         for name in created:
             if name not in definitions.names():
                 await _remove(client, name)
-        await _keep(Record(defaults=parameters, created=definitions.names(), of_settings=settings))
+        await _keep(Record(defaults=of_all, created=definitions.names()))
         names = [each.full_name for each in definitions.deployments]
         return Deployed(names, defaults, refused, other_texts(definitions, defaults))
 
@@ -90,15 +85,13 @@ def other_texts(definitions: Definitions, defaults: DeploymentDefaults) -> dict[
     """
     if defaults.corpus is None:
         return {}
-    texts = {
-        each.full_name: _parameters(each, import_object(definitions.flows[each.flow]), defaults).get("corpus")
-        for each in definitions.deployments
-    }
+    texts = {each.full_name: _parameters(each, defaults).get("corpus") for each in definitions.deployments}
     return {name: text for name, text in texts.items() if text != defaults.corpus}
 
 
-def _parameters(wanted: Deployment, flow: Flow[..., Any], defaults: DeploymentDefaults) -> dict[str, Any]:
-    of_flow = {name: value for name, value in defaults.parameters().items() if name in flow.parameters.properties}
+def _parameters(wanted: Deployment, defaults: DeploymentDefaults) -> dict[str, Any]:
+    taken = wanted.flow.parameters.properties
+    of_flow = {name: value for name, value in defaults.parameters().items() if name in taken}
     return of_flow | wanted.parameters
 
 
@@ -111,7 +104,7 @@ async def _apply(client: PrefectClient, definitions: Definitions, defaults: Depl
     for queue in definitions.queues:
         await _apply_queue(client, queue)
     for deployment in definitions.deployments:
-        await _apply_deployment(client, deployment, definitions.flows[deployment.flow], defaults)
+        await _apply_deployment(client, deployment, definitions.pull, defaults)
     for automation in definitions.automations:
         await _apply_automation(client, automation)
 
@@ -126,34 +119,33 @@ async def _apply_pool(client: PrefectClient) -> None:
         await client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
 
 
-async def _apply_queue(client: PrefectClient, wanted: Queue) -> None:
-    """Create or update a queue. It has a limit, because a deployment's limit is lost when the server restarts."""
+async def _apply_queue(client: PrefectClient, name: str) -> None:
+    """Create or update a queue for one run at a time. A deployment's own limit is lost when the server restarts."""
     try:
-        queue = await client.read_work_queue_by_name(wanted.name, work_pool_name=POOL)
+        queue = await client.read_work_queue_by_name(name, work_pool_name=POOL)
     except ObjectNotFound:
-        queue = await client.create_work_queue(wanted.name, work_pool_name=POOL)
-    await client.update_work_queue(queue.id, description=wanted.description, concurrency_limit=wanted.runs_at_a_time)
+        queue = await client.create_work_queue(name, work_pool_name=POOL)
+    await client.update_work_queue(queue.id, description=_DESCRIPTION_OF_QUEUES, concurrency_limit=1)
 
 
 async def _apply_deployment(
-    client: PrefectClient, wanted: Deployment, entrypoint: str, defaults: DeploymentDefaults
+    client: PrefectClient, wanted: Deployment, pull: list[dict[str, Any]], defaults: DeploymentDefaults
 ) -> None:
     """Create or update a deployment. One that agrees is left alone, because an update removes its scheduled runs."""
-    flow: Flow[..., Any] = import_object(entrypoint)
     values: dict[str, Any] = {
         "description": wanted.description,
-        "parameters": _parameters(wanted, flow, defaults),
-        "parameter_openapi_schema": parameter_schema(flow),
-        "enforce_parameter_schema": True,
+        "parameters": _parameters(wanted, defaults),
+        "parameter_openapi_schema": parameter_schema(wanted.flow),
+        "enforce_parameter_schema": wanted.enforce_parameter_schema,
         "work_pool_name": POOL,
-        "work_queue_name": wanted.queue,
-        "entrypoint": entrypoint,
-        "pull_steps": _PULL,
+        "work_queue_name": wanted.work_pool.work_queue_name,
+        "entrypoint": wanted.entrypoint,
+        "pull_steps": pull,
     }
     existing = await _read(client, wanted.full_name)
     schedules = _schedules(wanted, existing)
     if existing is None or not _agrees(existing, values, schedules):
-        flow_id = await client.create_flow_from_name(wanted.flow)
+        flow_id = await client.create_flow_from_name(wanted.flow.name)
         await client.create_deployment(flow_id, wanted.name, schedules=schedules, **values, **_decided(existing))
 
 

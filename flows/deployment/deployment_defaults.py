@@ -1,8 +1,8 @@
 """What all deployments train on, where, and what becomes of it: configured once, and kept on the Prefect server."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -31,6 +31,18 @@ class DeploymentDefaults(BaseModel):
     publish_under: str | None = None
     deployed_settings: dict[str, Any] | None = None
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Return the defaults that were given (``changed``), with parameters in place of settings that they stand for.
+
+        A run can replace the parameter, and its page then no longer shows the setting. Raises SpecError if there is a
+        secret.
+        """
+        settings = dict(given.get("deployed_settings") or {})
+        as_parameters = {name: settings.pop(each) for name, each in _AS_PARAMETERS.items() if each in settings}
+        cls.model_validate(given).require_no_secrets()  # whose errors name the settings
+        return cls.model_validate(as_parameters | dict(given) | {"deployed_settings": settings or None})
+
     def parameters(self) -> dict[str, Any]:
         """Return the parameters that are set, as JSON values."""
         return self.model_dump(mode="json", exclude_none=True)
@@ -57,7 +69,7 @@ class DeploymentDefaults(BaseModel):
                     with of_part(part, text):
                         require_source(text.source, text.revision, None, text.hub_text)
         found: dict[str, T5TrainError] = {}
-        of_flow = [each for each in definitions.deployments if each.flow == FLOW]
+        of_flow = [each for each in definitions.deployments if each.flow.name == FLOW]
         for deployment in of_flow:
             try:
                 require_possible(RunParameters(**self.parameters() | deployment.parameters).spec())
@@ -73,45 +85,22 @@ class DeploymentDefaults(BaseModel):
         return deployed | {"corpus.source": self.corpus}
 
 
-def changed(
-    earlier: Mapping[str, Any], given: Mapping[str, Any], earlier_of_settings: Collection[str] = ()
-) -> DeploymentDefaults:
-    """Return the earlier defaults with those given now. An empty value removes the earlier one; None keeps it.
+def changed(earlier: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was given earlier, changed by what is given now. An empty value removes the earlier, None keeps it.
 
-    Settings replace all earlier ones, also those that have become parameters, which ``earlier_of_settings`` names.
-    Raises SpecError if one of them holds a secret, or if two of those given now contradict each other.
+    Settings replace all earlier ones. Raises SpecError if two of those given now contradict each other.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    if "deployed_settings" in given:
-        replaced = {"deployed_settings", *earlier_of_settings}
-        earlier = {name: value for name, value in earlier.items() if name not in replaced}
-    _defaults({**earlier, **given}).require_no_secrets()
+    kept = {name: value for name, value in earlier.items() if name not in given}
+    settings, kept_settings = given.get("deployed_settings") or {}, kept.pop("deployed_settings", None) or {}
     for parameter, setting in _AS_PARAMETERS.items():
-        named, value = given.get(parameter), (given.get("deployed_settings") or {}).get(setting)
-        if named is not None and value not in (None, named):
-            raise SpecError(f"--{parameter} is {named}, but --set {setting} is {value}: give only one")
-    return _defaults(_with_parameters(earlier) | _with_parameters(given))
-
-
-def of_settings(names: Iterable[str], earlier: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Return which parameters of the changed defaults come from settings; ``names`` are those of the earlier ones."""
-    if (settings := given.get("deployed_settings")) is not None:
-        names = [name for name, each in _AS_PARAMETERS.items() if each in settings]
-    else:
-        kept = earlier.get("deployed_settings") or {}
-        names = [*names, *(name for name, each in _AS_PARAMETERS.items() if each in kept and name not in earlier)]
-    return [name for name in names if given.get(name) is None]
-
-
-def _defaults(values: Mapping[str, Any]) -> DeploymentDefaults:
-    return DeploymentDefaults.model_validate({name: value for name, value in values.items() if value not in ("", {})})
-
-
-def _with_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with parameters in place of the settings that they stand for.
-
-    A run can replace the parameter, and its page then no longer shows the setting.
-    """
-    settings = dict(values.get("deployed_settings") or {})
-    of_settings = {name: settings.pop(each) for name, each in _AS_PARAMETERS.items() if each in settings}
-    return of_settings | dict(values) | ({"deployed_settings": settings} if of_settings else {})
+        if parameter in given and settings.get(setting) not in (None, given[parameter]):
+            raise SpecError(
+                f"--{parameter} is {given[parameter]}, but --set {setting} is {settings[setting]}: give only one"
+            )
+        if parameter in given:
+            kept_settings = {name: value for name, value in kept_settings.items() if name != setting}
+        elif setting in settings:
+            kept.pop(parameter, None)
+    made = {"deployed_settings": kept_settings} | kept | given
+    return {name: value for name, value in made.items() if value not in ("", {})}

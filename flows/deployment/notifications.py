@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from uuid import UUID
 
 from prefect.blocks.webhook import Webhook
-from prefect.client.orchestration import PrefectClient
+from prefect.client.orchestration import PrefectClient, get_client
 from prefect.events.actions import CallWebhook
 from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
@@ -57,11 +57,13 @@ def _is_web_address(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
-async def apply(client: PrefectClient, url: str | None) -> None:
+async def notify(url: str | None) -> None:
     """Make the server post to ``url``, or remove the block and the automations if it is None. Can be repeated."""
-    if url is None:
-        await _remove(client)
-        return
+    async with get_client() as client:
+        await (_remove(client) if url is None else _apply(client, url))
+
+
+async def _apply(client: PrefectClient, url: str) -> None:
     webhook = Webhook(url=SecretStr(url), headers=SecretDict({"Content-Type": "application/json"}))
     block = await webhook.asave(BLOCK, overwrite=True, client=client)
     existing = {automation.name: automation.id for automation in await _ours(client)}

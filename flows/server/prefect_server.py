@@ -31,7 +31,7 @@ from flows.server.prefect_settings import (
     require_usable_settings,
 )
 from infra.node.ports import free_port
-from t5train.errors import InputError, LaunchError, RunLocked, StorageError
+from t5train.errors import InputError, LaunchError, RunLocked, SpecError, StorageError
 from t5train.files.locks import is_locked, private_folder, try_lock
 from t5train.files.os_errors import in_one_line
 from t5train.progress import Progress
@@ -94,6 +94,17 @@ def without_proxy(host: str = HOST) -> dict[str, str]:
     hosts = next(filter(None, map(os.environ.get, names)), "").split(",")
     with_ours = hosts if {"*", host} & set(hosts) else [*filter(None, hosts), host]
     return dict.fromkeys(names, ",".join(with_ours))
+
+
+def join_configured(root: Path) -> str:
+    """Make this process a client of the configured server (``join``), and return its API URL."""
+    if (api_url := configured_api_url()) is None:
+        raise SpecError(
+            "no Prefect server is configured: set PREFECT_API_URL and PREFECT_API_AUTH_STRING, or start one with "
+            "`t5-pretrain up`"
+        )
+    join(root, api_url)
+    return api_url
 
 
 def join(root: Path, api_url: str) -> None:

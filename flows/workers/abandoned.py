@@ -4,13 +4,12 @@ Only the machine of a process can tell that it died. It has a record of the proc
 machine of the worker that took the run, whose name Prefect keeps with the run.
 """
 
-import asyncio
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
@@ -23,7 +22,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType, WorkerStat
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed
 
-from flows.deployment.deploy import POOL
+from flows.deployment.definitions import POOL
 from flows.workers import run_records
 from flows.workers.run_records import RESTORED, RunRecord, records_folder
 from infra.node import processes
@@ -60,28 +59,47 @@ class Closed(NamedTuple):
     """Whether it ended because somebody cancelled it."""
 
 
-def close_abandoned_runs() -> list[Closed]:
+async def close_killed_runs(client: PrefectClient) -> list[Closed]:
     """Close, in Prefect, the runs of killed processes of this machine, and return them."""
+    closed = []
     with run_records.abandoned(records_folder()) as records:
-        return asyncio.run(_close_recorded(records)) if records else []
+        for flow_run_id, record in records.items():
+            run = await _read(client, flow_run_id)
+            if run is not None and _is_left(run, record):
+                closed.append(await close_run(client, run))
+            elif run is not None and run.state is not None and not run.state.is_final():
+                continue  # started again: its next process takes over the record
+            run_records.forget(records_folder(), flow_run_id)
+    return closed
 
 
-def close_runs_of_worker(worker: str) -> list[Closed]:
+async def close_runs_of_worker(client: PrefectClient, worker: str) -> list[Closed]:
     """Close the runs that a worker of this machine took, and that have no living process, and return them.
 
     Call it before the worker starts: the runs of the one before it ended with it, often before they could report.
     """
-    return asyncio.run(_close_of_worker(worker, run_records.living(records_folder())))
+    active = await runs_of_the_pool(client, StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
+    alive = run_records.living(records_folder()) | flow_processes().keys()
+    taken = [run for run in active if run.labels.get(WORKER_LABEL) == worker and run.id not in alive]
+    return [await close_run(client, run) for run in taken]
 
 
-def close_lost_starts(worker: str) -> list[Closed]:
+async def close_lost_starts(client: PrefectClient, worker: str) -> list[Closed]:
     """Close the runs that a worker took or should take, but will not start, and return them.
 
     These are runs of offline workers other than ``worker``, and runs that have been Pending for minutes without a
     process. They would occupy the queue. A run that was started is left alone: it may still be working, without its
     worker.
     """
-    return asyncio.run(_close_lost_starts(worker))
+    awaiting = await client.read_flow_runs(flow_run_filter=_AWAITING, work_pool_filter=OF_THE_POOL)
+    pending = await runs_of_the_pool(client, StateType.PENDING)
+    of_offline = await of_offline_workers(client, worker, [*awaiting, *pending])
+    closed = [await close_run(client, run, WHY_OFFLINE) for run in of_offline]
+    for run in pending:
+        if _is_stuck(run, worker):
+            await client.update_flow_run_labels(run.id, {WORKER_LABEL: worker})  # so that it is resumed here
+            closed.append(await close_run(client, run, _WHY_NEVER_STARTED))
+    return closed
 
 
 def is_alive(flow_run_id: UUID) -> bool:
@@ -125,19 +143,6 @@ def closed_line(run: Closed, what: str) -> str:
     return f"run {run.name!r} {what} and is now closed in Prefect{start_again}"
 
 
-async def _close_recorded(records: dict[UUID, RunRecord]) -> list[Closed]:
-    closed = []
-    async with get_client() as client:
-        for flow_run_id, record in records.items():
-            run = await _read(client, flow_run_id)
-            if run is not None and _is_left(run, record):
-                closed.append(await close_run(client, run))
-            elif run is not None and run.state is not None and not run.state.is_final():
-                continue  # started again: its next process takes over the record
-            run_records.forget(records_folder(), flow_run_id)
-    return closed
-
-
 def _is_left(run: FlowRun, record: RunRecord) -> bool:
     if run.state_type == StateType.CANCELLING:
         return True
@@ -152,27 +157,6 @@ async def _read(client: PrefectClient, flow_run_id: UUID) -> FlowRun | None:
         return await client.read_flow_run(flow_run_id)
     except ObjectNotFound:
         return None
-
-
-async def _close_of_worker(worker: str, living: set[UUID]) -> list[Closed]:
-    async with get_client() as client:
-        active = await runs_of_the_pool(client, StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
-        alive = living | flow_processes().keys()
-        taken = [run for run in active if run.labels.get(WORKER_LABEL) == worker and run.id not in alive]
-        return [await close_run(client, run) for run in taken]
-
-
-async def _close_lost_starts(worker: str) -> list[Closed]:
-    async with get_client() as client:
-        awaiting = await client.read_flow_runs(flow_run_filter=_AWAITING, work_pool_filter=OF_THE_POOL)
-        pending = await runs_of_the_pool(client, StateType.PENDING)
-        of_offline = await of_offline_workers(client, worker, [*awaiting, *pending])
-        closed = [await close_run(client, run, WHY_OFFLINE) for run in of_offline]
-        for run in pending:
-            if _is_stuck(run, worker):
-                await client.update_flow_run_labels(run.id, {WORKER_LABEL: worker})  # so that it is resumed here
-                closed.append(await close_run(client, run, _WHY_NEVER_STARTED))
-        return closed
 
 
 async def of_offline_workers(client: PrefectClient, worker: str, runs: list[FlowRun]) -> list[FlowRun]:

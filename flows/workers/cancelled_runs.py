@@ -12,11 +12,11 @@ import time
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
-from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectNotFound
 
-from flows.deployment.deploy import POOL
+from flows.deployment.definitions import POOL
 from flows.workers.abandoned import WORKER_LABEL, close_run, flow_processes, is_alive, runs_of_the_pool
 from infra.node.processes import ProcessIdentity
 from tasks.run_page import name_in
@@ -35,13 +35,12 @@ class CancelledRuns:
         self._worker = worker
         self._told_at: dict[UUID, float] = {}
 
-    async def end(self) -> list[str]:
+    async def end(self, client: PrefectClient) -> list[str]:
         """End the processes of cancelled runs, and set those that have none to Cancelled. Returns a line for each run.
 
         Processes get SIGTERM, and SIGKILL a minute later.
         """
-        async with get_client() as client:
-            return [*await self._end_processes(client), *await self._close_without_process(client)]
+        return [*await self._end_processes(client), *await self._close_without_process(client)]
 
     async def _end_processes(self, client: PrefectClient) -> list[str]:
         return [

@@ -50,7 +50,8 @@ class HeadWorker(ProcessWorker, ABC):  # ABC keeps Prefect from registering it a
         return result
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
-        for line in await restore_lost_runs(self.name):  # before a waiting run takes the place of one that is alive
+        # First, or a waiting run would take the place of one that is alive.
+        for line in await restore_lost_runs(self.client, self.name):
             self._logger.info(line)
         if self._is_draining or await asyncio.to_thread(is_machine_busy):
             return []

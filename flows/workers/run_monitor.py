@@ -4,12 +4,12 @@ resumes crashed ones, and skips late ones of schedules.
 A run that crashed is scheduled again, on the machine where it crashed, because its files may be there only. The state
 in Prefect says what is still to be decided: each run whose state is named Crashed or Lost is either scheduled again or,
 after too many crashes without a new checkpoint, gets the state NotResumed. Nothing else resumes a run, and runs that
-failed or were cancelled are in other states. Runs that are Lost by mistake get their state back first. Of runs of other
-machines, the monitor only marks those as Lost that are silent.
+failed or were cancelled are in other states. Runs that are Lost by mistake get their state back first. The monitor ends
+no run of another machine.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -36,7 +36,7 @@ from flows.workers.abandoned import (
     OF_THE_POOL,
     WHY_OFFLINE,
     WORKER_LABEL,
-    close_abandoned_runs,
+    close_killed_runs,
     close_lost_starts,
     close_runs_of_worker,
     closed_line,
@@ -48,6 +48,7 @@ from flows.workers.lost_runs import LOST, SilentRuns, restore_lost_runs
 from flows.workers.run_news import RunNews
 from flows.workers.waiting_runs import WaitingRuns
 from t5train.checkpoint.resume_point import last_complete
+from flows.workers.lost_runs import LOST, remind_of_silent_runs, restore_lost_runs
 from t5train.checkpoint.last_complete import last_complete
 from t5train.errors import T5TrainError
 from tasks.prefect_log import is_stop
@@ -77,48 +78,59 @@ class RunMonitor:
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
-        self._cancelled_runs, self._silent_runs, self._news = CancelledRuns(worker), SilentRuns(worker), _News(worker)
+        self._cancelled_runs, self._news = CancelledRuns(worker), _News(worker)
 
     def begin(self) -> list[str]:
         """Close what the previous worker left. Call it before the worker starts."""
-        closed = [*close_abandoned_runs(), *close_runs_of_worker(self._worker)]
-        return [closed_line(each, "lost its worker") for each in closed]
+        return _with_client(self._begin)
 
     def skip_late(self) -> list[str]:
         """Set runs that a schedule created, and that have waited too long, to Skipped.
 
         Call it before the worker takes runs.
         """
-        return asyncio.run(_skip_late())
+        return _with_client(_skip_late)
 
     def news(self) -> list[str]:
         """Say which runs of the worker have started or ended since the last call."""
-        return asyncio.run(self._news.look())
+        return _with_client(self._news.look)
 
     def check(self) -> list[str]:
         """Close runs whose process has died since, resume those that crashed, and skip late ones.
 
-        At last, mark silent runs of offline workers as Lost.
+        At last, remind the server of silent runs of offline workers.
         """
-        cancelled = asyncio.run(self._cancelled_runs.end())
-        killed = [closed_line(each, "was killed") for each in close_abandoned_runs()]
-        lost = [closed_line(each, "lost its worker") for each in close_lost_starts(self._worker)]
-        resumed = asyncio.run(_restore_and_resume(self._worker))
-        return [*cancelled, *killed, *lost, *resumed, *self.skip_late(), *asyncio.run(self._silent_runs.look())]
+        return _with_client(self._check)
+
+    async def _begin(self, client: PrefectClient) -> list[str]:
+        closed = [*await close_killed_runs(client), *await close_runs_of_worker(client, self._worker)]
+        return [closed_line(each, "lost its worker") for each in closed]
+
+    async def _check(self, client: PrefectClient) -> list[str]:
+        cancelled = await self._cancelled_runs.end(client)
+        killed = [closed_line(each, "was killed") for each in await close_killed_runs(client)]
+        lost = [closed_line(each, "lost its worker") for each in await close_lost_starts(client, self._worker)]
+        resumed = [*await restore_lost_runs(client, self._worker), *await _resume_crashed(client, self._worker)]
+        skipped = await _skip_late(client)
+        await remind_of_silent_runs(client, self._worker)
+        return [*cancelled, *killed, *lost, *resumed, *skipped]
 
 
-async def _restore_and_resume(worker: str) -> list[str]:
-    return [*await restore_lost_runs(worker), *await _resume_crashed(worker)]
+def _with_client(work: Callable[[PrefectClient], Awaitable[list[str]]]) -> list[str]:
+    async def run() -> list[str]:
+        async with get_client() as client:
+            return await work(client)
+
+    return asyncio.run(run())
 
 
-async def _resume_crashed(worker: str) -> list[str]:
-    async with get_client() as client:
-        crashed = await client.read_flow_runs(
-            flow_run_filter=_CRASHED, work_pool_filter=OF_THE_POOL, sort=FlowRunSort.END_TIME_DESC
-        )
-        # A run that is alive is ending, or was lost by mistake and is restored at the next check.
-        taken = [run for run in crashed if _is_of(worker, run) and not is_alive(run.id)]
-        return [line for run in taken if (line := await _resume_or_give_up(client, run)) is not None]
+async def _resume_crashed(client: PrefectClient, worker: str) -> list[str]:
+    crashed = await client.read_flow_runs(
+        flow_run_filter=_CRASHED, work_pool_filter=OF_THE_POOL, sort=FlowRunSort.END_TIME_DESC
+    )
+    # A run that is alive is ending, or was lost by mistake and is restored at the next check.
+    taken = [run for run in crashed if _is_of(worker, run) and not is_alive(run.id)]
+    return [line for run in taken if (line := await _resume_or_give_up(client, run)) is not None]
 
 
 def _is_of(worker: str, run: FlowRun) -> bool:
@@ -179,14 +191,12 @@ def _last_checkpoint(parameters: Mapping[str, Any]) -> str:
     return last.tag if last else ""
 
 
-async def _skip_late() -> list[str]:
-    async with get_client() as client:
-        is_due = FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC))
-        waiting = await client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(state=_WAITING, next_scheduled_start_time=is_due),
-            work_pool_filter=OF_THE_POOL,
-        )
-        return [line for run in waiting if _is_late(run) and (line := await _skip(client, run)) is not None]
+async def _skip_late(client: PrefectClient) -> list[str]:
+    is_due = FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC))
+    waiting = await client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(state=_WAITING, next_scheduled_start_time=is_due), work_pool_filter=OF_THE_POOL
+    )
+    return [line for run in waiting if _is_late(run) and (line := await _skip(client, run)) is not None]
 
 
 def _is_late(run: FlowRun) -> bool:
@@ -220,13 +230,12 @@ class _News:
         self._told: dict[UUID, UUID] = {}
         """The newest state that was reported, by run."""
 
-    async def look(self) -> list[str]:
+    async def look(self, client: PrefectClient) -> list[str]:
         """Return a line for every run of the worker that has started or ended."""
-        async with get_client() as client:
-            found = [
-                *await runs_of_the_pool(client, StateType.RUNNING),
-                *await client.read_flow_runs(flow_run_filter=self._ended, work_pool_filter=OF_THE_POOL),
-            ]
+        found = [
+            *await runs_of_the_pool(client, StateType.RUNNING),
+            *await client.read_flow_runs(flow_run_filter=self._ended, work_pool_filter=OF_THE_POOL),
+        ]
         return list(self._lines([run for run in found if run.labels.get(WORKER_LABEL) == self._worker]))
 
     def _lines(self, runs: list[FlowRun]) -> Iterator[str]:

@@ -12,7 +12,8 @@ from uuid import uuid4
 
 import pytest
 
-from flows.deployment.definitions import Definitions
+import deployments
+from flows.deployment.definitions import FILE, Definitions
 from tests.support import prefect_servers
 from tests.support.waiting import await_that
 
@@ -47,18 +48,14 @@ ALERT = {
 }
 
 
-def definitions(*deployments: dict[str, Any], automations: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
-    return {
-        "flows": {"t5-pretrain": "flows.pretrain:pretrain"},
-        "queues": [{"name": each["queue"], "description": "For a test.", "runs_at_a_time": 2} for each in deployments],
-        "deployments": list(deployments),
-        "automations": list(automations),
-    }
+def definitions(*wanted: dict[str, Any], automations: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+    return {"pull": [], "deployments": list(wanted), "automations": list(automations)}
 
 
 def deployment(name: str, **more: Any) -> dict[str, Any]:
-    parameters = {"recipe": "smoke", "corpus": "pydocs"}
-    return {"flow": "t5-pretrain", "name": name, "queue": name, "description": "", "parameters": parameters} | more
+    pool = {"name": "t5-pretrain", "work_queue_name": name}
+    always = {"entrypoint": "flows.pretrain:pretrain", "enforce_parameter_schema": True, "work_pool": pool}
+    return {"name": name, "description": "", "parameters": {"recipe": "smoke", "corpus": "pydocs"}} | always | more
 
 
 class Deployer:
@@ -106,14 +103,14 @@ def test_the_server_agrees_with_the_definitions_also_after_a_second_deploy(deplo
     assert {each.name for each in wanted.deployments} == found.keys()
     for each in wanted.deployments:
         there = found[each.name]
-        assert (there["description"], there["work_queue_name"]) == (each.description, each.queue)
+        assert (there["description"], there["work_queue_name"]) == (each.description, each.work_pool.work_queue_name)
         assert there["parameters"] == each.parameters | {"root": str(deployer.root)}
-        assert there["entrypoint"] == wanted.flows[each.flow]
+        assert there["entrypoint"] == each.entrypoint
         schedules = [(s["slug"], s["schedule"]["cron"], s["schedule"]["timezone"]) for s in there["schedules"]]
         assert schedules == [(schedule.slug, schedule.cron, schedule.timezone) for schedule in each.schedules]
         assert not any(schedule["active"] for schedule in there["schedules"])
     queues = {name: each["concurrency_limit"] for name, each in deployer.found("work_queues").items()}
-    assert queues == {"default": None} | {each.name: each.runs_at_a_time for each in wanted.queues}
+    assert queues == {"default": None, "training": 1}
     assert deployer.deploy() == {}
     assert deployer.found() == found
     automations = deployer.found("automations")
@@ -265,3 +262,21 @@ def test_a_wrong_parameter_is_refused_when_the_run_is_created(
         said in deployer.ask(f"deployments/{moe}/create_flow_run", {"parameters": parameters}, expected=409)["detail"]
     )
     assert deployer.ask("flow_runs/filter", {"deployments": {"id": {"any_": [moe]}}}) == []
+
+
+def test_plain_prefect_understands_the_file(deployer: Deployer) -> None:
+    deployer.deploy()
+    wanted, file = Definitions.load(), Path(deployments.__path__[0]) / FILE
+    environment = prefect_servers.client_environment(deployer.root / "prefect", deployer.api_url)
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+    subprocess.run(command, env=environment, cwd="/", check=True, capture_output=True)
+    found = deployer.found()
+    for each in wanted.deployments:
+        there = found[each.name]
+        assert (there["parameters"], there["entrypoint"]) == (each.parameters, each.entrypoint)
+        assert there["pull_steps"] == wanted.pull
+        assert [(schedule["slug"], schedule["active"]) for schedule in there["schedules"]] == [
+            (schedule.slug, False) for schedule in each.schedules
+        ]
+    deployer.deploy()
+    assert deployer.found()["moe"]["parameters"] == {"recipe": "moe", "root": str(deployer.root)}

@@ -50,8 +50,15 @@ from pathlib import Path
 from flows.server.prefect_server import become_client
 become_client(Path(sys.argv[1]), sys.argv[2])
 
-from flows.workers.abandoned import close_abandoned_runs
-print(len(close_abandoned_runs()))
+import asyncio
+from prefect.client.orchestration import get_client
+from flows.workers.abandoned import close_killed_runs
+
+async def closed():
+    async with get_client() as client:
+        return await close_killed_runs(client)
+
+print(len(asyncio.run(closed())))
 """
 
 RUN = """

@@ -28,14 +28,9 @@ REPEAT = """
 import asyncio
 from flows.server.prefect_server import configured_api_url
 configured_api_url()
-from prefect.client.orchestration import get_client
-from flows.deployment.notifications import apply, webhook_url
+from flows.deployment.notifications import notify, webhook_url
 
-async def main():
-    async with get_client() as client:
-        await apply(client, webhook_url())
-
-asyncio.run(main())
+asyncio.run(notify(webhook_url()))
 """
 
 

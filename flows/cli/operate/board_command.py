@@ -1,7 +1,6 @@
 """``board``: TensorBoard for the runs under a root."""
 
 import getpass
-import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import IO, Annotated
 
 import typer
 
+from flows.cli.interruption import interrupt_on_stop
 from flows.cli.options import RootOption, root_of, runs_like
 from flows.cli.terminal import complain, say
 from flows.process_start import await_start, failure
@@ -48,9 +48,7 @@ def board(
             f"tensorboard is not installed. Install it: {sys.executable} -m pip install 'tensorboard>=2.19,<3'"
         )
     _require_free(port)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end TensorBoard, too, unless nohup has started this command
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
+    interrupt_on_stop()  # which ends TensorBoard, too
     with TemporaryFile() as output, _tensorboard(folder, port, output) as process:
         try:
             _await_start(process, port, output)

@@ -27,32 +27,31 @@ from infra.head.preflight.text_checks import require_text
 from t5train.errors import HostError, SpecError
 from t5train.host_resources import format_bytes, quantity
 
-InstallOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--install",
-        metavar="DIR",
-        help="Wheelhouse to install on every host before the checks",
-        show_default=False,
-        readable=False,
-    ),
-]
-IntoOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--into",
-        metavar="PATH",
-        help="Folder of the new environment on every host",
-        show_default="that of this command",
-        readable=False,
-    ),
-]
 _OUTCOMES = ["host", "result", "what"]
 
 
 @with_options
 def preflight(
-    choice: SmokeOptions, hosts: TrainingHostOptions, install: InstallOption = None, into: IntoOption = None
+    choice: SmokeOptions,
+    hosts: TrainingHostOptions,
+    install: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Wheelhouse to install on every host before the checks",
+            show_default=False,
+            readable=False,
+        ),
+    ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Folder of the new environment on every host",
+            show_default="that of this command",
+            readable=False,
+        ),
+    ] = None,
 ) -> None:
     """Check the hosts of a hostfile for problems, and test the rendezvous of all ranks; exit code 1 with problems.
 

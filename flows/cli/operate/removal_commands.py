@@ -74,7 +74,8 @@ def gc(
     with reached_nodes(machines, _hosts(machines)) as (nodes, lacking):
         answers = lacking | garbage_on(nodes, finished, attempts)
         found = {_HEAD: [*own, *of_heads]} | _answered(answers)
-        rows = [row for host, each in found.items() for row in _rows(host, each)]
+        listed = [(host, each) for host, share in found.items() for each in share]
+        rows = [[host, each.relative_path, format_bytes(each.size), each.why] for host, each in listed]
         if rows and not as_json:
             show_table(_COLUMNS, rows)
         freed = None
@@ -97,17 +98,14 @@ def gc(
 
 def _verified(finished: list[FinishedRun], found: Mapping[str, Iterable[Garbage]]) -> list[FinishedRun]:
     """Return the finished runs after verifying the head's copies of those that hosts are to remove. Reports faults."""
-    names = {PurePath(each.relative_path).name for share in found.values() for each in share if _is_run(each)}
+    to_remove = [each.relative_path for share in found.values() for each in share if not each.is_kept]
+    names = {PurePath(path).name for path in to_remove if path.startswith(f"{RUNS}/")}
     with stage_display() as progress:
         checked = list(verified(finished, names, progress))
     for before, run in zip(finished, checked, strict=True):
         if run.fault and not before.fault:
             complain(f"kept on all hosts: {run.name}, because the head's copy is not complete: {run.fault}")
     return checked
-
-
-def _is_run(garbage: Garbage) -> bool:
-    return not garbage.is_kept and garbage.relative_path.startswith(f"{RUNS}/")
 
 
 def _hosts(machines: MachinesSpec) -> tuple[str, ...]:
@@ -121,10 +119,6 @@ def _answered(answers: dict[str, T | HostError]) -> dict[str, T]:
         if isinstance(answer, HostError):
             complain(f"left out: {answer}")
     return {host: answer for host, answer in answers.items() if not isinstance(answer, HostError)}
-
-
-def _rows(host: str, found: list[Garbage]) -> list[list[str]]:
-    return [[host, each.relative_path, format_bytes(each.size), each.why] for each in found]
 
 
 def _facts(found: Mapping[str, Iterable[Garbage]], freed: Mapping[str, Iterable[str]] | None) -> dict[str, Any]:

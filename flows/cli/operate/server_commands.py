@@ -5,7 +5,6 @@
 
 import asyncio
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flows.cli.interruption import interrupt_on_stop
 from flows.cli.operate.worker_command import run_worker
 from flows.cli.options import RootOption, root_of, settings, with_options
 from flows.cli.terminal import complain, progress_display, say
@@ -94,10 +94,7 @@ def deploy(options: DeployedOptions) -> None:
 
     $ t5-pretrain deploy --root /data/t5 --corpus '/data/*.txt'
     """
-    api_url = prefect_server.configured_api_url()
-    if api_url is None:
-        raise SpecError("no Prefect server is configured: set PREFECT_API_URL, or start one with `t5-pretrain up`")
-    prefect_server.join(root_of(options.root), api_url)
+    prefect_server.join_configured(root_of(options.root))
     _deploy(options.parameters())
 
 
@@ -131,9 +128,7 @@ def up(
     $ t5-pretrain up --root /data/t5 --corpus '/data/*.txt'
     """
     prefect_server.require_free_port(port)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a service manager or a closed terminal acts like Ctrl-C
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.default_int_handler)
+    interrupt_on_stop()
     root = root_of(options.root)
     home = root / prefect_server.HOME
     profiles = prefect_profile.UserProfiles.find()
@@ -221,7 +216,7 @@ def server(
 
     $ t5-pretrain server --root /data/t5
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's SIGTERM acts like Ctrl-C
+    interrupt_on_stop()
     address, home = Address.of(host, port), root_of(root) / team_server.HOME
     if not address.is_loopback:
         complain(
@@ -245,26 +240,12 @@ def notifications(
 
     $ T5_PRETRAIN_WEBHOOK=https://example.org/hook t5-pretrain notifications
     """
-    api_url = prefect_server.configured_api_url()
-    if api_url is None:
-        raise SpecError("no Prefect server is configured: set PREFECT_API_URL and PREFECT_API_AUTH_STRING")
-    prefect_server.join(root_of(root), api_url)
-    from flows.deployment.notifications import (  # imports Prefect, which reads its settings then
-        WEBHOOK_VARIABLE,
-        webhook_url,
-    )
+    prefect_server.join_configured(root_of(root))
+    # This imports Prefect, which reads its settings then.
+    from flows.deployment.notifications import WEBHOOK_VARIABLE, notify, webhook_url
 
     url = None if off else webhook_url()
     if url is None and not off:
         raise SpecError(f"{WEBHOOK_VARIABLE} is not set: set it to the URL to post to, or add --off to stop notifying")
-    asyncio.run(_apply(url))
+    asyncio.run(notify(url))
     say("failed, crashed, lost and late runs are posted to the webhook" if url else "nothing is posted any more")
-
-
-async def _apply(url: str | None) -> None:
-    from prefect.client.orchestration import get_client
-
-    from flows.deployment.notifications import apply
-
-    async with get_client() as client:
-        await apply(client, url)

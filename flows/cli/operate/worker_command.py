@@ -1,7 +1,6 @@
 """``worker``: take runs from a Prefect server, close those that are abandoned, and resume those that crashed."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from flows.cli.interruption import interrupt_on_stop
 from flows.cli.options import RootOption, root_of
 from flows.cli.terminal import complain, say
 from flows.server import prefect_server
@@ -18,7 +18,7 @@ from flows.workers import run_records
 from flows.workers.worker import DRAIN, STOP_SECONDS
 from infra.node import processes
 from infra.node.attempts.process_guard import stopping_attempts
-from t5train.errors import LaunchError, SpecError
+from t5train.errors import LaunchError
 from t5train.files.os_errors import in_one_line
 
 if TYPE_CHECKING:
@@ -44,11 +44,8 @@ def worker(root: RootOption = None) -> None:
 
     $ t5-pretrain worker
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's SIGTERM acts like Ctrl-C
-    api_url = prefect_server.configured_api_url()
-    if api_url is None:
-        raise SpecError("no Prefect server is configured: set PREFECT_API_URL and PREFECT_API_AUTH_STRING")
-    prefect_server.join(root_of(root), api_url)
+    interrupt_on_stop()
+    api_url = prefect_server.join_configured(root_of(root))
     _require_pool(api_url)
     run_worker(
         None,
@@ -83,7 +80,7 @@ def worker_process(name: str, log: Path | None) -> Iterator[subprocess.Popen[byt
     Ranks that are saving a checkpoint may outlive their run. The block ends after them, because a service manager kills
     what is left when this process has ended.
     """
-    from flows.deployment.deploy import POOL
+    from flows.deployment.definitions import POOL
 
     with open(log, "ab") if log else nullcontext() as output:
         process = subprocess.Popen(
@@ -147,7 +144,7 @@ def _require_pool(api_url: str) -> None:
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 
-    from flows.deployment.deploy import POOL
+    from flows.deployment.definitions import POOL
 
     with get_client(sync_client=True) as client:
         try:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from flows.deployment.deploy import POOL
+from flows.deployment.definitions import POOL
 from infra.node import processes
 from infra.node.processes import ProcessIdentity
 from infra.testcluster import Cluster

@@ -99,7 +99,7 @@ def test_a_plot_that_would_not_be_named_as_the_png_it_is_is_refused_before_any_w
 ) -> None:
     text = write_jsonl(tmp_path / "text.jsonl", 300)
     said = refused(2, "data", "stats", "smoke", "--corpus", str(text), "--root", "root", "--plot", name)
-    assert said == f"error: --plot is {name}, but a plot is always a PNG. Give a name that ends in .png\n"
+    assert said == f"error: --plot is {name}, but its name must end in .png. Give such a name\n"
     assert not (tmp_path / "root").exists()
 
 

@@ -19,27 +19,19 @@ def test_a_run_cannot_choose_the_command_environment_or_folder_of_its_process() 
     assert job.stream_output is False
 
 
-FILE_START = "flows: {f: 'a:b'}\nqueues: [{name: q, description: d, runs_at_a_time: 1}]\n"
+DEPLOYMENT = "name: x, entrypoint: 'flows.pretrain:pretrain', description: d, enforce_parameter_schema: true"
 
 
 @pytest.mark.parametrize(
-    ("rest", "message"),
+    ("deployments", "message"),
     [
-        ("deployments: [{flow: g, name: x, queue: q, description: d}]", "g/x is of the flow 'g', but flows has only f"),
-        (
-            "deployments: [{flow: f, name: x, queue: r, description: d}]",
-            "f/x is in the queue 'r', but queues has only q",
-        ),
-        ("deployments: []\nqueus: 3", "queus is 3: unknown setting"),
+        (f"deployments: [{{{DEPLOYMENT}}}]", "work_pool"),
+        (f"deployments: [{{{DEPLOYMENT}, work_pool: {{name: mine, work_queue_name: q}}}}]", "name is 'mine'"),
+        ("deployments: []\ndeploymens: 3", "deploymens is 3: unknown setting"),
         ("deployments: [", "is not YAML"),
-        (
-            "deployments: [{flow: f, name: x, queue: q, description: d}, {flow: f, name: x, queue: q, description: d}]",
-            "more than one definition is called: deployment f/x",
-        ),
     ],
 )
-def test_wrong_definitions_are_refused_with_a_reason(rest: str, message: str) -> None:
+def test_wrong_definitions_are_refused_with_a_reason(deployments: str, message: str) -> None:
     with pytest.raises(InputError, match=message) as refused:
-        Definitions.parse(FILE_START + rest, "definitions.yaml")
-    assert str(refused.value).startswith("definitions.yaml")
-    assert str(refused.value).endswith("Correct the file")
+        Definitions.parse(f"pull: []\n{deployments}", "prefect.yaml")
+    assert str(refused.value).startswith("prefect.yaml")

@@ -1,10 +1,8 @@
 """What deployments train on, and what `up` and `deploy` say about it."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import AsyncMock
 
 import pytest
 
@@ -12,7 +10,7 @@ from flows.cli.operate import server_commands
 from flows.deployment import deploy, deployment_defaults
 from flows.deployment.definitions import Definitions
 from flows.deployment.deploy import Deployed, other_texts
-from flows.deployment.deployment_defaults import DeploymentDefaults, changed, of_settings
+from flows.deployment.deployment_defaults import DeploymentDefaults, changed
 from t5train.errors import SpecError
 from t5train.spec.data_spec import HubText
 
@@ -42,12 +40,14 @@ def test_deploy_says_which_deployments_do_not_use_the_given_text(
 
 def test_a_text_given_as_a_setting_becomes_the_parameter_that_a_runs_page_shows() -> None:
     settings = {"corpus.source": "/data/text", "cluster.hostfile": "/data/hosts", "optimizer.seed": 7}
-    made = changed(ROOT, {"deployed_settings": settings})
+    made = DeploymentDefaults.of(changed(ROOT, {"deployed_settings": settings}))
     assert (made.corpus, made.hostfile) == ("/data/text", Path("/data/hosts"))
     assert made.deployed_settings == {"optimizer.seed": 7}
     of_earlier = ROOT | {"corpus": "/data/text", "deployed_settings": {"corpus.source": "/ignored until now"}}
-    assert changed(ROOT | {"corpus": "/data/old"}, {"deployed_settings": settings}).corpus == "/data/text"
-    assert changed(of_earlier, {"corpus": "/data/new"}).parameters() == ROOT | {"corpus": "/data/new"}
+    later = changed(ROOT | {"corpus": "/data/old"}, {"deployed_settings": settings})
+    assert DeploymentDefaults.of(later).corpus == "/data/text"
+    later = changed(of_earlier, {"corpus": "/data/new"})
+    assert DeploymentDefaults.of(later).parameters() == ROOT | {"corpus": "/data/new"}
 
 
 @pytest.mark.parametrize(
@@ -60,28 +60,19 @@ def test_a_text_given_as_a_setting_becomes_the_parameter_that_a_runs_page_shows(
         ({"corpus": "/data/next"}, "/data/next"),
     ],
 )
-@pytest.mark.parametrize("is_kept_as_a_setting", [False, True])
-def test_settings_replace_all_earlier_ones_also_those_that_have_become_parameters(
-    monkeypatch: pytest.MonkeyPatch, then: dict[str, Any], corpus: str | None, is_kept_as_a_setting: bool
+def test_settings_replace_all_earlier_ones_also_those_that_are_shown_as_parameters(
+    then: dict[str, Any], corpus: str | None
 ) -> None:
-    kept = {"deployed_settings": {"corpus.source": "/data/text"}}
-    records = [{"defaults": ROOT | kept}] if is_kept_as_a_setting else [{}]
-    monkeypatch.setattr(deploy, "get_client", nullcontext)
-    monkeypatch.setattr(deploy, "_apply", AsyncMock())
-    monkeypatch.setattr("prefect.variables.Variable.aget", AsyncMock(side_effect=lambda *_, **__: records[-1]))
-    monkeypatch.setattr(
-        "prefect.variables.Variable.aset", AsyncMock(side_effect=lambda _, made, **__: records.append(made))
-    )
-    monkeypatch.setattr(DeploymentDefaults, "refused", lambda *_: {})
-    for given in ({} if is_kept_as_a_setting else kept, {"scratch": "/scratch"}, then):
-        found = deploy.deploy(given, Path("/data/t5")).defaults.corpus
-    assert found == corpus
+    kept: dict[str, Any] = ROOT
+    for given in ({"deployed_settings": {"corpus.source": "/data/text"}}, {"scratch": "/scratch"}, then):
+        kept = changed(kept, given)
+    assert DeploymentDefaults.of(kept).corpus == corpus
 
 
 @pytest.mark.parametrize("of_option", [{"corpus": "/data/mine"}, {"hostfile": "/data/hosts"}])
 def test_what_an_option_gave_stays_when_settings_are_replaced(of_option: dict[str, str]) -> None:
     earlier, settings = ROOT | of_option, {"deployed_settings": {"optimizer.seed": 7}}
-    assert changed(earlier, settings, of_settings([], ROOT, of_option)).parameters() == earlier | settings
+    assert DeploymentDefaults.of(changed(earlier, settings)).parameters() == earlier | settings
 
 
 def test_two_texts_for_all_deployments_are_refused() -> None:

@@ -23,7 +23,7 @@ def scheduled(state: str, worker: str | None) -> FlowRun:
 def worker(monkeypatch: pytest.MonkeyPatch) -> HeadWorker:
     """The worker of gpu1, on an idle machine. That of gpu2 is online, that of gpu3 is not."""
 
-    async def restore(worker: str) -> list[str]:
+    async def restore(_client: object, worker: str) -> list[str]:
         return []
 
     async def online(_: object) -> set[str]:
@@ -82,7 +82,7 @@ def test_lost_runs_are_restored_before_a_waiting_run_takes_their_place(
 ) -> None:
     done = []
 
-    async def restore(worker: str) -> list[str]:
+    async def restore(_client: object, worker: str) -> list[str]:
         done.append(f"restored for {worker}")
         return []
 
