@@ -267,9 +267,12 @@ def test_a_wrong_parameter_is_refused_when_the_run_is_created(
 def test_plain_prefect_understands_the_file(deployer: Deployer) -> None:
     deployer.deploy()
     wanted, file = Definitions.load(), Path(deployments.__path__[0]) / FILE
-    environment = prefect_servers.client_environment(deployer.root / "prefect", deployer.api_url)
+    home = deployer.root / "prefect"
+    environment = prefect_servers.client_environment(home, deployer.api_url)
+    environment["PREFECT_API_AUTH_STRING"] = (home / "api-key").read_text().strip()
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
-    subprocess.run(command, env=environment, cwd="/", check=True, capture_output=True)
+    made = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stdout + made.stderr
     found = deployer.found()
     for each in wanted.deployments:
         there = found[each.name]
