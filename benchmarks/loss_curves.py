@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.loss_curves base --root DIR [--ranks N] [--steps 200] [--set model.preset=small]
-        [--until-seconds 570] [--into docs/measurements.md]
+        [--until-seconds 570] [--into docs/evidence/measurements.md]
 
 All runs start from the same weights and see the same samples: random tokens, of which the targets repeat the first
 ones. The learning rate passes through its whole schedule in the given number of steps, a quarter of them warm-up at

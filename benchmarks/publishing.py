@@ -1,7 +1,7 @@
 """Compare publishing to S3 with s5cmd and with boto3's defaults: throughput, and CPU time of the client.
 
     python -m benchmarks.publishing [--rounds 5] [--folder FOLDER] [--only ours,boto3] [--s5cmd PATH]
-        [--into docs/measurements.md]
+        [--into docs/evidence/measurements.md]
 
 - ours: ``t5train.publish``. It also computes sha256 and CRC64NVME of each file, compares the certificate, has the
   server compare each part and object with a checksum, and ends with a conditional write.

@@ -93,7 +93,7 @@ def seconds_on_head(case: str, source: Path, num_nodes: int) -> float:
 
 
 def show(times: dict[str, list[float]], chosen: argparse.Namespace) -> None:
-    """Print a table for docs/measurements.md."""
+    """Print a table for docs/evidence/measurements.md."""
     print(f"{hardware()}; {chosen.nodes} nodes, {chosen.megabytes} MiB, links of {chosen.rate}\n")
     print("| way | seconds, median (range) | times one node |\n|---|---|---|")
     one = statistics.median(times["one node"])

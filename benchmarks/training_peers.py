@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.training_peers base --root DIR [--ranks N] [--repeats 3] [--steps 20] [--until-seconds 570]
-        [--only ours,trainer] [--set layout.micro_batch_sequences=64] [--into docs/measurements.md]
+        [--only ours,trainer] [--set layout.micro_batch_sequences=64] [--into docs/evidence/measurements.md]
 
 - ours: this project, as ``t5-pretrain bench`` measures it.
 - ours dense: with experts only: the same recipe without them. At one expert per token, both compute with equally many

@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.training_scaling base --root DIR --ranks 4 [--repeats 3] [--steps 20] [--until-seconds 570]
-        [--set layout.expert_parallel_size=4] [--into docs/measurements.md]
+        [--set layout.expert_parallel_size=4] [--into docs/evidence/measurements.md]
 
 Every accelerator has as many sequences per step as in the recipe, unless optimizer.global_batch_sequences is set. The
 same is measured on one of them, without pipeline stages and with all experts there. Repeats take turns. Finished

@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.whole_machine --root DIR --ranks 8 [--only base,moe] [--steps 20] [--loss-steps 200]
-        [--until-seconds 540] [--into docs/measurements.md] [--tiny]
+        [--until-seconds 540] [--into docs/evidence/measurements.md] [--tiny]
 
 Two things are measured of each layout. Speed: every accelerator has as many sequences a step as the recipe has on one,
 and one of them takes the same share alone, without stages and with all experts; models with experts are also measured

@@ -1,8 +1,8 @@
-"""Inject every fault into a run on a test cluster and write the table in docs/faults.md.
+"""Inject every fault into a run on a test cluster and write the table in docs/evidence/faults.md.
 
 ::
 
-    python -m tests.acceptance.fault_table --into docs/faults.md     all faults, as root; ten minutes on two cores
+    python -m tests.acceptance.fault_table --into docs/evidence/faults.md  all faults, as root; ten minutes on two cores
     python -m tests.acceptance.fault_table --only "a rank is killed"
 """
 

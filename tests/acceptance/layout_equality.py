@@ -1,6 +1,6 @@
 """Compare every layout with plain data parallelism (ZeRO 0): one seed, no dropout, fp32, CPU ranks.
 
-    python -m tests.acceptance.layout_equality [--steps 50] [--ranks 2 4] [--into docs/variants.md]
+    python -m tests.acceptance.layout_equality [--steps 50] [--ranks 2 4] [--into docs/evidence/layouts.md]
 
 A model of the demo's size is trained in each layout under three conditions, always with the same number of ranks. Its
 consolidated weights, losses and gradient norms are compared with those of ZeRO 0 under the same condition. The

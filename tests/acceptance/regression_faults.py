@@ -1,6 +1,7 @@
 """Plant faults in the training code, one at a time, and check that the regression finds each.
 
-    python -m tests.acceptance.regression_faults [--root DIR] [--only NAME ...] [--into docs/regression.md]
+    python -m tests.acceptance.regression_faults [--root DIR] [--only NAME ...]
+        [--into docs/evidence/regression-faults.md]
 
 The first night, without a fault, records the baseline. Then each fault gets a night of the case that can show it; the
 night must fail, with a finding about what the fault changes. Outcomes are kept in DIR/faults.jsonl, so that an

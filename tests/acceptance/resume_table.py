@@ -1,8 +1,8 @@
-"""Resume a run without a shared root after every kind of damage, and write the table in docs/resumes.md.
+"""Resume a run without a shared root after every kind of damage, and write the table in docs/evidence/resumes.md.
 
 ::
 
-    python -m tests.acceptance.resume_table --into docs/resumes.md   all cases, as root; 15 minutes on two cores
+    python -m tests.acceptance.resume_table --into docs/evidence/resumes.md  all cases, as root; 15 minutes on two cores
     python -m tests.acceptance.resume_table --only "clock skew"
 """
 

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.acceptance.operation.operation_kills --root DIR --into docs/operation-faults.md     as root
+    python -m tests.acceptance.operation.operation_kills --root DIR --into docs/evidence/operation-faults.md     as root
     python -m tests.acceptance.operation.operation_kills --kills 20
 
 A round is one run that meets every fault once, in a random order, and must end with the weights of a run without any.
