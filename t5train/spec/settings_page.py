@@ -1,4 +1,4 @@
-"""The page docs/settings.md: every setting and every recipe. ``python -m t5train.spec.settings_page`` prints it."""
+"""docs/reference/settings.md: every setting and every recipe. ``python -m t5train.spec.settings_page`` prints it."""
 
 import json
 import sys
@@ -12,27 +12,12 @@ from t5train.spec.setting_info import Part, Setting, parts_of
 _OPENING = """\
 # Settings
 
-For everyone who changes what a run does: every setting, the values that it takes, and its default. `make settings-page`
-writes this page from the descriptions in [t5train/spec/](../t5train/spec/).
+For everyone who changes what a run does: every setting, its values and its default. [Recipes and
+settings](../how-to/recipes.md) shows how to change them. `make settings-page` writes this page from
+[t5train/spec/](../../t5train/spec/).
 
-There are three ways to change a setting. The later ones take precedence:
-
-1. A recipe is a complete set of settings. `t5-pretrain recipes` lists them; [below](#recipes) is what each changes.
-2. A configuration file: `t5-pretrain init RECIPE > run.yaml` writes one with every setting and a comment. Edit it, then
-   `t5-pretrain run --config run.yaml`. A setting that the file leaves out has the recipe's value. Relative paths in it
-   are relative to the folder in which you type the command.
-3. Options: `--set part.key=value`, such as `--set optimizer.num_steps=20000`, and options of their own such as
-   `--hostfile`.
-
-Each run stores its settings as `config.yaml` in its folder. `t5-pretrain run --config RUN/config.yaml` continues that
-run.
-
-**Identity** settings decide the result, and make up the run's fingerprint: with another value, it is another run, and a
-run with a chosen name refuses to continue. **Execution** settings decide only where and how the work is done: change
-them whenever you continue a run. The paths in `tokenizer.path`, `corpus.remove_listed` and `model.start_from` do not
-count, but the content of these files does.
-
-In a file, `null` is written as such; with `--set`, as `part.key=null`. Numbers can be written as `0.0001` or `1e-4`.
+**Identity** settings determine the result, and make up the run's fingerprint: another value makes another run.
+**Execution** settings determine only where and how the work is done, so they can change whenever a run continues.
 """
 
 

@@ -1,4 +1,4 @@
-"""docs/settings.md describes every setting, and is what the descriptions of the settings make."""
+"""docs/reference/settings.md describes every setting, and is what the descriptions of the settings make."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from t5train.spec import setting_names
 from t5train.spec.recipes import RECIPES
 from t5train.spec.settings_page import settings_page
 
-PAGE = Path(__file__).parents[3] / "docs/settings.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/settings.md"
 
 
 def test_the_page_is_up_to_date() -> None:
