@@ -37,14 +37,13 @@ class StorageSpec(SpecPart):
     scratch: Path | None = Field(
         None,
         title="Scratch",
-        description="Absolute path of a folder on each host's own disk, for hosts that do not share the root. "
-        "null: one in /var/tmp",
+        description="Absolute path of a folder on each host's own disk, for hosts that do not share the root. null: "
+        "in /var/tmp",
     )
     node_local: bool = Field(
         False,
         title="Node-local",
-        description="Train in storage.scratch on each host's own disk even if hosts share the root. false: only if "
-        "they do not",
+        description="Train in storage.scratch on each host's own disk even if hosts share the root",
     )
     publish_to: str | None = Field(
         None, title="Publish to", description="Folder or fsspec URL to publish to. null: {root}/published/{name}"
@@ -52,8 +51,7 @@ class StorageSpec(SpecPart):
     publish_checkpoints_under: str | None = Field(
         None,
         title="Publish checkpoints under",
-        description="URL of a folder in S3 in which the run stores its complete checkpoints while it trains, in a "
-        "folder of its name, so that it can be continued if its machines are lost. null: none",
+        description="Folder in S3 under which the run stores its complete checkpoints while it trains. null: none",
     )
     checkpoint_every_steps: int = Field(
         1000,
@@ -72,8 +70,8 @@ class StorageSpec(SpecPart):
         None,
         gt=0,
         title="Checkpoint gigabytes",
-        description="Disk space for the run's checkpoints in GB, on each disk that has any; the oldest are "
-        "removed, never the newest. null: no limit",
+        description="Disk space in GB for the run's checkpoints on each disk; the oldest are removed, never the "
+        "newest. null: no limit",
     )
     validate_every_steps: int = Field(
         500, ge=1, title="Validate every", description="Validate every so many optimizer steps, and at the last one"
@@ -176,7 +174,7 @@ class ClusterSpec(SpecPart):
     accelerator: Accelerator | None = Field(
         None,
         title="Accelerator",
-        description="Kind of accelerator, by DeepSpeed's name; cpu to train on CPUs. null: the kind that torch finds",
+        description="Kind of accelerator; cpu to train on CPUs. null: the kind that torch finds",
     )
     master_port: int | None = Field(
         None, ge=1024, le=65535, title="Port", description="Port of the rendezvous. null: a free one"
@@ -210,7 +208,7 @@ class ClusterSpec(SpecPart):
         ge=0,
         le=1024,
         title="Spares",
-        description="How many of the last hosts wait in reserve, and replace hosts that are down or fail twice",
+        description="How many of the last hosts wait in reserve, to replace hosts that are down or fail twice",
     )
     launcher: Literal["pdsh", "slurm", "openmpi"] = Field(
         "pdsh", title="Launcher", description="How DeepSpeed starts processes on the hosts"
@@ -247,14 +245,14 @@ class ClusterSpec(SpecPart):
         60,
         ge=5,
         title="Lease",
-        description="How long ranks keep training without contact with the machine that started them, in seconds",
+        description="How long ranks keep training without contact with the head, in seconds",
     )
     grace_seconds: float = Field(
         30,
         ge=0,
         le=3600,
         title="Grace",
-        description="Time for ranks to finish a step and begin to save when they are asked to stop, in seconds",
+        description="Time for ranks to begin to save when they are asked to stop, in seconds",
     )
     deadlines: DeadlinesSpec = DeadlinesSpec()
 

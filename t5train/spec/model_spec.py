@@ -66,7 +66,7 @@ class ModelSpec(SpecPart):
     preset: PresetName = Field(
         "base",
         title="Preset",
-        description="Shape of the model: that of the published T5 of this size; smoke is a very small one for trials",
+        description="Shape of the model, that of the published T5 of this size; smoke is a very small one",
     )
     version: Literal["v1.1", "v1.0"] = Field(
         "v1.1",
@@ -104,15 +104,14 @@ class ModelSpec(SpecPart):
     activation_checkpointing: bool = Field(
         False,
         title="Activation checkpointing",
-        description="Compute activations within a block again in the backward pass: less memory, a third more "
-        "computation",
+        description="Compute activations again in the backward pass: less memory, a third more computation",
     )
     compile: bool = Field(False, title="Compile", description="Use torch.compile: faster on GPUs; not with ZeRO 3")
     start_from: str | None = Field(
         None,
         title="Start from",
-        description="Folder with the weights to continue from: a T5 or Switch Transformer in safetensors, or an "
-        "export of this project. null: weights are initialised from optimizer.seed",
+        description="Folder with weights to continue from: a T5 or Switch Transformer in safetensors. null: they "
+        "are initialised from optimizer.seed",
     )
     moe: ExpertsSpec = ExpertsSpec()
 

@@ -1,12 +1,13 @@
 """docs/reference/settings.md: every setting and every recipe. ``python -m t5train.spec.settings_page`` prints it."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from t5train.spec import RunSpec
-from t5train.spec.recipes import RECIPES, recipe, summary
+from t5train.spec.recipes import RECIPES, recipe
 from t5train.spec.setting_info import Part, Setting, parts_of
 
 _OPENING = """\
@@ -18,6 +19,7 @@ settings](../how-to/recipes.md) shows how to change them. `make settings-page` w
 
 **Identity** settings determine the result, and make up the run's fingerprint: another value makes another run.
 **Execution** settings determine only where and how the work is done, so they can change whenever a run continues.
+`null` means that a setting has no value; with `--set`, write `part.key=null`.
 """
 
 
@@ -52,18 +54,24 @@ def _table(part: Part, defaults: dict[str, Any]) -> list[str]:
 def _row(setting: Setting, default: Any, mixed: bool) -> str:
     shown = "" if setting.name == "recipe" else f"`{_shown(default)}`"
     kind = " *Execution.*" if mixed and not setting.is_identity else ""
-    cells = f"`{setting.name}`", shown, setting.allowed, f"{setting.description}.{kind}"
+    cells = f"`{setting.name}`", shown, _values(setting.allowed), f"{setting.description}.{kind}"
     return f"| {' | '.join(cell.replace('<', '&lt;').replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _values(allowed: str) -> str:
+    """Return the allowed values in a few words. Which characters a text may have is left to the error."""
+    without_null = re.sub(r",? or null$", "", allowed).removeprefix("a ").removeprefix("one of ")
+    return re.sub(r" of the characters .*", " characters", without_null.replace("whole number", "integer"))
 
 
 def _recipes() -> Iterator[str]:
     yield from ("## Recipes", "", "What each recipe changes of the defaults above.", "")
-    yield from ("| recipe | meaning | settings |", "|---|---|---|")
+    yield from ("| recipe | settings |", "|---|---|")
     for name in RECIPES:
         spec = recipe(name)
         default = RunSpec(recipe=name)
         changed = ", ".join(_changed(parts_of(RunSpec), spec.model_dump(mode="json"), default.model_dump(mode="json")))
-        yield f"| `{name}` | {summary(name)} | {changed} |"
+        yield f"| `{name}` | {changed} |"
     yield ""
 
 
