@@ -37,8 +37,7 @@ class StorageSpec(SpecPart):
     scratch: Path | None = Field(
         None,
         title="Scratch",
-        description="Absolute path of a folder on each host's own disk, for hosts that do not share the root. null: "
-        "in /var/tmp",
+        description="Folder on each host's own disk, for hosts that do not share the root. null: in /var/tmp",
     )
     node_local: bool = Field(
         False,
@@ -59,7 +58,7 @@ class StorageSpec(SpecPart):
         title="Checkpoint every",
         description="Save a checkpoint every so many optimizer steps, and at the last one",
     )
-    keep_last: int = Field(2, ge=1, title="Keep", description="Number of complete checkpoints to keep, the newest ones")
+    keep_last: int = Field(2, ge=1, title="Keep", description="How many of the newest complete checkpoints to keep")
     keep_every_steps: int | None = Field(
         None,
         ge=1,
@@ -169,7 +168,7 @@ class ClusterSpec(SpecPart):
         ge=1,
         le=16384,
         title="Ranks",
-        description="Processes that train, one per accelerator. With a hostfile, its slots determine them",
+        description="Processes that train, one per accelerator; with a hostfile, its slots",
     )
     accelerator: Accelerator | None = Field(
         None,
@@ -185,8 +184,7 @@ class ClusterSpec(SpecPart):
     hostfile: HomePath | None = Field(
         None,
         title="Hostfile",
-        description="File of the hosts to train on, with lines 'name slots=N', as for DeepSpeed. null: only this "
-        "machine",
+        description="File of the hosts to train on, with lines 'name slots=N'. null: only this machine",
     )
     include: str | None = Field(
         None,
@@ -216,7 +214,7 @@ class ClusterSpec(SpecPart):
     ship_code: bool = Field(
         False,
         title="Ship code",
-        description="Send this project's code to the hosts; otherwise it must be installed there",
+        description="Send this project's code to the hosts",
     )
     ssh_user: str | None = Field(
         None,
@@ -239,7 +237,7 @@ class ClusterSpec(SpecPart):
     environment: tuple[str, ...] = Field(
         (),
         title="Environment",
-        description="Names of additional variables to pass to ranks, with their values here, such as [HF_TOKEN]",
+        description="Names of additional variables to pass to ranks",
     )
     lease_seconds: float = Field(
         60,

@@ -53,9 +53,8 @@ class CorpusSpec(SpecPart):
     revision: str = Field(
         "",
         title="Revision",
-        description="Your name for this state of the text, such as 2026-07: change it when the text at the same "
-        "place has changed. For datasets of the Hub: a commit, tag or branch; empty: that of main at "
-        "the first download",
+        description="Your name for this state of the text: change it when the text at the same place has changed. "
+        "For datasets of the Hub: a commit, tag or branch; empty: that of main at the first download",
     )
     config: str | None = Field(
         None,
@@ -78,40 +77,40 @@ class CorpusSpec(SpecPart):
     mixed_with: tuple[str, ...] = Field(
         (),
         title="Mixed with",
-        description="More texts to train on, named as source is: one, or a JSON list. Datasets of the Hub can name "
-        "more: hf://OWNER/NAME#config=en&split=train&column=text&revision=v2. objective.mixing_* decide "
-        "how much of each is trained on",
+        description="More texts to train on, named as source is, or "
+        "hf://OWNER/NAME#config=en&split=train&column=text&revision=v2. objective.mixing_* decide how "
+        "much of each is trained on",
     )
     split: tuple[int, int, int] = Field(
         (950, 30, 20),
         title="Split",
-        description="Shares of the documents for training, validation and test, in thousandths; they sum to 1000",
+        description="Shares of the documents for training, validation and test, in thousandths",
     )
     split_seed: int = Field(0, ge=0, title="Split seed", description="Decides which document falls into which split")
     remove: tuple[Repetition, ...] = Field(
         (),
         title="Remove",
-        description="Passages to remove from training: duplicates have the text of another passage; near_duplicates "
+        description="Passages to remove from training: duplicates have the text of another passage, near_duplicates "
         "most of its runs of 5 words; contaminated share 13 words in a row with validation, test or "
-        "test_sets. If a passage has a copy there, all its copies are removed",
+        "test_sets",
     )
     test_sets: tuple[str, ...] = Field(
         (),
         title="Test sets",
-        description="Other texts, such as benchmarks, that training is kept free of, as remove says: paths or URLs",
+        description="Other texts, such as benchmarks, that training is kept free of, as remove says",
     )
     remove_listed: str | None = Field(
         None,
         min_length=1,
         title="Remove listed",
-        description="File of pairs that `t5-pretrain data index duplicates` wrote for this text. Of passages that "
-        "pairs connect, only the first stays in training, and none if one is in validation or test",
+        description="File of near-duplicates that `t5-pretrain data index duplicates` wrote for this text, to "
+        "remove from training. null: none",
     )
     license: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,+()/_-]{0,99}$",
         title="Licence",
-        description="Licence of the text, for the model card, such as cc-by-sa-4.0",
+        description="Licence of the text, for the model card, such as cc-by-sa-4.0. null: none is stated",
     )
     languages: tuple[Annotated[str, Field(pattern=_LANGUAGE, description=_LANGUAGES)], ...] = Field(
         (), title="Languages", description="Codes of the text's languages, for the model card, such as en,de"
@@ -174,7 +173,7 @@ class CorpusSpec(SpecPart):
             )
         if "#" in source and hub_dataset_name(source.partition("#")[0]):
             raise ValueError(
-                f"corpus.source is {source!r}: of this text, what is chosen are settings of their own. Set "
+                f"corpus.source is {source!r}: what follows # has settings of its own for corpus.source. Set "
                 f"corpus.source={source.partition('#')[0]}, and corpus.config, hub_split, column or revision"
             )
         return without_secret("corpus.source", source)
@@ -300,7 +299,7 @@ class TokenizerSpec(SpecPart):
         ge=300,
         le=250_000,
         title="Vocabulary",
-        description="Pieces of the vocabulary to train, without the 100 sentinels <extra_id_N>",
+        description="Pieces of the vocabulary to train, without the 100 sentinels",
     )
     character_coverage: float = Field(
         0.9995,
@@ -330,7 +329,7 @@ class ShardsSpec(SpecPart):
         ge=4096,
         le=1 << 31,
         title="Tokens per shard",
-        description="Tokens per file, about; a file ends at the end of a document",
+        description="Tokens per file, about",
     )
     workers: int | None = Field(
         None, ge=1, title="Workers", description="Processes that tokenize, on each machine. null: one per core"
@@ -345,6 +344,5 @@ class ShardsSpec(SpecPart):
         ge=0,
         le=1,
         title="Largest share of unknown pieces",
-        description="Largest share of unknown pieces in the tokens to train on; otherwise the text is refused. More "
-        "than 0.01 is a warning",
+        description="Largest share of unknown pieces in the tokens to train on; more than 0.01 is a warning",
     )

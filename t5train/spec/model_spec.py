@@ -45,7 +45,7 @@ class ExpertsSpec(SpecPart):
         0.001,
         ge=0,
         title="Router z-loss",
-        description="Weight of the router's z-loss, the squared log-sum-exp of its logits",
+        description="Weight of the router's z-loss",
     )
 
     @check
@@ -99,7 +99,7 @@ class ModelSpec(SpecPart):
         ge=0,
         lt=1,
         title="Dropout",
-        description="Share of activations that are dropped in training; 0 for pre-training, as T5 v1.1",
+        description="Share of activations that are dropped in training; 0 as in T5 v1.1",
     )
     activation_checkpointing: bool = Field(
         False,

@@ -19,7 +19,7 @@ class MonitorSpec(SpecPart):
     wandb: bool = Field(
         False,
         title="Weights & Biases",
-        description="Also write the metrics to Weights & Biases. Needs the package wandb where rank 0 trains",
+        description="Also write the metrics to Weights & Biases",
     )
     wandb_mode: Literal["online", "offline"] = Field(
         "online",

@@ -19,7 +19,7 @@ settings](../how-to/recipes.md) shows how to change them. `make settings-page` w
 
 **Identity** settings determine the result, and make up the run's fingerprint: another value makes another run.
 **Execution** settings determine only where and how the work is done, so they can change whenever a run continues.
-`null` means that a setting has no value; with `--set`, write `part.key=null`.
+Each setting is shown with its default; `null` means that it has no value.
 """
 
 
@@ -27,9 +27,15 @@ def settings_page() -> str:
     """Return the page as Markdown."""
     whole = parts_of(RunSpec)
     defaults = RunSpec(recipe="smoke").model_dump(mode="json")
-    lines = [_OPENING, "## The run", "", *_table(whole, defaults)]
+    lines = [_OPENING, "## The run", "", *_settings(whole, defaults)]
     for part in _parts(whole):
-        lines += [f"## {part.name}", "", f"{part.description}{_kind(part)}", "", *_table(part, _within(defaults, part))]
+        lines += [
+            f"## {part.name}",
+            "",
+            f"{part.description}{_kind(part)}",
+            "",
+            *_settings(part, _within(defaults, part)),
+        ]
     return "\n".join([*lines, *_recipes()])
 
 
@@ -44,34 +50,35 @@ def _kind(part: Part) -> str:
     return "" if part.is_identity else " These are execution settings."
 
 
-def _table(part: Part, defaults: dict[str, Any]) -> list[str]:
+def _settings(part: Part, defaults: dict[str, Any]) -> list[str]:
     settings = [member for member in part.members if isinstance(member, Setting)]
     mixed = len({setting.is_identity for setting in settings}) > 1
-    rows = [_row(setting, defaults[setting.key], mixed) for setting in settings]
-    return ["| setting | default | values | meaning |", "|---|---|---|---|", *rows, ""]
+    return [*(_line(setting, defaults[setting.key], mixed) for setting in settings), ""]
 
 
-def _row(setting: Setting, default: Any, mixed: bool) -> str:
-    shown = "" if setting.name == "recipe" else f"`{_shown(default)}`"
+def _line(setting: Setting, default: Any, mixed: bool) -> str:
+    shown = "" if setting.name == "recipe" else f"={_shown(default)}"
     kind = " *Execution.*" if mixed and not setting.is_identity else ""
-    cells = f"`{setting.name}`", shown, _values(setting.allowed), f"{setting.description}.{kind}"
-    return f"| {' | '.join(cell.replace('<', '&lt;').replace('|', chr(92) + '|') for cell in cells)} |"
+    values = f" ({values})" if (values := _values(setting.allowed)) else ""
+    return f"- `{setting.name}{shown}`{values}: {setting.description.replace('<', '&lt;')}.{kind}"
 
 
 def _values(allowed: str) -> str:
     """Return the allowed values in a few words. Which characters a text may have is left to the error."""
     without_null = re.sub(r",? or null$", "", allowed).removeprefix("a ").removeprefix("one of ")
-    return re.sub(r" of the characters .*", " characters", without_null.replace("whole number", "integer"))
+    if without_null in {"text", "path", "true or false"}:
+        return ""
+    short = re.sub(r"text of (.*) of the characters .*", r"\1 characters", without_null)
+    return short.replace("whole number", "integer").replace(" of at least", " ≥")
 
 
 def _recipes() -> Iterator[str]:
     yield from ("## Recipes", "", "What each recipe changes of the defaults above.", "")
-    yield from ("| recipe | settings |", "|---|---|")
     for name in RECIPES:
         spec = recipe(name)
         default = RunSpec(recipe=name)
         changed = ", ".join(_changed(parts_of(RunSpec), spec.model_dump(mode="json"), default.model_dump(mode="json")))
-        yield f"| `{name}` | {changed} |"
+        yield f"- `{name}`: {changed}"
     yield ""
 
 

@@ -14,7 +14,7 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text("utf-8") == settings_page(), "write it again: make settings-page"
 
 
-def test_the_page_has_one_row_for_each_setting_and_each_recipe() -> None:
-    rows = re.findall(r"^\| `([a-z0-9_.]+)` \|", PAGE.read_text("utf-8"), re.MULTILINE)
-    assert rows[: -len(RECIPES)] != []
-    assert sorted(rows) == sorted([*setting_names(), *RECIPES])
+def test_the_page_has_one_line_for_each_setting_and_each_recipe() -> None:
+    lines = re.findall(r"^- `([a-z0-9_.]+)[=`]", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert lines[: -len(RECIPES)] != []
+    assert sorted(lines) == sorted([*setting_names(), *RECIPES])
