@@ -9,7 +9,7 @@ DOCS = (Path(__file__).parents[2] / "docs/reference/json.md").read_text("utf-8")
 def require_documented(command: str, value: dict[str, Any]) -> None:
     """Require that docs/reference/json.md names exactly the keys of a value, and of the objects in its lists."""
     section = DOCS.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
-    documented = {line.split("`")[1] for line in section.splitlines() if line.startswith("| `")}
+    documented = {line.split("`")[1] for line in section.splitlines() if line.startswith("- `")}
     found = set(value)
     for key, inside in value.items():
         if isinstance(inside, list) and inside and isinstance(inside[0], dict):
