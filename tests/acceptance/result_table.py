@@ -1,4 +1,4 @@
-"""Results that a command records as soon as it has them: lines of JSON, and a table on a page of the documentation."""
+"""Results that a command records as soon as it has them: lines of JSON, and tables in pages of the documentation."""
 
 import json
 import os
@@ -58,3 +58,12 @@ class ResultTable:
     @property
     def _header(self) -> str:
         return f"| {' | '.join(self.columns)} |\n|{'---|' * len(self.columns)}\n"
+
+
+def write_section(document: Path, name: str, text: str) -> None:
+    """Replace what was written under this name in a document, or append it."""
+    begin, end = f"<!-- made by {name} -->", f"<!-- end of what {name} made -->"
+    before, _, rest = document.read_text("utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    parts = (before.strip("\n"), f"{begin}\n{text.strip()}\n{end}", after.strip("\n"))
+    write_text(document, "\n\n".join(part for part in parts if part) + "\n")
