@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,15 @@ class ResultTable:
     @property
     def _header(self) -> str:
         return f"| {' | '.join(self.columns)} |\n|{'---|' * len(self.columns)}\n"
+
+
+def write_table(document: Path, header: str, rows: Sequence[str]) -> None:
+    """Replace the rows of the document's table with this header. Raises ValueError if it has none."""
+    above, found, below = document.read_text("utf-8").partition(header)
+    if not found:
+        raise ValueError(f"{document} has no table with this header:\n{header}")
+    rest = "".join(dropwhile(lambda line: line.startswith("|"), below.splitlines(keepends=True)))
+    write_text(document, above + header + "".join(f"{row}\n" for row in rows) + rest)
 
 
 def write_section(document: Path, name: str, text: str) -> None:
