@@ -21,7 +21,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-matrix test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations test-durations test-runs prove bench-consolidate bench-publish variants-table faults resumes kills upload-faults operation-faults regression-faults regression-quiet io-faults settings-page recording up clean
+.PHONY: help setup demo demo-cluster test test-fast test-matrix test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations test-durations test-runs prove bench-consolidate bench-publish variants-table faults resumes kills upload-faults operation-faults regression-faults regression-quiet io-faults results-page settings-page recording up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -94,8 +94,8 @@ prove: setup ## Run the long proofs that are due, and record each in docs/eviden
 bench-consolidate: setup ## Compare consolidation of 1.1 billion parameters with cp and zero_to_fp32, then 3 billion alone; 50 GB of disk
 	@$(BIN)/python -m benchmarks.consolidate --parameters 1.1e9 --rounds 5 --alone 0.25e9 1.1e9 3e9
 
-bench-publish: setup ## Compare publishing to an S3 server with s5cmd, if it is installed, and boto3; writes docs/evidence/measurements.md
-	@$(BIN)/python -m benchmarks.publishing --into docs/evidence/measurements.md
+bench-publish: setup ## Compare publishing to an S3 server with s5cmd, if it is installed, and boto3; writes benchmarks/results/publishing.json
+	@$(BIN)/python -m benchmarks.publishing --into benchmarks/results/publishing.json
 
 variants-table: setup ## Train every layout and plain data parallelism, and write the table in docs/evidence/layouts.md
 	@$(BIN)/python -m tests.acceptance.layout_equality --into docs/evidence/layouts.md
@@ -124,6 +124,9 @@ regression-quiet: setup ## Run the regression ten times without a fault, and rep
 
 io-faults: setup ## Make every system call on a file fail in turn; continues where it was interrupted (io-faults.jsonl)
 	@$(BIN)/python -m tests.acceptance.io_faults
+
+results-page: setup ## Write the tables in docs/evidence/measurements.md from benchmarks/results
+	@$(BIN)/python -m benchmarks.results_page
 
 settings-page: setup ## Write docs/reference/settings.md from the descriptions of the settings
 	@$(BIN)/python -m t5train.spec.settings_page > docs/settings.new && mv docs/settings.new docs/reference/settings.md

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from benchmarks.finished_rows import write_section
 from infra.head.launch.local_launch import LaunchSpec, launch
 from t5train.checkpoint.consolidate import consolidate
 from t5train.records import metrics
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
+from tests.acceptance.result_table import write_section
 from tests.support.generated_text import make_shards
 from tests.support.hardware import hardware
 

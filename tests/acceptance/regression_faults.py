@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.finished_rows import write_section
 from t5train.regression.night_folders import MAX_NIGHTS, RegressionFolder
 from t5train.regression.night_results import NightResult
 from tests.acceptance.planted_faults import FAULTS, environment_of
-from tests.acceptance.result_table import ResultLines
+from tests.acceptance.result_table import ResultLines, write_section
 from tests.support.hardware import hardware
 
 LONGEST = 220
