@@ -18,13 +18,13 @@ DEEPSPEED_OPTIONS = {
 
 
 def test_every_option_of_other_deepspeed_scripts_has_a_line() -> None:
-    assert set(re.findall(r"^\| `(\w+)` \| ", TEXT, re.MULTILINE)) == DEEPSPEED_OPTIONS
+    assert set(re.findall(r"^- `(\w+)`: ", TEXT, re.MULTILINE)) == DEEPSPEED_OPTIONS
 
 
 @pytest.mark.parametrize("there", sorted(DEEPSPEED_OPTIONS - {"print_memory"}))  # has no equivalent setting here
 def test_an_option_of_other_scripts_used_as_a_setting_suggests_the_setting_of_its_line(there: str) -> None:
-    line = next(line for line in TEXT.splitlines() if line.startswith(f"| `{there}` |"))
-    here = line.split("|")[2].strip().split("`")[1].partition("=")[0]
+    line = next(line for line in TEXT.splitlines() if line.startswith(f"- `{there}`: "))
+    here = line.split("`")[3].partition("=")[0]
     assert nearest(there, setting_names()) == f" (did you mean {here!r}?)"
 
 

@@ -15,7 +15,7 @@ _OPENING = """\
 
 For everyone who changes what a run does: every setting, its values and its default. [Recipes and
 settings](../how-to/recipes.md) shows how to change them. `make settings-page` writes this page from
-[t5train/spec/](../../t5train/spec/).
+[t5train/spec](../../t5train/spec).
 
 **Identity** settings determine the result, and make up the run's fingerprint: another value makes another run.
 **Execution** settings determine only where and how the work is done, so they can change whenever a run continues.
@@ -69,7 +69,7 @@ def _values(allowed: str) -> str:
     if without_null in {"text", "path", "true or false"}:
         return ""
     short = re.sub(r"text of (.*) of the characters .*", r"\1 characters", without_null)
-    return short.replace("whole number", "integer").replace(" of at least", " ≥")
+    return re.sub(r"^(whole )?number (from |of )?", "", short).replace("at least ", "≥")
 
 
 def _recipes() -> Iterator[str]:

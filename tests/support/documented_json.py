@@ -1,5 +1,6 @@
 """Compares what commands print with ``--json`` with docs/reference/json.md."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ DOCS = (Path(__file__).parents[2] / "docs/reference/json.md").read_text("utf-8")
 def require_documented(command: str, value: dict[str, Any]) -> None:
     """Require that docs/reference/json.md names exactly the keys of a value, and of the objects in its lists."""
     section = DOCS.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
-    documented = {line.split("`")[1] for line in section.splitlines() if line.startswith("- `")}
+    named = re.findall(r"^- (`.*?):(?:\s|$)", section, re.MULTILINE | re.DOTALL)
+    documented = {key for keys in named for key in re.findall(r"`([^`]+)`", keys)}
     found = set(value)
     for key, inside in value.items():
         if isinstance(inside, list) and inside and isinstance(inside[0], dict):
