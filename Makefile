@@ -128,8 +128,8 @@ io-faults: setup ## Make every system call on a file fail in turn; continues whe
 results-page: setup ## Write the tables in docs/evidence/measurements.md from benchmarks/results
 	@$(BIN)/python -m benchmarks.results_page
 
-settings-page: setup ## Write docs/settings.md from the descriptions of the settings
-	@$(BIN)/python -m t5train.spec.settings_page > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
+settings-page: setup ## Write docs/reference/settings.md from the descriptions of the settings
+	@$(BIN)/python -m t5train.spec.settings_page > docs/settings.new && mv docs/settings.new docs/reference/settings.md
 
 recording: setup ## Record the README's terminal session, from a text to a published model
 	@$(BIN)/python -m tests.acceptance.terminal_recording --into docs/images/first-run.gif

@@ -3,8 +3,8 @@
     sudo python -m benchmarks.staging [--nodes 4] [--megabytes 256] [--rate 200mbit] [--rounds 3]
         [--into benchmarks/results/staging.json]
 
-Runs on the test cluster (docs/test-cluster.md), with every host's link limited in both directions. Times are compared
-with that of staging the same folder to a single node. Nothing of the folder is on the nodes' disks before a
+Runs on the test cluster (docs/tutorials/test-cluster.md), with every host's link limited in both directions. Times are
+compared with that of staging the same folder to a single node. Nothing of the folder is on the nodes' disks before a
 measurement. The table shows the median of the rounds.
 """
 

@@ -1,4 +1,4 @@
-"""The table in docs/options.md for users of other DeepSpeed scripts names only settings that exist."""
+"""The table in docs/reference/options.md for users of other DeepSpeed scripts names only settings that exist."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from t5train.spec import nearest, setting_names
 from t5train.spec.recipes import RECIPES
 
-TEXT = (Path(__file__).parent.parent / "docs/options.md").read_text("utf-8")
+TEXT = (Path(__file__).parent.parent / "docs/reference/options.md").read_text("utf-8")
 DEEPSPEED_OPTIONS = {
     *("exclude", "hostfile", "num_nodes", "launcher", "master_addr", "master_port"),
     *("include", "checkpoint_dir", "tokenizer_name_or_dir", "dataset_dir", "num_iterations", "fp16"),

@@ -37,14 +37,12 @@ class StorageSpec(SpecPart):
     scratch: Path | None = Field(
         None,
         title="Scratch",
-        description="Absolute path of a folder on each host's own disk, for hosts that do not share the root. "
-        "null: one in /var/tmp",
+        description="Folder on each host's own disk, for hosts that do not share the root. null: in /var/tmp",
     )
     node_local: bool = Field(
         False,
         title="Node-local",
-        description="Train in storage.scratch on each host's own disk even if hosts share the root. false: only if "
-        "they do not",
+        description="Train in storage.scratch on each host's own disk even if hosts share the root",
     )
     publish_to: str | None = Field(
         None, title="Publish to", description="Folder or fsspec URL to publish to. null: {root}/published/{name}"
@@ -52,8 +50,7 @@ class StorageSpec(SpecPart):
     publish_checkpoints_under: str | None = Field(
         None,
         title="Publish checkpoints under",
-        description="URL of a folder in S3 in which the run stores its complete checkpoints while it trains, in a "
-        "folder of its name, so that it can be continued if its machines are lost. null: none",
+        description="Folder in S3 under which the run stores its complete checkpoints while it trains. null: none",
     )
     checkpoint_every_steps: int = Field(
         1000,
@@ -61,7 +58,7 @@ class StorageSpec(SpecPart):
         title="Checkpoint every",
         description="Save a checkpoint every so many optimizer steps, and at the last one",
     )
-    keep_last: int = Field(2, ge=1, title="Keep", description="Number of complete checkpoints to keep, the newest ones")
+    keep_last: int = Field(2, ge=1, title="Keep", description="How many of the newest complete checkpoints to keep")
     keep_every_steps: int | None = Field(
         None,
         ge=1,
@@ -72,8 +69,8 @@ class StorageSpec(SpecPart):
         None,
         gt=0,
         title="Checkpoint gigabytes",
-        description="Disk space for the run's checkpoints in GB, on each disk that has any; the oldest are "
-        "removed, never the newest. null: no limit",
+        description="Disk space in GB for the run's checkpoints on each disk; the oldest are removed, never the "
+        "newest. null: no limit",
     )
     validate_every_steps: int = Field(
         500, ge=1, title="Validate every", description="Validate every so many optimizer steps, and at the last one"
@@ -171,12 +168,12 @@ class ClusterSpec(SpecPart):
         ge=1,
         le=16384,
         title="Ranks",
-        description="Processes that train, one per accelerator. With a hostfile, its slots determine them",
+        description="Processes that train, one per accelerator; with a hostfile, its slots",
     )
     accelerator: Accelerator | None = Field(
         None,
         title="Accelerator",
-        description="Kind of accelerator, by DeepSpeed's name; cpu to train on CPUs. null: the kind that torch finds",
+        description="Kind of accelerator; cpu to train on CPUs. null: the kind that torch finds",
     )
     master_port: int | None = Field(
         None, ge=1024, le=65535, title="Port", description="Port of the rendezvous. null: a free one"
@@ -187,8 +184,7 @@ class ClusterSpec(SpecPart):
     hostfile: HomePath | None = Field(
         None,
         title="Hostfile",
-        description="File of the hosts to train on, with lines 'name slots=N', as for DeepSpeed. null: only this "
-        "machine",
+        description="File of the hosts to train on, with lines 'name slots=N'. null: only this machine",
     )
     include: str | None = Field(
         None,
@@ -210,7 +206,7 @@ class ClusterSpec(SpecPart):
         ge=0,
         le=1024,
         title="Spares",
-        description="How many of the last hosts wait in reserve, and replace hosts that are down or fail twice",
+        description="How many of the last hosts wait in reserve, to replace hosts that are down or fail twice",
     )
     launcher: Literal["pdsh", "slurm", "openmpi"] = Field(
         "pdsh", title="Launcher", description="How DeepSpeed starts processes on the hosts"
@@ -218,7 +214,7 @@ class ClusterSpec(SpecPart):
     ship_code: bool = Field(
         False,
         title="Ship code",
-        description="Send this project's code to the hosts; otherwise it must be installed there",
+        description="Send this project's code to the hosts",
     )
     ssh_user: str | None = Field(
         None,
@@ -241,20 +237,20 @@ class ClusterSpec(SpecPart):
     environment: tuple[str, ...] = Field(
         (),
         title="Environment",
-        description="Names of additional variables to pass to ranks, with their values here, such as [HF_TOKEN]",
+        description="Names of additional variables to pass to ranks",
     )
     lease_seconds: float = Field(
         60,
         ge=5,
         title="Lease",
-        description="How long ranks keep training without contact with the machine that started them, in seconds",
+        description="How long ranks keep training without contact with the head, in seconds",
     )
     grace_seconds: float = Field(
         30,
         ge=0,
         le=3600,
         title="Grace",
-        description="Time for ranks to finish a step and begin to save when they are asked to stop, in seconds",
+        description="Time for ranks to begin to save when they are asked to stop, in seconds",
     )
     deadlines: DeadlinesSpec = DeadlinesSpec()
 

@@ -45,7 +45,7 @@ class ExpertsSpec(SpecPart):
         0.001,
         ge=0,
         title="Router z-loss",
-        description="Weight of the router's z-loss, the squared log-sum-exp of its logits",
+        description="Weight of the router's z-loss",
     )
 
     @check
@@ -66,7 +66,7 @@ class ModelSpec(SpecPart):
     preset: PresetName = Field(
         "base",
         title="Preset",
-        description="Shape of the model: that of the published T5 of this size; smoke is a very small one for trials",
+        description="Shape of the model, that of the published T5 of this size; smoke is a very small one",
     )
     version: Literal["v1.1", "v1.0"] = Field(
         "v1.1",
@@ -99,20 +99,19 @@ class ModelSpec(SpecPart):
         ge=0,
         lt=1,
         title="Dropout",
-        description="Share of activations that are dropped in training; 0 for pre-training, as T5 v1.1",
+        description="Share of activations that are dropped in training; 0 as in T5 v1.1",
     )
     activation_checkpointing: bool = Field(
         False,
         title="Activation checkpointing",
-        description="Compute activations within a block again in the backward pass: less memory, a third more "
-        "computation",
+        description="Compute activations again in the backward pass: less memory, a third more computation",
     )
     compile: bool = Field(False, title="Compile", description="Use torch.compile: faster on GPUs; not with ZeRO 3")
     start_from: str | None = Field(
         None,
         title="Start from",
-        description="Folder with the weights to continue from: a T5 or Switch Transformer in safetensors, or an "
-        "export of this project. null: weights are initialised from optimizer.seed",
+        description="Folder with weights to continue from: a T5 or Switch Transformer in safetensors. null: they "
+        "are initialised from optimizer.seed",
     )
     moe: ExpertsSpec = ExpertsSpec()
 

@@ -19,13 +19,13 @@ class MonitorSpec(SpecPart):
     wandb: bool = Field(
         False,
         title="Weights & Biases",
-        description="Also write the metrics to Weights & Biases. Needs the package wandb where rank 0 trains",
+        description="Also write the metrics to Weights & Biases",
     )
     wandb_mode: Literal["online", "offline"] = Field(
         "online",
         title="W&B mode",
         description="online: send metrics while training runs, with the API key in WANDB_API_KEY or ~/.netrc. "
-        "offline: write them to the run's folder wandb, for `wandb sync`",
+        "offline: write them for `wandb sync`",
     )
     wandb_project: str = Field(
         "t5-pretrain", title="W&B project", description="Project of Weights & Biases that the run belongs to"
@@ -64,8 +64,8 @@ class ProfileSpec(SpecPart):
     steps: str | None = Field(
         None,
         title="Steps",
-        description="Record a profiler trace of these steps in the run's folder profiles: FIRST:LAST, both included, "
-        f"at most {MOST_PROFILED_STEPS}, such as 10:13 for the four steps 10, 11, 12 and 13. null: none",
+        description="Steps of which to record a profiler trace: FIRST:LAST, both included, at most "
+        f"{MOST_PROFILED_STEPS}. null: none",
     )
 
     @field_validator("steps")

@@ -31,21 +31,21 @@ class ObjectiveSpec(SpecPart):
         ge=1,
         le=1000,
         title="Mixing temperature",
-        description="With corpus.mixed_with: temperature T. Texts are trained on in proportion to min(samples, "
-        "mixing_limit)^(1/T). 1: in proportion to their sizes; more: small texts more often. Not with mixing_weights",
+        description="With corpus.mixed_with: texts are trained on in proportion to min(samples, "
+        "mixing_limit)^(1/T). 1: by size; more: small texts more often. Not with mixing_weights",
     )
     mixing_limit: int | None = Field(
         None,
         ge=1,
         title="Mixing limit",
-        description="With corpus.mixed_with: the largest number of samples that counts as the size of a text, so that "
-        "a huge one does not crowd out the others. null: no limit. Not with mixing_weights",
+        description="With corpus.mixed_with: largest number of samples that counts as the size of a text. null: no "
+        "limit. Not with mixing_weights",
     )
     mixing_weights: tuple[Annotated[float, Field(gt=0, le=1e9, description="positive numbers")], ...] | None = Field(
         None,
         title="Mixing weights",
-        description="With corpus.mixed_with: weights of corpus.source and of each text in mixed_with, in order, such "
-        "as 0.7,0.3. Only their ratios count. null: shares follow from sizes",
+        description="With corpus.mixed_with: weights of corpus.source and of each text in mixed_with, such as "
+        "0.7,0.3. Only their ratios count. null: by size",
     )
 
     @field_validator("mixing_weights", mode="before")

@@ -34,8 +34,7 @@ class RunSpec(SpecPart):
         None,
         pattern=RUN_NAME_PATTERN,
         title="Run name",
-        description="Name of the run, whose folder is {root}/runs/{name}. null: made of recipe and fingerprint, "
-        "so that other settings make another run",
+        description="Name of the run, whose folder is {root}/runs/{name}. null: made of recipe and fingerprint",
     )
     corpus: CorpusSpec = CorpusSpec()
     tokenizer: TokenizerSpec = TokenizerSpec()

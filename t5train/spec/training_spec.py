@@ -13,21 +13,20 @@ class OptimizerSpec(SpecPart):
     kind: Literal["adamw-rms", "adamw"] = Field(
         "adamw-rms",
         title="Kind",
-        description="adamw-rms: AdamW that scales each tensor's step by the tensor's RMS, which T5 needs. adamw: "
-        "plain AdamW",
+        description="adamw-rms: AdamW with each tensor's step relative to its RMS, which T5 needs. adamw: plain AdamW",
     )
     peak_learning_rate: float = Field(
         0.01,
         gt=0,
         le=1,
         title="Peak rate",
-        description="Learning rate at the end of the warm-up; with adamw-rms relative to the RMS of each tensor",
+        description="Learning rate after the warm-up; with adamw-rms relative to the RMS of each tensor",
     )
     warmup_steps: int = Field(
         1000,
         ge=0,
         title="Warm-up steps",
-        description="Steps in which the learning rate rises linearly from zero to its peak; fewer than num_steps",
+        description="Steps in which the learning rate rises linearly; fewer than num_steps",
     )
     schedule: Literal["inverse-sqrt", "cosine", "constant"] = Field(
         "cosine", title="Schedule", description="Learning rate after the warm-up"
@@ -40,19 +39,19 @@ class OptimizerSpec(SpecPart):
         ge=0,
         le=1,
         title="Weight decay",
-        description="Decoupled weight decay, as in AdamW; norms and position biases are exempt",
+        description="Decoupled weight decay; norms and position biases are exempt",
     )
     betas: tuple[float, float] = Field(
         (0.9, 0.999),
         title="Betas",
-        description="Decay rates of Adam's first and second moment; each at least 0 and below 1",
+        description="Decay rates of Adam's first and second moment",
     )
     epsilon: float = Field(1e-8, gt=0, title="Epsilon", description="Adam's epsilon, added to the denominator")
     gradient_clip: float = Field(
         1.0,
         ge=0,
         title="Gradient clip",
-        description="Largest norm of all gradients together; larger ones are scaled down to it. 0: no clipping",
+        description="Norm to which larger gradients are scaled down. 0: no clipping",
     )
     global_batch_sequences: int = Field(
         128,
@@ -67,7 +66,7 @@ class OptimizerSpec(SpecPart):
         ge=0,
         le=2**31 - 1,
         title="Seed",
-        description="Decides initial weights, and the order and masked spans of the samples that are trained on",
+        description="Decides initial weights, and the order and masked spans of samples",
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "bf16",
@@ -80,7 +79,7 @@ class OptimizerSpec(SpecPart):
         ge=0,
         le=32,
         title="fp16 scale",
-        description="First loss scale of fp16, as a power of two; no effect otherwise",
+        description="First loss scale of fp16, as a power of two",
     )
 
     @check
@@ -121,7 +120,7 @@ class LayoutSpec(SpecPart):
     pin_memory: bool = Field(
         False,
         title="Pin memory",
-        description="Offload to page-locked memory, which is faster to copy and never swapped",
+        description="Offload to page-locked memory, which is faster to copy",
     )
     pipeline_stages: int = Field(
         1,

@@ -78,8 +78,8 @@ def _text(path: Path) -> str:
 
 
 def _page(name: str) -> Path:
-    of_evidence = ROOT / f"docs/evidence/{name}.md"
-    return of_evidence if of_evidence.exists() else ROOT / f"docs/{name}.md"
+    (path,) = (ROOT / "docs").glob(f"*/{name}.md")
+    return path
 
 
 def _row(page: str, words: str) -> str | None:
