@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.finished_rows import Subject
 from benchmarks.measured_conditions import code_digest, commit, device_name, machine_id, versions
-from benchmarks.measured_result import Figure, Result
+from benchmarks.measured_result import Figure, Result, add_into
 from benchmarks.peer_outcomes import ALONE, DENSE, OURS, TRIAL, Outcome, Outcomes, Tuning
 from benchmarks.time_budget import TimeBudget
 from flows.cli.terminal import progress_display
@@ -69,7 +69,7 @@ def add_common_arguments(made: argparse.ArgumentParser) -> None:
     """Add the arguments that do not say what is measured: where results are kept and written, and the time limit."""
     made.add_argument("--root", type=Path, required=True, help="folder for finished measurements and logs")
     made.add_argument("--commit", help="commit to record instead of that of the checkout, as in a copy of the tree")
-    made.add_argument("--into", type=Path, help="JSON file to write the result to")
+    add_into(made)
     made.add_argument(
         "--until-seconds",
         type=float,

@@ -1,6 +1,10 @@
 """The result of a benchmark: what was measured, where and with which command, as JSON and as a Markdown table."""
 
+import argparse
+import os
+import shlex
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,7 +12,9 @@ from textwrap import fill
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from benchmarks.measured_conditions import commit
 from t5train.files.atomic import write_text
+from tests.support.hardware import hardware
 
 
 class Spread(BaseModel):
@@ -58,6 +64,23 @@ class Result(BaseModel):
         print(self.text())
         if into:
             write_text(into, self.model_dump_json(indent=1) + "\n")
+
+
+def add_into(parser: argparse.ArgumentParser) -> None:
+    """Add the option with which a command keeps its result."""
+    parser.add_argument("--into", type=Path, help="JSON file to write the result to, as benchmarks/results/NAME.json")
+
+
+def measured_here(what: str, rows: Sequence[Mapping[str, Figure]], notes: str = "") -> Result:
+    """Return what the running command has measured on this machine, just now."""
+    return Result(
+        what=what,
+        command=f"python -m benchmarks.{Path(sys.argv[0]).stem} {shlex.join(sys.argv[1:])}".rstrip(),
+        commit=commit(),
+        machine=hardware(),
+        notes=f"Load average {os.getloadavg()[0]:.1f}. {notes}".rstrip(),
+        rows=rows,
+    )
 
 
 def spread(values: Sequence[float], digits: int) -> Figure:

@@ -27,10 +27,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.measured_conditions import commit
-from benchmarks.measured_result import Figure, Result, spread
+from benchmarks.measured_result import Figure, add_into, measured_here, spread
 from tests.support.certified_exports import make_certified
-from tests.support.hardware import hardware
 from tests.support.object_server import BUCKET, running_server
 
 NAME = "benchmarks.publishing"
@@ -74,14 +72,8 @@ def main() -> None:
             }
             for _ in range(given.rounds)
         ]
-    Result(
-        what="Publishing to an S3 server on this machine, next to s5cmd and boto3",
-        command=f"python -m {NAME} --rounds {given.rounds}",
-        commit=commit(),
-        machine=hardware(),
-        notes=_notes(load, s5cmd),
-        rows=rows(rounds, clients),
-    ).show(given.into)
+    what = "Publishing to an S3 server on this machine, next to s5cmd and boto3"
+    measured_here(what, rows(rounds, clients), _notes(load, s5cmd)).show(given.into)
 
 
 def _arguments() -> argparse.Namespace:
@@ -90,7 +82,7 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--folder", type=Path, help="for what is uploaded; 2 GB")
     made.add_argument("--only", default=",".join(CLIENTS), help=f"comma-separated clients: {', '.join(CLIENTS)}")
     made.add_argument("--s5cmd", help="the program, if it is not on PATH")
-    made.add_argument("--into", type=Path, help="JSON file to write the result to")
+    add_into(made)
     return made.parse_args()
 
 

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.measured_conditions import commit
-from benchmarks.measured_result import Result, spread
+from benchmarks.measured_result import add_into, measured_here, spread
 from infra.head.hosts.node_client import Nodes
 from infra.head.hosts.ssh import Ssh
 from infra.head.storage.provisioning import stage_folder
@@ -28,7 +27,6 @@ from infra.node.storage.pull import listed
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOME
 from t5train.spec import ClusterSpec
-from tests.support.hardware import hardware
 
 FILES, PLACE = 8, "shards/benchmark"
 SOURCE = f"{HOME}/source"
@@ -42,7 +40,7 @@ def main() -> None:
     arguments.add_argument("--megabytes", type=int, default=256)
     arguments.add_argument("--rate", default="200mbit")
     arguments.add_argument("--rounds", type=int, default=3)
-    arguments.add_argument("--into", type=Path, help="JSON file to write the result to")
+    add_into(arguments)
     arguments.add_argument("--on-head", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
     chosen = arguments.parse_args()
     if chosen.on_head:
@@ -99,20 +97,12 @@ def seconds_on_head(case: str, source: Path, num_nodes: int) -> float:
 def show(times: dict[str, list[float]], chosen: argparse.Namespace) -> None:
     """Print the result, and write it to a file if one is given."""
     one = statistics.median(times["one node"])
-    Result(
-        what=f"Staging {chosen.megabytes} MiB to {chosen.nodes} nodes over links of {chosen.rate}",
-        command="python -m benchmarks.staging",
-        commit=commit(),
-        machine=hardware(),
-        rows=[
-            {
-                "way": case,
-                "seconds": spread(seconds, 1),
-                "relative to one node": round(statistics.median(seconds) / one, 2),
-            }
-            for case, seconds in times.items()
-        ],
-    ).show(chosen.into)
+    rows = [
+        {"way": case, "seconds": spread(seconds, 1), "relative to one node": round(statistics.median(seconds) / one, 2)}
+        for case, seconds in times.items()
+    ]
+    what = f"Staging {chosen.megabytes} MiB to {chosen.nodes} nodes over links of {chosen.rate}"
+    measured_here(what, rows).show(chosen.into)
 
 
 if __name__ == "__main__":
