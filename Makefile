@@ -21,7 +21,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-matrix test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations test-durations test-runs prove bench-consolidate bench-publish variants-table faults resumes kills upload-faults operation-faults regression-faults regression-quiet io-faults settings-page recording up clean
+.PHONY: help setup demo demo-cluster test test-fast test-matrix test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations test-durations test-runs prove bench-consolidate bench-publish variants-table faults resumes kills upload-faults operation-faults regression-faults regression-quiet io-faults results-page settings-page recording up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -82,29 +82,29 @@ certificate-faults: setup ## Change exports before certification, one fault at a
 mutations: setup ## Plant faults in a copy of the code, one at a time; tests must notice each; continues where it was interrupted
 	@$(BIN)/python -m tests.acceptance.mutations --jobs $(WORKERS)
 
-test-durations: setup ## Run all tests (root), and write to docs/test-durations.md what each took
+test-durations: setup ## Run all tests (root), and write to docs/evidence/test-durations.md what each took
 	@$(BIN)/python -m tests.acceptance.measure_tests
 
 test-runs: setup ## Run all tests ten times, half of them on busy cores and in random order (root); continues where it was interrupted
 	@$(BIN)/python -m tests.acceptance.repeat_tests
 
-prove: setup ## Run the long proofs that are due, and record each in docs/proofs.md; hours, continues where it was interrupted
+prove: setup ## Run the long proofs that are due, and record each in docs/evidence/proofs.md; hours, continues where it was interrupted
 	@$(BIN)/python -m tests.acceptance.prove
 
 bench-consolidate: setup ## Compare consolidation of 1.1 billion parameters with cp and zero_to_fp32, then 3 billion alone; 50 GB of disk
 	@$(BIN)/python -m benchmarks.consolidate --parameters 1.1e9 --rounds 5 --alone 0.25e9 1.1e9 3e9
 
-bench-publish: setup ## Compare publishing to an S3 server with s5cmd, if it is installed, and boto3; writes docs/measurements.md
-	@$(BIN)/python -m benchmarks.publishing --into docs/measurements.md
+bench-publish: setup ## Compare publishing to an S3 server with s5cmd, if it is installed, and boto3; writes benchmarks/results/publishing.json
+	@$(BIN)/python -m benchmarks.publishing --into benchmarks/results/publishing.json
 
-variants-table: setup ## Train every layout and plain data parallelism, and write the table in docs/variants.md
-	@$(BIN)/python -m tests.acceptance.layout_equality --into docs/variants.md
+variants-table: setup ## Train every layout and plain data parallelism, and write the table in docs/evidence/layouts.md
+	@$(BIN)/python -m tests.acceptance.layout_equality --into docs/evidence/layouts.md
 
-faults: setup ## Inject every fault into runs on the test cluster (needs root), and write the table in docs/faults.md
-	@$(BIN)/python -m tests.acceptance.fault_table --into docs/faults.md
+faults: setup ## Inject every fault into runs on the test cluster (needs root), and write the table in docs/evidence/faults.md
+	@$(BIN)/python -m tests.acceptance.fault_table --into docs/evidence/faults.md
 
-resumes: setup ## Resume runs after every kind of damage (needs root), and write the table in docs/resumes.md
-	@$(BIN)/python -m tests.acceptance.resume_table --into docs/resumes.md
+resumes: setup ## Resume runs after every kind of damage (needs root), and write the table in docs/evidence/resumes.md
+	@$(BIN)/python -m tests.acceptance.resume_table --into docs/evidence/resumes.md
 
 kills: setup ## Kill processes that save, gather, consolidate, publish and tokenise, 220 times at random moments
 	@$(BIN)/python -m tests.acceptance.kills.kill_all
@@ -114,10 +114,10 @@ upload-faults: setup ## Kill and disturb uploads to an S3 server, kill the serve
 	$(BIN)/python -m pytest -n 0 tests/t5train/release/object_store --kill-rounds 100
 
 operation-faults: setup ## Kill worker, server, flow and head 100 times while a run trains (needs root); continues where it was interrupted
-	@$(BIN)/python -m tests.acceptance.operation.operation_kills --root $(ROOT)/operation-faults --into docs/operation-faults.md
+	@$(BIN)/python -m tests.acceptance.operation.operation_kills --root $(ROOT)/operation-faults --into docs/evidence/operation-faults.md
 
 regression-faults: setup ## Plant faults in the training code, one a night; the regression must find each; continues where it was interrupted
-	@$(BIN)/python -m tests.acceptance.regression_faults --root $(ROOT)/regression-faults --into docs/regression.md
+	@$(BIN)/python -m tests.acceptance.regression_faults --root $(ROOT)/regression-faults --into docs/evidence/regression-faults.md
 
 regression-quiet: setup ## Run the regression ten times without a fault, and report false alarms; continues where it was interrupted
 	@$(BIN)/python -m tests.acceptance.regression_quiet --root $(ROOT)/regression-quiet --repeats 10
@@ -125,8 +125,11 @@ regression-quiet: setup ## Run the regression ten times without a fault, and rep
 io-faults: setup ## Make every system call on a file fail in turn; continues where it was interrupted (io-faults.jsonl)
 	@$(BIN)/python -m tests.acceptance.io_faults
 
-settings-page: setup ## Write docs/settings.md from the descriptions of the settings
-	@$(BIN)/python -m tests.support.settings_page > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
+results-page: setup ## Write the tables in docs/evidence/measurements.md from benchmarks/results
+	@$(BIN)/python -m benchmarks.results_page
+
+settings-page: setup ## Write docs/reference/settings.md from the descriptions of the settings
+	@$(BIN)/python -m tests.support.settings_page > docs/settings.new && mv docs/settings.new docs/reference/settings.md
 
 recording: setup ## Record the README's terminal session, from a text to a published model
 	@$(BIN)/python -m tests.acceptance.terminal_recording --into docs/images/first-run.gif

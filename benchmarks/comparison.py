@@ -5,16 +5,16 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from textwrap import fill
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from benchmarks import peer_training
 from benchmarks.finished_rows import Subject
 from benchmarks.measured_conditions import code_digest, commit, device_name, machine_id, versions
+from benchmarks.measured_result import Figure, Result, add_into
 from benchmarks.peer_outcomes import ALONE, DENSE, OURS, TRIAL, Outcome, Outcomes, Tuning
 from benchmarks.time_budget import TimeBudget
 from flows.cli.terminal import progress_display
@@ -69,7 +69,7 @@ def add_common_arguments(made: argparse.ArgumentParser) -> None:
     """Add the arguments that do not say what is measured: where results are kept and written, and the time limit."""
     made.add_argument("--root", type=Path, required=True, help="folder for finished measurements and logs")
     made.add_argument("--commit", help="commit to record instead of that of the checkout, as in a copy of the tree")
-    made.add_argument("--into", type=Path, help="document in which to replace this comparison, or to append it")
+    add_into(made)
     made.add_argument(
         "--until-seconds",
         type=float,
@@ -183,18 +183,25 @@ def parameters_of(spec: RunSpec) -> int:
     return count_parameters(resolve_shape(spec.model, expected_vocab_size(spec.tokenizer)))
 
 
-def conditions(comparison: Comparison, command: str) -> str:
-    """Return the sentences above a table."""
-    spec, subject, sample = comparison.spec, comparison.subject, geometry(comparison.spec.objective)
+def result(comparison: Comparison, what: str, command: str, notes: str, rows: Sequence[Mapping[str, Figure]]) -> Result:
+    """Return what was found, with the conditions of the comparison."""
+    subject = comparison.subject
     packages = ", ".join(f"{name} {number}" for name, number in subject.versions)
-    ranks = f"{subject.ranks} rank{'s' if subject.ranks > 1 else ''}"
-    return fill(
-        f"{datetime.now(UTC).date()}, {ranks} on {subject.device}; commit {comparison.commit} (code {subject.code}), "
-        f"machine {subject.machine}; {packages}. `python -m {command}`: {parameters_of(spec):,} parameters, "
-        f"{sample.input_tokens} + {sample.target_tokens} tokens, {spec.optimizer.global_batch_sequences} sequences a "
-        f"step, {subject.steps} steps, random tokens, each step's loss read. Medians of the repeats, their range in "
-        "brackets; ratios are of measurements of the same round.",
-        width=120,
-        break_on_hyphens=False,
-        break_long_words=False,
+    return Result(
+        what=what,
+        command=f"python -m {command}",
+        commit=comparison.commit,
+        machine=f"{subject.ranks} rank{'s' if subject.ranks > 1 else ''} on {subject.device}",
+        notes=f"{packages}; code {subject.code}, machine {subject.machine}. {notes}",
+        rows=rows,
+    )
+
+
+def speed_notes(comparison: Comparison) -> str:
+    """Return what a reader must know about the figures of a comparison of speed."""
+    spec, sample = comparison.spec, geometry(comparison.spec.objective)
+    return (
+        f"{parameters_of(spec):,} parameters, {sample.input_tokens} + {sample.target_tokens} tokens, "
+        f"{spec.optimizer.global_batch_sequences} sequences a step, {comparison.subject.steps} steps, random tokens, "
+        "each step's loss read. Medians of the repeats; ratios are of measurements of the same round."
     )

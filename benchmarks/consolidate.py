@@ -25,12 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.measured_result import Figure, add_into, measured_here, spread
 from benchmarks.synthetic_checkpoints import RANKS, TAG, write_experts, write_zero2, write_zero3
-from tests.support.hardware import hardware
 
 CONSOLIDATE = """
 from pathlib import Path
@@ -175,32 +175,35 @@ def require_equal(ours: Path, theirs: Path) -> None:
         raise SystemExit(f"{ours} and {theirs} differ")
 
 
-def row(layout: str, name: str, runs: Sequence[Run], reference: float | None) -> str:
-    """Return one line of the table."""
-    seconds = sorted(run.seconds for run in runs)
-    median, cpu = statistics.median(seconds), statistics.median(run.cpu_seconds for run in runs)
-    peak = max(run.peak for run in runs) / 1e9
-    spread = f"{seconds[0]:.2f} - {seconds[-1]:.2f}"
-    ratio = f"{median / reference:.2f}" if reference else ""
-    return f"| {layout} | {name} | {median:.2f} ({spread}) | {ratio} | {cpu:.2f} | {peak:.2f} |"
+def row(layout: str, name: str, runs: Sequence[Run], reference: float | None) -> dict[str, Figure]:
+    """Return what a tool took for a checkpoint."""
+    seconds = [run.seconds for run in runs]
+    return {
+        "checkpoint": layout,
+        "tool": name,
+        "seconds": spread(seconds, 2),
+        "relative to cp and sync": round(statistics.median(seconds) / reference, 2) if reference else None,
+        "CPU seconds": round(statistics.median(run.cpu_seconds for run in runs), 2),
+        "peak memory above imports, GB": round(max(run.peak for run in runs) / 1e9, 2),
+    }
 
 
-def compare(scratch: Path, layout: str, write: Callable[[Path, int], int], parameters: int, rounds: int) -> None:
-    """Write one checkpoint, measure every tool on it, and print its lines of the table."""
+def compare(
+    scratch: Path, layout: str, write: Callable[[Path, int], int], parameters: int, rounds: int
+) -> Iterator[dict[str, Figure]]:
+    """Write one checkpoint, measure every tool on it, and yield what each took, or its error."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         total = write(Path(folder) / "plain", parameters)
         found, failures = measure(Path(folder), rounds, verified=write is write_zero2)
     reference = statistics.median(run.seconds for run in found[CP])
     for name, runs in found.items():
-        described = f"{layout}, {total / 1e9:.2f} B"
-        print(
-            row(described, name, runs, reference) if runs else f"| {described} | {name} | {failures[name]} | | | |",
-            flush=True,
-        )
+        described = f"{layout}, {total / 1e9:.2f} billion"
+        failure: dict[str, Figure] = {"checkpoint": described, "tool": name, "seconds": failures.get(name)}
+        yield row(described, name, runs, reference) if runs else failure
 
 
-def alone(scratch: Path, parameters: int, rounds: int) -> None:
-    """Measure only consolidation, a few times on one checkpoint, and print its line of the table."""
+def alone(scratch: Path, parameters: int, rounds: int) -> dict[str, Figure]:
+    """Return what consolidation takes by itself, a few times on one checkpoint."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         total = write_zero2(Path(folder) / "plain", parameters, moments=False)
         runs = []
@@ -208,7 +211,7 @@ def alone(scratch: Path, parameters: int, rounds: int) -> None:
             os.sync()
             runs.append(in_a_process(CONSOLIDATE, Path(folder) / "plain", Path(folder) / "out"))
             shutil.rmtree(Path(folder) / "out")
-    print(row(f"ZeRO 2, {total / 1e9:.2f} B, alone", OURS, runs, None), flush=True)
+    return row(f"ZeRO 2, {total / 1e9:.2f} billion, alone", OURS, runs, None)
 
 
 def main() -> None:
@@ -221,16 +224,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--alone", type=float, nargs="*", default=[], help="sizes to consolidate without a peer")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder when left out")
+    add_into(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
-        print(f"{hardware()}; {arguments.rounds} rounds; load average {os.getloadavg()[0]:.1f}\n")
-        print("| checkpoint | tool | seconds, median (range) | times `cp` and sync | CPU s | peak above imports, GB |")
-        print("|---|---|---|---|---|---|", flush=True)
+        rows = list[dict[str, Figure]]()
         for layout, write in layouts.items():
-            compare(Path(scratch), layout, write, int(arguments.parameters), arguments.rounds)
+            rows += compare(Path(scratch), layout, write, int(arguments.parameters), arguments.rounds)
+            print(rows[-1], flush=True)
         for parameters in arguments.alone:
-            alone(Path(scratch), int(parameters), arguments.rounds)
-    print(f"\nload average at the end {os.getloadavg()[0]:.1f}")
+            rows.append(alone(Path(scratch), int(parameters), arguments.rounds))
+            print(rows[-1], flush=True)
+    what = "Consolidating checkpoints, next to cp and zero_to_fp32"
+    measured_here(what, rows, f"{arguments.rounds} rounds.").show(arguments.into)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,15 @@ how long the consumer waited for batches, and the CPU time of a batch. The goal 
 """
 
 import argparse
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks.measured_result import Figure, add_into, measured_here
 from benchmarks.reading import python_documentation
 from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
 from t5train.spec import ObjectiveSpec
-from tests.support.hardware import hardware
 
 Step = Callable[[float], None]
 
@@ -30,20 +29,25 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=114.0, help="duration of a step without the wait")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--windows", type=int, default=4000)
+    add_into(parser)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         shards = python_documentation(Path(folder), given.windows)
         samples = Samples(shards, "train", ObjectiveSpec(input_tokens=512), seed=0)
-        print(f"{hardware()}; load average {os.getloadavg()[0]:.1f}; {samples.num_samples:,} samples")
-        print(f"batches of {given.batch}, steps of {given.step_ms:.0f} ms, {given.steps} steps\n")
-        print(
-            "| during a step, the consumer | waited for data | longest wait, ms | CPU ms per batch |\n|---|---|---|---|"
-        )
+        rows = list[dict[str, Figure]]()
         for name, step in (("waits", time.sleep), ("computes in Python", compute)):
             waits = waited(batches(samples, given.batch), step, given.step_ms / 1e3, given.steps)
             share = sum(waits) / (sum(waits) + given.steps * given.step_ms / 1e3)
-            cpu = cpu_seconds(samples, given.batch)
-            print(f"| {name} | {share:.3%} | {max(waits) * 1e3:.1f} | {cpu * 1e3:.1f} |", flush=True)
+            rows.append(
+                {
+                    "during a step, the consumer": name,
+                    "waited for data": f"{share:.3%}",
+                    "longest wait, ms": round(max(waits) * 1e3, 1),
+                    "CPU ms per batch": round(cpu_seconds(samples, given.batch) * 1e3, 1),
+                }
+            )
+    notes = f"{given.steps} steps of {given.step_ms:.0f} ms, batches of {given.batch} samples of 512 + 114 tokens."
+    measured_here("How long training waits for data", rows, notes).show(given.into)
 
 
 def batches(samples: Samples, size: int) -> Iterator[Batch]:

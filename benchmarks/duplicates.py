@@ -27,8 +27,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.measured_result import Figure, add_into, measured_here
 from benchmarks.tokenise import docstrings
-from tests.support.hardware import hardware
 
 PASSAGE_WORDS, RUN_WORDS = 100, 5
 SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)
@@ -99,6 +99,7 @@ def main() -> None:
     arguments.add_argument("--megabytes", type=float, default=40)
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--datatrove", type=Path, default=None)
+    add_into(arguments)
     given = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         texts = (json.loads(line)["text"] for line in given.text.open()) if given.text else docstrings()
@@ -111,7 +112,10 @@ def main() -> None:
                 start, whole = (run(name, text, given.datatrove) for text in (little, planted.path))
                 if start is not None and whole is not None:
                     runs[name].append(whole._replace(cpu_seconds=whole.cpu_seconds - start.cpu_seconds))
-        report(planted, (planted.text_bytes - little_bytes) / 1e6, runs)
+        megabytes = (planted.text_bytes - little_bytes) / 1e6
+        notes = f"{megabytes:.1f} MB; one worker each. Every tenth passage of 100 words was planted once more."
+        what = "Finding near-duplicates, next to datatrove's MinHash"
+        measured_here(what, compared(planted, megabytes, runs), notes).show(given.into)
 
 
 def passages(texts: Iterator[str], limit_bytes: int) -> list[str]:
@@ -177,28 +181,31 @@ sys.exit(done.returncode)
 """
 
 
-def report(planted: Planted, megabytes: float, runs: dict[str, list[Run]]) -> None:
-    """Print one row per program."""
+def compared(planted: Planted, megabytes: float, runs: dict[str, list[Run]]) -> list[dict[str, Figure]]:
+    """Return speed, memory, precision and recall of each program that ran."""
     every = {each for ids in planted.by_share.values() for each in ids}
     with planted.path.open() as file:
         ids = {json.loads(line)["id"] for line in file}
-    print(f"{megabytes:.1f} MB, {len(ids):,} passages, {len(every):,} of them planted, {hardware()}")
-    print(f"{'':28}{'MB/CPU-s':>10}{'peak MB':>9}{'precision':>11}   recall at words replaced")
-    print(f"{'':58}   " + "".join(f"{f'{share:.0%}':>7}" for share in SHARES))
+    rows = list[dict[str, Figure]]()
     for name, of_program in runs.items():
         if not of_program:
             continue
-        spent = statistics.median(each.cpu_seconds for each in of_program)
-        peak = max(each.peak_bytes for each in of_program)
         removed = ids - of_program[0].kept
-        recalls = [sum(is_found(each, removed) for each in of_share) / len(of_share)
-                   for of_share in map(planted.by_share.__getitem__, SHARES)]  # fmt: skip
         originals = removed & {each for each in ids - every if int(each) % 10 == 0}
-        precision = len((removed & every) | originals) / max(1, len(removed))
-        print(
-            f"{name:28}{megabytes / spent:>10.2f}{peak / 1e6:>9.0f}{precision:>11.4f}   "
-            + "".join(f"{each:>7.3f}" for each in recalls)
+        recalls: dict[str, Figure] = {}
+        for share in SHARES:
+            found = [is_found(each, removed) for each in planted.by_share[share]]
+            recalls[f"found with {share:.0%} of words replaced"] = round(sum(found) / len(found), 3)
+        rows.append(
+            {
+                "program": name,
+                "MB per CPU second": round(megabytes / statistics.median(each.cpu_seconds for each in of_program), 2),
+                "peak memory, MB": round(max(each.peak_bytes for each in of_program) / 1e6),
+                "precision": round(len((removed & every) | originals) / max(1, len(removed)), 3),
+                **recalls,
+            }
         )
+    return rows
 
 
 def is_found(planted: str, removed: set[str]) -> bool:

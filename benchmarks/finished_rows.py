@@ -1,4 +1,4 @@
-"""Finished measurements in a file of JSON lines, each with what it is valid for, and sections of a document."""
+"""Finished measurements in a file of JSON lines, each with what it is valid for."""
 
 import os
 from collections import Counter
@@ -95,12 +95,3 @@ def _read(path: Path, kind: type[Row]) -> Iterator[Row]:
             yield kind.model_validate_json(line)
         except ValidationError:
             print(f"{path}: skipped a line that is not a whole measurement: {line[:60]!r}", flush=True)
-
-
-def write_section(document: Path, name: str, text: str) -> None:
-    """Replace what was written under this name in a document, or append it."""
-    begin, end = f"<!-- made by {name} -->", f"<!-- end of what {name} made -->"
-    before, _, rest = document.read_text("utf-8").partition(begin)
-    _, _, after = rest.partition(end)
-    parts = (before.strip("\n"), f"{begin}\n{text.strip()}\n{end}", after.strip("\n"))
-    document.write_text("\n\n".join(part for part in parts if part) + "\n", "utf-8")

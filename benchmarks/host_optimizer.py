@@ -22,11 +22,11 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from benchmarks.measured_result import Figure, add_into, measured_here
 from t5train.engine.optimizer import AdamWRms, HostAdam, Partition, Segment
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
-from tests.support.hardware import hardware
 
 BETAS, EPSILON, RATE = (0.9, 0.999), 1e-8, 1e-3
 
@@ -36,16 +36,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="base")
     parser.add_argument("--rounds", type=int, default=5)
+    add_into(parser)
     arguments = parser.parse_args()
     sizes = _sizes(arguments.preset)
     flat = torch.randn(sum(sizes)).mul_(0.02)
     flat.grad = torch.randn_like(flat).mul_(1e-3)
     seconds = _measure(_optimizers(flat, sizes), arguments.rounds)
     peer = statistics.median(seconds["DeepSpeedCPUAdam"])
-    print(f"{hardware()}; {len(sizes)} tensors of {sum(sizes):,} parameters in all")
-    print("| optimizer | CPU seconds a step | times DeepSpeedCPUAdam |\n|---|---|---|")
-    for name, found in seconds.items():
-        print(f"| {name} | {statistics.median(found):.3f} | {statistics.median(found) / peer:.2f} |")
+    rows: list[dict[str, Figure]] = [
+        {
+            "optimizer": name,
+            "CPU seconds per step": round(statistics.median(found), 3),
+            "relative to DeepSpeedCPUAdam": round(statistics.median(found) / peer, 2),
+        }
+        for name, found in seconds.items()
+    ]
+    notes = f"One thread, {sum(sizes):,} parameters in {len(sizes)} tensors, median of {arguments.rounds} rounds."
+    what = "A step of the optimizer in host memory, next to DeepSpeedCPUAdam"
+    measured_here(what, rows, notes).show(arguments.into)
 
 
 def _sizes(preset: str) -> list[int]:

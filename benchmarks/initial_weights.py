@@ -13,12 +13,12 @@ from functools import partial
 
 os.environ |= {"DS_ACCELERATOR": "cpu"}
 
+from benchmarks.measured_result import add_into, measured_here
 from t5train.engine.parameter_layout import huggingface_names
 from t5train.model.initialization import NoDefaultValues, fill_all, initialise
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
-from tests.support.hardware import hardware
 
 
 def main() -> None:
@@ -26,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="base")
     parser.add_argument("--rounds", type=int, default=3)
+    add_into(parser)
     given = parser.parse_args()
     shape = resolve(ModelSpec.model_validate({"preset": given.preset}), 32_128)
     seconds, cpu_seconds, parameters = [], [], 0
@@ -39,10 +40,13 @@ def main() -> None:
         seconds.append(time.perf_counter() - started)
         cpu_seconds.append(time.process_time() - computed)
         parameters = sum(parameter.numel() for parameter in named.values())
-    print(f"{hardware()}; load average {os.getloadavg()[0]:.1f}; median of {given.rounds} rounds")
-    print("| model | parameters | seconds | CPU seconds |\n|---|---|---|---|")
-    taken = f"{statistics.median(seconds):.1f} | {statistics.median(cpu_seconds):.1f}"
-    print(f"| {given.preset} | {parameters:,} | {taken} |")
+    row = {
+        "weights": parameters,
+        "CPU seconds": round(statistics.median(cpu_seconds), 1),
+        "wall-clock seconds": round(statistics.median(seconds), 1),
+    }
+    notes = f"Median of {given.rounds} rounds."
+    measured_here(f"Initial weights of {given.preset}", [row], notes).show(given.into)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.loss_curves base --root DIR [--ranks N] [--steps 200] [--set model.preset=small]
-        [--until-seconds 570] [--into docs/measurements.md]
+        [--until-seconds 570] [--into benchmarks/results/NAME.json]
 
 All runs start from the same weights and see the same samples: random tokens, of which the targets repeat the first
 ones. The learning rate passes through its whole schedule in the given number of steps, a quarter of them warm-up at
@@ -29,8 +29,9 @@ from unittest.mock import patch
 
 from pydantic import BaseModel
 
-from benchmarks.comparison import ON_ONE_RANK, Comparison, compare, parser
-from benchmarks.finished_rows import FinishedRow, FinishedRows, write_section
+from benchmarks.comparison import ON_ONE_RANK, Comparison, compare, parser, result
+from benchmarks.finished_rows import FinishedRow, FinishedRows
+from benchmarks.measured_result import Figure
 from benchmarks.time_budget import NOT_FINISHED, OutOfTime
 from flows.cli.terminal import progress_display
 from infra.head.benchmark_run import steps_taken
@@ -97,10 +98,8 @@ def main() -> int:
         raise SystemExit(str(error)) from None
     finally:
         comparison.budget.close()
-    text = text_of(comparison, *curves)
-    print(text)
-    if given.into:
-        write_section(given.into, _name(comparison), text)
+    what = f"Losses of {comparison.subject.recipe} with kernels, without them, and without them in other passes"
+    result(comparison, what, _name(comparison), _notes(*curves), differences_by_step(*curves)).show(given.into)
     return 0
 
 
@@ -240,27 +239,27 @@ def _batches(job: CurveJob, step: int) -> Iterator[Batch]:
             yield part._replace(targets=part.inputs[:, :targets])
 
 
-def text_of(comparison: Comparison, kernels: Losses, none: Losses, again: Losses) -> str:
-    """Return what was compared, the table, and the largest differences."""
+def differences_by_step(kernels: Losses, none: Losses, again: Losses) -> list[dict[str, Figure]]:
+    """Return the losses and differences of some steps, and the largest and the mean difference of all steps."""
     by_kernels, by_rounding = _differences(kernels, none), _differences(again, none)
+    losses: dict[str, list[float]] = {"with kernels": kernels.losses, "without": none.losses}
+    differences = {"difference": by_kernels, "difference by rounding alone": by_rounding}
+    made: list[dict[str, Figure]] = [
+        {"step": step, **{name: round(values[step - 1], 4) for name, values in (losses | differences).items()}}
+        for step in SHOWN_STEPS
+        if step <= len(by_kernels)
+    ]
+    for name, of_all in (("largest", max), ("mean", _mean)):
+        made.append({"step": name, **{column: round(of_all(values), 4) for column, values in differences.items()}})
+    return made
+
+
+def _notes(kernels: Losses, none: Losses, again: Losses) -> str:
     changes = [abs(after - before) for before, after in zip(none.losses, none.losses[1:], strict=False)]
     remark = "" if kernels.has_kernels else "There are no kernels for this device, so the first two runs are the same. "
-    shown = [step for step in SHOWN_STEPS if step <= len(by_kernels)]
-    rows = [
-        f"| {step} | {kernels.losses[step - 1]:.4f} | {none.losses[step - 1]:.4f} | {by_kernels[step - 1]:.4f} | "
-        f"{by_rounding[step - 1]:.4f} |"
-        for step in shown
-    ]
-    subject = comparison.subject
     return (
-        f"{subject.ranks} ranks on {subject.device}, {comparison.spec.optimizer.precision}, commit "
-        f"{comparison.commit} (code {subject.code}), `python -m {_name(comparison)}`. {remark}Of all "
-        f"{len(by_kernels)} steps, the largest difference is {_largest(by_kernels)} with kernels, and "
-        f"{_largest(by_rounding)} without them, when only sums are made in another order. On average, the differences "
-        f"are {_mean(by_kernels):.4f} and {_mean(by_rounding):.4f}; from one step to the next, the loss changes by "
-        f"{_mean(changes):.4f}.\n\n"
-        "| step | loss with kernels | without | difference | difference by rounding alone |\n|---|---|---|---|---|\n"
-        + "\n".join(rows)
+        f"{remark}The difference with kernels is largest at step {_largest(kernels, none)}, and by rounding alone at "
+        f"step {_largest(again, none)}. From one step to the next, the loss changes by {_mean(changes):.4f} on average."
     )
 
 
@@ -268,9 +267,10 @@ def _differences(one: Losses, other: Losses) -> list[float]:
     return [abs(first - second) for first, second in zip(one.losses, other.losses, strict=True)]
 
 
-def _largest(differences: list[float]) -> str:
-    largest = max(differences)
-    return f"{largest:.4f} (step {differences.index(largest) + 1})"
+def _largest(one: Losses, other: Losses) -> int:
+    """Return the step with the largest difference."""
+    differences = _differences(one, other)
+    return differences.index(max(differences)) + 1
 
 
 def _mean(values: list[float]) -> float:

@@ -15,6 +15,7 @@ from tests.support.hardware import hardware
 
 CHECKOUT = Path(__file__).parents[1]
 _MEASURED = ("t5train", "infra", "benchmarks")
+_RESULTS = "benchmarks/results"
 _PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "triton")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -38,7 +39,7 @@ def commit(given: str | None = None, checkout: Path = CHECKOUT) -> str:
         return given
     try:
         head = _git(checkout, "rev-parse", "--short=12", "HEAD")
-        changed = _git(checkout, "status", "--porcelain", "--", *_MEASURED)
+        changed = _git(checkout, "status", "--porcelain", "--", *_MEASURED, f":!{_RESULTS}")
     except (OSError, subprocess.CalledProcessError):
         return "not known"
     return head + (", changed" if changed else "")

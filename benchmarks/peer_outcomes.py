@@ -1,4 +1,4 @@
-"""Finished measurements of benchmarks.training_peers: kept in a file, and shown as a table."""
+"""Finished measurements of benchmarks.training_peers: kept in a file, and summed up."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.finished_rows import FinishedRow, FinishedRows, Subject
+from benchmarks.measured_result import Figure, spread
 
 OURS, DENSE, ALONE = "ours", "ours dense", "ours alone"
 TRIAL = 0
 """The repeat of a short measurement that only chooses a tuning."""
 FIRST_GUESS_SECONDS = 150.0
 """How long a measurement is expected to take before anything was measured: start, compilation, and 25 steps."""
-_HEADER = (
-    "| | tokens/s | step, ms | this project relative to it | peak memory, GiB | reserved, GiB | precision "
-    "| micro-batch | attention |\n|---|---|---|---|---|---|---|---|---|\n"
-)
 
 
 class Tuning(NamedTuple):
@@ -137,35 +134,34 @@ def _halves(size: int) -> list[int]:
     return [size >> power for power in range(size.bit_length()) if size % (1 << power) == 0]
 
 
-def table(outcomes: Outcomes, contenders: Sequence[str]) -> str:
-    """Return a Markdown table of what was measured: medians of the repeats, with their range in brackets."""
+def rows(outcomes: Outcomes, contenders: Sequence[str]) -> list[dict[str, Figure]]:
+    """Return what was measured of each contender: medians of the repeats, with their range."""
     ours = {each.repeat: each for each in outcomes.of(OURS)}
-    rows = [_row(name, outcomes.of(name), ours) for name in contenders if outcomes.of(name)]
-    return _HEADER + "".join(rows)
+    return [_row(name, outcomes.of(name), ours) for name in contenders if outcomes.of(name)]
 
 
-def _row(name: str, measured: Sequence[Outcome], ours: dict[int, Outcome]) -> str:
+def _row(name: str, measured: Sequence[Outcome], ours: dict[int, Outcome]) -> dict[str, Figure]:
     repeats = [each for each in measured if each.repeat != TRIAL and not each.out_of_memory]
     if not repeats:
         reason = "out of memory" if all(each.out_of_memory for each in measured) else "only tried"
-        return f"| {name} | {reason} | | | | | | | |\n"
+        return {"contender": name, "tokens/s": reason}
     ratios = [ours[each.repeat].tokens_per_second / each.tokens_per_second for each in repeats if each.repeat in ours]
     last = repeats[-1]
-    cells = (
-        name,
-        span([each.tokens_per_second for each in repeats], ",.0f"),
-        span([each.seconds * 1e3 for each in repeats], ".1f"),
-        span(ratios, ".2f") if ratios and name != OURS else "",
-        span([each.memory_bytes / 2**30 for each in repeats], ".1f"),
-        span([each.reserved_bytes / 2**30 for each in repeats], ".1f"),
-        last.precision,
-        last.tuning.micro_batch_sequences,
-        last.attention,
-    )
-    return f"| {' | '.join(map(str, cells))} |\n"
+    return {
+        "contender": name,
+        **speed_and_memory(repeats),
+        "ours relative to it": spread(ratios, 2) if ratios and name != OURS else None,
+        "precision": last.precision,
+        "micro-batch": last.tuning.micro_batch_sequences,
+        "attention": last.attention,
+    }
 
 
-def span(values: Sequence[float], form: str) -> str:
-    """Format the median, and the range unless it is one number."""
-    median, low, high = (format(value, form) for value in (statistics.median(values), min(values), max(values)))
-    return median if low == high else f"{median} ({low} to {high})"
+def speed_and_memory(repeats: Sequence[Outcome]) -> dict[str, Figure]:
+    """Return the medians of repeats, with their range."""
+    return {
+        "tokens/s": spread([each.tokens_per_second for each in repeats], 0),
+        "step, ms": spread([each.seconds * 1e3 for each in repeats], 1),
+        "peak memory, GiB": spread([each.memory_bytes / 2**30 for each in repeats], 1),
+        "reserved, GiB": spread([each.reserved_bytes / 2**30 for each in repeats], 1),
+    }

@@ -18,15 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measured_result import Figure, add_into, measured_here, spread
 from flows.server.prefect_server import HOME
 from tests.support import prefect_servers
-from tests.support.hardware import hardware
 
 BARE = """
 import sys
@@ -127,6 +127,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--port", type=int, default=4299)
     arguments.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", dest="settings")
+    add_into(arguments)
     given = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         measured = Measured(Path(folder), given.port, given.settings)
@@ -137,19 +138,26 @@ def main() -> None:
                 bare, run = measured.bare(f"bare-{each}"), measured.run(f"run-{each}")
                 rounds.append((*bare, run, measured.deployment(f"deployed-{each}")))
                 print(f"round {each + 1}: {rounds[-1]}", file=sys.stderr, flush=True)
-    print(f"{hardware()}\n")
-    print("| | " + " | ".join(f"round {each + 1}" for each in range(given.rounds)) + " | added | ratio |")
-    print("|---" * (given.rounds + 3) + "|")
-    for number, name in enumerate(("bare stages", "without the start of Python")):
-        print(f"| {name} | {_times(rounds, number)} | | |")
-    for number, peer, name in ((2, 0, "`t5-pretrain run`"), (3, 1, "deployment, from Running")):
-        added = statistics.median(each[number] - each[peer] for each in rounds)
-        ratio = statistics.median(each[number] / each[peer] for each in rounds)
-        print(f"| {name} | {_times(rounds, number)} | {added:+.1f} s | {ratio:.2f} |")
+    notes = f"{given.rounds} rounds; text, tokenizer and shards exist already. Next to `run`, bare stages include the "
+    notes += "start of Python."
+    measured_here("What Prefect adds to a run of smoke", compared(rounds), notes).show(given.into)
 
 
-def _times(rounds: list[tuple[float, ...]], number: int) -> str:
-    return " | ".join(f"{each[number]:.1f} s" for each in rounds)
+def compared(rounds: Sequence[tuple[float, ...]]) -> list[dict[str, Figure]]:
+    """Return what `run` and a deployment take, next to bare stages with and without the start of Python."""
+    return [
+        {
+            "run": name,
+            "seconds": spread([each[number] for each in rounds], 1),
+            "seconds of bare stages": spread([each[bare] for each in rounds], 1),
+            "added, s": spread([each[number] - each[bare] for each in rounds], 1),
+            "ratio": round(statistics.median(each[number] / each[bare] for each in rounds), 2),
+        }
+        for number, bare, name in (
+            (2, 0, "t5-pretrain run, with a running server"),
+            (3, 1, "deployment, from Running"),
+        )
+    ]
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ Preflight asks all hosts for their facts and evaluates the answers. Each host an
 ssh. The all-reduce is left out. Then preflight runs on 64 hosts of which four have problems, and must report them.
 
 Planning is the work of the head alone, with 8 ranks per host: read and choose hosts, make the launcher's command,
-evaluate facts, and choose the rendezvous. Figures are medians of the rounds; "ratio" is relative to the smallest case
-of the same table.
+evaluate facts, and choose the rendezvous. Figures are medians of the rounds.
 """
 
 import argparse
@@ -15,9 +14,11 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.measured_result import Figure, add_into, measured_here
 from infra.head.hosts.hostfile import hostfile_text, include_argument, parse, select
 from infra.head.launch.deepspeed_launcher import launch_command
 from infra.head.preflight.checklist import judge
@@ -27,7 +28,6 @@ from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.node.inspection.facts import Software
 from infra.node.inspection.software import software
 from t5train.spec import ClusterSpec
-from tests.support.hardware import hardware
 from tests.support.simulated_hosts import Fault, Simulated, facts_of, write_answers
 
 SLOTS = 8
@@ -41,15 +41,17 @@ NAMED = {"packages": "node001", "ninja": "node002", "reachable": "node003", "hos
 
 
 def main() -> None:
-    """Print both tables, and the problems found on the hosts that have any."""
+    """Print the table, and the problems found on the hosts that have any."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--hosts", type=int, nargs="+", default=[1, 4, 16, 64, 128])
     arguments.add_argument("--latency", type=float, default=0.3)
     arguments.add_argument("--rounds", type=int, default=5)
+    add_into(arguments)
     given = arguments.parse_args()
-    print(f"{hardware()}; a host answers after {given.latency:g} s\n")
-    show("preflight", [surveyed(number, given.latency, given.rounds) for number in given.hosts])
-    show("planning", [planned(number, given.rounds) for number in given.hosts])
+    surveys = [surveyed(number, given.latency, given.rounds) for number in given.hosts]
+    plans = [planned(number, given.rounds) for number in given.hosts]
+    notes = f"A simulated host answers {given.latency:g} s after it is asked."
+    measured_here("Asking and judging hosts before a run", compared(surveys, plans), notes).show(given.into)
     seconds, found = unwell(64, given.latency)
     print(f"64 hosts, four of them not well, the slowest of which says nothing for 5 s: {seconds:.1f} s")
     for finding in found:
@@ -132,14 +134,22 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def show(what: str, rows: list[tuple[int, float, float]]) -> None:
-    """Print one table."""
-    print(f"| {what}: hosts | ranks | seconds | ratio | CPU seconds of the head | ratio |\n|---|---|---|---|---|---|")
-    (_, wall, work), *_ = rows
-    for number, seconds, worked in rows:
-        ratios = f"{seconds:.4f} | {seconds / wall:.1f} | {worked:.4f} | {worked / work:.1f}"
-        print(f"| {number} | {number * SLOTS} | {ratios} |")
-    print()
+def compared(
+    surveys: Sequence[tuple[int, float, float]], plans: Sequence[tuple[int, float, float]]
+) -> list[dict[str, Figure]]:
+    """Return what it takes to ask hosts and to plan a launch on them, by the number of hosts."""
+    (_, first, _), *_ = surveys
+    return [
+        {
+            "hosts": number,
+            "ranks": number * SLOTS,
+            "ask all and judge, s": round(seconds, 2),
+            "relative to the fewest hosts": round(seconds / first, 1),
+            "CPU of the head, s": round(worked, 3),
+            "plan a launch, CPU ms": round(planning * 1e3, 1),
+        }
+        for (number, seconds, worked), (_, _, planning) in zip(surveys, plans, strict=True)
+    ]
 
 
 def _with_torch(of: Software, version: str) -> Software:

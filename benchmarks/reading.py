@@ -18,6 +18,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 
+from benchmarks.measured_result import Figure, add_into, measured_here
 from t5train.data import sources
 from t5train.data.corpus import build_corpus
 from t5train.data.samples.loader import Windows
@@ -25,7 +26,6 @@ from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.records.stage_records import TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec, TokenizerSpec
-from tests.support.hardware import hardware
 
 WINDOW_TOKENS = 568
 SECONDS_A_ROUND = 1.0
@@ -38,10 +38,11 @@ def main() -> None:
     arguments.add_argument("--windows", type=int, default=20_000)
     arguments.add_argument("--batch", type=int, default=128)
     arguments.add_argument("--rounds", type=int, default=5)
+    add_into(arguments)
     given = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         windows = Windows(python_documentation(Path(folder), given.windows), "train", WINDOW_TOKENS)
-        readers: dict[str, Read] = {"t5train, mapped shards": windows.__getitem__}
+        readers: dict[str, Read] = {"t5-pretrain, mapped shards": windows.__getitem__}
         readers |= arrow_readers(windows, Path(folder) / "arrow")
         order = np.random.default_rng(0).permutation(len(windows))
         batches = [order[at : at + given.batch] for at in range(0, len(order) - given.batch + 1, given.batch)]
@@ -51,8 +52,10 @@ def main() -> None:
         for _ in range(given.rounds):
             for name, read in readers.items():
                 rates[name].append(samples_per_second(read, batches))
-        print(f"{len(windows)} windows of {WINDOW_TOKENS} tokens, random batches of {given.batch}, {hardware()}")
-        report({name: statistics.median(each) for name, each in rates.items()})
+        notes = f"Random batches of {given.batch} of {len(windows):,} windows of {WINDOW_TOKENS} tokens, warm."
+        what = f"Reading random batches of samples, next to datasets {version('datasets')}"
+        medians = {name: statistics.median(each) for name, each in rates.items()}
+        measured_here(what, compared(medians), notes).show(given.into)
 
 
 def python_documentation(root: Path, windows: int) -> TokenShards:
@@ -97,12 +100,10 @@ def samples_per_second(read: Read, batches: list[np.ndarray]) -> float:
     return done / spent
 
 
-def report(rates: dict[str, float]) -> None:
-    """Print one table."""
+def compared(rates: dict[str, float]) -> list[dict[str, Figure]]:
+    """Return the rate of each program, also relative to the faster way to read an Arrow dataset."""
     best = max(rate for name, rate in rates.items() if name.startswith("Arrow"))
-    print(f"{'datasets ' + version('datasets'):34}{'samples/s':>14}{'of the faster Arrow':>21}")
-    for name, rate in rates.items():
-        print(f"{name:34}{rate:>14,.0f}{rate / best:>21.1f}")
+    return [{"program": name, "samples/s": round(rate), "ratio": round(rate / best, 1)} for name, rate in rates.items()]
 
 
 if __name__ == "__main__":

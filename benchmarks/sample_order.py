@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.measured_result import Figure, add_into, measured_here
 from t5train.data.samples.keyed_random import permuted
 from tests.support.hardware import hardware
 
@@ -58,6 +59,7 @@ def main() -> None:
     arguments.add_argument("--batch", type=int, default=128)
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--without-table", action="store_true")
+    add_into(arguments)
     given = arguments.parse_args()
     if given.without_table:
         across_an_epoch(given.samples, given.batch)
@@ -78,7 +80,9 @@ def main() -> None:
     looked_up, computing = (statistics.median(seconds) for seconds in zip(*rounds, strict=True))
     begin_seconds, begin_bytes = begin_with_table(given.samples)
     bytes_computed = peak_bytes(lambda: computed(np.arange(given.batch)))
-    report(given.samples, given.batch, (begin_seconds, looked_up, begin_bytes), (computing, bytes_computed))
+    rows = compared((begin_seconds, looked_up, begin_bytes), (computing, bytes_computed))
+    notes = f"{given.samples:,} samples, batches of {given.batch}, numpy {np.__version__}."
+    measured_here("The order of samples: computed, next to numpy's permutation", rows, notes).show(given.into)
 
 
 def across_an_epoch(samples: int, batch: int, batches: int = 1000) -> None:
@@ -101,17 +105,18 @@ def across_an_epoch(samples: int, batch: int, batches: int = 1000) -> None:
     )
 
 
-def report(samples: int, batch: int, table: tuple[float, float, int], computed: tuple[float, int]) -> None:
-    """Print one table. The last column is the total cost of an epoch, relative to NumPy's permutation."""
-    batches = samples / batch
-    begin, looked_up, held = table
-    computing, held_computing = computed
-    whole = begin + batches * looked_up
-    print(f"order of {samples:,} samples, batches of {batch}, {hardware()}, numpy {np.__version__}")
-    print(f"{'':22}{'pause at an epoch, s':>22}{'a batch, us':>14}{'memory, bytes':>16}{'an epoch, ratio':>17}")
-    print(f"{'numpy permutation':22}{begin:>22.2f}{1e6 * looked_up:>14.1f}{held:>16,}{1:>17.1f}")
-    ratio = batches * computing / whole
-    print(f"{'t5train, computed':22}{0:>22.2f}{1e6 * computing:>14.1f}{held_computing:>16,}{ratio:>17.1f}")
+def compared(table: tuple[float, float, int], computed: tuple[float, int]) -> list[dict[str, Figure]]:
+    """Return the pause at an epoch, the time of a batch and the memory of both ways."""
+    named = {"numpy's permutation": table, "t5-pretrain, computed": (0.0, *computed)}
+    return [
+        {
+            "order": name,
+            "pause at an epoch, CPU s": round(pause, 2),
+            "per batch, µs": round(1e6 * batch_seconds, 1),
+            "memory, bytes": held,
+        }
+        for name, (pause, batch_seconds, held) in named.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.measured_result import Figure, add_into, measured_here
 from t5train.checkpoint.archive_writing import fill_in, no_checksums
 from t5train.records.digests import digest_files
-from tests.support.hardware import hardware
 
 State = dict[str, torch.Tensor]
+PROGRAMS = ("torch.save", "t5-pretrain: without torch's checksums, then filled in")
 
 
 def main() -> None:
@@ -30,17 +31,20 @@ def main() -> None:
     arguments.add_argument("--gigabytes", type=float, default=1.0)
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--folder", type=Path, help="on the disk that checkpoints go to")
+    add_into(arguments)
     given = arguments.parse_args()
     state = {name: torch.randn(int(given.gigabytes * 1e9 / 12)) for name in ("masters", "exp_avg", "exp_avg_sq")}
-    print(f"{hardware()}; {given.gigabytes:g} GB, {given.rounds} rounds\n")
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         path = Path(folder) / "state.pt"
         rounds = [(timed(theirs, state, path), timed(ours, state, path)) for _ in range(given.rounds)]
-    for name, seconds in (("torch.save", [one for one, _ in rounds]), ("ours", [one for _, one in rounds])):
-        print(
-            f"{name:<12}{statistics.median(seconds):6.2f} s   {given.gigabytes / statistics.median(seconds):5.2f} GB/s"
-        )
-    print(f"ratio       {statistics.median(mine / peer for peer, mine in rounds):6.2f}")
+    rows: list[dict[str, Figure]] = [
+        {"program": name, "seconds": round(seconds, 2), "GB/s": round(given.gigabytes / seconds, 2)}
+        for name, seconds in zip(PROGRAMS, map(statistics.median, zip(*rounds, strict=True)), strict=True)
+    ]
+    ratio = statistics.median(mine / peer for peer, mine in rounds)
+    notes = f"{given.gigabytes:g} GB, {given.rounds} rounds; ours takes {ratio:.2f} of torch.save's time."
+    what = "Saving the state of a rank until it is on disk and hashed, next to torch.save"
+    measured_here(what, rows, notes).show(given.into)
 
 
 def theirs(state: State, path: Path) -> None:

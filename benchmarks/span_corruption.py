@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.measured_result import Figure, add_into, measured_here
 from t5train.data.samples import keyed_random
 from t5train.data.samples.span_corruption import corrupt, geometry
 from t5train.spec import ObjectiveSpec
-from tests.support.hardware import hardware
 
 VOCAB_SIZE, EOS_ID, PAD_ID = 32_100, 1, 0
 NOISE_DENSITY, MEAN_SPAN_TOKENS = 0.15, 3.0
@@ -82,6 +82,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--batch", type=int, default=128)
     arguments.add_argument("--rounds", type=int, default=7)
+    add_into(arguments)
     given = arguments.parse_args()
     shape = geometry(ObjectiveSpec(noise_density=NOISE_DENSITY, mean_span_tokens=MEAN_SPAN_TOKENS, input_tokens=512))
     windows = np.random.default_rng(0).integers(2, 32_000, (given.batch, shape.window_tokens), dtype=np.uint16)
@@ -98,15 +99,15 @@ def main() -> None:
     for _ in range(given.rounds):
         peers.append(samples_per_cpu_second(lambda: collate(examples), given.batch))
         owns.append(samples_per_cpu_second(ours, given.batch))
-    report(given.batch, statistics.median(peers), statistics.median(owns))
-
-
-def report(batch: int, peer: float, own: float) -> None:
-    """Print one table."""
-    print(f"span corruption, batch {batch}, {hardware()}, numpy {np.__version__}")
-    print(f"{'':34}{'samples/CPU-s':>14}{'ratio':>8}")
-    print(f"{'collator, a row at a time':34}{peer:>14,.0f}{1:>8.1f}")
-    print(f"{'t5train, a batch at a time':34}{own:>14,.0f}{own / peer:>8.1f}")
+    peer_rate, own_rate = statistics.median(peers), statistics.median(owns)
+    rates = {"a collator that works row by row": peer_rate, "t5-pretrain, a batch at a time": own_rate}
+    rows: list[dict[str, Figure]] = [
+        {"program": name, "samples per CPU second": round(rate), "ratio": round(rate / peer_rate, 1)}
+        for name, rate in rates.items()
+    ]
+    notes = f"568 to 512 + 114 tokens, batch {given.batch}, numpy {np.__version__}."
+    what = "Span corruption of batches, next to a collator that works row by row"
+    measured_here(what, rows, notes).show(given.into)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Compare staging a folder to four nodes over links of 200 Mbit/s: from node to node, or from the head to each node.
 
     sudo python -m benchmarks.staging [--nodes 4] [--megabytes 256] [--rate 200mbit] [--rounds 3]
+        [--into benchmarks/results/staging.json]
 
-Runs on the test cluster (docs/test-cluster.md), with every host's link limited in both directions. Times are compared
-with that of staging the same folder to a single node. Nothing of the folder is on the nodes' disks before a
+Runs on the test cluster (docs/tutorials/test-cluster.md), with every host's link limited in both directions. Times are
+compared with that of staging the same folder to a single node. Nothing of the folder is on the nodes' disks before a
 measurement. The table shows the median of the rounds.
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.measured_result import add_into, measured_here, spread
 from infra.head.hosts.node_client import Nodes
 from infra.head.hosts.ssh import Ssh
 from infra.head.storage.provisioning import stage_folder
@@ -25,7 +27,6 @@ from infra.node.storage.pull import listed
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOME
 from t5train.spec import ClusterSpec
-from tests.support.hardware import hardware
 
 FILES, PLACE = 8, "shards/benchmark"
 SOURCE = f"{HOME}/source"
@@ -39,6 +40,7 @@ def main() -> None:
     arguments.add_argument("--megabytes", type=int, default=256)
     arguments.add_argument("--rate", default="200mbit")
     arguments.add_argument("--rounds", type=int, default=3)
+    add_into(arguments)
     arguments.add_argument("--on-head", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
     chosen = arguments.parse_args()
     if chosen.on_head:
@@ -93,13 +95,14 @@ def seconds_on_head(case: str, source: Path, num_nodes: int) -> float:
 
 
 def show(times: dict[str, list[float]], chosen: argparse.Namespace) -> None:
-    """Print a table for docs/measurements.md."""
-    print(f"{hardware()}; {chosen.nodes} nodes, {chosen.megabytes} MiB, links of {chosen.rate}\n")
-    print("| way | seconds, median (range) | times one node |\n|---|---|---|")
+    """Print the result, and write it to a file if one is given."""
     one = statistics.median(times["one node"])
-    for case, seconds in times.items():
-        middle = statistics.median(seconds)
-        print(f"| {case} | {middle:.2f} ({min(seconds):.2f} - {max(seconds):.2f}) | {middle / one:.2f} |")
+    rows = [
+        {"way": case, "seconds": spread(seconds, 1), "relative to one node": round(statistics.median(seconds) / one, 2)}
+        for case, seconds in times.items()
+    ]
+    what = f"Staging {chosen.megabytes} MiB to {chosen.nodes} nodes over links of {chosen.rate}"
+    measured_here(what, rows).show(chosen.into)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.measured_result import Figure, add_into, measured_here
 from benchmarks.tokenise import docstrings, joined, tokenizer_folder
-from tests.support.hardware import hardware
 
 PASSAGE_WORDS = 100
 PROGRAM = """
@@ -72,13 +72,11 @@ def main() -> None:
     arguments.add_argument("--spiece", type=Path)
     arguments.add_argument("--remove", action="store_true")
     arguments.add_argument("--processes", type=int, default=2)
+    add_into(arguments)
     given = arguments.parse_args()
     remove = ("near_duplicates",) if given.remove else ()
     code = PROGRAM.replace("PROCESSES", str(given.processes)).replace("REMOVE", repr(remove))
-    print(f"{hardware()}, {given.processes} processes{', near-duplicates removed' if given.remove else ''}")
-    print(
-        f"{'text, GB':>9}{'main process, MB':>18}{'largest worker, MB':>20}{'CPU s':>9}{'MB/CPU-s':>10}{'tokens':>16}"
-    )
+    rows = list[dict[str, Figure]]()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         sentences = [each for text in docstrings() for each in re.split(r"(?<=[.!?])\s+|\n\n", text) if each.strip()]
@@ -89,11 +87,19 @@ def main() -> None:
                 command = [sys.executable, "-W", "ignore", "-c", code, str(root / "text.jsonl"), str(tokenizer), out]
                 done = subprocess.run(command, env=os.environ, check=True, stdout=subprocess.PIPE, text=True)
             main_peak, worker_peak, spent, tokens = map(float, done.stdout.split())
-            print(
-                f"{size / 1e9:>9.1f}{main_peak / 1e6:>18.0f}{worker_peak / 1e6:>20.0f}{spent:>9.1f}"
-                f"{size / 1e6 / spent:>10.1f}{tokens:>16,.0f}",
-                flush=True,
+            rows.append(
+                {
+                    "text, GB": round(size / 1e9, 2),
+                    "main process, peak MB": round(main_peak / 1e6),
+                    "largest worker, peak MB": round(worker_peak / 1e6),
+                    "CPU seconds": round(spent, 1),
+                    "MB per CPU second": round(size / 1e6 / spent, 1),
+                    "million tokens": round(tokens / 1e6, 1),
+                }
             )
+            print(rows[-1], flush=True)
+    notes = f"{given.processes} processes{', near-duplicates removed' if given.remove else ''}."
+    measured_here("Memory of tokenising, by the size of the text", rows, notes).show(given.into)
 
 
 if __name__ == "__main__":

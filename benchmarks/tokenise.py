@@ -8,8 +8,8 @@ trained on it. With --docstrings, the text is the docstrings of installed packag
 repetitions, in which no cache of words has seen a text before. --without-datasets leaves out the slowest programs.
 
 The programs take turns, each in its own processes. Programs that work "alone" measure their CPU time themselves, after
-they have started. Of the others, the CPU time of all processes is measured. The first
-table shows the median of the rounds. The second table subtracts the time of the same program on 20 MB, which leaves out
+they have started. Of the others, the CPU time of all processes is measured. Figures
+are medians of the rounds. Those without start-up subtract the time of the same program on 20 MB, which leaves out
 imports and start-up, but also the part of the text in which most words are new.
 
 ``datasets.map`` keeps only ids, the least that a user needs. A T5 trainer needs them in windows, so a variant that cuts
@@ -31,11 +31,11 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.measured_result import Figure, add_into, measured_here
 from t5train.data import sources
 from t5train.data.corpus import build_corpus
 from t5train.data.vocabulary.tokenizer import build_tokenizer, given_tokenizer
 from t5train.spec import CorpusSpec, TokenizerSpec
-from tests.support.hardware import hardware
 
 LITTLE_BYTES = 20_000_000  # from here on, t5train records and compares as many held-out passages as it ever does
 PASSAGE_WORDS = 100
@@ -125,7 +125,7 @@ DOCSTRING_BYTES = 40_000_000
 
 
 def main() -> None:
-    """Run all programs in turns, and print both tables."""
+    """Run all programs in turns, and print the table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--text", type=Path)
     arguments.add_argument("--docstrings", action="store_true")
@@ -134,6 +134,7 @@ def main() -> None:
     arguments.add_argument("--spiece", type=Path)
     arguments.add_argument("--megabytes", type=float, default=40)
     arguments.add_argument("--rounds", type=int, default=3)
+    add_into(arguments)
     given = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -150,9 +151,15 @@ def main() -> None:
                 all_of_it[name].append(cpu_seconds(name, whole, tokenizer, given.processes))
                 start[name].append(cpu_seconds(name, little, tokenizer, given.processes))
         spent = {name: statistics.median(each) for name, each in all_of_it.items()}
-        report(f"start-up included, {given.processes} processes", text_bytes / 1e6, spent)
         rest = {name: spent[name] - statistics.median(each) for name, each in start.items()}
-        report(f"start-up left out, {given.processes} processes", (text_bytes - little_bytes) / 1e6, rest)
+    included = compared(text_bytes / 1e6, spent)
+    left_out = compared((text_bytes - little_bytes) / 1e6, rest, ", without start-up")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("datasets", "tokenizers", "sentencepiece"))
+    measured_here(
+        f"Tokenising {text_bytes / 1e6:.0f} MB, relative to sentencepiece alone and to datasets.map",
+        [{"program": name, **included[name], **left_out[name]} for name in programs],
+        f"{versions}; {given.processes} processes, medians of {given.rounds} rounds.",
+    ).show(given.into)
 
 
 def python_documentation(root: Path) -> Iterator[str]:
@@ -234,14 +241,16 @@ def cpu_seconds(name: str, text: Path, tokenizer: Path, processes: int) -> float
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
-def report(what: str, megabytes: float, seconds: dict[str, float]) -> None:
-    """Print one table."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("datasets", "tokenizers", "sentencepiece"))
-    print(f"tokenisation of {megabytes:.1f} MB, {what}, {hardware()}, {versions}")
-    print(f"{'':44}{'MB/CPU-s':>9}{'of sentencepiece':>18}{'of datasets.map':>17}")
-    for name, spent in seconds.items():
-        of_map = f"{seconds[REFERENCE] / spent:>17.2f}" if REFERENCE in seconds else ""
-        print(f"{name:44}{megabytes / spent:>9.2f}{seconds[BOUND] / spent:>18.2f}{of_map}")
+def compared(megabytes: float, seconds: dict[str, float], suffix: str = "") -> dict[str, dict[str, Figure]]:
+    """Return the speed of each program, also relative to sentencepiece and datasets.map."""
+    return {
+        name: {
+            f"MB per CPU second{suffix}": round(megabytes / spent, 1),
+            f"relative to sentencepiece{suffix}": round(seconds[BOUND] / spent, 2),
+            f"relative to datasets.map{suffix}": round(seconds[REFERENCE] / spent, 1) if REFERENCE in seconds else None,
+        }
+        for name, spent in seconds.items()
+    }
 
 
 if __name__ == "__main__":

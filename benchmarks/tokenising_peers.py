@@ -19,7 +19,7 @@ Those that are not installed are left out. In a folder of their own:
     git clone --depth 1 --branch core_v0.16.0 https://github.com/NVIDIA/Megatron-LM
 
 --packages is this folder, and --megatron the clone, which needs triton. The programs take turns, and each round begins
-with another one. Numbers are medians of the rounds; "of ours" is the speed as a share of t5-pretrain's. Memory is
+with another one. Numbers are medians of the rounds. Memory is
 looked up every 50 ms: VmHWM of the largest process, and the sum of VmRSS of the processes that run at the same time, in
 which memory that they share counts several times.
 """
@@ -44,10 +44,10 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.measured_result import Figure, add_into, measured_here, spread
 from benchmarks.tokenise import MAP, PASSAGE_WORDS, PROGRAMS, START, docstrings
 from t5train.data.native import segmenter_build
 from t5train.data.vocabulary.tokenizer import given_tokenizer
-from tests.support.hardware import hardware
 
 MANUALS, DOCUMENTATION = Path("/usr/share/man"), Path("/usr/share/doc")
 _PLAIN = {"", ".txt", ".md", ".rst", ".Debian", ".text"}
@@ -132,6 +132,7 @@ def main() -> None:
     arguments.add_argument("--processes", type=int, default=2)
     arguments.add_argument("--packages", type=Path)
     arguments.add_argument("--megatron", type=Path)
+    add_into(arguments)
     given = arguments.parse_args()
     if not segmenter_build.built().exists():
         sys.exit("the segmenter is not compiled: make setup")
@@ -149,7 +150,9 @@ def main() -> None:
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 done = run(name, text, tokenizer, given.processes, given.packages, given.megatron)
                 runs[name] += [] if done is None else [done]
-        report(text_bytes / 1e6, given.processes, versions_of(given.packages, given.megatron), runs)
+    notes = f"{versions_of(given.packages, given.megatron)}; {given.processes} processes, start-up included."
+    what = f"Tokenising {text_bytes / 1e6:.0f} MB, next to other programs"
+    measured_here(what, compared(text_bytes / 1e6, runs), notes).show(given.into)
 
 
 def collected(path: Path) -> Path:
@@ -368,23 +371,27 @@ def versions_of(packages: Path | None, megatron: Path | None) -> str:
     return ", ".join(found)
 
 
-def report(megabytes: float, processes: int, versions: str, runs: Mapping[str, list[Run]]) -> None:
-    """Print one row per program."""
-    print(f"tokenising {megabytes:.1f} MB with {processes} processes, start-up included, {hardware()}, {versions}")
+def compared(megabytes: float, runs: Mapping[str, list[Run]]) -> list[dict[str, Figure]]:
+    """Return what each program that ran has taken."""
     ours = statistics.median(each.cpu_seconds for each in runs[OURS])
-    numbers = f"{'CPU s':>8}{'range':>16}{'MB/CPU-s':>10}{'of ours':>9}{'wall s':>8}{'largest MB':>12}{'all MB':>8}"
-    print(f"{'':38}{numbers}  tokens")
+    rows = list[dict[str, Figure]]()
     for name, of_program in runs.items():
         if not of_program:
             continue
         spent = [each.cpu_seconds for each in of_program]
-        middle = statistics.median(spent)
-        largest, total = (max(getattr(each.peak, kind) for each in of_program) / 1e6 for kind in ("largest", "total"))
-        wall = statistics.median(each.wall_seconds for each in of_program)
-        print(
-            f"{name:38}{middle:>8.1f}{f'{min(spent):.1f} to {max(spent):.1f}':>16}{megabytes / middle:>10.2f}"
-            f"{ours / middle:>9.2f}{wall:>8.1f}{largest:>12,.0f}{total:>8,.0f}  {of_program[0].tokens:,}"
+        rows.append(
+            {
+                "program": name,
+                "CPU s": spread(spent, 1),
+                "MB per CPU second": round(megabytes / statistics.median(spent), 1),
+                "CPU s relative to ours": round(statistics.median(spent) / ours, 2),
+                "seconds": round(statistics.median(each.wall_seconds for each in of_program), 1),
+                "memory, MB": round(max(each.peak.largest for each in of_program) / 1e6),
+                "memory of all processes, MB": round(max(each.peak.total for each in of_program) / 1e6),
+                "tokens": of_program[0].tokens,
+            }
         )
+    return rows
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.training_peers base --root DIR [--ranks N] [--repeats 3] [--steps 20] [--until-seconds 570]
-        [--only ours,trainer] [--set layout.micro_batch_sequences=64] [--into docs/measurements.md]
+        [--only ours,trainer] [--set layout.micro_batch_sequences=64] [--into benchmarks/results/NAME.json]
 
 - ours: this project, as ``t5-pretrain bench`` measures it.
 - ours dense: with experts only: the same recipe without them. At one expert per token, both compute with equally many
@@ -33,8 +33,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 
-from benchmarks.comparison import Comparison, add, compare, conditions, parser
-from benchmarks.finished_rows import write_section
+from benchmarks.comparison import Comparison, add, compare, parser, result, speed_notes
 from benchmarks.peer_outcomes import (
     DENSE,
     OURS,
@@ -43,7 +42,7 @@ from benchmarks.peer_outcomes import (
     Tuning,
     fastest,
     next_trial,
-    table,
+    rows,
     untuned,
 )
 from benchmarks.time_budget import NOT_FINISHED, OutOfTime
@@ -64,10 +63,9 @@ def main() -> int:
     print(f"{_name(comparison)}: {comparison.subject.device}", flush=True)
     outcomes = Outcomes(comparison.root / "outcomes.jsonl", comparison.subject)
     code = _measure_all(comparison, outcomes, contenders, given.repeats)
-    text = f"{conditions(comparison, _name(comparison))}\n\n{table(outcomes, CONTENDERS)}"
-    print(text)
-    if given.into:
-        write_section(given.into, _name(comparison), text)
+    what = f"Training {comparison.subject.recipe} next to peers"
+    notes = speed_notes(comparison)
+    result(comparison, what, _name(comparison), notes, rows(outcomes, CONTENDERS)).show(given.into)
     return code
 
 

@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.training_scaling base --root DIR --ranks 4 [--repeats 3] [--steps 20] [--until-seconds 570]
-        [--set layout.expert_parallel_size=4] [--into docs/measurements.md]
+        [--set layout.expert_parallel_size=4] [--into benchmarks/results/NAME.json]
 
 Every accelerator has as many sequences per step as in the recipe, unless optimizer.global_batch_sequences is set. The
 same is measured on one of them, without pipeline stages and with all experts there. Repeats take turns. Finished
@@ -13,11 +13,10 @@ has its own durations: 150 s for each of the two measurements of a repeat.
 
 import argparse
 import sys
-from collections.abc import Sequence
 
-from benchmarks.comparison import Comparison, add, compare, conditions, parser
-from benchmarks.finished_rows import write_section
-from benchmarks.peer_outcomes import ALONE, OURS, Outcome, Outcomes, Tuning, span
+from benchmarks.comparison import Comparison, add, compare, parser, result, speed_notes
+from benchmarks.measured_result import Figure, spread
+from benchmarks.peer_outcomes import ALONE, OURS, Outcomes, Tuning, speed_and_memory
 from benchmarks.time_budget import NOT_FINISHED, OutOfTime
 from t5train.errors import SpecError, T5TrainError
 from t5train.spec.recipes import recipe
@@ -33,10 +32,9 @@ def main() -> int:
         raise SystemExit("one rank cannot be compared with itself: give --ranks")
     outcomes = Outcomes(comparison.root / "outcomes.jsonl", comparison.subject)
     code = _measure_all(comparison, outcomes, given.repeats)
-    text = f"{conditions(comparison, _name(comparison))}\n\n{table(outcomes, comparison.subject.ranks)}"
-    print(text)
-    if given.into:
-        write_section(given.into, _name(comparison), text)
+    what = f"Training {comparison.subject.recipe} on several accelerators, next to one"
+    notes, found = speed_notes(comparison), rows(outcomes, comparison.subject.ranks)
+    result(comparison, what, _name(comparison), notes, found).show(given.into)
     return code
 
 
@@ -81,8 +79,8 @@ def _measure_all(comparison: Comparison, outcomes: Outcomes, repeats: int) -> in
     return 0
 
 
-def table(outcomes: Outcomes, ranks: int) -> str:
-    """Return a Markdown table: medians of the repeats, with their range in brackets."""
+def rows(outcomes: Outcomes, ranks: int) -> list[dict[str, Figure]]:
+    """Return what was measured on one accelerator and on all: medians of the repeats, with their range."""
     together, alone = (
         [each for each in outcomes.of(contender) if not each.out_of_memory] for contender in (OURS, ALONE)
     )
@@ -90,28 +88,16 @@ def table(outcomes: Outcomes, ranks: int) -> str:
     linear = [
         each.tokens_per_second / (ranks * by_repeat[each.repeat]) for each in together if each.repeat in by_repeat
     ]
-    rows = [
-        _row(number, measured, share)
+    return [
+        {
+            "accelerators": number,
+            **speed_and_memory(measured),
+            "of linear": spread(share, 2) if share else None,
+            "sequences a pass": measured[-1].tuning.micro_batch_sequences,
+        }
         for number, measured, share in ((1, alone, []), (ranks, together, linear))
         if measured
     ]
-    return (
-        "| accelerators | tokens/s | step, ms | of linear | peak memory, GiB | reserved, GiB | sequences a pass |\n"
-        "|---|---|---|---|---|---|---|\n" + "".join(rows)
-    )
-
-
-def _row(accelerators: int, measured: Sequence[Outcome], linear: Sequence[float]) -> str:
-    cells = (
-        accelerators,
-        span([each.tokens_per_second for each in measured], ",.0f"),
-        span([each.seconds * 1e3 for each in measured], ".1f"),
-        span(linear, ".2f") if linear else "",
-        span([each.memory_bytes / 2**30 for each in measured], ".1f"),
-        span([each.reserved_bytes / 2**30 for each in measured], ".1f"),
-        measured[-1].tuning.micro_batch_sequences,
-    )
-    return f"| {' | '.join(map(str, cells))} |\n"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.whole_machine --root DIR --ranks 8 [--only base,moe] [--steps 20] [--loss-steps 200]
-        [--until-seconds 540] [--into docs/measurements.md] [--tiny]
+        [--until-seconds 540] [--into benchmarks/results/NAME.json] [--tiny]
 
 Two things are measured of each layout. Speed: every accelerator has as many sequences a step as the recipe has on one,
 and one of them takes the same share alone, without stages and with all experts; models with experts are also measured
@@ -19,15 +19,14 @@ times as long as these for losses of one. --tiny tries the command with small mo
 import argparse
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
-from textwrap import fill
 from typing import Any, NamedTuple
 
-from benchmarks.comparison import Comparison, add, add_common_arguments, compare, parameters_of
-from benchmarks.finished_rows import FinishedRows, write_section
+from benchmarks.comparison import Comparison, add, add_common_arguments, compare, parameters_of, result
+from benchmarks.finished_rows import FinishedRows
 from benchmarks.loss_curves import ALONE as LOSSES_ALONE
 from benchmarks.loss_curves import TOGETHER, Curve, curve
+from benchmarks.measured_result import Figure
 from benchmarks.peer_outcomes import ALONE, DENSE, OURS, Outcome, Outcomes, Tuning
 from benchmarks.time_budget import NOT_FINISHED, OutOfTime, TimeBudget
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
@@ -36,11 +35,6 @@ from t5train.model.model_shape import resolve
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 
-_SPEED = (
-    "| layout | parameters | tokens/s, {ranks} | one | of linear | of dense | MFU | reserved, GiB | a pass |\n"
-    "|---|---|---|---|---|---|---|---|---|\n"
-)
-_LOSSES = "| layout | last loss, {ranks} | one | largest difference of a step | mean |\n|---|---|---|---|---|\n"
 _TINY = {
     "model.preset": "smoke",
     "model.compile": False,
@@ -97,10 +91,8 @@ def main() -> int:
     found = {layout.name: _measured(given, layout, budget) for layout in layouts(given.ranks)}
     code = _measure_all([each for name, each in found.items() if name in given.only])
     budget.close()
-    text = f"{_conditions(given, found['base'].speed)}\n\n{tables(found, given.only, given.ranks)}"
-    print(text)
-    if given.into:
-        write_section(given.into, _name(given), text)
+    what = f"Layouts on {given.ranks} accelerators, next to one"
+    result(found["base"].speed, what, _name(given), _notes(given), rows(found, given.only)).show(given.into)
     return code
 
 
@@ -195,78 +187,74 @@ def _tuning(spec: RunSpec) -> Tuning:
     return Tuning(spec.layout.micro_batch_sequences)
 
 
-def tables(found: Mapping[str, Measured], shown: Container[str], ranks: int) -> str:
-    """Return Markdown tables of speeds and of losses; what is not measured is left empty."""
+def rows(found: Mapping[str, Measured], shown: Container[str]) -> list[dict[str, Figure]]:
+    """Return speed, memory and losses of each layout; what is not measured is None."""
     pairs = {name: (each, found[each.layout.alone or name]) for name, each in found.items() if name in shown}
-    speeds = [f"| {name} | {' | '.join(_speed_cells(*pair))} |\n" for name, pair in pairs.items()]
-    losses = [f"| {name} | {' | '.join(_loss_cells(*pair))} |\n" for name, pair in pairs.items()]
-    return "".join([_SPEED.format(ranks=ranks), *speeds, "\n", _LOSSES.format(ranks=ranks), *losses])
+    return [{"layout": name, **_speed(*pair), **_losses(*pair)} for name, pair in pairs.items()]
 
 
-def _speed_cells(measured: Measured, single: Measured) -> Iterator[str]:
-    """Yield the cells of speed and memory; ``single`` is what was measured on one rank and without experts.
+def _speed(measured: Measured, single: Measured) -> dict[str, Figure]:
+    """Return speed and memory; ``single`` is what was measured on one rank and without experts.
 
     MFU is that of all accelerators, memory what torch has reserved on the first one.
     """
     spec, ranks = measured.speed.spec, measured.speed.subject.ranks
     together, alone = _finished(measured.outcomes, OURS), _finished(single.outcomes, ALONE)
     dense = _finished(single.outcomes, DENSE)
-    yield f"{parameters_of(spec):,}"
-    yield _rate(measured.outcomes, OURS)
-    yield _rate(single.outcomes, ALONE)
-    yield f"{together.tokens_per_second / (ranks * alone.tokens_per_second):.2f}" if together and alone else ""
-    yield f"{together.tokens_per_second / dense.tokens_per_second:.2f}" if together and dense else ""
-    yield _mfu(measured.speed, together) if together else ""
-    yield f"{together.reserved_bytes / 2**30:.1f}" if together else ""
-    yield str(_tuning(spec).micro_batch_sequences)
+    rate = together.tokens_per_second if together else None
+    return {
+        "parameters": parameters_of(spec),
+        "tokens/s": _rate(measured.outcomes, OURS),
+        "tokens/s of one": _rate(single.outcomes, ALONE),
+        "of linear": round(rate / (ranks * alone.tokens_per_second), 2) if rate and alone else None,
+        "of dense": round(rate / dense.tokens_per_second, 2) if rate and dense else None,
+        "MFU": _mfu(measured.speed, together) if together else None,
+        "reserved, GiB": round(together.reserved_bytes / 2**30, 1) if together else None,
+        "sequences a pass": _tuning(spec).micro_batch_sequences,
+    }
 
 
-def _loss_cells(measured: Measured, single: Measured) -> Iterator[str]:
+def _losses(measured: Measured, single: Measured) -> dict[str, Figure]:
     of_all = {row.variant: row.measured.losses for row in measured.curves.finished}
     of_one = {row.variant: row.measured.losses for row in single.curves.finished}
     together, alone = of_all.get(TOGETHER), of_one.get(LOSSES_ALONE)
     differences = [abs(one - other) for one, other in zip(together or (), alone or (), strict=False)]
-    yield f"{together[-1]:.4f}" if together else ""
-    yield f"{alone[-1]:.4f}" if alone else ""
-    yield f"{max(differences):.4f} (step {differences.index(max(differences)) + 1})" if differences else ""
-    yield f"{sum(differences) / len(differences):.4f}" if differences else ""
+    return {
+        "last loss": round(together[-1], 4) if together else None,
+        "last loss of one": round(alone[-1], 4) if alone else None,
+        "largest difference": round(max(differences), 4) if differences else None,
+        "at step": differences.index(max(differences)) + 1 if differences else None,
+        "mean difference": round(sum(differences) / len(differences), 4) if differences else None,
+    }
 
 
 def _finished(outcomes: Outcomes, contender: str) -> Outcome | None:
     return next((each for each in outcomes.of(contender) if not each.out_of_memory), None)
 
 
-def _rate(outcomes: Outcomes, contender: str) -> str:
+def _rate(outcomes: Outcomes, contender: str) -> Figure:
     if found := _finished(outcomes, contender):
-        return f"{found.tokens_per_second:,.0f}"
-    return "out of memory" if outcomes.of(contender) else ""
+        return round(found.tokens_per_second)
+    return "out of memory" if outcomes.of(contender) else None
 
 
-def _mfu(comparison: Comparison, outcome: Outcome) -> str:
-    """Return the share of the peak in the data sheet; empty for a device whose peak is not known."""
+def _mfu(comparison: Comparison, outcome: Outcome) -> Figure:
+    """Return the share of the peak in the data sheet; None for a device whose peak is not known."""
     from t5train.train.peak_flops import peak_flops, utilization  # imports torch, before the time begins
 
     spec, shape = comparison.spec, resolve(comparison.spec.model, expected_vocab_size(comparison.spec.tokenizer))
     used = utilization(spec, shape, outcome.seconds, peak_flops(comparison.subject.device, spec.optimizer.precision))
-    return "" if used is None else f"{used:.1%}"
+    return None if used is None else round(used, 3)
 
 
-def _conditions(given: argparse.Namespace, comparison: Comparison) -> str:
-    """Return the sentences above the table."""
-    subject = comparison.subject
-    packages = ", ".join(f"{name} {number}" for name, number in subject.versions)
-    return fill(
-        f"{datetime.now(UTC).date()}, {subject.ranks} ranks on {subject.device}; commit {comparison.commit} (code "
-        f"{subject.code}), machine {subject.machine}; {packages}. `python -m {_name(given)}`: medians of {given.steps} "
-        f"steps on random tokens, each step's loss read. Linear is {subject.ranks} times the rate of one rank, which "
-        "has the same share of the batch, no stages, and all experts; that of a pipeline is base. Dense is the same "
-        "model without experts. MFU is relative to the data sheet's peak, memory is what torch reserved on rank 0, and "
-        f"a pass is given in sequences. Losses: {given.loss_steps} steps of the recipe's batch, in passes of at most "
+def _notes(given: argparse.Namespace) -> str:
+    return (
+        f"Medians of {given.steps} steps on random tokens, each step's loss read. Linear is {given.ranks} times the "
+        "rate of one rank, which has the same share of the batch, no stages, and all experts; that of a pipeline is "
+        "base. Dense is the same model without experts. MFU is relative to the data sheet's peak. Memory is what torch "
+        f"reserved on rank 0. Losses: {given.loss_steps} steps of the recipe's batch, in passes of at most "
         f"{_LOSS_PASS} sequences whose targets repeat the first inputs, on all ranks and on one. Tokens that an expert "
-        "has no room for are dropped at random.",
-        width=120,
-        break_on_hyphens=False,
-        break_long_words=False,
+        "has no room for are dropped at random."
     )
 
 

@@ -1,4 +1,4 @@
-"""The table in docs/options.md for users of other DeepSpeed scripts names only settings that exist."""
+"""The table in docs/reference/options.md for users of other DeepSpeed scripts names only settings that exist."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from t5train.spec import nearest, setting_names
 from t5train.spec.recipes import RECIPES
 
-TEXT = (Path(__file__).parent.parent / "docs/options.md").read_text("utf-8")
+TEXT = (Path(__file__).parent.parent / "docs/reference/options.md").read_text("utf-8")
 DEEPSPEED_OPTIONS = {
     *("exclude", "hostfile", "num_nodes", "launcher", "master_addr", "master_port"),
     *("include", "checkpoint_dir", "tokenizer_name_or_dir", "dataset_dir", "num_iterations", "fp16"),
@@ -18,13 +18,13 @@ DEEPSPEED_OPTIONS = {
 
 
 def test_every_option_of_other_deepspeed_scripts_has_a_line() -> None:
-    assert set(re.findall(r"^\| `(\w+)` \| ", TEXT, re.MULTILINE)) == DEEPSPEED_OPTIONS
+    assert set(re.findall(r"^- `(\w+)`: ", TEXT, re.MULTILINE)) == DEEPSPEED_OPTIONS
 
 
 @pytest.mark.parametrize("there", sorted(DEEPSPEED_OPTIONS - {"print_memory"}))  # has no equivalent setting here
 def test_an_option_of_other_scripts_used_as_a_setting_suggests_the_setting_of_its_line(there: str) -> None:
-    line = next(line for line in TEXT.splitlines() if line.startswith(f"| `{there}` |"))
-    here = line.split("|")[2].strip().split("`")[1].partition("=")[0]
+    line = next(line for line in TEXT.splitlines() if line.startswith(f"- `{there}`: "))
+    here = line.split("`")[3].partition("=")[0]
     assert nearest(there, setting_names()) == f" (did you mean {here!r}?)"
 
 

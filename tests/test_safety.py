@@ -1,4 +1,4 @@
-"""docs/safety.md names a test for each threat."""
+"""docs/evidence/safety.md names a test for each threat."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-PAGE = (TESTS.parent / "docs/safety.md").read_text("utf-8")
+PAGE = (TESTS.parent / "docs/evidence/safety.md").read_text("utf-8")
 ROWS = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("|") and "---" not in line]
 THREATS = [row for row in ROWS if row[0].strip() != "threat"]
 

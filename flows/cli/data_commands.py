@@ -16,8 +16,6 @@ from t5train.data.corpus import build_corpus, check_text
 from t5train.data.passages import Split
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
-from t5train.errors import InputError, SpecError
-from t5train.files.atomic import replacing
 from t5train.quantities import quantity
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.report.data_report import data_lines

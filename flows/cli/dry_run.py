@@ -264,7 +264,7 @@ def as_values(
     refusal: T5TrainError | None,
     stored: StoredRun | None,
 ) -> dict[str, Any]:
-    """Return the same as ``describe`` as JSON values; docs/json.md describes them."""
+    """Return the same as ``describe`` as JSON values; docs/reference/json.md describes them."""
     hosts = () if spec.cluster.hostfile is None else read_hosts(spec.cluster).all
     return {
         "refused": str(refusal) if refusal else None,

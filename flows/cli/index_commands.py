@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from t5train.data.vectors.neighbours import built_index, given_index
 
 from flows.cli.options import JsonOption, PlotOption, RootOption, require_writable_names, root_of, write_plot
 from flows.cli.terminal import say, show_json, show_rows, show_table, stage_display
@@ -14,9 +15,6 @@ from t5train.data.vectors.embeddings import embeddings_of, require_embeddings
 from t5train.data.vectors.faiss_indexes import built_index, chosen_index, faiss_module, local_index
 from t5train.data.vectors.index_check import Sample, check_index, given_index, recall_record
 from t5train.data.vectors.near_duplicates import Thresholds, find_near_duplicates
-from t5train.errors import InputError, SpecError
-from t5train.files.atomic import replacing
-from t5train.data.vectors.neighbours import NeighbourSearch, built_index, given_index
 from t5train.errors import InputError
 from t5train.locations import local_folder, redacted
 from t5train.report.vectors_report import (

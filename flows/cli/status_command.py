@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Annotated, Any
 
 import typer
+from infra.head.runs.attempt_history import AttemptSummary
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
@@ -18,14 +19,11 @@ from rich.text import Text
 from flows.cli.options import RootOption, existing_root, runs_like
 from flows.cli.terminal import say
 from infra.head.launch.start_record import Start
-from infra.head.runs.run_state import State
-from infra.head.runs.run_story import AttemptSummary, Losses, RunStory, StoredCheckpoint
-from t5train.quantities import format_bytes
-from infra.head.runs.attempt_history import AttemptSummary
 from infra.head.runs.run_lookup import find_run
 from infra.head.runs.run_state import RunState, State, run_states
-from infra.head.runs.run_story import Losses, RunStory, StoredCheckpoint, run_story
+from infra.head.runs.run_story import AttemptSummary, Losses, RunStory, StoredCheckpoint, run_story
 from infra.node.attempts.log_tail import printable
+from t5train.quantities import format_bytes
 from t5train.report.time_left import duration
 
 RunArgument = Annotated[

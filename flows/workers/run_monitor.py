@@ -29,6 +29,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed, Scheduled
 from pydantic import ValidationError
+from t5train.checkpoint.last_complete import last_complete
 
 from flows.run_parameters import RunParameters
 from flows.workers.abandoned import (
@@ -44,12 +45,8 @@ from flows.workers.abandoned import (
     runs_of_the_pool,
 )
 from flows.workers.cancelled_runs import CancelledRuns
-from flows.workers.lost_runs import LOST, SilentRuns, restore_lost_runs
-from flows.workers.run_news import RunNews
-from flows.workers.waiting_runs import WaitingRuns
-from t5train.checkpoint.resume_point import last_complete
 from flows.workers.lost_runs import LOST, remind_of_silent_runs, restore_lost_runs
-from t5train.checkpoint.last_complete import last_complete
+from t5train.checkpoint.resume_point import last_complete
 from t5train.errors import T5TrainError
 from tasks.prefect_log import is_stop
 from tasks.run_page import name_in

@@ -6,8 +6,8 @@
         cluster.exec("head", ["ssh", "node0", "hostname"])
         cluster.power_cut("node1")
 
-``python -m infra.testcluster`` does the same from a terminal; docs/test-cluster.md describes it. Not here: tests
-(``tests.cluster``).
+``python -m infra.testcluster`` does the same from a terminal; docs/tutorials/test-cluster.md describes it. Not here:
+tests (``tests.cluster``).
 """
 
 from infra.testcluster.cluster import Cluster

@@ -1,4 +1,4 @@
-"""The test cluster on the command line; docs/test-cluster.md shows how to use it."""
+"""The test cluster on the command line; docs/tutorials/test-cluster.md shows how to use it."""
 
 import os
 import subprocess

@@ -137,7 +137,7 @@ class HuggingFaceFolder(NamedTuple):
         damaged or incomplete, or if its weights are pickled, because a pickle can run arbitrary code.
         """
         if not path.is_dir():
-            raise InputError(f"{named} is {path}, but this machine has no such folder. Correct the path")
+            raise InputError(f"{named} is {path}, which is not a folder on this machine. Correct the path")
         files = _weight_files(path, named)
         return cls(path, _read_json(path / CONFIG, named), files, list_tensors(files))
 

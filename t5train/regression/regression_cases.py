@@ -18,7 +18,7 @@ STEPS = 60
 RESUMED_STEP = 30
 """The step whose checkpoint the resumed run starts from."""
 AGREEMENT = 2e-6
-"""Largest relative difference of a loss between two layouts of one model: ten times what docs/variants.md shows."""
+"""Largest relative difference of a loss between two layouts of a model: ten times that in docs/evidence/layouts.md."""
 HOSTFILE_CASE = "hosts"
 _BATCH = 32
 CaseName = Literal["smoke", "moe", "zero2", "zero3", "pipeline", "hosts"]

@@ -36,7 +36,7 @@ def index_lines(report: IndexReport) -> list[str]:
 
 
 def index_values(report: IndexReport) -> dict[str, Any]:
-    """Return the same as JSON values; docs/json.md describes them."""
+    """Return the same as JSON values; docs/reference/json.md describes them."""
     facts = report.facts
     return {
         "passed": report.passed,
@@ -63,7 +63,7 @@ def near_duplicate_rows(found: NearDuplicates) -> list[list[str]]:
 
 
 def near_duplicate_values(found: NearDuplicates, thresholds: Thresholds) -> dict[str, Any]:
-    """Return the same and the thresholds as JSON values; docs/json.md describes them."""
+    """Return the same and the thresholds as JSON values; docs/reference/json.md describes them."""
     return {**found._asdict(), **thresholds._asdict()}
 
 

@@ -30,18 +30,17 @@ class ClusterSpec(SpecPart):
         1,
         ge=1,
         le=16384,
-        description="Processes that train, one per accelerator. With a hostfile, its slots determine them",
+        description="Processes that train, one per accelerator; with a hostfile, its slots",
     )
     accelerator: Accelerator | None = Field(
         None,
-        description="Kind of accelerator, by DeepSpeed's name; cpu to train on CPUs. null: the kind that torch finds",
+        description="Kind of accelerator; cpu to train on CPUs. null: the kind that torch finds",
     )
     master_port: int | None = Field(None, ge=1024, le=65535, description="Port of the rendezvous. null: a free one")
     retries: int = Field(2, ge=0, le=100, description="How often training is retried after a transient failure")
     hostfile: HomePath | None = Field(
         None,
-        description="File of the hosts to train on, with lines 'name slots=N', as for DeepSpeed. null: only this "
-        "machine",
+        description="File of the hosts to train on, with lines 'name slots=N'. null: only this machine",
     )
     include: str | None = Field(
         None, min_length=1, description="Hosts and slots of the hostfile to use, such as node1@node2:0,2. null: all"
@@ -54,14 +53,12 @@ class ClusterSpec(SpecPart):
         0,
         ge=0,
         le=1024,
-        description="How many of the last hosts wait in reserve, and replace hosts that are down or fail twice",
+        description="How many of the last hosts wait in reserve, to replace hosts that are down or fail twice",
     )
     launcher: Literal["pdsh", "slurm", "openmpi"] = Field(
         "pdsh", description="How DeepSpeed starts processes on the hosts"
     )
-    ship_code: bool = Field(
-        False, description="Send this project's code to the hosts; otherwise it must be installed there"
-    )
+    ship_code: bool = Field(False, description="Send this project's code to the hosts")
     ssh_user: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$",
@@ -78,19 +75,17 @@ class ClusterSpec(SpecPart):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}$",
         description="Address of the first host for the rendezvous. null: found automatically",
     )
-    environment: tuple[str, ...] = Field(
-        (), description="Names of additional variables to pass to ranks, with their values here, such as [HF_TOKEN]"
-    )
+    environment: tuple[str, ...] = Field((), description="Names of additional variables to pass to ranks")
     lease_seconds: float = Field(
         60,
         ge=5,
-        description="How long ranks keep training without contact with the machine that started them, in seconds",
+        description="How long ranks keep training without contact with the head, in seconds",
     )
     grace_seconds: float = Field(
         30,
         ge=0,
         le=3600,
-        description="Time for ranks to finish a step and begin to save when they are asked to stop, in seconds",
+        description="Time for ranks to begin to save when they are asked to stop, in seconds",
     )
     deadlines: DeadlinesSpec = DeadlinesSpec()
 

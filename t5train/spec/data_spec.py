@@ -45,73 +45,64 @@ class CorpusSpec(SpecPart):
 
     source: str = Field(
         BUILT_IN,
-        description="Text to train on: a file, folder, glob pattern or fsspec URL of .txt, .jsonl, .tsv, .csv or "
-        ".parquet files, which may be compressed (.gz, .bz2, .xz, .zst); hf://OWNER/NAME, a dataset of the Hugging "
-        "Face Hub; psgs_w100 or wiki_dpr, the passages of Wikipedia that DPR reads; or pydocs, Python's own "
-        "documentation, which is the demo's text",
+        description="Text to train on: a file, folder, glob pattern or fsspec URL; hf://OWNER/NAME, a dataset of "
+        "the Hugging Face Hub; psgs_w100 or wiki_dpr, DPR's passages of Wikipedia; or pydocs, Python's "
+        "own documentation",
     )
     revision: str = Field(
         "",
-        description="Your name for this state of the text, such as 2026-07; change it when the text at the same "
-        "place has changed. For hf://OWNER/NAME and wiki_dpr: a commit, tag or branch of the dataset; empty: the "
-        "commit that main has at the first download, which is recorded and used from then on",
+        description="Your name for this state of the text: change it when the text at the same place has changed. "
+        "For datasets of the Hub: a commit, tag or branch; empty: that of main at the first download",
     )
     config: str | None = Field(
         None,
         min_length=1,
-        description="Configuration (subset) of the dataset hf://OWNER/NAME, such as en. null: its only or default one",
+        description="Configuration of the dataset hf://OWNER/NAME. null: its only or default one",
     )
     hub_split: str | None = Field(
         None,
         pattern=_HUB_SPLIT,
-        description="Split of the dataset hf://OWNER/NAME that the text is taken from. null: train. corpus.split "
-        "divides its documents",
+        description="Split of the dataset hf://OWNER/NAME to take the text from. null: train",
     )
     column: str | None = Field(
         None,
         min_length=1,
-        description="Column of the dataset hf://OWNER/NAME that holds the text. null: text. Its columns id and title "
-        "are read, too, if it has them",
+        description="Column of the dataset hf://OWNER/NAME that holds the text. null: text",
     )
     mixed_with: tuple[str, ...] = Field(
         (),
-        description="More texts to train on, named as source is: one, or a JSON list such as "
-        '["a.txt", "b.txt"]. objective.mixing_temperature, mixing_limit or '
-        "mixing_weights decide how much of each is trained on. A dataset of the Hugging Face Hub can name its "
-        "configuration, split, column and revision: hf://OWNER/NAME#config=en&split=train&column=text&revision=v2. "
-        "For texts that are not of the Hub, revision counts as for source",
+        description="More texts to train on, named as source is, or "
+        "hf://OWNER/NAME#config=en&split=train&column=text&revision=v2. objective.mixing_* decide how "
+        "much of each is trained on",
     )
     split: tuple[int, int, int] = Field(
         (950, 30, 20),
-        description="Shares of the documents for training, validation and test, in thousandths; they sum to 1000",
+        description="Shares of the documents for training, validation and test, in thousandths",
     )
     split_seed: int = Field(0, ge=0, description="Decides which document falls into which split")
     remove: tuple[Repetition, ...] = Field(
         (),
-        description="Passages to remove from training: duplicates, with the text of another passage; near_duplicates, "
-        "most of whose 5-word runs are those of another passage (duplicates, too); contaminated, which share 13 words "
-        "in a row with the validation split, the test split or test_sets. If a passage has a copy there, all its "
-        "copies are removed from training",
+        description="Passages to remove from training: duplicates have the text of another passage, near_duplicates "
+        "most of its runs of 5 words; contaminated share 13 words in a row with validation, test or "
+        "test_sets",
     )
     test_sets: tuple[str, ...] = Field(
         (),
-        description="Other texts that training is kept free of, such as a benchmark's test set: paths or URLs, as for "
-        "source. Training passages that repeat them are removed as remove says",
+        description="Other texts, such as benchmarks, that training is kept free of, as remove says",
     )
     remove_listed: str | None = Field(
         None,
         min_length=1,
-        description="File of pairs that `t5-pretrain data index duplicates` wrote for this text. Of passages that such "
-        "pairs connect, only the first stays in training (duplicates are removed, too), and none if one of them is in "
-        "the validation or test split. null: none are removed",
+        description="File of near-duplicates that `t5-pretrain data index duplicates` wrote for this text, to "
+        "remove from training. null: none",
     )
     license: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,+()/_-]{0,99}$",
-        description="Licence of the text, stated on the model card, such as cc-by-sa-4.0. null: none is stated",
+        description="Licence of the text, for the model card, such as cc-by-sa-4.0. null: none is stated",
     )
     languages: tuple[Annotated[str, Field(pattern=_LANGUAGE, description=_LANGUAGES)], ...] = Field(
-        (), description="Codes of the text's languages, stated on the model card, such as en,de"
+        (), description="Codes of the text's languages, for the model card, such as en,de"
     )
     workers: int | None = Field(None, ge=1, description="Processes that read the text. null: one per core")
 
@@ -287,14 +278,13 @@ class TokenizerSpec(SpecPart):
 
     path: str | None = Field(
         None,
-        description="An existing vocabulary: a spiece.model or a Hugging Face folder. null: one is trained on the"
-        " training split, with the two settings below",
+        description="An existing vocabulary: a spiece.model or a Hugging Face folder. null: one is trained",
     )
     vocab_size: int = Field(
         32000,
         ge=300,
         le=250_000,
-        description="Pieces of the vocabulary to train, without the 100 sentinels <extra_id_N>",
+        description="Pieces of the vocabulary to train, without the 100 sentinels",
     )
     character_coverage: float = Field(
         0.9995,
@@ -318,19 +308,15 @@ class ShardsSpec(SpecPart):
 
     execution = frozenset({"workers", "executor", "max_unknown_share"})
 
-    shard_tokens: int = Field(
-        128 << 20, ge=4096, le=1 << 31, description="Tokens per file, about; a file ends at the end of a document"
-    )
+    shard_tokens: int = Field(128 << 20, ge=4096, le=1 << 31, description="Tokens per file, about")
     workers: int | None = Field(None, ge=1, description="Processes that tokenize, on each machine. null: one per core")
     executor: Literal["local", "dask"] = Field(
         "local",
-        description="local: this machine tokenizes; dask: all hosts of the hostfile do. They have to share the root "
-        "and the text, and need the extra dask",
+        description="local: this machine tokenizes; dask: all hosts do, if they share the root and the text",
     )
     max_unknown_share: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="Text is refused if a larger share of the tokens to train on are the unknown piece, for characters "
-        "that the vocabulary lacks. More than 0.01 is a warning, which the model card repeats",
+        description="Largest share of unknown pieces in the tokens to train on; more than 0.01 is a warning",
     )

@@ -34,9 +34,7 @@ class ExpertsSpec(SpecPart):
         2.0, gt=0, description="Validation drops no tokens, but counts those above this multiple of an even share"
     )
     aux_loss: float = Field(0.01, ge=0, description="Weight of the load-balancing loss")
-    z_loss: float = Field(
-        0.001, ge=0, description="Weight of the router's z-loss, the squared log-sum-exp of its logits"
-    )
+    z_loss: float = Field(0.001, ge=0, description="Weight of the router's z-loss")
 
     @check
     def _there_is_a_choice(self) -> None:
@@ -55,7 +53,7 @@ class ModelSpec(SpecPart):
 
     preset: PresetName = Field(
         "base",
-        description="Shape of the model: that of the published T5 of this size; smoke is a very small one for trials",
+        description="Shape of the model, that of the published T5 of this size; smoke is a very small one",
     )
     version: Literal["v1.1", "v1.0"] = Field(
         "v1.1",
@@ -76,18 +74,17 @@ class ModelSpec(SpecPart):
         description="Rows of the embedding, a multiple of 128. null: as many as the tokenizer has, rounded up",
     )
     dropout_rate: float = Field(
-        0.0, ge=0, lt=1, description="Share of activations that are dropped in training; 0 for pre-training, as T5 v1.1"
+        0.0, ge=0, lt=1, description="Share of activations that are dropped in training; 0 as in T5 v1.1"
     )
     activation_checkpointing: bool = Field(
         False,
-        description="Compute activations within a block again in the backward pass: less memory, a third more "
-        "computation",
+        description="Compute activations again in the backward pass: less memory, a third more computation",
     )
     compile: bool = Field(False, description="Use torch.compile: faster on GPUs")
     start_from: str | None = Field(
         None,
-        description="Folder with the weights to continue from: a T5 or Switch Transformer in safetensors, or an "
-        "export of this project. null: weights are initialised from optimizer.seed",
+        description="Folder with weights to continue from: a T5 or Switch Transformer in safetensors. null: they "
+        "are initialised from optimizer.seed",
     )
     moe: ExpertsSpec = ExpertsSpec()
 

@@ -12,13 +12,11 @@ class MonitorSpec(SpecPart):
     """Where metrics go besides metrics.jsonl and TensorBoard's folder, which are always written."""
 
     csv: bool = Field(False, description="Also write the metrics to metrics.csv in the run's folder, for spreadsheets")
-    wandb: bool = Field(
-        False, description="Also write the metrics to Weights & Biases. Needs the package wandb where rank 0 trains"
-    )
+    wandb: bool = Field(False, description="Also write the metrics to Weights & Biases")
     wandb_mode: Literal["online", "offline"] = Field(
         "online",
         description="online: send metrics while training runs, with the API key in WANDB_API_KEY or ~/.netrc. "
-        "offline: write them to the run's folder wandb, for `wandb sync`",
+        "offline: write them for `wandb sync`",
     )
     wandb_project: str = Field("t5-pretrain", description="Project of Weights & Biases that the run belongs to")
 
@@ -52,8 +50,8 @@ class ProfileSpec(SpecPart):
 
     steps: str | None = Field(
         None,
-        description="Record a profiler trace of these steps in the run's folder profiles: FIRST:LAST, both included, "
-        f"at most {MOST_PROFILED_STEPS}, such as 10:13 for the four steps 10, 11, 12 and 13. null: none",
+        description="Steps of which to record a profiler trace: FIRST:LAST, both included, at most "
+        f"{MOST_PROFILED_STEPS}. null: none",
     )
 
     @field_validator("steps")

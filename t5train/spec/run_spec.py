@@ -32,8 +32,7 @@ class RunSpec(SpecPart):
     name: str | None = Field(
         None,
         pattern=RUN_NAME_PATTERN,
-        description="Name of the run, whose folder is {root}/runs/{name}. null: made of recipe and fingerprint, "
-        "so that other settings make another run",
+        description="Name of the run, whose folder is {root}/runs/{name}. null: made of recipe and fingerprint",
     )
     corpus: CorpusSpec = CorpusSpec()
     tokenizer: TokenizerSpec = TokenizerSpec()

@@ -17,34 +17,31 @@ class StorageSpec(SpecPart):
     root: HomePath = Field(Path("work"), description="Folder that holds everything a run makes")
     scratch: Path | None = Field(
         None,
-        description="Absolute path of a folder on each host's own disk, for hosts that do not share the root. "
-        "null: one in /var/tmp",
+        description="Folder on each host's own disk, for hosts that do not share the root. null: in /var/tmp",
     )
     node_local: bool = Field(
         False,
-        description="Train in storage.scratch on each host's own disk even if hosts share the root. false: only if "
-        "they do not",
+        description="Train in storage.scratch on each host's own disk even if hosts share the root",
     )
     publish_to: str | None = Field(
         None, description="Folder or fsspec URL to publish to. null: {root}/published/{name}"
     )
     publish_checkpoints_under: str | None = Field(
         None,
-        description="URL of a folder in S3 in which the run stores its complete checkpoints while it trains, in a "
-        "folder of its name, so that it can be continued if its machines are lost. null: none",
+        description="Folder in S3 under which the run stores its complete checkpoints while it trains. null: none",
     )
     checkpoint_every_steps: int = Field(
         1000, ge=1, description="Save a checkpoint every so many optimizer steps, and at the last one"
     )
-    keep_last: int = Field(2, ge=1, description="Number of complete checkpoints to keep, the newest ones")
+    keep_last: int = Field(2, ge=1, description="How many of the newest complete checkpoints to keep")
     keep_every_steps: int | None = Field(
         None, ge=1, description="Also keep checkpoints whose step is a multiple of this number. null: none"
     )
     checkpoint_gigabytes: float | None = Field(
         None,
         gt=0,
-        description="Disk space for the run's checkpoints in GB, on each disk that has any; the oldest are "
-        "removed, never the newest. null: no limit",
+        description="Disk space in GB for the run's checkpoints on each disk; the oldest are removed, never the "
+        "newest. null: no limit",
     )
     validate_every_steps: int = Field(
         500, ge=1, description="Validate every so many optimizer steps, and at the last one"

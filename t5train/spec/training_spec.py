@@ -25,19 +25,19 @@ class ObjectiveSpec(SpecPart):
         1.0,
         ge=1,
         le=1000,
-        description="With corpus.mixed_with: temperature T. Texts are trained on in proportion to min(samples, "
-        "mixing_limit)^(1/T). 1: in proportion to their sizes; more: small texts more often. Not with mixing_weights",
+        description="With corpus.mixed_with: texts are trained on in proportion to min(samples, "
+        "mixing_limit)^(1/T). 1: by size; more: small texts more often. Not with mixing_weights",
     )
     mixing_limit: int | None = Field(
         None,
         ge=1,
-        description="With corpus.mixed_with: the largest number of samples that counts as the size of a text, so that "
-        "a huge one does not crowd out the others. null: no limit. Not with mixing_weights",
+        description="With corpus.mixed_with: largest number of samples that counts as the size of a text. null: no "
+        "limit. Not with mixing_weights",
     )
     mixing_weights: tuple[Annotated[float, Field(gt=0, le=1e9, description="positive numbers")], ...] | None = Field(
         None,
-        description="With corpus.mixed_with: weights of corpus.source and of each text in mixed_with, in order, such "
-        "as 0.7,0.3. Only their ratios count. null: shares follow from sizes",
+        description="With corpus.mixed_with: weights of corpus.source and of each text in mixed_with, such as "
+        "0.7,0.3. Only their ratios count. null: by size",
     )
 
     @field_validator("mixing_weights", mode="before")
@@ -68,19 +68,18 @@ class OptimizerSpec(SpecPart):
 
     kind: Literal["adamw-rms", "adamw"] = Field(
         "adamw-rms",
-        description="adamw-rms: AdamW that scales each tensor's step by the tensor's RMS, which T5 needs. adamw: "
-        "plain AdamW",
+        description="adamw-rms: AdamW with each tensor's step relative to its RMS, which T5 needs. adamw: plain AdamW",
     )
     peak_learning_rate: float = Field(
         0.01,
         gt=0,
         le=1,
-        description="Learning rate at the end of the warm-up; with adamw-rms relative to the RMS of each tensor",
+        description="Learning rate after the warm-up; with adamw-rms relative to the RMS of each tensor",
     )
     warmup_steps: int = Field(
         1000,
         ge=0,
-        description="Steps in which the learning rate rises linearly from zero to its peak; fewer than num_steps",
+        description="Steps in which the learning rate rises linearly; fewer than num_steps",
     )
     schedule: Literal["inverse-sqrt", "cosine", "constant"] = Field(
         "cosine", description="Learning rate after the warm-up"
@@ -89,16 +88,14 @@ class OptimizerSpec(SpecPart):
         1e-5, ge=0, le=1, description="Learning rate at the end of the cosine; not above the peak"
     )
     weight_decay: float = Field(
-        0.0, ge=0, le=1, description="Decoupled weight decay, as in AdamW; norms and position biases are exempt"
+        0.0, ge=0, le=1, description="Decoupled weight decay; norms and position biases are exempt"
     )
-    betas: tuple[float, float] = Field(
-        (0.9, 0.999), description="Decay rates of Adam's first and second moment; each at least 0 and below 1"
-    )
+    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay rates of Adam's first and second moment")
     epsilon: float = Field(1e-8, gt=0, description="Adam's epsilon, added to the denominator")
     gradient_clip: float = Field(
         1.0,
         ge=0,
-        description="Largest norm of all gradients together; larger ones are scaled down to it. 0: no clipping",
+        description="Norm to which larger gradients are scaled down. 0: no clipping",
     )
     global_batch_sequences: int = Field(
         128,
@@ -111,16 +108,14 @@ class OptimizerSpec(SpecPart):
         0,
         ge=0,
         le=2**31 - 1,
-        description="Decides initial weights, and the order and masked spans of the samples that are trained on",
+        description="Decides initial weights, and the order and masked spans of samples",
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "bf16",
         description="Arithmetic of training; masters and moments are always fp32. fp16 needs a GPU or a CPU with "
         "AVX512-FP16, and ZeRO 1 to 3",
     )
-    initial_scale_power: int = Field(
-        16, ge=0, le=32, description="First loss scale of fp16, as a power of two; no effect otherwise"
-    )
+    initial_scale_power: int = Field(16, ge=0, le=32, description="First loss scale of fp16, as a power of two")
 
     @check
     def _schedule_is_possible(self) -> None:
@@ -151,9 +146,7 @@ class LayoutSpec(SpecPart):
         description="What is kept in host memory. optimizer: masters and moments (ZeRO 1 to 3); all: parameters, "
         "too (ZeRO 3)",
     )
-    pin_memory: bool = Field(
-        False, description="Offload to page-locked memory, which is faster to copy and never swapped"
-    )
+    pin_memory: bool = Field(False, description="Offload to page-locked memory, which is faster to copy")
     pipeline_stages: int = Field(
         1,
         ge=1,

@@ -49,7 +49,7 @@ _REFUSED = re.compile(r"returned error 4(?!08|29)\d\d")
 _REPORTED = 3
 """Exit code of the process after it has logged what failed."""
 _NICENESS = 10
-_SYNC_LATER = "metrics.jsonl has all metrics; docs/monitoring.md says how to send them later"
+_SYNC_LATER = "metrics.jsonl has all metrics; docs/how-to/monitoring.md says how to send them later"
 _log = logging.getLogger(__name__)
 
 

@@ -1,4 +1,4 @@
-"""The faults of docs/faults.md, each injected into a real run on a test cluster.
+"""The faults of docs/evidence/faults.md, each injected into a real run on a test cluster.
 
 A fault has one or both of two parts: `wrong`, a context manager that breaks something before the run starts and repairs
 it after the run has ended; and `strike`, which breaks something once the run is training.

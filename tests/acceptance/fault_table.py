@@ -1,14 +1,13 @@
-"""Inject every fault into a run on a test cluster and write the table in docs/faults.md.
+"""Inject every fault into a run on a test cluster and write the table in docs/evidence/faults.md.
 
 ::
 
-    python -m tests.acceptance.fault_table --into docs/faults.md     all faults, as root; ten minutes on two cores
+    python -m tests.acceptance.fault_table --into docs/evidence/faults.md  all faults, as root; ten minutes on two cores
     python -m tests.acceptance.fault_table --only "a rank is killed"
 """
 
 import argparse
 import os
-import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOME, HOSTFILE
 from t5train.files.run_folder import WITNESS_FOLDER
 from tests.acceptance.fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
+from tests.acceptance.result_table import write_table
 from tests.support.cluster_runs import ClusterRunner, Ended, Started, last_step, prepare, weights
 
 SETTINGS = {
@@ -178,13 +178,6 @@ def staged() -> Iterator[ClusterRunner]:
             runner = ClusterRunner(cluster, root, SETTINGS)
             prepare(root)
             yield runner
-
-
-def write_table(document: Path, header: str, rows: list[str]) -> None:
-    """Replace the document's first table."""
-    text = document.read_text("utf-8")
-    table = header + "".join(f"{row}\n" for row in rows)
-    document.write_text(re.sub(r"(^\|.*\n)+", lambda _: table, text, count=1, flags=re.MULTILINE), "utf-8")
 
 
 if __name__ == "__main__":

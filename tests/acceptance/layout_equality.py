@@ -1,6 +1,6 @@
 """Compare every layout with plain data parallelism (ZeRO 0): one seed, no dropout, fp32, CPU ranks.
 
-    python -m tests.acceptance.layout_equality [--steps 50] [--ranks 2 4] [--into docs/variants.md]
+    python -m tests.acceptance.layout_equality [--steps 50] [--ranks 2 4] [--into docs/evidence/layouts.md]
 
 A model of the demo's size is trained in each layout under three conditions, always with the same number of ranks. Its
 consolidated weights, losses and gradient norms are compared with those of ZeRO 0 under the same condition. The
@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from benchmarks.finished_rows import write_section
 from infra.head.launch.local_launch import LaunchSpec, launch
 from t5train.checkpoint.consolidate import consolidate
 from t5train.records import metrics
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
+from tests.acceptance.result_table import write_section
 from tests.support.generated_text import make_shards
 from tests.support.hardware import hardware
 

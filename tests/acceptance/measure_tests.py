@@ -1,4 +1,4 @@
-"""Run all tests, and write what each file and test took to docs/test-durations.md.
+"""Run all tests, and write what each file and test took to docs/evidence/test-durations.md.
 
     python -m tests.acceptance.measure_tests [--only STAGE ...]
 
@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from t5train.files.atomic import write_text
 from tests.support.hardware import hardware
 
-PAGE = Path("docs/test-durations.md")
+PAGE = Path("docs/evidence/test-durations.md")
 _ABOVE = "<!-- `make test-durations` writes what follows. -->\n"
 _STAGES = {
     "test": ["-m", "not cluster and not ui"],

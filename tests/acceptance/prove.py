@@ -1,4 +1,4 @@
-"""Run the long proofs that are due, and record the date, commit and result of each in docs/proofs.md.
+"""Run the long proofs that are due, and record the date, commit and result of each in docs/evidence/proofs.md.
 
     python -m tests.acceptance.prove [--only NAME ...] [--list]
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.acceptance.result_table import ResultTable
 
-PAGE = Path("docs/proofs.md")
+PAGE = Path("docs/evidence/proofs.md")
 COLUMNS = ("proof", "commit", "date", "minutes", "result")
 PASSED = "passed"
 _REPORTS = ("t5train/files/heartbeat.py", "t5train/files/error_report.py")

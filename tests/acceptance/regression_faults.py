@@ -1,6 +1,7 @@
 """Plant faults in the training code, one at a time, and check that the regression finds each.
 
-    python -m tests.acceptance.regression_faults [--root DIR] [--only NAME ...] [--into docs/regression.md]
+    python -m tests.acceptance.regression_faults [--root DIR] [--only NAME ...]
+        [--into docs/evidence/regression-faults.md]
 
 The first night, without a fault, records the baseline. Then each fault gets a night of the case that can show it; the
 night must fail, with a finding about what the fault changes. Outcomes are kept in DIR/faults.jsonl, so that an
@@ -18,11 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.finished_rows import write_section
 from t5train.regression.night_folders import MAX_NIGHTS, RegressionFolder
 from t5train.regression.night_results import NightResult
 from tests.acceptance.planted_faults import FAULTS, environment_of
-from tests.acceptance.result_table import ResultLines
+from tests.acceptance.result_table import ResultLines, write_section
 from tests.support.hardware import hardware
 
 LONGEST = 220

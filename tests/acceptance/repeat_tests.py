@@ -3,8 +3,8 @@
     python -m tests.acceptance.repeat_tests [--runs 10] [--ci-runs 3]
 
 Every second run shares the cores with two endless loops, and has its tests in a new random order. Each run adds a row
-to docs/test-runs.md. Runs that are there are not repeated, so an interrupted command continues. The output of a run
-that fails is kept in work/test-runs. The exit code is 1 if a run failed.
+to docs/evidence/test-runs.md. Runs that are there are not repeated, so an interrupted command continues. The output of
+a run that fails is kept in work/test-runs. The exit code is 1 if a run failed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.acceptance.result_table import ResultTable
 
-TABLE = ResultTable(Path("docs/test-runs.md"), ("run", "load", "order", "commit", "date", "minutes", "result"))
+TABLE = ResultTable(Path("docs/evidence/test-runs.md"), ("run", "load", "order", "commit", "date", "minutes", "result"))
 PASSED = "passed"
 _LOGS = Path("work/test-runs")
 _LOOPS = 2

@@ -1,10 +1,11 @@
-"""Results that a command records as soon as it has them: lines of JSON, and a table on a page of the documentation."""
+"""Results that a command records as soon as it has them: lines of JSON, and tables in pages of the documentation."""
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,21 @@ class ResultTable:
     @property
     def _header(self) -> str:
         return f"| {' | '.join(self.columns)} |\n|{'---|' * len(self.columns)}\n"
+
+
+def write_table(document: Path, header: str, rows: Sequence[str]) -> None:
+    """Replace the rows of the document's table with this header. Raises ValueError if it has none."""
+    above, found, below = document.read_text("utf-8").partition(header)
+    if not found:
+        raise ValueError(f"{document} has no table with this header:\n{header}")
+    rest = "".join(dropwhile(lambda line: line.startswith("|"), below.splitlines(keepends=True)))
+    write_text(document, above + header + "".join(f"{row}\n" for row in rows) + rest)
+
+
+def write_section(document: Path, name: str, text: str) -> None:
+    """Replace what was written under this name in a document, or append it."""
+    begin, end = f"<!-- made by {name} -->", f"<!-- end of what {name} made -->"
+    before, _, rest = document.read_text("utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    parts = (before.strip("\n"), f"{begin}\n{text.strip()}\n{end}", after.strip("\n"))
+    write_text(document, "\n\n".join(part for part in parts if part) + "\n")

@@ -1,4 +1,4 @@
-"""The cases of docs/resumes.md: what can happen to checkpoints before a run without a shared root is resumed.
+"""The cases of docs/evidence/resumes.md: what can happen to checkpoints before a run without a shared root is resumed.
 
 A case starts from hosts that lost power while the run was training and have booted again. It has one or both of two
 parts: `harm`, which damages files on their disks; and `strikes`, each of which interrupts the resumed run once more.

@@ -1,8 +1,8 @@
-"""Resume a run without a shared root after every kind of damage, and write the table in docs/resumes.md.
+"""Resume a run without a shared root after every kind of damage, and write the table in docs/evidence/resumes.md.
 
 ::
 
-    python -m tests.acceptance.resume_table --into docs/resumes.md   all cases, as root; 15 minutes on two cores
+    python -m tests.acceptance.resume_table --into docs/evidence/resumes.md  all cases, as root; 15 minutes on two cores
     python -m tests.acceptance.resume_table --only "clock skew"
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.testcluster.host_files import ROOT
-from tests.acceptance.fault_table import write_table
+from tests.acceptance.result_table import write_table
 from tests.acceptance.resume_cases import CASES, Case
 from tests.support.cluster_runs import Ended, Started, weights
 from tests.support.unshared_runs import SECONDS, Files, UnsharedHosts, interrupt, require_success, unshared_hosts
@@ -43,10 +43,18 @@ class Outcome:
 
     def row(self) -> str:
         what = f"{self.case.name}: {'; '.join(self.details)}" if any(self.details) else self.case.name
-        messages = " / ".join(dict.fromkeys(self.messages)).replace(ROOT, "{root}").replace("|", "\\|")
+        messages = " / ".join(_different(self.messages)).replace(ROOT, "{root}").replace("|", "\\|")
         tags = ", ".join(re.sub("^step-0*", "step ", tag) for tag in self.resumed_from)
         equal = "yes" if self.is_equal else "NO"
         return f"| {what} | {messages} | {tags} | {self.copied} | {self.exit_code} | {equal} |"
+
+
+def _different(messages: list[str]) -> list[str]:
+    """Return the first of all messages that differ only in numbers, such as those of hosts and ranks."""
+    first = dict[str, str]()
+    for message in messages:
+        first.setdefault(re.sub(r"\d+", "", message), message)
+    return list(first.values())
 
 
 def _row(hosts: UnsharedHosts, case: Case, undisturbed: Any) -> str:

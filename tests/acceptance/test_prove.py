@@ -20,7 +20,7 @@ def git(root: Path, *arguments: str) -> None:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A repository with two proofs, which count how often they have run. The second fails."""
-    (tmp_path / "docs").mkdir()
+    (tmp_path / PAGE).parent.mkdir(parents=True)
     (tmp_path / PAGE).write_text(HEAD)
     (tmp_path / "Makefile").write_text("first:\n\techo >> first.ran\nsecond:\n\techo >> second.ran; exit 3\n")
     for name in ("a", "b"):

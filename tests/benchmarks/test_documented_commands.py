@@ -1,4 +1,4 @@
-"""The commands in docs/training-speed.md name recipes, settings and options that exist, and valid numbers of ranks."""
+"""The commands in training-speed.md name recipes, settings and options that exist, and valid numbers of ranks."""
 
 import importlib
 import re
@@ -14,7 +14,7 @@ from benchmarks.training_peers import CONTENDERS
 from benchmarks.whole_machine import _arguments as whole_machine_arguments
 from flows.spec_from_recipe import resolve
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "training-speed.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/evidence/training-speed.md"
 ALL_COMMANDS = re.findall(r"^python -m benchmarks\.(\w+) (.*)$", DOCUMENT.read_text("utf-8"), re.MULTILINE)
 COMMANDS = [command for command in ALL_COMMANDS if command[0] != "whole_machine"]
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.finished_rows import Subject, write_section
+from benchmarks.finished_rows import Subject
+from benchmarks.measured_result import Spread
 from benchmarks.peer_outcomes import (
     ALONE,
     FIRST_GUESS_SECONDS,
@@ -15,11 +16,11 @@ from benchmarks.peer_outcomes import (
     Tuning,
     fastest,
     next_trial,
-    table,
+    rows,
     untuned,
 )
 from benchmarks.training_peers import in_order
-from benchmarks.training_scaling import table as scaling_table
+from benchmarks.training_scaling import rows as scaling_rows
 
 CONDITIONS = {"device": "CPU", "machine": "here", "code": "0123", "versions": (("torch", "2.13"),)}
 SUBJECT = Subject(recipe="smoke", settings=(), ranks=1, steps=20, **CONDITIONS)
@@ -130,33 +131,23 @@ def test_four_ranks_are_compared_with_one_of_the_same_round(tmp_path: Path) -> N
     for repeat, alone in ((1, 1.0), (2, 2.0)):
         outcomes.add(outcome(ALONE, repeat, Tuning(32), alone))
         outcomes.add(outcome(OURS, repeat, Tuning(32), 0.5))
-    one, four = scaling_table(outcomes, 4).splitlines()[2:]
-    assert one.startswith("| 1 | 750 (500 to 1,000) |")
-    assert four.startswith("| 4 | 2,000 | 500.0 | 0.75 (0.50 to 1.00) |")
+    one, four = scaling_rows(outcomes, 4)
+    assert (one["accelerators"], one["tokens/s"]) == (1, Spread(median=750, min=500, max=1000))
+    assert (four["accelerators"], four["tokens/s"], four["step, ms"]) == (4, 2000, 500)
+    assert four["of linear"] == Spread(median=0.75, min=0.5, max=1.0)
 
 
-def test_the_table_compares_rounds_and_leaves_trials_out(tmp_path: Path) -> None:
+def test_rounds_are_compared_and_trials_left_out(tmp_path: Path) -> None:
     outcomes = Outcomes(tmp_path / "outcomes.jsonl", SUBJECT)
     for repeat, ours, peer in ((1, 1.0, 2.0), (2, 2.0, 3.0), (3, 1.0, 4.0)):
         outcomes.add(outcome(OURS, repeat, Tuning(32), ours))
         outcomes.add(outcome("pytorch", repeat, Tuning(32), peer))
     outcomes.add(outcome("pytorch", TRIAL, Tuning(32), 100.0))
     outcomes.add(outcome("trainer", 1, Tuning(1), None))
-    ours, trainer, pytorch = table(outcomes, (OURS, "trainer", "pytorch", "deepspeed")).splitlines()[2:]
-    assert ours.startswith("| ours | 1,000 (500 to 1,000) | 1000.0 (1000.0 to 2000.0) |  |")
-    assert "| trainer | out of memory |" in trainer
-    assert "| 2.00 (1.50 to 4.00) |" in pytorch
-
-
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_a_section_is_appended_once_and_then_replaced(tmp_path: Path, rounds: int) -> None:
-    document = tmp_path / "document.md"
-    document.write_text("# Title\n", "utf-8")
-    for number in range(rounds):
-        write_section(document, "smoke", f"text {number}")
-        write_section(document, "base", "other")
-    text = document.read_text("utf-8")
-    assert text.count("<!-- made by smoke -->\n") == text.count("<!-- end of what smoke made -->") == 1
-    assert f"text {rounds - 1}\n" in text
-    assert "# Title\n" in text
-    assert text.count("other") == 1
+    ours, trainer, pytorch = rows(outcomes, (OURS, "trainer", "pytorch", "deepspeed"))
+    assert ours["contender"] == "ours"
+    assert ours["tokens/s"] == Spread(median=1000, min=500, max=1000)
+    assert ours["step, ms"] == Spread(median=1000, min=1000, max=2000)
+    assert ours["ours relative to it"] is None
+    assert (trainer["contender"], trainer["tokens/s"]) == ("trainer", "out of memory")
+    assert pytorch["ours relative to it"] == Spread(median=2.0, min=1.5, max=4.0)

@@ -1,6 +1,7 @@
 """How benchmarks.publishing compares, without the uploads."""
 
-from benchmarks.publishing import UPLOADS, Upload, table
+from benchmarks.measured_result import Spread
+from benchmarks.publishing import UPLOADS, Upload, rows
 
 ROUNDS = [
     {
@@ -13,12 +14,16 @@ ROUNDS = [
 
 
 def test_ours_is_compared_with_the_faster_and_with_the_more_frugal_peer_of_the_same_round() -> None:
-    rows = table(ROUNDS, ["ours", "s5cmd", "boto3"]).splitlines()
-    assert rows[2] == "| one file of 1 GB | ours | 250 (50 - 500) | 0.50 | 3.00 (3.00 - 3.00) | 1.50 |"
-    assert rows[3] == "| one file of 1 GB | s5cmd | 500 (100 - 1000) |  | 4.00 (4.00 - 4.00) |  |"
+    ours, s5cmd, *_ = rows(ROUNDS, ["ours", "s5cmd", "boto3"])
+    assert (ours["upload"], ours["client"]) == ("one file of 1 GB", "ours")
+    assert ours["MB/s"] == Spread(median=250, min=50, max=500)
+    assert (ours["client CPU, s/GB"], s5cmd["client CPU, s/GB"]) == (3, 4)
+    assert ours["MB/s, of the faster peer"] == 0.5
+    assert ours["CPU, of the more frugal peer"] == 1.5
+    assert "MB/s, of the faster peer" not in s5cmd
 
 
 def test_a_client_that_is_not_installed_has_no_row() -> None:
-    rows = table(ROUNDS, ["ours", "boto3"]).splitlines()
-    assert len(rows) == 2 + 2 * len(UPLOADS)
-    assert "| 2.00 | 3.00 (3.00 - 3.00) | 1.50 |" in rows[2]
+    found = rows(ROUNDS, ["ours", "boto3"])
+    assert len(found) == 2 * len(UPLOADS)
+    assert found[0]["MB/s, of the faster peer"] == 2.0

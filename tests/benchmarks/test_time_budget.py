@@ -42,8 +42,9 @@ def test_a_change_of_code_changes_its_digest_and_one_of_documents_does_not(tmp_p
 
 
 def test_a_change_of_measured_code_since_the_commit_is_recorded(tmp_path: Path) -> None:
-    code, document = tmp_path / "t5train" / "module.py", tmp_path / "document.md"
-    code.parent.mkdir()
+    code, document = tmp_path / "t5train" / "module.py", tmp_path / "benchmarks" / "results" / "result.json"
+    for path in (code, document):
+        path.parent.mkdir(parents=True)
     code.write_text("1", "utf-8")
     assert commit(checkout=tmp_path) == "not known", "there is no repository"
     for command in ("init -q", "add -A", "-c user.name=a -c user.email=a@b commit -q -m x"):

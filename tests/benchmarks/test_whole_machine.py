@@ -14,6 +14,7 @@ import pytest
 from benchmarks import loss_curves, whole_machine
 from benchmarks.comparison import ON_ONE_RANK
 from benchmarks.loss_curves import CurveJob
+from benchmarks.measured_result import Result
 from benchmarks.time_budget import OutOfTime
 from benchmarks.whole_machine import layouts, loss_settings, speed_settings
 from t5train.errors import LaunchError
@@ -117,21 +118,20 @@ def test_a_tiny_layout_is_measured_once_on_two_ranks_and_on_one(
 ) -> None:
     monkeypatch.setattr("flows.cli.terminal.SECONDS_BETWEEN_LINES", 0)
     command = ["whole_machine", "--root", str(tmp_path), "--ranks", "2", "--tiny"]
+    into = tmp_path / "result.json"
     monkeypatch.setattr(sys, "argv", [*command, "--only", "base", "--steps", "2", "--loss-steps", "3"])
     assert not whole_machine.main()
     first = capsys.readouterr()
     assert first.out.count("starts, expected") == 2
     assert first.out.startswith("base:\nours, repeat 1: starts")
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--into", str(into)])
     assert not whole_machine.main()
     again = capsys.readouterr().out
     assert "starts, expected" not in again, "everything was measured"
     assert "base:" not in again
     shown = re.findall(r"^\d+ of (\d+) \(\d+ %\) steps", first.err, re.MULTILINE)
     assert {"9", "3"} <= set(shown), "both speed, with 7 more steps, and losses show their progress"
-    speed, losses = (row.split("|")[2:-1] for row in again.splitlines() if row.startswith("| base |"))
-    together, alone, linear = (float(cell.replace(",", "")) for cell in speed[1:4])
-    assert linear == pytest.approx(together / (2 * alone), abs=0.01)
-    last, last_alone = (float(cell) for cell in losses[:2])
-    assert last == pytest.approx(last_alone, abs=2e-3)
-    largest, mean = float(losses[2].split()[0]), float(losses[3])
-    assert mean <= largest < 2e-3
+    (found,) = Result.model_validate_json(into.read_text("utf-8")).rows
+    assert found["of linear"] == pytest.approx(found["tokens/s"] / (2 * found["tokens/s of one"]), abs=0.01)
+    assert found["last loss"] == pytest.approx(found["last loss of one"], abs=2e-3)
+    assert found["mean difference"] <= found["largest difference"] < 2e-3

@@ -1,8 +1,8 @@
 """A fault in a run over several hosts ends the run everywhere, is named, and loses only steps since the checkpoint.
 
-Covers a third of the rows of docs/faults.md; `make faults` runs them all. To start fewer runs, all faults are injected
-into the same run, one after the other. Those that preflight refuses come first, because they start no attempt; the
-harmless one comes last, and the run ends.
+Covers a third of the rows of docs/evidence/faults.md; `make faults` runs them all. To start fewer runs, all faults are
+injected into the same run, one after the other. Those that preflight refuses come first, because they start no attempt;
+the harmless one comes last, and the run ends.
 """
 
 import re

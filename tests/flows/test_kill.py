@@ -1,7 +1,7 @@
 """kill -9 of the flow, the launcher and a rank, for real, at random steps: nothing is left over, and nothing is lost.
 
-``pytest tests/flows/test_kill.py --kill-rounds 3`` kills each at three random steps, and prints the table of
-docs/measurements.md; ``--kill-variant moe`` kills another variant.
+``pytest tests/flows/test_kill.py --kill-rounds 3`` kills each at three random steps, and prints the figures in
+benchmarks/results/kills_of_a_run.json; ``--kill-variant moe`` kills another variant.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A pytest plugin that measures tests: it shows the slowest files, and records every test for docs/test-durations.md.
+"""A pytest plugin that measures tests: it shows the slowest files, and records every test for test-durations.md.
 
 CPU seconds are those of the worker and of child processes that ended during the test or its fixtures. They include what
 the worker did between the last test and this one.

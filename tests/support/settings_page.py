@@ -1,38 +1,25 @@
-"""The page docs/settings.md: every setting and every recipe. ``python -m tests.support.settings_page`` prints it."""
+"""docs/reference/settings.md: every setting and every recipe. ``python -m tests.support.settings_page`` prints it."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from t5train.spec import RunSpec
-from t5train.spec.recipes import RECIPES, recipe, summary
+from t5train.spec.recipes import RECIPES, recipe
 from t5train.spec.settings import Part, Setting, parts_of
 
 _OPENING = """\
 # Settings
 
-For everyone who changes what a run does: every setting, the values that it takes, and its default. `make settings-page`
-writes this page from the descriptions in [t5train/spec/](../t5train/spec/).
+For everyone who changes what a run does: every setting, its values and its default. [Recipes and
+settings](../how-to/recipes.md) shows how to change them. `make settings-page` writes this page from
+[t5train/spec](../../t5train/spec).
 
-There are three ways to change a setting. The later ones take precedence:
-
-1. A recipe is a complete set of settings. `t5-pretrain recipes` lists them; [below](#recipes) is what each changes.
-2. A configuration file: `t5-pretrain init RECIPE > run.yaml` writes one with every setting and a comment. Edit it, then
-   `t5-pretrain run --config run.yaml`. A setting that the file leaves out has the recipe's value. Relative paths in it
-   are relative to the folder in which you type the command.
-3. Options: `--set part.key=value`, such as `--set optimizer.num_steps=20000`, and options of their own such as
-   `--hostfile`.
-
-Each run stores its settings as `config.yaml` in its folder. `t5-pretrain run --config RUN/config.yaml` continues that
-run.
-
-**Identity** settings decide the result, and make up the run's fingerprint: with another value, it is another run, and a
-run with a chosen name refuses to continue. **Execution** settings decide only where and how the work is done: change
-them whenever you continue a run. The paths in `tokenizer.path`, `corpus.remove_listed` and `model.start_from` do not
-count, but the content of these files does.
-
-In a file, `null` is written as such; with `--set`, as `part.key=null`. Numbers can be written as `0.0001` or `1e-4`.
+**Identity** settings determine the result, and make up the run's fingerprint: another value makes another run.
+**Execution** settings determine only where and how the work is done, so they can change whenever a run continues.
+Each setting is shown with its default; `null` means that it has no value.
 """
 
 
@@ -40,9 +27,15 @@ def settings_page() -> str:
     """Return the page as Markdown."""
     whole = parts_of(RunSpec)
     defaults = RunSpec(recipe="smoke").model_dump(mode="json")
-    lines = [_OPENING, "## The run", "", *_table(whole, defaults)]
+    lines = [_OPENING, "## The run", "", *_settings(whole, defaults)]
     for part in _parts(whole):
-        lines += [f"## {part.name}", "", f"{part.description}{_kind(part)}", "", *_table(part, _within(defaults, part))]
+        lines += [
+            f"## {part.name}",
+            "",
+            f"{part.description}{_kind(part)}",
+            "",
+            *_settings(part, _within(defaults, part)),
+        ]
     return "\n".join([*lines, *_recipes()])
 
 
@@ -57,28 +50,35 @@ def _kind(part: Part) -> str:
     return "" if part.is_identity else " These are execution settings."
 
 
-def _table(part: Part, defaults: dict[str, Any]) -> list[str]:
+def _settings(part: Part, defaults: dict[str, Any]) -> list[str]:
     settings = [member for member in part.members if isinstance(member, Setting)]
     mixed = len({setting.is_identity for setting in settings}) > 1
-    rows = [_row(setting, defaults[setting.key], mixed) for setting in settings]
-    return ["| setting | default | values | meaning |", "|---|---|---|---|", *rows, ""]
+    return [*(_line(setting, defaults[setting.key], mixed) for setting in settings), ""]
 
 
-def _row(setting: Setting, default: Any, mixed: bool) -> str:
-    shown = "" if setting.name == "recipe" else f"`{_shown(default)}`"
+def _line(setting: Setting, default: Any, mixed: bool) -> str:
+    shown = "" if setting.name == "recipe" else f"={_shown(default)}"
     kind = " *Execution.*" if mixed and not setting.is_identity else ""
-    cells = f"`{setting.name}`", shown, setting.allowed, f"{setting.description}.{kind}"
-    return f"| {' | '.join(cell.replace('<', '&lt;').replace('|', chr(92) + '|') for cell in cells)} |"
+    values = f" ({values})" if (values := _values(setting.allowed)) else ""
+    return f"- `{setting.name}{shown}`{values}: {setting.description.replace('<', '&lt;')}.{kind}"
+
+
+def _values(allowed: str) -> str:
+    """Return the allowed values in a few words. Which characters a text may have is left to the error."""
+    without_null = re.sub(r",? or null$", "", allowed).removeprefix("a ").removeprefix("one of ")
+    if without_null in {"text", "path", "true or false"}:
+        return ""
+    short = re.sub(r"text of (.*) of the characters .*", r"\1 characters", without_null)
+    return re.sub(r"^(whole )?number (from |of )?", "", short).replace("at least ", "≥")
 
 
 def _recipes() -> Iterator[str]:
     yield from ("## Recipes", "", "What each recipe changes of the defaults above.", "")
-    yield from ("| recipe | meaning | settings |", "|---|---|---|")
     for name in RECIPES:
         spec = recipe(name)
         default = RunSpec(recipe=name)
         changed = ", ".join(_changed(parts_of(RunSpec), spec.model_dump(mode="json"), default.model_dump(mode="json")))
-        yield f"| `{name}` | {summary(name)} | {changed} |"
+        yield f"- `{name}`: {changed}"
     yield ""
 
 

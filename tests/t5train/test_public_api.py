@@ -1,4 +1,4 @@
-"""The public functions of t5train, as docs/stages.md shows them."""
+"""The public functions of t5train, as docs/reference/stages.md shows them."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ import t5train
 from t5train.records.witness import Witness
 from t5train.release.inference.evaluation import EvaluationSpec
 
-STAGES = Path(__file__).parents[2] / "docs/stages.md"
+STAGES = Path(__file__).parents[2] / "docs/reference/stages.md"
 SMALLER = {
     "tokenizer.vocab_size": 300,
     "shards.shard_tokens": 10_000,

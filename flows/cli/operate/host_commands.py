@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from infra.head.environments.pip_commands import Target
 
 from flows.cli.options import SmokeOptions, TrainingHostOptions, with_options
 from flows.cli.terminal import complain, say, show_table, stage_display
 from infra.head.environments.environment_installation import install_on, python_of, require_environment_path
-from infra.head.environments.pip_commands import Target
 from infra.head.environments.wheel_collection import collect_project
 from infra.head.environments.wheelhouse import read_wheelhouse
 from infra.head.host_selection import asked

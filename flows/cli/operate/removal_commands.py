@@ -6,6 +6,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, TypeVar
 
 import typer
+from infra.head.runs.removal_plan import RemovalPlan, hosts_of_run, machines_of_run, plan_removal, removable_run
 
 from flows.cli.interruption import typed_command
 from flows.cli.options import (
@@ -23,7 +24,6 @@ from flows.cli.options import (
 from flows.cli.terminal import complain, say, show_json, show_table, stage_display
 from infra.head.hosts.hostfile import chosen_hosts, spare_hosts
 from infra.head.hosts.reached_nodes import reached_nodes
-from infra.head.runs.removal_plan import RemovalPlan, hosts_of_run, machines_of_run, plan_removal, removable_run
 from infra.head.runs.run_lookup import root_of_run
 from infra.head.runs.run_removal import remove_run
 from infra.head.runs.run_state import read_json
@@ -39,13 +39,10 @@ from infra.head.storage.garbage_collection import (
     known_attempts,
     verified,
 )
-from infra.node.storage.garbage import Garbage
-from t5train.errors import HostError
-from t5train.files.run_folder import RUNS
-from t5train.quantities import format_bytes
 from infra.node.storage.garbage import Garbage, size_of
 from t5train.errors import HostError, SpecError
 from t5train.files.run_folder import PUBLISHED, RUNS, discarded
+from t5train.quantities import format_bytes
 from t5train.spec import MachinesSpec
 
 _COLUMNS = ["host", "what", "size", "why"]

@@ -208,7 +208,7 @@ def _version(name: str, places: Sequence[str], found: Inventories) -> FoundTag:
     for file, where in holders.items():
         if not where:
             raise IncompleteCheckpoint(
-                f"{name} lacks {file}, which {_writer(file, sidecars)} wrote: no host has a copy, nor has the head"
+                f"{name} lacks {file}, which {_writer(file, sidecars)} wrote: neither the head nor any host has a copy"
             )
     return FoundTag(name, sidecars[0].step, texts, sidecars, files, holders)
 

@@ -34,7 +34,7 @@ class ListedFile(FileDigest):
 
 
 class PairSearch(BaseModel):
-    """How the pairs were found; docs/json.md explains the numbers."""
+    """How the pairs were found; docs/reference/json.md explains the numbers."""
 
     model_config = ConfigDict(frozen=True)
     source: str

@@ -231,7 +231,7 @@ def _in_pattern(filesystem: Any, path: str, shown: str) -> tuple[list[str], list
         not_followed = f" (links to folders are read only if they are named: {few(links)})" if links else ""
         raise InputError(f"corpus.source {shown!r} matches no file{not_followed}. Correct the pattern")
     if is_local(filesystem) and _is_there(Path(path)):
-        raise InputError(f"corpus.source {shown!r} is neither a file nor a folder. Set corpus.source to one of these")
+        raise InputError(f"corpus.source {shown!r} is neither a file nor a folder. Name a file or folder of text")
     raise InputError(f"corpus.source {shown!r} does not exist. Correct the path or URL")
 
 

@@ -6,7 +6,7 @@ noise span. The lengths of the noise spans are drawn uniformly from all ways to 
 spans. The lengths of the kept stretches are drawn in the same way.
 
 Documents in a window end with EOS, which is masked like any other token, as in nanoT5; T5 itself joins documents
-without it (docs/objective.md).
+without it (docs/explanation/objective.md).
 """
 
 from typing import NamedTuple

@@ -8,7 +8,7 @@
 
 Run it before a test is removed, and after: whatever was removed, each mutation must still be caught. Tests first have
 to pass without a mutation. Outcomes are kept in a file, and hold for the code that they were made with. All of them
-together are the table in docs/claims.md. The exit code is 1 if a mutation survived, or tests fail without one.
+together are the table in docs/evidence/claims.md. The exit code is 1 if a mutation survived, or tests fail without one.
 """
 
 import argparse

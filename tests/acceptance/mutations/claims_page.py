@@ -1,4 +1,4 @@
-"""The table of claims in docs/claims.md: which test proves each, at which level, and how long it takes."""
+"""The table of claims in docs/evidence/claims.md: which test proves each, at which level, and how long it takes."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from tests.acceptance.mutations.mutated_copy import REPOSITORY
 from tests.acceptance.mutations.mutation import Mutation
 from tests.acceptance.mutations.outcomes import Outcome
 
-PAGE = REPOSITORY / "docs/claims.md"
+PAGE = REPOSITORY / "docs/evidence/claims.md"
 _HEADER = "| claim | planted fault | test that failed | level | seconds |\n|---|---|---|---|---|\n"
 _LEVELS = ("cluster", "slow")
 

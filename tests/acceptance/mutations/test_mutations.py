@@ -44,7 +44,7 @@ def test_the_claims_of_a_mutation_exist(mutation: Mutation) -> None:
         if page in PAGES:
             assert _row(page, words), claim
         else:
-            assert words in (_proven() if page == "proven" else _text(f"docs/{page}.md")), claim
+            assert words in (_proven() if page == "proven" else _text(_page(page))), claim
 
 
 def test_every_claim_has_a_mutation() -> None:
@@ -69,12 +69,17 @@ def _parsed(file: str) -> ast.Module:
 
 @cache
 def _proven() -> str:
-    return _text("README.md").partition("## What is proven ")[2].partition("## ")[0]
+    return _text(ROOT / "README.md").partition("## What is proven ")[2].partition("## ")[0]
 
 
 @cache
-def _text(file: str) -> str:
-    return " ".join((ROOT / file).read_text("utf-8").split())
+def _text(path: Path) -> str:
+    return " ".join(path.read_text("utf-8").split())
+
+
+def _page(name: str) -> Path:
+    (path,) = (ROOT / "docs").glob(f"*/{name}.md")
+    return path
 
 
 def _row(page: str, words: str) -> str | None:
@@ -87,7 +92,7 @@ def _row(page: str, words: str) -> str | None:
 @cache
 def _rows(page: str) -> list[str]:
     """The first cells of a page's tables, without their headers."""
-    lines = (ROOT / f"docs/{page}.md").read_text("utf-8").splitlines()
+    lines = _page(page).read_text("utf-8").splitlines()
     headers = {number for number, line in enumerate(lines[1:]) if line.startswith("|---")}
     rows = [line for number, line in enumerate(lines) if line.startswith("| ") and number not in headers]
     return [row.split("|")[1].strip() for row in rows]

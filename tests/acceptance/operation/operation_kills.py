@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.acceptance.operation.operation_kills --root DIR --into docs/operation-faults.md     as root
+    python -m tests.acceptance.operation.operation_kills --root DIR --into docs/evidence/operation-faults.md     as root
     python -m tests.acceptance.operation.operation_kills --kills 20
 
 A round is one run that meets every fault once, in a random order, and must end with the weights of a run without any.
@@ -17,10 +17,9 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tests.acceptance.fault_table import write_table
 from tests.acceptance.operation.operation_faults import FAULTS, Fault
 from tests.acceptance.operation.operation_site import NODES, SLOW, ServerError, Shown, Site, shared_folder
-from tests.acceptance.result_table import ResultLines
+from tests.acceptance.result_table import ResultLines, write_table
 from tests.support.cluster_runs import weights
 
 SEED = 24

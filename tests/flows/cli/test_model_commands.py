@@ -108,4 +108,4 @@ def test_an_error_prints_one_line(
 
 def test_a_missing_folder_is_named_without_importing_torch(run_without: Callable[..., Any]) -> None:
     for arguments in (("generate", "nowhere", "x"), ("evaluate", "nowhere", "--corpus", "x")):
-        assert "has no such folder" in run_without("torch transformers prefect", *arguments).stderr
+        assert "is not a folder on this machine" in run_without("torch transformers prefect", *arguments).stderr

@@ -219,7 +219,7 @@ PLACES = [
     Wrong("run smoke --name ..", 2, "name is '..': it must be"),
     Wrong("run smoke --publish-to folder", 12, "folder exists and is not a publication"),
     Wrong("run smoke --set tokenizer.path=fake.model", 4, "fake.model is not a SentencePiece model, or is damaged"),
-    Wrong("run smoke --set model.start_from=nowhere", 4, "this machine has no such folder. Correct the path"),
+    Wrong("run smoke --set model.start_from=nowhere", 4, "is not a folder on this machine. Correct the path"),
     Wrong("run smoke --hostfile nowhere", 2, "cluster.hostfile cannot be read: "),
     Wrong("run smoke --hostfile twice", 2, "line 2: host 'node1' is listed twice"),
     Wrong("run smoke --hostfile no-slots", 2, "line 1: 'node1' is not of the form 'name slots=N'"),
@@ -264,9 +264,9 @@ PLACES = [
     Wrong("verify damaged", 4, "manifest.json is damaged, or not a manifest"),
     Wrong("status nowhere", 4, "nowhere"),
     Wrong("rm nowhere --yes", 4, "nowhere"),
-    Wrong("generate nowhere text", 4, "this machine has no such folder. Correct the path"),
+    Wrong("generate nowhere text", 4, "is not a folder on this machine. Correct the path"),
     Wrong("generate t5 text", 4, "t5 has neither model.safetensors nor model.safetensors.index.json"),
-    Wrong("evaluate nowhere --corpus good.txt", 4, "this machine has no such folder. Correct the path"),
+    Wrong("evaluate nowhere --corpus good.txt", 4, "is not a folder on this machine. Correct the path"),
     Wrong("deploy", 2, "no Prefect server is configured"),
 ]
 WRONG = [*OPTIONS, *SETTINGS, *OF_CONFIGS, *TEXTS, *PLACES]

@@ -100,7 +100,7 @@ def test_the_states_of_large_and_3b_leave_room_for_activations_on_80_gigabytes()
         for spec in (recipe("large"), recipe("t5_3b"))
     )
     assert 14e9 < large < 14.2e9
-    of_base_per_sequence = (29.9 * 2**30 - 4e9) / 128  # docs/measurements.md, less the state
+    of_base_per_sequence = (29.9 * 2**30 - 4e9) / 128  # benchmarks/results/variants.json, less the state
     activations_of_64 = 64 * of_base_per_sequence * 2 * 1024 / 768
     assert large + activations_of_64 < 0.8 * 80e9
     assert large + 2 * activations_of_64 > 80e9

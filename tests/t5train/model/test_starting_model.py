@@ -192,7 +192,7 @@ def _with_config(**values: Any) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, "this machine has no such folder"),
+        (shutil.rmtree, "which is not a folder on this machine"),
         (lambda folder: (folder / "config.json").unlink(), r"config\.json does not exist"),
         (
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),

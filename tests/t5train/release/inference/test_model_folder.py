@@ -40,7 +40,7 @@ def _of_a_run(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, r"^PATH is .*, but this machine has no such folder. Correct the path"),
+        (shutil.rmtree, r"^PATH is .*, which is not a folder on this machine. Correct the path"),
         (_without("config.json"), r"does not exist. Set PATH to the folder of a complete"),
         (lambda folder: _change_config(folder, model_type="bart"), "PATH: model_type is 'bart' in .*Choose a model of"),
         (
