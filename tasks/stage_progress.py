@@ -12,11 +12,10 @@ from contextvars import copy_context
 from types import TracebackType
 from typing import Any, Self
 
-from t5train.records.series import MetricsSeries
-
 from infra.head.storage.staged_bytes import StagedBytes
 from t5train.files.run_folder import METRICS
 from t5train.progress import Progress, silent
+from t5train.records.metrics import MetricsSeries
 from t5train.report.report_folder import STAGING, TRAINING, write_report, write_table
 from t5train.report.time_left import TimeLeft
 from t5train.report.training_plot import training_plot

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from t5train.data.vectors.neighbours import built_index, given_index
 
 from flows.cli.options import JsonOption, PlotOption, RootOption, require_writable_names, root_of, write_plot
 from flows.cli.terminal import say, show_json, show_rows, show_table, stage_display

@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
-from t5train.spec.config_text import recipe_text
 
 from flows.cli.dry_run import show_dry_run
 from flows.cli.interruption import explaining_interruption
@@ -43,6 +42,7 @@ from t5train.progress import Progress, silent
 from t5train.records.metrics import loss_lines
 from t5train.records.stage_records import Publication
 from t5train.records.witness import Witness
+from t5train.spec.config_file import recipe_text
 from t5train.spec.recipes import RECIPES, TRIAL_STEPS, summary
 from t5train.spec.recipes import recipe as recipe_spec
 

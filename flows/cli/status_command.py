@@ -11,7 +11,6 @@ from datetime import datetime
 from typing import Annotated, Any
 
 import typer
-from infra.head.runs.attempt_history import AttemptSummary
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text

@@ -29,7 +29,6 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed, Scheduled
 from pydantic import ValidationError
-from t5train.checkpoint.last_complete import last_complete
 
 from flows.run_parameters import RunParameters
 from flows.workers.abandoned import (

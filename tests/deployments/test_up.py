@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flows.server.prefect_server import free_port
 from flows.workers.abandoned import WORKER_LABEL
 from flows.workers.run_monitor import CHECKPOINT_LABEL, MOST_RESUMES, RESUMES_LABEL
 from flows.workers.run_records import worker_name
+from infra.node.ports import free_port
 
 STUBBORN = """
 import os, signal, threading, time

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from infra.head.environments.pip_commands import Target
 
 from flows.cli.options import SmokeOptions, TrainingHostOptions, with_options
 from flows.cli.terminal import complain, say, show_table, stage_display
 from infra.head.environments.environment_installation import install_on, python_of, require_environment_path
-from infra.head.environments.wheel_collection import collect_project
+from infra.head.environments.wheel_collection import Target, collect_project
 from infra.head.environments.wheelhouse import read_wheelhouse
 from infra.head.host_selection import asked
 from infra.head.hosts.hostfile import read_hosts, spare_hosts
@@ -25,7 +24,7 @@ from infra.head.preflight.host_preflight import preflight as ask_hosts
 from infra.head.preflight.run_checks import require_possible
 from infra.head.preflight.text_checks import require_text
 from t5train.errors import HostError, SpecError
-from t5train.host_resources import format_bytes, quantity
+from t5train.quantities import format_bytes, quantity
 
 _OUTCOMES = ["host", "result", "what"]
 

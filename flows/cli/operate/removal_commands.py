@@ -6,7 +6,6 @@ from pathlib import PurePath
 from typing import Annotated, Any, TypeVar
 
 import typer
-from infra.head.runs.removal_plan import RemovalPlan, hosts_of_run, machines_of_run, plan_removal, removable_run
 
 from flows.cli.interruption import typed_command
 from flows.cli.options import (
@@ -25,7 +24,14 @@ from flows.cli.terminal import complain, say, show_json, show_table, stage_displ
 from infra.head.hosts.hostfile import chosen_hosts, spare_hosts
 from infra.head.hosts.reached_nodes import reached_nodes
 from infra.head.runs.run_lookup import root_of_run
-from infra.head.runs.run_removal import remove_run
+from infra.head.runs.run_removal import (
+    RemovalPlan,
+    hosts_of_run,
+    machines_of_run,
+    plan_removal,
+    removable_run,
+    remove_run,
+)
 from infra.head.runs.run_state import read_json
 from infra.head.storage.garbage_collection import (
     FinishedRun,

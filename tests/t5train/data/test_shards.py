@@ -24,9 +24,9 @@ from t5train.data.shards import (
     read_description,
     shard_name,
     tokens_name,
-    unigram_name,
 )
 from t5train.data.vocabulary.tokenizer import Tokenizer
+from t5train.data.vocabulary.unknown_pieces import unigram_name
 from t5train.errors import InputError, StorageError
 from t5train.records.stage_records import MANIFEST, TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from t5train.data.shards import tokens_name, unigram_name
+from t5train.data.shards import tokens_name
+from t5train.data.vocabulary.unknown_pieces import unigram_name
 from t5train.errors import DigestMismatch
 from t5train.train.validation import cross_entropy, train_unigram
 from tests.support.generated_text import DataChain
