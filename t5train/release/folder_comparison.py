@@ -53,12 +53,6 @@ def differing_folder(export: Export, witness: Witness) -> list[str]:
     ]
 
 
-def expected_documents(folder: Path, spiece: Path, witness: Witness) -> None:
-    """Write the expected DOCUMENTS to ``folder``, together with the vocabulary that they are made from."""
-    copy_durably(spiece, folder / SPIECE)
-    write_model_files(witness, folder)
-
-
 def _differing_names(export: Export, files: Mapping[str, FileDigest], witness: Witness) -> Iterator[str]:
     """Yield extra and missing files: transformers might read an extra one, and use defaults for a missing one."""
     weights = {name for name in files if _WEIGHTS.fullmatch(name)}
@@ -86,7 +80,8 @@ def _differing_manifest(export: Export, witness: Witness) -> Iterator[str]:
 
 def _differing_documents(folder: Path, witness: Witness) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as temporary:
-        expected_documents(Path(temporary), folder / SPIECE, witness)
+        copy_durably(folder / SPIECE, Path(temporary) / SPIECE)  # from which some of the documents are made
+        write_model_files(witness, Path(temporary))
         for name in DOCUMENTS:
             yield from _in(name, _read(Path(temporary) / name), _read(folder / name))
 

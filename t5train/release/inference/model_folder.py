@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, Tokenizer, open_given
+from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, open_given
 from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.run_folder import EXPORT
 from t5train.host_resources import num_cores
@@ -56,14 +56,11 @@ class Vocabulary(NamedTuple):
         if not (folder / SPIECE).is_file():
             return cls._fast(folder / TOKENIZER_JSON)
         try:
-            return cls._as_trained(open_given(folder))
+            tokenizer = open_given(folder)
         except SpecError as error:
             if not (folder / TOKENIZER_JSON).is_file():
                 raise InputError(f"the vocabulary cannot be used: {error}") from error
             return cls._fast(folder / TOKENIZER_JSON)
-
-    @classmethod
-    def _as_trained(cls, tokenizer: Tokenizer) -> Self:
         return cls(
             size=tokenizer.vocab_size,
             first_sentinel_id=tokenizer.sentinel_ids[0],

@@ -17,24 +17,13 @@ BEYOND_END = ("InvalidRange", "416")
 """Codes for a range that begins where an object ends, or after that."""
 MISSING = ("NoSuchKey", "404")
 """Codes of an object that does not exist."""
-TRANSIENT = (
-    *("ReadTimeoutError", "ConnectTimeoutError", "ConnectionClosedError", "EndpointConnectionError", "HTTPClientError"),
-    *(
-        "ResponseStreamingError",
-        "IncompleteReadError",
-        "RequestTimeout",
-        "SlowDown",
-        "Throttling",
-        "TooManyRequests",
-        "429",
-        "ServiceUnavailable",
-        "InternalError",
-        "500",
-        "502",
-        "503",
-        "504",
-    ),
+_NO_ANSWER_CODES = (
+    *("ReadTimeoutError", "ConnectionClosedError", "HTTPClientError"),
+    *("RequestTimeout", "ResponseStreamingError", "IncompleteReadError"),
 )
+_BUSY_CODES = ("SlowDown", "ServiceUnavailable", "InternalError", "500", "502", "503", "504")
+_UNREACHABLE_CODES = ("EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError")
+TRANSIENT = (*_NO_ANSWER_CODES, *_BUSY_CODES, *_UNREACHABLE_CODES[:2], "Throttling", "TooManyRequests", "429")
 """Codes of failures that can pass. Only the server knows whether the request was done."""
 IN_PROGRESS = "UploadInProgress"
 """The code for an upload that another process on this machine is making."""
@@ -50,85 +39,69 @@ class _Explanation(NamedTuple):
 
 
 _CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws"
-_NO_CREDENTIALS = _Explanation("no credentials were found", f"Set {_CREDENTIALS} (AWS_PROFILE selects one)")
-_EXPIRED = _Explanation("the credentials have expired", f"Renew them: {_CREDENTIALS}")
-_DENIED = _Explanation(
-    "access denied",
-    "To read, these credentials need s3:GetObject and s3:ListBucket there; to publish, also s3:PutObject, "
-    "s3:DeleteObject, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads and s3:ListMultipartUploadParts. Grant "
-    "them, or set others: " + _CREDENTIALS,
-)
-_REGION = _Explanation(
-    "the bucket is in another region", "Set AWS_REGION, or region in ~/.aws/config, to the region of the bucket"
-)
-_UNREACHABLE = _Explanation("the server cannot be reached", "Check AWS_ENDPOINT_URL, the region and the network")
-_NO_ANSWER = _Explanation(
-    "the server did not answer in time, or closed the connection", "Check the server and the network, then try again"
-)
-_BUSY = _Explanation("the server is busy or failed, also after several tries", "Try again later")
-_DAMAGED = _Explanation(
-    "the server received other bytes than were sent", "Try again; if it happens again, check this machine's memory"
-)
-
-_DAMAGED_ANSWER = _Explanation(
-    "the bytes that arrived do not have the checksum that the server returned: the object is damaged in the store, or "
-    "on the way here",
-    "Try again; if it happens again, restore the object, or remove it and write it again",
-)
-
-_BY_CODE = {
-    **dict.fromkeys(("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"), _NO_CREDENTIALS),
-    **dict.fromkeys(
-        ("ExpiredToken", "TokenRefreshRequired", "UnauthorizedSSOTokenError", "SSOTokenLoadError"), _EXPIRED
+_EXPLANATIONS: dict[tuple[str, ...], _Explanation] = {
+    ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"): _Explanation(
+        "no credentials were found", f"Set {_CREDENTIALS} (AWS_PROFILE selects one)"
     ),
-    **dict.fromkeys(("AccessDenied", "403", "AllAccessDisabled", "AccountProblem"), _DENIED),
-    **dict.fromkeys(
-        ("PermanentRedirect", "301", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"), _REGION
+    ("ExpiredToken", "TokenRefreshRequired", "UnauthorizedSSOTokenError", "SSOTokenLoadError"): _Explanation(
+        "the credentials have expired", f"Renew them: {_CREDENTIALS}"
     ),
-    **dict.fromkeys(("EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError"), _UNREACHABLE),
-    **dict.fromkeys(("ReadTimeoutError", "ConnectionClosedError", "HTTPClientError", "RequestTimeout"), _NO_ANSWER),
-    **dict.fromkeys(("ResponseStreamingError", "IncompleteReadError"), _NO_ANSWER),
-    **dict.fromkeys(("SlowDown", "ServiceUnavailable", "InternalError", "500", "502", "503", "504"), _BUSY),
-    **dict.fromkeys(WRONG_CHECKSUM, _DAMAGED),
-    DAMAGED_ANSWER: _DAMAGED_ANSWER,
-    "InvalidAccessKeyId": _Explanation(
+    ("AccessDenied", "403", "AllAccessDisabled", "AccountProblem"): _Explanation(
+        "access denied",
+        "To read, these credentials need s3:GetObject and s3:ListBucket there; to publish, also s3:PutObject, "
+        "s3:DeleteObject, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads and s3:ListMultipartUploadParts. "
+        f"Grant them, or set others: {_CREDENTIALS}",
+    ),
+    ("PermanentRedirect", "301", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"): _Explanation(
+        "the bucket is in another region", "Set AWS_REGION, or region in ~/.aws/config, to the region of the bucket"
+    ),
+    _UNREACHABLE_CODES: _Explanation(
+        "the server cannot be reached", "Check AWS_ENDPOINT_URL, the region and the network"
+    ),
+    _NO_ANSWER_CODES: _Explanation(
+        "the server did not answer in time, or closed the connection",
+        "Check the server and the network, then try again",
+    ),
+    _BUSY_CODES: _Explanation("the server is busy or failed, also after several tries", "Try again later"),
+    WRONG_CHECKSUM: _Explanation(
+        "the server received other bytes than were sent",
+        "Try again; if it happens again, check this machine's memory",
+    ),
+    (DAMAGED_ANSWER,): _Explanation(
+        "the bytes that arrived do not have the checksum that the server returned: the object is damaged in the store, "
+        "or on the way here",
+        "Try again; if it happens again, restore the object, or remove it and write it again",
+    ),
+    ("InvalidAccessKeyId",): _Explanation(
         "the server does not know this AWS_ACCESS_KEY_ID", f"Check {_CREDENTIALS}, and AWS_ENDPOINT_URL"
     ),
-    "SignatureDoesNotMatch": _Explanation(
+    ("SignatureDoesNotMatch",): _Explanation(
         "AWS_SECRET_ACCESS_KEY is not the one of this AWS_ACCESS_KEY_ID", f"Check {_CREDENTIALS}"
     ),
-    "RequestTimeTooSkewed": _Explanation(
+    ("RequestTimeTooSkewed",): _Explanation(
         "this machine's clock differs too much from the server's", "Set the clock (chronyc or timedatectl shows it)"
     ),
-    "NoSuchBucket": _Explanation(
+    ("NoSuchBucket",): _Explanation(
         "the bucket does not exist", "Create it, or check its name and AWS_ENDPOINT_URL; buckets are never created here"
     ),
-    "ProfileNotFound": _Explanation("AWS_PROFILE names a profile that does not exist", "Add it to ~/.aws/config"),
-    "SSLError": _Explanation(
+    ("ProfileNotFound",): _Explanation("AWS_PROFILE names a profile that does not exist", "Add it to ~/.aws/config"),
+    ("SSLError",): _Explanation(
         "there is no TLS connection",
         "If the server has none, begin AWS_ENDPOINT_URL with http://. If its certificate is private, set AWS_CA_BUNDLE",
     ),
-    "ValueError": _Explanation("a setting is not valid", "AWS_ENDPOINT_URL must begin with https:// or http://"),
-    "NotImplemented": _Explanation(
+    ("ValueError",): _Explanation("a setting is not valid", "AWS_ENDPOINT_URL must begin with https:// or http://"),
+    ("NotImplemented",): _Explanation(
         "the server does not support this request", "Use a store with conditional writes and CRC64NVME checksums"
     ),
-    UNKNOWN_UPLOAD: _Explanation(
+    (UNKNOWN_UPLOAD,): _Explanation(
         "another process aborted the upload", "Make sure that nothing else publishes there, then publish again"
     ),
 }
-
-
-_OF_WRONG_SERVERS = (
-    *("EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError", "SSLError", "InvalidAccessKeyId"),
-    *("NoSuchBucket", "ReadTimeoutError", "ConnectionClosedError"),
-)
+_OF_WRONG_SERVERS = {
+    *_UNREACHABLE_CODES,
+    *("SSLError", "InvalidAccessKeyId", "NoSuchBucket", "ReadTimeoutError", "ConnectionClosedError"),
+}
 """Codes that another server than the intended one causes, such as Amazon's without AWS_ENDPOINT_URL."""
-
-
-def code_of(error: Exception) -> str:
-    """The server's code for an error, or the class name of an error of the client."""
-    answer = getattr(error, "response", None)
-    return str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, dict) else type(error).__name__
 
 
 def store_error(error: Exception, subject: str, endpoint: str = "") -> StoreError:
@@ -136,12 +109,13 @@ def store_error(error: Exception, subject: str, endpoint: str = "") -> StoreErro
 
     ``subject`` says what could not be done, as in "URL cannot be read", and ``endpoint`` is the server's URL.
     """
-    code = code_of(error)
-    if (known := _BY_CODE.get(code)) is not None:
+    response = getattr(error, "response", None)
+    answer = response if isinstance(response, dict) else None
+    code = type(error).__name__ if answer is None else str(answer.get("Error", {}).get("Code", ""))
+    if known := next((known for codes, known in _EXPLANATIONS.items() if code in codes), None):
         where = f" at {endpoint}" if code in _OF_WRONG_SERVERS and endpoint else ""
         return StoreError(f"{subject}: {known.cause} ({code}{where}). {known.remedy}", code=code)
-    answer = getattr(error, "response", None)
-    if isinstance(answer, dict):
+    if answer is not None:
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return StoreError(f"{subject}: the server answered {code} (status {status})", code=code)
     return StoreError(f"{subject}: {code} in the S3 client. Check the URL, AWS_ENDPOINT_URL and ~/.aws", code=code)
