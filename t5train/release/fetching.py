@@ -4,7 +4,8 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from t5train.records.stage_records import MANIFEST, Publication, Published
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.object_store.bucket import BucketFolder, is_in_s3
 from t5train.release.object_store.stored_objects import differs, expected_chunks
-from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
+from t5train.release.object_store.transfers import ByteCount, run_jobs
 from t5train.release.verification import manifest_in, require_certified, verify_local
 
 _CHUNK_BYTES = 1 << 20
@@ -63,16 +64,9 @@ def fetch(url: str, folder: Path, progress: Progress = silent) -> Published:
     if isinstance(published, Publication):
         content = bucket.read(published.name_beside_manifest(CERTIFICATE)) or b""
         require_certified(published, content, bucket.url)
-    for name in published.files:
-        confined(folder, name, f"{bucket.url}/{MANIFEST}")
-    require_distinct([*published.files, MANIFEST], f"{bucket.url}/{MANIFEST}")
     copy = published.model_copy(update={"folder": "", "url": "."}).sealed()
-    try:
-        with filling(folder, keep_unfinished=True) as unfinished:
-            copy_files(bucket, published, unfinished, progress)
-            copy.commit(unfinished)
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {explain(error)}") from error
+    with copied(bucket, published, folder, progress) as unfinished:
+        copy.commit(unfinished)
     return copy.model_copy(update={"path": folder, "url": str(folder)})
 
 
@@ -86,12 +80,27 @@ def _already_there(folder: Path, published: Published, progress: Progress) -> Pu
     return type(published).model_validate(verify_local(folder, progress)).model_copy(update={"reused": True})
 
 
-def copy_files(bucket: BucketFolder, published: Published, folder: Path, progress: Progress) -> None:
-    """Copy the files of a publication to a folder, several at a time, verify each, and continue what was interrupted.
+@contextmanager
+def copied(bucket: BucketFolder, published: Published, folder: Path, progress: Progress) -> Iterator[Path]:
+    """Copy the files of a publication to a new folder, which appears after the block. An interrupted copy is continued.
 
-    Their names must be ``confined`` to the folder. Files of other names are removed from it. Raises DigestMismatch,
-    StoreError, and StorageError if the disk is too small.
+    Every file is verified as it is written. Raises DigestMismatch, StoreError, and StorageError if the folder cannot be
+    written or is too small, or if a name leads elsewhere.
     """
+    source = f"{bucket.url}/{MANIFEST}"
+    for name in published.files:
+        confined(folder, name, source)
+    require_distinct([*published.files, MANIFEST], source)
+    try:
+        with filling(folder, keep_unfinished=True) as unfinished:
+            _copy_files(bucket, published, unfinished, progress)
+            yield unfinished
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {explain(error)}") from error
+
+
+def _copy_files(bucket: BucketFolder, published: Published, folder: Path, progress: Progress) -> None:
+    """Copy the files, several at a time. Files of other names are removed from the folder."""
     _remove_others(folder, published)
     there = sum((folder / name).stat().st_size for name in published.files if (folder / name).exists())
     total = sum(digest.size for digest in published.files.values())
@@ -101,9 +110,8 @@ def copy_files(bucket: BucketFolder, published: Published, folder: Path, progres
         )
     count = ByteCount("bytes fetched", total, progress, bucket.stopping)
 
-    def copy(name: str, digest: FileDigest) -> list[Job]:
+    def copy(name: str, digest: FileDigest) -> None:
         _copy_file(bucket, published.name_beside_manifest(name), folder / name, digest, count.add)
-        return []
 
     run_jobs((partial(copy, name, digest) for name, digest in published.files.items()), count)
 
@@ -139,7 +147,7 @@ def _copy_file(
         found = _completed(bucket, stored, path, expected, count)
     if found != expected:
         path.unlink()
-        raise differs(bucket, stored, found, expected)
+        raise differs(f"{bucket.url}/{stored}", found, expected)
 
 
 def _completed(
@@ -147,7 +155,8 @@ def _completed(
 ) -> FileDigest:
     """Append to a file what it lacks, and return its digest."""
     sha256 = hashlib.sha256()
-    with open(path, "a+b", opener=_without_following) as file:
+    # Somebody may have put a link there meanwhile.
+    with open(path, "a+b", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as file:
         file.seek(0)
         while chunk := file.read(_CHUNK_BYTES):
             sha256.update(chunk)
@@ -161,8 +170,3 @@ def _completed(
         file.flush()
         os.fsync(file.fileno())
     return FileDigest(size=size, sha256=sha256.hexdigest())
-
-
-def _without_following(path: str, flags: int) -> int:
-    """Open a file that is no link, which somebody may have put there meanwhile."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

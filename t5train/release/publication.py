@@ -26,8 +26,8 @@ from t5train.records.stage_records import MANIFEST, Export, Publication
 from t5train.release.certificate import CERTIFICATE, vouching_certificate
 from t5train.release.object_store.bucket import BucketFolder, InsistentBucket, is_in_s3
 from t5train.release.object_store.bucket_publication import publish_to_bucket, published_in
-from t5train.release.object_store.measured_file import unread_files
-from t5train.release.object_store.published_manifest import difference, not_empty, occupied, publication_in
+from t5train.release.object_store.measured_file import measure
+from t5train.release.object_store.published_manifest import difference, not_empty, occupied, published_as
 from t5train.release.object_store.write_check import check_writing
 from t5train.release.verification import object_names, verify, verify_object
 
@@ -122,7 +122,7 @@ def publication_at(url: str) -> Publication | None:
         return published_in(BucketFolder(url), Publication)
     folder = local_folder(url)
     content = _stored_manifest(url) if folder is None else _local_manifest(folder)
-    return None if content is None else publication_in(content, url)
+    return None if content is None else published_as(Publication, content, url)
 
 
 def _local_manifest(folder: Path) -> bytes | None:
@@ -226,11 +226,12 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
     if CERTIFICATE not in export.files:
         raise PublicationError(f"{export.path} cannot be published, because it has no certificate. Certify it first")
     if is_in_s3(url):
-        bucket = InsistentBucket(url)  # before the files are read, to report at once what is missing
+        bucket = InsistentBucket(url)
         require_distinct([*export.files, MANIFEST], str(export.path), PublicationError)
         with _naming_export(export):
             _require_certificate(export)
-            files = unread_files(export.path, export.files)
+            published_in(bucket, Publication)  # to report at once what is missing, before the files are read
+            files = measure(export.path, export.files, progress)
             return publish_to_bucket(bucket, export.path, _record(export, url), files, progress)
     with _naming_export(export):
         export.verify(progress)

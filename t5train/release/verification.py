@@ -19,13 +19,13 @@ from t5train.files.presence import ABSENT, files_below, is_folder, is_there, nam
 from t5train.files.run_folder import RUN
 from t5train.locations import explained, local_folder, redacted, remote_folder, require_location
 from t5train.progress import Progress, silent
-from t5train.records.digests import FileDigest, SafetensorsDigest, digest_safetensors_stream
+from t5train.records.digests import FileDigest, digest_safetensors_stream
 from t5train.records.stage_records import MANIFEST, Publication, Published, Record, parse_manifest
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.object_store.bucket import BucketFolder, is_in_s3
 from t5train.release.object_store.published_manifest import require_only
-from t5train.release.object_store.stored_objects import read_back
-from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
+from t5train.release.object_store.stored_objects import Digest, differs, missing, read_back
+from t5train.release.object_store.transfers import ByteCount, run_jobs
 
 _CHUNK_BYTES = 8 << 20
 _SHOWN_FAULTS = 50
@@ -125,9 +125,8 @@ def verify_bucket(bucket: BucketFolder, progress: Progress = silent) -> Record:
     total = sum(digest.size for digest in record.files.values())
     read = ByteCount("bytes verified", total, progress, bucket.stopping)
 
-    def compare(name: str, digest: FileDigest) -> list[Job]:
+    def compare(name: str, digest: FileDigest) -> None:
         faults.extend(_faults_of(read_back, bucket, record.name_beside_manifest(name), digest, read.add))
-        return []
 
     run_jobs((partial(compare, name, digest) for name, digest in record.files.items()), read)
     faults.sort(key=str)  # threads find them in any order
@@ -194,9 +193,7 @@ def _raise_all(faults: list[T5TrainError], where: str) -> None:
         raise type(faults[0])(f"{where} has {len(faults)} faults: {named}{more}")
 
 
-def verify_object(
-    filesystem: Any, path: str, expected: FileDigest | SafetensorsDigest, shown: str, progress: Progress
-) -> None:
+def verify_object(filesystem: Any, path: str, expected: Digest, shown: str, progress: Progress) -> None:
     """Read the object at ``path``, and raise DigestMismatch unless it has this size and digest."""
 
     def report(size: int) -> None:
@@ -208,16 +205,9 @@ def verify_object(
                 _digest(file, report) if isinstance(expected, FileDigest) else digest_safetensors_stream(file, report)
             )
     except FileNotFoundError:
-        raise DigestMismatch(
-            f"{shown} is missing, but {expected.size} bytes were recorded: restore the file, or remove the publication "
-            f"(its {MANIFEST} first) and publish again"
-        ) from None
+        raise missing(shown, expected) from None
     if found != expected:
-        raise DigestMismatch(
-            f"{shown} has {found.size:,} bytes and {found}, but {expected.size:,} bytes and {expected} were recorded, "
-            "so the store received other bytes than were sent, or the file was changed or damaged since: restore the "
-            f"file, or remove the publication (its {MANIFEST} first) and publish again"
-        )
+        raise differs(shown, found, expected)
 
 
 def _digest(file: IO[bytes], report: Callable[[int], None]) -> FileDigest:

@@ -20,7 +20,6 @@ from t5train.errors import (
     T5TrainError,
 )
 from t5train.files.atomic import discard, filling, partial_of
-from t5train.files.confined import confined, require_distinct
 from t5train.files.os_errors import explain
 from t5train.files.presence import is_there
 from t5train.files.run_folder import CHECKPOINTS, METRICS, SET_ASIDE, STORING, step_of
@@ -31,10 +30,10 @@ from t5train.records.identity import current_provenance, fingerprint
 from t5train.records.stage_records import MANIFEST, StoredCheckpoint
 from t5train.release.checkpoint_store.ledger import Ledger, StoredTag, folder_of, is_checkpoint_folder
 from t5train.release.checkpoint_store.store_claim import StoreClaim
-from t5train.release.fetching import copy_files
+from t5train.release.fetching import copied
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.bucket_publication import PART_BYTES, publish_to_bucket, published_in
-from t5train.release.object_store.measured_file import measure, unread_files
+from t5train.release.object_store.measured_file import measure
 from t5train.release.verification import manifest_in
 
 _log = logging.getLogger(__name__)
@@ -108,8 +107,7 @@ def store_checkpoint(claim: StoreClaim, folder: Path, progress: Progress, part_b
     recorded = tags.files_of(sidecars)
     others = [*(sidecar.sidecar_name(one.rank) for one in sidecars), METRICS]
     digests = recorded | digest_files(folder, (name for name in others if is_there(folder / name)))
-    files = unread_files(folder, digests)
-    measure(files.values(), progress)  # first, as nothing would remove soon what was sent of a damaged checkpoint
+    files = measure(folder, digests, progress)
     of_run, shards = sidecars[0].run_fingerprint, sidecars[0].data.shards_fingerprint
     content = {name: digest.sha256 for name, digest in digests.items()}
     identity = fingerprint({"stage": "stored-checkpoint", "run": of_run, "tag": tag, "files": content})
@@ -309,14 +307,7 @@ def _restore(bucket: BucketFolder, ledger: Ledger, stored: StoredTag, run_folder
         ledger.fingerprint,
     ):
         raise RecordError(f"{where.url}/{MANIFEST} is not that of {stored.tag} of this run")
-    for name in record.files:
-        confined(target, name, f"{where.url}/{MANIFEST}")
-    require_distinct(record.files, f"{where.url}/{MANIFEST}")
     set_aside(target, run_folder / SET_ASIDE, f"it is not complete, and {stored.tag} is restored from {bucket.url}")
-    try:
-        with filling(target, keep_unfinished=True) as unfinished:
-            copy_files(where, record, unfinished, progress)
-            if is_there(unfinished / METRICS) and not is_there(run_folder / METRICS):
-                (unfinished / METRICS).rename(run_folder / METRICS)
-    except OSError as error:
-        raise StorageError(f"{target} cannot be written: {explain(error)}") from error
+    with copied(where, record, target, progress) as unfinished:
+        if is_there(unfinished / METRICS) and not is_there(run_folder / METRICS):
+            (unfinished / METRICS).rename(run_folder / METRICS)

@@ -17,7 +17,7 @@ from t5train.records.stage_records import MANIFEST, Publication, Published
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.file_upload import FileUploads
-from t5train.release.object_store.measured_file import MeasuredFile, measure
+from t5train.release.object_store.measured_file import MeasuredFile
 from t5train.release.object_store.published_manifest import P, difference, not_empty, published_as, require_only
 from t5train.release.object_store.store_errors import CONTENDED, PRECONDITION_FAILED, TRANSIENT, UNKNOWN_UPLOAD
 from t5train.release.object_store.stored_objects import prove, read_back
@@ -41,8 +41,7 @@ def publish_to_bucket(
         bucket: The destination.
         folder: The folder with the files.
         record: The record to publish.
-        files: Its files, which are published only if they have the digests in it. They are read while they are sent,
-            unless they were read before.
+        files: Its files, which have the digests in it.
         progress: Called with the number of bytes that are sent.
         part_bytes: Files that are larger are sent in parts of this size.
 
@@ -50,13 +49,11 @@ def publish_to_bucket(
         The record at the destination. It is reused if it was there already, or if another process was first.
 
     Raises:
-        DigestMismatch: A file is not what was recorded, or its object is not the file.
+        DigestMismatch: A file was changed since it was read, or its object is not the file.
         PublicationError: The destination holds something else, or something else was published there meanwhile.
         StoreError: The server refuses, or does not answer. Publishing again continues.
 
     """
-    for file in files.values():
-        file.require_size()  # before anything is sent
     with UploadJournal.opened(folder, f"{bucket.endpoint} {bucket.url}") as journal:
         found, is_new = published_in(bucket, type(record)), False
         bucket.compares_checksums = _compares_checksums(bucket, is_published=found is not None)
@@ -71,7 +68,6 @@ def publish_to_bucket(
                 uploads.send_missing()
         other = difference(found, record, bucket.url)
         if other is None and not is_new:
-            measure(files.values(), progress)
             _prove(bucket, found, files)
         if _is_cleaned_up(bucket, journal, found):
             journal.remove()

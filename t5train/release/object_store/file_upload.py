@@ -1,34 +1,31 @@
 """Sends files to a bucket: several at a time, large ones in parts, each with a checksum that the server compares.
 
-A large file is sent while its sha256 is computed: each part as soon as it has been read. Only a file that is what was
-recorded is completed, so its last part is sent after its sha256 was compared. Objects and parts that the server has
-from an earlier process are not sent again.
+Objects and parts that the server has from an earlier process are not sent again.
 """
 
-import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from t5train.errors import StoreError
+from t5train.files.os_errors import naming
 from t5train.progress import Progress
 from t5train.release.object_store.bucket import BucketFolder, encoded
-from t5train.release.object_store.measured_file import BLOCK_BYTES, FileBody, MeasuredFile, measure
+from t5train.release.object_store.measured_file import BLOCK_BYTES, FileBody, MeasuredFile
 from t5train.release.object_store.store_errors import UNKNOWN_UPLOAD
 from t5train.release.object_store.stored_objects import is_proven, prove
-from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
+from t5train.release.object_store.transfers import ByteCount, run_jobs
 
 _SMALL_BYTES = 1 << 20
 _MOST_PARTS = 10_000  # S3's limit
 _REFUSED_PARTS = {"BadDigest", "InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
-_log = logging.getLogger(__name__)
 
 
 class _PartedUpload:
     """The multipart upload of one file, from several threads. It continues that of an earlier process, if there is one.
 
-    Some servers list no checksums of the parts that they have, so only sizes are compared. Parts of a file that was
-    damaged when they were sent are found at the end, when the server compares the CRC of the whole object.
+    Some servers list no checksums of the parts that they have, so only sizes are compared. In the end, the server
+    compares the CRC of the whole object.
     """
 
     def __init__(self, bucket: BucketFolder, name: str, file: MeasuredFile, part_bytes: int) -> None:
@@ -36,8 +33,7 @@ class _PartedUpload:
         blocks = -(-max(part_bytes, -(-file.size // _MOST_PARTS)) // BLOCK_BYTES)
         self._part_bytes = blocks * BLOCK_BYTES
         self._numbers = range(1, -(-file.size // self._part_bytes) + 1)
-        self.upload_id, self._etags = self._continued() or (self._begun(), {})
-        self.is_continued = bool(self._etags)
+        self._upload_id, self._etags = self._continued() or (self._begun(), {})
         self.missing = [number for number in self._numbers if number not in self._etags]
         """Numbers of the parts to send."""
         self._counting, self._left = threading.Lock(), len(self.missing)
@@ -47,19 +43,15 @@ class _PartedUpload:
         """Size of the parts that the server has."""
         return sum(map(self._size_of, self._etags))
 
-    def end_of(self, number: int) -> int:
-        """Where a part ends in the file."""
-        return min(number * self._part_bytes, self._file.size)
-
     def send(self, number: int, count: Callable[[int], None]) -> bool:
-        """Send one part, up to whose end the file has been read. Returns whether it was the last that was missing.
+        """Send one part. Returns whether it was the last that was missing.
 
         ``count`` is as in ``FileBody.opened``.
         """
         start, size, crc = self._start_of(number), self._size_of(number), self._crc_of(number)
         with FileBody.opened(self._file.path, start, size, crc, count) as body:
             answer = self._bucket.call(
-                "upload_part", self._name, UploadId=self.upload_id, PartNumber=number, Body=body,
+                "upload_part", self._name, UploadId=self._upload_id, PartNumber=number, Body=body,
                 ChecksumCRC64NVME=encoded(crc),
             )  # fmt: skip
         with self._counting:
@@ -68,20 +60,23 @@ class _PartedUpload:
             return self._left == 0
 
     def complete(self) -> None:
-        """Make the object of the parts. The server compares the whole object with the CRC of the file."""
+        """Make the object of the parts, and prove it. The server compares the whole object with the CRC of the file."""
         parts = [
             {"PartNumber": number, "ETag": etag, "ChecksumCRC64NVME": encoded(self._crc_of(number))}
             for number, etag in sorted(self._etags.items())
         ]
         try:
             self._bucket.call(
-                "complete_multipart_upload", self._name, UploadId=self.upload_id, MultipartUpload={"Parts": parts},
+                "complete_multipart_upload", self._name, UploadId=self._upload_id, MultipartUpload={"Parts": parts},
                 ChecksumCRC64NVME=encoded(self._file.crc), ChecksumType="FULL_OBJECT", MpuObjectSize=self._file.size,
             )  # fmt: skip
         except StoreError as error:
+            if error.code in _REFUSED_PARTS:
+                self._bucket.abort(self._name, self._upload_id)  # the next process sends the file from its start
             # An earlier request may have completed it, and its answer was lost.
             if error.code != UNKNOWN_UPLOAD or not is_proven(self._bucket, self._name, self._file):
                 raise
+        prove(self._bucket, self._name, self._file)
 
     def _continued(self) -> tuple[str, dict[int, str]] | None:
         """The id of an upload of this object that the server has, and the ETags of its parts."""
@@ -112,7 +107,7 @@ class _PartedUpload:
         return (number - 1) * self._part_bytes
 
     def _size_of(self, number: int) -> int:
-        return self.end_of(number) - self._start_of(number)
+        return min(self._part_bytes, self._file.size - self._start_of(number))
 
     def _crc_of(self, number: int) -> int:
         return self._file.crc_of(self._start_of(number), self._size_of(number))
@@ -132,83 +127,54 @@ class FileUploads:
     def send(self) -> None:
         """Send all files, and prove each object.
 
-        Raises DigestMismatch if a file is not what was recorded, is changed meanwhile, or its object is something else.
-        Raises StoreError, which has the code NoSuchUpload if another process aborted an upload.
+        Raises DigestMismatch if a file is changed meanwhile, or its object is something else. Raises StoreError, which
+        has the code NoSuchUpload if another process aborted an upload.
         """
-        self._bucket.stopping.clear()  # an earlier call may have failed; all of its threads have ended
-        stored = self._stored()
-        measure([self._files[name] for name in stored], self._progress)
-        total = sum(file.size for file in self._files.values())
-        self._sent = ByteCount("bytes sent", total, self._progress, self._bucket.stopping)
-        run_jobs((partial(self._begin, name, name in stored) for name in self._files), self._sent)
+        self._send(perhaps_stored=self._stored())
 
     def send_missing(self) -> None:
         """Send again what another process removed when something else was published here. Raises as ``send`` does."""
-        if self._stored() != self._files.keys():
-            self.send()
+        if self._stored() != self._files.keys():  # or the list of objects is stale
+            self._send(perhaps_stored={*self._files})
+
+    def _send(self, perhaps_stored: set[str]) -> None:
+        self._bucket.stopping.clear()  # an earlier call may have failed; all of its threads have ended
+        total = sum(file.size for file in self._files.values())
+        self._sent = ByteCount("bytes sent", total, self._progress, self._bucket.stopping)
+        parts = list[Callable[[], None]]()
+        run_jobs((partial(self._send_file, name, name in perhaps_stored, parts) for name in self._files), self._sent)
+        run_jobs(parts, self._sent)
 
     def _stored(self) -> set[str]:
-        """Names of the objects that may be complete."""
+        """Names of the objects that the server lists with the right size."""
         there = self._bucket.sizes(self._folder)
         return {name for name, file in self._files.items() if there.get(name) == file.size}
 
-    def _begin(self, name: str, is_stored: bool) -> list[Job]:
+    def _send_file(self, name: str, may_be_stored: bool, parts: list[Callable[[], None]]) -> None:
+        """Send a file, or begin to send a large one. Jobs that send its parts are added to ``parts``."""
         file = self._files[name]
-        if is_stored and is_proven(self._bucket, name, file):
+        if may_be_stored and is_proven(self._bucket, name, file):
             self._sent.add(file.size)
-            return []
-        return self._begin_parts(name) if file.size > self._part_bytes else [partial(self._send_whole, name)]
+        elif file.size > self._part_bytes:
+            upload = _PartedUpload(self._bucket, name, file, self._part_bytes)
+            self._sent.add(upload.sent_bytes)
+            parts += [partial(self._send_part, upload, number) for number in upload.missing]
+            if not upload.missing:
+                upload.complete()
+        else:
+            self._send_whole(name, file)
+            prove(self._bucket, name, file)
 
-    def _read_to(self, end: int, file: MeasuredFile) -> None:
-        file.read_to(end, lambda _: self._sent.add(0))  # to end if another thread has failed
+    def _send_part(self, upload: _PartedUpload, number: int) -> None:
+        if upload.send(number, self._sent.add):
+            upload.complete()
 
-    def _send_whole(self, name: str) -> list[Job]:
-        file = self._files[name]
+    def _send_whole(self, name: str, file: MeasuredFile) -> None:
         if file.size <= _SMALL_BYTES:
-            self._bucket.put(name, file.read_whole())  # for other bodies, botocore first asks the server (Expect)
+            with naming(file.path):
+                content = file.path.read_bytes()
+            self._bucket.put(name, content)  # for other bodies, botocore first asks the server (Expect)
             self._sent.add(file.size)
         else:
-            self._read_to(file.size, file)
             with FileBody.opened(file.path, 0, file.size, file.crc, self._sent.add) as body:
                 self._bucket.call("put_object", name, Body=body, ChecksumCRC64NVME=encoded(file.crc))
-        return self._prove(name)
-
-    def _begin_parts(self, name: str) -> list[Job]:
-        upload = _PartedUpload(self._bucket, name, self._files[name], self._part_bytes)
-        self._sent.add(upload.sent_bytes)
-        if not upload.missing:
-            self._read_to(self._files[name].size, self._files[name])
-            return [partial(self._complete, name, upload)]
-        return self._read_part(name, upload, iter(upload.missing))
-
-    def _read_part(self, name: str, upload: _PartedUpload, missing: Iterator[int]) -> list[Job]:
-        """Read up to the end of the next part. It is sent before more is read, so that its bytes are still cached."""
-        if (number := next(missing, None)) is None:
-            return []
-        self._read_to(upload.end_of(number), self._files[name])
-        return [partial(self._send_part, name, upload, number), partial(self._read_part, name, upload, missing)]
-
-    def _send_part(self, name: str, upload: _PartedUpload, number: int) -> list[Job]:
-        was_last = upload.send(number, self._sent.add)
-        return [partial(self._complete, name, upload)] if was_last else []
-
-    def _complete(self, name: str, upload: _PartedUpload) -> list[Job]:
-        try:
-            upload.complete()
-        except StoreError as error:
-            if error.code not in _REFUSED_PARTS:
-                raise
-            self._bucket.abort(name, upload.upload_id)
-            if not upload.is_continued:
-                raise
-            file = self._files[name]
-            _log.warning(
-                "sending %s again from its start, because it was damaged when it was sent: %s", file.path, error
-            )
-            self._sent.add(-file.size)
-            return self._begin_parts(name)
-        return self._prove(name)
-
-    def _prove(self, name: str) -> list[Job]:
-        prove(self._bucket, name, self._files[name])
-        return []

@@ -1,4 +1,4 @@
-"""Files that are published: what is known of their content, and bodies of requests that must be what was read before.
+"""Files that are published: checksums of their content, and bodies of requests that must be what was read before.
 
 A file's sha256 and its CRC are computed from the same bytes in one pass. So an object with this CRC is the certified
 file, although S3 knows no sha256 of an object that was uploaded in parts.
@@ -6,35 +6,29 @@ file, although S3 knows no sha256 of an object that was uploaded in parts.
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from io import RawIOBase
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import NamedTuple, Self
 
 from t5train.errors import DigestMismatch
 from t5train.files.os_errors import naming
-from t5train.progress import Progress, silent
+from t5train.progress import Progress
 from t5train.records.digests import FileDigest, verify_file
 from t5train.release.object_store.bucket import crc_of
-from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
+from t5train.release.object_store.transfers import ByteCount, run_jobs
 
 BLOCK_BYTES = 1 << 20
 _PIECE_BYTES = 256 << 10  # stays in a core's cache: a whole part in memory takes twice the CPU time
 
 
-class MeasuredFile:
-    """A file that is read once, block by block, for its sha256 and the CRC of every part.
+class MeasuredFile(NamedTuple):
+    """A file that had the recorded digest when it was read, and the CRCs of its blocks."""
 
-    One thread at a time reads on. Others may meanwhile send what has been read.
-    """
-
-    def __init__(self, path: Path, expected: FileDigest) -> None:
-        """``expected`` is the digest that was recorded."""
-        self.path, self.digest = path, expected
-        self._sha256, self._blocks, self._at = hashlib.sha256(), list[int](), 0
-        self._crc: int | None = None
+    path: Path
+    digest: FileDigest
+    block_crcs: list[int]
 
     @property
     def size(self) -> int:
@@ -42,111 +36,48 @@ class MeasuredFile:
         return self.digest.size
 
     @property
-    def unread_bytes(self) -> int:
-        """How much has not been read yet."""
-        return self.size - self._at
-
-    @property
-    def is_read(self) -> bool:
-        """Whether all of the file was read, and is what was recorded."""
-        return self._crc is not None
-
-    @property
     def crc(self) -> int:
-        """The CRC of the whole file, once ``is_read``."""
-        if self._crc is None:
-            raise ValueError(f"{self.path} has not been read to its end")
-        return self._crc
-
-    def require_size(self) -> None:
-        """Raise DigestMismatch if the file is missing or has another size than was recorded."""
-        if not self.path.is_file() or self.path.stat().st_size != self.size:
-            self._refuse()
-
-    def read_to(self, end: int, count: Callable[[int], None] = lambda _: None) -> None:
-        """Read on up to ``end``, which is a multiple of ``BLOCK_BYTES`` or the file's size.
-
-        ``count`` is called with the size of each block. Raises DigestMismatch if the file, once it is read to its end,
-        is not what was recorded, or if it is missing.
-        """
-        if self.is_read:
-            return
-        self.require_size()
-        with naming(self.path), open(self.path, "rb", buffering=0) as file:
-            file.seek(self._at)
-            buffer = memoryview(bytearray(BLOCK_BYTES))
-            while self._at < end and (filled := _read_into(buffer[: end - self._at], file)):
-                self._add(buffer[:filled])
-                count(filled)
-        if self._at < end:
-            self._refuse()
-        if end == self.size:
-            self._finish()
-
-    def read_whole(self) -> bytes:
-        """Return the content of a small file. Raises DigestMismatch if it is not what was recorded."""
-        self.require_size()
-        with naming(self.path):
-            content = self.path.read_bytes()
-        self._sha256, self._blocks, self._at = hashlib.sha256(), [], 0
-        for start in range(0, len(content), BLOCK_BYTES):
-            self._add(memoryview(content)[start : start + BLOCK_BYTES])
-        self._finish()
-        return content
+        """The CRC of the whole file."""
+        return self.crc_of(0, self.size)
 
     def crc_of(self, start: int, size: int) -> int:
-        """Return the CRC that a part had when it was read. Parts consist of whole blocks, except the last."""
-        first = start // BLOCK_BYTES
-        return _joined(self._blocks[first : first - (-size // BLOCK_BYTES)], size)
+        """Return the CRC of a part of the file. Parts consist of whole blocks, except the last."""
+        from awscrt.checksums import combine_crc64nvme
 
-    def _add(self, block: memoryview) -> None:
-        self._sha256.update(block)
-        self._blocks.append(crc_of(block))
-        self._at += len(block)
-
-    def _finish(self) -> None:
-        if FileDigest(size=self._at, sha256=self._sha256.hexdigest()) != self.digest:
-            self._refuse()
-        self._crc = _joined(self._blocks, self.size)
-
-    def _refuse(self) -> NoReturn:
-        verify_file(self.path, self.digest)  # says what is wrong
-        raise DigestMismatch(f"{self.path} was changed while it was read, and changed back: publish again")
+        whole = 0
+        for at in range(start, start + size, BLOCK_BYTES):
+            crc = self.block_crcs[at // BLOCK_BYTES]
+            whole = combine_crc64nvme(whole, crc, min(BLOCK_BYTES, start + size - at))
+        return whole
 
 
-def unread_files(folder: Path, digests: Mapping[str, FileDigest]) -> dict[str, MeasuredFile]:
-    """Return the files of a folder with these digests. They are read later."""
-    return {name: MeasuredFile(folder / name, digest) for name, digest in digests.items()}
+def measure(folder: Path, digests: Mapping[str, FileDigest], progress: Progress) -> dict[str, MeasuredFile]:
+    """Read the files of a folder, several at a time. Raises DigestMismatch if one does not have its digest."""
+    count = ByteCount("bytes verified", sum(digest.size for digest in digests.values()), progress)
+    measured = dict[str, MeasuredFile]()
+
+    def read(name: str) -> None:
+        measured[name] = _measured(folder / name, digests[name], count.add)
+
+    run_jobs((partial(read, name) for name in digests), count)
+    return {name: measured[name] for name in digests}
 
 
-def measure(files: Collection[MeasuredFile], progress: Progress = silent) -> None:
-    """Read files to their ends, several at a time. Raises DigestMismatch if one of them is not what was recorded."""
-    left = [file for file in files if not file.is_read]
-    count = ByteCount("bytes verified", sum(file.unread_bytes for file in left), progress)
-
-    def read(file: MeasuredFile) -> list[Job]:
-        file.read_to(file.size, count.add)
-        return []
-
-    run_jobs((partial(read, file) for file in left), count)
-
-
-def _read_into(buffer: memoryview, file: RawIOBase) -> int:
-    """Fill the buffer; less only at the end of the file."""
-    filled = 0
-    while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
-        filled += count
-    return filled
-
-
-def _joined(blocks: Iterable[int], size: int) -> int:
-    """Return the CRC of consecutive blocks of so many bytes in all from the CRC of each."""
-    from awscrt.checksums import combine_crc64nvme
-
-    whole = 0
-    for start, crc in zip(range(0, size, BLOCK_BYTES), blocks, strict=True):
-        whole = combine_crc64nvme(whole, crc, min(BLOCK_BYTES, size - start))
-    return whole
+def _measured(path: Path, expected: FileDigest, count: Callable[[int], None]) -> MeasuredFile:
+    if not path.is_file() or path.stat().st_size != expected.size:
+        verify_file(path, expected)  # says what is wrong
+    sha256, crcs, size = hashlib.sha256(), list[int](), 0
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    with naming(path), open(path, "rb") as file:
+        while filled := file.readinto(buffer):
+            sha256.update(buffer[:filled])
+            crcs.append(crc_of(buffer[:filled]))
+            size += filled
+            count(filled)
+    if FileDigest(size=size, sha256=sha256.hexdigest()) != expected:
+        verify_file(path, expected)
+        raise DigestMismatch(f"{path} was changed while it was read, and changed back: publish again")
+    return MeasuredFile(path, expected, crcs)
 
 
 class FileBody:

@@ -29,11 +29,6 @@ def require_only(record: Published, present: Iterable[str], where: str) -> None:
         )
 
 
-def publication_in(content: bytes, url: str) -> Publication:
-    """Return the publication that a manifest at ``url`` describes. Raises PublicationError for anything else."""
-    return published_as(Publication, content, url)
-
-
 def published_as(kind: type[P], content: bytes, url: str) -> P:
     """Return the record of this kind that a manifest at ``url`` describes. Raises PublicationError for others."""
     try:

@@ -4,13 +4,14 @@ import hashlib
 from collections.abc import Callable, Iterator
 
 from t5train.errors import DigestMismatch, StoreError
-from t5train.records.digests import FileDigest
+from t5train.records.digests import FileDigest, SafetensorsDigest
 from t5train.records.stage_records import MANIFEST
 from t5train.release.object_store.bucket import BucketFolder, encoded, insistent_chunks
 from t5train.release.object_store.measured_file import MeasuredFile
 from t5train.release.object_store.store_errors import MISSING
 
 _CRC = "ChecksumCRC64NVME"
+Digest = FileDigest | SafetensorsDigest
 _REMEDY = f"restore the object, or remove the publication (its {MANIFEST} first) and publish again"
 
 
@@ -23,9 +24,9 @@ def prove(bucket: BucketFolder, name: str, expected: MeasuredFile) -> None:
     try:
         found = bucket.call("head_object", name, ChecksumMode="ENABLED")
     except StoreError as error:
-        is_unclear = error.code == "403"  # also for a missing object, without permission to list the whole bucket
-        if error.code in MISSING or (is_unclear and not _is_listed(bucket, name)):
-            raise missing(bucket, name, expected.digest) from None
+        # 403 is also the answer for a missing object, without permission to list the whole bucket.
+        if error.code in MISSING or (error.code == "403" and name not in bucket.sizes(name)):
+            raise missing(f"{bucket.url}/{name}", expected.digest) from None
         raise
     if (crc := found.get(_CRC)) is None or not bucket.compares_checksums:
         read_back(bucket, name, expected.digest)
@@ -34,11 +35,6 @@ def prove(bucket: BucketFolder, name: str, expected: MeasuredFile) -> None:
             f"{bucket.url}/{name} has {found['ContentLength']:,} bytes and CRC64NVME {crc}, but {expected.size:,} "
             f"bytes and {encoded(expected.crc)} were sent: publish again"
         )
-
-
-def _is_listed(bucket: BucketFolder, name: str) -> bool:
-    folder, _, file = name.rpartition("/")
-    return file in bucket.names(folder, below=False)
 
 
 def is_proven(bucket: BucketFolder, name: str, expected: MeasuredFile) -> bool:
@@ -60,7 +56,7 @@ def read_back(
         size += len(chunk)
         count(len(chunk))
     if (found := FileDigest(size=size, sha256=sha256.hexdigest())) != expected:
-        raise differs(bucket, name, found, expected)
+        raise differs(f"{bucket.url}/{name}", found, expected)
 
 
 def expected_chunks(bucket: BucketFolder, name: str, expected: FileDigest, start: int = 0) -> Iterator[bytes]:
@@ -78,21 +74,20 @@ def expected_chunks(bucket: BucketFolder, name: str, expected: FileDigest, start
                 return
     except StoreError as error:
         if error.code in MISSING:
-            raise missing(bucket, name, expected) from None
+            raise missing(f"{bucket.url}/{name}", expected) from None
         raise
     except DigestMismatch:  # found by the client after the last byte: the caller says more
         return
 
 
-def differs(bucket: BucketFolder, name: str, found: FileDigest, expected: FileDigest) -> DigestMismatch:
+def differs(url: str, found: Digest, expected: Digest) -> DigestMismatch:
     """The error for an object with other content."""
     return DigestMismatch(
-        f"{bucket.url}/{name} has {found.size:,} bytes and {found}, but {expected.size:,} bytes and {expected} "
-        "were recorded, so the server received other bytes than were sent, or the object was changed or damaged since: "
-        f"{_REMEDY}"
+        f"{url} has {found.size:,} bytes and {found}, but {expected.size:,} bytes and {expected} were recorded, so the "
+        f"store received other bytes than were sent, or the object was changed or damaged since: {_REMEDY}"
     )
 
 
-def missing(bucket: BucketFolder, name: str, expected: FileDigest) -> DigestMismatch:
+def missing(url: str, expected: Digest) -> DigestMismatch:
     """The error for an object that does not exist."""
-    return DigestMismatch(f"{bucket.url}/{name} is missing, but {expected.size:,} bytes were recorded: {_REMEDY}")
+    return DigestMismatch(f"{url} is missing, but {expected.size:,} bytes were recorded: {_REMEDY}")

@@ -1,17 +1,13 @@
 """Work on several objects at a time, and its progress."""
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 from t5train.progress import Progress
 
 _THREADS = 8  # each holds at most 1 MiB in memory, and mostly waits for the server
 _REPORT_SECONDS = 0.5
-
-Job = Callable[[], "list[Job]"]
-"""Work for a thread. Returns the jobs that follow it."""
 
 
 class Stopped(BaseException):
@@ -48,21 +44,20 @@ class ByteCount:
         self._progress(self._what, self._done, self._total)
 
 
-def run_jobs(jobs: Iterable[Job], count: ByteCount) -> None:
-    """Run jobs in a few threads, and those that follow from a job before the others. This thread reports the progress.
+def run_jobs(jobs: Iterable[Callable[[], object]], count: ByteCount) -> None:
+    """Run jobs in a few threads. This thread reports the progress.
 
     The first error is raised after the running jobs have ended, which they do when they next read or send bytes.
     """
-    waiting, running = deque(jobs), set[Future[list[Job]]]()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="transfer") as threads:
+        running = {threads.submit(job) for job in jobs}
         try:
-            while waiting or running:
-                while waiting and len(running) < _THREADS:
-                    running.add(threads.submit(waiting.popleft()))
+            while running:
                 finished, running = wait(running, _REPORT_SECONDS, FIRST_COMPLETED)
                 for job in finished:
-                    waiting.extendleft(reversed(job.result()))
+                    job.result()
                 count.report()
         except BaseException:
             count.stop()
+            threads.shutdown(wait=False, cancel_futures=True)
             raise

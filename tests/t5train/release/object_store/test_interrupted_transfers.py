@@ -7,8 +7,9 @@ import pytest
 
 from t5train.errors import StorageError, StoreError
 from t5train.progress import silent
+from t5train.records.digests import FileDigest
 from t5train.release.object_store.bucket import BucketFolder, InsistentBucket
-from t5train.release.object_store.transfers import ByteCount, Job, run_jobs
+from t5train.release.object_store.transfers import ByteCount, run_jobs
 from t5train.release.object_store.upload_journal import UploadJournal
 
 DESTINATION = "http://server s3://bucket/t5"
@@ -18,7 +19,7 @@ DESTINATION = "http://server s3://bucket/t5"
 def test_after_an_error_other_threads_end_in_the_middle_of_their_files(error: type[BaseException]) -> None:
     count, started, ended = ByteCount("bytes", 0, silent), threading.Barrier(3, timeout=30), []
 
-    def long() -> list[Job]:
+    def long() -> None:
         started.wait()
         try:
             while True:
@@ -26,7 +27,7 @@ def test_after_an_error_other_threads_end_in_the_middle_of_their_files(error: ty
         finally:
             ended.append(1)
 
-    def fail() -> list[Job]:
+    def fail() -> None:
         started.wait()
         raise error
 
@@ -48,14 +49,13 @@ def test_after_an_error_other_threads_do_not_wait_for_a_busy_store(monkeypatch: 
     monkeypatch.setattr(BucketFolder, "call", busy)
     count = ByteCount("bytes", 0, silent, bucket.stopping)
 
-    def fail() -> list[Job]:
+    def fail() -> None:
         while not tries:
             pass
         raise KeyboardInterrupt
 
-    def wait() -> list[Job]:
+    def wait() -> None:
         bucket.call("put_object", "a")
-        return []
 
     with pytest.raises(KeyboardInterrupt):
         run_jobs([wait, fail], count)
@@ -78,3 +78,15 @@ def test_a_journal_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> Non
         file.write('{"attempt": "000000000000-0000000000000000", "content": "", "files": ["../a"]}\n')
     with pytest.raises(StorageError, match=r"names '\.\./a'"):
         UploadJournal.opened(tmp_path / "export", DESTINATION).__enter__()
+
+
+def test_a_line_that_a_crash_cut_off_and_lines_of_earlier_versions_do_not_end_an_attempt(tmp_path: Path) -> None:
+    with UploadJournal.opened(tmp_path / "export", DESTINATION) as journal:
+        first = journal.continue_attempt("0" * 64, {})
+    with open(journal.path, "a") as file:
+        file.write('{"file": "config.json", "part": 1, "etag": "", "crc": 0}\n{"attempt": "000000')
+    with UploadJournal.opened(tmp_path / "export", DESTINATION) as journal:
+        assert journal.continue_attempt("0" * 64, {}) == first
+        second = journal.continue_attempt("0" * 64, {"config.json": FileDigest(size=0, sha256="0" * 64)})
+    with UploadJournal.opened(tmp_path / "export", DESTINATION) as journal:
+        assert [attempt.name for attempt in journal.attempts] == [first, second]
