@@ -22,7 +22,7 @@ from t5train.data.passages import (
     text_bytes,
 )
 from t5train.data.readers import SEGMENT_BYTES, OpenFile, rows
-from t5train.data.worker_processes import Advance, Json
+from t5train.data.worker_processes import Advance, InSteps, Json
 from t5train.files.atomic import replacing
 
 SEGMENTS = "segments.json"
@@ -152,7 +152,10 @@ def scan_file(job: Json, advance: Advance) -> Json:
     The digests of the texts are written to another file.
     """
     source = SourceFile(Path(job["path"]), job["name"])
-    watched, seen = _InSteps(advance), TextsSeen(TextDigests(), TextCounts(), IdSequence(), FewIds(), Skipped())
+    watched, seen = (
+        InSteps(advance, _STEP_BYTES),
+        TextsSeen(TextDigests(), TextCounts(), IdSequence(), FewIds(), Skipped()),
+    )
     if job["frames"] is None:
         scanned = scan(source, None, seen, watched)
     else:
@@ -173,24 +176,6 @@ def scan_file(job: Json, advance: Advance) -> Json:
         "skipped_pages": seen.skipped.pages,
         "first_skipped": seen.skipped.first,
     }
-
-
-class _InSteps:
-    """Passes progress on in steps, because each is a message to another process."""
-
-    def __init__(self, advance: Advance) -> None:
-        self._advance, self._bytes = advance, 0
-
-    def __call__(self, read_bytes: int) -> None:
-        self._bytes += read_bytes
-        if self._bytes >= _STEP_BYTES:
-            self._advance(self._bytes)
-            self._bytes = 0
-
-    def flush(self) -> None:
-        """Pass on what is left."""
-        self._advance(self._bytes)
-        self._bytes = 0
 
 
 def write_frames(file: IO[bytes], passages: Iterable[Passage]) -> list[Segment]:

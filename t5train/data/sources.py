@@ -26,7 +26,7 @@ from t5train.data.download.hub_commit import (
     repository_of,
     require_online,
 )
-from t5train.data.download.hub_shards import HubSource, hub_files, hub_source, kept_hub_files, look_at_dataset
+from t5train.data.download.hub_text import HubSource, hub_files, hub_source, kept_hub_files, look_at_dataset
 from t5train.data.download.kept_downloads import (
     cache_folder,
     download_places,

@@ -36,6 +36,24 @@ Workers = Callable[[str, Sequence[Json], Advance], Iterator[Json]]
 """Does jobs as ``in_processes`` does, in workers of its own, which may be on other machines."""
 
 
+class InSteps:
+    """Passes progress on in steps, because each is a message to another process."""
+
+    def __init__(self, advance: Advance, step: int) -> None:
+        self._advance, self._step, self._units = advance, step, 0
+
+    def __call__(self, units: int) -> None:
+        """Add units, and pass on all since the last time once they are a step."""
+        self._units += units
+        if self._units >= self._step:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pass on what is left."""
+        self._advance(self._units)
+        self._units = 0
+
+
 def in_processes(
     function: str, jobs: Sequence[Json], workers: int, advance: Advance, *, umask: int = OWN_UMASK
 ) -> Iterator[Json]:

@@ -16,9 +16,10 @@ from t5train.data.download.kept_downloads import locked
 from t5train.data.download.remote_reading import Backoff, is_interrupted, message_of, status_of
 from t5train.errors import InputError, T5TrainError
 from t5train.files.atomic import write_json
-from t5train.locations import redacted
+from t5train.locations import redacted, without_queries
 
 _OFFLINE, _TRUE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), {"1", "ON", "YES", "TRUE"}
+_SHOWN_CHARACTERS = 500
 _FILES = re.compile(r"hf://datasets/([^/@]+/[^/@]+)/.+")
 
 
@@ -112,7 +113,7 @@ def explained_by_hub(repository: str, revision: str) -> Iterator[None]:
     except RevisionNotFoundError:
         raise InputError(
             f"corpus.revision is {revision!r}, but hf://{repository} has no such commit, tag or branch. See "
-            f"{page(repository)}/commits/main, or leave corpus.revision out to use the newest commit"
+            f"{_page(repository)}/commits/main, or leave corpus.revision out to use the newest commit"
         ) from None
     except RepositoryNotFoundError:
         raise InputError(
@@ -132,10 +133,31 @@ def gated(repository: str) -> str:
     """Return what to do about a dataset that the Hub gives only to those whom its owner lets."""
     return (
         f"corpus.source 'hf://{repository}' is a gated dataset: its owner decides who may download it. Ask for access "
-        f"on {page(repository)}, and set HF_TOKEN to a token of your account"
+        f"on {_page(repository)}, and set HF_TOKEN to a token of your account"
     )
 
 
-def page(repository: str) -> str:
+def _page(repository: str) -> str:
     """Return the address of a dataset's page."""
     return f"https://huggingface.co/datasets/{repository}"
+
+
+@contextmanager
+def explained_by_datasets(repository: str, commit: str) -> Iterator[None]:
+    """Convert the errors of ``datasets`` and of the Hub's client: those of reading data files share no base."""
+    try:
+        with explained_by_hub(repository, commit):
+            yield
+    except T5TrainError:
+        raise
+    except Exception as error:
+        said = without_queries(" ".join(str(error).split()))[:_SHOWN_CHARACTERS] or type(error).__name__
+        raise InputError(f"hf://{repository} cannot be read by datasets: {said}. {by_files(repository)}") from None
+
+
+def by_files(repository: str) -> str:
+    """Return how to read a dataset that ``datasets`` cannot read."""
+    return (
+        f"See {_page(repository)}/tree/main, and name its files by their path: "
+        f"corpus.source=hf://datasets/{repository}/PATH"
+    )

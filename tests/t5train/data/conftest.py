@@ -28,5 +28,5 @@ def python_with_datasets(tmp_path_factory: pytest.TempPathFactory, hub_site: Hub
     """Its processes use the hubs of ``hub_site``."""
     folder = tmp_path_factory.mktemp("python")
     environment = {"HF_ENDPOINT": hub_site.url, "HF_HOME": str(folder / "hf-home")}
-    with prepared_python(folder, [*STAGES, "datasets", "t5train.data.download.hub_shards"], environment) as python:
+    with prepared_python(folder, [*STAGES, "datasets", "t5train.data.download.hub_text"], environment) as python:
         yield python

@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from t5train.data.download import hub_dataset, hub_shards
+from t5train.data.download import hub_commit, hub_text
 from t5train.data.download.kept_downloads import read_note
 from t5train.data.download.remote_reading import Backoff, is_interrupted, message_of
 from t5train.data.sources import require_source
@@ -173,7 +173,7 @@ def test_opening_a_dataset_is_tried_again_if_the_hub_is_busy(hub: Hub, tmp_path:
 
 def test_datasets_does_not_retry_itself(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     code = (
-        "from t5train.data.download import hub_dataset; hub_dataset._package('someone/texts')\n"
+        "from t5train.data.download import hub_text; hub_text._package('someone/texts')\n"
         "import datasets, json; settings = vars(datasets.config)\n"
         "print(json.dumps({name: value for name, value in settings.items() if name.startswith('STREAMING_')}))"
     )
@@ -318,14 +318,14 @@ def test_a_shard_whose_file_does_not_have_the_column_is_refused(hub_site: HubSit
 
 def test_ids_that_are_numbers_of_any_type_are_read() -> None:
     for kind in ("int16", "int64", "uint32", "float32", "float64", "string"):
-        assert hub_dataset._columns({"text": "string", "id": kind}, HubText(), "some dataset").id == "id"
+        assert hub_text._columns({"text": "string", "id": kind}, HubText(), "some dataset").id == "id"
 
 
 def test_files_with_frames_of_another_size_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = hub_shards.HubSource(REPOSITORY, "", HubText())
+    source = hub_text.HubSource(REPOSITORY, "", HubText())
     before = source.cache(tmp_path)
     assert source.cache(tmp_path) == before
-    monkeypatch.setattr(hub_shards, "SEGMENT_BYTES", 2 * hub_shards.SEGMENT_BYTES)
+    monkeypatch.setattr(hub_text, "SEGMENT_BYTES", 2 * hub_text.SEGMENT_BYTES)
     assert source.cache(tmp_path) != before
 
 
@@ -349,7 +349,7 @@ def test_errors_of_datasets_are_shown_without_the_queries_of_urls() -> None:
     said = f"Cannot read '{signed}' ({signed}): gzip://b.json::{signed} is damaged, see [{signed}]"
     shown = "https://cdn.example/a/b.json.gz"
     expected = f"Cannot read '{shown}' ({shown}): gzip://b.json::{shown} is damaged, see [{shown}]"
-    with pytest.raises(InputError) as raised, hub_dataset.explained_by_datasets(REPOSITORY, "main"):
+    with pytest.raises(InputError) as raised, hub_commit.explained_by_datasets(REPOSITORY, "main"):
         raise ValueError(said)
     assert f"{NAME} cannot be read by datasets: {expected}. See" in str(raised.value)
 
@@ -357,4 +357,4 @@ def test_errors_of_datasets_are_shown_without_the_queries_of_urls() -> None:
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"^hf://someone/texts needs a package .*: pip install 'datasets>="):
-        hub_dataset.open_rows(REPOSITORY, "main", HubText())
+        hub_text.open_rows(REPOSITORY, "main", HubText())
