@@ -88,7 +88,9 @@ def needed_columns(read_range: ReadRange, size_bytes: int, wanted: Sequence[str]
             found = [each for each in wanted if each in schema.names]
             if any(schema.names.count(each) > 1 for each in found):  # refused when the whole file is read
                 return None
-            names = tuple(each for each in found if _is_flat(schema.field(each)))
+            names = tuple(
+                each for each in found if not schema.field(each).type.num_fields
+            )  # nested ones are not one chunk
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
     except pyarrow.ArrowException:
         return None
@@ -115,11 +117,6 @@ def fetch_columns(read_range: ReadRange, size_bytes: int, columns: Columns, out:
         raise InputError(f"{out.name} cannot be read as parquet where it is stored ({error})") from error
 
 
-def _is_flat(field: Any) -> bool:
-    """Whether a column is one sequence of values in the file."""
-    return int(field.type.num_fields) == 0
-
-
 def _text_bytes(group: Any) -> int:
     """Return the size of a row group's text before compression."""
     columns = [group.column(number) for number in range(group.num_columns)]
@@ -135,10 +132,6 @@ def _keep_columns(remote: _RemoteBytes, group: Any, names: Sequence[str]) -> Non
 
 def _chunks(group: Any, names: Sequence[str]) -> list[tuple[int, int]]:
     """Return where the columns of a row group begin and end in the file."""
-    columns = [group.column(number) for number in range(group.num_columns)]
-    return [
-        (start, start + each.total_compressed_size)
-        for each in columns
-        if each.path_in_schema in names
-        for start in [min(each.dictionary_page_offset or each.data_page_offset, each.data_page_offset)]
-    ]
+    from t5train.data.formats.parquet import column_chunks
+
+    return [(start, end) for name, start, end in column_chunks(group) if name in names]

@@ -51,13 +51,19 @@ def holds_several(
     The last one's footer describes the first bytes, so what it does not describe is between these and the footer.
     """
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    ends = [
-        min(each.dictionary_page_offset or each.data_page_offset, each.data_page_offset) + each.total_compressed_size
-        for each in columns
-    ]
+    ends = [end for group in groups for _, _, end in column_chunks(group)]
     start, end = max(ends, default=0), size_bytes - _LAST_BYTES - metadata.serialized_size
     return start < end and _MAGIC + _MAGIC in read_range(start, end)
+
+
+def column_chunks(group: Any) -> list[tuple[str, int, int]]:
+    """Return the path of each column of a row group, and where it begins and ends in the file."""
+    columns = [group.column(number) for number in range(group.num_columns)]
+    starts = [min(each.dictionary_page_offset or each.data_page_offset, each.data_page_offset) for each in columns]
+    return [
+        (each.path_in_schema, start, start + each.total_compressed_size)
+        for each, start in zip(columns, starts, strict=True)
+    ]
 
 
 def _range(stored: IO[bytes], start: int, end: int) -> bytes:
