@@ -13,7 +13,6 @@ from infra.head.regression.night_run import begin_night
 from t5train.files.os_errors import as_storage_errors
 from t5train.regression.night_folders import MAX_NIGHTS
 from t5train.regression.night_report import headline
-from t5train.regression.night_results import NightResult
 from t5train.regression.regression_cases import CaseName
 from tasks.prefect_log import library_log, prepare_run_logs
 from tasks.regression_tasks import conclude_night, make_night_data, run_case, show_night
@@ -49,13 +48,9 @@ def regression(
         data = make_night_data(night)
         result = conclude_night(night, [run_case(night, case, data) for case in night.cases])
         show_night(night, result)
-    return _state(result)
-
-
-def _state(result: NightResult) -> State[Any]:
-    """Log every note and finding, and return the final state, whose message is the first finding."""
     for note in result.notes:
         get_run_logger().warning("%s", note)
     for finding in result.findings:
         get_run_logger().error("%s", finding.sentence)
-    return Completed(message=headline(result)) if result.passed else Failed(message=headline(result))
+    made = Completed if result.passed else Failed
+    return made(message=headline(result))

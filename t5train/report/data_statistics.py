@@ -164,11 +164,11 @@ def word_lines(statistics: DataStatistics) -> list[str]:
 
 def data_plot(statistics: DataStatistics, objective: ObjectiveSpec) -> bytes:
     """Return a PNG, 900 pixels wide: how many passages of each split have which number of tokens."""
-    return _png(lambda axes: _draw_lengths(axes, statistics, geometry(objective).window_tokens))
+    return plots_png(lambda axes: _draw_lengths(axes, statistics, geometry(objective).window_tokens))
 
 
-def _png(*draw: "Callable[[Axes], None]") -> bytes:
-    """Return a picture of plots beside each other."""
+def plots_png(*draw: "Callable[[Axes], None]") -> bytes:
+    """Return a PNG, 900 pixels wide, of plots beside each other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES), dpi=_DOTS_PER_INCH, layout="constrained")
@@ -241,7 +241,7 @@ def size_rows(findings: TextFindings) -> list[list[str]]:
 
 def findings_plot(findings: TextFindings) -> bytes:
     """Return a PNG, 900 pixels wide: the lengths of passages, and the share that repeats others."""
-    return _png(lambda axes: _draw_sizes(axes, findings), lambda axes: _draw_repetitions(axes, findings))
+    return plots_png(lambda axes: _draw_sizes(axes, findings), lambda axes: _draw_repetitions(axes, findings))
 
 
 def _draw_sizes(axes: "Axes", findings: TextFindings) -> None:

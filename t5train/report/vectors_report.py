@@ -1,7 +1,5 @@
 """What was found about a FAISS index and about near-duplicates: as rows, JSON values and plots."""
 
-import io
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,11 +7,11 @@ import numpy as np
 from t5train.data.vectors.index_check import IndexReport
 from t5train.data.vectors.near_duplicates import BINS, NearDuplicates, Thresholds
 from t5train.quantities import quantity
+from t5train.report.data_statistics import plots_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WIDTH_INCHES, _HEIGHT_INCHES, _DOTS_PER_INCH = 9.0, 3.4, 100
 CHECK_COLUMNS = ["check", "expected", "found", "result"]
 
 
@@ -76,7 +74,7 @@ def recall_plot(report: IndexReport) -> bytes:
         axes.set_xlabel("neighbours (k)")
         axes.set_ylabel("recall@k")
 
-    return _plot(draw)
+    return plots_png(draw)
 
 
 def similarity_plot(found: NearDuplicates, thresholds: Thresholds) -> bytes:
@@ -89,14 +87,4 @@ def similarity_plot(found: NearDuplicates, thresholds: Thresholds) -> bytes:
         axes.set_ylabel("pairs with similar embeddings")
         axes.legend(fontsize=8)
 
-    return _plot(draw)
-
-
-def _plot(draw: Callable[["Axes"], None]) -> bytes:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES), dpi=_DOTS_PER_INCH, layout="constrained")
-    draw(figure.add_subplot())
-    content = io.BytesIO()
-    figure.savefig(content, format="png", metadata={"Software": None})
-    return content.getvalue()
+    return plots_png(draw)

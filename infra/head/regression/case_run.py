@@ -49,7 +49,7 @@ from t5train.records.metrics import Values
 from t5train.records.witness import Witness
 from t5train.regression.baselines import machine_key
 from t5train.regression.night_results import CPU_DEVICE, CaseResult, Measured
-from t5train.regression.peer_loop import TIMES_FILE, StepTimes
+from t5train.regression.peer_loop import TIMES_FILE, PeerJob, StepTimes
 from t5train.regression.regression_cases import RESUMED_STEP, RegressionCase
 from t5train.regression.regression_findings import (
     ACCELERATOR_LOSS_TOLERANCE,
@@ -192,16 +192,16 @@ class CaseRun:
         dense = spec.with_settings({"model.moe.num_experts": 0, "layout.expert_parallel_size": 1})
         shape = resolve(dense.model, int(counts["vocab_size"]))
         num_ranks = min(spec.cluster.ranks, num_cores())
-        job = {
-            "config": huggingface_config(shape, int(counts["pad_id"]), int(counts["eos_id"])),
-            "sequences": spec.optimizer.global_batch_sequences // num_ranks,
-            "input_tokens": spec.objective.input_tokens,
-            "target_tokens": geometry(spec.objective).target_tokens,
-            "steps": PEER_STEPS,
-        }
+        job = PeerJob(
+            config=huggingface_config(shape, int(counts["pad_id"]), int(counts["eos_id"])),
+            sequences=spec.optimizer.global_batch_sequences // num_ranks,
+            input_tokens=spec.objective.input_tokens,
+            target_tokens=geometry(spec.objective).target_tokens,
+            steps=PEER_STEPS,
+        )
         folder = self._folder / "peer"
         folder.mkdir(exist_ok=True)
-        write_json(folder / "job.json", job)
+        write_json(folder / "job.json", job._asdict())
         self._said("steps of the peer", 0, PEER_STEPS)
         run_ranks((*_PEER_PROGRAM, str(folder / "job.json")), num_ranks, CPU, folder, environment=_PEER_ENVIRONMENT)
         self._said("steps of the peer", PEER_STEPS, PEER_STEPS)

@@ -188,9 +188,9 @@ class _Reader:
 
     def state(self) -> RunState:
         names_in(self.folder)  # raises Unreadable
-        held_by, start = holder(self.folder), self._start()
+        held_by, start = holder(self.folder), read_start(self.folder)
         if held_by is None and start is not None and start.ended_at is None:
-            held_by, start = holder(self.folder), self._start()  # it may just have been taken or released
+            held_by, start = holder(self.folder), read_start(self.folder)  # it may just have been taken or released
         state, error = (State.RUNNING, None) if held_by else self._at_rest(start)
         last: Values = last_metrics(self.folder / METRICS) or {}
         found = RunState(
@@ -209,9 +209,6 @@ class _Reader:
             published=read_json(self.folder / PUBLISHED).get("url"),
         )
         return self._while_running(found, start) if state == State.RUNNING else found
-
-    def _start(self) -> Start | None:
-        return read_start(self.folder)
 
     def _at_rest(self, start: Start | None) -> tuple[State, str | None]:
         """The state of a run that no process holds, and the error of a failed one."""
@@ -241,7 +238,11 @@ class _Reader:
         """Add what a running run is doing. Figures from before its ranks started are left out."""
         begun = attempts_in(self.folder)[-1:]
         began_at = max((_changed_at(each / attempt.ATTEMPT) for each in begun), default=0.0)
-        started_at = _epoch(start.started_at) if start is not None and start.ended_at is None else 0.0
+        started_at = (
+            datetime.fromisoformat(start.started_at).timestamp()
+            if start is not None and start.ended_at is None
+            else 0.0
+        )
         trains = bool(begun) and began_at >= started_at
         is_current = trains and _changed_at(self.folder / METRICS) > began_at and not is_there(self.folder / MANIFEST)
         return replace(
@@ -321,7 +322,3 @@ def _changed_at(path: Path) -> float:
             return path.stat().st_mtime
     except ABSENT:
         return 0.0
-
-
-def _epoch(at: str) -> float:
-    return datetime.fromisoformat(at).timestamp()
