@@ -15,10 +15,9 @@ from pathlib import Path
 
 from t5train.checkpoint import sidecar, tags
 from t5train.errors import IncompleteCheckpoint, NothingVerifies, RecordError, SpecError
-from t5train.files.atomic import discard, sync_folder, write_json, write_text
+from t5train.files.atomic import discard, set_aside, sync_folder, write_json, write_text
 from t5train.files.presence import ABSENT, is_folder, is_there, names_in, reading
 from t5train.files.run_folder import BEGIN_AGAIN, BEGINNINGS, CHECKPOINTS, LAST_COMPLETE, SET_ASIDE, STORING, is_tag
-from t5train.files.set_aside import set_aside
 from t5train.progress import Progress, silent
 from t5train.records.stage_records import MANIFEST
 

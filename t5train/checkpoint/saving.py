@@ -32,11 +32,10 @@ from t5train.engine.collectives import (
 from t5train.engine.engine import model_of
 from t5train.engine.parameter_layout import expert_layers
 from t5train.errors import RanksDisagree, StorageError, UnknownVersion
-from t5train.files.atomic import remove_folder, sync_folder
+from t5train.files.atomic import remove_folder, set_aside, sync_folder
 from t5train.files.os_errors import explain, naming
 from t5train.files.presence import file_size, is_folder, is_there, names_in, reading
 from t5train.files.run_folder import SET_ASIDE, is_tag_or_removed, name_while_removed, step_of, tag_of
-from t5train.files.set_aside import set_aside
 from t5train.records.digests import FileDigest, digest_files
 from t5train.records.identity import current_provenance
 from t5train.spec.rank_job import TrainJob

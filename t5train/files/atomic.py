@@ -1,7 +1,8 @@
-"""Write files and folders that appear whole or not at all, even after a power failure."""
+"""Write, remove and move aside files and folders: wholly or not at all, even after a power failure."""
 
 import errno
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -17,7 +18,9 @@ from typing import IO, Any
 from t5train.errors import StorageError
 from t5train.files.locks import try_lock
 from t5train.files.os_errors import explain, naming, path_of
+from t5train.files.presence import ABSENT
 
+_log = logging.getLogger(__name__)
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
@@ -179,6 +182,31 @@ def rename_aside(path: Path) -> Path:
             f"{path} cannot be moved to {aside}: {explain(error)}. Or move {path} to another place yourself"
         ) from error
     return aside
+
+
+def set_aside(path: Path, into: Path, why: str) -> Path | None:
+    """Rename a file or folder to a unique name in the folder ``into``, durably; None if it no longer exists.
+
+    This is for files that must be neither used nor lost, such as a damaged checkpoint that is newer than the one that
+    training resumes from. Neither pruning nor garbage collection touches a folder called ``set-aside``. Raises
+    StorageError if it cannot be renamed, for example to another disk; then it stays where it is.
+    """
+    within = f"{path.parent.name}-" if path.parent.name.startswith("step-") else ""
+    target = into / f"{within}{path.name}.{secrets.token_hex(4)}"
+    try:
+        path.lstat()  # so that an empty folder is not made if there is nothing to move
+        into.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.rename(target)
+        sync_folder(into)
+        sync_folder(path.parent)
+    except ABSENT:
+        return None
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be moved to {target} ({error.strerror}): move it away yourself, then start again"
+        ) from error
+    _log.warning("%s was moved to %s: %s", path, target, why)
+    return target
 
 
 def remove_discarded(parent: Path) -> None:

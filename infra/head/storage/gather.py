@@ -17,10 +17,9 @@ from infra.node.storage.pull import is_whole, missing_bytes, pull
 from infra.node.storage.stored_checkpoints import HEAD, ListFiles, SendFiles
 from t5train.checkpoint.sidecar import is_sidecar
 from t5train.errors import DigestMismatch, HostError, IncompleteCheckpoint, RemoteFailed, T5TrainError, Unreadable
-from t5train.files.atomic import sync_folder, write_text
+from t5train.files.atomic import set_aside, sync_folder, write_text
 from t5train.files.presence import is_there, names_in, reading
 from t5train.files.run_folder import SET_ASIDE, unlisted
-from t5train.files.set_aside import set_aside
 from t5train.host_resources import num_cores, require_space
 from t5train.progress import Progress, silent
 

@@ -26,8 +26,8 @@ from infra.head.storage.node_paths import NodeRun
 from infra.node.attempts import attempt
 from t5train.checkpoint.resume_point import is_asked_to_begin_again, last_complete
 from t5train.errors import HostError, IncompleteCheckpoint, Unreadable
+from t5train.files.atomic import set_aside
 from t5train.files.run_folder import ATTEMPTS, METRICS, SET_ASIDE, WANDB_SENT, is_tag
-from t5train.files.set_aside import set_aside
 from t5train.progress import Progress
 from t5train.records import metrics
 

@@ -13,10 +13,9 @@ from infra.node.channel import CHUNK_BYTES
 from infra.node.node_folders import within
 from infra.node.storage.file_channel import Content, Refused, Source, Wanted, Watcher
 from t5train.errors import DigestMismatch, StorageError, Unreadable
-from t5train.files.atomic import sync_folder
+from t5train.files.atomic import set_aside, sync_folder
 from t5train.files.os_errors import reason
 from t5train.files.presence import ABSENT, file_size, reading
-from t5train.files.set_aside import set_aside
 
 
 def listed(folder: Path, names: Iterable[str]) -> list[Wanted]:

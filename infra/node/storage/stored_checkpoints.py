@@ -24,10 +24,9 @@ from infra.node.storage.file_channel import (
 )
 from infra.node.storage.pull import listed, missing_bytes, pull
 from t5train.errors import Unreadable
-from t5train.files.atomic import discard, remove_discarded
+from t5train.files.atomic import discard, remove_discarded, set_aside
 from t5train.files.presence import ABSENT, file_size, is_folder, names_in, reading
 from t5train.files.run_folder import CHECKPOINTS, is_tag, unlisted
-from t5train.files.set_aside import set_aside
 
 _SIDECAR = re.compile(r"rank-.*\.json")
 HEAD = ""
