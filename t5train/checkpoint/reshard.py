@@ -6,6 +6,7 @@ and verifies no digest. torch is imported only if there is something to consolid
 """
 
 import logging
+import re
 from pathlib import Path
 
 from t5train.checkpoint import sidecar, tags
@@ -69,12 +70,8 @@ def _changed(written: Sidecar, spec: RunSpec) -> list[str]:
 
 def _only(folder: Path, name: str) -> Path:
     """The path ``folder / name``, after removing results of other checkpoints and moving a damaged result aside."""
-    if folder.exists() and any(not _is_of(name, other.name) for other in folder.iterdir()):
+    own = re.compile(rf"{name}|\.{name}\.partial|{name}\.aside-.*")
+    if folder.exists() and not all(own.fullmatch(each.name) for each in folder.iterdir()):
         discard(folder)
     set_damaged_aside(folder / name)
     return folder / name
-
-
-def _is_of(name: str, other: str) -> bool:
-    """Whether an entry is the result ``name``, its partial folder, or an earlier result that was moved aside."""
-    return other in {name, f".{name}.partial"} or other.startswith(f"{name}.aside-")

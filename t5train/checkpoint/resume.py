@@ -46,8 +46,9 @@ def run_identity(spec: RunSpec, shards: TokenShards) -> dict[str, Any]:
     The inputs are the fingerprints of the token shards and, if there are any, of the weights that training starts from.
     """
     start, is_decayed = start_fingerprint(spec.model), spec.optimizer.weight_decay > 0
+    settings = spec.identity()  # the fingerprint of the shards covers the settings of text and tokens
     return (
-        training_settings(spec)
+        {part: settings[part] for part in ("objective", "model", "optimizer")}
         | {"order_version": ORDER_VERSION, "shards": shards.fingerprint}
         | ({"start_from": start} if start else {})
         | ({"decayed": _DECAYED} if is_decayed and not decays_all(spec) else {})
@@ -65,12 +66,6 @@ def decays_all(spec: RunSpec) -> bool:
         and is_there(path)
         and _begun(path, lambda begun: "decayed" not in begun["identity"])
     )
-
-
-def training_settings(spec: RunSpec) -> dict[str, Any]:
-    """The settings that training depends on. The shards' fingerprint covers the settings of text and tokens."""
-    identity = spec.identity()
-    return {part: identity[part] for part in ("objective", "model", "optimizer")}
 
 
 def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> None:

@@ -61,7 +61,12 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
     with no_checksums(), naming_folder(folder):
         engine.save_checkpoint(str(job.checkpoints_folder), tag=tag, save_latest=False)
     barrier()
-    own, replicas = _files_to_record(folder, _writers(engine, job), sharers)
+    writers = Writers(
+        ranks_a_stage=job.spec.data_parallel_size,
+        experts_a_rank=job.spec.model.moe.num_experts // job.spec.layout.expert_parallel_size,
+        stage_of_layer=engine.module.stage_owner if engine.pipeline_parallelism else None,
+    )
+    own, replicas = _files_to_record(folder, writers, sharers)
     sidecar.write(
         folder,
         Sidecar(
@@ -193,14 +198,6 @@ def _save_every_stage(engine: Any, first_of_node: int) -> None:
     """Make DeepSpeed save each stage's model states once per node, not only those of the node's first rank."""
     first_of_stage = engine.stage_id * engine.dp_world_size
     engine.save_non_zero_checkpoint = rank() == max(first_of_stage, first_of_node)
-
-
-def _writers(engine: Any, job: TrainJob) -> Writers:
-    return Writers(
-        ranks_a_stage=job.spec.data_parallel_size,
-        experts_a_rank=job.spec.model.moe.num_experts // job.spec.layout.expert_parallel_size,
-        stage_of_layer=engine.module.stage_owner if engine.pipeline_parallelism else None,
-    )
 
 
 def _files_to_record(folder: Path, writers: Writers, sharers: Sequence[int]) -> tuple[list[str], list[str]]:

@@ -38,7 +38,8 @@ def require_distinct(names: Iterable[str], source: str, kind: type[T5TrainError]
     """Raise ``kind`` if two names differ only in case or in how accents are encoded: some file systems confuse them."""
     seen: dict[str, str] = {}
     for name in names:
-        if (key := _folded(name)) in seen:
+        key = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+        if key in seen:
             raise kind(
                 f"{source} names both {_shown(seen[key])} and {_shown(name)}, which are the same on some file systems. "
                 "Rename one of the two"
@@ -71,10 +72,6 @@ def _is_encodable(name: str) -> bool:
 def _is_too_long(parts: list[str]) -> bool:
     sizes = [len(part.encode("utf-8", "surrogatepass")) for part in parts]
     return max(sizes) > _MAX_PART_BYTES or sum(sizes) + len(sizes) > _MAX_NAME_BYTES
-
-
-def _folded(name: str) -> str:
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
 def _shown(name: str, most: int = 120) -> str:

@@ -180,7 +180,7 @@ class _Reader:
     def _part(self, name: str, node: yaml.Node) -> None:
         if isinstance(node, yaml.MappingNode):
             self.read(node, f"{name}.")
-        elif not _is_null(node):
+        elif not isinstance(node, yaml.ScalarNode) or node.style is not None or node.value not in _NULLS:
             raise SpecError(
                 f"{_where(self.path, self.lines[name])}: {name} is a group of settings: write them on the lines below "
                 "it, indented"
@@ -242,10 +242,6 @@ def _is_text(annotation: Any) -> bool:
     """Whether a setting is text, a path, or a list of text."""
     kinds = {annotation, *get_args(annotation)}
     return bool(kinds & {str, Path})
-
-
-def _is_null(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in _NULLS
 
 
 def _quoted(value: Any) -> Any:

@@ -8,9 +8,9 @@
 
 It prints one line for each count::
 
-    product                                          64,451 lines  414 modules  49 folders
-    imported by `t5-pretrain --version`              16 modules
-    executed by `t5-pretrain run smoke --dry-run`    168 modules
+    product                                          64,278 lines  411 modules  49 folders
+    imported by `t5-pretrain --version`              17 modules
+    executed by `t5-pretrain run smoke --dry-run`    166 modules
 
 Lines are all lines of the product's Python files; packages' ``__init__`` do not count as modules. A module is executed
 if one of its functions is called by the command, in any thread of its own process. The exit code is the command's.
