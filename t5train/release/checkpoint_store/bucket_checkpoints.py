@@ -19,11 +19,10 @@ from t5train.errors import (
     StoreError,
     T5TrainError,
 )
-from t5train.files.atomic import discard, filling, partial_of
+from t5train.files.atomic import discard, filling, partial_of, set_aside
 from t5train.files.os_errors import explain
 from t5train.files.presence import is_there
 from t5train.files.run_folder import CHECKPOINTS, METRICS, SET_ASIDE, STORING, step_of
-from t5train.files.set_aside import set_aside
 from t5train.progress import Progress
 from t5train.records.digests import digest_files
 from t5train.records.identity import current_provenance, fingerprint
