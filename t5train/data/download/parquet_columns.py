@@ -88,9 +88,8 @@ def needed_columns(read_range: ReadRange, size_bytes: int, wanted: Sequence[str]
             found = [each for each in wanted if each in schema.names]
             if any(schema.names.count(each) > 1 for each in found):  # refused when the whole file is read
                 return None
-            names = tuple(
-                each for each in found if not schema.field(each).type.num_fields
-            )  # nested ones are not one chunk
+            # Nested columns are several sequences of values in the file.
+            names = tuple(each for each in found if not schema.field(each).type.num_fields)
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
     except pyarrow.ArrowException:
         return None
