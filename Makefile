@@ -38,7 +38,7 @@ test: setup .venv/.triton lint types ## Everything that must pass: lint, types, 
 	@.ci/postgresql
 	$(PYTEST) -m "not cluster and not ui"
 
-test-fast: setup ## The tests that start neither DeepSpeed nor a server
+test-fast: setup ## The quick tests, which start neither DeepSpeed nor a server
 	@$(PYTEST) -m "not slow and not cluster"
 
 test-matrix: setup ## The tests of layouts with all layouts; `make test` takes those with all pairs of factors

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.acceptance.certificate_faults import FAMILIES, campaign
 from tests.acceptance.file_faults import FAULTS
 
 
+@pytest.mark.slow
 def test_every_fault_is_refused_by_the_certificate_even_with_a_matching_manifest(tmp_path: Path) -> None:
     kinds = sum(len(of_file) for of_file in FAULTS.values())
     table, missed = campaign(tmp_path, trials=kinds, seed=1)

@@ -24,6 +24,7 @@ def parameters(recipe: str = "base", **more: Any) -> RunParameters:
     return RunParameters(recipe=recipe, root=ROOT, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

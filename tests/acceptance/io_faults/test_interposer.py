@@ -83,6 +83,7 @@ def test_each_call_fails_in_turn_with_the_injected_error(library: Path, tmp_path
     assert {call.split(" ")[0] for call, _, _, error, _ in found if error} == KINDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "replaced"),
     [

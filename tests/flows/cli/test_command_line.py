@@ -104,6 +104,7 @@ def test_a_dry_run_says_first_that_the_machine_has_no_accelerator_and_describes_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_stage_commands_work_without_prefect(run_without: Callable[..., Any], tmp_path: Path) -> None:
     text = "\n".join(json.dumps({"id": str(number), "text": f"line {number} of a text"}) for number in range(200))
     (tmp_path / "text.jsonl").write_text(text + "\n")

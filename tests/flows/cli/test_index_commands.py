@@ -134,6 +134,7 @@ def of_the_hub(hub: Hub, root: Path, *words: str, **more: str) -> subprocess.Com
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.slow
 def test_files_and_index_of_the_hub_are_downloaded_whole_and_used_offline(folder: Path, tmp_path: Path) -> None:
     files = {f"data/{path.name}": path.read_bytes() for path in folder.iterdir()}
     content = next(iter(files.values()))

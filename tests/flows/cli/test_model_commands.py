@@ -62,6 +62,7 @@ def test_generate_refuses_text_that_is_not_utf8(
     assert f"error: {what} is not UTF-8" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--temperature=2.5", "--top-p=0.9", "--sample"])
 def test_each_option_of_sampling_samples_and_is_reproducible(
     printed: Callable[..., str], model: str, option: str

@@ -137,6 +137,7 @@ def test_fp16_on_a_cpu_that_does_not_support_it_is_refused_before_anything_start
     assert not (tmp_path / "work/prefect").exists()
 
 
+@pytest.mark.slow
 def test_text_that_does_not_fit_under_the_root_is_refused_before_anything_starts(
     refused: Refused, tmp_path: Path
 ) -> None:

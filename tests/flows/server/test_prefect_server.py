@@ -47,6 +47,7 @@ def found_in(folder: Path, home: str, **variables: str) -> list[str]:
     ).stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["", "http://team.example/api"])
 def test_an_empty_url_in_the_environment_or_the_profile_counts_as_none(tmp_path: Path, url: str) -> None:
     (tmp_path / "profiles.toml").write_text(f'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "{url}"\n')

@@ -140,6 +140,7 @@ def test_pinned_settings_exist_and_have_prefects_default_values(
     assert set(server_environment(tmp_path, 1, "key")) - {"DO_NOT_TRACK"} <= paths.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_embedded", [False, True])
 def test_hostile_settings_in_environment_profile_and_files_change_nothing(tmp_path: Path, is_embedded: bool) -> None:
     home, current = tmp_path / "prefect", tmp_path / "current"
@@ -227,6 +228,7 @@ def test_a_setting_that_is_not_valid_is_one_line_with_its_variable_and_a_remedy(
     assert "prefect config view" not in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [

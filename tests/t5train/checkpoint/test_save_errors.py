@@ -28,6 +28,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("disk", "kind", "words"),
     [

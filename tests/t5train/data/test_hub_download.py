@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
+import pytest
 
 from tests.support.hub_server import REPOSITORY, Hub, serving_hub
 from tests.support.hub_texts import build_one
@@ -18,6 +19,7 @@ def parquet(number: int) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 def test_files_of_a_dataset_are_downloaded_compared_with_the_hubs_digests_and_used_offline(tmp_path: Path) -> None:
     files = {f"data/train-{number:05d}.parquet": parquet(number) for number in range(3)}
     first = next(iter(files))

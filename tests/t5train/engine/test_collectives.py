@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from infra.node.ports import free_port
 
 RANK = """
@@ -20,6 +22,7 @@ print(gather_objects({f"é{rank()}" * 100 * rank(): [rank(), 2.5, None]}) == [
 """
 
 
+@pytest.mark.slow
 def test_objects_gathered_from_other_ranks_are_exact_and_never_unpickled() -> None:
     rendezvous = {
         "MASTER_ADDR": "127.0.0.1",

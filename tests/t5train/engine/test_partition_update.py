@@ -145,6 +145,7 @@ def _distance(sizes: list[int], found: Tensor, *wanted: Tensor) -> float:
 SIZES = st.lists(st.integers(1, 700) | st.sampled_from([CHUNK_ELEMENTS, CHUNK_ELEMENTS + 24]), min_size=1, max_size=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     sizes=SIZES,
@@ -163,6 +164,7 @@ def test_an_update_equals_that_of_adamw_rms(
         assert _distance(sizes, found, *wanted) <= BOUND
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(sizes=SIZES, ranks=st.integers(2, 4), multiple=st.sampled_from([1, 2, 16]))
 def test_an_update_does_not_depend_on_how_parameters_are_cut_over_ranks(

@@ -74,6 +74,7 @@ def _refuse(tensor: Tensor) -> Tensor:
     raise AssertionError("a pass that has no backward saves a tensor for it")
 
 
+@pytest.mark.slow
 def test_a_model_with_activation_checkpointing_compiles_to_one_graph() -> None:
     kept, recomputed = (_model(recompute, dropout_rate=0.0) for recompute in (False, True))
     recomputed.compile(backend="aot_eager", fullgraph=True)

@@ -182,6 +182,7 @@ def update_setting(folder: Path, **changes: Any) -> None:
     reseal(Export.load(folder), "config.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "found", "is_computed"),
     [
@@ -210,6 +211,7 @@ def test_a_folder_that_is_not_a_witness_is_refused(make_export: MakeExport, tmp_
         certify_in_fresh_process(make_export(), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_certifies_the_model_that_was_trained(exported: Export, witness: Path) -> None:
     steps: set[str] = set()
     done = certify_in_fresh_process(exported, witness, lambda *step: steps.add(step[0]))

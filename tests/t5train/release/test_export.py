@@ -153,6 +153,7 @@ def test_sentinels_are_additional_special_tokens_in_every_file_that_lists_them(
     assert {each["content"] for each in added if each["special"]} == {"<pad>", "</s>", "<unk>", *sentinels}
 
 
+@pytest.mark.slow
 def test_plain_transformers_loads_exports_without_any_warning_but_the_one_that_the_card_explains(
     tmp_path: Path, run_python: Callable[..., Any]
 ) -> None:

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from infra.node.ports import free_port
 
 # Prints the addresses at which this process listens, as the kernel lists them.
@@ -34,6 +36,7 @@ dist.destroy_process_group()
 LOOPBACK = "0100007F"
 
 
+@pytest.mark.slow
 def test_ranks_of_one_machine_listen_only_on_loopback() -> None:
     common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"GLOO_SOCKET_IFNAME": "lo"}

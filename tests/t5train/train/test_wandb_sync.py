@@ -273,6 +273,7 @@ def test_a_server_that_does_not_answer_is_tried_again_while_training_runs(
     assert caplog.text.count("it is tried 3 times, every 300 s") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, TrainingError("the loss is nan")])
 def test_a_wandb_that_hangs_neither_slows_training_nor_keeps_it_from_ending(
     job: TrainJob, breaking: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,

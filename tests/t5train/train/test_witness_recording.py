@@ -68,6 +68,7 @@ def _certificate(
     return certify(export(weights, tokenizer, folder / "witness", spec, folder / "export").path, folder / "witness")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*tie:UserWarning")  # transformers warns so for every T5 v1.1
 @pytest.mark.parametrize("version", list(synthetic_models.FAMILIES))
 def test_transformers_generates_what_the_witness_recorded(

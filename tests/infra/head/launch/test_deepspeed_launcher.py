@@ -79,6 +79,7 @@ def word_after(argv: list[str], word: str) -> str:
     return argv[argv.index(word) + 1]
 
 
+@pytest.mark.slow
 def test_pdsh_starts_the_chosen_slots_in_the_order_of_the_hosts(started: dict[str, dict[str, Any]]) -> None:
     argv = started["pdsh"]["argv"]
     assert "SECRET" not in str([one["argv"] for one in started.values()]), "the user's .deepspeed_env adds nothing"

@@ -199,6 +199,7 @@ gather(nodes, run, tag, checkpoints)
 """
 
 
+@pytest.mark.slow
 def test_a_head_killed_during_a_gather_never_leaves_an_incomplete_tag_that_looks_complete(
     site: Site, python_of_nodes: str
 ) -> None:

@@ -83,6 +83,7 @@ def suspend_the_scheduler() -> None:
     scheduler.suspend()
 
 
+@pytest.mark.slow
 def test_jobs_of_a_host_on_which_they_hang_are_done_by_the_other(tried: Tried) -> None:
     results = tried.outcomes["a host hangs"].result()
     assert sorted(str(each["number"]) for each in results) == ["0", "1", "2", "3"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from socket import create_connection
 
 import psutil
+import pytest
 
 from infra.head.tokenising.dask_scheduler import new_credentials
 from infra.head.tokenising.scheduler_process import scheduler_process
@@ -80,6 +81,7 @@ def answer_to(address: tuple[str, int], context: ssl.SSLContext | None) -> bytes
     return b""
 
 
+@pytest.mark.slow
 def test_every_open_port_refuses_who_has_no_certificate(site: Site) -> None:
     found = set[int]()
     this, before = psutil.Process(), listening(psutil.Process())

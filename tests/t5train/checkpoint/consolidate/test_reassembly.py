@@ -66,6 +66,7 @@ def experts(ranks: int) -> st.SearchStrategy[list[tuple[int, int]]]:
 SIDECARS = pytest.mark.parametrize("sidecars", [False, True], ids=["without-sidecars", "with-sidecars"])
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @SIDECARS
 @pytest.mark.parametrize("stages", [(0,), (1, 2), (3,)], ids=["zero0", "zero12", "zero3"])
@@ -131,6 +132,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
     return Pipeline(draw(st.lists(layers, min_size=2, max_size=4)), replace(layout, **padding), draw(SHAPES))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @SIDECARS
 @given(pipeline=pipelines())

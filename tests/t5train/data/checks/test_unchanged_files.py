@@ -26,6 +26,7 @@ def change_a_word(path: Path) -> None:
     new.replace(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["read_whole", "find_repetitions", "write_without"])
 def test_a_change_while_the_corpus_is_made_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str

@@ -125,6 +125,7 @@ def shards_of(root: Path, spec: CorpusSpec) -> TokenShards:
     return build_shards(ShardsSpec(shard_tokens=16384, workers=1), spec, corpus, tokenizer, root / "root")
 
 
+@pytest.mark.slow
 def test_a_shard_holds_one_text_only_and_passages_are_split_as_without_the_mixture(mixed: TokenShards) -> None:
     descriptions = [read_description(mixed.path, number) for number in range(int(mixed.counts["num_shards"]))]
     parts = [each.part for each in descriptions]

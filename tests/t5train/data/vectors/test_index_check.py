@@ -67,6 +67,7 @@ def test_an_index_of_the_vectors_passes_and_its_recall_is_recorded(
     assert str(report.recorded) in again.checks[-1].expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_known", [True, False])
 def test_an_index_of_other_vectors_is_refused(tmp_path: Path, checked: Checked, kind: str, is_known: bool) -> None:

@@ -87,6 +87,7 @@ def test_a_vocabulary_depends_on_the_text_of_the_train_split_only(data_chain: Da
     assert other.files["spiece.model"] != chain.tokenizer.files["spiece.model"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_goes_on_training_once_the_stage_is_interrupted_or_killed(
     tmp_path: Path, ended_by: signal.Signals

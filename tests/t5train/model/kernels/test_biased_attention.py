@@ -142,6 +142,7 @@ def test_the_compiler_keeps_the_graph_whole(case: Case) -> None:
     assert all(map(torch.equal, found, _computed(inputs, case.causal)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="the GPU takes more cases")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_output_and_gradients_are_those_of_float64(case: Case) -> None:

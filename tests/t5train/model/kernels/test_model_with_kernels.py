@@ -80,6 +80,7 @@ def _require_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
     assert max(distances.values()) <= BOUND, distances
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "num_layers", "num_heads"), [("v1.0", 2, 1), ("v1.1", 1, 2)])
 def test_loss_and_gradients_are_those_without_kernels(version: str, num_layers: int, num_heads: int) -> None:
     shape = _shape(version, num_layers, num_heads)
@@ -98,6 +99,7 @@ def test_evaluation_does_not_use_the_kernels(version: str) -> None:
 
 
 # torch's compiler looks at gradients of tensors that are not leaves.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_recomputed_and_a_compiled_pass_are_those_of_the_kernels() -> None:
     eager, recomputed, compiled = (_with_kernels(_model(_shape("v1.1"))) for _ in range(3))

@@ -26,6 +26,7 @@ def _reference(folder: Path, text: str, seed: int = 0, **options: Any) -> str:
     return str(tokenizer.convert_tokens_to_string(pieces)).strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["v1.0", "v1.1", "switch"])
 def test_greedy_generation_equals_that_of_transformers(make_model: MakeModel, version: str) -> None:
     folder = make_model(version)
