@@ -57,9 +57,9 @@ def preflight(
     With --install, first make a new environment on every host from a wheelhouse (see `wheelhouse`), without internet
     access there. An environment that exists is never changed.
 
-    $ t5-pretrain preflight base --hostfile hosts --root /shared/t5
+    $ t5-pretrain preflight --config run.yaml --hostfile hosts
     $ t5-pretrain preflight --config run.yaml --exclude node7
-    $ t5-pretrain preflight --hostfile hosts --install wheels --into /opt/t5
+    $ t5-pretrain preflight --config run.yaml --install wheels --into /opt/t5
     """
     if into is not None and install is None:
         raise SpecError("--into is given without --install: name the wheelhouse that is to be installed there")
