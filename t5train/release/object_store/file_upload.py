@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from t5train.errors import StoreError
+from t5train.errors import DigestMismatch, StoreError
 from t5train.files.os_errors import naming
 from t5train.progress import Progress
-from t5train.release.object_store.bucket import BucketFolder, encoded
+from t5train.release.object_store.bucket import BucketFolder, crc_of, encoded
 from t5train.release.object_store.measured_file import BLOCK_BYTES, FileBody, MeasuredFile
 from t5train.release.object_store.store_errors import UNKNOWN_UPLOAD
 from t5train.release.object_store.stored_objects import is_proven, prove
@@ -173,6 +173,8 @@ class FileUploads:
         if file.size <= _SMALL_BYTES:
             with naming(file.path):
                 content = file.path.read_bytes()
+            if crc_of(content) != file.crc:
+                raise DigestMismatch(f"{file.path} was changed while it was sent: restore it, then publish again")
             self._bucket.put(name, content)  # for other bodies, botocore first asks the server (Expect)
             self._sent.add(file.size)
         else:

@@ -30,6 +30,7 @@ MakeExport = Callable[..., Export]
         ("config.json", "list_objects_v2", "has sha256"),
         ("model.safetensors", "list_objects_v2", "has sha256"),
         ("model.safetensors", "upload_part", "was changed while it was sent"),
+        ("config.json", "put_object", "was changed while it was sent"),
     ],
 )
 def test_a_file_that_is_changed_after_its_certificate_was_checked_is_not_published(
