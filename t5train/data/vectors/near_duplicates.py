@@ -28,6 +28,8 @@ from t5train.data.vectors.embeddings import EmbeddingFile, Embeddings, chunks, n
 from t5train.data.vectors.faiss_indexes import searched
 from t5train.errors import InputError
 from t5train.files.atomic import replacing
+from t5train.files.os_errors import naming
+from t5train.host_resources import require_free_space
 from t5train.progress import Progress, silent
 
 NEAR_DUPLICATE = 0.8
@@ -80,8 +82,10 @@ def find_near_duplicates(
 
     The first line has the counts, the thresholds and what ``about`` says; each other line is a pair. Meanwhile, the
     embeddings (2 bytes a number) and the texts of candidates are in a temporary folder beside ``out``; the row numbers
-    of all candidates are in memory. Raises InputError if the index returns rows that the source does not have.
+    of all candidates are in memory. Raises InputError if the index returns rows that the source does not have, and
+    StorageError if the disk is too small for the embeddings.
     """
+    require_free_space(out.parent, 2 * embeddings.rows * embeddings.dimension, "the embeddings")
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
         directions = _stored_directions(embeddings, Path(folder) / "directions", chunk_rows, progress)
         candidates = _candidates(embeddings, index, directions, thresholds, chunk_rows, progress)
@@ -117,10 +121,10 @@ def _stored_directions(embeddings: Embeddings, path: Path, chunk_rows: int, prog
     one by one.
     """
     shape = (embeddings.rows, embeddings.dimension)
-    directions = np.memmap(path, np.float16, "w+", shape=shape)
-    for first_row, vectors in chunks(embeddings, chunk_rows, progress, "embeddings stored"):
-        directions[first_row : first_row + len(vectors)] = normalised(vectors)
-    return directions
+    with naming(path), open(path, "wb") as file:  # a full disk would kill a process that writes to mapped memory
+        for _, vectors in chunks(embeddings, chunk_rows, progress, "embeddings stored"):
+            file.write(normalised(vectors).astype(np.float16).tobytes())
+    return np.memmap(path, np.float16, "r", shape=shape)
 
 
 def _cosines(directions: np.ndarray, pairs: np.ndarray) -> np.ndarray:

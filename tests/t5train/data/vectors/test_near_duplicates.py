@@ -1,6 +1,7 @@
 """Planted near-duplicates are found through embeddings, and only texts decide which pairs these are."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from t5train.data.vectors.near_duplicates import (
     similarity,
     word_grams,
 )
-from t5train.errors import InputError
+from t5train.errors import InputError, StorageError
 from tests.support.embedded_passages import (
     EmbeddedPassages,
     embedded_passages,
@@ -206,6 +207,24 @@ def test_an_index_that_memory_cannot_hold_is_not_built(folder: Path, monkeypatch
         built_index(embeddings_in(folder), 0)
     with pytest.raises(InputError, match=r"needs 4\.2 MB of memory"):
         built_index(embeddings_in(folder), 0, exact_rows=100)
+
+
+def test_embeddings_that_do_not_fit_on_the_disk_end_the_search_with_an_error_that_names_their_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, out = built_index(embeddings_in(folder), 0), tmp_path / "pairs.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr("t5train.host_resources.free_space_bytes", lambda _: 900_000)
+        with pytest.raises(StorageError, match=r"disk space for the embeddings: .* 0\.9 MB are needed"):
+            found(folder, index, out)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*directions'"):
+            found(folder, index, out, chunk_rows=100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_vector_of_zeros_is_similar_to_nothing(tmp_path: Path) -> None:
