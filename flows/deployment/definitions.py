@@ -1,5 +1,6 @@
 """What ``deployments/prefect.yaml`` declares, as ``prefect deploy`` and ``prefect automation create`` read it."""
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from importlib.resources import files
@@ -9,7 +10,7 @@ import yaml
 from prefect import Flow
 from prefect.events import AutomationCore
 from prefect.utilities.importtools import import_object
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from t5train.errors import InputError
 from t5train.spec.settings import explain
@@ -72,6 +73,16 @@ class Definitions(Definition):
     pull: list[dict[str, Any]]
     deployments: tuple[Deployment, ...]
     automations: tuple[AutomationCore, ...] = ()
+
+    @model_validator(mode="after")
+    def _require_distinct_names(self) -> Self:
+        names = [f"automation {automation.name}" for automation in self.automations]
+        for each in self.deployments:  # without ``full_name``, which imports the flow
+            own = f"deployment {each.name} of {each.entrypoint}"
+            names += [own, *(f"schedule {schedule.slug} of {own}" for schedule in each.schedules)]
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(f"more than one definition is called: {', '.join(twice)}")
+        return self
 
     @classmethod
     def load(cls) -> Self:

@@ -78,8 +78,10 @@ async def close_runs_of_worker(client: PrefectClient, worker: str) -> list[Close
 
     Call it before the worker starts: the runs of the one before it ended with it, often before they could report.
     """
+    # Before the server is asked: a run that completes in between must not be taken for one without a process.
+    living = run_records.living(records_folder())
     active = await runs_of_the_pool(client, StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
-    alive = run_records.living(records_folder()) | flow_processes().keys()
+    alive = living | flow_processes().keys()
     taken = [run for run in active if run.labels.get(WORKER_LABEL) == worker and run.id not in alive]
     return [await close_run(client, run) for run in taken]
 

@@ -174,6 +174,34 @@ def test_an_upload_that_the_server_no_longer_knows_is_begun_again(
     reader.require_only(destination)
 
 
+def test_of_several_uploads_of_a_file_the_one_with_the_most_parts_is_continued(
+    make_random_export: MakeExport, destination: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported, begun, uploads = make_random_export(), list[tuple[str, str]](), BucketFolder.uploads
+
+    def killed(_: Callable[[], Any], name: str | None) -> Any:
+        assert name is not None
+        for _each in range(2):
+            answer = BucketFolder(destination).call("create_multipart_upload", name)
+            begun.append((name, answer["UploadId"]))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        answering(patch, "complete_multipart_upload", killed)
+        with pytest.raises(KeyboardInterrupt):
+            publish(exported, destination)
+
+    def with_the_largest_in_the_middle(self: BucketFolder, beginning: str = "") -> list[tuple[str, str]]:
+        found = uploads(self, beginning)
+        return [*(each for each in found if each == begun[0]), *(each for each in found if each not in begun),
+                *(each for each in found if each == begun[1])]  # fmt: skip
+
+    monkeypatch.setattr(BucketFolder, "uploads", with_the_largest_in_the_middle)
+    requests = noted_requests(monkeypatch)
+    publish(exported, destination)
+    assert not {"create_multipart_upload", "upload_part"} & {operation for operation, _ in requests}
+
+
 def test_unfinished_uploads_of_any_attempt_are_aborted_once_the_publication_is_decided_and_no_others(
     make_random_export: MakeExport, destination: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:

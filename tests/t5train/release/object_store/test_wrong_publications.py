@@ -88,7 +88,7 @@ def test_what_cannot_be_removed_after_the_decision_is_named_and_removed_by_the_n
     assert [path.name for path in small.path.parent.iterdir()] == ["export"]
 
 
-def test_uploads_of_earlier_attempts_are_aborted_on_servers_that_list_those_of_one_object_only(
+def test_uploads_of_all_attempts_are_aborted_on_servers_that_list_those_of_one_object_only(
     small: Export, destination: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def of_one_object(self: BucketFolder, beginning: str = "") -> list[tuple[str, str]]:
@@ -96,12 +96,13 @@ def test_uploads_of_earlier_attempts_are_aborted_on_servers_that_list_those_of_o
 
     uploads, bucket = BucketFolder.uploads, BucketFolder(destination)
     monkeypatch.setattr(BucketFolder, "uploads", of_one_object)
-    others = {"config.json": small.files["config.json"]}
+    earlier = {"config.json": small.files["config.json"]}
     with UploadJournal.opened(small.path, f"{bucket.endpoint} {bucket.url}") as journal:
-        attempt = journal.continue_attempt(small.fingerprint, others)
-    bucket.call("create_multipart_upload", f"{attempt}/config.json")
-    assert len(uploads(bucket)) == 1
-    publish(small, destination)
+        attempts = [journal.continue_attempt(small.fingerprint, files) for files in (earlier, small.files)]
+    for attempt in attempts:
+        bucket.call("create_multipart_upload", f"{attempt}/config.json")
+    assert len(uploads(bucket)) == 2
+    assert publish(small, destination).folder == attempts[1]
     assert not uploads(bucket)
 
 
