@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
 
 from t5train.progress import Progress
 
@@ -47,12 +48,14 @@ class ByteCount:
 def run_jobs(jobs: Iterable[Callable[[], object]], count: ByteCount) -> None:
     """Run jobs in a few threads. This thread reports the progress.
 
+    Only a few are begun ahead, because they may be many: an interruption waits for none of the others.
+
     The first error is raised after the running jobs have ended, which they do when they next read or send bytes.
     """
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="transfer") as threads:
-        running = {threads.submit(job) for job in jobs}
+        running, left = set[Future[object]](), iter(jobs)
         try:
-            while running:
+            while running := running | {threads.submit(job) for job in islice(left, 2 * _THREADS - len(running))}:
                 finished, running = wait(running, _REPORT_SECONDS, FIRST_COMPLETED)
                 for job in finished:
                     job.result()

@@ -1,6 +1,9 @@
 """What threads do after an error or an interruption, and which journals are refused."""
 
 import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,39 @@ def test_after_an_error_other_threads_end_in_the_middle_of_their_files(error: ty
     with pytest.raises(error):
         run_jobs([long, long, fail], count)
     assert len(ended) == 2
+
+
+def test_an_interruption_while_jobs_are_begun_ends_those_that_run() -> None:
+    count, started = ByteCount("bytes", 0, silent), time.monotonic()
+
+    def long() -> None:
+        while time.monotonic() < started + 60:
+            count.add(1)
+
+    def jobs() -> Iterator[Callable[[], None]]:
+        yield from (long, long)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs(jobs(), count)
+    assert time.monotonic() < started + 30
+
+
+def test_only_a_few_jobs_are_begun_ahead() -> None:
+    begun, ended, ahead = list[int](), list[int](), list[int]()
+
+    def end(number: int) -> None:
+        time.sleep(0.01)
+        ended.append(number)
+
+    def jobs() -> Iterator[Callable[[], None]]:
+        for number in range(100):
+            begun.append(number)
+            yield partial(end, number)
+
+    run_jobs(jobs(), ByteCount("bytes", 0, lambda *_: ahead.append(len(begun) - len(ended))))
+    assert sorted(ended) == begun == [*range(100)]
+    assert max(ahead) <= 16
 
 
 def test_after_an_error_other_threads_do_not_wait_for_a_busy_store(monkeypatch: pytest.MonkeyPatch) -> None:
