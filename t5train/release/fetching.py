@@ -87,16 +87,21 @@ def copied(bucket: BucketFolder, published: Published, folder: Path, progress: P
     Every file is verified as it is written. Raises DigestMismatch, StoreError, and StorageError if the folder cannot be
     written or is too small, or if a name leads elsewhere.
     """
-    source = f"{bucket.url}/{MANIFEST}"
-    for name in published.files:
-        confined(folder, name, source)
-    require_distinct([*published.files, MANIFEST], source)
+    require_names_for(folder, published, bucket)
     try:
         with filling(folder, keep_unfinished=True) as unfinished:
             _copy_files(bucket, published, unfinished, progress)
             yield unfinished
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {explain(error)}") from error
+
+
+def require_names_for(folder: Path, published: Published, bucket: BucketFolder) -> None:
+    """Raise StorageError if a file of a publication would lead out of a folder, or two have the same name there."""
+    source = f"{bucket.url}/{MANIFEST}"
+    for name in published.files:
+        confined(folder, name, source)
+    require_distinct([*published.files, MANIFEST], source)
 
 
 def _copy_files(bucket: BucketFolder, published: Published, folder: Path, progress: Progress) -> None:

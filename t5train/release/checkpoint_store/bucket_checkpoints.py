@@ -29,7 +29,7 @@ from t5train.records.identity import current_provenance, fingerprint
 from t5train.records.stage_records import MANIFEST, StoredCheckpoint
 from t5train.release.checkpoint_store.ledger import Ledger, StoredTag, folder_of, is_checkpoint_folder
 from t5train.release.checkpoint_store.store_claim import StoreClaim
-from t5train.release.fetching import copied
+from t5train.release.fetching import copied, require_names_for
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.bucket_publication import PART_BYTES, publish_to_bucket, published_in
 from t5train.release.object_store.measured_file import measure
@@ -306,6 +306,7 @@ def _restore(bucket: BucketFolder, ledger: Ledger, stored: StoredTag, run_folder
         ledger.fingerprint,
     ):
         raise RecordError(f"{where.url}/{MANIFEST} is not that of {stored.tag} of this run")
+    require_names_for(target, record, where)
     set_aside(target, run_folder / SET_ASIDE, f"it is not complete, and {stored.tag} is restored from {bucket.url}")
     with copied(where, record, target, progress) as unfinished:
         if is_there(unfinished / METRICS) and not is_there(run_folder / METRICS):

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from t5train.checkpoint import tags
-from t5train.errors import NothingVerifies
+from t5train.errors import NothingVerifies, StorageError
 from t5train.files.run_folder import CHECKPOINTS, METRICS, SET_ASIDE
 from t5train.progress import silent
 from t5train.release.checkpoint_store.bucket_checkpoints import restore_newest
 from t5train.release.object_store.bucket import BucketFolder
+from t5train.release.verification import manifest_in
 from tests.support.checkpoints import small_tags
 from tests.support.checkpoints.stored_runs import claim, ledger_at, store
 from tests.support.s3_reader import Reader
@@ -80,6 +81,22 @@ def test_an_unfinished_checkpoint_in_the_way_is_set_aside(stored: str, tmp_path:
     (begun / "rank-00001.json").unlink()
     assert restore(stored, run) == ["step-00000200"]
     assert next((run / SET_ASIDE).iterdir()).name.startswith("step-00000200")
+
+
+def test_nothing_is_set_aside_for_a_checkpoint_whose_files_have_names_that_file_systems_confuse(
+    stored: str, tmp_path: Path, reader: Reader
+) -> None:
+    run, folder = tmp_path / "run", ledger_at(stored).checkpoints[-1].folder
+    record = manifest_in(BucketFolder(stored).below(folder))
+    files = record.files | {"PART0.pt": record.files["part0.pt"]}
+    manifest = record.model_copy(update={"files": files}).sealed().manifest_text()
+    reader.put(stored, f"{folder}/manifest.json", manifest.encode())
+    begun = small_tags.save(run / CHECKPOINTS, 200)
+    (begun / "rank-00001.json").unlink()
+    with pytest.raises(StorageError, match=r"names both 'part0\.pt' and 'PART0\.pt'"):
+        restore(stored, run)
+    assert begun.is_dir()
+    assert not (run / SET_ASIDE).exists()
 
 
 def test_an_interrupted_copy_continues(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
