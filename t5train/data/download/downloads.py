@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
@@ -41,7 +42,7 @@ from t5train.data.download.remote_reading import (
 )
 from t5train.errors import InputError, StorageError
 from t5train.files.atomic import sync_folder, write_json
-from t5train.files.os_errors import as_storage_errors, naming
+from t5train.files.os_errors import reason
 from t5train.host_resources import num_cores, require_free_space
 from t5train.locations import Counted, redacted
 from t5train.progress import Progress
@@ -229,7 +230,7 @@ class _Session:
             fetch = partial(self._filesystem.get_file, each.file.path, str(each.path), callback=counted)
             self._retried(each.file.path, fetch)  # from the beginning at each try
         self._report(each.size_bytes or 0)
-        with as_storage_errors(), naming(each.path), open(each.path, "rb") as file:
+        with _disk_errors(each.path), open(each.path, "rb") as file:
             os.fsync(file.fileno())
         return digest_file(each.path)
 
@@ -310,11 +311,11 @@ class _PartialFile:
     def __init__(self, each: _Missing) -> None:
         self._each, self._digest = each, hashlib.sha256()
         self._size = self._durable = each.part_bytes
-        with as_storage_errors(), naming(each.path):
+        with _disk_errors(each.path):
             self._file = open(each.path, "r+b" if each.part_bytes else "w+b")  # noqa: SIM115 - __exit__ closes it
-        self._file.truncate(each.part_bytes)
-        while chunk := self._file.read(1 << 20):
-            self._digest.update(chunk)
+            self._file.truncate(each.part_bytes)
+            while chunk := self._file.read(1 << 20):
+                self._digest.update(chunk)
 
     def __enter__(self) -> Self:
         return self
@@ -330,7 +331,7 @@ class _PartialFile:
 
     def write(self, content: bytes) -> None:
         """Append bytes."""
-        with as_storage_errors(), naming(self._each.path):
+        with _disk_errors(self._each.path):
             self._file.write(content)
         self._digest.update(content)
         self._size += len(content)
@@ -342,7 +343,7 @@ class _PartialFile:
         return FileDigest(size=self._size, sha256=self._digest.hexdigest())
 
     def _sync(self) -> None:
-        with as_storage_errors(), naming(self._each.path):
+        with _disk_errors(self._each.path):
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -350,7 +351,17 @@ class _PartialFile:
         self._sync()
         self._durable = self._size
         file = self._each.file
-        write_json(_part_note(self._each), {"state": file.state, "size": file.size, "bytes": self._size})
+        with _disk_errors(_part_note(self._each)):
+            write_json(_part_note(self._each), {"state": file.state, "size": file.size, "bytes": self._size})
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Turn every OSError in the block into a StorageError, also a TimeoutError, as of a network file system."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: {reason(error, path)}") from error
 
 
 def _bytes_on_disk(each: _Missing) -> int:
@@ -378,6 +389,7 @@ def _keep(each: _Missing, content: FileDigest) -> None:
 def _remove(each: _Missing) -> None:
     """Remove what has arrived of a file, and the note of it."""
     each.path.unlink(missing_ok=True)
+    each.local.with_name(f".{each.local.name}.part").unlink(missing_ok=True)  # of an earlier download of all columns
     _part_note(each).unlink(missing_ok=True)
 
 

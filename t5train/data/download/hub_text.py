@@ -149,7 +149,7 @@ def hub_files(source: HubSource, root: Path, workers: int, progress: Progress) -
         for leftover in folder.glob(".*.tmp"):  # of a process that was killed
             leftover.unlink()
         whole = [place for place, is_whole in zip(places, whole_copies(places), strict=True) if is_whole]
-        there = [place for place in whole if (note := read_note(place)) is not None and note.state == commit]
+        there = {place for place in whole if (note := read_note(place)) is not None and note.state == commit}
         common: Json = {"repository": source.repository, "commit": commit, "config": found.config, "split": split}
         common |= {"columns": list(found.columns), "num_shards": number}
         jobs = [
@@ -164,20 +164,7 @@ def _source_file(place: Path) -> SourceFile:
     return SourceFile(place, place.name.removesuffix(FRAMES))
 
 
-def _job(source: HubSource, commit: str, found: HubRows, places: Sequence[Path], number: int) -> Json:
-    return {
-        "repository": source.repository,
-        "commit": commit,
-        "config": found.config,
-        "split": source.text.split,
-        "columns": list(found.columns),
-        "shard": number,
-        "num_shards": len(places),
-        "path": str(places[number]),
-    }
-
-
-def _made(there: list[Path], jobs: Sequence[Json], found: HubRows, workers: int, progress: Progress) -> None:
+def _made(there: set[Path], jobs: Sequence[Json], found: HubRows, workers: int, progress: Progress) -> None:
     """Let workers make the missing files, and report how many rows they have read."""
     sizes = [place.stat().st_size for place in there]
     total, done = found.num_rows if not there else None, 0

@@ -1,6 +1,7 @@
 """Downloads of text from a web server, with the failures that web servers have."""
 
 import bz2
+import errno
 import gzip
 import io
 import json
@@ -374,6 +375,17 @@ def test_too_little_disk_space_is_noticed_before_anything_is_transferred(
     with pytest.raises(StorageError, match="too little disk space for the download of 1 file"):
         build(web, tmp_path)
     assert content_requests(web) in ([], [Request("/text.txt", 0, None)])  # the one that looks whether it exists
+
+
+def test_a_disk_that_does_not_answer_is_no_fault_of_the_network(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(_: int) -> None:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(downloads, "os", SimpleNamespace(fsync=fsync))
+    with pytest.raises(StorageError, match=r"\.text\.txt\.part: Connection timed out"):
+        build(web, tmp_path)
 
 
 def test_a_download_that_is_killed_again_and_again_is_complete_in_the_end(web: Web, tmp_path: Path) -> None:

@@ -63,6 +63,12 @@ def test_the_texts_of_all_files_are_downloaded_without_their_vectors_and_used_of
     assert build(hub, tmp_path) == made
     assert build(hub, tmp_path, offline="HF_DATASETS_OFFLINE") == made
     assert hub.requests == [], "what has been verified is not asked for again"
+    first = downloaded(tmp_path)[0]
+    part = first.with_name(f".{first.name}.part")
+    part.write_bytes(b"the beginning of the whole file")
+    first.unlink()
+    assert build(hub, tmp_path) == made
+    assert not part.exists()
 
 
 def test_the_first_downloads_commit_and_digests_are_enforced_afterwards(hub: Hub, tmp_path: Path) -> None:
