@@ -83,7 +83,8 @@ class WholePasses:
     def _uncompiled(self) -> AbstractContextManager[None]:
         """Switch compiled parts off: evaluation is rare, and DeepSpeed's experts get other sizes with every batch."""
         eager: AbstractContextManager[None] = nullcontext()
-        if any(module._compiled_call_impl is not None for module in self._model.modules()):
+        # Blocks that ZeRO 3 gathers have a compiled forward of their own.
+        if any(each._compiled_call_impl is not None or "forward" in vars(each) for each in self._model.modules()):
             eager = torch.compiler.set_stance("force_eager")  # imports the compiler, which takes a second
         return eager
 

@@ -1,13 +1,17 @@
 """What is compiled when a model cannot be compiled as a whole."""
 
 import re
+from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from t5train.data.samples.loader import Batch
 from t5train.engine.engine import compile_blocks, compile_gathered, compile_sublayers
+from t5train.engine.forward_backward import WholePasses
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
@@ -80,4 +84,9 @@ def test_hooks_that_gather_a_block_are_not_compiled_with_it() -> None:
     assert _train(model, seed=1) == pytest.approx(plain, rel=1e-6)
     with torch.compiler.set_stance("fail_on_recompile"):
         _train(model, seed=2)
-    assert seen == [False] * 12
+        assert seen == [False] * 12
+        passes = WholePasses(SimpleNamespace(module=model), SimpleNamespace(), None)  # type: ignore[arg-type]
+        ids = np.zeros(3, np.int64)
+        other_size = Batch(ids, ids, np.ones((3, 17), np.int32), np.ones((3, 9), np.int32))
+        (losses,) = passes.token_losses([other_size])  # runs plain code, so that nothing is compiled for this size
+    assert losses.shape == (3, 9)
