@@ -6,6 +6,7 @@ whether it is complete. The file is there from the start, and says so only when 
 without it belongs to somebody else and is never touched.
 """
 
+import ctypes
 import fcntl
 import json
 import os
@@ -26,7 +27,7 @@ from infra.node.messages import Request
 from infra.node.node_folders import node_folder
 from infra.node.storage.file_channel import FromReceiver, ProgressRelay, Wanted, fetch_over
 from infra.node.storage.pull import missing_bytes, pull
-from t5train.errors import DigestMismatch, HostMisconfigured
+from t5train.errors import DigestMismatch, HostMisconfigured, StorageError
 from t5train.files.atomic import write_json
 from t5train.files.confined import child
 from t5train.files.locks import flock, private_folder, try_lock
@@ -75,30 +76,45 @@ def install(request: Install, head: Channel) -> None:
             with _claimed(request, head) as is_new:
                 if is_new:
                     _make(request, store, head)
+            if is_new:
+                with suppress(OSError):  # the environment is complete; the next installation removes what is left
+                    _remove_others(store, [store / wheel.name for wheel in request.wheels])
         head.send(Installed(is_new))
 
 
 def _make(request: Install, store: Path, head: Channel) -> None:
     wheels = [child(store, wheel.name, "the head") for wheel in request.wheels]
+    if others := [path.name for path in wheels if path.suffix != ".whl"]:
+        raise StorageError(f"the head names {others[0]!r}, which is not a wheel. Check what runs there")
     _require_disk_space(request, store)
     _receive(request.wheels, store, head)
     _end_with_head()
     _fill(request, wheels, store / "requirements.txt", head)
-    _remove_others(store, wheels)
 
 
 @contextmanager
 def _locked(path: Path, what: str, head: Channel) -> Iterator[None]:
     """Hold the lock of a file or folder. The kernel releases it however this process ends."""
-    # NFS locks only files that are open for writing.
-    descriptor = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR) | os.O_NOFOLLOW)
+    while True:
+        # NFS locks only files that are open for writing.
+        descriptor = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR) | os.O_NOFOLLOW)
+        try:
+            if not try_lock(descriptor):
+                head.send(Working(f"waiting for {what}"))
+                flock(descriptor, fcntl.LOCK_EX)
+            if _is_still(descriptor, path):
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _is_still(descriptor: int, path: Path) -> bool:
+    """Whether an open file is the one at ``path``, which may have been replaced since it was opened."""
     try:
-        if not try_lock(descriptor):
-            head.send(Working(f"waiting for {what}"))
-            flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        raise HostMisconfigured(f"{path} was removed while this host waited for it. Repeat the command") from None
 
 
 def _is_complete(into: Path, wheelhouse: str) -> bool:
@@ -111,7 +127,7 @@ def _is_complete(into: Path, wheelhouse: str) -> bool:
         raise HostMisconfigured(f"{into} exists and is not a folder; it was left as it is. Choose another --into")
     try:
         text = (into / MARKER).read_bytes()
-        marker = json.loads(text) if text else {"wheelhouse": "", "complete": False}  # just created
+        marker = json.loads(text) if text else {"wheelhouse": "", "complete": False}  # see _mark_unfinished
         of, complete = str(marker["wheelhouse"]), bool(marker["complete"])
     except FileNotFoundError:
         if any(into.iterdir()):
@@ -204,8 +220,16 @@ def _claimed(request: Install, head: Channel) -> Iterator[bool]:
         try:
             yield True
         except BaseException:
-            _remove_others(into, [into / MARKER])
+            with suppress(OSError):  # the first error says more
+                _mark_unfinished(into)
+                _remove_others(into, [into / MARKER])
             raise
+
+
+def _mark_unfinished(into: Path) -> None:
+    """Empty the marker: that needs no space on a full disk, and keeps the file whose lock is held."""
+    with open(into / MARKER, "wb") as file:
+        os.fsync(file.fileno())
 
 
 def _fill(request: Install, wheels: Sequence[Path], listed: Path, head: Channel) -> None:
@@ -222,8 +246,19 @@ def _fill(request: Install, wheels: Sequence[Path], listed: Path, head: Channel)
     offline = ["--no-index", "--no-cache-dir", "--only-binary=:all:", "--require-hashes", "--no-input"]
     words = ["install", *offline, "--disable-pip-version-check", "--quiet", f"--requirement={listed}"]
     _run([str(into / "bin" / "python"), "-I", "-m", "pip", *words], "the wheels cannot be installed")
-    os.sync()  # the marker comes last on the disk, too
+    _sync_disk(into)  # the marker comes last on the disk, too
     write_json(into / MARKER, {"wheelhouse": request.wheelhouse, "complete": True})
+
+
+def _sync_disk(folder: Path) -> None:
+    """Wait until what was written to the file system of a folder is on its disk. Raises OSError if it cannot be."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(folder))
+    finally:
+        os.close(descriptor)
 
 
 def _run(argv: list[str], otherwise: str) -> None:

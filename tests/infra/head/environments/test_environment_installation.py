@@ -140,10 +140,13 @@ def test_a_host_gets_only_bytes_of_the_wheelhouse(install: Installer, tmp_path: 
     assert isinstance(install(Hostile(tmp_path)), ProtocolMismatch)
 
 
-def test_a_host_checks_the_job_itself(tmp_path: Path) -> None:
-    wheel = Wanted("../x.whl", 1, "a" * 64)
+@pytest.mark.parametrize(
+    ("name", "said"), [("../x.whl", "not the plain name of a file"), ("requirements.txt", "which is not a wheel")]
+)
+def test_a_host_checks_the_job_itself(tmp_path: Path, name: str, said: str) -> None:
+    wheel = Wanted(name, 1, "a" * 64)
     request = Install(tmp_path / "env", "a" * 64, (wheel,), unpacked_bytes=1)
-    with pytest.raises(RemoteFailed, match="not the plain name of a file"):
+    with pytest.raises(RemoteFailed, match=said):
         await_end(Nodes(LocalHosts(tmp_path), ("a",)), "a", request)
     assert not list(tmp_path.rglob("x.whl"))
 
