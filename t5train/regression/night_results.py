@@ -44,7 +44,7 @@ class CaseResult(_Recorded):
 
     case: str
     machine: dict[str, str]
-    """Hardware and versions; see t5train.regression.machine_key."""
+    """Hardware and versions; see t5train.regression.baselines.machine_key."""
     settings: dict[str, Any]
     """Everything that its losses depend on, and the layout."""
     same_model: str | None

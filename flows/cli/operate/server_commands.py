@@ -221,7 +221,7 @@ def server(
     if not address.is_loopback:
         complain(
             f"warning: {address.ip} is not a loopback address, and the API key passes the network unencrypted: let the "
-            "server listen on 127.0.0.1, behind a reverse proxy with TLS or ssh tunnels (docs/team-server.md)"
+            "server listen on 127.0.0.1, behind a reverse proxy with TLS or ssh tunnels (docs/how-to/team-server.md)"
         )
 
     def announce() -> None:
