@@ -20,6 +20,9 @@ def test_a_run_cannot_choose_the_command_environment_or_folder_of_its_process() 
 
 
 DEPLOYMENT = "name: x, entrypoint: 'flows.pretrain:pretrain', description: d, enforce_parameter_schema: true"
+IN_A_QUEUE = f"{DEPLOYMENT}, work_pool: {{name: t5-pretrain, work_queue_name: q}}"
+SCHEDULE = "{slug: s, cron: '0 3 * * 0', timezone: UTC}"
+AUTOMATION = "{name: a, trigger: {type: event, posture: Reactive, threshold: 1, within: 0}, actions: []}"
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,18 @@ DEPLOYMENT = "name: x, entrypoint: 'flows.pretrain:pretrain', description: d, en
         (f"deployments: [{{{DEPLOYMENT}, work_pool: {{name: mine, work_queue_name: q}}}}]", "name is 'mine'"),
         ("deployments: []\ndeploymens: 3", "deploymens is 3: unknown setting"),
         ("deployments: [", "is not YAML"),
+        (
+            f"deployments: [{{{IN_A_QUEUE}}}, {{{IN_A_QUEUE}}}]",
+            "more than one definition is called: deployment x of flows.pretrain:pretrain",
+        ),
+        (
+            f"deployments: [{{{IN_A_QUEUE}, schedules: [{SCHEDULE}, {SCHEDULE}]}}]",
+            "more than one definition is called: schedule s of deployment x",
+        ),
+        (
+            f"deployments: []\nautomations: [{AUTOMATION}, {AUTOMATION}]",
+            "more than one definition is called: automation a",
+        ),
     ],
 )
 def test_wrong_definitions_are_refused_with_a_reason(deployments: str, message: str) -> None:
