@@ -1,14 +1,17 @@
 """What is said of a run whose process has ended: Prefect shows it as cancelled, or as crashed."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun, State, StateType
 
-from flows.workers.abandoned import close_run, closed_line
+from flows.workers import run_records
+from flows.workers.abandoned import WORKER_LABEL, close_run, close_runs_of_worker, closed_line
 from flows.workers.run_monitor import CHECKPOINT_LABEL, MOST_RESUMES, NOT_RESUMED, RESUMES_LABEL, _resume_or_give_up
 
 
@@ -53,6 +56,22 @@ def test_a_cancelled_run_is_not_called_killed(before: StateType, after: StateTyp
     closed = asyncio.run(close_run(cast(PrefectClient, client), cast(FlowRun, run)))
     assert closed_line(closed, "was killed") == line
     assert (client.state.type, client.state.message) == (after, message)
+
+
+def test_a_run_that_completes_while_the_server_is_asked_is_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SimpleNamespace(id=UUID(int=1), name="mine", labels={WORKER_LABEL: "t5@gpu1"}, state_type=StateType.RUNNING)
+    alive = {run.id}
+
+    def living(_: Path) -> set[UUID]:
+        return set(alive)
+
+    class Server(Client):
+        async def read_flow_runs(self, **_: object) -> list[SimpleNamespace]:
+            alive.clear()  # it completes just after this was read
+            return [run]
+
+    monkeypatch.setattr(run_records, "living", living)
+    assert asyncio.run(close_runs_of_worker(cast(PrefectClient, Server()), "t5@gpu1")) == []
 
 
 @pytest.mark.parametrize(
