@@ -125,7 +125,7 @@ def _answered(answers: dict[str, T | HostError]) -> dict[str, T]:
 
 
 def _facts(found: Mapping[str, Iterable[Garbage]], freed: Mapping[str, Iterable[str]] | None) -> dict[str, Any]:
-    """Return the result as JSON values; docs/reference/json.md describes them. ``freed`` is None if nothing was to be removed."""
+    """Return the result as JSON values, see docs/reference/json.md; ``freed`` is None if nothing was to be removed."""
     listed = [
         {"host": host, "path": each.relative_path, "bytes": each.size, "why": each.why, "kept": each.is_kept}
         for host, share in found.items()
