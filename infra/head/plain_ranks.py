@@ -19,6 +19,15 @@ from t5train.train.trainer_benchmark import OUT_OF_MEMORY
 
 _POLL_SECONDS, _GRACE_SECONDS = 0.2, 3.0
 _SHOWN_CHARACTERS = 3000
+# Becomes the rank, which the kernel kills when the thread that started it ends: also if this process is killed.
+# (A preexec_fn could deadlock, as there are other threads.)
+_START = """
+import os, signal, sys
+from infra.node.processes import die_with_parent
+die_with_parent(signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 
 
 def run_ranks(
@@ -43,7 +52,7 @@ def run_ranks(
             with open(logs / f"rank-{rank}.log", "wb") as log, undisturbed("starting a rank"):
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, *arguments],
+                        [sys.executable, "-c", _START, str(os.getpid()), *arguments],
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
