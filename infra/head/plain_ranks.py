@@ -19,14 +19,14 @@ from t5train.train.trainer_benchmark import OUT_OF_MEMORY
 
 _POLL_SECONDS, _GRACE_SECONDS = 0.2, 3.0
 _SHOWN_CHARACTERS = 3000
-# Becomes the rank, which the kernel kills when the thread that started it ends: also if this process is killed.
-# (A preexec_fn could deadlock, as there are other threads.)
-_START = """
-import os, signal, sys
-from infra.node.processes import die_with_parent
-die_with_parent(signal.SIGKILL)
+# Becomes the rank, which the kernel then kills when the thread that started it ends: also if this process is killed.
+# A preexec_fn could deadlock, as there are other threads.
+_PR_SET_PDEATHSIG = 1
+_START = f"""
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL, 0, 0, 0)
 if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+    os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -52,7 +52,7 @@ def run_ranks(
             with open(logs / f"rank-{rank}.log", "wb") as log, undisturbed("starting a rank"):
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-c", _START, str(os.getpid()), *arguments],
+                        [sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), sys.executable, *arguments],
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
