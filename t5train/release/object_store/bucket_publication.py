@@ -177,15 +177,18 @@ def _clean_up(bucket: BucketFolder, journal: UploadJournal, found: Published) ->
         if _ATTEMPT.fullmatch(name.partition("/")[0]):
             bucket.abort(name, upload_id)
     for attempt in journal.attempts:
-        if attempt.name != found.folder and _ATTEMPT.fullmatch(attempt.name):
+        if not _ATTEMPT.fullmatch(attempt.name):
+            continue
+        objects = [f"{attempt.name}/{file}" for file in attempt.files]
+        for name, upload_id in (upload for each in objects for upload in bucket.uploads(each)):
+            bucket.abort(name, upload_id)
+        if attempt.name != found.folder:
             _log.warning(
                 "%s is published from %s, which was first: removing what was uploaded to %s",
                 bucket.url, found.folder or "an earlier version", attempt.name,
             )  # fmt: skip
-            for file in attempt.files:
-                for name, upload_id in bucket.uploads(f"{attempt.name}/{file}"):
-                    bucket.abort(name, upload_id)
-                bucket.call("delete_object", f"{attempt.name}/{file}")
+            for each in objects:
+                bucket.call("delete_object", each)
 
 
 def _remove_orphans(bucket: BucketFolder, found: Published) -> None:

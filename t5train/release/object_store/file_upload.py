@@ -79,7 +79,11 @@ class _PartedUpload:
         prove(self._bucket, self._name, self._file)
 
     def _continued(self) -> tuple[str, dict[int, str]] | None:
-        """The id of an upload of this object that the server has, and the ETags of its parts."""
+        """Of the uploads of this object that the server has, the one with the most bytes: its id, and its parts' ETags.
+
+        A server may have several, if answers were lost. The others are aborted after the publication.
+        """
+        found = list[tuple[str, dict[int, str]]]()
         for name, upload_id in self._bucket.uploads(self._name):
             if name != self._name:
                 continue
@@ -94,8 +98,8 @@ class _PartedUpload:
                 for number, (etag, size) in parts
                 if number in self._numbers and size == self._size_of(number)
             }
-            return upload_id, known
-        return None
+            found.append((upload_id, known))
+        return max(found, key=lambda upload: sum(map(self._size_of, upload[1])), default=None)
 
     def _begun(self) -> str:
         answer = self._bucket.call(
