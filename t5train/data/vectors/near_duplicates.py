@@ -29,8 +29,9 @@ from t5train.data.vectors.faiss_indexes import searched
 from t5train.errors import InputError
 from t5train.files.atomic import replacing
 from t5train.files.os_errors import naming
-from t5train.host_resources import require_free_space
+from t5train.host_resources import host_memory_bytes, require_free_space
 from t5train.progress import Progress, silent
+from t5train.quantities import format_bytes
 
 NEAR_DUPLICATE = 0.8
 BINS = 20
@@ -39,6 +40,9 @@ CHUNK_ROWS = 1024
 """So many passages are searched for before progress is reported, because a large index takes its time."""
 _PAIRS_AT_ONCE = 1000
 _REPORT_ROWS = 4096
+_MEMORY_SHARE = 0.5
+_BYTES_A_PAIR = 40
+"""Of memory: its number twice when all are sorted, and the two rows and a copy of them afterwards."""
 
 
 class Thresholds(NamedTuple):
@@ -82,8 +86,8 @@ def find_near_duplicates(
 
     The first line has the counts, the thresholds and what ``about`` says; each other line is a pair. Meanwhile, the
     embeddings (2 bytes a number) and the texts of candidates are in a temporary folder beside ``out``; the row numbers
-    of all candidates are in memory. Raises InputError if the index returns rows that the source does not have, and
-    StorageError if the disk is too small for the embeddings.
+    of all candidates are in memory. Raises InputError if they need too much of it, or if the index returns rows
+    that the source does not have, and StorageError if the disk is too small for the embeddings.
     """
     require_free_space(out.parent, 2 * embeddings.rows * embeddings.dimension, "the embeddings")
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
@@ -145,7 +149,7 @@ def _candidates(
 
     Their cosine is at least that of ``thresholds``. The smaller row of a pair comes first.
     """
-    found = [np.empty(0, np.int64)]
+    found, most_bytes = [np.empty(0, np.int64)], int(host_memory_bytes() * _MEMORY_SHARE)
     for first_row, vectors in chunks(embeddings, chunk_rows, progress, "passages compared by their embeddings"):
         pairs = _pairs(index, first_row, vectors, thresholds.neighbours, embeddings.rows)
         is_near = [
@@ -154,6 +158,13 @@ def _candidates(
         ]
         near = pairs[np.concatenate(is_near)] if is_near else pairs
         found.append(np.unique(near[:, 0] * embeddings.rows + near[:, 1]))  # half the memory of two numbers
+        if (needed_bytes := _BYTES_A_PAIR * sum(map(len, found))) > most_bytes:
+            raise InputError(
+                f"the candidates of {first_row + len(vectors):,} of {embeddings.rows:,} passages need "
+                f"{format_bytes(needed_bytes)} of memory, but all may take at most half of this machine's, "
+                f"{format_bytes(most_bytes)}. Compare fewer (--neighbours, or a higher --cosine), or use a larger "
+                "machine"
+            )
     return np.stack(np.divmod(np.unique(np.concatenate(found)), embeddings.rows), axis=1)
 
 

@@ -227,6 +227,18 @@ def test_embeddings_that_do_not_fit_on_the_disk_end_the_search_with_an_error_tha
     assert [*tmp_path.iterdir()] == []
 
 
+def test_more_candidates_than_memory_can_hold_are_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = built_index(embeddings_in(folder), 0)
+    monkeypatch.setattr("t5train.data.vectors.near_duplicates.host_memory_bytes", lambda: 60_000)
+    assert found(folder, index, tmp_path / "few.jsonl").rows() == sorted(PAIRS)
+    with pytest.raises(
+        InputError, match=r"candidates of \d+ of 600 passages need .* half .* \(--neighbours"
+    ):
+        found(folder, index, tmp_path / "pairs.jsonl", Thresholds(cosine=0.1), chunk_rows=100)
+
+
 def test_a_vector_of_zeros_is_similar_to_nothing(tmp_path: Path) -> None:
     made = embedded_passages(30)
     vectors = made.vectors.copy()
