@@ -84,15 +84,17 @@ def find_near_duplicates(
 ) -> NearDuplicates:
     """Write the near-duplicates to ``out``, in the order of their rows, and return the counts.
 
-    The first line has the counts, the thresholds and what ``about`` says; each other line is a pair. Meanwhile, the
-    embeddings (2 bytes a number) and the texts of candidates are in a temporary folder beside ``out``; the row numbers
-    of all candidates are in memory. Raises InputError if they need too much of it, or if the index returns rows
-    that the source does not have, and StorageError if the disk is too small for the embeddings.
+    The first line has the counts, the thresholds and what ``about`` says, whose ``index`` is named in errors; each
+    other line is a pair. Meanwhile, the embeddings (2 bytes a number) and the texts of candidates are in a temporary
+    folder beside ``out``; the row numbers of all candidates are in memory. Raises InputError if they need too much of
+    it, or if the index returns rows that the source does not have, and StorageError if the disk is too small for the
+    embeddings.
     """
     require_free_space(out.parent, 2 * embeddings.rows * embeddings.dimension, "the embeddings")
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
         directions = _stored_directions(embeddings, Path(folder) / "directions", chunk_rows, progress)
-        candidates = _candidates(embeddings, index, directions, thresholds, chunk_rows, progress)
+        name = about.get("index") or "the index"
+        candidates = _candidates(embeddings, index, name, directions, thresholds, chunk_rows, progress)
         with open(Path(folder) / "texts", "w+b") as stored, open(Path(folder) / "pairs", "w+b") as pairs:
             texts = _StoredTexts(stored, np.unique(candidates), embeddings.files, progress)
             found = _decide(candidates, directions, texts, thresholds.text, pairs, progress)
@@ -140,6 +142,7 @@ def _cosines(directions: np.ndarray, pairs: np.ndarray) -> np.ndarray:
 def _candidates(
     embeddings: Embeddings,
     index: Any,
+    name: str,
     directions: np.ndarray,
     thresholds: Thresholds,
     chunk_rows: int,
@@ -151,7 +154,7 @@ def _candidates(
     """
     found, most_bytes = [np.empty(0, np.int64)], int(host_memory_bytes() * _MEMORY_SHARE)
     for first_row, vectors in chunks(embeddings, chunk_rows, progress, "passages compared by their embeddings"):
-        pairs = _pairs(index, first_row, vectors, thresholds.neighbours, embeddings.rows)
+        pairs = _pairs(index, name, first_row, vectors, thresholds.neighbours, embeddings.rows)
         is_near = [
             _cosines(directions, pairs[start : start + _PAIRS_AT_ONCE]) >= thresholds.cosine
             for start in range(0, len(pairs), _PAIRS_AT_ONCE)
@@ -168,12 +171,15 @@ def _candidates(
     return np.stack(np.divmod(np.unique(np.concatenate(found)), embeddings.rows), axis=1)
 
 
-def _pairs(index: Any, first_row: int, vectors: np.ndarray, neighbours: int, rows: int) -> np.ndarray:
-    """Return consecutive rows with their nearest neighbours, themselves excluded: int64 [pairs, 2]."""
+def _pairs(index: Any, name: str, first_row: int, vectors: np.ndarray, neighbours: int, rows: int) -> np.ndarray:
+    """Return consecutive rows with their nearest neighbours, themselves excluded: int64 [pairs, 2].
+
+    ``name`` is that of the index, for errors.
+    """
     _, found = searched(index, vectors, min(neighbours + 1, rows))
     if (bad := found[(found < -1) | (found >= rows)]).size:  # FAISS returns -1 for none
         raise InputError(
-            f"the index returns the row {bad[0]:,}, but the source has the rows 0 to {rows - 1:,}. Give an index whose "
+            f"{name} returns the row {bad[0]:,}, but the source has the rows 0 to {rows - 1:,}. Give an index whose "
             "ids are the rows of this source, or leave --index out to have one built"
         )
     own = np.arange(first_row, first_row + len(vectors))[:, np.newaxis]

@@ -81,7 +81,12 @@ def found(
     folder: Path, index: Any, out: Path, thresholds: Thresholds = DEFAULT, chunk_rows: int = CHUNK_ROWS
 ) -> Result:
     counts = find_near_duplicates(
-        embeddings_in(folder), index, thresholds, out, about={"source": "text"}, chunk_rows=chunk_rows
+        embeddings_in(folder),
+        index,
+        thresholds,
+        out,
+        about={"source": "text", "index": "x.faiss"},
+        chunk_rows=chunk_rows,
     )
     assert [each.name for each in out.parent.iterdir() if each.name.startswith(f".{out.name}")] == []
     header, *pairs = map(json.loads, out.read_text("utf-8").splitlines())
@@ -100,6 +105,7 @@ def test_planted_near_duplicates_are_found_and_unlike_texts_with_equal_vectors_a
         "kind": "near-duplicates",
         "schema_version": 2,
         "source": "text",
+        "index": "x.faiss",
         **Thresholds()._asdict(),
         **result.counts._asdict(),
     }
@@ -187,7 +193,7 @@ def test_an_index_whose_ids_are_not_rows_is_refused(folder: Path, tmp_path: Path
     index.add_with_ids(PLANTED.vectors, np.array([*range(599), bad]))
     faiss.write_index(index, str(tmp_path / "x.faiss"))
     index = given_index(tmp_path / "x.faiss", embeddings_in(folder))
-    with pytest.raises(InputError, match=rf"returns the row {bad}, but the source has the rows 0 to 599\."):
+    with pytest.raises(InputError, match=rf"^x\.faiss returns the row {bad}, but the source has the rows 0 to 599\."):
         found(folder, index, tmp_path / "pairs.jsonl")
 
 
@@ -233,9 +239,7 @@ def test_more_candidates_than_memory_can_hold_are_refused(
     index = built_index(embeddings_in(folder), 0)
     monkeypatch.setattr("t5train.data.vectors.near_duplicates.host_memory_bytes", lambda: 60_000)
     assert found(folder, index, tmp_path / "few.jsonl").rows() == sorted(PAIRS)
-    with pytest.raises(
-        InputError, match=r"candidates of \d+ of 600 passages need .* half .* \(--neighbours"
-    ):
+    with pytest.raises(InputError, match=r"candidates of \d+ of 600 passages need .* half .* \(--neighbours"):
         found(folder, index, tmp_path / "pairs.jsonl", Thresholds(cosine=0.1), chunk_rows=100)
 
 
