@@ -5,15 +5,17 @@ wheels that the host lacks, verifies every digest, and runs pip.
 """
 
 import re
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.head.environments.wheelhouse import MANIFEST, Wheelhouse, this_python
+from infra.head.hosts import ssh
 from infra.head.hosts.code_shipping import ship
 from infra.head.hosts.node_client import Nodes, conversation
 from infra.head.hosts.ssh import Transport, run_everywhere
@@ -28,7 +30,6 @@ from t5train.progress import Progress
 _FAN_OUT = 64
 _PROBE_SECONDS = 60.0
 _DEADLINE_SECONDS = 2 * 3600.0
-_POLL_SECONDS = 0.5
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_@+=,./-]+", re.ASCII)
 # Prints the path of the first Python that suits, or nothing. All values are positional arguments.
 _FIND_PYTHON = """
@@ -81,8 +82,9 @@ def install_on(
         outcomes = errors | {host: future.result() for host, future in asked.items()}
         return {host: outcomes[host] for host in hosts}
     finally:
-        installation.ended.set()
-        threads.shutdown(cancel_futures=True)
+        threads.shutdown(wait=False, cancel_futures=True)
+        installation.end()
+        threads.shutdown()
 
 
 def _require_sizes(folder: Path, wheelhouse: Wheelhouse) -> None:
@@ -141,8 +143,15 @@ class _Installation:
     wheelhouse: Wheelhouse
     into: Path
     arrivals: _Arrivals
+    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
     """Set when the caller needs no outcome any more."""
+
+    def end(self) -> None:
+        """End what is running on all hosts, also where the host blocks a write."""
+        self.ended.set()
+        for process in self.running:
+            ssh.kill(process)
 
     def on(self, host: str, python: str) -> Installed | HostError:
         """Install on one host, with the Python at this path there."""
@@ -154,26 +163,36 @@ class _Installation:
             tuple(Wanted.of(wheel.name, wheel) for wheel in wheels),
             sum(wheel.unpacked_bytes for wheel in wheels),
         )
+        deadline, timers = time.monotonic() + _DEADLINE_SECONDS, list[threading.Timer]()
+
+        def on_start(process: subprocess.Popen[bytes]) -> None:
+            self.running.append(process)
+            if self.ended.is_set():
+                ssh.kill(process)
+            timers.append(threading.Timer(deadline - time.monotonic(), ssh.kill, [process]))
+            timers[0].start()
+
         try:
-            with conversation(nodes, host, request) as node:
+            with conversation(nodes, host, request, on_start) as node:
                 return self._serve(node, host)
         except HostError as error:
-            return error
+            if time.monotonic() < deadline:
+                return error
+            return HostTimeout(f"{host}: the installation took more than {_DEADLINE_SECONDS / 3600:g} h", [host])
+        finally:
+            for timer in timers:
+                timer.cancel()
 
     def _serve(self, node: Channel, host: str) -> Installed:
-        deadline = time.monotonic() + _DEADLINE_SECONDS
-        while time.monotonic() < deadline and not self.ended.is_set():
-            for message in node.receive_within(_POLL_SECONDS, FromReceiver):
-                match message:
-                    case FileRange():
-                        self._send(node, host, message)
-                    case BytesArrived() | Working():
-                        self.arrivals.report(host, message)
-                    case Installed():
-                        return message
-            if node.at_end:
-                raise BrokenOff("the installation there ended early")
-        raise HostTimeout(f"{host}: the installation took more than {_DEADLINE_SECONDS / 3600:g} h", [host])
+        while (message := node.receive(FromReceiver)) is not None:
+            match message:
+                case FileRange():
+                    self._send(node, host, message)
+                case BytesArrived() | Working():
+                    self.arrivals.report(host, message)
+                case Installed():
+                    return message
+        raise BrokenOff("the installation there ended early")
 
     def _send(self, node: Channel, host: str, request: FileRange) -> None:
         """Send bytes of a listed wheel. Raises ProtocolMismatch for any other file."""
@@ -181,10 +200,4 @@ class _Installation:
             raise ProtocolMismatch(
                 f"{host} requests {request.name[:80]!r}, which is not in the wheelhouse. Check what runs there", [host]
             )
-        answer(node, request, self._chunks)
-
-    def _chunks(self, name: str, offset: int, size: int) -> Iterator[bytes]:
-        for chunk in files_in(self.folder)(name, offset, size):
-            if self.ended.is_set():
-                raise BrokenOff("the command was interrupted")
-            yield chunk
+        answer(node, request, files_in(self.folder))

@@ -109,8 +109,15 @@ class Nodes:
 
 
 @contextmanager
-def conversation(nodes: Nodes, host: str, request: Request) -> Iterator[Channel]:
+def conversation(
+    nodes: Nodes,
+    host: str,
+    request: Request,
+    on_start: Callable[[subprocess.Popen[bytes]], None] = lambda _process: None,
+) -> Iterator[Channel]:
     """Start an action on a host, and yield a channel to it. The action ends when the block does, with its stdin closed.
+
+    ``on_start`` gets the local process. To kill it ends what waits for the host, also a write that the host blocks.
 
     Raises the HostError with the reason if the action or the connection to it fails within the block.
     """
@@ -121,6 +128,7 @@ def conversation(nodes: Nodes, host: str, request: Request) -> Iterator[Channel]
     collector = threading.Thread(target=_collect, args=(process.stderr, stderr), daemon=True)
     collector.start()
     try:
+        on_start(process)
         with stdin, stdout:
             channel = Channel(stdout, stdin)
             channel.send(request)
