@@ -123,7 +123,8 @@ def wheelhouse(
     """Collect the wheels of this project and of all that training needs, for hosts without internet access.
 
     pip's configuration decides where packages come from, and so which build of torch. Packages that exist only as
-    source are built here. A second call keeps what verifies. Install the wheels with `preflight --install`.
+    source are built here. A second call keeps what verifies of a completed one. Install the wheels with
+    `preflight --install`.
 
     $ t5-pretrain wheelhouse wheels
     $ t5-pretrain wheelhouse wheels --python 3.12 --platform manylinux_2_28_x86_64

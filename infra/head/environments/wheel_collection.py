@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import distributions, metadata, version
@@ -209,8 +209,10 @@ def _work_folder(folder: Path) -> Iterator[Path]:
             raise StorageError(f"another process is collecting wheels in {folder}: wait for it, then try again")
         shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
         work.mkdir(mode=0o700)
-        yield work
-        shutil.rmtree(work)
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
     finally:
         os.close(descriptor)
 
@@ -251,6 +253,8 @@ def _gather(
             return
         if not set(missing) - set(asked):
             raise InputError(f"pip finds no {', '.join(missing)} for {target}, though other wheels need it")
+        for wheel in list(out.iterdir()):  # the next download may choose other versions
+            wheel.replace(source / wheel.name)
         asked += missing  # pip skipped it, because the condition does not hold for the Python that pip runs with
 
 
@@ -268,7 +272,14 @@ def _only_as_source(requirements: Sequence[str], arguments: list[str], what: str
 
 
 def _build(requirement: str, target: Target, arguments: list[str], source: Path, progress: Progress) -> None:
-    """Build the wheel of a package here. Raises InputError that names it if its wheel does not suit the target."""
+    """Build the wheel of a package here, unless the target has one, which this machine has not.
+
+    Raises InputError that names the package if its wheel does not suit the target.
+    """
+    what = f"collect {requirement} for {target}"
+    with suppress(InputError):
+        pip(["download", "--no-deps", *target.arguments, f"--dest={source}", *arguments, requirement], what, progress)
+        return
     with tempfile.TemporaryDirectory(prefix="t5-wheels-", dir=source.parent) as temporary:
         words = ["wheel", "--no-deps", f"--wheel-dir={temporary}", *arguments, requirement]
         pip(words, f"build {requirement} for {target}", progress)

@@ -95,6 +95,9 @@ def test_what_cannot_be_had_for_a_platform_is_named(collected: Collect, index: P
     write_source(index, "second", tag=f"cp311-cp311-linux_{this_platform().split('_', 3)[3]}")
     with pytest.raises(InputError, match=r"no wheel of second==1.0 for .* has compiled code\. Run this command on a "):
         collected(foreign)
+    assert not list(index.parent.glob("wheels/.*")), "work in progress is left behind"
+    write_wheel(index, "second", tag="cp312-cp312-manylinux_2_28_s390x")
+    assert len(collected(foreign).wheelhouse.wheels) == 2, "what the target has is not built"
 
 
 def test_conditions_hold_for_the_target_and_not_for_this_python(tmp_path: Path) -> None:
