@@ -194,9 +194,14 @@ def test_a_silent_run_of_a_machine_that_is_down_is_lost_even_if_the_servers_auto
 
 def _heartbeat(team: Team, run: str) -> None:
     """Report that a run is alive, as its process does."""
-    resource = {"prefect.resource.id": f"prefect.flow-run.{run}"}
+    flow = team.ask(f"flows/{team.run(run)['flow_id']}", None, method="GET")
+    of_flow = {"id": f"prefect.flow.{flow['id']}", "name": flow["name"], "role": "flow"}
     event = {"id": str(uuid4()), "occurred": datetime.now(UTC).isoformat(), "event": "prefect.flow-run.heartbeat"}
-    team.ask("events", [event | {"resource": resource}])
+    about = {
+        "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"},
+        "related": [{f"prefect.resource.{key}": value for key, value in of_flow.items()}],
+    }
+    team.ask("events", [event | about])
 
 
 def test_a_worker_that_starts_closes_only_runs_without_a_process(team: Team, monitor: Monitor) -> None:
