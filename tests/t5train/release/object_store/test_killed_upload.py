@@ -22,7 +22,7 @@ from tests.t5train.release.conftest import IN_PARTS
 
 pytestmark = pytest.mark.slow
 
-MANY_PARTS = {"config.json": 700, "model.safetensors": 52 << 20}
+MANY_PARTS = {"config.json": 700, "model.safetensors": 100 << 20}
 THREADS = 8
 PublishAndKill = Callable[[str, float, str], int]
 
@@ -50,7 +50,7 @@ def test_an_upload_that_is_killed_again_and_again_continues_and_sends_at_most_on
 ) -> None:
     kills = 0
     with watched(reader, destination) as faults:
-        while publish_and_kill(destination, 13, ("before", "after")[kills % 2]) == -signal.SIGKILL:
+        while publish_and_kill(destination, 18, ("before", "after")[kills % 2]) == -signal.SIGKILL:
             kills += 1
             assert kills < 20
     assert not faults
