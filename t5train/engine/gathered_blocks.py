@@ -139,7 +139,10 @@ class GatheredBlocks:
             has_backward = torch.is_grad_enabled() and output.requires_grad
             if each.number < len(self._blocks) - 1 or not has_backward:  # the last one is needed next, in its backward
                 self._release(each)
-            return cast(Tensor, _BeforeBackward.apply(output, self, each)) if has_backward else None  # type: ignore[no-untyped-call]
+            if not has_backward:
+                return None
+            marked = _BeforeBackward.apply(output, self, each)  # type: ignore[no-untyped-call]  # torch does not annotate it
+            return cast(Tensor, marked)
 
         return hook
 

@@ -202,7 +202,7 @@ def _train(job: TrainerJob, model: "nn.Module", times: StepTimes, folder: Path) 
     from deepspeed.accelerator import get_accelerator
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class Callback(TrainerCallback):  # type: ignore[misc]
+    class Callback(TrainerCallback):  # type: ignore[misc]  # transformers loads it lazily, so it has no type
         def on_step_end(self, *_: Any, **__: Any) -> None:
             times.step_ended()
 

@@ -300,7 +300,7 @@ class _Patience:
         self.renew()
 
     def renew(self) -> None:
-        """Begin anew, after a success."""
+        """Reset the deadline and the pause between attempts, because a request has succeeded."""
         self._ends, self._pause = time.monotonic() + INSIST_SECONDS, _FIRST_PAUSE_SECONDS
 
     def waits_after(self, error: StoreError, doing: str) -> bool:
