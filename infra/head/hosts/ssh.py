@@ -81,18 +81,19 @@ def ssh_config(cluster: ClusterSpec) -> str:
     if cluster.known_hosts is not None:
         _require_known_hosts(cluster.known_hosts)
         lines += [f'UserKnownHostsFile "{cluster.known_hosts}"', "GlobalKnownHostsFile none"]
-    return _STRICT + "".join(f"{line}\n" for line in [*_known(), *lines]) + _THE_USERS_OWN
+    return _STRICT + "".join(f"{line}\n" for line in [*_known(shutil.which("ssh")), *lines]) + _THE_USERS_OWN
 
 
 @cache
-def _known() -> list[str]:
-    """The settings of ``_NEWER`` that this machine's ssh knows; none without ssh, which ``connect`` reports."""
+def _known(ssh: str | None) -> list[str]:
+    """The settings of ``_NEWER`` that this ssh does not reject as unknown; none without ssh, which ``run`` reports."""
 
     def is_known(setting: str) -> bool:
-        command = ["ssh", "-G", "-F", os.devnull, "-o", setting, "host"]
-        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+        command = [str(ssh), "-G", "-F", os.devnull, "-o", setting, "host"]
+        tried = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        return b"bad configuration option" not in tried.stderr.lower()
 
-    return [setting for setting in _NEWER if is_known(setting)] if shutil.which("ssh") else []
+    return [setting for setting in _NEWER if is_known(setting)] if ssh else []
 
 
 def _require_known_hosts(path: Path) -> None:

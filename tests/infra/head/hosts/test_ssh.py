@@ -305,9 +305,14 @@ DISTURBING = {
 }
 
 
-def test_no_setting_of_the_user_weakens_security_or_disturbs_commands_or_their_input(tmp_path: Path) -> None:
+def test_no_setting_of_the_user_weakens_security_or_disturbs_commands_or_their_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if shutil.which("ssh") is None:
         pytest.skip("no ssh on this machine: apt-get install openssh-client")
+    with monkeypatch.context() as without_ssh:  # What one ssh knows is not what another does.
+        without_ssh.setenv("PATH", str(tmp_path))
+        ssh_config(ClusterSpec())
     (tmp_path / "users").write_text("".join(f"{line}\n" for line in DISTURBING))
     (tmp_path / "known hosts").touch()
     cluster = ClusterSpec(ssh_user="trainer", ssh_port=2222, known_hosts=tmp_path / "known hosts")
