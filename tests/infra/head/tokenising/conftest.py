@@ -12,9 +12,10 @@ from t5train.data.worker_processes import Workers
 from t5train.spec import ClusterSpec, ShardsSpec
 
 ROOT = Path(__file__).parents[4]
-# In the place of ssh: the command runs on this machine, with the variable that sshd sets. {folder} gets a file of each
+# In the place of ssh: a command runs on this machine, with the variable that sshd sets. {folder} gets a file of each
 # host with the pid of its connection.
 SSH = """#!/bin/sh
+[ "$1" != -G ] || exit 0  # a question about its settings
 export SSH_CONNECTION="127.0.0.1 50000 127.0.0.1 22"
 echo $$ > "{folder}/$4.pid"
 cd /
