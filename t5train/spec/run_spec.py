@@ -13,6 +13,7 @@ from t5train.spec.cluster_spec import ClusterSpec
 from t5train.spec.data_spec import CorpusSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.model_spec import ModelSpec
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
+from t5train.spec.pairs_spec import PairsSpec
 from t5train.spec.settings import SpecPart, change, check, explain, settings_of
 from t5train.spec.storage_spec import StorageSpec
 from t5train.spec.training_spec import MIXING, LayoutSpec, ObjectiveSpec, OptimizerSpec
@@ -35,6 +36,7 @@ class RunSpec(SpecPart):
         description="Name of the run, whose folder is {root}/runs/{name}. null: made of recipe and fingerprint",
     )
     corpus: CorpusSpec = CorpusSpec()
+    pairs: PairsSpec = PairsSpec()
     tokenizer: TokenizerSpec = TokenizerSpec()
     shards: ShardsSpec = ShardsSpec()
     objective: ObjectiveSpec = ObjectiveSpec()
@@ -144,12 +146,18 @@ class RunSpec(SpecPart):
             )
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity settings of every part, ``{part: {setting: value}}``."""
-        return {name: part.identity() for name, part in self._parts() if name not in self.execution}
+        """Return the identity settings of every part that has a say, ``{part: {setting: value}}``."""
+        others = {"corpus", "shards", "objective"} if self.is_fine_tuning else {"pairs"}
+        return {name: part.identity() for name, part in self._parts() if name not in self.execution | others}
 
     def fingerprint(self) -> str:
         """Return the sha256 of the identity. It is equal for runs that give the same weights from the same inputs."""
         return fingerprint(self.identity())
+
+    @property
+    def is_fine_tuning(self) -> bool:
+        """Whether the run trains on pairs, and not on text."""
+        return bool(self.pairs.train)
 
     @property
     def run_name(self) -> str:

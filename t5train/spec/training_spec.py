@@ -10,17 +10,9 @@ MIXING = ("mixing_temperature", "mixing_limit", "mixing_weights")
 """The settings of ``objective`` that count for mixtures only."""
 
 
-class ObjectiveSpec(SpecPart):
-    """T5 span corruption (Raffel et al. 2020, section 3.1.4)."""
+class MixingSpec(SpecPart):
+    """How much of each part of a mixture is trained on."""
 
-    noise_density: float = Field(0.15, gt=0, lt=0.5, description="Share of the tokens that are masked")
-    mean_span_tokens: float = Field(3.0, ge=1, le=20, description="Mean length of a masked span, in tokens")
-    input_tokens: int = Field(
-        512,
-        ge=16,
-        le=16384,
-        description="Length of the encoder's input in tokens, EOS included; the decoder's length follows from it",
-    )
     mixing_temperature: float = Field(
         1.0,
         ge=1,
@@ -48,13 +40,26 @@ class ObjectiveSpec(SpecPart):
     @check
     def _rates_are_decided_once(self) -> None:
         others = {"mixing_temperature": self.mixing_temperature, "mixing_limit": self.mixing_limit}
-        given = [f"objective.{name} is {value}" for name, value in others.items() if value not in (None, 1)]
+        given = [f"{name} is {value}" for name, value in others.items() if value not in (None, 1)]
         if self.mixing_weights is not None and given:
             weights = ",".join(f"{weight:g}" for weight in self.mixing_weights)
             raise ValueError(
-                f"objective.mixing_weights is {weights}, but {' and '.join(given)}: weights are the rates themselves, "
+                f"mixing_weights is {weights}, but {' and '.join(given)}: weights are the rates themselves, "
                 "so leave the others out, or the weights"
             )
+
+
+class ObjectiveSpec(MixingSpec):
+    """T5 span corruption (Raffel et al. 2020, section 3.1.4)."""
+
+    noise_density: float = Field(0.15, gt=0, lt=0.5, description="Share of the tokens that are masked")
+    mean_span_tokens: float = Field(3.0, ge=1, le=20, description="Mean length of a masked span, in tokens")
+    input_tokens: int = Field(
+        512,
+        ge=16,
+        le=16384,
+        description="Length of the encoder's input in tokens, EOS included; the decoder's length follows from it",
+    )
 
     def identity(self) -> dict[str, Any]:
         """Return the identity settings. Those of mixtures count only where they are set, as they are new."""

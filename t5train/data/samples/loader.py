@@ -35,15 +35,32 @@ HELD_OUT_SEED = 0
 """Seed of the order and noise of splits that are not trained on, so that runs with different seeds compare."""
 
 
+class Segments(NamedTuple):
+    """Which pair of its row each token of a batch of pairs belongs to.
+
+    ``inputs`` int32 [n, input_tokens] and ``targets`` int32 [n, target_tokens] count the pairs of a row from 1; padding
+    is 0. ``input_keys`` and ``target_keys``, int64 of the same shapes, are the keys of dropout: functions of the seed,
+    the epoch, the pair, its side, and the token's place in the pair; None without dropout. ``global_targets`` is the
+    number of target tokens, padding left out, in the batch of all ranks and passes of a step.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    input_keys: np.ndarray | None
+    target_keys: np.ndarray | None
+    global_targets: int
+
+
 class Batch(NamedTuple):
     """n samples: ``sample_ids`` and ``epochs`` int64 [n], ``inputs`` int32 [n, input_tokens], ``targets`` int32
-    [n, target_tokens]. The epoch of a sample of a mixture is that of its text.
+    [n, target_tokens]. The epoch of a sample of a mixture is that of its text. ``segments`` of pairs; None of text.
     """
 
     sample_ids: np.ndarray
     epochs: np.ndarray
     inputs: np.ndarray
     targets: np.ndarray
+    segments: Segments | None = None
 
 
 class Windows:
