@@ -11,7 +11,7 @@ import re
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from t5train.data.checks.unchanged_files import content_of, digests_of, require_unchanged, stamps_of
 from t5train.data.pairs.pair_reading import PairRow, pair_rows
 from t5train.data.pairs.pair_sources import GENERATED_VERSION, TaskFiles, generated_pairs, task_files
-from t5train.data.passages import SPLITS, SourceFile, Split, split_of
+from t5train.data.passages import ODDITIES, SPLITS, SourceFile, Split, split_of
 from t5train.data.readers import OpenFile
 from t5train.errors import InputError
 from t5train.files.atomic import replacing, write_json
@@ -45,11 +45,12 @@ _FINDINGS = (
     "empty_pairs",
     "doubled_prefixes",
     "contaminated_pairs",
-    "removed_pairs",
     "duplicate_pairs",
     "indistinct_tasks",
+    *ODDITIES,
 )
 """The counts of what may be wrong with the pairs of a task."""
+_COUNTS = (*(f"{split}_pairs" for split in SPLITS), "read_pairs", "removed_pairs", *_FINDINGS)
 _log = logging.getLogger(__name__)
 
 
@@ -91,6 +92,7 @@ def build_pairs(spec: PairsSpec, root: Path, progress: Progress = silent, *, out
     """
     require_writable(out or root)  # before hashing, which takes long for many pairs
     tasks = task_files(spec, root, progress)
+    require_columns(tasks)
     files = list(dict.fromkeys(file for task in tasks for file in task.files))
     stamps, digests = stamps_of(files), digests_of(files, progress)
     identity = _identity(spec, tasks, digests)
@@ -108,7 +110,17 @@ def build_pairs(spec: PairsSpec, root: Path, progress: Progress = silent, *, out
             record = Pairs(path=folder, fingerprint=identity, files=recorded, counts=counts).commit()
     for line in finding_lines(record):
         _log.warning("%s", line)
+    if removed := record.counts["removed_pairs"]:
+        _log.info("removed %s from training (pairs.remove)", quantity(removed, "pair"))
     return record
+
+
+def require_columns(tasks: Iterable[TaskFiles]) -> None:
+    """Raise InputError if the beginning of a file cannot be read as pairs, which takes no time to find out."""
+    for task in tasks:
+        for file in task.files:
+            with OpenFile() as opened:
+                next(pair_rows(file, task.source, opened), None)
 
 
 def pairs_name(split: str, task: int) -> str:
@@ -144,11 +156,10 @@ def finding_lines(pairs: Pairs) -> list[str]:
             "files already, so they have it twice: remove it from the files, or from the setting (#prefix=)",
             "contaminated_pairs": "pairs of pairs.train have a source that is also in pairs.validation or pairs.test, "
             "which makes results look better than they are: set pairs.remove=contaminated",
-            "removed_pairs": "pairs of pairs.train were removed (pairs.remove), as their source is also in "
-            "pairs.validation or pairs.test",
             "duplicate_pairs": f"of {count['train_pairs']:,} pairs to train on repeat an earlier one",
             "indistinct_tasks": "of the other tasks have sources that begin alike, so the model cannot know which task "
             "it is asked for: give each task a prefix of its own (#prefix=)",
+            **{name: f"of {count['read_pairs']:,} pairs have {ODDITIES[name].explanation}" for name in ODDITIES},
         }
         lines += [f"task {task.task!r}: {count[name]:,} {line}" for name, line in said.items() if count[name]]
     return lines
@@ -214,7 +225,7 @@ class _Writing:
         counts = {"tasks": len(found)}
         for number, each in enumerate(found):
             each.counts["indistinct_tasks"] = _alike(number, beginnings)
-            for name in (*(f"{split}_pairs" for split in SPLITS), "read_pairs", *_FINDINGS):
+            for name in _COUNTS:
                 counts[name] = counts.get(name, 0) + each.counts[name]
                 counts[_of_task(name, number)] = each.counts[name]
         return counts
@@ -288,7 +299,13 @@ class _TaskPairs:
             return
         else:
             split = split_of(self._rule, key)
+        self._note_oddities(row)
         self._write(split, Pair(self._prefix + row.source, row.target))
+
+    def _note_oddities(self, row: PairRow) -> None:
+        text = f"{row.source}\n{row.target}".encode()
+        for name, oddity in ODDITIES.items():
+            self.counts[name] += oddity.pattern.search(text) is not None
 
     def _is_removed(self, key: str) -> bool:
         if not self._held_out or xxh3_64_intdigest(key.encode()) not in self._held_out:
