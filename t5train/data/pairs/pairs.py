@@ -41,10 +41,13 @@ from t5train.spec.pairs_spec import GENERATED
 TASKS = "tasks.json"
 _STAGE_VERSION = 1  # incremented when the same files would give other pairs
 _REPORT_ROWS = 2048
+_ORDER: tuple[Split, ...] = ("test", "validation", "train")
+"""In which files are read: those of each split after those that its sources are looked for in."""
 _FINDINGS = (
     "empty_pairs",
     "doubled_prefixes",
     "contaminated_pairs",
+    "validation_pairs_in_test",
     "duplicate_pairs",
     "indistinct_tasks",
     *ODDITIES,
@@ -156,6 +159,8 @@ def finding_lines(pairs: Pairs) -> list[str]:
             "files already, so they have it twice: remove it from the files, or from the setting (#prefix=)",
             "contaminated_pairs": "pairs of pairs.train have a source that is also in pairs.validation or pairs.test, "
             "which makes results look better than they are: set pairs.remove=contaminated",
+            "validation_pairs_in_test": "pairs of pairs.validation have a source that is also in pairs.test, so the "
+            "best checkpoint would be chosen by what it is tested on: remove them from one of the two",
             "duplicate_pairs": f"of {count['train_pairs']:,} pairs to train on repeat an earlier one",
             "indistinct_tasks": "of the other tasks have sources that begin alike, so the model cannot know which task "
             "it is asked for: give each task a prefix of its own (#prefix=)",
@@ -236,7 +241,7 @@ class _Writing:
             places = {split: self._folder / pairs_name(split, number) for split in SPLITS}
             out = {split: stack.enter_context(replacing(place)) for split, place in places.items()}
             task = _TaskPairs(sources[0].source.prefix, self._rule, out, removes=self._spec.remove != "none")
-            for source in sorted(sources, key=lambda each: each.split == "train"):  # last, to know what is held out
+            for source in sorted(sources, key=lambda each: _ORDER.index(each.split)):
                 for row in self._rows(source):
                     task.add(source.split, row)
         task.counts["duplicate_pairs"] = task.duplicates()
@@ -281,11 +286,11 @@ class _TaskPairs:
         self.counts = Counter[str]()
         self.beginning: str | None = None
         """What all sources to train on begin with; None before the first."""
-        self._held_out = set[int]()
+        self._held_out: dict[Split, set[int]] = {"validation": set(), "test": set()}
         self._trained = array("Q")
 
     def add(self, split: Split, row: PairRow) -> None:
-        """Write a pair of the files of a split, those of which for validation and test come before all others."""
+        """Write a pair of the files of a split, which come in ``_ORDER``."""
         self.counts["read_pairs"] += 1
         if not row.source.strip() or not row.target.strip():
             self.counts["empty_pairs"] += 1
@@ -293,25 +298,25 @@ class _TaskPairs:
         is_doubled = bool(self._prefix) and row.source.startswith(self._prefix)
         self.counts["doubled_prefixes"] += is_doubled
         key = normalised(row.source.removeprefix(self._prefix))
+        if not self._is_removed(split, xxh3_64_intdigest(key.encode())):
+            self._note_oddities(row)
+            split = split_of(self._rule, key) if split == "train" else split
+            self._write(split, Pair(self._prefix + row.source, row.target))
+
+    def _is_removed(self, split: Split, source: int) -> bool:
+        """Count a pair whose source, as a hash, is also in the files of another split. Return whether it is removed."""
         if split != "train":
-            self._held_out.add(xxh3_64_intdigest(key.encode()))
-        elif self._is_removed(key):
-            return
-        else:
-            split = split_of(self._rule, key)
-        self._note_oddities(row)
-        self._write(split, Pair(self._prefix + row.source, row.target))
+            self._held_out[split].add(source)
+            self.counts["validation_pairs_in_test"] += split == "validation" and source in self._held_out["test"]
+            return False
+        is_held_out = any(source in sources for sources in self._held_out.values())
+        self.counts["removed_pairs" if self._removes else "contaminated_pairs"] += is_held_out
+        return is_held_out and self._removes
 
     def _note_oddities(self, row: PairRow) -> None:
         text = f"{row.source}\n{row.target}".encode()
         for name, oddity in ODDITIES.items():
             self.counts[name] += oddity.pattern.search(text) is not None
-
-    def _is_removed(self, key: str) -> bool:
-        if not self._held_out or xxh3_64_intdigest(key.encode()) not in self._held_out:
-            return False
-        self.counts["removed_pairs" if self._removes else "contaminated_pairs"] += 1
-        return self._removes
 
     def _write(self, split: Split, pair: Pair) -> None:
         line = orjson.dumps(pair._asdict())

@@ -104,6 +104,22 @@ def test_sources_that_are_also_in_held_out_files_are_counted_and_removed_on_requ
     assert {target for _, target in numbered(300)} - targets == {"target 7", "target 9"}
 
 
+def test_sources_to_validate_with_that_are_also_tested_are_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train, validation, test = (
+        write(tmp_path / f"{name}.jsonl", pairs)
+        for name, pairs in {
+            "a": numbered(9),
+            "b": numbered(20, 100),
+            "c": [*numbered(5, 110), ("SOURCE 110", "")],
+        }.items()
+    )
+    made = build_pairs(spec_of(train=train, validation=validation, test=test), tmp_path)
+    assert "task 'a': 5 pairs of pairs.validation have a source that is also in pairs.test" in caplog.text
+    assert made.counts["contaminated_pairs"] == 0
+
+
 def test_what_may_be_wrong_with_pairs_is_counted_and_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     odd = [("", "x"), ("x", " \n"), ("do: it", "it"), *[("again", "and again <extra_id_0>")] * 3]
     a = write(tmp_path / "a.jsonl", [*numbered(200), *odd]) + "#prefix=do: "
