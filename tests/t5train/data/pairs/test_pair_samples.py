@@ -219,8 +219,9 @@ def test_keys_are_those_of_seed_epoch_pair_and_place(tmp_path: Path) -> None:
 def test_tasks_are_trained_on_in_proportion_to_their_pairs_not_to_their_rows(tmp_path: Path) -> None:
     short, long = [([5, 1], [5, 1])] * 600, [([5] * 19 + [1], [5] * 11 + [1])] * 600
     shards = made_pair_shards(tmp_path / "rates", [{"train": short}, {"train": long}], ROW)
-    for weights, share in ((None, 0.5), ((1, 3), 0.25)):
-        samples = PairSamples(shards, "train", PairsSpec(mixing_weights=weights), 0)
+    two = PairsSpec(train=("a.jsonl#source=a&target=b&task=a", "b.jsonl#source=a&target=b&task=b"))
+    for spec, share in ((two, 0.5), (two.model_copy(update={"mixing_weights": (1, 3)}), 0.25)):
+        samples = PairSamples(shards, "train", spec, 0)
         batch = samples.batch(0, BLOCK)
         tasks, pairs = samples.task_of(batch.sample_ids), segments_of(batch).inputs.max(axis=1)
         assert pairs[tasks == 0].sum() / pairs.sum() == pytest.approx(share, abs=0.01)

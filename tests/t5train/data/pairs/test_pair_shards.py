@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t5train.data.held_out import read_held_out
 from t5train.data.pairs import pair_shards
 from t5train.data.pairs.pair_shards import build_pair_shards, shard_file, task_names
+from t5train.data.vocabulary.held_out import read_held_out
 from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.data.vocabulary.unknown_pieces import unigram_name
 from t5train.errors import DigestMismatch, InputError
