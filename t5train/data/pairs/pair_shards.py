@@ -17,8 +17,8 @@ file of pairs. ``tasks.json`` is that of the pairs. ``held-out-passages.json`` h
 with their ids, for the certificate.
 
 ``counts`` in the manifest, of each split and, with ``_of_task_N``, of each task in it: ``pairs``, ``rows``, ``tokens``
-(of targets), ``source_tokens``, ``cut`` and ``dropped`` (pairs that were longer than a row), and
-``texts_with_unknown`` (targets with an unknown piece, which no model can predict exactly).
+(of targets), ``source_tokens``, ``cut`` and ``dropped`` (pairs that were longer than a row), ``unknown_pieces`` and
+``texts_with_unknown`` (targets with one, whose text no model can give), and these two with ``source_``.
 """
 
 import json
@@ -106,7 +106,7 @@ def build_pair_shards(  # noqa: PLR0913 - a spec, two records, and where and how
         pairs: The pairs.
         tokenizer: The vocabulary.
         root: The root folder.
-        progress: Called with the number of bytes of pairs tokenised so far, then of pairs packed.
+        progress: Called with the number of bytes of pairs tokenised so far, then of pairs put in rows.
         workers: The number of processes; one for each core if left out.
         max_unknown_share: The largest share of unknown pieces in the sources, and in the targets, to train on.
         out: Folder of the result; ``{root}/pair-shards/{name}-{first 12 digits of the fingerprint}`` if left out.
@@ -153,7 +153,7 @@ def build_pair_shards(  # noqa: PLR0913 - a spec, two records, and where and how
             "bytes_per_token": bytes_per_token(tokenizer),
             "vocab_size": int(tokenizer.counts["vocab_size"]),
         }
-        counts = _made(folder, files, common, workers or num_cores(), progress)
+        counts = row | {"num_shards": len(names)} | _made(folder, files, common, workers or num_cores(), progress)
         counts |= _unknown(pairs, counts, len(names), tokenizer)
         _judge(counts, names, max_unknown_share)
         return PairShards(
@@ -166,8 +166,6 @@ def build_pair_shards(  # noqa: PLR0913 - a spec, two records, and where and how
             },
             counts={
                 **vocabulary_counts(tokenizer),
-                **row,
-                "num_shards": len(names),
                 **counts,
                 **_record_held_out(folder, pairs, len(names), tokenizer),
             },
@@ -202,9 +200,10 @@ def _made(folder: Path, files: list[_File], common: Json, workers: int, progress
         stretches = [stretch for file in files for stretch in _stretches(folder, file)]
         jobs = [common | stretch | {"number": number} for number, stretch in enumerate(stretches)]
         advance = adding(progress, "bytes of pairs tokenised", sum(job["size"] for job in jobs))
-        longer = Counter[str]()
+        longer, kept = Counter[str](), 0
         for done in in_processes(f"{_WORKER}:encode_pairs", jobs, workers, advance):
             longer[jobs[done["number"]]["path"]] += done["too_long"]
+            kept += done["pairs"]
         tasks = [
             common
             | {
@@ -218,7 +217,7 @@ def _made(folder: Path, files: list[_File], common: Json, workers: int, progress
             for number, file in enumerate(files)
         ]
         counts = Counter[str]()
-        for done in in_processes(f"{_WORKER}:arrange_pairs", tasks, workers, adding(progress, "pairs packed", None)):
+        for done in in_processes(f"{_WORKER}:arrange_pairs", tasks, workers, adding(progress, "pairs arranged", kept)):
             file = files[done.pop("number")]
             too_long = longer[str(file.path)]
             done |= {
@@ -304,12 +303,14 @@ def _judge(counts: Mapping[str, int], names: Sequence[str], max_unknown_share: f
             )
         if cut + dropped > _WARNING_SHARE * (pairs + dropped):
             _log.warning(
-                "task %s: %s of %s to train on (%.1f%%) are longer than a row and were %s. Raise pairs.input_tokens or "
-                "pairs.target_tokens if what is lost matters",
+                "task %s: %s of %s to train on (%.1f%%) are longer than a row of %d and %d tokens and were %s. If "
+                "what is lost matters, raise pairs.input_tokens or pairs.target_tokens",
                 name,
                 f"{cut + dropped:,}",
                 quantity(pairs + dropped, "pair"),
                 100 * (cut + dropped) / (pairs + dropped),
+                counts["input_tokens"],
+                counts["target_tokens"],
                 "cut" if cut else "dropped",
             )
     for side, of_side in _sides(counts).items():
