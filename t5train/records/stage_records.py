@@ -197,6 +197,18 @@ class TokenShards(PlainRecord):
     kind: Literal["shards"] = "shards"
 
 
+class Pairs(PlainRecord):
+    """Verified pairs of source and target, split into train, validation and test, by task."""
+
+    kind: Literal["pairs"] = "pairs"
+
+
+class PairShards(PlainRecord):
+    """Token ids of pairs, split into train, validation and test; those to train on are in the order of their rows."""
+
+    kind: Literal["pair-shards"] = "pair-shards"
+
+
 class Checkpoint(PlainRecord):
     """A complete DeepSpeed checkpoint at the last step of a run, with the engine's own witness of its weights."""
 
@@ -324,7 +336,18 @@ def _kind_name(cls: type[Record]) -> str:
 
 _KINDS: dict[str, type[Record]] = {
     kind.model_fields["kind"].default: kind
-    for kind in (Corpus, TokenizerFiles, TokenShards, Checkpoint, Weights, Export, Publication, StoredCheckpoint)
+    for kind in (
+        Corpus,
+        Pairs,
+        TokenizerFiles,
+        TokenShards,
+        PairShards,
+        Checkpoint,
+        Weights,
+        Export,
+        Publication,
+        StoredCheckpoint,
+    )
 }
 
 

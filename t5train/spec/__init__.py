@@ -7,14 +7,15 @@ from t5train.spec.cluster_spec import Accelerator, ClusterSpec, DeadlinesSpec, M
 from t5train.spec.data_spec import NUM_SENTINELS, CorpusSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.model_spec import ExpertsSpec, ModelSpec, pad_vocabulary
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
+from t5train.spec.pairs_spec import PairsSpec, RowLengths
 from t5train.spec.run_spec import RUN_NAME_PATTERN, RunSpec, build, setting_names
 from t5train.spec.settings import SpecPart, nearest
 from t5train.spec.storage_spec import StorageSpec
-from t5train.spec.training_spec import LayoutSpec, ObjectiveSpec, OptimizerSpec
+from t5train.spec.training_spec import LayoutSpec, MixingSpec, ObjectiveSpec, OptimizerSpec
 
 __all__ = [
     "NUM_SENTINELS", "RUN_NAME_PATTERN", "Accelerator", "ClusterSpec", "CorpusSpec", "DeadlinesSpec", "ExpertsSpec",
-    "LayoutSpec", "MachinesSpec", "ModelSpec", "MonitorSpec", "ObjectiveSpec", "OptimizerSpec", "ProfileSpec",
-    "RunSpec", "ShardsSpec", "SpecPart", "StorageSpec", "TokenizerSpec", "build", "nearest", "pad_vocabulary",
-    "setting_names",
+    "LayoutSpec", "MachinesSpec", "MixingSpec", "ModelSpec", "MonitorSpec", "ObjectiveSpec", "OptimizerSpec",
+    "PairsSpec", "ProfileSpec", "RowLengths", "RunSpec", "ShardsSpec", "SpecPart", "StorageSpec", "TokenizerSpec",
+    "build", "nearest", "pad_vocabulary", "setting_names",
 ]  # fmt: skip

@@ -13,9 +13,10 @@ from t5train.spec.cluster_spec import ClusterSpec
 from t5train.spec.data_spec import CorpusSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.model_spec import ModelSpec
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
+from t5train.spec.pairs_spec import PairsSpec
 from t5train.spec.settings import SpecPart, change, check, explain, settings_of
 from t5train.spec.storage_spec import StorageSpec
-from t5train.spec.training_spec import MIXING, LayoutSpec, ObjectiveSpec, OptimizerSpec
+from t5train.spec.training_spec import LayoutSpec, ObjectiveSpec, OptimizerSpec
 
 RUN_NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
 
@@ -35,6 +36,7 @@ class RunSpec(SpecPart):
         description="Name of the run, whose folder is {root}/runs/{name}. null: made of recipe and fingerprint",
     )
     corpus: CorpusSpec = CorpusSpec()
+    pairs: PairsSpec = PairsSpec()
     tokenizer: TokenizerSpec = TokenizerSpec()
     shards: ShardsSpec = ShardsSpec()
     objective: ObjectiveSpec = ObjectiveSpec()
@@ -62,18 +64,9 @@ class RunSpec(SpecPart):
 
     @check
     def _rates_are_of_a_mixture(self) -> None:
-        texts, weights = 1 + len(self.corpus.mixed_with), self.objective.mixing_weights
-        chosen = [name for name in MIXING if name in self.objective.identity()]
-        if texts == 1 and chosen:
-            raise ValueError(
-                f"objective.{chosen[0]} is set, but there is one text: name more with corpus.mixed_with, or leave "
-                f"{' and '.join(f'objective.{name}' for name in chosen)} out"
-            )
-        if weights is not None and len(weights) != texts:
-            raise ValueError(
-                f"objective.mixing_weights has {len(weights)} numbers, but there are {texts} texts (corpus.source and "
-                f"{len(self.corpus.mixed_with)} in corpus.mixed_with): give one for each"
-            )
+        more = len(self.corpus.mixed_with)
+        named = f"corpus.source and {more} in corpus.mixed_with"
+        self.objective.require_mixture(1 + more, "text", "with corpus.mixed_with", named)
 
     @check
     def _dask_has_hosts(self) -> None:
@@ -144,12 +137,18 @@ class RunSpec(SpecPart):
             )
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity settings of every part, ``{part: {setting: value}}``."""
-        return {name: part.identity() for name, part in self._parts() if name not in self.execution}
+        """Return the identity settings of every part that has a say, ``{part: {setting: value}}``."""
+        others = {"corpus", "shards", "objective"} if self.is_fine_tuning else {"pairs"}
+        return {name: part.identity() for name, part in self._parts() if name not in self.execution | others}
 
     def fingerprint(self) -> str:
         """Return the sha256 of the identity. It is equal for runs that give the same weights from the same inputs."""
         return fingerprint(self.identity())
+
+    @property
+    def is_fine_tuning(self) -> bool:
+        """Whether the run trains on pairs, and not on text."""
+        return bool(self.pairs.train)
 
     @property
     def run_name(self) -> str:

@@ -11,9 +11,9 @@ import torch
 
 from t5train.checkpoint import saving
 from t5train.checkpoint.state_loading import StoredState
-from t5train.data.held_out import read_held_out
 from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples, num_windows, require_batch
 from t5train.data.samples.span_corruption import geometry
+from t5train.data.vocabulary.held_out import read_held_out
 from t5train.engine.collectives import bits_of, data_rank, digest64, float_of, gather, rank
 from t5train.engine.engine import (
     accelerator_memory_bytes,

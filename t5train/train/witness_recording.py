@@ -17,10 +17,10 @@ from deepspeed.utils import groups, safe_get_full_fp32_param
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from t5train.data.held_out import read_held_out
 from t5train.data.passages import SPLITS
 from t5train.data.samples.loader import Samples, windows_of_texts
 from t5train.data.samples.span_corruption import geometry
+from t5train.data.vocabulary.held_out import read_held_out
 from t5train.data.vocabulary.unknown_pieces import counts_with_unknown, recorded_unknown
 from t5train.engine.collectives import gather_objects, on_accelerator, rank
 from t5train.engine.engine import model_of
