@@ -36,10 +36,10 @@ MEANINGS = {
     "validation_token_accuracy": "Share of the target tokens that are the most likely ones, given those before them.",
     "test_exact_match": "The same share of the pairs of the test split, which is used for nothing else.",
     "test_token_accuracy": "The same share of the target tokens of the test split.",
-    UNIGRAM_OF_TARGETS: "The unigram baseline: loss of the same tokens for a model that knows only how often each token "
-    "occurs in the targets of the training split. A model that has learned anything is below it.",
-    SHUFFLED_OF_TARGETS: "Loss of the same tokens if each target is paired with the source of another pair. It is above "
-    "the validation loss if the model uses its input.",
+    UNIGRAM_OF_TARGETS: "The unigram baseline: loss of the same tokens for a model that knows only how often each "
+    "token occurs in the targets of the training split. A model that has learned anything is below it.",
+    SHUFFLED_OF_TARGETS: "Loss of the same tokens if each target is paired with the source of another pair. It is "
+    "above the validation loss if the model uses its input.",
     "validation_pairs": "Number of pairs of the validation split that were measured.",
     "validation_target_tokens": "Number of target tokens in these pairs.",
     "test_pairs": "Number of pairs of the test split that were measured.",
