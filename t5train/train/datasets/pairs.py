@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from t5train.data.pairs.pair_samples import PairSamples, require_enough_pairs
+from t5train.data.pairs.pair_samples import PairSamples
+from t5train.data.pairs.task_rates import require_enough_pairs
 from t5train.data.passages import SPLITS
 from t5train.data.samples.loader import Batch
 from t5train.engine.collectives import gather_floats
