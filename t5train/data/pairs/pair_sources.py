@@ -13,10 +13,11 @@ from t5train.data.download.hub_text import files_of_split
 from t5train.data.download.kept_downloads import cache_folder, download_places, downloaded_before, whole_copies
 from t5train.data.download.remote_reading import filesystem_of
 from t5train.data.download.source_listing import file_identity
+from t5train.data.formats.compressed import COMPRESSIONS
 from t5train.data.passages import SPLITS, SourceFile, Split
 from t5train.data.sources import local_files
 from t5train.errors import InputError
-from t5train.locations import hub_dataset_name, redacted
+from t5train.locations import hub_dataset_name, local_folder, redacted
 from t5train.progress import Progress
 from t5train.spec import PairsSpec
 from t5train.spec.pairs_spec import GENERATED, PairSource
@@ -25,6 +26,7 @@ GENERATED_PAIRS = 10_500
 """Pairs of each of ``GENERATED``: their sources differ."""
 GENERATED_VERSION = 1
 """Incremented when the same name gives other pairs."""
+_JSON = re.compile(rf"\.json(?=({'|'.join(map(re.escape, COMPRESSIONS))})?$)")
 _FEWEST_DIGITS, _MOST_DIGITS = 3, 8
 
 
@@ -72,7 +74,15 @@ def _files(source: PairSource, root: Path, progress: Progress) -> list[SourceFil
         return []
     if (repository := hub_dataset_name(source.location)) is not None:
         return _files_of_dataset(source, repository, root, progress)
+    local = local_folder(source.location)
+    if local is not None and _JSON.search(local.name) and local.is_file():
+        return [_as_lines(SourceFile(local, local.name))]
     return local_files(source.location, "", root, progress, whole_files=True)
+
+
+def _as_lines(file: SourceFile) -> SourceFile:
+    """Return a .json file under a name that says that it has JSON lines, as pairs in such files usually are."""
+    return file._replace(name=_JSON.sub(".jsonl", file.name))
 
 
 def _files_of_dataset(source: PairSource, repository: str, root: Path, progress: Progress) -> list[SourceFile]:
@@ -90,7 +100,7 @@ def _files_of_dataset(source: PairSource, repository: str, root: Path, progress:
         remote = [filesystem_of(each)[1] for each in urls]
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         download(filesystem, folder, list(map(Wanted, remote, places)), progress)
-    return [SourceFile(each, each.relative_to(folder).as_posix()) for each in places]
+    return [_as_lines(SourceFile(each, each.relative_to(folder).as_posix())) for each in places]
 
 
 @contextmanager
