@@ -24,7 +24,7 @@ from t5train.files import error_report, heartbeat
 from t5train.files.presence import file_size, files_below, names_in, visible_in
 from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS, EXPORT, METRICS, REPORT, RUN, step_of
 from t5train.records import metrics
-from t5train.records.metrics import UNIGRAM
+from t5train.records.metrics import UNIGRAM, UNIGRAM_OF_TARGETS, VALIDATION_OF_TARGETS
 from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
 from t5train.spec.recipes import recipe
@@ -247,8 +247,12 @@ def losses_of(folder: Path) -> Losses:
     """Return the losses of a run."""
     lines = metrics.read(folder / METRICS)
     steps = [loss for line in lines if (loss := line.get("loss")) is not None]
-    validated = [(loss, line["step"]) for line in lines if (loss := line.get(_VALIDATION)) is not None]
-    unigram = [loss for line in lines if (loss := line.get(UNIGRAM)) is not None]
+    validated = [
+        (loss, line["step"])
+        for line in lines
+        if (loss := line.get(_VALIDATION, line.get(VALIDATION_OF_TARGETS))) is not None
+    ]
+    unigram = [loss for line in lines if (loss := line.get(UNIGRAM, line.get(UNIGRAM_OF_TARGETS))) is not None]
     best, step = min(validated, key=itemgetter(0), default=(None, None))
     return Losses(
         first=steps[0] if steps else None,
