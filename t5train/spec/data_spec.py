@@ -282,7 +282,7 @@ class TokenizerSpec(SpecPart):
     )
     vocab_size: int = Field(
         32000,
-        ge=300,
+        ge=16,
         le=250_000,
         description="Pieces of the vocabulary to train, without the 100 sentinels",
     )

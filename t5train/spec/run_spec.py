@@ -78,6 +78,21 @@ class RunSpec(SpecPart):
             )
 
     @check
+    def _pairs_have_one_layout(self) -> None:
+        refused = {
+            f"layout.pipeline_stages {self.layout.pipeline_stages} (set layout.pipeline_stages=1)": (
+                self.layout.pipeline_stages > 1
+            ),
+            f"model.moe.num_experts {self.model.moe.num_experts} (set model.moe.num_experts=0)": (
+                self.model.moe.num_experts > 0
+            ),
+            "shards.executor dask (set shards.executor=local)": self.shards.executor == "dask",
+        }
+        if self.is_fine_tuning and any(refused.values()):
+            what = "; ".join(what for what, refuse in refused.items() if refuse)
+            raise ValueError(f"pairs.train is set, and a run on pairs cannot be combined with {what}")
+
+    @check
     def _dask_has_hosts(self) -> None:
         if self.shards.executor == "dask" and self.cluster.hostfile is None:
             raise ValueError(
