@@ -16,7 +16,7 @@ from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
 from t5train.spec.pairs_spec import PairsSpec
 from t5train.spec.settings import SpecPart, change, check, explain, settings_of
 from t5train.spec.storage_spec import StorageSpec
-from t5train.spec.training_spec import MIXING, LayoutSpec, ObjectiveSpec, OptimizerSpec
+from t5train.spec.training_spec import LOSS_TERMS, MIXING, LayoutSpec, ObjectiveSpec, OptimizerSpec
 
 RUN_NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
 
@@ -91,6 +91,23 @@ class RunSpec(SpecPart):
         if self.is_fine_tuning and any(refused.values()):
             what = "; ".join(what for what, refuse in refused.items() if refuse)
             raise ValueError(f"pairs.train is set, and a run on pairs cannot be combined with {what}")
+
+    def _terms_of_the_loss_are_of_pairs(self) -> None:
+        chosen = [name for name in LOSS_TERMS if getattr(self.optimizer, name)]
+        if chosen and not self.is_fine_tuning:
+            raise ValueError(
+                f"optimizer.{chosen[0]} is {getattr(self.optimizer, chosen[0])}, but only fine-tuning has it: set "
+                f"optimizer.{chosen[0]}=0, or name pairs to train on (pairs.train)"
+            )
+
+    @check
+    def _weights_fit_their_precision(self) -> None:
+        model = self.model
+        if self.is_fine_tuning and model.start_from and model.version == "v1.0" and self.optimizer.precision == "fp16":
+            raise ValueError(
+                f"optimizer.precision is fp16, but model.start_from is {str(model.start_from)!r}, a T5 v1.0, whose "
+                "activations overflow in fp16: set optimizer.precision=bf16"
+            )
 
     @check
     def _dask_has_hosts(self) -> None:

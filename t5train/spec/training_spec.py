@@ -1,4 +1,4 @@
-"""Settings of training: the objective, the optimizer, and how the model is laid out over ranks."""
+"""Settings of training: the objective, the optimizer, what is evaluated, and the layout of the model over ranks."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,6 +8,8 @@ from t5train.spec.settings import SpecPart, check
 
 MIXING = ("mixing_temperature", "mixing_limit", "mixing_weights")
 """The settings of ``objective`` that count for mixtures only."""
+LOSS_TERMS = ("label_smoothing", "z_loss")
+"""The settings of ``optimizer`` that add to the cross-entropy in the loss of fine-tuning."""
 
 
 class MixingSpec(SpecPart):
@@ -86,11 +88,11 @@ class OptimizerSpec(SpecPart):
         ge=0,
         description="Steps in which the learning rate rises linearly; fewer than num_steps",
     )
-    schedule: Literal["inverse-sqrt", "cosine", "constant"] = Field(
+    schedule: Literal["inverse-sqrt", "cosine", "linear", "constant"] = Field(
         "cosine", description="Learning rate after the warm-up"
     )
     final_learning_rate: float = Field(
-        1e-5, ge=0, le=1, description="Learning rate at the end of the cosine; not above the peak"
+        1e-5, ge=0, le=1, description="Learning rate at the end of a cosine or linear schedule; not above the peak"
     )
     weight_decay: float = Field(
         0.0, ge=0, le=1, description="Decoupled weight decay; norms and position biases are exempt"
@@ -101,6 +103,18 @@ class OptimizerSpec(SpecPart):
         1.0,
         ge=0,
         description="Norm to which larger gradients are scaled down. 0: no clipping",
+    )
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of a target token's probability that is spread over the vocabulary, in fine-tuning. 0: none",
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Weight of the squared log of the softmax's denominator in the loss of fine-tuning. 0: none",
     )
     global_batch_sequences: int = Field(
         128,
@@ -121,6 +135,11 @@ class OptimizerSpec(SpecPart):
         "AVX512-FP16, and ZeRO 1 to 3",
     )
     initial_scale_power: int = Field(16, ge=0, le=32, description="First loss scale of fp16, as a power of two")
+
+    def identity(self) -> dict[str, Any]:
+        """Return the identity settings. The terms of the loss count only where they are set, as they are new."""
+        unset = [name for name in LOSS_TERMS if not getattr(self, name)]
+        return {name: value for name, value in super().identity().items() if name not in unset}
 
     @check
     def _schedule_is_possible(self) -> None:

@@ -19,3 +19,6 @@ def learning_rate(optimizer: OptimizerSpec, step: int) -> float:
             done = (step - warmup) / (optimizer.num_steps - warmup)
             final = optimizer.final_learning_rate
             return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+        case "linear":
+            left = (optimizer.num_steps - min(step, optimizer.num_steps)) / (optimizer.num_steps - warmup)
+            return optimizer.final_learning_rate + (peak - optimizer.final_learning_rate) * left

@@ -136,6 +136,7 @@ NEEDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"corpus.mixed_with": ["more.txt"]},
         {"objective.mixing_temperature": 2, "objective.mixing_limit": 1000, "objective.mixing_weights": [0.7, 0.3]},
     ),
+    ({"pairs.train": ["pairs.jsonl"]}, {"optimizer.label_smoothing": 0.1, "optimizer.z_loss": 1e-4}),
     # These cannot be combined with the values above.
     ({}, {"layout.pipeline_stages": 2, "corpus.mixed_with": ["more.txt"]}),
 ]

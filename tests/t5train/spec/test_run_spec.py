@@ -56,6 +56,8 @@ def test_an_unknown_name_in_a_recorded_spec_is_refused_with_the_nearest_one() ->
         ("optimizer.num_steps", 0, r"optimizer\.num_steps is 0: it must be a whole number of at least 1"),
         ("optimizer.num_steps", None, r"optimizer\.num_steps is null: it must be a whole number"),
         ("optimizer.peak_learning_rate", "NaN", r"learning_rate is nan: it must be a number above 0 and up to 1"),
+        ("optimizer.label_smoothing", 0.1, r"label_smoothing is 0\.1, but only fine-tuning has it: set .*=0, or name "),
+        ("optimizer.z_loss", 1e-4, r"optimizer\.z_loss is 0\.0001, but only fine-tuning has it"),
         ("optimizer.betas", [0.9, 1.0], "both must be at least 0 and below 1"),
         ("optimizer.final_learning_rate", 0.5, r"must not exceed optimizer\.peak_learning_rate \(0\.02\)"),
         ("optimizer.precision", "fp8", r"optimizer\.precision is 'fp8': it must be one of fp32, bf16, fp16"),
@@ -263,3 +265,10 @@ def test_values_of_a_model_that_is_no_spec_are_explained_in_our_words() -> None:
         "number is 1: it must be at least 2; kind is 'c': it must be one of 'a' or 'b'; several is []: it must be a "
         "list of at least 1 items; flag is 'x': it must be true or false; named is missing: set it"
     )
+
+
+def test_fp16_is_refused_for_fine_tuning_of_t5_v1_0_only() -> None:
+    settings = {"pairs.train": ["pairs.jsonl"], "optimizer.precision": "fp16", "model.start_from": "/models/t5"}
+    smoke().with_settings(settings | {"model.version": "v1.1"})
+    with pytest.raises(SpecError, match=r"fp16, but model\.start_from is '/models/t5', a T5 v1\.0, .*precision=bf16"):
+        smoke().with_settings(settings | {"model.version": "v1.0"})
