@@ -92,6 +92,7 @@ class RunSpec(SpecPart):
             what = "; ".join(what for what, refuse in refused.items() if refuse)
             raise ValueError(f"pairs.train is set, and a run on pairs cannot be combined with {what}")
 
+    @check
     def _terms_of_the_loss_are_of_pairs(self) -> None:
         chosen = [name for name in LOSS_TERMS if getattr(self.optimizer, name)]
         if chosen and not self.is_fine_tuning:
