@@ -106,7 +106,7 @@ def require_used(recipe: str, settings: Iterable[str]) -> None:
         raise SpecError(f"{name} is set, but recipe {recipe!r} trains on {what}, where it has no effect: {remedy}")
 
 
-def used(recipe: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def without_unused(recipe: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings that were given for all recipes, without those that this one does not use."""
     unused = _OF_TEXT if is_fine_tuning(recipe) else _OF_PAIRS
     return {name: value for name, value in settings.items() if name.partition(".")[0] not in unused}

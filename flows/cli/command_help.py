@@ -38,6 +38,7 @@ _EXAMPLE = "$ "
 _TRAIN, _STAGES, _OPERATE = "Train", "Single stages", "Operate"
 COMMANDS: Mapping[str, Command | CommandGroup] = {
     "run": Command("run_command", _TRAIN),
+    "finetune": Command("run_command", _TRAIN),
     "init": Command("run_command", _TRAIN),
     "recipes": Command("run_command", _TRAIN),
     "status": Command("status_command", _TRAIN),

@@ -188,7 +188,7 @@ def _facts(story: RunStory) -> list[str]:
     facts: dict[str, object] = {
         "folder": state.folder,
         "recipe": story.recipe,
-        "text": story.source and f"{story.source}{tokens}",
+        "data": story.source and f"{story.source}{tokens}",
         "step": f"{steps_text(state)}{resumes}",
         "speed": state.tokens_per_second and f"{state.tokens_per_second:,.0f} tokens/s",
         "left": state.seconds_left and duration(state.seconds_left),

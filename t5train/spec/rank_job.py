@@ -7,8 +7,10 @@ from pydantic import BaseModel, ConfigDict
 
 from t5train.errors import SpecError
 from t5train.files.run_folder import CHECKPOINTS, METRICS, METRICS_CSV, PROFILES, TENSORBOARD, WITNESS_FOLDER
-from t5train.records.stage_records import TokenShards
+from t5train.records.stage_records import PairShards, TokenShards
 from t5train.spec import RunSpec
+
+Shards = TokenShards | PairShards
 
 
 class TrainingProgress(BaseModel):

@@ -15,7 +15,7 @@ from infra.node.attempts import attempt
 from infra.node.attempts.attempt import LAUNCHER, Attempt
 from infra.node.attempts.exit_record import Cause, ExitRecord
 from infra.node.attempts.watchdog import STOP_REQUESTED
-from infra.node.node_folders import SHARDS
+from infra.node.node_folders import PAIR_SHARDS, SHARDS
 from infra.node.storage.stored_checkpoints import HEAD
 from t5train.checkpoint import tags
 from t5train.checkpoint.resume_point import LastComplete, last_complete, tags_in
@@ -85,9 +85,9 @@ class RunStory:
     settings: Mapping[str, Any]
     """Settings that differ from the recipe, with their values."""
     source: str | None
-    """The text that it trains on."""
+    """The text or the pairs that it trains on."""
     tokens: int | None
-    """Tokens of the training split; None if the token shards are not under the root."""
+    """Tokens of the training split, of pairs those of targets; None if the token shards are not under the root."""
     last_start: Start | None
     attempts: list[AttemptSummary]
     checkpoints: list[StoredCheckpoint]
@@ -117,7 +117,7 @@ def run_story(folder: Path) -> RunStory:
         state=state,
         recipe=spec.get("recipe"),
         settings=settings,
-        source=reading.tried(lambda: _texts(spec["corpus"]), None) if spec else None,
+        source=reading.tried(lambda: _source(spec), None) if spec else None,
         tokens=reading.tried(lambda: _tokens(folder), None),
         last_start=start,
         attempts=reading.tried(lambda: attempt_history(folder, state.state == State.RUNNING), []),
@@ -275,14 +275,21 @@ def _gathered(tag: str, last: LastComplete | None) -> str:
     return f"parts of it are also on {', '.join(hosts)}" if hosts else ""
 
 
-def _texts(corpus: Mapping[str, Any]) -> str:
-    return ", ".join([corpus["source"], *corpus.get("mixed_with", [])])
+def _source(spec: Mapping[str, Any]) -> str:
+    corpus = spec["corpus"]
+    return ", ".join(_pairs(spec) or [corpus["source"], *corpus.get("mixed_with", [])])
+
+
+def _pairs(spec: Mapping[str, Any]) -> list[str]:
+    """The files of pairs that a run trains on; empty if it trains on text, as all runs of earlier versions do."""
+    return list(spec.get("pairs", {}).get("train", []))
 
 
 def _tokens(folder: Path) -> int | None:
     """Tokens of the training split of the run's token shards; None if they are not under its root."""
     wanted = read_json(folder / RUN).get("identity", {}).get("shards")
-    for shards in visible_in(root_of_run(folder) / SHARDS):
+    root = root_of_run(folder)
+    for shards in [*visible_in(root / SHARDS), *visible_in(root / PAIR_SHARDS)]:
         if wanted is not None and shards.name.endswith(f"-{wanted[:12]}"):
             tokens = read_json(shards / MANIFEST).get("counts", {}).get("train_tokens")
             return None if tokens is None else int(tokens)
@@ -308,4 +315,5 @@ def _next_command(
         return None
     changes = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
     arguments = [spec["recipe"], "--root", str(root_of_run(folder)), "--name", folder.name]
-    return shlex.join([PROGRAM, "run", *arguments, *(each for change in changes for each in ("--set", change))])
+    command = "finetune" if _pairs(spec) else "run"
+    return shlex.join([PROGRAM, command, *arguments, *(each for change in changes for each in ("--set", change))])

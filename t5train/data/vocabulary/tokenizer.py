@@ -279,9 +279,7 @@ def train_vocabulary(job: Json, advance: Advance) -> Json:
     return train_reporting(TokenizerSpec.model_validate(job["spec"]), texts, texts.newly_read, advance)
 
 
-def train_reporting(
-    spec: TokenizerSpec, texts: Iterator[str], newly_read: Callable[[], int], advance: Advance
-) -> Json:
+def train_reporting(spec: TokenizerSpec, texts: Iterator[str], newly_read: Callable[[], int], advance: Advance) -> Json:
     """Train a model on texts, and return it for ``trained_by``.
 
     Every second, ``advance`` is called with what ``newly_read`` returns: how much was read since the last call.
