@@ -16,7 +16,7 @@ Repetition = Literal["duplicates", "near_duplicates", "contaminated"]
 """What training text can repeat; ``t5train.data.checks.repetitions`` defines each."""
 REPETITIONS: tuple[Repetition, ...] = get_args(Repetition)
 _OF_THE_HUB = ("config", "hub_split", "column")
-_HUB_SPLIT = r"^\w+([.-]\w+)*$"
+HUB_SPLIT = r"^\w+([.-]\w+)*$"
 _LANGUAGE, _LANGUAGES = "^[a-z]{2,3}(-[A-Za-z0-9]{2,8})*$", "language codes such as en or en-US"
 
 
@@ -61,7 +61,7 @@ class CorpusSpec(SpecPart):
     )
     hub_split: str | None = Field(
         None,
-        pattern=_HUB_SPLIT,
+        pattern=HUB_SPLIT,
         description="Split of the dataset hf://OWNER/NAME to take the text from. null: train",
     )
     column: str | None = Field(
@@ -153,7 +153,7 @@ class CorpusSpec(SpecPart):
     def _source_holds_no_secret(cls, source: str) -> str:
         if not source.strip():
             raise ValueError("corpus.source is empty: name a file, folder, pattern or URL")
-        if found := _dataset_at_revision(source):
+        if found := dataset_at_revision(source):
             raise ValueError(
                 f"corpus.source is {source!r}: the revision of a dataset is a setting of its own. Set "
                 f"corpus.source={found[1]} and corpus.revision={found[2]}"
@@ -236,13 +236,16 @@ class CorpusSpec(SpecPart):
 
     @check
     def _split_is_whole(self) -> None:
-        if sum(self.split) != 1000 or min(self.split) < 0 or self.split[0] == 0 or self.split[1] == 0:
-            raise ValueError(
-                f"corpus.split is {self.split}: it must be three numbers that sum to 1000, the first two above zero"
-            )
+        require_whole_split("corpus.split", self.split)
 
 
-def _dataset_at_revision(source: str) -> re.Match[str] | None:
+def require_whole_split(setting: str, split: tuple[int, int, int]) -> None:
+    """Raise ValueError unless shares of training, validation and test are thousandths of a whole."""
+    if sum(split) != 1000 or min(split) < 0 or split[0] == 0 or split[1] == 0:
+        raise ValueError(f"{setting} is {split}: it must be three numbers that sum to 1000, the first two above zero")
+
+
+def dataset_at_revision(source: str) -> re.Match[str] | None:
     """Return dataset and revision, as groups 1 and 2, of a source that other tools would take: hf://OWNER/NAME@v2."""
     found = re.fullmatch(r"(.+)@([^@/#]+)", source)
     return found if found and hub_dataset_name(found[1]) else None
@@ -251,7 +254,7 @@ def _dataset_at_revision(source: str) -> re.Match[str] | None:
 def _mixed_text(named: str, revision: str) -> TextSource:
     """Return one of corpus.mixed_with. Raises ValueError for a choice that there is not."""
     source, has_choices, choices = named.partition("#")
-    if found := _dataset_at_revision(source):
+    if found := dataset_at_revision(source):
         raise ValueError(f"corpus.mixed_with names {named!r}: write the revision as {found[1]}#revision={found[2]}")
     allowed: tuple[str, ...] = ()
     if hub_dataset_name(source) is not None:
@@ -262,7 +265,7 @@ def _mixed_text(named: str, revision: str) -> TextSource:
         return TextSource(named, "" if named == BUILT_IN or named.startswith("hf://") else revision, HubText())
     pairs = [each.partition("=") for each in choices.split("&")] if has_choices else []
     given = {name: unquote(value) for name, _, value in pairs}
-    is_split = re.fullmatch(_HUB_SPLIT, given.get("split", HubText().split))
+    is_split = re.fullmatch(HUB_SPLIT, given.get("split", HubText().split))
     if len(given) < len(pairs) or not given.keys() <= set(allowed) or not all(given.values()) or not is_split:
         raise ValueError(
             f"corpus.mixed_with names {named!r}: after #, {', '.join(allowed)} can be chosen, each once, such as "

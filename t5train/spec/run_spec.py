@@ -16,7 +16,7 @@ from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
 from t5train.spec.pairs_spec import PairsSpec
 from t5train.spec.settings import SpecPart, change, check, explain, settings_of
 from t5train.spec.storage_spec import StorageSpec
-from t5train.spec.training_spec import LOSS_TERMS, MIXING, LayoutSpec, ObjectiveSpec, OptimizerSpec
+from t5train.spec.training_spec import LOSS_TERMS, LayoutSpec, ObjectiveSpec, OptimizerSpec
 
 RUN_NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
 
@@ -64,18 +64,9 @@ class RunSpec(SpecPart):
 
     @check
     def _rates_are_of_a_mixture(self) -> None:
-        texts, weights = 1 + len(self.corpus.mixed_with), self.objective.mixing_weights
-        chosen = [name for name in MIXING if name in self.objective.identity()]
-        if texts == 1 and chosen:
-            raise ValueError(
-                f"objective.{chosen[0]} is set, but there is one text: name more with corpus.mixed_with, or leave "
-                f"{' and '.join(f'objective.{name}' for name in chosen)} out"
-            )
-        if weights is not None and len(weights) != texts:
-            raise ValueError(
-                f"objective.mixing_weights has {len(weights)} numbers, but there are {texts} texts (corpus.source and "
-                f"{len(self.corpus.mixed_with)} in corpus.mixed_with): give one for each"
-            )
+        more = len(self.corpus.mixed_with)
+        named = f"corpus.source and {more} in corpus.mixed_with"
+        self.objective.require_mixture(1 + more, "text", "with corpus.mixed_with", named)
 
     @check
     def _pairs_have_one_layout(self) -> None:

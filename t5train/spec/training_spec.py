@@ -1,59 +1,88 @@
 """Settings of training: the objective, the optimizer, what is evaluated, and the layout of the model over ranks."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from t5train.spec.settings import SpecPart, check
 
 MIXING = ("mixing_temperature", "mixing_limit", "mixing_weights")
-"""The settings of ``objective`` that count for mixtures only."""
+"""The settings of ``objective`` and ``pairs`` that count for mixtures only."""
 LOSS_TERMS = ("label_smoothing", "z_loss")
 """The settings of ``optimizer`` that add to the cross-entropy in the loss of fine-tuning."""
 
 
-class MixingSpec(SpecPart):
-    """How much of each part of a mixture is trained on."""
+MixingTemperature = Annotated[float, Field(ge=1, le=1000)]
+MixingLimit = Annotated[int, Field(ge=1)] | None
+MixingWeights = tuple[Annotated[float, Field(gt=0, le=1e9, description="positive numbers")], ...] | None
 
-    mixing_temperature: float = Field(
-        1.0,
-        ge=1,
-        le=1000,
-        description="With corpus.mixed_with: texts are trained on in proportion to min(samples, "
-        "mixing_limit)^(1/T). 1: by size; more: small texts more often. Not with mixing_weights",
-    )
-    mixing_limit: int | None = Field(
-        None,
-        ge=1,
-        description="With corpus.mixed_with: largest number of samples that counts as the size of a text. null: no "
-        "limit. Not with mixing_weights",
-    )
-    mixing_weights: tuple[Annotated[float, Field(gt=0, le=1e9, description="positive numbers")], ...] | None = Field(
-        None,
-        description="With corpus.mixed_with: weights of corpus.source and of each text in mixed_with, such as "
-        "0.7,0.3. Only their ratios count. null: by size",
-    )
+
+class MixingSpec(SpecPart):
+    """How much of each part of a mixture is trained on. Each kind of mixture describes the settings in its words."""
+
+    part: ClassVar[str]
+    """The name of the part of a RunSpec, as errors show it."""
+
+    mixing_temperature: MixingTemperature = 1.0
+    mixing_limit: MixingLimit = None
+    mixing_weights: MixingWeights = None
 
     @field_validator("mixing_weights", mode="before")
     @classmethod
     def _weights_may_be_one_text(cls, given: Any) -> Any:
         return [each.strip() for each in given.split(",")] if isinstance(given, str) else given
 
+    def identity(self) -> dict[str, Any]:
+        """Return the identity settings. Those of mixtures count only where they are set."""
+        default = type(self).model_fields
+        unset = [name for name in MIXING if getattr(self, name) == default[name].default]
+        return {name: value for name, value in super().identity().items() if name not in unset}
+
+    def require_mixture(self, count: int, kind: str, more: str, named: str) -> None:
+        """Raise ValueError if rates are set for a single text or task, or if not each of ``count`` has a weight."""
+        chosen = [f"{self.part}.{name}" for name in MIXING if name in self.identity()]
+        if count == 1 and chosen:
+            raise ValueError(
+                f"{chosen[0]} is set, but there is one {kind}: name more {more}, or leave {' and '.join(chosen)} out"
+            )
+        if self.mixing_weights is not None and len(self.mixing_weights) != count:
+            raise ValueError(
+                f"{self.part}.mixing_weights has {len(self.mixing_weights)} numbers, but there are {count} {kind}s "
+                f"({named}): give one for each"
+            )
+
     @check
     def _rates_are_decided_once(self) -> None:
         others = {"mixing_temperature": self.mixing_temperature, "mixing_limit": self.mixing_limit}
-        given = [f"{name} is {value}" for name, value in others.items() if value not in (None, 1)]
+        given = [f"{self.part}.{name} is {value}" for name, value in others.items() if value not in (None, 1)]
         if self.mixing_weights is not None and given:
             weights = ",".join(f"{weight:g}" for weight in self.mixing_weights)
             raise ValueError(
-                f"mixing_weights is {weights}, but {' and '.join(given)}: weights are the rates themselves, "
-                "so leave the others out, or the weights"
+                f"{self.part}.mixing_weights is {weights}, but {' and '.join(given)}: weights are the rates "
+                "themselves, so leave the others out, or the weights"
             )
 
 
 class ObjectiveSpec(MixingSpec):
     """T5 span corruption (Raffel et al. 2020, section 3.1.4)."""
 
+    part = "objective"
+
+    mixing_temperature: MixingTemperature = Field(
+        1.0,
+        description="With corpus.mixed_with: texts are trained on in proportion to min(samples, "
+        "mixing_limit)^(1/T). 1: by size; more: small texts more often. Not with mixing_weights",
+    )
+    mixing_limit: MixingLimit = Field(
+        None,
+        description="With corpus.mixed_with: largest number of samples that counts as the size of a text. null: no "
+        "limit. Not with mixing_weights",
+    )
+    mixing_weights: MixingWeights = Field(
+        None,
+        description="With corpus.mixed_with: weights of corpus.source and of each text in mixed_with, such as "
+        "0.7,0.3. Only their ratios count. null: by size",
+    )
     noise_density: float = Field(0.15, gt=0, lt=0.5, description="Share of the tokens that are masked")
     mean_span_tokens: float = Field(3.0, ge=1, le=20, description="Mean length of a masked span, in tokens")
     input_tokens: int = Field(
@@ -62,12 +91,6 @@ class ObjectiveSpec(MixingSpec):
         le=16384,
         description="Length of the encoder's input in tokens, EOS included; the decoder's length follows from it",
     )
-
-    def identity(self) -> dict[str, Any]:
-        """Return the identity settings. Those of mixtures count only where they are set, as they are new."""
-        default = type(self).model_fields
-        unset = [name for name in MIXING if getattr(self, name) == default[name].default]
-        return {name: value for name, value in super().identity().items() if name not in unset}
 
 
 class OptimizerSpec(SpecPart):

@@ -137,8 +137,25 @@ NEEDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"objective.mixing_temperature": 2, "objective.mixing_limit": 1000, "objective.mixing_weights": [0.7, 0.3]},
     ),
     ({"pairs.train": ["pairs.jsonl"]}, {"optimizer.label_smoothing": 0.1, "optimizer.z_loss": 1e-4}),
+    (
+        {"pairs.train": ["a.jsonl", "b.jsonl"]},
+        {
+            "pairs.validation": ["c.jsonl", "d.jsonl"],
+            "pairs.test": ["c.jsonl", "d.jsonl"],
+            "pairs.split": [900, 50, 50],
+            "pairs.split_seed": 1,
+            "pairs.input_tokens": 128,
+            "pairs.target_tokens": 128,
+            "pairs.too_long": "drop",
+            "pairs.pack": False,
+            "pairs.mixing_temperature": 2,
+            "pairs.mixing_limit": 1000,
+            "pairs.mixing_weights": [0.7, 0.3],
+        },
+    ),
+    ({"pairs.train": ["a.jsonl"], "pairs.test": ["b.jsonl"]}, {"pairs.remove": "contaminated"}),
     # These cannot be combined with the values above.
-    ({}, {"layout.pipeline_stages": 2, "corpus.mixed_with": ["more.txt"]}),
+    ({}, {"layout.pipeline_stages": 2, "corpus.mixed_with": ["more.txt"], "pairs.train": ["a.jsonl"]}),
 ]
 EVERY = OTHER | {name: value for _, others in NEEDS for name, value in others.items()}
 # These settings decide where and how a run executes. All others decide its result.
