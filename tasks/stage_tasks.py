@@ -69,7 +69,7 @@ def make_tokenizer(spec: RunSpec, corpus: Corpus, watcher: Progress = silent) ->
 
 @stage_task(stages.TOKENIZER)
 def make_tokenizer_of_pairs(spec: RunSpec, pairs: Pairs, watcher: Progress = silent) -> TokenizerFiles:
-    """Train the vocabulary on both sides of the pairs, or use the given one, such as that of the model to start from."""
+    """Train the vocabulary on both sides of the pairs, or use the given one."""
     return build_pairs_tokenizer(spec.tokenizer, pairs, spec.storage.root, StageProgress(stages.TOKENIZER, watcher))
 
 

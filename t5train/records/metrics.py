@@ -128,6 +128,23 @@ LOSSES = {
     "shuffled_content_loss": "validation, the same tokens, encoder inputs shuffled across the batch",
 }
 """The three losses (nats per token) that show whether the model learned from its inputs."""
+UNIGRAM_OF_TARGETS, SHUFFLED_OF_TARGETS = "unigram_loss", "shuffled_loss"
+LOSSES_OF_PAIRS = {
+    VALIDATION_OF_TARGETS: "validation, target tokens",
+    UNIGRAM_OF_TARGETS: "unigram baseline, the same tokens",
+    SHUFFLED_OF_TARGETS: "validation, the same tokens, sources shuffled across the batch",
+}
+"""The same of a run on pairs, where every target token counts."""
+ACCURACIES = {
+    "validation_token_accuracy": "validation, target tokens that are the most likely given those before them",
+    "validation_exact_match": "validation, pairs whose target tokens all are",
+}
+"""The shares of a run on pairs that are predicted right."""
+
+
+def of_task(metric: str, task: int) -> str:
+    """Return the name of a metric or count of one task of a run on several; tasks are numbered as in pairs.train."""
+    return f"{metric}_of_task_{task}"
 
 
 def loss_lines(losses: Mapping[str, Any], *, is_trial: bool = False) -> list[str]:
@@ -136,9 +153,13 @@ def loss_lines(losses: Mapping[str, Any], *, is_trial: bool = False) -> list[str
     Of a trial, which has few steps, that is expected.
     """
     shown = LOSSES | {TEST: "test split, masked tokens"}
+    if UNIGRAM_OF_TARGETS in losses:
+        shown = LOSSES_OF_PAIRS | {"test_loss": "test split, target tokens"}
     lines = [
         f"{losses[name]:.4f} nats/token: {meaning}" for name, meaning in shown.items() if losses.get(name) is not None
     ]
+    shares = ACCURACIES | {name.replace("validation", "test"): "the same, test split" for name in ACCURACIES}
+    lines += [f"{losses[name]:.2%}: {meaning}" for name, meaning in shares.items() if losses.get(name) is not None]
     if has_learned_nothing(losses) and is_trial:
         lines.append(
             "The trial has succeeded. So few steps cannot teach a model more than the unigram baseline knows: a trial "
@@ -154,8 +175,15 @@ def loss_lines(losses: Mapping[str, Any], *, is_trial: bool = False) -> list[str
 
 def has_learned_nothing(losses: Mapping[str, Any]) -> bool:
     """Return whether both losses are known, and that on held-out text is not below the unigram baseline."""
-    loss, baseline = losses.get(VALIDATION), losses.get(UNIGRAM)
+    loss, baseline = beside_baseline(losses)
     return loss is not None and baseline is not None and loss >= baseline
+
+
+def beside_baseline(losses: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Return the loss on held-out text, and the unigram baseline's loss of the same tokens; None if not known."""
+    if UNIGRAM_OF_TARGETS in losses:
+        return losses.get(VALIDATION_OF_TARGETS), losses[UNIGRAM_OF_TARGETS]
+    return losses.get(VALIDATION), losses.get(UNIGRAM)
 
 
 COLUMNS = (
@@ -166,8 +194,10 @@ COLUMNS = (
     *("validation_loss", "validation_content_loss", "unigram_content_loss", "shuffled_content_loss"),
     *("test_loss", "test_content_loss"),
     "validate_seconds",
+    *("real_tokens_per_second", "validation_token_accuracy", "validation_exact_match", "unigram_loss", "shuffled_loss"),
+    *("test_token_accuracy", "test_exact_match"),
 )
-"""The columns, in order. Later versions add new ones at the end only. Tokens of single experts have no column."""
+"""The columns, in order. Later versions add new ones at the end only. Single experts and tasks have no column."""
 
 
 class MetricsCsv:
@@ -209,7 +239,7 @@ LOWEST_EXPERT, HIGHEST_EXPERT = "lowest_expert", "highest_expert"
 """Series of how many tokens the least and the most used expert of any layer got, relative to an even share."""
 PLOTTED = (
     "loss", "validation_loss", "validation_content_loss", "learning_rate", "tokens_per_second", "mfu", "skipped_steps",
-    "dropped_tokens", "data_wait_seconds",
+    "dropped_tokens", "data_wait_seconds", "validation_token_accuracy", "validation_exact_match",
 )  # fmt: skip
 
 
@@ -302,10 +332,11 @@ class MetricsSeries:
     def _add(self, values: Values) -> None:
         step = int(values["step"] or 0)
         self.last_step = max(self.last_step, step)
-        self.baseline = values.get(UNIGRAM) or self.baseline
-        if values.get(VALIDATION) is not None:
+        self.baseline = values.get(UNIGRAM) or values.get(UNIGRAM_OF_TARGETS) or self.baseline
+        if values.get(VALIDATION_OF_TARGETS) is not None:
             self.validated_step = step
-        self.newest |= {name: value for name in (*PLOTTED, UNIGRAM) if (value := values.get(name)) is not None}
+        named = (*PLOTTED, UNIGRAM, UNIGRAM_OF_TARGETS)
+        self.newest |= {name: value for name in named if (value := values.get(name)) is not None}
         plotted = [(name, value) for name in PLOTTED if (value := values.get(name)) is not None]
         shares = _expert_shares(values) if STARVING in values else ()
         for name, value in [*plotted, *shares]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from t5train.errors import InputError
 from t5train.records.identity import installed_versions
@@ -39,13 +39,22 @@ class EncodedPassage(BaseModel):
     ids: list[int] = Field(min_length=1)
 
 
+class TrainedTask(BaseModel):
+    """A task that a model was fine-tuned on: its name, and the text that precedes each of its sources."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    task: str
+    prefix: str
+
+
 class TrainedModel(BaseModel):
     """What a model card states about the run: its name, recipe and settings.
 
     The corpus source in ``settings`` is without credentials and local parent folders. ``start_from`` is the name of the
     folder whose weights training started from. ``layout`` has the settings of the layout at the last step, ``data`` the
     passages and tokens of each split and the samples of an epoch, and ``license`` and ``languages`` what the user
-    states about the text. Runs that ended with an earlier version recorded none of these four.
+    states about the text. Runs that ended with an earlier version recorded none of these four. ``tasks`` are those of a
+    run on pairs, in the order of ``pairs.train``; without any, they are left out of the file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,13 +66,20 @@ class TrainedModel(BaseModel):
     data: dict[str, int] = {}
     license: str | None = None
     languages: tuple[str, ...] = ()
+    tasks: tuple[TrainedTask, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_empty_tasks(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = serialize(self)
+        return {name: value for name, value in document.items() if name != "tasks" or value}
 
 
 class Witness(BaseModel):
     """The content of ``witness.json``. Beside it, ``witness.safetensors`` holds the inputs and outputs of each probe.
 
     These are ``{probe}.input_ids`` int64 [b, s], ``{probe}.decoder_input_ids`` int64 [b, t] and ``{probe}.logits`` fp32
-    [b, t, vocab], from a forward pass of the fp32 masters on ``device_type``, with ``num_threads`` threads on a CPU.
+    [b, t, vocab] and, of a run on pairs, ``{probe}.attention_mask`` int64 [b, s], which is 0 for padding. They are from
+    a forward pass of the fp32 masters on ``device_type``, with ``num_threads`` threads on a CPU.
 
     Greedy decoding of ``GENERATED_PROBE`` gives ``generated`` int64 [b, 1 + n], which begins with the decoder's start
     id and has padding after the end id, and ``margins`` fp32 [b, n]: by how much the chosen logit exceeded the second
@@ -217,6 +233,12 @@ def _arithmetic(device_type: str) -> str:
         norm = numbers * torch.rsqrt(numbers.pow(2).mean(-1, keepdim=True) + 1e-6)
     results = [digest_tensor(each) for each in (*products, softmax, norm, torch.tanh(numbers))]
     return hashlib.sha256("".join(results).encode()).hexdigest()[:16]
+
+
+def of_probe(tensors: Mapping[str, "torch.Tensor"], probe: str) -> dict[str, "torch.Tensor"]:
+    """Return the recorded inputs of a probe, by the names of transformers' arguments."""
+    names = ("input_ids", "attention_mask", "decoder_input_ids")
+    return {name: tensors[key] for name in names if (key := f"{probe}.{name}") in tensors}
 
 
 def digest_tensor(tensor: "torch.Tensor") -> str:

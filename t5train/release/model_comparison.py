@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID
 from t5train.progress import Progress
 from t5train.quantities import quantity
-from t5train.records.witness import GENERATED_PROBE, WITNESS_TENSORS, EncodedPassage, Witness, digest_tensor
+from t5train.records.witness import GENERATED_PROBE, WITNESS_TENSORS, EncodedPassage, Witness, digest_tensor, of_probe
 from t5train.release.certificate import GenerationComparison, ProbeComparison
 from t5train.release.folder_comparison import differing_values, first_of
 from t5train.spec import NUM_SENTINELS
@@ -81,13 +81,14 @@ def compare_probes(
 ) -> Iterator[tuple[str, ProbeComparison]]:
     """Run each probe's inputs through the model and compare the logits with the recorded ones."""
     import torch
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
-    with safe_open(folder / WITNESS_TENSORS, framework="pt", device="cpu") as recorded, torch.inference_mode():
+    recorded = load_file(folder / WITNESS_TENSORS)
+    with torch.inference_mode():
         for done, probe in enumerate(witness.probes, start=1):
-            inputs = {key: recorded.get_tensor(f"{probe}.{key}") for key in ("input_ids", "decoder_input_ids")}
-            output = model(**{key: ids.to(device) for key, ids in inputs.items()}, use_cache=False)
-            yield probe, compare_logits(output.logits.cpu(), recorded.get_tensor(f"{probe}.logits"))
+            inputs = {key: ids.to(device) for key, ids in of_probe(recorded, probe).items()}
+            output = model(**inputs, use_cache=False)
+            yield probe, compare_logits(output.logits.cpu(), recorded[f"{probe}.logits"])
             progress("probes compared", done, len(witness.probes))
 
 
@@ -153,13 +154,14 @@ def compare_generation(
     sequence is compared up to the first choice that was too close to be reproducible.
     """
     import torch
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
-    with safe_open(folder / WITNESS_TENSORS, framework="pt", device="cpu") as recorded, torch.inference_mode():
-        inputs, expected, margins = (
-            recorded.get_tensor(f"{GENERATED_PROBE}.{key}") for key in ("input_ids", "generated", "margins")
-        )
-        found = model.generate(input_ids=inputs.to(device), max_new_tokens=margins.shape[1]).cpu()
+    recorded = load_file(folder / WITNESS_TENSORS)
+    expected, margins = (recorded[f"{GENERATED_PROBE}.{key}"] for key in ("generated", "margins"))
+    inputs = {key: ids.to(device) for key, ids in of_probe(recorded, GENERATED_PROBE).items()}
+    del inputs["decoder_input_ids"]
+    with torch.inference_mode():
+        found = model.generate(**inputs, max_new_tokens=margins.shape[1]).cpu()
     close = max(relative_tolerance, CLOSE_CHOICE)
     rows = [
         _compare_sequence(one, other, margin, close, witness.generation_config["pad_token_id"])

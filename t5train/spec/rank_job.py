@@ -11,6 +11,7 @@ from t5train.records.stage_records import PairShards, TokenShards
 from t5train.spec import RunSpec
 
 Shards = TokenShards | PairShards
+"""What a run trains on."""
 
 
 class TrainingProgress(BaseModel):
@@ -81,9 +82,10 @@ class TrainJob(BaseModel):
         except (OSError, ValueError) as error:
             raise SpecError(f"{path} is not the job of a training attempt: {error}") from error
 
-    def shards(self) -> TokenShards:
-        """Load the manifest of the token shards. The stage that made or reused them has verified their digests."""
-        return TokenShards.load(self.shards_folder)
+    def shards(self) -> Shards:
+        """Load the manifest of the shards. The stage that made or reused them has verified their digests."""
+        kind: type[Shards] = PairShards if self.spec.is_fine_tuning else TokenShards
+        return kind.load(self.shards_folder)
 
     @property
     def begins_from(self) -> StartingModel | None:

@@ -12,8 +12,9 @@ import torch
 from t5train.checkpoint import saving
 from t5train.checkpoint.state_loading import StoredState
 from t5train.data.held_out import read_held_out
-from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples, num_windows, require_batch
-from t5train.data.samples.span_corruption import geometry
+from t5train.data.pairs.pair_samples import PairSamples
+from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
+from t5train.data.samples.span_corruption import row_lengths
 from t5train.engine.collectives import bits_of, data_rank, digest64, float_of, gather, rank
 from t5train.engine.engine import (
     accelerator_memory_bytes,
@@ -30,11 +31,12 @@ from t5train.files.heartbeat import Heartbeat
 from t5train.files.run_folder import tag_of
 from t5train.model.initialization import initialise
 from t5train.model.model_shape import T5Shape, huggingface_config, resolve
-from t5train.records.metrics import UNIGRAM, Metrics, Values, loss_curve_points
-from t5train.records.stage_records import TokenShards
+from t5train.records.metrics import Metrics, Values, loss_curve_points
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
-from t5train.train import sanity_checks, validation, witness_recording
+from t5train.train import sanity_checks, witness_recording
+from t5train.train.datasets.dataset import Dataset, Measured
+from t5train.train.datasets.opening import open_dataset
 from t5train.train.learning_rate import learning_rate
 from t5train.train.peak_flops import accelerator_peak_flops, utilization
 from t5train.train.step_profile import StepProfile
@@ -56,13 +58,11 @@ class Trainer:
         self.job, self.spec, self.is_stop_requested = job, job.spec, is_stop_requested
         self.heart = heart or Heartbeat(None, dict(job.spec.cluster.deadlines))
         self.heart.enter("compile", 0)
-        self.shards: TokenShards = job.shards()
+        self.dataset: Dataset = open_dataset(job)
+        self.shards = self.dataset.shards
         self.shape: T5Shape = resolve(self.spec.model, int(self.shards.counts["vocab_size"]))
         pad_id, eos_id = int(self.shards.counts["pad_id"]), int(self.shards.counts["eos_id"])
         self.huggingface_config = huggingface_config(self.shape, pad_id, eos_id)
-        self.train_samples = self._samples("train")
-        self.held_out = self._samples("validation")
-        require_batch(self.spec, self.train_samples.num_samples)
         read_held_out(job.shards_folder)  # needed only for the witness at the end, but any error should be raised now
         # For dropout: different on every rank, the same in every run. Weights and samples have their own seeds.
         torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
@@ -91,7 +91,7 @@ class Trainer:
                 if self.spec.monitor.wandb:  # after the lines that are trained again were removed
                     stack.enter_context(WandbProcess(SyncJob.of(self.job, self.step)))
                 self._record_baseline(metrics)
-            batches = Prefetched(micro_batches(self.train_samples, self.spec, self.step), PREFETCHED_BATCHES)
+            batches = Prefetched(micro_batches(self.dataset.train, self.spec, self.step), PREFETCHED_BATCHES)
             stack.enter_context(batches)
             folder = self.job.profiles_folder if metrics else None
             if profile := StepProfile.of(self.spec.profile, folder, self.step):
@@ -117,9 +117,9 @@ class Trainer:
         self.heart.enter("step", self.step)
         rate = learning_rate(self.spec.optimizer, self.step)
         set_learning_rate(self.engine, rate)
-        seen: list[bytes] = []
-        result = self.passes.step(self._taken(batches, seen))
-        everybody = gather([bits_of(result.loss), digest64(b"".join(seen)), self.is_stop_requested()])
+        seen, real_tokens = list[bytes](), list[int]()
+        result = self.passes.step(self._taken(batches, seen, real_tokens))
+        everybody = gather([bits_of(result.loss), digest64(b"".join(seen)), self.is_stop_requested(), sum(real_tokens)])
         loss = sum(float_of(row[0]) for row in everybody) / len(everybody)
         sanity_checks.require_finite(self.step, loss, result.gradient_norm)
         sanity_checks.require_distinct_batches(self.step, [row[1] for row in everybody], self.spec.data_parallel_size)
@@ -138,34 +138,36 @@ class Trainer:
             "cpu_seconds": time.process_time() - computed,
             "process_cpu_seconds": time.process_time(),
             "data_wait_seconds": batches.waited_seconds - waited,
+            **({"real_tokens_per_second": real / seconds} if (real := sum(row[3] for row in everybody)) else {}),
             **self._utilization(seconds),
             **self.routing.of_step(result.router_loss),
         }
         return values, any(row[2] for row in everybody)
 
-    def _taken(self, batches: Prefetched, seen: list[bytes]) -> Iterator[Batch]:
-        """Yield the micro-batches of this step, and add the identities of their samples to ``seen``."""
+    def _taken(self, batches: Prefetched, seen: list[bytes], real_tokens: list[int]) -> Iterator[Batch]:
+        """Yield the micro-batches of this step. Adds the identities of their samples, and their tokens of pairs."""
         for _ in range(self.spec.gradient_accumulation):
             batch = next(batches)
             seen.append(sanity_checks.identity_of(batch.sample_ids, batch.epochs))
+            if batch.segments:
+                real_tokens += [int((side > 0).sum()) for side in (batch.segments.inputs, batch.segments.targets)]
             yield batch
 
     def _validate_when_due(self, metrics: Metrics | None) -> None:
         if self.step % self.spec.storage.validate_every_steps or self.step == self.spec.optimizer.num_steps:
             return
         started = time.perf_counter()
-        losses = self._validate()
-        values: Values = {"validation_loss": losses.all_targets, "validation_content_loss": losses.content}
+        values = self._validate().values
         seconds: Values = {"validate_seconds": time.perf_counter() - started}
         self._report(metrics, values | seconds | self.routing.of_validation())
         self._report_experts(metrics)
 
-    def _validate(self) -> validation.Losses:
+    def _validate(self) -> Measured:
         """Validate, and check that the loss is finite: no other check has used the weights since their last update."""
         self.heart.enter("validate", self.step)
-        losses = validation.validate(self.passes, self.held_out, self.shards, self.spec)
-        sanity_checks.require_finite(self.step, losses.all_targets, None)
-        return losses
+        found = self.dataset.validate(self.passes)
+        sanity_checks.require_finite(self.step, float(found.values["validation_loss"] or 0), None)
+        return found
 
     def _save_when_due(self, metrics: Metrics | None) -> None:
         last = self.step == self.spec.optimizer.num_steps
@@ -195,17 +197,14 @@ class Trainer:
         )
 
     def _conclude(self, metrics: Metrics | None) -> None:
-        losses, overflow = self._validate(), self.routing.of_validation()
-        shuffled = validation.validate(self.passes, self.held_out, self.shards, self.spec, shuffled=True)
+        validated, overflow = self._validate(), self.routing.of_validation()
         summary: Values = {
-            "validation_loss": losses.all_targets,
-            "validation_content_loss": losses.content,
-            "shuffled_content_loss": shuffled.content,
-            UNIGRAM: self._unigram_loss() if metrics else None,
-            "validation_sequences": losses.sequences,
-            "validation_content_tokens": losses.content_tokens,
+            **validated.values,
+            **self.dataset.shuffled(self.passes),
+            **(self.dataset.baseline() if metrics else {}),
+            **validated.counts,
             **overflow,
-            **self._test(),
+            **self.dataset.test(self.passes),
         }
         self._report(metrics, summary)
         self._report_experts(metrics)
@@ -221,27 +220,13 @@ class Trainer:
             "curve": loss_curve_points(self.job.metrics_path) if metrics else {},
         }
         self.heart.enter("save", self.step)
-        witness_recording.record(self.engine, self.job, self.shape, self.held_out, self.huggingface_config, facts)
-
-    def _test(self) -> Values:
-        """Return the losses on the test split, measured as on the validation split; empty if it has no sample."""
-        if not num_windows(self.shards, "test", geometry(self.spec.objective).window_tokens):
-            return {}
-        losses = validation.validate(self.passes, self._samples("test"), self.shards, self.spec)
-        return {
-            "test_loss": losses.all_targets,
-            "test_content_loss": losses.content,
-            "test_sequences": losses.sequences,
-        }
+        witness_recording.record(self.engine, self.job, self.shape, self.dataset, self.huggingface_config, facts)
 
     def _record_baseline(self, metrics: Metrics) -> None:
         """Record the loss that the model has to beat, unless an earlier attempt at the run has recorded the same."""
-        loss = self._unigram_loss()
-        if metrics.recorded.get(UNIGRAM) != loss:
-            metrics.write(self.step, {UNIGRAM: loss})
-
-    def _unigram_loss(self) -> float:
-        return validation.unigram_loss(self.held_out, self.shards, self.spec)
+        baseline = self.dataset.baseline()
+        if not baseline.items() <= metrics.recorded.items():
+            metrics.write(self.step, dict(baseline))
 
     def _report(self, metrics: Metrics | None, values: Values) -> None:
         if metrics:
@@ -252,9 +237,6 @@ class Trainer:
         """Write statistics of experts to the metrics. They are not logged, because there are too many numbers."""
         if metrics and (values := self.routing.of_experts()):
             metrics.write(self.step, values)
-
-    def _samples(self, split: str) -> Samples:
-        return Samples(self.shards, split, self.spec.objective, self.spec.optimizer.seed)
 
     def _applied_steps(self) -> int:
         """Return the number of steps so far that changed the weights. If a cosine ends at zero, the last does not."""
@@ -267,15 +249,19 @@ class Trainer:
         return {} if used is None else {"mfu": used}
 
     def _tokens_a_step(self) -> int:
-        lengths = self.spec.objective.input_tokens + geometry(self.spec.objective).target_tokens
-        return self.spec.optimizer.global_batch_sequences * lengths
+        return self.spec.optimizer.global_batch_sequences * sum(row_lengths(self.spec))
 
 
-def micro_batches(samples: Samples, spec: RunSpec, step: int) -> Iterator[Batch]:
+def micro_batches(samples: Samples | PairSamples, spec: RunSpec, step: int) -> Iterator[Batch]:
     """Yield this rank's micro-batches from the step after ``step`` to the last. They depend only on the step."""
+    whole = spec.optimizer.global_batch_sequences
     for done in range(step, spec.optimizer.num_steps):
+        targets = samples.targets_of(done * whole, whole) if isinstance(samples, PairSamples) else 0
         for micro in range(spec.gradient_accumulation):
-            yield samples.batch(first_sample(spec, done, micro), spec.layout.micro_batch_sequences)
+            batch = samples.batch(first_sample(spec, done, micro), spec.layout.micro_batch_sequences)
+            if batch.segments:
+                batch = batch._replace(segments=batch.segments._replace(global_targets=targets))
+            yield batch
 
 
 def first_sample(spec: RunSpec, done: int, micro: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from t5train.data.samples.span_corruption import geometry
+from t5train.data.samples.span_corruption import row_lengths
 from t5train.model.flops import training_flops
 from t5train.model.model_shape import T5Shape
 from t5train.spec import RunSpec
@@ -67,6 +67,5 @@ def utilization(spec: RunSpec, shape: T5Shape, seconds: float, peak: float | Non
     """Return the share of the accelerators' peak that a step of this duration uses; None if the peak is not known."""
     if peak is None:
         return None
-    lengths = spec.objective.input_tokens, geometry(spec.objective).target_tokens
-    flops = spec.optimizer.global_batch_sequences * training_flops(shape, *lengths)
+    flops = spec.optimizer.global_batch_sequences * training_flops(shape, *row_lengths(spec))
     return flops / seconds / (peak * spec.cluster.ranks)

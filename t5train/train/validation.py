@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from t5train.data.pairs.pair_samples import PairSamples
 from t5train.data.samples import span_corruption
 from t5train.data.samples.loader import Batch, Samples
 from t5train.data.vocabulary.unknown_pieces import UNIGRAM_DTYPE, unigram_name
@@ -18,9 +19,10 @@ from t5train.engine.forward_backward import Passes
 from t5train.errors import DigestMismatch
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
+from t5train.spec.rank_job import Shards
 
 
-def train_unigram(shards: TokenShards) -> np.ndarray:
+def train_unigram(shards: Shards) -> np.ndarray:
     """Return the log-probability in nats of each id, float64 [vocab_size], from add-one-smoothed train counts.
 
     Raises DigestMismatch if the counts do not add up to the tokens of the split.
@@ -63,14 +65,11 @@ class Losses(NamedTuple):
 def validate(passes: Passes, samples: Samples, shards: TokenShards, spec: RunSpec, shuffled: bool = False) -> Losses:
     """Return the losses of the engine's model on validation samples, which are divided among ranks.
 
-    Every rank makes the same number of passes over the same number of samples, even if none of its samples count: at
-    ZeRO 3, with experts on several ranks and in a pipeline, a forward pass is a collective.
-
     With ``shuffled``, every target is paired with the encoder input of its neighbour in the batch. The loss of a model
     that uses its input is then higher.
     """
     count = validation_sequences(samples, spec)
-    shares = [_share(samples, places, count, shuffled) for places in _places(spec, count)]
+    shares = [_share(samples, places, count, shuffled) for places in places_of_rank(spec, count)]
     sums = np.zeros(4)
     # A rank that computes no losses adds none.
     for share, losses in zip(shares, passes.token_losses([share.batch for share in shares]), strict=False):
@@ -85,8 +84,8 @@ def unigram_loss(samples: Samples, shards: TokenShards, spec: RunSpec) -> float:
     return cross_entropy(train_unigram(shards), targets[is_content(targets, shards)])
 
 
-def validation_sequences(samples: Samples, spec: RunSpec) -> int:
-    """Return the number of sequences in a validation."""
+def validation_sequences(samples: Samples | PairSamples, spec: RunSpec) -> int:
+    """Return the number of samples in a validation."""
     return min(int(samples.num_samples), spec.storage.validate_sequences)
 
 
@@ -104,7 +103,7 @@ class _Share(NamedTuple):
     held: int
 
 
-def _places(spec: RunSpec, count: int) -> Iterator[range]:
+def places_of_rank(spec: RunSpec, count: int) -> Iterator[range]:
     """Yield the range of validation samples for each of this rank's passes."""
     size = max(2, spec.layout.micro_batch_sequences)
     for first in range(0, count, spec.data_parallel_size * size):

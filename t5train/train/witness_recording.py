@@ -6,7 +6,7 @@ and not from any file. DeepSpeed's own interface provides the masters, independe
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,19 +18,14 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from t5train.data.held_out import read_held_out
-from t5train.data.passages import SPLITS
-from t5train.data.samples.loader import Samples, windows_of_texts
-from t5train.data.samples.span_corruption import geometry
-from t5train.data.vocabulary.unknown_pieces import counts_with_unknown, recorded_unknown
+from t5train.data.samples.loader import Batch
 from t5train.engine.collectives import gather_objects, on_accelerator, rank
 from t5train.engine.engine import model_of
 from t5train.engine.parameter_layout import huggingface_names
 from t5train.errors import RanksDisagree, UnknownLayout
 from t5train.files.atomic import replacing, write_json
-from t5train.locations import shareable_source
 from t5train.model.model_shape import T5Shape, count_parameters, generation_config
-from t5train.model.t5 import T5, shift_right
-from t5train.records.stage_records import OF_TEXT, REMOVED, REPEATED
+from t5train.model.t5 import T5, PairRows, shift_right
 from t5train.records.witness import (
     GENERATED_PROBE,
     WITNESS,
@@ -40,9 +35,10 @@ from t5train.records.witness import (
     Witness,
     computing_environment,
     digest_tensor,
+    of_probe,
 )
-from t5train.spec.known_texts import languages_of, licence_of
 from t5train.spec.rank_job import TrainJob
+from t5train.train.datasets.dataset import Dataset
 
 
 def full_masters(engine: Any) -> Iterator[tuple[str, Tensor]]:
@@ -117,7 +113,6 @@ def _whole_copies(engine: Any) -> dict[Tensor, Tensor]:
 
 
 PROBE_SEQUENCES = 2
-_UNITS = ("documents", "tokens")
 GENERATED_TOKENS = 12
 
 
@@ -125,7 +120,7 @@ def record(
     engine: Any,
     job: TrainJob,
     shape: T5Shape,
-    held_out: Samples,
+    dataset: Dataset,
     huggingface_config: dict[str, Any],
     facts: dict[str, Any],
 ) -> None:
@@ -142,10 +137,11 @@ def record(
             digests[name] = TensorDigest(shape=tuple(master.shape), sha256=digest_tensor(master))
     if model is None:
         return
+    held_out = dataset.held_out.batch(0, min(PROBE_SEQUENCES, dataset.held_out.num_samples))
     probes = _probes(held_out, shape, job.spec.optimizer.seed)
     job.witness_folder.mkdir(exist_ok=True)
     tensors = _forward(model, probes)
-    tensors |= _generate(model, tensors[f"{GENERATED_PROBE}.input_ids"], generation_config(huggingface_config))
+    tensors |= _generate(model, of_probe(tensors, GENERATED_PROBE), generation_config(huggingface_config))
     _write_tensors(job.witness_folder / WITNESS_TENSORS, tensors)
     device_type = torch.device(get_accelerator().current_device_name()).type
     witness = Witness(
@@ -156,7 +152,7 @@ def record(
         ties={"lm_head.weight": "shared.weight"} if shape.tied else {},
         huggingface_config=huggingface_config,
         generation_config=generation_config(huggingface_config),
-        trained=_trained(job),
+        trained=_trained(job, dataset),
         passages=read_held_out(job.shards_folder),
         probes=list(probes),
         environment=computing_environment(device_type),
@@ -165,32 +161,14 @@ def record(
     write_json(job.witness_folder / WITNESS, witness.model_dump(mode="json"))
 
 
-def _trained(job: TrainJob) -> TrainedModel:
-    settings = job.spec.identity()
-    settings["corpus"]["source"] = shareable_source(job.spec.corpus.source)
-    for name in settings["corpus"].keys() & {"mixed_with", "test_sets"}:
-        settings["corpus"][name] = list(map(shareable_source, settings["corpus"][name]))
-    sources = [each.source for each in job.spec.corpus.texts()]
+def _trained(job: TrainJob, dataset: Dataset) -> TrainedModel:
     return TrainedModel(
         run_name=job.spec.run_name,
         recipe=job.spec.recipe,
-        settings=settings,
         start_from=job.start_name,
         layout={"ranks": job.spec.cluster.ranks, **job.spec.layout.model_dump(mode="json")},
-        data=_data(job),
-        license=licence_of(sources, job.spec.corpus.license),
-        languages=languages_of(sources, job.spec.corpus.languages),
+        **dataset.described(),
     )
-
-
-def _data(job: TrainJob) -> dict[str, int]:
-    shards, window_tokens = job.shards(), geometry(job.spec.objective).window_tokens
-    counts = {f"{split}_{unit}": int(shards.counts[f"{split}_{unit}"]) for split in SPLITS for unit in _UNITS}
-    repeated = {name: int(count) for name, count in shards.counts.items() if name in {REPEATED, REMOVED}}
-    of_texts = windows_of_texts(shards, "train", window_tokens)
-    mixed = {f"{OF_TEXT}{text}": samples for text, samples in enumerate(of_texts) if len(of_texts) > 1}
-    unknown = recorded_unknown(counts_with_unknown(shards))
-    return {**counts, **repeated, **unknown, "train_samples": sum(of_texts), **mixed}
 
 
 def _places(model: T5) -> dict[str, Tensor]:
@@ -199,36 +177,60 @@ def _places(model: T5) -> dict[str, Tensor]:
     return {names[name]: parameter for name, parameter in model.named_parameters()}
 
 
-def _probes(held_out: Samples, shape: T5Shape, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return two probes by name, random ids and held-out text, each as (encoder ids, decoder ids)."""
-    text = held_out.batch(0, min(PROBE_SEQUENCES, held_out.num_samples))
+class _Probe(NamedTuple):
+    """Ids of the encoder and of the targets, and which of the encoder's are no padding; None if there is none."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    mask: np.ndarray | None
+
+
+def _probes(held_out: Batch, shape: T5Shape, seed: int) -> dict[str, _Probe]:
+    """Return two probes by name, random ids and held-out samples, both with the padding of the latter."""
+    mask = None if held_out.segments is None else (held_out.segments.inputs > 0).astype(np.int64)
     generator = np.random.default_rng(seed)
-    random_inputs = generator.integers(0, shape.vocab_size, text.inputs.shape)
-    random_targets = generator.integers(0, shape.vocab_size, text.targets.shape)
-    return {"random": (random_inputs, random_targets), "heldout": (text.inputs, text.targets)}
+    random_inputs = generator.integers(0, shape.vocab_size, held_out.inputs.shape)
+    random_targets = generator.integers(0, shape.vocab_size, held_out.targets.shape)
+    return {
+        "random": _Probe(random_inputs, random_targets, mask),
+        "heldout": _Probe(held_out.inputs, held_out.targets, mask),
+    }
 
 
-def _forward(model: T5, probes: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
+def _forward(model: T5, probes: dict[str, _Probe]) -> dict[str, Tensor]:
     model.to(get_accelerator().current_device_name()).eval()
     tensors = {}
-    for name, (inputs, targets) in probes.items():
+    for name, (inputs, targets, mask) in probes.items():
         input_ids, decoder_ids = on_accelerator(inputs), shift_right(on_accelerator(targets), model.decoder_start_id)
+        found = {"input_ids": input_ids, "decoder_input_ids": decoder_ids}
+        if mask is not None:
+            found["attention_mask"] = on_accelerator(mask)
         with torch.no_grad():
-            logits = model.logits(input_ids, decoder_ids)
-        found = {"input_ids": input_ids, "decoder_input_ids": decoder_ids, "logits": logits}
+            found["logits"] = model.logits(input_ids, decoder_ids, _rows(found, decoder_ids))
         tensors.update({f"{name}.{key}": value.cpu().contiguous() for key, value in found.items()})
     return tensors
 
 
-def _generate(model: T5, input_ids: Tensor, ids: dict[str, int]) -> dict[str, Tensor]:
+def _rows(probe: Mapping[str, Tensor], decoder_ids: Tensor) -> PairRows | None:
+    """Return the rows of a probe, each of one pair, so that the model masks padding of the input as transformers does.
+
+    Also as there, the decoder's ids are not masked. Returns None if the probe has no mask.
+    """
+    if (mask := probe.get("attention_mask")) is None:
+        return None
+    return PairRows(mask.to(decoder_ids.device), torch.ones_like(decoder_ids), None, None, torch.ones(()))
+
+
+def _generate(model: T5, probe: Mapping[str, Tensor], ids: dict[str, int]) -> dict[str, Tensor]:
     """Decode greedily. Also returns the margin of each choice over the second best, relative to the largest logit."""
+    input_ids = on_accelerator(probe["input_ids"].numpy())
     with torch.no_grad():
-        memory = model.encode(on_accelerator(input_ids.numpy()))
+        memory = model.encode(input_ids, _rows(probe, input_ids))
         generated = torch.full_like(memory[:, :1, 0], ids["decoder_start_token_id"], dtype=torch.int64)
         ended = torch.zeros_like(generated[:, 0], dtype=torch.bool)
         margins = []
         for _ in range(GENERATED_TOKENS):
-            logits = model.decode(memory, generated)[:, -1]
+            logits = model.decode(memory, generated, _rows(probe, generated))[:, -1]
             best, second = logits.topk(2).values.unbind(-1)
             margins.append((best - second) / logits.abs().amax(-1).clamp_min(torch.finfo(logits.dtype).tiny))
             chosen = logits.argmax(-1).masked_fill(ended, ids["pad_token_id"])

@@ -15,7 +15,7 @@ import numpy as np
 
 from t5train.data.samples.keyed_random import Bits, bits
 from t5train.errors import SpecError
-from t5train.spec import NUM_SENTINELS, ObjectiveSpec
+from t5train.spec import NUM_SENTINELS, ObjectiveSpec, RowLengths, RunSpec
 
 
 class Geometry(NamedTuple):
@@ -53,6 +53,13 @@ def geometry(objective: ObjectiveSpec) -> Geometry:
             f"{objective.mean_span_tokens}). Raise objective.mean_span_tokens or lower objective.input_tokens"
         )
     return found
+
+
+def row_lengths(spec: RunSpec) -> RowLengths:
+    """Return the lengths of the rows that a run trains on: packed pairs, or masked windows of text."""
+    if spec.is_fine_tuning:
+        return RowLengths(spec.pairs.input_tokens, spec.pairs.target_tokens)
+    return RowLengths(spec.objective.input_tokens, geometry(spec.objective).target_tokens)
 
 
 def corrupt(

@@ -1,5 +1,7 @@
 """Learning rates by step."""
 
+from itertools import pairwise
+
 import pytest
 
 from t5train.spec import OptimizerSpec
@@ -37,5 +39,5 @@ def test_a_linear_schedule_falls_in_equal_steps_to_exactly_the_final_rate() -> N
     optimizer = _optimizer("linear")
     rates = [learning_rate(optimizer, step) for step in range(10, 101)]
     assert rates[-1] == optimizer.final_learning_rate
-    falls = [before - after for before, after in zip(rates[:-1], rates[1:], strict=True)]
+    falls = [before - after for before, after in pairwise(rates)]
     assert falls == pytest.approx([(0.01 - optimizer.final_learning_rate) / 90] * 90)
