@@ -16,9 +16,9 @@ def pairs_rows(spec: RunSpec, files: TextFacts | None) -> dict[str, str]:
     pairs, tasks = spec.pairs, spec.pairs.tasks()
     amount = ""
     if files is not None and files.sources:
-        amount = f": {quantity(files.num_files, 'file')}, {format_bytes(files.size_bytes)}"
+        amount = f"; {quantity(files.num_files, 'file')}, {format_bytes(files.size_bytes)}"
     return {
-        "pairs": f"{quantity(len(tasks), 'task')}, {'; '.join(map(_task_said, tasks))}{amount}",
+        "pairs": f"{quantity(len(tasks), 'task')}: {', '.join(map(_task_said, tasks))}{amount}",
         "splits": ", ".join(
             f"{name} {', '.join(map(redacted, given)) if given else f'{share / 10:g}% of the sources'}"
             for name, given, share in zip(
@@ -29,8 +29,8 @@ def pairs_rows(spec: RunSpec, files: TextFacts | None) -> dict[str, str]:
 
 
 def _task_said(task: PairSource) -> str:
-    prefix = f", prefix {task.prefix!r}" if task.prefix else ""
-    return f"{task.task} from {redacted(task.location)}{prefix}"
+    location = "" if task.location == task.task else f" from {redacted(task.location)}"
+    return f"{task.task}{location}{f' (prefix {task.prefix!r})' if task.prefix else ''}"
 
 
 def packed_said(spec: RunSpec) -> str:
