@@ -123,13 +123,19 @@ def rows(source: SourceFile, number: int = 0, offset: int = 0, opened: OpenFile 
             f"{source.shown} has an unsupported format. Use {', '.join(FORMATS)}, or one of the first four compressed "
             f"({compressed})"
         )
+    with OpenFile() if opened is None else nullcontext(opened) as file, read_to_end(source, file):
+        yield from reader(source, number, offset, file)
+
+
+@contextmanager
+def read_to_end(source: SourceFile, file: OpenFile) -> Iterator[None]:
+    """Let errors of a file say that it is damaged, if it is. Raises InputError if it cannot be read to its end."""
     try:
-        with OpenFile() if opened is None else nullcontext(opened) as file:
-            try:
-                yield from reader(source, number, offset, file)
-            except InputError:  # of damaged content, perhaps: checksums come after what they are of
-                file.read_on(source.path)
-                raise
+        try:
+            yield
+        except InputError:  # of damaged content, perhaps: checksums come after what they are of
+            file.read_on(source.path)
+            raise
     except DecompressionError as error:
         raise InputError(f"{source.shown} cannot be read to its end ({error}). {error.remedy}") from error
     except (OSError, EOFError, zstd.ZstdError) as error:
@@ -139,7 +145,7 @@ def rows(source: SourceFile, number: int = 0, offset: int = 0, opened: OpenFile 
 
 
 def _txt(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
-    for row, start, line in _raw_lines(source, number, offset, opened):
+    for row, start, line in raw_lines(source, number, offset, opened):
         text = _decoded(source, row, start, line).strip()
         if start == 0 and "\r" in text and not line.endswith(b"\n"):
             raise InputError(
@@ -152,7 +158,7 @@ def _txt(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iter
 def _jsonl(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
     native = None if is_compressed(source.path) else segmenter_build.load(segmenter_build.built())
     if native is None:  # also where reading ahead would mean to decompress again
-        for row, start, line in _raw_lines(source, number, offset, opened):
+        for row, start, line in raw_lines(source, number, offset, opened):
             yield _json_row(source, row, start, line)
         return
     file, block, at, ended = opened.at(source.path, offset), b"", 0, False
@@ -173,15 +179,18 @@ def _jsonl(source: SourceFile, number: int, offset: int, opened: OpenFile) -> It
 
 
 def _json_row(source: SourceFile, row: int, start: int, line: bytes) -> Row:
+    return Row(row, start, _json_passage(source, row, json_value(source, row, start, line)))
+
+
+def json_value(source: SourceFile, row: int, start: int, line: bytes) -> Any:
+    """Parse a line, which begins at byte ``start``; a blank one is an empty passage."""
     try:
-        value = _with_whole_id(orjson.loads(line), line)
+        return _with_whole_id(orjson.loads(line), line)
     except orjson.JSONDecodeError:  # or UTF-8, or blank
-        value = _json_value(source, row, _decoded(source, row, start, line).rstrip("\r\n"))
-    return Row(row, start, _json_passage(source, row, value))
+        return _json_value(source, row, _decoded(source, row, start, line).rstrip("\r\n"))
 
 
 def _json_value(source: SourceFile, row: int, line: str) -> Any:
-    """Parse a line; a blank one is an empty passage."""
     if not line.strip():
         return {"text": ""}
     try:
@@ -210,7 +219,7 @@ def _with_whole_id(value: Any, line: bytes | str) -> Any:
 
 
 def _tsv(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
-    lines = _lines(source, number, offset, opened)
+    lines = text_lines(source, number, offset, opened)
     if number == 0:
         _, _, header = next(lines, (0, 0, ""))
         if header != _TSV_HEADER:
@@ -231,7 +240,7 @@ def _tsv_passage(source: SourceFile, row: int, line: str) -> Passage:
             f"{source.shown} line {row + 1} has {quantity(len(fields), 'field')} separated by tabs, but must have "
             "three: id, text, title. Correct this line"
         )
-    name, text, title = map(_unquoted, fields)
+    name, text, title = map(unquoted, fields)
     return Passage(id_at(_untyped(name), source, row), title, text)
 
 
@@ -243,7 +252,7 @@ def _untyped(name: str) -> str:
     return str(int(whole[1])) if whole else name
 
 
-def _unquoted(field: str) -> str:
+def unquoted(field: str) -> str:
     """Return a field without quotes if it was written in quotes, so that each in it is doubled."""
     quoted = len(field) >= 2 and field[0] == field[-1] == '"' and '"' not in field[1:-1].replace('""', "")
     return field[1:-1].replace('""', '"') if quoted else field
@@ -251,22 +260,23 @@ def _unquoted(field: str) -> str:
 
 def _csv(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[Row]:
     with OpenFile() as beginning:
-        _, _, header = next(_csv_records(source, 0, 0, beginning), (0, 0, []))
+        _, _, header = next(csv_records(source, 0, 0, beginning), (0, 0, []))
     if "text" not in header or any(header.count(name) > 1 for name in READ_COLUMNS):
         raise InputError(
             f"{source.shown} begins with {','.join(header)[:80]!r}, but must begin with a header that names one column "
             "'text' and may name one 'id' and one 'title', separated by commas. Add or correct this header"
         )
     columns = {name: header.index(name) for name in READ_COLUMNS if name in header}
-    for row, start, fields in _csv_records(source, number, offset, opened):
+    for row, start, fields in csv_records(source, number, offset, opened):
         if row > 0:
-            _require_fields(source, row, fields, header)
+            require_fields(source, row, fields, header)
             found = {name: fields[column] for name, column in columns.items()} if fields else {}  # of a blank line
             name = id_at(_untyped(found.get("id", "")), source, row)
             yield Row(row, start, Passage(name, found.get("title", ""), found.get("text", "")))
 
 
-def _require_fields(source: SourceFile, row: int, fields: list[str], header: list[str]) -> None:
+def require_fields(source: SourceFile, row: int, fields: list[str], header: list[str]) -> None:
+    """Raise InputError if a record has another number of fields than the header. A blank line has none."""
     if fields and len(fields) != len(header):
         raise InputError(
             f"{source.shown} record {row + 1} has {quantity(len(fields), 'field')}, but the header has {len(header)}. "
@@ -274,9 +284,7 @@ def _require_fields(source: SourceFile, row: int, fields: list[str], header: lis
         )
 
 
-def _csv_records(
-    source: SourceFile, number: int, offset: int, opened: OpenFile
-) -> Iterator[tuple[int, int, list[str]]]:
+def csv_records(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[tuple[int, int, list[str]]]:
     """Yield the number, byte offset and fields of each record (RFC 4180), whose fields may have several lines."""
     file, start, end = opened.at(source.path, offset), offset, offset
 
@@ -327,9 +335,9 @@ def _dump(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Ite
     return dump_rows(source, opened.at(source.path, offset), number)
 
 
-def _lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[tuple[int, int, str]]:
+def text_lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[tuple[int, int, str]]:
     """Yield the row number, byte offset and text (without line end) of each line."""
-    for row, start, line in _raw_lines(source, number, offset, opened):
+    for row, start, line in raw_lines(source, number, offset, opened):
         yield row, start, _decoded(source, row, start, line).rstrip("\r\n")
 
 
@@ -350,7 +358,7 @@ def _decoded(source: SourceFile, row: int, offset: int, line: bytes, what: str =
         ) from None
 
 
-def _raw_lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[tuple[int, int, bytes]]:
+def raw_lines(source: SourceFile, number: int, offset: int, opened: OpenFile) -> Iterator[tuple[int, int, bytes]]:
     """Yield the row number, byte offset and bytes (with line end) of each line."""
     file = opened.at(source.path, offset)
     while line := file.readline(MAX_LINE_BYTES + 1):

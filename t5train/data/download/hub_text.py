@@ -269,13 +269,23 @@ def _opened(repository: str, commit: str, text: HubText) -> HubRows:
     builder = _builder(repository, commit, text.config)
     streams, dataset = builder.as_streaming_dataset(), f"hf://{repository} (configuration {builder.config.name!r})"
     if text.split not in streams:
-        raise InputError(
-            f"corpus.hub_split is {text.split!r}, but {dataset} has the splits "
-            f"{_listed(streams)}. Set corpus.hub_split to one of these"
-        )
+        raise _no_split(text.split, dataset, streams)
     types = _types(streams[text.split])
     columns = _columns(types, text, f"split {text.split!r} of {dataset}")
     return HubRows(streams[text.split], builder.config.name, columns)
+
+
+def files_of_split(repository: str, commit: str, config: str | None, split: str) -> list[str]:
+    """Return the URLs of the data files of a split of a dataset, in its order.
+
+    Raises InputError if the dataset has no such configuration or split, or cannot be read.
+    """
+    with explained_by_datasets(repository, commit):
+        builder = Backoff().retried(lambda: _builder(repository, commit, config), f"hf://{repository}", is_interrupted)
+    files = builder.config.data_files or {}
+    if split not in files:
+        raise _no_split(split, f"hf://{repository} (configuration {builder.config.name!r})", files)
+    return list(map(str, files[split]))
 
 
 @cache
@@ -356,6 +366,13 @@ def _types(stream: Any) -> dict[str, str]:
             if types.get(name) in {None, "null"}:
                 types[name] = _TYPES.get(type(value), type(value).__name__)
     return types
+
+
+def _no_split(split: str, dataset: str, splits: Iterable[str]) -> InputError:
+    return InputError(
+        f"corpus.hub_split is {split!r}, but {dataset} has the splits {_listed(splits)}. Set corpus.hub_split to one "
+        "of these"
+    )
 
 
 def _columns(types: Mapping[str, str], text: HubText, dataset: str) -> HubColumns:

@@ -11,7 +11,7 @@ import pyarrow.parquet
 from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at, title_of
 from t5train.errors import InputError, printable
 
-_BATCH_ROWS = 4096
+BATCH_ROWS = 4096
 _MAGIC, _LAST_BYTES = b"PAR1", 8
 """A file begins and ends with the first; the length of its footer is before the one at the end."""
 _DAMAGED = (pyarrow.ArrowException, OSError, UnicodeDecodeError)
@@ -100,6 +100,15 @@ def is_text(kind: pyarrow.DataType) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
+def column_kinds(schema: Any, above: str = "") -> list[tuple[str, pyarrow.DataType]]:
+    """Return the path of each column, also inside of structs, such as ``translation.en``, and its type."""
+    found = list[tuple[str, pyarrow.DataType]]()
+    for field in schema:
+        is_struct = pyarrow.types.is_struct(field.type)
+        found += column_kinds(field.type, f"{above}{field.name}.") if is_struct else [(above + field.name, field.type)]
+    return found
+
+
 def _damaged(path: Path, where: str, error: Exception) -> InputError:
     shown, is_encrypted = printable(str(path)), "decrypt" in str(error).lower()
     remedy = "Write the file again without encryption" if is_encrypted else "Fetch or write the file again"
@@ -133,15 +142,15 @@ def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) ->
     while group < file.num_row_groups and row + file.metadata.row_group(group).num_rows <= number:
         row += file.metadata.row_group(group).num_rows
         group += 1
-    for batch in batches(source.path, file, _BATCH_ROWS, range(group, file.num_row_groups), columns):
-        for values in _decoded(source, batch, row):
+    for batch in batches(source.path, file, BATCH_ROWS, range(group, file.num_row_groups), columns):
+        for values in decoded_rows(source, batch, row):
             if row >= number:
                 name = id_at(values.get("id"), source, row)
                 yield Row(row, 0, Passage(name, title_of(values.get("title")), values["text"] or ""))
             row += 1
 
 
-def _decoded(source: SourceFile, batch: Any, first_row: int) -> list[dict[str, Any]]:
+def decoded_rows(source: SourceFile, batch: Any, first_row: int) -> list[dict[str, Any]]:
     """Return the values of each row of a batch. Raises InputError for text that is not UTF-8."""
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
