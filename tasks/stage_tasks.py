@@ -86,8 +86,11 @@ def make_shards(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, watche
 @stage_task(stages.PAIR_SHARDS)
 def make_pair_shards(spec: RunSpec, pairs: Pairs, tokenizer: TokenizerFiles, watcher: Progress = silent) -> PairShards:
     """Convert the pairs to token ids, and put those to train on into rows."""
-    progress, workers = StageProgress(stages.PAIR_SHARDS, watcher), spec.shards.workers
-    return build_pair_shards(spec.pairs, pairs, tokenizer, spec.storage.root, progress, workers=workers)
+    return build_pair_shards(
+        *(spec.pairs, pairs, tokenizer, spec.storage.root, StageProgress(stages.PAIR_SHARDS, watcher)),
+        workers=spec.shards.workers,
+        max_unknown_share=spec.shards.max_unknown_share,
+    )
 
 
 SECONDS_BEFORE_RETRY = 5

@@ -81,7 +81,6 @@ def train_run(
         _store_last(run, progress)
         return checkpoint
     _require_enough(spec, shards)
-    require_known_in(shards, spec.shards.max_unknown_share)
     if run.copies is not None:
         run.copies.prepare(progress)
         run.copies.start()
@@ -105,6 +104,7 @@ def _require_enough(spec: RunSpec, shards: Shards) -> None:
         require_enough_pairs(spec, shards)
     else:
         require_enough_samples(spec, shards)
+        require_known_in(shards, spec.shards.max_unknown_share)
 
 
 def _store_last(run: HeldRun, progress: Progress) -> None:
