@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from t5train.checkpoint import sidecar, tags
 from t5train.checkpoint.reshard import consolidated_for, discard_consolidated
 from t5train.checkpoint.resume_point import is_asked_to_begin_again, resume_tag, tags_in
+from t5train.data.passages import SPLITS
 from t5train.data.samples.loader import ORDER_VERSION
 from t5train.errors import IncompleteCheckpoint, LaunchError, RecordError, RunChanged, SpecError
 from t5train.files.atomic import write_json, write_text
@@ -22,11 +23,11 @@ from t5train.model.starting_model import require_fit, require_vocabulary, start_
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_files
 from t5train.records.identity import differences, fingerprint
-from t5train.records.stage_records import Checkpoint, TokenShards, reusable
+from t5train.records.stage_records import Checkpoint, reusable
 from t5train.records.witness import WITNESS, WITNESS_TENSORS
 from t5train.spec import RunSpec, build
 from t5train.spec.config_file import run_text
-from t5train.spec.rank_job import TrainJob
+from t5train.spec.rank_job import Shards, TrainJob
 
 _WITNESS_FILES = tuple(f"{WITNESS_FOLDER}/{name}" for name in (WITNESS, WITNESS_TENSORS))
 _DECAYED = "matrices"
@@ -35,20 +36,26 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def run_fingerprint(spec: RunSpec, shards: TokenShards) -> str:
+def run_fingerprint(spec: RunSpec, shards: Shards) -> str:
     """The fingerprint of a run's identity: of its settings and its inputs."""
     return fingerprint(run_identity(spec, shards))
 
 
-def run_identity(spec: RunSpec, shards: TokenShards) -> dict[str, Any]:
+def run_identity(spec: RunSpec, shards: Shards) -> dict[str, Any]:
     """The settings, the order of samples and the rule of weight decay that training depends on, and its inputs.
 
-    The inputs are the fingerprints of the token shards and, if there are any, of the weights that training starts from.
+    The inputs are the fingerprints of the shards and, if there are any, of the weights that training starts from.
     """
     start, is_decayed = start_fingerprint(spec.model), spec.optimizer.weight_decay > 0
-    settings = spec.identity()  # the fingerprint of the shards covers the settings of text and tokens
+    settings = _settings(spec)
+    parts = {
+        "objective",
+        "pairs",
+        "model",
+        "optimizer",
+    }  # the fingerprint of the shards covers those of text and tokens
     return (
-        {part: settings[part] for part in ("objective", "model", "optimizer")}
+        {part: value for part, value in settings.items() if part in parts}
         | {"order_version": ORDER_VERSION, "shards": shards.fingerprint}
         | ({"start_from": start} if start else {})
         | ({"decayed": _DECAYED} if is_decayed and not decays_all(spec) else {})
@@ -68,7 +75,7 @@ def decays_all(spec: RunSpec) -> bool:
     )
 
 
-def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> None:
+def open_run(spec: RunSpec, shards: Shards, progress: Progress = silent) -> None:
     """Create the run's folder, or check that the existing one was begun with the same identity.
 
     Raises RunChanged, naming every field that differs with both values, if it was not; the folder stays unchanged.
@@ -110,7 +117,7 @@ def begun_fingerprint(run_folder: Path) -> str | None:
 
 
 def begun_shards(run_folder: Path) -> str | None:
-    """The fingerprint of the token shards that a run was begun with; None if it has not begun.
+    """The fingerprint of the shards that a run was begun with; None if it has not begun.
 
     Raises SpecError if its file is damaged.
     """
@@ -194,9 +201,12 @@ def changed_settings(begun: RunSpec, spec: RunSpec) -> list[str]:
 
 
 def _settings(spec: RunSpec) -> dict[str, Any]:
-    identity = spec.identity()
-    where = {"source", "mixed_with", "revision"}
-    return identity | {"corpus": {name: value for name, value in identity["corpus"].items() if name not in where}}
+    """Return the identity settings, without the location of the text or of the pairs."""
+    where: dict[str, set[str]] = {"corpus": {"source", "mixed_with", "revision"}, "pairs": {*SPLITS}}
+    return {
+        part: {name: value for name, value in settings.items() if name not in where.get(part, set())}
+        for part, settings in spec.identity().items()
+    }
 
 
 def _refuse_changes(name: str, changed: list[str]) -> None:
@@ -209,12 +219,12 @@ def _refuse_changes(name: str, changed: list[str]) -> None:
         )
 
 
-def finished(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint | None:
+def finished(spec: RunSpec, shards: Shards, progress: Progress = silent) -> Checkpoint | None:
     """The record of the run's last checkpoint if training has ended and all of its files verify, else None."""
     return reusable(Checkpoint, spec.run_folder, run_fingerprint(spec, shards), progress)
 
 
-def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress: Progress = silent) -> Path:
+def write_job(spec: RunSpec, shards: Shards, attempt_folder: Path, progress: Progress = silent) -> Path:
     """Choose the newest complete checkpoint, verify it, and write the job file for the ranks.
 
     A checkpoint that was written in another layout than the spec's is consolidated first. If the user asked to begin
@@ -253,7 +263,7 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
     return path
 
 
-def is_job_of(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> bool:
+def is_job_of(spec: RunSpec, shards: Shards, attempt_folder: Path) -> bool:
     """Whether an attempt's job is for this spec and these shards; the checkpoint it began from does not matter.
 
     The path of the weights that the run started from is not compared, because it may differ on nodes.
@@ -264,7 +274,7 @@ def is_job_of(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> bool:
     return described == spec and job.run_fingerprint == run_fingerprint(spec, shards)
 
 
-def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint:
+def conclude(spec: RunSpec, shards: Shards, progress: Progress = silent) -> Checkpoint:
     """Verify the results of the ranks and write the run's manifest, the only sign that training has ended.
 
     Raises LaunchError if the witness is missing, and the errors of ``require_complete`` for the last checkpoint.
@@ -291,7 +301,7 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
     ).commit()
 
 
-def _require_own_checkpoints(spec: RunSpec, shards: TokenShards) -> None:
+def _require_own_checkpoints(spec: RunSpec, shards: Shards) -> None:
     """Raise RunChanged if there is a checkpoint of another run, for example because ``run.json`` was replaced."""
     folder, own = spec.run_folder / CHECKPOINTS, run_fingerprint(spec, shards)
     for tag in tags_in(folder):

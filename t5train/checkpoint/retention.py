@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 from t5train.data.samples.span_corruption import geometry
 from t5train.model.model_shape import T5Shape, count_expert_parameters, count_parameters
-from t5train.model.pipeline_split import stage_parameters
+from t5train.model.pipeline.pipeline_split import stage_parameters
 from t5train.spec import RunSpec
 
 

@@ -40,7 +40,7 @@ from t5train.spec import RunSpec
 _HOPPER = 9  # major compute capability
 
 if TYPE_CHECKING:
-    from t5train.model.pipeline_model import T5Pipeline
+    from t5train.model.pipeline.pipeline_model import T5Pipeline
 
 
 def compile_sublayers(model: nn.Module) -> None:
@@ -205,7 +205,7 @@ def _can_fuse_parts(engine: Any) -> bool:
 def _use_kernels(model: "T5 | T5Pipeline", spec: RunSpec, shape: T5Shape) -> None:
     """Let the model train with our kernels where they can replace torch's: in 16 bits, on NVIDIA GPUs.
 
-    Attention with dropout, or with heads of another width, stays torch's.
+    Attention with dropout, on rows of pairs, or with heads of another width, stays torch's.
     """
     if spec.optimizer.precision == "fp32" or not _has_kernels():
         return
@@ -214,7 +214,8 @@ def _use_kernels(model: "T5 | T5Pipeline", spec: RunSpec, shape: T5Shape) -> Non
     gated_gelu.use_in(model)
     for _, layer in model.sparse_layers():
         layer.dispatch = _dispatch(spec, shape, biased_attention.capability())
-    if shape.dropout_rate == 0 and shape.d_kv in KERNEL_HEAD_WIDTHS:
+    # The kernel knows no segments of rows.
+    if shape.dropout_rate == 0 and shape.d_kv in KERNEL_HEAD_WIDTHS and not spec.is_fine_tuning:
         biased_attention.use_in(model)
 
 
@@ -260,7 +261,7 @@ def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict
 def _pipeline_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> Any:
     """Build an engine that holds one pipeline stage of the model."""
     from t5train.engine.pipeline_engine import PipelineEngine
-    from t5train.model.pipeline_model import T5Pipeline
+    from t5train.model.pipeline.pipeline_model import T5Pipeline
 
     with NoDefaultValues():
         model = T5Pipeline(shape, pad_id, spec.layout.pipeline_stages, geometry(spec.objective))

@@ -11,7 +11,7 @@ from t5train.model.t5 import T5
 from t5train.records.metrics import STARVING, Values
 
 if TYPE_CHECKING:
-    from t5train.model.pipeline_model import T5Pipeline
+    from t5train.model.pipeline.pipeline_model import T5Pipeline
 
 # An expert with less than this fraction of an even share learns almost nothing; the others do its work.
 STARVING_SHARE = 0.1

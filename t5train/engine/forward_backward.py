@@ -1,20 +1,20 @@
 """Forward and backward passes, of an engine that holds the whole model or of a pipeline, which DeepSpeed schedules."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from t5train.data.samples.loader import Batch
+from t5train.data.samples.loader import Batch, Segments
 from t5train.engine.collectives import on_accelerator
 from t5train.engine.engine import norm_of_step, update
 from t5train.engine.expert_routing import Routing
 from t5train.engine.gradient_accumulation import Fp32Sums, sums_of
 from t5train.errors import TooManySkippedSteps
-from t5train.model.t5 import T5
+from t5train.model.t5 import T5, PairRows
 from t5train.spec import RunSpec
 
 
@@ -29,6 +29,16 @@ class StepResult(NamedTuple):
     gradient_norm: float | None
 
 
+class Predictions(NamedTuple):
+    """For each target token of a batch, [b, t]: the cross-entropy in nats, fp32, and whether it is the likeliest.
+
+    Of padding, the loss is 0, and ``is_hit`` False.
+    """
+
+    losses: np.ndarray
+    is_hit: np.ndarray
+
+
 class Passes(Protocol):
     """The passes of an engine: a training step, and losses of samples without training on them."""
 
@@ -39,18 +49,22 @@ class Passes(Protocol):
         """Return the cross-entropy in nats, fp32 [b, t], of each batch, with the model in evaluation mode.
 
         A collective: every rank must pass the same number of batches, of the same size. The result is empty on a rank
-        that computes no losses.
+        that computes no losses. Padding has the loss 0.
         """
+
+    def predictions(self, batches: Sequence[Batch]) -> list[Predictions]:
+        """As ``token_losses``, with whether the model predicts each token."""
 
 
 class WholePasses:
     """Passes of an engine that holds the whole model, from the embedding to the loss.
 
     With ``sums``, the engine gets the summed gradients only after the last pass of a step, and then reduces them.
+    ``passes_a_step`` are those of all ranks.
     """
 
-    def __init__(self, engine: Any, routing: Routing, sums: Fp32Sums | None) -> None:
-        self._engine, self._routing, self._sums = engine, routing, sums
+    def __init__(self, engine: Any, routing: Routing, sums: Fp32Sums | None, passes_a_step: int = 1) -> None:
+        self._engine, self._routing, self._sums, self._passes_a_step = engine, routing, sums, passes_a_step
         self._model: T5 = engine.module
         engine.enable_backward_allreduce = sums is None
 
@@ -58,7 +72,7 @@ class WholePasses:
         """See Passes."""
         seen, norm = list[Tensor](), None
         for batch in batches:
-            loss = self._engine(on_accelerator(batch.inputs), on_accelerator(batch.targets))
+            loss = self._engine(*self._arguments(batch))
             self._engine.backward(loss)
             if self._sums and self._engine.is_gradient_accumulation_boundary():
                 self._sums.hand_over()
@@ -71,14 +85,26 @@ class WholePasses:
 
     def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
         """See Passes."""
+        with self._evaluating():
+            return [self._model.token_losses(*self._arguments(batch)).cpu().numpy() for batch in batches]
+
+    def predictions(self, batches: Sequence[Batch]) -> list[Predictions]:
+        """See Passes."""
+        with self._evaluating():
+            found = [self._model.predictions(*self._arguments(batch)) for batch in batches]
+            return [Predictions(*(each.cpu().numpy() for each in both)) for both in found]
+
+    def _arguments(self, batch: Batch) -> tuple[Any, ...]:
+        """Return the model's arguments for a batch: rows only of pairs, so that text is compiled without them."""
+        tokens = on_accelerator(batch.inputs), on_accelerator(batch.targets)
+        return tokens if batch.segments is None else (*tokens, rows_of(batch.segments, self._passes_a_step))
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         self._model.eval()
         with torch.no_grad(), self._uncompiled():
-            losses = [
-                self._model.token_losses(on_accelerator(batch.inputs), on_accelerator(batch.targets)).cpu().numpy()
-                for batch in batches
-            ]
+            yield
         self._model.train()
-        return losses
 
     def _uncompiled(self) -> AbstractContextManager[None]:
         """Switch compiled parts off: evaluation is rare, and DeepSpeed's experts get other sizes with every batch."""
@@ -87,6 +113,19 @@ class WholePasses:
         if any(each._compiled_call_impl is not None or "forward" in vars(each) for each in self._model.modules()):
             eager = torch.compiler.set_stance("force_eager")  # imports the compiler, which takes a second
         return eager
+
+
+def rows_of(segments: Segments, passes_a_step: int) -> PairRows:
+    """Return rows of pairs on the accelerator.
+
+    DeepSpeed averages gradients over the passes and ranks of a step. Their scale makes this average that of the mean
+    loss of all target tokens of the step, wherever they are.
+    """
+    inputs, targets = on_accelerator(segments.inputs), on_accelerator(segments.targets)
+    scale = torch.full((), passes_a_step / segments.global_targets, dtype=torch.float32, device=inputs.device)
+    if segments.input_keys is None or segments.target_keys is None:
+        return PairRows(inputs, targets, None, None, scale)
+    return PairRows(inputs, targets, on_accelerator(segments.input_keys), on_accelerator(segments.target_keys), scale)
 
 
 def _result(passes: list[list[float]], norm: float | None) -> StepResult:
@@ -142,12 +181,17 @@ class PipelinePasses:
         self._engine.module.train()
         return [each.cpu().numpy() for each in losses] if self._engine.is_last_stage() else []
 
+    def predictions(self, batches: Sequence[Batch]) -> list[Predictions]:
+        """See Passes; RunSpec refuses pipelines for pairs, which alone need it."""
+        raise NotImplementedError
+
 
 def passes_of(engine: Any, spec: RunSpec, routing: Routing) -> Passes:
     """Return the passes of an engine that was built for ``spec``."""
     if spec.layout.pipeline_stages > 1:
         return PipelinePasses(engine)
-    return WholePasses(engine, routing, sums_of(engine.module, spec))
+    passes_a_step = spec.data_parallel_size * spec.gradient_accumulation
+    return WholePasses(engine, routing, sums_of(engine.module, spec), passes_a_step)
 
 
 def _as_deepspeed_takes(batch: Batch) -> tuple[tuple[Tensor, Tensor], Tensor]:

@@ -31,7 +31,7 @@ they grow with the micro-batch, and depend on how the model is compiled.
 from typing import NamedTuple
 
 from t5train.data.samples.loader import PREFETCHED_BATCHES
-from t5train.data.samples.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry, row_lengths
 from t5train.engine.deepspeed_config import (
     BUCKET_ELEMENTS,
     SUB_GROUP_ELEMENTS,
@@ -48,6 +48,7 @@ UNCUT_BUCKET_ELEMENTS = 500_000_000
 FETCHED, PROCESS, WITNESS = "parameters fetched", "process", "witness at the end, rank 0"
 _MASTER, _MOMENTS = 4, 8
 _ID, _TOKEN, _NOISE = 8, 4, 12
+_SEGMENT, _KEY = 4, 8
 
 
 class Held(NamedTuple):
@@ -117,9 +118,12 @@ def host_bytes(spec: RunSpec, shape: T5Shape, ranks: range | None = None) -> int
 
 def _batches(spec: RunSpec) -> int:
     """Return the bytes of the prefetched batches, the one in use and the one being made, with its random numbers."""
-    shape, batch = geometry(spec.objective), spec.layout.micro_batch_sequences
-    made = _ID + _TOKEN * (shape.input_tokens + shape.target_tokens)
-    noise = _NOISE * shape.window_tokens
+    batch, tokens = spec.layout.micro_batch_sequences, sum(row_lengths(spec))
+    made, noise = _ID + _TOKEN * tokens, 0
+    if spec.is_fine_tuning:
+        made += (_SEGMENT + _KEY * (spec.model.dropout_rate > 0)) * tokens
+    else:
+        noise = _NOISE * geometry(spec.objective).window_tokens
     return batch * (made * (PREFETCHED_BATCHES + 2) + noise)
 
 

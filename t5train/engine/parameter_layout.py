@@ -17,7 +17,7 @@ from t5train.model.parameters import ExpertLayer, ParameterSlot, huggingface_nam
 from t5train.model.t5 import T5
 
 if TYPE_CHECKING:
-    from t5train.model.pipeline_model import T5Pipeline
+    from t5train.model.pipeline.pipeline_model import T5Pipeline
 
 
 def describe(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from t5train.engine.gradient_accumulation import Fp32Sums
-from t5train.model.pipeline_model import T5Pipeline
+from t5train.model.pipeline.pipeline_model import T5Pipeline
 
 
 class RecordedPasses:

@@ -24,7 +24,7 @@ def checkpoint_activations(model: nn.Module) -> None:
             module.recompute = True
 
 
-def recomputed(part: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+def recomputed(part: Callable[..., Tensor], *inputs: Tensor | tuple[Tensor | None, ...] | None) -> Tensor:
     """Return ``part(*inputs)`` without keeping its activations: the backward pass runs ``part`` again to save memory.
 
     Dropout repeats, because the state of the random generators is restored.

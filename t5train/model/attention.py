@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from t5train.model.counted_dropout import branch, dropped
 from t5train.model.model_shape import RELATIVE_BUCKETS, RELATIVE_MAX_DISTANCE, T5Shape
 from t5train.model.projections import joint_projection
 
@@ -35,21 +36,38 @@ class Attention(nn.Module):
         if position_bias is not None:
             self.relative_attention_bias = position_bias
 
-    def forward(self, hidden: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
-        """``hidden`` [b, q, d_model] attends to ``memory`` [b, k, d_model]; a ``bias`` of PositionBias is added."""
+    def forward(
+        self,
+        hidden: Tensor,
+        memory: Tensor,
+        bias: Tensor | None,
+        keys: Tensor | None = None,
+        memory_keys: Tensor | None = None,
+    ) -> Tensor:
+        """``hidden`` [b, q, d_model] attends to ``memory`` [b, k, d_model]; a ``bias`` of PositionBias is added.
+
+        In training, ``keys`` [b, q] and ``memory_keys`` [b, k] decide which weights dropout drops, if they are given.
+        """
         if self.kernel is not None and self.training:
             mixed = self.kernel(*self._packed(hidden, memory), bias, self.causal)
         else:
-            mixed = self._mix(hidden, memory, bias).transpose(1, 2)
+            mixed = self._mix(hidden, memory, bias, keys, memory_keys).transpose(1, 2)
         output: Tensor = self.o(mixed.reshape(*hidden.shape[:-1], -1))
         return output
 
-    def _mix(self, hidden: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
+    def _mix(
+        self, hidden: Tensor, memory: Tensor, bias: Tensor | None, keys: Tensor | None, memory_keys: Tensor | None
+    ) -> Tensor:
         """Return what each head attends to, [b, heads, q, d_kv]."""
         # view_as makes one graph node for all uses below, so that their gradients are summed there, with or without a
         # hook before it (ZeRO 3 adds one). Every layout then computes the same bits.
         hidden, memory = hidden.view_as(hidden), memory.view_as(memory)
         query, key, value = self._heads(self.q(hidden)), self._heads(self.k(memory)), self._heads(self.v(memory))
+        if self.training and keys is not None and memory_keys is not None:
+            scores = query @ key.transpose(-1, -2)
+            weights = functional.softmax((scores if bias is None else scores + bias).float(), dim=-1).to(value.dtype)
+            of_heads = branch(keys.unsqueeze(1), torch.arange(self.num_heads, device=keys.device).unsqueeze(1))
+            return dropped(weights, self.dropout_rate, of_heads, memory_keys.int()[:, None, None]) @ value
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=self.dropout_rate if self.training else 0.0, scale=1.0
         )
@@ -80,12 +98,13 @@ class PositionBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(RELATIVE_BUCKETS, shape.num_heads))
         self.causal = causal
 
-    def forward(self, length: int) -> Tensor:
+    def forward(self, length: int, segments: Tensor | None = None) -> Tensor:
         """Return the bias [1, heads, length, length] of pairs of positions; the lowest finite number where masked.
 
-        For a kernel, return its table of the bias instead; the kernel masks the future itself.
+        With ``segments`` [b, length], it is [b, heads, length, length], and other segments are masked, too. For a
+        kernel, return its table of the bias instead; the kernel masks the future itself.
         """
-        if self.table_of is not None and self.training:
+        if self.table_of is not None and self.training and segments is None:
             return self.table_of(self._by_distance())
         positions = torch.arange(length, device=self.weight.device)
         distance = positions[None, :] - positions[:, None]
@@ -93,12 +112,24 @@ class PositionBias(nn.Module):
         bias = bias.permute(2, 0, 1).unsqueeze(0)
         if self.causal:
             bias = torch.where(distance <= 0, bias, torch.finfo(bias.dtype).min)
+        if segments is not None:
+            bias = torch.where(sees(segments, segments), bias, torch.finfo(bias.dtype).min)
         return bias.contiguous()
 
     def _by_distance(self) -> Tensor:
         """Return the bias [heads, 257] of the distances from -128 to 128; farther ones have the same."""
         distance = torch.arange(-RELATIVE_MAX_DISTANCE, RELATIVE_MAX_DISTANCE + 1, device=self.weight.device)
         return functional.embedding(_bucket(distance, bidirectional=not self.causal), self.weight).T
+
+
+def sees(segments: Tensor, of_memory: Tensor) -> Tensor:
+    """Return which tokens of ``of_memory`` [b, k] those of ``segments`` [b, q] attend to, bool [b, 1, q, k].
+
+    Those of their own segment. Padding, segment 0, attends to everything: nothing depends on it, and attention to
+    nothing would not be a number.
+    """
+    queries, keys = segments[:, None, :, None], of_memory[:, None, None, :]
+    return (queries == keys) | (queries == 0)
 
 
 def _bucket(distance: Tensor, bidirectional: bool) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from t5train.model.counted_dropout import CountedDropout
 from t5train.model.model_shape import T5Shape
 from t5train.model.projections import joint_projection
 
@@ -19,11 +20,11 @@ class FeedForward(nn.Module):
         super().__init__()
         self.wi = nn.Linear(shape.d_model, shape.d_ff, bias=False)
         self.wo = nn.Linear(shape.d_ff, shape.d_model, bias=False)
-        self.dropout = nn.Dropout(shape.dropout_rate)
+        self.dropout = CountedDropout(shape.dropout_rate)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[b, n, d_model] to the same shape."""
-        return cast(Tensor, self.wo(self.dropout(functional.relu(self.wi(hidden)))))
+    def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
+        """[b, n, d_model] to the same shape; ``keys`` [b, n] are those of CountedDropout."""
+        return cast(Tensor, self.wo(self.dropout(functional.relu(self.wi(hidden)), keys)))
 
 
 class GatedFeedForward(nn.Module):
@@ -39,14 +40,15 @@ class GatedFeedForward(nn.Module):
         self.wi_0 = nn.Linear(shape.d_model, shape.d_ff, bias=False)
         self.wi_1 = nn.Linear(shape.d_model, shape.d_ff, bias=False)
         self.wo = nn.Linear(shape.d_ff, shape.d_model, bias=False)
-        self.dropout = nn.Dropout(shape.dropout_rate)
+        self.dropout = CountedDropout(shape.dropout_rate)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[b, n, d_model] to the same shape."""
+    def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
+        """[b, n, d_model] to the same shape; ``keys`` [b, n] are those of CountedDropout."""
         if self.kernel is not None and self.training:
-            return cast(Tensor, self.wo(self.dropout(self.kernel(joint_projection(hidden, self.wi_0, self.wi_1)))))
+            gated = self.kernel(joint_projection(hidden, self.wi_0, self.wi_1))
+            return cast(Tensor, self.wo(self.dropout(gated, keys)))
         gate = self._gelu(self.wi_0(hidden))
-        return cast(Tensor, self.wo(self.dropout(gate * self.wi_1(hidden))))
+        return cast(Tensor, self.wo(self.dropout(gate * self.wi_1(hidden), keys)))
 
     def _gelu(self, hidden: Tensor) -> Tensor:
         """Compute GELU's tanh approximation: one kernel in training, otherwise step by step, as Hugging Face rounds."""

@@ -6,14 +6,15 @@ routers have other names in DeepSpeed (see t5train.engine.parameter_layout).
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from t5train.model.activation_checkpointing import Recomputable, recomputed
-from t5train.model.attention import Attention, PositionBias
+from t5train.model.attention import Attention, PositionBias, sees
+from t5train.model.counted_dropout import CountedDropout, branch
 from t5train.model.feed_forward import FeedForward, GatedFeedForward
 from t5train.model.model_shape import LAYER_NORM_EPSILON, T5Shape
 
@@ -21,10 +22,51 @@ if TYPE_CHECKING:
     from t5train.model.mixture_of_experts import SparseFeedForward
 
 
+_IGNORED = -100  # torch's cross-entropy leaves such targets out
+_EMBEDDED, _FINAL, _BLOCKS = 0, 1, 2  # branches of a stack's keys of dropout; from _BLOCKS on, one for each block
+_OUTPUT, _INNER = 0, 1  # branches of a sublayer's keys
+
+
+class PairRows(NamedTuple):
+    """What a model must know of rows that hold several pairs of source and target.
+
+    ``input_segments`` [b, s] and ``target_segments`` [b, t] number the pairs of a row from 1; padding is 0. Every pair
+    has a source and a target. ``input_keys`` and ``target_keys``, int64 of the same shapes, are the keys of dropout
+    (``t5train.model.counted_dropout``); None without. ``scale``, fp32 of no dimension, is what the sum of the losses of
+    all target tokens is multiplied by.
+    """
+
+    input_segments: Tensor
+    target_segments: Tensor
+    input_keys: Tensor | None
+    target_keys: Tensor | None
+    scale: Tensor
+
+
+class BlockRows(NamedTuple):
+    """What a block must know of rows of pairs: the ``mask`` [b, 1, n, m] of its attention to the memory, and keys.
+
+    ``keys`` [b, n] of its dropout are its own, ``memory_keys`` [b, m] those of the memory's tokens.
+    """
+
+    mask: Tensor | None = None
+    keys: Tensor | None = None
+    memory_keys: Tensor | None = None
+
+
+_NO_ROWS = BlockRows()
+
+
 class T5(nn.Module):
-    """Encoder and decoder with a shared embedding. ``forward`` returns the training loss."""
+    """Encoder and decoder with a shared embedding. ``forward`` returns the training loss.
+
+    In training on rows of pairs, ``label_smoothing`` is the weight of the mean loss over the vocabulary, and ``z_loss``
+    that of the squared logarithm of softmax's denominator.
+    """
 
     pipeline_layers: Mapping[str, str] = MappingProxyType({})
+    label_smoothing = 0.0
+    z_loss = 0.0
 
     def __init__(self, shape: T5Shape, decoder_start_id: int, expert_parallel_size: int = 1) -> None:
         super().__init__()
@@ -36,11 +78,14 @@ class T5(nn.Module):
         if not shape.tied:
             self.lm_head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor, rows: PairRows | None = None) -> Tensor:
         """Return the mean cross-entropy in nats of ``targets`` [b, t] given ``inputs`` [b, s], over all positions.
 
-        The losses of routers are added, if there are any.
+        The losses of routers are added, if there are any. With ``rows``, return the sum over all positions that are no
+        padding, times its scale.
         """
+        if rows is not None:
+            return self._sum_of_losses(self._flat_logits(inputs, targets, rows), targets, rows) * rows.scale
         loss = functional.cross_entropy(self._flat_logits(inputs, targets), targets.reshape(-1))
         for _, layer in self.sparse_layers():
             loss = loss + layer.router_loss
@@ -54,28 +99,53 @@ class T5(nn.Module):
                     path = f"{name}.block.{index}.layer.{2 if stack.is_decoder else 1}.mlp"
                     yield path, cast("SparseFeedForward", self.get_submodule(path))
 
-    def token_losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy in nats of each target token, [b, t], fp32."""
-        losses = functional.cross_entropy(self._flat_logits(inputs, targets), targets.reshape(-1), reduction="none")
-        return losses.view(targets.shape)
+    def token_losses(self, inputs: Tensor, targets: Tensor, rows: PairRows | None = None) -> Tensor:
+        """Return the cross-entropy in nats of each target token, [b, t], fp32; 0 for padding."""
+        return _token_losses(self._flat_logits(inputs, targets, rows), targets, rows)
 
-    def logits(self, inputs: Tensor, decoder_inputs: Tensor) -> Tensor:
+    def predictions(self, inputs: Tensor, targets: Tensor, rows: PairRows | None = None) -> tuple[Tensor, Tensor]:
+        """Return ``token_losses``, and whether the likeliest token is the target, bool [b, t]; False for padding."""
+        logits = self._flat_logits(inputs, targets, rows)
+        is_hit = logits.argmax(-1).view(targets.shape) == targets
+        if rows is not None:
+            is_hit &= rows.target_segments > 0
+        return _token_losses(logits, targets, rows), is_hit
+
+    def logits(self, inputs: Tensor, decoder_inputs: Tensor, rows: PairRows | None = None) -> Tensor:
         """Return logits [b, t, vocab_size], computed in the dtype of the weights."""
-        return self.decode(self.encode(inputs), decoder_inputs)
+        return self.decode(self.encode(inputs, rows), decoder_inputs, rows)
 
-    def encode(self, inputs: Tensor) -> Tensor:
+    def encode(self, inputs: Tensor, rows: PairRows | None = None) -> Tensor:
         """Return the encoder's states [b, s, d_model]."""
-        return cast(Tensor, self.encoder(self.shared(inputs)))
+        return cast(Tensor, self.encoder(self.shared(inputs), None, rows))
 
-    def decode(self, memory: Tensor, decoder_inputs: Tensor) -> Tensor:
+    def decode(self, memory: Tensor, decoder_inputs: Tensor, rows: PairRows | None = None) -> Tensor:
         """Return the same logits as ``logits``, given the encoder's states."""
-        hidden = self.decoder(self.shared(decoder_inputs), memory)
+        hidden = self.decoder(self.shared(decoder_inputs), memory, rows)
         if self.shape.tied:
             return cast(Tensor, self.shared(hidden * self.shape.d_model**-0.5, is_output=True))
         return cast(Tensor, self.lm_head(hidden))
 
-    def _flat_logits(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.logits(inputs, shift_right(targets, self.decoder_start_id)).float().view(-1, self.shape.vocab_size)
+    def _flat_logits(self, inputs: Tensor, targets: Tensor, rows: PairRows | None = None) -> Tensor:
+        decoder_inputs = shift_right(targets, self.decoder_start_id, None if rows is None else rows.target_segments)
+        return self.logits(inputs, decoder_inputs, rows).float().view(-1, self.shape.vocab_size)
+
+    def _sum_of_losses(self, logits: Tensor, targets: Tensor, rows: PairRows) -> Tensor:
+        labels = _labels(targets, rows)
+        loss = functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
+        if self.z_loss:
+            squares = logits.logsumexp(-1).square()
+            loss = loss + self.z_loss * torch.where(labels != _IGNORED, squares, 0).sum()
+        return loss
+
+
+def _token_losses(logits: Tensor, targets: Tensor, rows: PairRows | None) -> Tensor:
+    return functional.cross_entropy(logits, _labels(targets, rows), reduction="none").view(targets.shape)
+
+
+def _labels(targets: Tensor, rows: PairRows | None) -> Tensor:
+    """Return the targets, flat, without padding."""
+    return (targets if rows is None else targets.masked_fill(rows.target_segments == 0, _IGNORED)).reshape(-1)
 
 
 class SharedEmbedding(nn.Embedding):
@@ -89,10 +159,14 @@ class SharedEmbedding(nn.Embedding):
         return functional.linear(tokens, self.weight) if is_output else super().forward(tokens)
 
 
-def shift_right(targets: Tensor, start_id: int) -> Tensor:
-    """Return decoder inputs [b, t]: the start id, then the targets without the last one."""
+def shift_right(targets: Tensor, start_id: int, segments: Tensor | None = None) -> Tensor:
+    """Return decoder inputs [b, t]: the start id, then the targets without the last one; in each of the segments."""
     start = targets.new_full((targets.shape[0], 1), start_id)
-    return torch.cat([start, targets[:, :-1]], dim=1)
+    shifted = torch.cat([start, targets[:, :-1]], dim=1)
+    if segments is None:
+        return shifted
+    begins = segments.diff(dim=1, prepend=torch.full_like(start, -1)) != 0
+    return shifted.masked_fill(begins, start_id)
 
 
 class Stack(nn.Module):
@@ -106,15 +180,30 @@ class Stack(nn.Module):
             for index in range(num_layers)
         )
         self.final_layer_norm = RMSNorm(shape.d_model)
-        self.dropout = nn.Dropout(shape.dropout_rate)
+        self.dropout = CountedDropout(shape.dropout_rate)
 
-    def forward(self, embedded: Tensor, memory: Tensor | None = None) -> Tensor:
+    def forward(self, embedded: Tensor, memory: Tensor | None = None, rows: PairRows | None = None) -> Tensor:
         """Map ``embedded`` [b, n, d_model] to the same shape; a decoder attends to ``memory`` [b, m, d_model]."""
+        if rows is not None:
+            return self._forward_rows(embedded, memory, rows)
         bias = cast(Block, self.block[0]).position_bias(embedded.shape[1])
         hidden = self.dropout(embedded)
         for block in self.block:
             hidden = block(hidden, bias, memory)
         return cast(Tensor, self.dropout(self.final_layer_norm(hidden)))
+
+    def _forward_rows(self, embedded: Tensor, memory: Tensor | None, rows: PairRows) -> Tensor:
+        segments = rows.target_segments if self.is_decoder else rows.input_segments
+        keys = rows.target_keys if self.is_decoder else rows.input_keys
+        bias = cast(Block, self.block[0]).position_bias(embedded.shape[1], segments)
+        mask = None
+        if memory is not None:
+            lowest = torch.finfo(memory.dtype).min
+            mask = torch.where(sees(segments, rows.input_segments), memory.new_zeros(()), lowest)
+        hidden = self.dropout(embedded, branch(keys, _EMBEDDED))
+        for number, block in enumerate(self.block):
+            hidden = block(hidden, bias, memory, BlockRows(mask, branch(keys, _BLOCKS + number), rows.input_keys))
+        return cast(Tensor, self.dropout(self.final_layer_norm(hidden), branch(keys, _FINAL)))
 
 
 class Block(Recomputable):
@@ -144,27 +233,32 @@ class Block(Recomputable):
         """The stack's position bias, which its first block owns."""
         return cast(SelfAttentionStep, self.layer[0]).SelfAttention.relative_attention_bias
 
-    def forward(self, hidden: Tensor, bias: Tensor, memory: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, bias: Tensor, memory: Tensor | None, rows: BlockRows = _NO_ROWS) -> Tensor:
         """Run the block; shapes as in Stack.
 
         With recomputation, activations of experts are still kept: a second pass would count their tokens twice, and
         all ranks must exchange tokens in the same order.
         """
         if not self.recompute:
-            return self._feed_forward(self._attend(hidden, bias, memory))
+            return self._whole(hidden, bias, memory, *rows)
         if self.is_sparse:
-            return self._feed_forward(recomputed(self._attend, hidden, bias, memory))
-        return recomputed(self._whole, hidden, bias, memory)
+            return self._feed_forward(recomputed(self._attend, hidden, bias, memory, *rows), rows.keys)
+        return recomputed(self._whole, hidden, bias, memory, *rows)
 
-    def _whole(self, hidden: Tensor, bias: Tensor, memory: Tensor | None) -> Tensor:
-        return self._feed_forward(self._attend(hidden, bias, memory))
+    def _whole(self, hidden: Tensor, bias: Tensor, memory: Tensor | None, *rows: Tensor | None) -> Tensor:
+        return self._feed_forward(self._attend(hidden, bias, memory, *rows), BlockRows(*rows).keys)
 
-    def _attend(self, hidden: Tensor, bias: Tensor, memory: Tensor | None) -> Tensor:
-        hidden = self.layer[0](hidden, bias)
-        return hidden if memory is None else cast(Tensor, self.layer[1](hidden, memory))
+    def _attend(self, hidden: Tensor, bias: Tensor, memory: Tensor | None, *rows: Tensor | None) -> Tensor:
+        mask, keys, memory_keys = BlockRows(*rows)
+        hidden = self.layer[0](hidden, bias, branch(keys, 0))
+        return (
+            hidden
+            if memory is None
+            else cast(Tensor, self.layer[1](hidden, memory, mask, branch(keys, 1), memory_keys))
+        )
 
-    def _feed_forward(self, hidden: Tensor) -> Tensor:
-        return cast(Tensor, self.layer[-1](hidden))
+    def _feed_forward(self, hidden: Tensor, keys: Tensor | None) -> Tensor:
+        return cast(Tensor, self.layer[-1](hidden, branch(keys, 2)))
 
 
 class SelfAttentionStep(nn.Module):
@@ -174,12 +268,13 @@ class SelfAttentionStep(nn.Module):
         super().__init__()
         self.SelfAttention = Attention(shape, position_bias, causal)
         self.layer_norm = RMSNorm(shape.d_model)
-        self.dropout = nn.Dropout(shape.dropout_rate)
+        self.dropout = CountedDropout(shape.dropout_rate)
 
-    def forward(self, hidden: Tensor, bias: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, bias: Tensor, keys: Tensor | None = None) -> Tensor:
         """Shapes as in Attention."""
         normed = self.layer_norm(hidden)
-        return cast(Tensor, hidden + self.dropout(self.SelfAttention(normed, normed, bias)))
+        attention = self.SelfAttention(normed, normed, bias, branch(keys, _INNER), keys)
+        return cast(Tensor, hidden + self.dropout(attention, branch(keys, _OUTPUT)))
 
 
 class CrossAttentionStep(nn.Module):
@@ -189,12 +284,20 @@ class CrossAttentionStep(nn.Module):
         super().__init__()
         self.EncDecAttention = Attention(shape)
         self.layer_norm = RMSNorm(shape.d_model)
-        self.dropout = nn.Dropout(shape.dropout_rate)
+        self.dropout = CountedDropout(shape.dropout_rate)
 
-    def forward(self, hidden: Tensor, memory: Tensor) -> Tensor:
-        """Shapes as in Attention."""
-        attention = self.EncDecAttention(self.layer_norm(hidden), memory, self._bias(hidden, memory))
-        return cast(Tensor, hidden + self.dropout(attention))
+    def forward(
+        self,
+        hidden: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        keys: Tensor | None = None,
+        memory_keys: Tensor | None = None,
+    ) -> Tensor:
+        """Shapes as in Attention; ``mask`` [b, 1, q, k] is added to the scores."""
+        bias = self._bias(hidden, memory) if mask is None else mask
+        attention = self.EncDecAttention(self.layer_norm(hidden), memory, bias, branch(keys, _INNER), memory_keys)
+        return cast(Tensor, hidden + self.dropout(attention, branch(keys, _OUTPUT)))
 
     def _bias(self, hidden: Tensor, memory: Tensor) -> Tensor | None:
         """Return None in training, which is faster, and zeros otherwise, because Hugging Face's model has a bias.
@@ -214,11 +317,13 @@ class FeedForwardStep(nn.Module):
         self.name = "mlp" if shape.moe.num_experts else "DenseReluDense"
         self.add_module(self.name, _feed_forward(shape, index, expert_parallel_size))
         self.layer_norm = RMSNorm(shape.d_model)
-        self.dropout = nn.Dropout(shape.dropout_rate)
+        self.dropout = CountedDropout(shape.dropout_rate)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
         """[b, n, d_model] to the same shape."""
-        return cast(Tensor, hidden + self.dropout(self.get_submodule(self.name)(self.layer_norm(hidden))))
+        layer, normed = self.get_submodule(self.name), self.layer_norm(hidden)
+        inner = layer(normed) if keys is None else layer(normed, branch(keys, _INNER))
+        return cast(Tensor, hidden + self.dropout(inner, branch(keys, _OUTPUT)))
 
 
 def _feed_forward(shape: T5Shape, index: int, expert_parallel_size: int) -> nn.Module:

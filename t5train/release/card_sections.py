@@ -8,7 +8,13 @@ from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.unknown_pieces import unknown_line
 from t5train.quantities import quantity
-from t5train.records.metrics import UNIGRAM, VALIDATION, has_learned_nothing
+from t5train.records.metrics import (
+    SHUFFLED_OF_TARGETS,
+    UNIGRAM,
+    UNIGRAM_OF_TARGETS,
+    beside_baseline,
+    has_learned_nothing,
+)
 from t5train.records.stage_records import OF_TEXT, REMOVED, REPEATED
 from t5train.records.witness import TrainedModel, Witness
 from t5train.release.markdown import code, escaped
@@ -25,6 +31,19 @@ MEANINGS = {
     "is above the validation loss if the model uses its input.",
     "validation_loss": "Loss of all target tokens of the validation split.",
     "test_loss": "Loss of all target tokens of the test split.",
+    "validation_exact_match": "Share of the pairs of the validation split whose target greedy decoding gives exactly: "
+    "every token is the most likely one, given those before it.",
+    "validation_token_accuracy": "Share of the target tokens that are the most likely ones, given those before them.",
+    "test_exact_match": "The same share of the pairs of the test split, which is used for nothing else.",
+    "test_token_accuracy": "The same share of the target tokens of the test split.",
+    UNIGRAM_OF_TARGETS: "The unigram baseline: loss of the same tokens for a model that knows only how often each "
+    "token occurs in the targets of the training split. A model that has learned anything is below it.",
+    SHUFFLED_OF_TARGETS: "Loss of the same tokens if each target is paired with the source of another pair. It is "
+    "above the validation loss if the model uses its input.",
+    "validation_pairs": "Number of pairs of the validation split that were measured.",
+    "validation_target_tokens": "Number of target tokens in these pairs.",
+    "test_pairs": "Number of pairs of the test split that were measured.",
+    "test_target_tokens": "Number of target tokens in these pairs.",
     "validation_sequences": "Number of sequences of the validation split that were measured. `t5-pretrain evaluate` "
     "measures all of the split, or as many as `--max-sequences` allows.",
     "validation_content_tokens": "Number of masked tokens in these sequences.",
@@ -51,9 +70,11 @@ _TRAINING = {
     "layers",
     "objective": "{noise_tokens} of {window_tokens} tokens of text masked in each sequence, in {spans} spans; "
     "{input_tokens} input and {target_tokens} target tokens with sentinels",
+    "rows": "{input_tokens:,} tokens of sources and {target_tokens:,} of targets, {packing}; longer pairs: {too_long}",
+    "loss": "cross-entropy of all target tokens, label smoothing {label_smoothing:g}, z-loss {z_loss:g}",
     "optimizer": "{kind}, betas {betas}, epsilon {epsilon:g}, weight decay {weight_decay:g}, {clipping}",
     "learning rate": "{peak_learning_rate:g} after {warmup_steps:,} steps of warm-up, then {decay}",
-    "batch": "{global_batch_sequences:,} sequences a step",
+    "batch": "{global_batch_sequences:,} {samples} a step",
     "steps": "{num_steps:,}",
     "precision": "{precision}, with fp32 masters",
     "layout at the last step": "ranks: {ranks}, ZeRO stage: {zero_stage}, offload: {offload}, pipeline stages: "
@@ -61,6 +82,16 @@ _TRAINING = {
     "{micro_batch_sequences}",
     "seed": "{seed}",
 }
+
+
+class Words(NamedTuple):
+    """What a card says of a model that depends on whether it learned from text or from pairs."""
+
+    introduction: str
+    use: str
+    trained_on: str
+    data: str
+    measured: str
 
 
 def table(headings: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
@@ -79,7 +110,8 @@ def warning(witness: Witness) -> str:
 def _learned_nothing(witness: Witness) -> str:
     if not has_learned_nothing(witness.validation):
         return ""
-    loss, baseline = witness.validation[VALIDATION], witness.validation[UNIGRAM]
+    loss, baseline = beside_baseline(witness.validation)
+    token = "target token" if witness.trained.tasks else "masked token"
     why = (
         f" A trial of {quantity(witness.step, 'optimizer step')} is too short for more."
         if witness.step <= TRIAL_STEPS
@@ -87,7 +119,7 @@ def _learned_nothing(witness: Witness) -> str:
     )
     return (
         f"\n**This model predicts no better than the unigram baseline.** Its loss on held-out text is {loss:.4f} nats "
-        f"per masked token;\nthat of a model that knows only how often each token occurs is {baseline:.4f}.{why}\n"
+        f"per {token};\nthat of a model that knows only how often each token occurs is {baseline:.4f}.{why}\n"
     )
 
 
@@ -99,6 +131,11 @@ def ties(witness: Witness) -> str:
         "\ntransformers 5 remarks that `shared.weight` and `lm_head.weight` are not tied, as it does for Google's T5 "
         "v1.1. That is\ncorrect for T5 v1.1, and no value in `config.json` changes it: ignore the remark.\n"
     )
+
+
+def languages(trained: TrainedModel) -> str:
+    """Return a sentence, after a space, on the languages of the text; empty if they are not stated."""
+    return f" Languages: {', '.join(trained.languages)}." if trained.languages else ""
 
 
 def hub_licence(stated: str | None) -> dict[str, str]:
@@ -219,7 +256,11 @@ def training(witness: Witness) -> str:
 def _training_rows(witness: Witness) -> Iterator[str]:
     trained, config = witness.trained, witness.huggingface_config
     objective, optimizer = trained.settings.get("objective", {}), trained.settings.get("optimizer", {})
-    values = {**config, **objective, **optimizer, **trained.layout, **_described(optimizer)}
+    values = {**config, **objective, **optimizer, **trained.layout, **_described(optimizer), "samples": "sequences"}
+    if pairs := trained.settings.get("pairs"):
+        packing = "several pairs in a row, which do not see each other" if pairs["pack"] else "one pair in a row"
+        terms = {"label_smoothing": 0.0, "z_loss": 0.0}
+        values = terms | values | pairs | {"packing": packing, "samples": "rows"}
     if objective:
         sample = geometry(ObjectiveSpec.model_validate(objective))
         values |= sample._asdict() | {"target_tokens": sample.target_tokens}
@@ -233,7 +274,7 @@ def _training_rows(witness: Witness) -> Iterator[str]:
 def _described(optimizer: Mapping[str, Any]) -> dict[str, str]:
     """Return settings of the optimizer in words."""
     clip, schedule = optimizer.get("gradient_clip"), optimizer.get("schedule")
-    to = f" to {optimizer.get('final_learning_rate', 0):g}" if schedule == "cosine" else ""
+    to = f" to {optimizer.get('final_learning_rate', 0):g}" if schedule in {"cosine", "linear"} else ""
     return {
         "betas": " and ".join(f"{beta:g}" for beta in optimizer.get("betas", ())),
         "clipping": f"gradient norm clipped to {clip:g}" if clip else "gradients not clipped",

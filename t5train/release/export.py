@@ -210,7 +210,8 @@ def write_model_files(witness: Witness, folder: Path) -> None:
     config = AutoConfig.for_model(**settings)
     write_json(folder / CONFIG, {**config.to_diff_dict(), **settings, "dtype": "float32"})
     write_json(folder / GENERATION_CONFIG, GenerationConfig(**witness.generation_config).to_diff_dict())
-    write_hugging_face_files(folder, int(witness.trained.settings["objective"]["input_tokens"]))
+    trained = witness.trained.settings
+    write_hugging_face_files(folder, int(trained["pairs" if "pairs" in trained else "objective"]["input_tokens"]))
 
 
 def _require_replaceable(out: Path, witness: Witness) -> None:

@@ -17,9 +17,21 @@ from t5train.files.atomic import replacing
 from t5train.quantities import quantity
 from t5train.records.digests import FileDigest
 from t5train.records.identity import Provenance
-from t5train.records.metrics import UNIGRAM
+from t5train.records.metrics import beside_baseline
 from t5train.records.witness import Witness
-from t5train.release.card_sections import data, hub_licence, licence, measurements, table, ties, training, warning
+from t5train.release import pair_card
+from t5train.release.card_sections import (
+    Words,
+    data,
+    hub_licence,
+    languages,
+    licence,
+    measurements,
+    table,
+    ties,
+    training,
+    warning,
+)
 from t5train.release.markdown import code
 
 README, LOSS_CURVE = "README.md", "loss_curve.png"
@@ -39,9 +51,7 @@ _CARD = """\
 
 # {name}
 
-A {family} of {num_parameters:,} parameters in fp32, pre-trained {origin} by span corruption
-(Raffel et al. 2020) for {steps}. It fills in spans of text marked by `<extra_id_0>`,
-`<extra_id_1>`, ...; it has not been fine-tuned for anything else.
+A {family} of {num_parameters:,} parameters in fp32, {introduction}
 {warning}
 ## Use
 
@@ -52,6 +62,51 @@ model = AutoModelForSeq2SeqLM.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
 {ties}
+{use}
+
+## Verify
+
+`certificate.json` records how a new process compared this folder with what the training engine recorded of its own
+fp32 weights. Its `tolerance_reason` says how closely logits had to agree: in all bits, or within rounding if the
+processor or the libraries were other ones than those that trained. `manifest.json` has the size and sha256 of every
+file, and `t5-pretrain verify FOLDER_OR_URL` checks them.
+
+## Data and licence
+
+{trained_on}
+{data}
+## Training
+
+{training}
+{curve}
+## Held-out measurements at the last step
+
+Losses are in nats per token, and lower is better. Each target token is predicted from the input and the target tokens
+before it. {measured}
+
+{measurements}
+
+## Lineage
+
+Recipe `{recipe}`. Each fingerprint is a sha256 over the settings and the inputs of its stage.
+
+{lineage}
+
+## Settings
+
+```json
+{settings}
+```
+
+## Made with
+
+{versions}
+"""
+_INTRODUCTION = """\
+pre-trained {origin} by span corruption
+(Raffel et al. 2020) for {steps}. It fills in spans of text marked by `<extra_id_0>`,
+`<extra_id_1>`, ...; it has not been fine-tuned for anything else."""
+_USE = """\
 Fill in the gaps of a text:
 
 ```python
@@ -83,46 +138,8 @@ for step in range(10):
     optimizer.zero_grad()
 model.save_pretrained("fine-tuned")
 tokenizer.save_pretrained("fine-tuned")
-```
-
-## Verify
-
-`certificate.json` records how a new process compared this folder with what the training engine recorded of its own
-fp32 weights. Its `tolerance_reason` says how closely logits had to agree: in all bits, or within rounding if the
-processor or the libraries were other ones than those that trained. `manifest.json` has the size and sha256 of every
-file, and `t5-pretrain verify FOLDER_OR_URL` checks them.
-
-## Data and licence
-
-Trained on {source}{revision}.{languages} {licence}
-{data}
-## Training
-
-{training}
-{curve}
-## Held-out measurements at the last step
-
-Losses are in nats per token, and lower is better. Each target token is predicted from the input and the target tokens
-before it. Masked tokens are all target tokens except sentinels and the end of the text.
-
-{measurements}
-
-## Lineage
-
-Recipe `{recipe}`. Each fingerprint is a sha256 over the settings and the inputs of its stage.
-
-{lineage}
-
-## Settings
-
-```json
-{settings}
-```
-
-## Made with
-
-{versions}
-"""
+```"""
+_MEASURED = "Masked tokens are all target tokens except sentinels and the end of the text."
 _CURVES = {
     "loss": "training, all target tokens",
     "validation_loss": "validation, all target tokens",
@@ -137,22 +154,16 @@ def model_card(
     witness: Witness, lineage: Mapping[str, str], files: Mapping[str, FileDigest], provenance: Provenance
 ) -> str:
     """Return the card as Markdown. ``files`` are those of the export, without the card and the certificate."""
-    trained, corpus = witness.trained, witness.trained.settings["corpus"]
+    trained, words = witness.trained, pair_card.words if witness.trained.tasks else _words
     versions = dict(provenance.versions) | ({"commit": provenance.git_commit} if provenance.git_commit else {})
     return _CARD.format(
         front_matter="\n".join(_yaml_lines(_hub(witness) | {FACTS: _facts(witness, lineage, files)})),
         name=trained.run_name,
         family=_family(witness),
         num_parameters=witness.num_parameters,
-        origin=_origin(witness),
-        steps=quantity(witness.step, "optimizer step"),
         warning=warning(witness),
         ties=ties(witness),
-        source=", ".join(code(each) for each in [corpus["source"], *corpus.get("mixed_with", [])]),
-        revision=f", revision {code(corpus['revision'])}" if corpus.get("revision") else "",
-        languages=f" Languages: {', '.join(trained.languages)}." if trained.languages else "",
-        licence=licence(trained),
-        data=data(witness),
+        **words(witness, _origin(witness), quantity(witness.step, "optimizer step"))._asdict(),
         training=training(witness),
         curve=f"\n![Loss against optimizer steps]({LOSS_CURVE})\n" if LOSS_CURVE in files else "",
         measurements=measurements(witness.validation),
@@ -163,10 +174,25 @@ def model_card(
     )
 
 
+def _words(witness: Witness, origin: str, steps: str) -> Words:
+    """Return the words of the card of a model that was pre-trained on text."""
+    trained, corpus = witness.trained, witness.trained.settings["corpus"]
+    source = ", ".join(code(each) for each in [corpus["source"], *corpus.get("mixed_with", [])])
+    revision = f", revision {code(corpus['revision'])}" if corpus.get("revision") else ""
+    return Words(
+        introduction=_INTRODUCTION.format(origin=origin, steps=steps),
+        use=_USE,
+        trained_on=f"Trained on {source}{revision}.{languages(trained)} {licence(trained)}",
+        data=data(witness),
+        measured=_MEASURED,
+    )
+
+
 def _hub(witness: Witness) -> dict[str, Any]:
     """Return the fields that the Hugging Face Hub reads."""
     return {
         **_HUB,
+        **({"tags": pair_card.TAGS} if witness.trained.tasks else {}),
         **hub_licence(witness.trained.license),
         **({"language": list(witness.trained.languages)} if witness.trained.languages else {}),
     }
@@ -210,15 +236,22 @@ def _facts(witness: Witness, lineage: Mapping[str, str], files: Mapping[str, Fil
         "model": _family(witness),
         "num_parameters": witness.num_parameters,
         "precision": "fp32",
-        "corpus_source": witness.trained.settings["corpus"]["source"],
-        **({"corpus_mixed_with": mixed} if (mixed := witness.trained.settings["corpus"].get("mixed_with")) else {}),
-        "corpus_revision": witness.trained.settings["corpus"].get("revision"),
+        **(pair_card.facts(witness.trained) if witness.trained.tasks else _facts_of_text(witness.trained.settings)),
         "started_from": witness.trained.start_from,
         "data": witness.trained.data,
         "layout": witness.trained.layout,
         "held_out": witness.validation,
         "lineage": dict(lineage),
         "sha256": {name: digest.sha256 for name, digest in sorted(files.items())},
+    }
+
+
+def _facts_of_text(settings: Mapping[str, Any]) -> dict[str, Any]:
+    corpus = settings["corpus"]
+    return {
+        "corpus_source": corpus["source"],
+        **({"corpus_mixed_with": mixed} if (mixed := corpus.get("mixed_with")) else {}),
+        "corpus_revision": corpus.get("revision"),
     }
 
 
@@ -270,8 +303,9 @@ def loss_curve(witness: Witness) -> bytes:
             if points := witness.curve.get(name):
                 steps, losses = zip(*points, strict=True)
                 axes.plot(steps, losses, linewidth=1.2, marker="." if len(points) <= _FEW_POINTS else "", label=label)
-        if (baseline := witness.validation.get(UNIGRAM)) is not None:
-            axes.axhline(baseline, color="black", linestyle="--", linewidth=1, label=_BASELINE_LABEL)
+        if (baseline := beside_baseline(witness.validation)[1]) is not None:
+            label = pair_card.BASELINE_LABEL if witness.trained.tasks else _BASELINE_LABEL
+            axes.axhline(baseline, color="black", linestyle="--", linewidth=1, label=label)
         axes.set_xlabel("optimizer step")
         axes.set_ylabel("nats per token")
         axes.grid(alpha=0.3)

@@ -168,6 +168,11 @@ class PairsSpec(MixingSpec):
         require_whole_split("pairs.split", self.split)
 
 
+def location_of(named: str) -> str:
+    """Return the location in a name of files of pairs, without what is chosen after ``#``."""
+    return _CHOICES.split(named, maxsplit=1)[0]
+
+
 def _pair_source(
     setting: str,
     named: str,

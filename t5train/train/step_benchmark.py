@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import BaseModel
 
-from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
-from t5train.data.samples.span_corruption import geometry
+from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples, Segments
+from t5train.data.samples.span_corruption import row_lengths
 from t5train.errors import T5TrainError
 from t5train.files.atomic import write_json
 from t5train.files.error_report import report
@@ -40,6 +40,7 @@ STEPS_FILE = "steps"
 OTHER = "other"
 IDLE = "accelerator idle"
 _BATCHES = 4
+_PAIRS_A_ROW = 8
 _KINDS = {
     "optimizer update": ("update_chunks", "squares_of", "multi_tensor", "adam"),
     "communication": ("nccldev", "gloo", "allreduce", "all_gather"),
@@ -150,8 +151,7 @@ def measure(job: BenchmarkJob, steps_file: Path, heart: Heartbeat | None = None)
 
 def tokens_a_step(spec: RunSpec) -> int:
     """Return the tokens of encoder and decoder that all ranks train on in a step."""
-    sample = geometry(spec.objective)
-    return spec.optimizer.global_batch_sequences * (sample.input_tokens + sample.target_tokens)
+    return spec.optimizer.global_batch_sequences * sum(row_lengths(spec))
 
 
 class StepTime(NamedTuple):
@@ -222,14 +222,27 @@ def _steps(job: BenchmarkJob, steps_file: Path, heart: Heartbeat) -> Generator[S
 
 
 def random_batch(job: BenchmarkJob, seed: int) -> Batch:
-    """Draw a micro-batch. Frequent tokens are drawn often, as in text, so that experts get unequal shares."""
-    sample, size = geometry(job.spec.objective), job.spec.layout.micro_batch_sequences
+    """Draw a micro-batch. Frequent tokens are drawn often, as in text, so that experts get unequal shares.
+
+    Each row of pairs has as many of equal lengths.
+    """
+    lengths, size = row_lengths(job.spec), job.spec.layout.micro_batch_sequences
     generator = np.random.default_rng(seed)
 
     def ids(length: int) -> np.ndarray:
         return (job.vocab_size * generator.power(0.3, (size, length))).astype(np.int32)
 
-    return Batch(np.arange(size), np.zeros(size, np.int64), ids(sample.input_tokens), ids(sample.target_tokens))
+    def side(length: int) -> tuple[np.ndarray, np.ndarray | None]:
+        segments = 1 + _PAIRS_A_ROW * np.arange(length, dtype=np.int32) // length
+        keys = generator.integers(1 << 62, size=(size, length)) if job.spec.model.dropout_rate else None
+        return np.tile(segments, (size, 1)), keys
+
+    segments = None
+    if job.spec.is_fine_tuning:
+        (inputs, input_keys), (targets, target_keys) = map(side, lengths)
+        total = job.spec.optimizer.global_batch_sequences * lengths.target_tokens
+        segments = Segments(inputs, targets, input_keys, target_keys, total)
+    return Batch(np.arange(size), np.zeros(size, np.int64), *map(ids, lengths), segments)
 
 
 def _profile(steps: Iterator[StepTime], median: float) -> dict[str, float]:

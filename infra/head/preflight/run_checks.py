@@ -16,7 +16,7 @@ from t5train.files.run_folder import CHECKPOINTS, PUBLICATIONS
 from t5train.host_resources import require_host_memory
 from t5train.model import model_shape, starting_model
 from t5train.model.model_shape import T5Shape
-from t5train.model.pipeline_split import stage_bounds
+from t5train.model.pipeline.pipeline_split import stage_bounds
 from t5train.records.digests import digest_file
 from t5train.release.export import require_exportable
 from t5train.spec import RunSpec

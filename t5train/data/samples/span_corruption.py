@@ -56,10 +56,11 @@ def geometry(objective: ObjectiveSpec) -> Geometry:
 
 
 def row_lengths(spec: RunSpec) -> RowLengths:
-    """Return the lengths of the rows that a run trains on: packed pairs, or masked windows of text."""
+    """Return the lengths of the rows that a run trains on: of pairs, or of the samples of its objective."""
     if spec.is_fine_tuning:
         return RowLengths(spec.pairs.input_tokens, spec.pairs.target_tokens)
-    return RowLengths(spec.objective.input_tokens, geometry(spec.objective).target_tokens)
+    shape = geometry(spec.objective)
+    return RowLengths(shape.input_tokens, shape.target_tokens)
 
 
 def corrupt(

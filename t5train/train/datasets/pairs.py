@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from t5train.data.pairs.pair_samples import PairSamples, require_enough_pairs
+from t5train.data.pairs.pair_samples import PairSamples
+from t5train.data.pairs.task_rates import require_enough_pairs
 from t5train.data.passages import SPLITS
 from t5train.data.samples.loader import Batch
 from t5train.engine.collectives import gather_floats
@@ -17,7 +18,9 @@ from t5train.engine.forward_backward import Passes
 from t5train.locations import shareable_source
 from t5train.records.metrics import SHUFFLED_OF_TARGETS, UNIGRAM_OF_TARGETS, Values, of_task
 from t5train.records.stage_records import PairShards
+from t5train.records.witness import TrainedTask
 from t5train.spec import RunSpec
+from t5train.spec.pairs_spec import location_of
 from t5train.train.datasets.dataset import Measured
 from t5train.train.validation import cross_entropy, places_of_rank, train_unigram, validation_sequences
 
@@ -58,7 +61,7 @@ class PairDataset:
         """See Dataset."""
         settings, corpus = self._spec.identity(), self._spec.corpus
         for split in SPLITS:
-            settings["pairs"][split] = list(map(shareable_source, settings["pairs"][split]))
+            settings["pairs"][split] = list(map(_shareable, settings["pairs"][split]))
         units = ("pairs", "rows", "tokens")
         names = [f"{split}_{unit}{task}" for split in SPLITS for unit in units for task in ("", *self._tasks())]
         counts = {name: int(self.shards.counts[name]) for name in names if name in self.shards.counts}
@@ -67,6 +70,7 @@ class PairDataset:
             "data": {**counts, "train_samples": self.train.num_samples},
             "license": corpus.license,
             "languages": corpus.languages,
+            "tasks": tuple(TrainedTask(task=each.task, prefix=each.prefix) for each in self._spec.pairs.tasks()),
         }
 
     def _tasks(self) -> list[str]:
@@ -96,6 +100,11 @@ class PairDataset:
             of_pairs = _of_pairs(losses, is_hit, is_target(batch))[:held]
             np.add.at(sums, samples.task_of(batch.sample_ids)[:held], of_pairs)
         return np.array(gather_floats(sums.ravel().tolist())).sum(axis=0).reshape(sums.shape)
+
+
+def _shareable(named: str) -> str:
+    location = location_of(named)
+    return shareable_source(location) + named.removeprefix(location)
 
 
 def is_target(batch: Batch) -> np.ndarray:

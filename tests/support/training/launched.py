@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from t5train.checkpoint.consolidate import consolidate
 from t5train.engine.collectives import digest64
-from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
+from t5train.spec.rank_job import Shards
 from t5train.spec.recipes import recipe
 from tests.support.forked_ranks import run_ranks
 
@@ -88,7 +88,7 @@ class Trained:
 
 
 def train(
-    root: Path, jobs: list[dict[str, Any]], shards: TokenShards, ranks: int = 2, program: str = "rank_program"
+    root: Path, jobs: list[dict[str, Any]], shards: Shards, ranks: int = 2, program: str = "rank_program"
 ) -> Trained:
     """Have a program of this package do all jobs on these shards, in one launch of ``ranks`` ranks.
 

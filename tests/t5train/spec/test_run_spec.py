@@ -80,6 +80,7 @@ def test_an_invalid_value_is_refused_with_its_constraint(setting: str, value: An
 
 PIPELINE = {"layout.pipeline_stages": 2}
 HOSTS = {"cluster.hostfile": "hosts"}
+PAIRS = {"pairs.train": "pairs.jsonl"}
 IN_ROOT = {"storage.root": "/data/t5", "storage.scratch": "/data/t5"}
 
 
@@ -102,6 +103,8 @@ IN_ROOT = {"storage.root": "/data/t5", "storage.scratch": "/data/t5"}
         (PIPELINE, {"cluster.ranks": 6}, r"pipeline_stages \(32 x 3 = 96\)"),
         (HOSTS, {"cluster.exclude": "a", "cluster.num_nodes": 1}, r"exclude and cluster\.num_nodes cannot be combined"),
         (HOSTS | {"shards.executor": "dask"}, {"storage.node_local": True}, r"is dask, but storage\.node_local"),
+        (PAIRS, PIPELINE, r"pipeline_stages is 2, but pairs .*: set layout\.pipeline_stages=1"),
+        (PAIRS, EXPERTS, r"num_experts is 4, but pairs .*: set model\.moe\.num_experts=0"),
         (IN_ROOT, {"storage.node_local": True}, r"storage\.scratch is '/data/t5', which is the root"),
     ],
 )

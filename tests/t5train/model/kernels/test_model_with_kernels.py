@@ -8,10 +8,11 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from t5train.data.samples.span_corruption import Geometry
-from t5train.model import attention, pipeline_model
+from t5train.model import attention
 from t5train.model.activation_checkpointing import checkpoint_activations
 from t5train.model.initialization import initialise
 from t5train.model.model_shape import T5Shape, resolve
+from t5train.model.pipeline import pipeline_model
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
 from tests.support.needed_triton import require_triton

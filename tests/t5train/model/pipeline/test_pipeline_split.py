@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from t5train.data.samples.span_corruption import geometry
 from t5train.errors import SpecError
 from t5train.model.model_shape import T5Shape, count_parameters, resolve
-from t5train.model.pipeline_split import balanced, stage_bounds, stage_parameters, unit_costs
+from t5train.model.pipeline.pipeline_split import balanced, stage_bounds, stage_parameters, unit_costs
 from t5train.spec import ModelSpec, ObjectiveSpec
 
 SAMPLE = geometry(ObjectiveSpec())

@@ -19,7 +19,7 @@ from torch.nn import functional
 from t5train.data.samples.span_corruption import Geometry
 from t5train.model.attention import PositionBias
 from t5train.model.model_shape import T5Shape
-from t5train.model.pipeline_split import stage_bounds
+from t5train.model.pipeline.pipeline_split import stage_bounds
 from t5train.model.t5 import Block, RMSNorm, shift_right
 
 if TYPE_CHECKING:

@@ -1,0 +1,86 @@
+"""What the model card says of a model that was fine-tuned on pairs of source and target."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from t5train.data.samples.mixture import rates
+from t5train.quantities import quantity
+from t5train.records.metrics import of_task
+from t5train.records.witness import TrainedModel, Witness
+from t5train.release.card_sections import Words, languages, licence
+from t5train.release.markdown import code, table
+from t5train.spec import PairsSpec
+
+TAGS = ("t5", "fine-tuned")
+BASELINE_LABEL = "unigram baseline, all target tokens"
+_SPLITS = ("train", "validation", "test")
+_INTRODUCTION = """\
+fine-tuned {origin} for {steps}
+on pairs of source and target: {tasks}. It gives the target for a source that is written as in
+training, with the prefix of its task."""
+_USE = """\
+{prefixes}Give the model a source with its prefix, exactly as below:
+
+```python
+inputs = tokenizer({example}, return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens={target_tokens})[0], skip_special_tokens=True))
+```
+
+Sources had at most {input_tokens:,} tokens in training, and targets {target_tokens:,}. Without `max_new_tokens`,
+transformers stops after 20 tokens."""
+_MEASURED = "All target tokens count, also the one that ends a target. Names that end in\n`_of_task_N` are of one task."
+
+
+def words(witness: Witness, origin: str, steps: str) -> Words:
+    """Return the words of the card; ``origin`` says what training started from, and ``steps`` how long it took."""
+    trained = witness.trained
+    pairs, first = trained.settings["pairs"], trained.tasks[0]
+    files = ", ".join(code(each) for each in pairs["train"])
+    has_prefix = any(task.prefix for task in trained.tasks)
+    prefixes = table(("task", "prefix"), [(code(task.task), code(task.prefix)) for task in trained.tasks])
+    return Words(
+        introduction=_INTRODUCTION.format(
+            origin=origin, steps=steps, tasks=", ".join(code(task.task) for task in trained.tasks)
+        ),
+        use=_USE.format(
+            prefixes=f"{prefixes}\n\n" if has_prefix else "",
+            example=json.dumps(f"{first.prefix}...", ensure_ascii=False),
+            input_tokens=pairs["input_tokens"],
+            target_tokens=pairs["target_tokens"],
+        ),
+        trained_on=f"Fine-tuned on {files}.{languages(trained)} {licence(trained)}",
+        data="\n".join(["", *_data(witness), ""]),
+        measured=_MEASURED,
+    )
+
+
+def facts(trained: TrainedModel) -> dict[str, Any]:
+    """Return the facts for programs: files of pairs, and the prefix of each task by its name."""
+    return {
+        "pairs_train": list(trained.settings["pairs"]["train"]),
+        "tasks": {task.task: task.prefix for task in trained.tasks},
+    }
+
+
+def _data(witness: Witness) -> Iterator[str]:
+    """Yield a table of the splits, the number of epochs and, of several tasks, a table of them."""
+    counts, settings = witness.trained.data, witness.trained.settings
+    yield table(("split", "pairs"), [(split, f"{counts[f'{split}_pairs']:,}") for split in _SPLITS])
+    rows = witness.step * settings["optimizer"]["global_batch_sequences"]
+    yield ""
+    yield (
+        f"Training took {quantity(rows, 'row')}: {rows / max(1, counts['train_samples']):,.2f} epochs over the "
+        f"{quantity(counts['train_samples'], 'row')} that hold the {quantity(counts['train_pairs'], 'pair')} of the "
+        "training split."
+    )
+    if len(witness.trained.tasks) > 1:
+        yield ""
+        yield table(("task", "pairs", "share of the pairs trained on"), _tasks(witness.trained))
+
+
+def _tasks(trained: TrainedModel) -> Iterator[tuple[str, str, str]]:
+    sizes = [trained.data[of_task("train_pairs", number)] for number in range(len(trained.tasks))]
+    shares = rates(sizes, PairsSpec.model_validate(trained.settings["pairs"]))
+    for task, size, share in zip(trained.tasks, sizes, shares, strict=True):
+        yield code(task.task), f"{size:,}", f"{float(share):.2%}"
