@@ -10,8 +10,8 @@ import numpy as np
 Bits = np.ndarray  # of uint64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 8
-ORDER, NOISE, BLOCKS = 1, 2, 3
-"""Parts of keys, so that the order of samples, their noise and the order of texts get different random bits."""
+ORDER, NOISE, BLOCKS, PACKING, DROPOUT = 1, 2, 3, 4, 5
+"""Parts of keys, so that the order of samples, their noise, the order of texts and so on get different random bits."""
 
 
 def keys(*parts: int | np.ndarray) -> Bits:
@@ -24,7 +24,12 @@ def keys(*parts: int | np.ndarray) -> Bits:
 
 def bits(key: Bits, count: int) -> Bits:
     """Return 64 random bits for each of ``count`` counters: shape [*key.shape, count]."""
-    return _mixed(key[..., np.newaxis] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+    return bits_at(key[..., np.newaxis], np.arange(count))
+
+
+def bits_at(key: Bits, counters: np.ndarray) -> Bits:
+    """Return the 64 random bits of each of ``counters``, which broadcast with ``key``."""
+    return _mixed(key + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
 
 
 def permuted(places: np.ndarray, size: int, *parts: int | np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 from t5train.data.held_out import read_held_out
 from t5train.data.passages import SPLITS
 from t5train.data.samples import keyed_random
-from t5train.data.samples.mixture import Mixture, Placed
+from t5train.data.samples.mixture import Mixture, Placed, rates
 from t5train.data.samples.span_corruption import corrupt, geometry
 from t5train.data.shards import read_description, tokens_name
 from t5train.errors import DigestMismatch, InputError
@@ -155,7 +155,8 @@ class Samples:
         self._mixture = None
         if self._is_trained and len(self._windows.of_texts) > 1:
             require_samples_of_each(self._windows.of_texts)
-            self._mixture = Mixture(list(self._windows.of_texts.values()), objective, seed)
+            sizes = list(self._windows.of_texts.values())
+            self._mixture = Mixture(sizes, rates(sizes, objective), seed)
 
     @property
     def num_samples(self) -> int:
@@ -172,10 +173,9 @@ class Samples:
     def _placed(self, positions: np.ndarray) -> Placed:
         if self._mixture is not None:
             return self._mixture.placed(positions)
-        epochs, places = np.divmod(positions, self.num_samples)
         if not self._is_trained:
-            epochs = np.zeros_like(places)
-        return Placed(keyed_random.permuted(places, self.num_samples, self._seed, keyed_random.ORDER, epochs), epochs)
+            return placed_held_out(positions, self.num_samples)
+        return placed_in_epochs(positions, self.num_samples, self._seed)
 
 
 def require_enough_samples(spec: RunSpec, shards: TokenShards) -> None:
@@ -210,9 +210,25 @@ def require_batch(spec: RunSpec, num_samples: int) -> None:
         )
 
 
+def placed_in_epochs(positions: np.ndarray, num_samples: int, seed: int) -> Placed:
+    """Return the samples at ``positions`` [n] of a split without a mixture that is trained on."""
+    epochs, places = np.divmod(positions, num_samples)
+    return Placed(keyed_random.permuted(places, num_samples, seed, keyed_random.ORDER, epochs), epochs)
+
+
+def placed_held_out(positions: np.ndarray, num_samples: int) -> Placed:
+    """Return the samples at ``positions`` [n] of a split that is not trained on, which repeats one epoch."""
+    places = positions % num_samples
+    return Placed(_held_out(places, num_samples), np.zeros_like(places))
+
+
 def drawn_held_out(count: int, num_samples: int) -> np.ndarray:
     """Return the ids, int64 [count], of the first samples of a split of ``num_samples`` that is not trained on."""
-    return keyed_random.permuted(np.arange(count), num_samples, HELD_OUT_SEED, keyed_random.ORDER, 0)
+    return _held_out(np.arange(count), num_samples)
+
+
+def _held_out(places: np.ndarray, num_samples: int) -> np.ndarray:
+    return keyed_random.permuted(places, num_samples, HELD_OUT_SEED, keyed_random.ORDER, 0)
 
 
 def noise_keys(seed: int, epochs: np.ndarray, ids: np.ndarray) -> keyed_random.Bits:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from t5train.data.samples import keyed_random
-from t5train.spec import ObjectiveSpec
+from t5train.spec import MixingSpec
 
 BLOCK = 1 << 16
 """Samples of a block."""
@@ -36,13 +36,14 @@ class Mixture:
     """The order of the samples of a split with several texts.
 
     ``sizes`` are the numbers of samples of each text, all above zero: text 0 has the samples 0 to ``sizes[0]``
-    (exclusive) of the split, text 1 those that follow, and so on.
+    (exclusive) of the split, text 1 those that follow, and so on. ``shares`` are those of each text in what is trained
+    on, such as ``rates``; they sum to 1.
     """
 
-    def __init__(self, sizes: Sequence[int], objective: ObjectiveSpec, seed: int) -> None:
+    def __init__(self, sizes: Sequence[int], shares: Sequence[Fraction], seed: int) -> None:
         self._sizes = np.array(sizes)
         self._firsts = np.cumsum(self._sizes) - self._sizes
-        self._rates = rates(sizes, objective)
+        self._rates = shares
         self._seed = seed
         self._block = lru_cache(maxsize=2)(self._block_of)  # consecutive positions are in one block or two
 
@@ -72,16 +73,16 @@ class Mixture:
         return texts, used
 
 
-def rates(sizes: Sequence[int], objective: ObjectiveSpec) -> list[Fraction]:
+def rates(sizes: Sequence[int], mixing: MixingSpec) -> list[Fraction]:
     """Return the share of each text in what is trained on, from the numbers of samples of each. They sum to 1.
 
     The powers are computed in decimal arithmetic, whose results are the same on every machine.
     """
-    if objective.mixing_weights is not None:
-        parts = [Fraction(str(weight)) for weight in objective.mixing_weights]  # as written, not as stored in binary
+    if mixing.mixing_weights is not None:
+        parts = [Fraction(str(weight)) for weight in mixing.mixing_weights]  # as written, not as stored in binary
     else:
-        counted = [min(size, objective.mixing_limit or size) for size in sizes]
-        power = _PRECISE.divide(Decimal(1), Decimal(objective.mixing_temperature))
+        counted = [min(size, mixing.mixing_limit or size) for size in sizes]
+        power = _PRECISE.divide(Decimal(1), Decimal(mixing.mixing_temperature))
         parts = [Fraction(_PRECISE.power(Decimal(each), power)) for each in counted]
     total = sum(parts)
     return [part / total for part in parts]

@@ -35,7 +35,7 @@ def objective(**settings: Any) -> ObjectiveSpec:
 
 
 def placed(sizes: list[int], count: int, seed: int = 0, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
-    return Mixture(sizes, objective(**settings), seed).placed(np.arange(count))
+    return Mixture(sizes, rates(sizes, objective(**settings)), seed).placed(np.arange(count))
 
 
 def test_rates_are_those_of_t5() -> None:
@@ -75,7 +75,7 @@ def test_of_any_number_of_samples_each_text_has_its_share(
     st.integers(0, 2**63),
 )
 def test_a_sample_depends_only_on_its_position(sizes: list[int], start: int, count: int, seed: int) -> None:
-    mixed = Mixture(sizes, OBJECTIVE, seed)
+    mixed = Mixture(sizes, rates(sizes, OBJECTIVE), seed)
     whole = mixed.placed(np.arange(start, start + count))
     one_by_one = [mixed.placed(np.array([position])) for position in range(start, start + count, 37)]
     assert whole.ids[::37].tolist() == [each.ids[0] for each in one_by_one]
@@ -104,7 +104,8 @@ def test_each_text_has_its_share_of_every_block_and_goes_through_epochs_of_its_o
 
 def test_the_order_stays_what_it_was() -> None:
     """Runs are resumed by it: another order needs another ORDER_VERSION."""
-    mixed = Mixture([50, 7, 900], objective(mixing_temperature=2), 3)
+    sizes = [50, 7, 900]
+    mixed = Mixture(sizes, rates(sizes, objective(mixing_temperature=2)), 3)
     ids, epochs = mixed.placed(np.arange(BLOCK - 6, BLOCK + 6))
     assert list(zip(ids.tolist(), epochs.tolist(), strict=True)) == ORDER
 
