@@ -39,7 +39,7 @@ from infra.head.storage.staged_bytes import StagedBytes
 from t5train.checkpoint import resume
 from t5train.checkpoint.resume import has_finished, require_same_settings
 from t5train.checkpoint.resume_point import ask_to_begin_again
-from t5train.data.pairs.pair_samples import require_enough_pairs
+from t5train.data.pairs.task_rates import require_enough_pairs
 from t5train.data.samples.loader import require_enough_samples
 from t5train.data.vocabulary.unknown_pieces import require_known_in
 from t5train.errors import HostError, LaunchError, SpecError, StoreError

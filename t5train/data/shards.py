@@ -146,7 +146,7 @@ def build_shards(  # noqa: PLR0913 - two specs, two records, and where and how t
             "folder": str(folder.absolute()),
             "fingerprint": identity,
             "spiece": str((tokenizer.path / SPIECE).absolute()),
-            "bytes_per_token": _bytes_per_token(tokenizer),
+            "bytes_per_token": bytes_per_token(tokenizer),
             "vocab_size": int(tokenizer.counts["vocab_size"]),
             "unigram_dtype": UNIGRAM_DTYPE,
             **corpus_spec.split_identity(),
@@ -165,7 +165,7 @@ def build_shards(  # noqa: PLR0913 - two specs, two records, and where and how t
         ]
         _log.info("shards to make: %d of %d", len(jobs), len(plan))
         tokens = sum(_text_bytes(job) for job in jobs) // TEXT_BYTES_PER_TOKEN
-        require_space(folder, tokens * _bytes_per_token(tokenizer), "the token shards")
+        require_space(folder, tokens * bytes_per_token(tokenizer), "the token shards")
         stamps.keep()
         unknown = UnknownPieces(plan, tokenizer.path / SPIECE, spec.max_unknown_share)
         for number in sorted({*range(len(plan))} - {*missing}):
@@ -258,7 +258,8 @@ def _file_names(number: int) -> dict[str, tuple[str, str]]:
     return {split: (tokens_name(split, number), lengths_name(split, number)) for split in SPLITS}
 
 
-def _bytes_per_token(tokenizer: TokenizerFiles) -> int:
+def bytes_per_token(tokenizer: TokenizerFiles) -> int:
+    """Return the size of an id in shards."""
     return 2 if tokenizer.counts["vocab_size"] <= 1 << 16 else 4
 
 
@@ -310,7 +311,7 @@ def _record_held_out(
     spread = range(0, len(plan), -(-len(plan) // _SHARDS_WITH_PASSAGES))
     parts = [stretches[0].part for stretches in plan]
     numbers = sorted({*spread, *map(parts.index, range(min(1 + parts[-1], _TEXTS_WITH_PASSAGES)))})
-    dtype, encoder = np.dtype(f"<u{_bytes_per_token(tokenizer)}"), Encoder(tokenizer.path / SPIECE)
+    dtype, encoder = np.dtype(f"<u{bytes_per_token(tokenizer)}"), Encoder(tokenizer.path / SPIECE)
     documents = (_validation_documents(folder, number, plan[number], rule, dtype) for number in numbers)
     left_out = Counter({HELD_OUT_LEFT_OUT: 0})
     found = (
@@ -359,7 +360,7 @@ def _committed(
         },
         files=files,
         counts={
-            **_vocabulary(tokenizer),
+            **vocabulary_counts(tokenizer),
             **_totals(folder, num_shards),
             **{name: count for name, count in corpus.counts.items() if name in {REPEATED, REMOVED}},
             "num_shards": num_shards,
@@ -368,7 +369,8 @@ def _committed(
     ).commit()
 
 
-def _vocabulary(tokenizer: TokenizerFiles) -> dict[str, int]:
+def vocabulary_counts(tokenizer: TokenizerFiles) -> dict[str, int]:
+    """Return the counts of shards that follow from the vocabulary."""
     vocab_size = int(tokenizer.counts["vocab_size"])
     return {
         "vocab_size": vocab_size,
@@ -376,7 +378,7 @@ def _vocabulary(tokenizer: TokenizerFiles) -> dict[str, int]:
         "eos_id": EOS_ID,
         "first_sentinel_id": vocab_size - 1,
         "num_sentinels": NUM_SENTINELS,
-        "bytes_per_token": _bytes_per_token(tokenizer),
+        "bytes_per_token": bytes_per_token(tokenizer),
     }
 
 

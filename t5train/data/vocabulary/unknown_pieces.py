@@ -81,9 +81,7 @@ class UnknownPieces:
         if not _are_many(counts):
             return counts
         worst = max(self._of_shards, key=self._of_shards.__getitem__)
-        lacked = _lacked_in(self._plan[worst], Encoder(self._spiece))
-        characters = {f"{LACKED_CHARACTER}{ord(each):04X}": n for each, n in lacked.most_common(_MOST_CHARACTERS)}
-        return counts | characters
+        return counts | lacked_counts(_lacked_in(self._plan[worst], Encoder(self._spiece)))
 
 
 def _text_bytes(stretches: Sequence[Stretch]) -> int:
@@ -105,6 +103,11 @@ def lacked_characters(texts: Sequence[str], encoded: Iterable[np.ndarray], encod
         if (ids == UNK_ID).any():
             found.update(text)
     return Counter({character: count for character, count in found.items() if _is_lacked(character, encoder)})
+
+
+def lacked_counts(lacked: Counter[str]) -> dict[str, int]:
+    """Return the most frequent of the characters as counts of a record."""
+    return {f"{LACKED_CHARACTER}{ord(each):04X}": n for each, n in lacked.most_common(_MOST_CHARACTERS)}
 
 
 def _is_lacked(character: str, encoder: Encoder) -> bool:
@@ -129,10 +132,10 @@ def _are_many(counts: Mapping[str, int]) -> bool:
     return counts.get(UNKNOWN_PIECES, 0) > _WARNING_SHARE * counts.get(TRAIN_TOKENS, 0)
 
 
-def unknown_line(counts: Mapping[str, int]) -> str:
+def unknown_line(counts: Mapping[str, int], tokens_of: str = "the training split") -> str:
     """Return a warning if more than 1% of the tokens to train on are unknown; empty if not, or if it is not recorded.
 
-    ``counts`` are those of token shards, or of the data of a run.
+    ``counts`` are those of token shards, or of the data of a run; ``tokens_of`` says which tokens they are about.
     """
     if not _are_many(counts):
         return ""
@@ -141,16 +144,16 @@ def unknown_line(counts: Mapping[str, int]) -> str:
     named = f" (in a sample of the text, {listed(lacked)})" if lacked else ""
     reserved = ". No trained vocabulary has U+2585: replace U+2585 in the text" if TRAINERS_UNKNOWN in lacked else ""
     return (
-        f"{unknown / max(1, tokens):.1%} of the tokens of the training split are the unknown piece ({unknown:,} of "
+        f"{unknown / max(1, tokens):.1%} of the tokens of {tokens_of} are the unknown piece ({unknown:,} of "
         f"{tokens:,}), because the vocabulary lacks their characters{named}. {_REMEDY}{reserved}"
     )
 
 
-def require_known(counts: Mapping[str, int], max_share: float) -> None:
+def require_known(counts: Mapping[str, int], max_share: float, tokens_of: str = "the training split") -> None:
     """Log a warning if more than 1% of the tokens to train on are unknown. Raises InputError above ``max_share``."""
-    line, unknown, tokens = unknown_line(counts), counts[UNKNOWN_PIECES], counts[TRAIN_TOKENS]
+    line, unknown, tokens = unknown_line(counts, tokens_of), counts[UNKNOWN_PIECES], counts[TRAIN_TOKENS]
     if unknown > max_share * tokens:
-        found = line or f"{unknown:,} of {tokens:,} tokens of the training split are the unknown piece. {_REMEDY}"
+        found = line or f"{unknown:,} of {tokens:,} tokens of {tokens_of} are the unknown piece. {_REMEDY}"
         raise InputError(
             f"{found}. To train on such text all the same, raise shards.max_unknown_share, which is {max_share:g}"
         )
