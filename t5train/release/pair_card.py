@@ -38,14 +38,14 @@ def words(witness: Witness, origin: str, steps: str) -> Words:
     pairs, first = trained.settings["pairs"], trained.tasks[0]
     files = ", ".join(code(each) for each in pairs["train"])
     has_prefix = any(task.prefix for task in trained.tasks)
-    prefixes = table(("task", "prefix"), [(code(task.task), code(task.prefix)) for task in trained.tasks])
+    prefixes = table(("task", "prefix"), [(code(task.task), code(_quoted(task.prefix))) for task in trained.tasks])
     return Words(
         introduction=_INTRODUCTION.format(
             origin=origin, steps=steps, tasks=", ".join(code(task.task) for task in trained.tasks)
         ),
         use=_USE.format(
             prefixes=f"{prefixes}\n\n" if has_prefix else "",
-            example=json.dumps(f"{first.prefix}...", ensure_ascii=False),
+            example=_quoted(f"{first.prefix}..."),
             input_tokens=pairs["input_tokens"],
             target_tokens=pairs["target_tokens"],
         ),
@@ -53,6 +53,11 @@ def words(witness: Witness, origin: str, steps: str) -> Words:
         data="\n".join(["", *_data(witness), ""]),
         measured=_MEASURED,
     )
+
+
+def _quoted(text: str) -> str:
+    """Return a text in double quotes, so that spaces at its ends are seen."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def facts(trained: TrainedModel) -> dict[str, Any]:

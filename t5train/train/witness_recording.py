@@ -187,14 +187,17 @@ class _Probe(NamedTuple):
 
 def _probes(held_out: Batch, shape: T5Shape, seed: int) -> dict[str, _Probe]:
     """Return two probes by name, random ids and held-out samples, both with the padding of the latter."""
-    mask = None if held_out.segments is None else (held_out.segments.inputs > 0).astype(np.int64)
     generator = np.random.default_rng(seed)
     random_inputs = generator.integers(0, shape.vocab_size, held_out.inputs.shape)
     random_targets = generator.integers(0, shape.vocab_size, held_out.targets.shape)
     return {
-        "random": _Probe(random_inputs, random_targets, mask),
-        "heldout": _Probe(held_out.inputs, held_out.targets, mask),
+        "random": _Probe(random_inputs, random_targets, _mask(held_out)),
+        "heldout": _Probe(held_out.inputs, held_out.targets, _mask(held_out)),
     }
+
+
+def _mask(batch: Batch) -> np.ndarray | None:
+    return None if batch.segments is None else (batch.segments.inputs > 0).astype(np.int64)
 
 
 def _forward(model: T5, probes: dict[str, _Probe]) -> dict[str, Tensor]:

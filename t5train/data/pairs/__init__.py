@@ -1,4 +1,4 @@
-"""Pairs of source and target to fine-tune on: from files to rows of token ids.
+"""From files of pairs to batches: reading and splitting pairs, packing them into rows, and the ranks' loader.
 
-Not here: the settings (``t5train.spec.pairs_spec``).
+Not here: the settings (``t5train.spec.pairs_spec``), and pre-training's samples (``t5train.data.samples``).
 """

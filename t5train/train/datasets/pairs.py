@@ -99,7 +99,8 @@ class PairDataset:
             held = len(range(places.start, min(places.stop, count)))
             of_pairs = _of_pairs(losses, is_hit, is_target(batch))[:held]
             np.add.at(sums, samples.task_of(batch.sample_ids)[:held], of_pairs)
-        return np.array(gather_floats(sums.ravel().tolist())).sum(axis=0).reshape(sums.shape)
+        total: np.ndarray = np.sum(gather_floats(sums.ravel().tolist()), axis=0).reshape(sums.shape)
+        return total
 
 
 def _shareable(named: str) -> str:

@@ -141,6 +141,6 @@ def train_one_step(job: TrainJob) -> Any:
     from t5train.train.loop import Trainer, micro_batches
 
     trainer = Trainer(job)
-    with Prefetched(micro_batches(trainer.train_samples, trainer.spec, 0), 1) as batches:
+    with Prefetched(micro_batches(trainer.dataset.train, trainer.spec, 0), 1) as batches:
         trainer._take_step(batches)
     return trainer

@@ -65,7 +65,7 @@ def _peak_bytes(entry: dict[str, Any]) -> int:
     with ExitStack() as stack:
         for owner, name in watched:
             stack.enter_context(_watched(owner, name, seen, earlier))
-        batches = stack.enter_context(Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, 0), 1))
+        batches = stack.enter_context(Prefetched(loop.micro_batches(trainer.dataset.train, trainer.spec, 0), 1))
         trainer._take_step(batches)
         trainer._take_step(batches)
     gc.unfreeze()

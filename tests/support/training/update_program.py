@@ -64,7 +64,7 @@ def trainer_of(entry: dict[str, Any]) -> loop.Trainer:
 
 
 def take_step(trainer: loop.Trainer) -> float:
-    with Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, trainer.step), 1) as batches:
+    with Prefetched(loop.micro_batches(trainer.dataset.train, trainer.spec, trainer.step), 1) as batches:
         values, _ = trainer._take_step(batches)
     assert values["gradient_norm"] is not None
     return float(values["gradient_norm"])

@@ -29,7 +29,7 @@ from t5train.files.run_folder import tag_of
 from t5train.model.starting_model import start_fingerprint
 from t5train.records.digests import digest_file
 from t5train.records.identity import fingerprint
-from t5train.records.stage_records import TokenShards
+from t5train.records.stage_records import PairShards, TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
@@ -59,6 +59,32 @@ def save(spec: RunSpec, shards: TokenShards) -> Callable[[int], Path]:
 def begin(spec: RunSpec, shards: TokenShards, tmp_path: Path) -> Callable[[], TrainJob]:
     """Prepares the run's next attempt, and returns what its ranks do."""
     return lambda: TrainJob.read(write_job(spec, shards, tmp_path))
+
+
+def test_a_run_on_pairs_is_known_by_its_shards_and_rates_but_not_by_where_the_pairs_are(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    shards = PairShards(path=tmp_path / "shards", fingerprint="6" * 64, files={})
+    begun = spec.with_settings({"pairs.train": ["here/a.jsonl", "here/b.jsonl"]})
+    open_run(begun, shards)
+    moved = begun.with_settings({"pairs.train": ["there/a.jsonl", "there/b.jsonl"]})
+    require_same_settings(moved)
+    open_run(moved, shards)
+    others = {"pairs.mixing_temperature": 2, "optimizer.label_smoothing": 0.1, "optimizer.seed": 1}
+    for setting, value in others.items():
+        for check in (require_same_settings, lambda changed: open_run(changed, shards)):
+            with pytest.raises(RunChanged, match=setting):
+                check(begun.with_settings({setting: value}))
+    with pytest.raises(RunChanged, match="shards:"):
+        open_run(begun, shards.model_copy(update={"fingerprint": "8" * 64}))
+
+
+def test_the_ranks_of_a_run_on_pairs_load_pair_shards(spec: RunSpec, tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    shards = PairShards(path=tmp_path / "shards", fingerprint="6" * 64, files={}).commit()
+    tuned = spec.with_settings({"pairs.train": ["a.jsonl"]})
+    open_run(tuned, shards)
+    assert TrainJob.read(write_job(tuned, shards, tmp_path)).shards() == shards
 
 
 def _checkpoint(spec: RunSpec, step: int, fingerprint: str) -> Path:

@@ -66,3 +66,17 @@ def test_the_losses_at_the_end_say_plainly_if_the_model_has_learned_nothing() ->
         )
     assert len(loss_lines(losses, is_trial=True)) == 3, "a trial that has learned something needs no explanation"
     assert len(loss_lines({"validation_content_loss": 5.5})) == 1, "earlier versions recorded no baseline"
+
+
+def test_losses_of_pairs_are_shown_with_the_share_that_is_predicted_right() -> None:
+    losses = {"validation_loss": 0.5, "unigram_loss": 3.0, "shuffled_loss": 2.0, "test_loss": 0.6}
+    shares = {"validation_token_accuracy": 0.9, "validation_exact_match": 0.75, "test_exact_match": 0.7}
+    lines = loss_lines(losses | shares)
+    assert [line.partition(" ")[0] for line in lines] == [
+        *("0.5000", "3.0000", "2.0000", "0.6000"),
+        "90.00%:",
+        "75.00%:",
+        "70.00%:",
+    ]
+    assert not any("masked" in line for line in lines)
+    assert "no better than the unigram baseline" in loss_lines(losses | {"validation_loss": 3.0})[-1]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from t5train.data.pairs.pair_shards import build_pair_shards
 
 from t5train.checkpoint.consolidate import consolidate
-from t5train.data.pairs.pair_shards import build_pair_shards
 from t5train.data.pairs.pairs import build_pairs
 from t5train.records.metrics import read
 from t5train.records.stage_records import PairShards, TokenizerFiles
@@ -103,7 +103,7 @@ def test_a_model_of_pairs_is_certified_with_padded_probes_and_its_card_names_fil
     assert all(probe.bit_equal for probe in certificate.probes.values())
     assert certificate.generation is not None
     card = (exported.path / "README.md").read_text()
-    for stated in ("fine-tuned from scratch", "`sort_digits#prefix=order: `", "| `sort_digits` | ` order: ` |"):
+    for stated in ("fine-tuned from scratch", "` sort_digits#prefix=order:  `", '| `sort_digits` | `"order: "` |'):
         assert stated in card
     assert "corpus" not in card.partition("## Lineage")[0]
     assert json.loads((exported.path / "tokenizer_config.json").read_text())["model_max_length"] == 48

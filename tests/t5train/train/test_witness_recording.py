@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from t5train.data.samples.loader import Samples
 from t5train.engine.parameter_layout import huggingface_names
 from t5train.model.initialization import initialise
 from t5train.model.model_shape import huggingface_config, resolve
@@ -21,6 +20,7 @@ from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
 from t5train.train import witness_recording
+from t5train.train.datasets.text import TextDataset
 from tests.support import synthetic_models
 
 FACTS = {"run_fingerprint": "3" * 64, "step": 7, "tag": "step-00000007", "validation": {"validation_loss": 4.5}}
@@ -54,9 +54,9 @@ def _certificate(
         resume_tag=None,
         start_name="t5-base",
     )
-    held_out = Samples(shards, "validation", spec.objective, 1)
+    dataset = TextDataset(shards, spec)
     facts: dict[str, Any] = FACTS | {"inputs": {**shards.inputs, "shards": shards.fingerprint}}
-    witness_recording.record(None, job, shape, held_out, huggingface_config(shape, 0, 1), facts)
+    witness_recording.record(None, job, shape, dataset, huggingface_config(shape, 0, 1), facts)
     (folder / "weights").mkdir()
     save_file(masters, folder / "weights/model.safetensors", metadata={"format": "pt"})
     weights = Weights(
