@@ -132,12 +132,13 @@ def sample_text(corpus: Corpus, encoder: Encoder) -> SampledText:
 def length_rows(statistics: DataStatistics) -> list[list[str]]:
     """Return one row per split: its name, passages, tokens and the quantiles of the passages' tokens."""
     return [
-        [split, f"{len(each):,}", f"{int(each.sum(dtype=np.int64)):,}", *_quantiles(each)]
+        [split, f"{len(each):,}", f"{int(each.sum(dtype=np.int64)):,}", *quantiles_of(each)]
         for split, each in statistics.lengths.items()
     ]
 
 
-def _quantiles(lengths: np.ndarray) -> list[str]:
+def quantiles_of(lengths: np.ndarray) -> list[str]:
+    """Return the quantiles that ``QUANTILE_NAMES`` names as text."""
     if not len(lengths):
         return ["-"] * len(_QUANTILES)
     return [f"{int(value):,}" for value in np.quantile(lengths, _QUANTILES, method="nearest")]

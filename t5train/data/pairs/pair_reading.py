@@ -21,6 +21,7 @@ from t5train.data.readers import (
     unquoted,
 )
 from t5train.errors import InputError, printable
+from t5train.quantities import quantity
 from t5train.spec import nearest
 from t5train.spec.pairs_spec import PairSource
 
@@ -76,8 +77,8 @@ def _tsv(file: SourceFile, columns: PairSource, opened: OpenFile) -> Iterator[Pa
         fields = line.split("\t")
         if len(fields) != len(header):
             raise InputError(
-                f"{file.shown} line {row + 1} has {len(fields)} fields separated by tabs, but the header has "
-                f"{len(header)}. Correct this line: a field has no tabs and no line ends; .csv and .jsonl may have them"
+                f"{file.shown} line {row + 1} has {quantity(len(fields), 'field')} separated by tabs, but the header "
+                f"has {len(header)}. Correct this line: only fields of .csv and .jsonl may have tabs and line ends"
             )
         yield PairRow(f"line {row + 1}", unquoted(fields[source]), unquoted(fields[target]))
 

@@ -13,6 +13,7 @@ from t5train.data.download.hub_text import files_of_split
 from t5train.data.download.kept_downloads import cache_folder, download_places, downloaded_before, whole_copies
 from t5train.data.download.remote_reading import filesystem_of
 from t5train.data.download.source_listing import file_identity
+from t5train.data.formats.compressed import COMPRESSIONS
 from t5train.data.passages import SPLITS, SourceFile, Split
 from t5train.data.sources import SourceFacts, local_files, require_source
 from t5train.errors import InputError
@@ -25,6 +26,7 @@ GENERATED_PAIRS = 10_500
 """Pairs of each of ``GENERATED``: their sources differ."""
 GENERATED_VERSION = 1
 """Incremented when the same name gives other pairs."""
+_JSON = re.compile(rf"\.json(?=({'|'.join(map(re.escape, COMPRESSIONS))})?$)")
 _FEWEST_DIGITS, _MOST_DIGITS = 3, 8
 
 
@@ -96,7 +98,15 @@ def _files(source: PairSource, root: Path, progress: Progress) -> list[SourceFil
         return []
     if (repository := hub_dataset_name(source.location)) is not None:
         return _files_of_dataset(source, repository, root, progress)
+    local = local_folder(source.location)
+    if local is not None and _JSON.search(local.name) and local.is_file():
+        return [_as_lines(SourceFile(local, local.name))]
     return local_files(source.location, "", root, progress, whole_files=True)
+
+
+def _as_lines(file: SourceFile) -> SourceFile:
+    """Return a .json file under a name that says that it has JSON lines, as pairs in such files usually are."""
+    return file._replace(name=_JSON.sub(".jsonl", file.name))
 
 
 def _files_of_dataset(source: PairSource, repository: str, root: Path, progress: Progress) -> list[SourceFile]:
@@ -113,7 +123,7 @@ def _files_of_dataset(source: PairSource, repository: str, root: Path, progress:
         remote = [filesystem_of(each)[1] for each in urls]
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         download(filesystem, folder, list(map(Wanted, remote, places)), progress)
-    return [SourceFile(each, each.relative_to(folder).as_posix()) for each in places]
+    return [_as_lines(SourceFile(each, each.relative_to(folder).as_posix())) for each in places]
 
 
 def _cache(source: PairSource, repository: str, root: Path) -> Path:
