@@ -93,6 +93,12 @@ def require_recipe_for(fine_tuning: bool, recipe: str) -> None:
     )
 
 
+def require_on_text(recipe: str, instead: str) -> None:
+    """Raise SpecError, which names the command to use ``instead``, if a recipe trains on pairs."""
+    if is_fine_tuning(recipe):
+        raise SpecError(f"recipe {recipe!r} trains on pairs, and this command is for text: use `t5-pretrain {instead}`")
+
+
 def require_used(recipe: str, settings: Iterable[str]) -> None:
     """Raise SpecError if one of these settings is of text, and the recipe trains on pairs, or the other way round."""
     unused, instead = (_OF_TEXT, "pairs") if is_fine_tuning(recipe) else (_OF_PAIRS, "corpus")

@@ -85,12 +85,14 @@ def make_shards(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, watche
 
 @stage_task(stages.PAIR_SHARDS)
 def make_pair_shards(spec: RunSpec, pairs: Pairs, tokenizer: TokenizerFiles, watcher: Progress = silent) -> PairShards:
-    """Convert the pairs to token ids, and put those to train on into rows."""
-    return build_pair_shards(
+    """Convert the pairs to token ids, put those to train on into rows, and report on the pairs."""
+    shards = build_pair_shards(
         *(spec.pairs, pairs, tokenizer, spec.storage.root, StageProgress(stages.PAIR_SHARDS, watcher)),
         workers=spec.shards.workers,
         max_unknown_share=spec.shards.max_unknown_share,
     )
+    reports.show_pairs(spec, pairs, tokenizer, shards)
+    return shards
 
 
 SECONDS_BEFORE_RETRY = 5

@@ -24,7 +24,7 @@ from flows.cli.options import (
     write_plot,
 )
 from flows.cli.terminal import complain, say, show_table, stage_display
-from flows.spec_from_recipe import require_recipe_for
+from flows.spec_from_recipe import require_on_text, require_recipe_for
 from infra.head.preflight.pair_checks import require_pairs
 from infra.head.preflight.text_checks import require_sources, require_text
 from infra.head.tokenising.hosts_executor import shard_workers
@@ -72,7 +72,7 @@ def show(
     ids: Annotated[bool, typer.Option("--ids", help="Show token ids, too")] = False,
 ) -> None:
     """Show samples with their masked spans: the inputs of the model, and the targets that it is to predict."""
-    spec = choice.chosen().spec()
+    spec = _of_text(choice)
     made = _made(spec)
     for sample in shown_samples(spec, made.tokenizer, made.shards, split, start, count):
         say(f"sample {sample.sample_id:,} of the {split} split")
@@ -90,7 +90,7 @@ def stats(
     plot: PlotOption = None,
 ) -> None:
     """Show the number and lengths of passages in each split, pieces per word, and what the vocabulary lacks."""
-    spec = choice.chosen().spec()
+    spec = _of_text(choice)
     require_writable_names(plot=plot)
     made = _made(spec)
     statistics = data_statistics(made.corpus, made.tokenizer, made.shards, spec.objective)
@@ -183,7 +183,7 @@ def check(
 
     Needs no vocabulary. To remove what was found from training, set corpus.remove.
     """
-    spec = choice.chosen().spec()
+    spec = _of_text(choice)
     if test_set:
         test_sets = [*spec.corpus.test_sets, *test_set]
         spec = spec.with_settings({"corpus.test_sets": test_sets, "corpus.remove": list(REPETITIONS)})
@@ -208,6 +208,13 @@ def _show_findings(findings: TextFindings) -> None:
     show_table(["", *SPLIT_NAMES], repetition_rows(findings))
     for line in repetition_lines(findings):
         say(line)
+
+
+def _of_text(choice: TextOptions) -> RunSpec:
+    """Return the spec. Raises SpecError if its recipe trains on pairs."""
+    made = choice.chosen()
+    require_on_text(made.recipe, "data pairs FILE")
+    return made.spec()
 
 
 def _made(spec: RunSpec) -> _Data:

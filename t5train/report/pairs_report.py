@@ -9,6 +9,7 @@ import numpy as np
 
 from t5train.data.pairs.packing import best_shape, row_shapes
 from t5train.data.pairs.pairs import Pair, Task, count_of, finding_lines, read_pairs, tasks_of
+from t5train.data.pairs.task_rates import TaskShare
 from t5train.data.passages import SPLITS
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, UNK_ID
 from t5train.data.vocabulary.tokenizer import Tokenizer
@@ -53,10 +54,10 @@ class _Measured(NamedTuple):
         return len(self.sides[0].lengths)
 
 
-def pairs_report(pairs: Pairs, tokenizer: TokenizerFiles, spec: PairsSpec) -> str:
+def pairs_report(pairs: Pairs, tokenizer: TokenizerFiles, spec: PairsSpec, shares: Sequence[TaskShare] = ()) -> str:
     """Return the report as Markdown. ``spec`` has the lengths of rows; how full others would be is in it, too.
 
-    At most ``SAMPLED_PAIRS`` pairs of each task are encoded.
+    ``shares`` is what a run trains on of each task. At most ``SAMPLED_PAIRS`` pairs of each task are encoded.
     """
     vocabulary, tasks = Tokenizer.load(tokenizer.path), tasks_of(pairs)
     measured = [_measured(pairs, number, task, vocabulary) for number, task in enumerate(tasks)]
@@ -65,6 +66,7 @@ def pairs_report(pairs: Pairs, tokenizer: TokenizerFiles, spec: PairsSpec) -> st
         f"# Pairs of {escaped(', '.join(task.task for task in tasks))}",
         table(("task", "prefix", *SPLITS, "empty", "repeated", "contaminated"), _count_rows(pairs, tasks)),
         "\n".join(f"- Warning: {escaped(line)}." for line in finding_lines(pairs)),
+        "\n".join(f"- {escaped(share_line(share))}." for share in shares),
         "## Lengths",
         f"In tokens, EOS included{_sampled(measured)}.",
         table(("task", "side", *QUANTILE_NAMES), _length_rows(measured)),
@@ -74,6 +76,14 @@ def pairs_report(pairs: Pairs, tokenizer: TokenizerFiles, spec: PairsSpec) -> st
         "\n".join(f"- {escaped(line)}." for each in measured for line in _unknown_lines(each)),
         "## As the model sees them",
         *[block for number, task in enumerate(tasks) for block in _samples(pairs, number, task, vocabulary, lengths)],
+    )
+
+
+def share_line(share: TaskShare) -> str:
+    """Return what a run trains on of a task, as a line."""
+    return (
+        f"task {share.task}: {quantity(share.pairs, 'pair')} to train on in {quantity(share.rows, 'row')}, "
+        f"{share.rate:.1%} of the pairs that are trained on, each used {share.epochs:,.2f} times"
     )
 
 
