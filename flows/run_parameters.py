@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from flows.spec_from_recipe import (
-    data_setting,
     has_own_data,
     require_own_data,
     require_used,
@@ -22,6 +21,7 @@ from flows.spec_from_recipe import (
 from infra.head.preflight.run_checks import require_accelerators, require_possible
 from t5train.errors import SpecError
 from t5train.spec import RUN_NAME_PATTERN, RunSpec
+from t5train.spec.config_file import data_setting
 from t5train.spec.known_texts import BUILT_IN, is_relative_path, known_texts
 from t5train.spec.pairs_spec import GENERATED
 from t5train.spec.recipes import recipe as recipe_spec
@@ -230,7 +230,8 @@ class RunParameters(BaseModel):
         unused = {parameter for parameter, setting in SETTINGS_OF_PARAMETERS.items() if setting in settings}
         unused -= {"run_name"}  # the setting is the same, see ``_require_one``
         unused |= _NOT_IN_TRIALS if self.trial else frozenset()
-        data, recipe = data_setting(self.recipe), recipe_spec(self.recipe)
+        recipe = recipe_spec(self.recipe)
+        data = data_setting(recipe)
         unused |= {"corpus"} if recipe.is_fine_tuning else {"train"}
         named = {name: None if name in unused else getattr(self, name) for name in SETTINGS_OF_PARAMETERS}
         given = {SETTINGS_OF_PARAMETERS[name] for name, value in named.items() if value is not None} | settings.keys()

@@ -11,6 +11,7 @@ from t5train.errors import SpecError
 from t5train.locations import local_folder
 from t5train.quantities import quantity
 from t5train.spec import RunSpec, setting_names
+from t5train.spec.config_file import data_setting
 from t5train.spec.recipes import RECIPES
 from t5train.spec.recipes import recipe as recipe_spec
 
@@ -56,12 +57,7 @@ def is_fine_tuning(recipe: str) -> bool:
 
 def has_own_data(recipe: str, changes: Mapping[str, Any]) -> bool:
     """Whether there is a text, or pairs, to train on: the changes name them, or the recipe is for trials on CPUs."""
-    return data_setting(recipe) in changes or recipe_spec(recipe).cluster.accelerator == "cpu"
-
-
-def data_setting(recipe: str) -> str:
-    """Return the setting that names what a run of this recipe trains on."""
-    return "pairs.train" if is_fine_tuning(recipe) else "corpus.source"
+    return data_setting(recipe_spec(recipe)) in changes or recipe_spec(recipe).cluster.accelerator == "cpu"
 
 
 def require_own_data(recipe: str, changes: Mapping[str, Any]) -> None:

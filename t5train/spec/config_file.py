@@ -49,15 +49,15 @@ class Configuration:
     """The line of each setting in the file."""
 
     def changes(self, recipe: RunSpec) -> dict[str, Any]:
-        """Return the settings whose values are not those of the recipe, and ``corpus.source`` in any case.
+        """Return the settings whose values are not those of the recipe, and in any case what the recipe trains on.
 
         Without the others, a hostfile determines ``cluster.ranks`` unless the file asks for another number.
         """
-        values = recipe.model_dump(mode="json")
+        values, data = recipe.model_dump(mode="json"), data_setting(recipe)
         return {
             name: value
             for name, value in self.settings.items()
-            if name == "corpus.source" or value != _quoted(_value_in(values, name))
+            if name == data or value != _quoted(_value_in(values, name))
         }
 
     def where(self, setting: str) -> str:
@@ -283,6 +283,11 @@ _EXAMPLES = {
 }
 
 
+def data_setting(recipe: RunSpec) -> str:
+    """Return the setting that names what a run of this recipe trains on."""
+    return "pairs.train" if recipe.is_fine_tuning else "corpus.source"
+
+
 def recipe_text(spec: RunSpec, *, needs_source: bool) -> str:
     """Return the file from which a user starts. With ``needs_source``, the text is left for the user to fill in."""
     command = f"t5-pretrain {_command(spec)} --config run.yaml"
@@ -317,7 +322,7 @@ def _command(spec: RunSpec) -> str:
 def _text(spec: RunSpec, opening: str, needs_source: bool) -> str:
     whole = parts_of(type(spec))
     lines = [*_comment(f"{opening}\n\n{_ABOUT}", ""), ""]
-    required = ("pairs.train" if spec.is_fine_tuning else "corpus.source") if needs_source else None
+    required = data_setting(spec) if needs_source else None
     lines += _members(whole, spec.model_dump(mode="json"), "", required)
     return "\n".join(lines) + "\n"
 
