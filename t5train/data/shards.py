@@ -25,10 +25,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.data.checks.unchanged_files import TextStamps, require_recorded
 from t5train.data.corpus import corpus_name
-from t5train.data.held_out import HELD_OUT, comparable, warn_of_ties, write_held_out
 from t5train.data.passages import ID_RULE, SPLITS, Passage, SourceFile, SplitRule, split_of
 from t5train.data.segments import FileSegments, Stretch, by_part, divided, passages_of, read_segments, size_of_text
 from t5train.data.vocabulary.document_encoder import warn_if_slow
+from t5train.data.vocabulary.held_out import HELD_OUT, comparable, warn_of_ties, write_held_out
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
 from t5train.data.vocabulary.unknown_pieces import (

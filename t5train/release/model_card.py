@@ -210,10 +210,14 @@ def read_front_matter(card: str) -> Any:
 
 
 class RecordedRun(NamedTuple):
-    """What a card of this project states of the run: its settings, and the sizes of its splits. Else both are empty."""
+    """What a card of this project states of the run: its settings, and the sizes of its splits. Else both are empty.
+
+    ``tasks`` are the prefixes of the tasks of a run on pairs, by their names.
+    """
 
     settings: dict[str, Any]
     data: dict[str, int]
+    tasks: dict[str, str] = {}  # noqa: RUF012 - a default of a tuple, which nothing changes
 
 
 def recorded_run(card: str) -> RecordedRun:
@@ -221,10 +225,11 @@ def recorded_run(card: str) -> RecordedRun:
     _, heading, rest = card.partition(_SETTINGS)
     try:
         facts = read_front_matter(card)[FACTS] if heading else {}
-        settings, data = json.loads(rest.partition("\n```")[0]) if heading else {}, facts.get("data", {})
+        settings = json.loads(rest.partition("\n```")[0]) if heading else {}
+        stated = settings, facts.get("data", {}), facts.get("tasks", {})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return RecordedRun({}, {})
-    return RecordedRun(settings if isinstance(settings, dict) else {}, data if isinstance(data, dict) else {})
+    return RecordedRun(*(each if isinstance(each, dict) else {} for each in stated))
 
 
 def _facts(witness: Witness, lineage: Mapping[str, str], files: Mapping[str, FileDigest]) -> dict[str, Any]:

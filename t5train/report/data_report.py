@@ -1,10 +1,10 @@
 """The report on a run's data: the text, the vocabulary, and the tokens of each split."""
 
 from t5train.data.checks.whole_reading import TextFindings
-from t5train.data.held_out import tied_line
 from t5train.data.passages import SPLITS
 from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
+from t5train.data.vocabulary.held_out import tied_line
 from t5train.data.vocabulary.unknown_pieces import unknown_line
 from t5train.locations import shown_text
 from t5train.quantities import quantity

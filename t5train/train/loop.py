@@ -11,10 +11,10 @@ import torch
 
 from t5train.checkpoint import saving
 from t5train.checkpoint.state_loading import StoredState
-from t5train.data.held_out import read_held_out
 from t5train.data.pairs.pair_samples import PairSamples
 from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
 from t5train.data.samples.span_corruption import row_lengths
+from t5train.data.vocabulary.held_out import read_held_out
 from t5train.engine.collectives import bits_of, data_rank, digest64, float_of, gather, rank
 from t5train.engine.engine import (
     accelerator_memory_bytes,

@@ -242,7 +242,8 @@ def random_batch(job: BenchmarkJob, seed: int) -> Batch:
         (inputs, input_keys), (targets, target_keys) = map(side, lengths)
         total = job.spec.optimizer.global_batch_sequences * lengths.target_tokens
         segments = Segments(inputs, targets, input_keys, target_keys, total)
-    return Batch(np.arange(size), np.zeros(size, np.int64), *map(ids, lengths), segments)
+    tokens = ids(lengths.input_tokens), ids(lengths.target_tokens)
+    return Batch(np.arange(size), np.zeros(size, np.int64), *tokens, segments)
 
 
 def _profile(steps: Iterator[StepTime], median: float) -> dict[str, float]:

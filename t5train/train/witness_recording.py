@@ -17,8 +17,8 @@ from deepspeed.utils import groups, safe_get_full_fp32_param
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from t5train.data.held_out import read_held_out
 from t5train.data.samples.loader import Batch
+from t5train.data.vocabulary.held_out import read_held_out
 from t5train.engine.collectives import gather_objects, on_accelerator, rank
 from t5train.engine.engine import model_of
 from t5train.engine.parameter_layout import huggingface_names

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from t5train.data.pairs.pair_shard_worker import IDS, LENGTHS, arrange_pairs
-from t5train.data.pairs.pair_shards import KINDS, TASKS, shard_file
+from t5train.data.pairs.pair_shards import KINDS, shard_file
+from t5train.data.pairs.pairs import TASKS, pairs_name
 from t5train.data.passages import SPLITS
 from t5train.records.digests import digest_files
 from t5train.records.identity import fingerprint
@@ -24,9 +25,11 @@ def made_pairs(folder: Path, tasks: Mapping[str, PairsOfSplits]) -> Pairs:
     (folder / TASKS).write_text(json.dumps([{"task": task, "prefix": ""} for task in tasks]))
     names = [TASKS]
     for number, splits in enumerate(tasks.values()):
-        for split, pairs in splits.items():
-            names.append(f"{split}-{number:03d}.jsonl")
-            lines = [json.dumps({"source": source, "target": target}) + "\n" for source, target in pairs]
+        for split in SPLITS:
+            names.append(pairs_name(split, number))
+            lines = [
+                json.dumps({"source": source, "target": target}) + "\n" for source, target in splits.get(split, ())
+            ]
             (folder / names[-1]).write_text("".join(lines))
     files = digest_files(folder, names)
     identity = fingerprint({name: digest.sha256 for name, digest in files.items()})

@@ -33,6 +33,7 @@ STAGES = (
     "t5train.data.corpus",
     "t5train.data.shards",
     "t5train.data.shard_worker",
+    "t5train.data.pairs.pair_shard_worker",
     "t5train.data.vocabulary.tokenizer",
     "t5train.data.checks.removal",
     "t5train.data.checks.repetitions",

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from t5train.checkpoint.consolidate.tensor_writer import index_name
-from t5train.data.held_out import choose
+from t5train.data.vocabulary.held_out import choose
 from t5train.data.vocabulary.sentencepiece_model import Encoder, train
 from t5train.data.vocabulary.tokenizer import SPIECE, Tokenizer, write_hugging_face_files
 from t5train.model.model_shape import generation_config, huggingface_config, resolve

@@ -3,13 +3,13 @@
 To start fast, they do not import pydantic or anything that needs it: jobs contain all settings.
 """
 
-import json
 import shutil
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import orjson
 
 from t5train.data.pairs.packing import Rows, packed, unpacked
 from t5train.data.samples import keyed_random
@@ -69,7 +69,7 @@ def encode_pairs(job: Json, advance: Advance) -> Json:
     with open(job["path"], "rb") as file:
         file.seek(job["start"])
         lines = file.read(job["size"]).splitlines()
-    pairs = [(pair["source"], pair["target"]) for pair in map(json.loads, lines)]
+    pairs = [(pair["source"], pair["target"]) for pair in map(orjson.loads, lines)]
     whole = encode(_encoder(Path(job["spiece"])), pairs)
     row = np.array(job["row"])
     is_longer = (whole.lengths > row).any(axis=1)

@@ -17,8 +17,8 @@ file of pairs. ``tasks.json`` is that of the pairs. ``held-out-passages.json`` h
 with their ids, for the certificate.
 
 ``counts`` in the manifest, of each split and, with ``_of_task_N``, of each task in it: ``pairs``, ``rows``, ``tokens``
-(of targets), ``source_tokens``, ``cut`` and ``dropped`` (pairs that were longer than a row), and
-``texts_with_unknown`` (targets with an unknown piece, which no model can predict exactly).
+(of targets), ``source_tokens``, ``cut`` and ``dropped`` (pairs that were longer than a row), ``unknown_pieces`` and
+``texts_with_unknown`` (targets with one, whose text no model can give), and these two with ``source_``.
 """
 
 import json
@@ -30,10 +30,11 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from t5train.data.held_out import HELD_OUT, comparable, warn_of_ties, write_held_out
+from t5train.data.pairs.pairs import TASKS, pairs_name, read_pairs
 from t5train.data.passages import SPLITS, Passage
 from t5train.data.shards import bytes_per_token, vocabulary_counts
 from t5train.data.vocabulary.document_encoder import warn_if_slow
+from t5train.data.vocabulary.held_out import HELD_OUT, comparable, warn_of_ties, write_held_out
 from t5train.data.vocabulary.sentencepiece_model import Encoder
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON
 from t5train.data.vocabulary.unknown_pieces import (
@@ -67,7 +68,6 @@ from t5train.records.stage_records import (
 from t5train.spec import PairsSpec
 
 _STAGE_VERSION = 1  # incremented when the same inputs would give other bytes
-TASKS = "tasks.json"
 KINDS = ("tokens", "lengths", "ids", "rows")
 """The files of a split of a task, by the ends of their names."""
 _WORKER = "t5train.data.pairs.pair_shard_worker"
@@ -79,7 +79,7 @@ _log = logging.getLogger(__name__)
 
 
 class _File(NamedTuple):
-    """The pairs of a task in one split. ``path`` may not exist; then there are none."""
+    """The pairs of a task in one split."""
 
     path: Path
     split: str
@@ -106,7 +106,7 @@ def build_pair_shards(  # noqa: PLR0913 - a spec, two records, and where and how
         pairs: The pairs.
         tokenizer: The vocabulary.
         root: The root folder.
-        progress: Called with the number of bytes of pairs tokenised so far, then of pairs packed.
+        progress: Called with the number of bytes of pairs tokenised so far, then of pairs put in rows.
         workers: The number of processes; one for each core if left out.
         max_unknown_share: The largest share of unknown pieces in the sources, and in the targets, to train on.
         out: Folder of the result; ``{root}/pair-shards/{name}-{first 12 digits of the fingerprint}`` if left out.
@@ -141,7 +141,7 @@ def build_pair_shards(  # noqa: PLR0913 - a spec, two records, and where and how
         write_text(folder / TASKS, (pairs.path / TASKS).read_text("utf-8"))
         names = _task_names(folder)
         files = [
-            _File(pairs.path / f"{split}-{task:03d}.jsonl", split, task, name)
+            _File(pairs.path / pairs_name(split, task), split, task, name)
             for split in SPLITS
             for task, name in enumerate(names)
         ]
@@ -153,8 +153,8 @@ def build_pair_shards(  # noqa: PLR0913 - a spec, two records, and where and how
             "bytes_per_token": bytes_per_token(tokenizer),
             "vocab_size": int(tokenizer.counts["vocab_size"]),
         }
-        counts = _made(folder, files, common, workers or num_cores(), progress)
-        counts |= _unknown(files, counts, tokenizer)
+        counts = row | {"num_shards": len(names)} | _made(folder, files, common, workers or num_cores(), progress)
+        counts |= _unknown(pairs, counts, len(names), tokenizer)
         _judge(counts, names, max_unknown_share)
         return PairShards(
             path=folder,
@@ -166,10 +166,8 @@ def build_pair_shards(  # noqa: PLR0913 - a spec, two records, and where and how
             },
             counts={
                 **vocabulary_counts(tokenizer),
-                **row,
-                "num_shards": len(names),
                 **counts,
-                **_record_held_out(folder, files, tokenizer),
+                **_record_held_out(folder, pairs, len(names), tokenizer),
             },
             files=digest_files(
                 folder, [HELD_OUT, TASKS, *(name for file in files for name in _file_names(file).values())]
@@ -202,9 +200,10 @@ def _made(folder: Path, files: list[_File], common: Json, workers: int, progress
         stretches = [stretch for file in files for stretch in _stretches(folder, file)]
         jobs = [common | stretch | {"number": number} for number, stretch in enumerate(stretches)]
         advance = adding(progress, "bytes of pairs tokenised", sum(job["size"] for job in jobs))
-        longer = Counter[str]()
+        longer, kept = Counter[str](), 0
         for done in in_processes(f"{_WORKER}:encode_pairs", jobs, workers, advance):
             longer[jobs[done["number"]]["path"]] += done["too_long"]
+            kept += done["pairs"]
         tasks = [
             common
             | {
@@ -218,7 +217,7 @@ def _made(folder: Path, files: list[_File], common: Json, workers: int, progress
             for number, file in enumerate(files)
         ]
         counts = Counter[str]()
-        for done in in_processes(f"{_WORKER}:arrange_pairs", tasks, workers, adding(progress, "pairs packed", None)):
+        for done in in_processes(f"{_WORKER}:arrange_pairs", tasks, workers, adding(progress, "pairs arranged", kept)):
             file = files[done.pop("number")]
             too_long = longer[str(file.path)]
             done |= {
@@ -233,8 +232,6 @@ def _made(folder: Path, files: list[_File], common: Json, workers: int, progress
 
 def _stretches(folder: Path, file: _File) -> Iterator[Json]:
     """Yield the part of a job that is about a stretch of whole lines of a file of pairs, for all of the file."""
-    if not file.path.exists():
-        return
     start = first = 0
     with open(file.path, "rb") as lines:
         while block := lines.read(_STRETCH_BYTES):
@@ -267,19 +264,17 @@ def _temporary_files(folder: Path) -> Iterator[None]:
             left.unlink()
 
 
-def _unknown(files: list[_File], counts: Mapping[str, int], tokenizer: TokenizerFiles) -> dict[str, int]:
+def _unknown(pairs: Pairs, counts: Mapping[str, int], num_tasks: int, tokenizer: TokenizerFiles) -> dict[str, int]:
     """Return the count of unknown pieces in targets to train on, and if they are many, of characters in a sample."""
     found = {UNKNOWN_PIECES: counts["train_unknown_pieces"]}
     if not any(unknown_line(of_side) for of_side in _sides(counts).values()):
         return found
-    in_training = [file for file in files if file.split == "train"]
     of_tasks = [
-        sum(counts[f"train_{side}unknown_pieces_of_task_{file.task}"] for side in ("", "source_"))
-        for file in in_training
+        counts[f"train_unknown_pieces_of_task_{task}"] + counts[f"train_source_unknown_pieces_of_task_{task}"]
+        for task in range(num_tasks)
     ]
-    worst = in_training[of_tasks.index(max(of_tasks))]
-    encoder = Encoder(tokenizer.path / SPIECE)
-    texts = [text for pair in islice(_read(worst), _SAMPLE_PAIRS) for text in pair]
+    encoder, worst = Encoder(tokenizer.path / SPIECE), of_tasks.index(max(of_tasks))
+    texts = [text for pair in islice(read_pairs(pairs, "train", worst), _SAMPLE_PAIRS) for text in pair]
     return found | lacked_counts(lacked_characters(texts, encoder.encode(texts), encoder))
 
 
@@ -308,34 +303,28 @@ def _judge(counts: Mapping[str, int], names: Sequence[str], max_unknown_share: f
             )
         if cut + dropped > _WARNING_SHARE * (pairs + dropped):
             _log.warning(
-                "task %s: %s of %s to train on (%.1f%%) are longer than a row and were %s. Raise pairs.input_tokens or "
-                "pairs.target_tokens if what is lost matters",
+                "task %s: %s of %s to train on (%.1f%%) are longer than a row of %d and %d tokens and were %s. If "
+                "what is lost matters, raise pairs.input_tokens or pairs.target_tokens",
                 name,
                 f"{cut + dropped:,}",
                 quantity(pairs + dropped, "pair"),
                 100 * (cut + dropped) / (pairs + dropped),
+                counts["input_tokens"],
+                counts["target_tokens"],
                 "cut" if cut else "dropped",
             )
     for side, of_side in _sides(counts).items():
         require_known(of_side, max_unknown_share, side)
 
 
-def _read(file: _File) -> Iterator[tuple[str, str]]:
-    """Yield source and target of the pairs of a file."""
-    with open(file.path, "rb") as lines:
-        for line in lines:
-            pair = json.loads(line)
-            yield pair["source"], pair["target"]
-
-
-def _record_held_out(folder: Path, files: list[_File], tokenizer: TokenizerFiles) -> dict[str, int]:
+def _record_held_out(folder: Path, pairs: Pairs, num_tasks: int, tokenizer: TokenizerFiles) -> dict[str, int]:
     """Record sources and targets of pairs to validate on, of as many tasks as possible.
 
     Returns the counts of ``write_held_out``, and how many texts were left out.
     """
     encoder, left_out = Encoder(tokenizer.path / SPIECE), Counter({HELD_OUT_LEFT_OUT: 0})
-    held_out = [file for file in files if file.split == "validation" and file.path.exists()]
-    texts = [text for file in held_out for pair in islice(_read(file), _PAIRS // len(held_out) + 1) for text in pair]
+    some = (islice(read_pairs(pairs, "validation", task), _PAIRS // num_tasks + 1) for task in range(num_tasks))
+    texts = [text for of_task in some for pair in of_task for text in pair]
     passages = (Passage("", "", text) for text in texts)
     found = comparable(zip(passages, encoder.encode(texts, add_eos=True), strict=True), encoder, left_out)
     return write_held_out(folder, found, tokenizer.path / TOKENIZER_JSON) | left_out

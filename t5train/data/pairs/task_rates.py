@@ -4,17 +4,16 @@ Rates are those of ``t5train.data.samples.mixture``, and are meant in pairs. Sam
 more pairs has fewer of them: its rate of rows is its rate of pairs, divided by the pairs of a row.
 """
 
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from t5train.data.held_out import read_held_out
 from t5train.data.pairs.pair_shards import task_names
 from t5train.data.samples.mixture import rates
+from t5train.data.vocabulary.held_out import read_held_out
 from t5train.errors import InputError, SpecError
 from t5train.quantities import quantity
 from t5train.records.stage_records import PairShards
-from t5train.spec import MixingSpec, RunSpec
+from t5train.spec import MixingSpec, PairsSpec, RunSpec
 
 
 class TaskShare(NamedTuple):
@@ -28,10 +27,10 @@ class TaskShare(NamedTuple):
 
 
 def task_shares(shards: PairShards, spec: RunSpec) -> list[TaskShare]:
-    """Return what the whole run trains on of each task. Raises the errors of ``rates_of_rows``."""
+    """Return what the whole run trains on of each task."""
     samples = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences
     pairs, rows = _of_tasks(shards, "pairs"), _of_tasks(shards, "rows")
-    of_pairs, of_rows = _rates_of_pairs(pairs, spec.pairs), rates_of_rows(shards, spec.pairs)
+    of_pairs, of_rows = rates(pairs, spec.pairs), rates_of_rows(shards, spec.pairs)
     return [
         TaskShare(name, pairs[task], rows[task], float(of_pairs[task]), float(samples * of_rows[task] / rows[task]))
         for task, name in enumerate(task_names(shards))
@@ -39,26 +38,13 @@ def task_shares(shards: PairShards, spec: RunSpec) -> list[TaskShare]:
 
 
 def rates_of_rows(shards: PairShards, mixing: MixingSpec) -> list[Fraction]:
-    """Return the share of each task in the rows that are trained on. They sum to 1.
-
-    Raises SpecError if there are weights, but not one for each task.
-    """
+    """Return the share of each task in the rows that are trained on. They sum to 1."""
     pairs, rows = _of_tasks(shards, "pairs"), _of_tasks(shards, "rows")
     parts = [
-        rate * of_rows / of_pairs
-        for rate, of_rows, of_pairs in zip(_rates_of_pairs(pairs, mixing), rows, pairs, strict=True)
+        rate * of_rows / of_pairs for rate, of_rows, of_pairs in zip(rates(pairs, mixing), rows, pairs, strict=True)
     ]
     total = sum(parts)
     return [part / total for part in parts]
-
-
-def _rates_of_pairs(pairs: Sequence[int], mixing: MixingSpec) -> list[Fraction]:
-    if mixing.mixing_weights is not None and len(mixing.mixing_weights) != len(pairs):
-        raise SpecError(
-            f"pairs.mixing_weights has {quantity(len(mixing.mixing_weights), 'number')}, but there are "
-            f"{quantity(len(pairs), 'task')}: give one for each"
-        )
-    return rates(pairs, mixing)
 
 
 def _of_tasks(shards: PairShards, what: str) -> list[int]:
@@ -68,16 +54,9 @@ def _of_tasks(shards: PairShards, what: str) -> list[int]:
 def require_enough_pairs(spec: RunSpec, shards: PairShards) -> None:
     """Raise InputError unless the shards have a batch to train on, a pair to validate on, and a held-out text.
 
-    Raises SpecError if their rows are not those of the spec, and the errors of ``rates_of_rows``.
+    Raises SpecError if their rows or tasks are not those of the spec.
     """
-    made, asked = [
-        (counts["input_tokens"], counts["target_tokens"]) for counts in (shards.counts, spec.pairs.model_dump())
-    ]
-    if made != asked:
-        raise SpecError(
-            f"the pair shards in {shards.path} have rows of {made[0]} and {made[1]} tokens, but pairs.input_tokens and "
-            f"pairs.target_tokens are {asked[0]} and {asked[1]}: set those, or make pair shards of these"
-        )
+    _require_made_for(spec.pairs, shards)
     rows, batch = shards.counts["train_rows"], spec.optimizer.global_batch_sequences
     if rows < batch:
         remedy = (
@@ -93,5 +72,15 @@ def require_enough_pairs(spec: RunSpec, shards: PairShards) -> None:
             "there is no pair to validate on. Give some (pairs.validation), or give validation a larger share "
             "(pairs.split)"
         )
-    rates_of_rows(shards, spec.pairs)
     read_held_out(shards.path)
+
+
+def _require_made_for(spec: PairsSpec, shards: PairShards) -> None:
+    made = (shards.counts["input_tokens"], shards.counts["target_tokens"], ", ".join(task_names(shards)))
+    asked = (spec.input_tokens, spec.target_tokens, ", ".join(task.task for task in spec.tasks()))
+    if made != asked:
+        raise SpecError(
+            f"the pair shards in {shards.path} have rows of {made[0]} and {made[1]} tokens of the tasks {made[2]}, but "
+            f"pairs.input_tokens and pairs.target_tokens are {asked[0]} and {asked[1]}, and the tasks of pairs.train "
+            f"are {asked[2]}: set those of the shards, or make shards of these"
+        )

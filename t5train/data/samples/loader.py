@@ -15,12 +15,12 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from t5train.data.held_out import read_held_out
 from t5train.data.passages import SPLITS
 from t5train.data.samples import keyed_random
 from t5train.data.samples.mixture import Mixture, Placed, rates
 from t5train.data.samples.span_corruption import corrupt, geometry
 from t5train.data.shards import read_description, tokens_name
+from t5train.data.vocabulary.held_out import read_held_out
 from t5train.errors import DigestMismatch, InputError
 from t5train.locations import redacted
 from t5train.quantities import quantity

@@ -1,5 +1,6 @@
 """Generation with a T5: what it puts into the gaps of a text."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ class GenerationSpec(NamedTuple):
     """
 
     max_new_tokens: int | None = None
-    """At most so many tokens; 16 for each sentinel, and at least 64, if left out."""
+    """At most so many tokens. If left out: those of the longest targets of a model that was fine-tuned by this project,
+    otherwise 16 for each sentinel, and at least 64."""
     num_beams: int = 1
     sample: bool = False
     temperature: float = 1.0
@@ -87,12 +89,13 @@ def _generate_one(folder: ModelFolder, tokenizer: Any, model: Any, text: str, sp
     import torch
 
     sentinels = sentinels_in(text)
+    usual = _options(spec, len(sentinels), folder.target_tokens)
     with quiet_transformers():
         inputs = tokenizer(text, return_tensors="pt").to(model.device)
 
         def output_of(**options: Any) -> list[int]:
             with _seeded(spec, model.device), torch.inference_mode():
-                found: list[int] = model.generate(**inputs, **_options(spec, len(sentinels)), **options)[0].tolist()
+                found: list[int] = model.generate(**inputs, **usual, **options)[0].tolist()
             return found
 
         output, ends_early = output_of(), None
@@ -113,7 +116,7 @@ def _generate_one(folder: ModelFolder, tokenizer: Any, model: Any, text: str, sp
         generated=text_of([piece for piece in pieces if piece not in ("<pad>", "</s>")], tokenizer),
         input_tokens=input_tokens,
         new_tokens=len(output) - 1,  # without the token that starts the decoder
-        remarks=tuple(_remarks(folder, sentinels, input_tokens, ends_early)),
+        remarks=tuple(_remarks(folder, text, sentinels, input_tokens, ends_early)),
     )
 
 
@@ -123,9 +126,10 @@ def _without_early_end(input_ids: Any, scores: Any, last: int, eos: int) -> Any:
     return scores
 
 
-def _options(spec: GenerationSpec, num_spans: int) -> dict[str, Any]:
+def _options(spec: GenerationSpec, num_spans: int, target_tokens: int) -> dict[str, Any]:
+    usual = target_tokens or max(_LEAST_NEW_TOKENS, _TOKENS_A_SPAN * num_spans)
     options: dict[str, Any] = {
-        "max_new_tokens": spec.max_new_tokens or max(_LEAST_NEW_TOKENS, _TOKENS_A_SPAN * num_spans),
+        "max_new_tokens": spec.max_new_tokens or usual,
         "num_beams": spec.num_beams,
         "do_sample": spec.sample,
     }
@@ -147,9 +151,13 @@ def _seeded(spec: GenerationSpec, device: Any) -> Iterator[None]:
         yield
 
 
-def _remarks(folder: ModelFolder, sentinels: list[str], input_tokens: int, ends_early: bool | None) -> Iterator[str]:
+def _remarks(
+    folder: ModelFolder, text: str, sentinels: list[str], input_tokens: int, ends_early: bool | None
+) -> Iterator[str]:
     """Yield what explains a poor result. ``ends_early``: whether a second attempt also ended before the last gap."""
-    if not sentinels:
+    if folder.run.tasks:
+        yield from _missing_prefix(folder.run.tasks, text)
+    elif not sentinels:
         yield (
             "the text has no <extra_id_0>: a pre-trained T5 fills in gaps that are marked by <extra_id_0>, "
             "<extra_id_1>, ..., and what it generates without one means little"
@@ -167,6 +175,14 @@ def _remarks(folder: ModelFolder, sentinels: list[str], input_tokens: int, ends_
             f"the text has {input_tokens} tokens, but the model was trained with at most {folder.trained_tokens}: the "
             "result may be poor. Shorten the text"
         )
+
+
+def _missing_prefix(tasks: Mapping[str, str], text: str) -> Iterator[str]:
+    """Yield a sentence if the text begins with none of the prefixes of ``tasks``, which may be empty."""
+    prefixes = list(map(str, tasks.values()))
+    if not text.startswith(tuple(prefixes)):
+        named = ", ".join(map(json.dumps, prefixes))
+        yield f"the text has no prefix that the model was fine-tuned with ({named}): begin it with that of its task"
 
 
 def sentinels_in(text: str) -> list[str]:

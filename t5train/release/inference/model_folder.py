@@ -139,8 +139,18 @@ class ModelFolder(NamedTuple):
     @property
     def trained_tokens(self) -> int:
         """The number of input tokens that the model was trained with, as far as the folder says."""
-        recorded = self.run.settings.get("objective", {}).get("input_tokens")
+        recorded = self._lengths().get("input_tokens")
         return int(recorded or self.config.get("n_positions") or _TRAINED_TOKENS)
+
+    @property
+    def target_tokens(self) -> int:
+        """The number of tokens of the longest targets that the model was fine-tuned with; 0 if it does not say so."""
+        return int(self._lengths().get("target_tokens", 0))
+
+    def _lengths(self) -> dict[str, Any]:
+        """Return the settings of what the model was trained on; empty if the folder does not record them."""
+        found: dict[str, Any] = self.run.settings.get("pairs", self.run.settings.get("objective", {}))
+        return found
 
     def vocabulary(self) -> Vocabulary:
         """Open the vocabulary. Raises InputError if it is damaged, not a T5's, or larger than the model's."""

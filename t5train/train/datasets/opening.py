@@ -3,8 +3,8 @@
 from t5train.records.stage_records import PairShards
 from t5train.spec.rank_job import TrainJob
 from t5train.train.datasets.dataset import Dataset
-from t5train.train.datasets.pairs import PairDataset
-from t5train.train.datasets.text import TextDataset
+from t5train.train.datasets.pair_dataset import PairDataset
+from t5train.train.datasets.text_dataset import TextDataset
 
 
 def open_dataset(job: TrainJob) -> Dataset:

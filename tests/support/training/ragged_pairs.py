@@ -18,7 +18,7 @@ from t5train.model.model_shape import huggingface_config, resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
 
-VOCABULARY = 100
+VOCABULARY, SEED = 100, 3
 PAD, EOS = 0, 1
 UNUSED = (97, 98, 99)
 """Ids that no pair has."""
@@ -87,7 +87,7 @@ def make_model(name: str, dropout_rate: float = 0.0, dtype: torch.dtype = torch.
     shape = resolve(spec, VOCABULARY)
     model = T5(shape, decoder_start_id=PAD)
     for path, parameter in model.named_parameters():
-        initialise(path, parameter, shape, seed=3)
+        initialise(path, parameter, shape, seed=SEED)
     return model.to(dtype).train()
 
 

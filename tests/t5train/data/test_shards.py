@@ -13,7 +13,6 @@ import pytest
 from t5train.data.checks import whole_reading
 from t5train.data.corpus import build_corpus
 from t5train.data.formats.passage_frames import FRAMES
-from t5train.data.held_out import HELD_OUT
 from t5train.data.native import segmenter_build
 from t5train.data.passages import SPLITS, split_of
 from t5train.data.segments import passages_of, read_segments
@@ -25,6 +24,7 @@ from t5train.data.shards import (
     shard_name,
     tokens_name,
 )
+from t5train.data.vocabulary.held_out import HELD_OUT
 from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.data.vocabulary.unknown_pieces import unigram_name
 from t5train.errors import InputError, StorageError

@@ -11,10 +11,12 @@ from torch import nn
 
 from t5train.data.samples.loader import Batch
 from t5train.engine.engine import compile_blocks, compile_gathered, compile_sublayers
-from t5train.engine.forward_backward import WholePasses
+from t5train.engine.forward_backward import WholePasses, rows_of
+from t5train.model.activation_checkpointing import checkpoint_activations
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
+from tests.support.training.ragged_pairs import PACKED, batch_of, make_model, make_pairs
 
 # torch's compiler imports functions that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
@@ -90,3 +92,38 @@ def test_hooks_that_gather_a_block_are_not_compiled_with_it() -> None:
         other_size = Batch(ids, ids, np.ones((3, 17), np.int32), np.ones((3, 9), np.int32))
         (losses,) = passes.token_losses([other_size])  # runs plain code, so that nothing is compiled for this size
     assert losses.shape == (3, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_rows_of_pairs_with_dropout_compile_to_one_graph(recomputed: bool) -> None:
+    model = make_model("gated, tied", dropout_rate=0.1)
+    if recomputed:
+        checkpoint_activations(model)
+    plain = _train_pairs(model, seed=1)
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert _train_pairs(model, seed=1) == pytest.approx(plain, rel=1e-6)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        _train_pairs(model, seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_code_of_a_block_with_dropout_by_keys_serves_all_blocks() -> None:
+    model = make_model("relu, tied", dropout_rate=0.1)
+    plain = _train_pairs(model, seed=1)
+    with torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True):
+        compile_gathered(model, fullgraph=True, backend="aot_eager")
+        assert _train_pairs(model, seed=1) == pytest.approx(plain, rel=1e-6)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        _train_pairs(model, seed=2)
+
+
+def _train_pairs(model: T5, seed: int) -> float:
+    batch = batch_of(PACKED, make_pairs(seed), has_keys=True, global_targets=seed + 30)
+    assert batch.segments is not None
+    inputs, targets = (torch.from_numpy(each).long() for each in (batch.inputs, batch.targets))
+    loss = model(inputs, targets, rows_of(batch.segments, passes_a_step=1))
+    loss.backward()
+    return float(loss.detach())

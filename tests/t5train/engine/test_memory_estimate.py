@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from t5train.data.samples.loader import PREFETCHED_BATCHES
 from t5train.engine.memory_estimate import (
     FETCHED,
     PROCESS,
@@ -135,3 +136,12 @@ def test_recorded_passes_of_a_pipeline_keep_their_sums(settings: dict[str, Any],
         gradients = next(one.accelerator for one in held_by_a_rank(spec, shape) if one.what == "gradients")
         elements = count_parameters(shape) // stages + shape.vocab_size * shape.d_model
         assert gradients == elements * ((4 if spec.gradient_accumulation > 1 else 2) + 2 * records)
+
+
+def test_prepared_batches_of_pairs_hold_ids_segments_and_keys_of_dropout() -> None:
+    settings = {"pairs.train": ["pairs.jsonl"], "pairs.input_tokens": 256, "pairs.target_tokens": 128}
+    for dropout_rate, of_a_token in ((0.0, 4 + 4), (0.1, 4 + 4 + 8)):
+        spec = recipe("smoke").with_settings({**settings, "model.dropout_rate": dropout_rate})
+        held = {one.what: one.host for one in held_by_a_rank(spec, resolve(spec.model, 2100))}
+        rows = spec.layout.micro_batch_sequences * (PREFETCHED_BATCHES + 2)
+        assert held["batches prepared"] == rows * (8 + 384 * of_a_token)

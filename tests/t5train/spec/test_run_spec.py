@@ -80,7 +80,7 @@ def test_an_invalid_value_is_refused_with_its_constraint(setting: str, value: An
 
 PIPELINE = {"layout.pipeline_stages": 2}
 HOSTS = {"cluster.hostfile": "hosts"}
-PAIRS = {"pairs.train": "pairs.jsonl"}
+PAIRS = {"pairs.train": ["pairs.jsonl"]}
 IN_ROOT = {"storage.root": "/data/t5", "storage.scratch": "/data/t5"}
 
 

@@ -50,3 +50,11 @@ def test_utilization_is_relative_to_the_peak_of_all_ranks() -> None:
     assert spec.cluster.ranks == 2
     assert utilization(spec, shape, seconds=0.5, peak=2 * flops) == pytest.approx(0.5)
     assert utilization(spec, shape, seconds=0.5, peak=None) is None
+
+
+def test_rows_of_pairs_count_with_their_full_lengths() -> None:
+    lengths = {"pairs.input_tokens": 48, "pairs.target_tokens": 24}
+    spec = recipe("smoke").with_settings({"pairs.train": ["pairs.jsonl"], **lengths})
+    shape = resolve(spec.model, 2100)
+    flops = spec.optimizer.global_batch_sequences * training_flops(shape, 48, 24)
+    assert utilization(spec, shape, 2.0, 1e9) == flops / 2 / (1e9 * spec.cluster.ranks)

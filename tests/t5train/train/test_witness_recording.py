@@ -20,7 +20,7 @@ from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
 from t5train.train import witness_recording
-from t5train.train.datasets.text import TextDataset
+from t5train.train.datasets.text_dataset import TextDataset
 from tests.support import synthetic_models
 
 FACTS = {"run_fingerprint": "3" * 64, "step": 7, "tag": "step-00000007", "validation": {"validation_loss": 4.5}}

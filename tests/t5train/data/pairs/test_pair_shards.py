@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t5train.data.held_out import read_held_out
 from t5train.data.pairs import pair_shards
 from t5train.data.pairs.pair_shards import build_pair_shards, shard_file, task_names
+from t5train.data.vocabulary.held_out import read_held_out
 from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.data.vocabulary.unknown_pieces import unigram_name
 from t5train.errors import DigestMismatch, InputError
@@ -137,6 +137,14 @@ def test_neither_the_number_of_workers_nor_where_stretches_end_matters(
     assert (one.counts["train_rows"] == one.counts["train_pairs"]) is not pack
 
 
+def test_progress_is_reported_to_the_end(build: Build, pairs: Pairs) -> None:
+    reports: dict[str, tuple[int, int | None]] = {}
+    build(pairs, progress=lambda what, done, total: reports.update({what: (done, total)}))
+    size = sum(path.stat().st_size for path in pairs.path.glob("*.jsonl"))
+    assert reports["bytes of pairs tokenised"] == (size, size)
+    assert reports["pairs arranged"] == (285, 285)
+
+
 def test_finished_shards_are_reused_and_a_killed_stage_leaves_nothing_that_counts(
     build: Build, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +186,7 @@ def test_a_cut_pair_keeps_the_eos_of_both_sides_and_more_than_one_percent_is_a_w
     assert stored[1] == (whole[1][0], [*whole[1][1][:23], 1])
     assert len(stored) == 152
     assert (shards.counts["train_cut_of_task_0"], shards.counts["train_dropped_of_task_0"]) == (2, 0)
-    expected = "task long: 2 of 152 pairs to train on (1.3%) are longer than a row and were cut"
+    expected = "task long: 2 of 152 pairs to train on (1.3%) are longer than a row of 40 and 24 tokens and were cut"
     assert [expected in record.message for record in caplog.records if record.levelno == logging.WARNING] == [True]
     caplog.clear()
     build(long)  # reused

@@ -5,21 +5,22 @@ from typing import Any
 
 import pytest
 
-from t5train.data.held_out import HELD_OUT
-from t5train.data.pairs.task_rates import TaskShare, rates_of_rows, require_enough_pairs, task_shares
+from t5train.data.pairs.task_rates import TaskShare, require_enough_pairs, task_shares
+from t5train.data.vocabulary.held_out import HELD_OUT
 from t5train.errors import InputError, SpecError
 from t5train.records.stage_records import PairShards
-from t5train.spec import PairsSpec, RunSpec
+from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 from tests.support.made_pairs import IdsOfPair, made_pair_shards
 
 ROW = (20, 12)
+NAMED = [f"{name}.jsonl#source=a&target=b&task={name}" for name in ("task0", "task1")]
 SHORT: list[IdsOfPair] = [([5, 1], [5, 1])] * 60
 LONG: list[IdsOfPair] = [([5] * 19 + [1], [5] * 11 + [1])] * 20
 
 
 def a_spec(**changed: Any) -> RunSpec:
-    settings = {"pairs.train": ["a.jsonl", "b.jsonl"], "pairs.input_tokens": 20, "pairs.target_tokens": 12}
+    settings = {"pairs.train": NAMED, "pairs.input_tokens": 20, "pairs.target_tokens": 12}
     settings |= {"optimizer.num_steps": 10, "optimizer.warmup_steps": 1, "optimizer.global_batch_sequences": 15}
     settings |= {"layout.micro_batch_sequences": 1, "cluster.ranks": 1}
     return recipe("smoke").with_settings(settings | {name.replace("__", "."): value for name, value in changed.items()})
@@ -49,11 +50,6 @@ def test_limit_and_temperature_count_pairs(shards: PairShards) -> None:
     assert tempered[0] / tempered[1] == pytest.approx(3**0.5)
 
 
-def test_each_task_needs_a_weight(shards: PairShards) -> None:
-    with pytest.raises(SpecError, match=r"pairs\.mixing_weights has 3 numbers, but there are 2 tasks"):
-        rates_of_rows(shards, PairsSpec(mixing_weights=(1, 2, 3)))
-
-
 def test_enough_pairs_are_accepted(shards: PairShards) -> None:
     require_enough_pairs(a_spec(optimizer__global_batch_sequences=30), shards)
 
@@ -65,12 +61,16 @@ def test_fewer_rows_than_a_batch_are_refused(shards: PairShards) -> None:
         require_enough_pairs(a_spec(optimizer__global_batch_sequences=31, pairs__pack=False), shards)
 
 
-def test_rows_of_other_lengths_are_refused(shards: PairShards) -> None:
-    with pytest.raises(SpecError, match=r"rows of 20 and 12 tokens, but .* are 20 and 16"):
-        require_enough_pairs(a_spec(pairs__target_tokens=16), shards)
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [({"pairs__target_tokens": 16}, "are 20 and 16,"), ({"pairs__train": [NAMED[1], NAMED[0]]}, "are task1, task0:")],
+)
+def test_shards_of_other_rows_or_tasks_are_refused(shards: PairShards, changed: dict[str, Any], expected: str) -> None:
+    with pytest.raises(SpecError, match=f"rows of 20 and 12 tokens of the tasks task0, task1, but .*{expected}"):
+        require_enough_pairs(a_spec(**changed), shards)
 
 
 def test_a_run_needs_pairs_to_validate_on(tmp_path: Path) -> None:
-    shards = made_pair_shards(tmp_path / "made", [{"train": LONG}], ROW)
+    shards = made_pair_shards(tmp_path / "made", [{"train": SHORT}, {"train": LONG}], ROW)
     with pytest.raises(InputError, match=r"no pair to validate on.*pairs\.validation.*pairs\.split"):
         require_enough_pairs(a_spec(), shards)

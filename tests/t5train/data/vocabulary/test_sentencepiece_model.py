@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
-from t5train.data.held_out import write_held_out
+from t5train.data.vocabulary.held_out import write_held_out
 from t5train.data.vocabulary.sentencepiece_model import Encoder
 from t5train.data.vocabulary.tokenizer import Tokenizer, given_tokenizer
 from t5train.errors import InputError

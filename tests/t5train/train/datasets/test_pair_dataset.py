@@ -12,8 +12,8 @@ from t5train.records.stage_records import PairShards
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 from t5train.train import validation
-from t5train.train.datasets import pairs
-from t5train.train.datasets.pairs import PairDataset
+from t5train.train.datasets import pair_dataset
+from t5train.train.datasets.pair_dataset import PairDataset
 
 TOKENS = [3, 1, 2, 4, 1]
 """Target tokens of each held-out pair, of task 0, 1, 0, 1, 0."""
@@ -53,8 +53,8 @@ class Predictions:
 
 @pytest.fixture
 def dataset(monkeypatch: pytest.MonkeyPatch) -> PairDataset:
-    monkeypatch.setattr(pairs, "PairSamples", HeldOut)
-    monkeypatch.setattr(pairs, "require_enough_pairs", lambda _spec, _shards: None)
+    monkeypatch.setattr(pair_dataset, "PairSamples", HeldOut)
+    monkeypatch.setattr(pair_dataset, "require_enough_pairs", lambda _spec, _shards: None)
     shards = PairShards(path=Path("shards"), fingerprint="5" * 64, files={}, counts={"test_pairs": 0})
     return PairDataset(shards, spec())
 
@@ -71,7 +71,7 @@ def test_loss_accuracy_and_exact_match_count_each_real_token_and_pair_once_on_an
 ) -> None:
     gathered: list[list[float]] = []
     monkeypatch.setattr(dataset, "_spec", spec(ranks))
-    monkeypatch.setattr(pairs, "gather_floats", lambda sums: gathered.append(sums) or gathered)
+    monkeypatch.setattr(pair_dataset, "gather_floats", lambda sums: gathered.append(sums) or gathered)
     for rank in range(ranks):
         monkeypatch.setattr(validation, "data_rank", lambda _spec, rank=rank: rank)
         found = dataset.validate(cast(Any, Predictions()))

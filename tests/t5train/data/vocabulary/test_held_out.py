@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from t5train.data.held_out import HELD_OUT, choose, comparable, read_held_out, tied_line, write_held_out
 from t5train.data.passages import Passage, split_of
 from t5train.data.segments import passages_of, read_segments
+from t5train.data.vocabulary.held_out import HELD_OUT, choose, comparable, read_held_out, tied_line, write_held_out
 from t5train.data.vocabulary.sentencepiece_model import SPACE
 from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.errors import InputError

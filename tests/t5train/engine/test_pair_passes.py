@@ -1,0 +1,109 @@
+"""A step on pairs has the same loss and gradient for every number of ranks and passes, ZeRO stage, and packing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from t5train.engine.forward_backward import rows_of
+from t5train.spec.recipes import recipe
+from tests.support.training.launched import launch
+from tests.support.training.ragged_pairs import (
+    MODELS,
+    PACKED,
+    UNPACKED,
+    batch_of,
+    distance,
+    gradients_of,
+    make_model,
+    make_pairs,
+)
+
+pytestmark = pytest.mark.slow
+MODEL, RATE = "relu, tied", 0.2
+RECOMPUTED = {"model.activation_checkpointing": True}
+BF16 = {"optimizer.precision": "bf16"}
+
+
+def _job(ranks: int, passes: int, stage: int, rows: Any, has_keys: bool, **settings: Any) -> dict[str, Any]:
+    spec = recipe("smoke").with_settings(
+        {
+            "pairs.train": ["pairs.jsonl"],
+            "cluster.ranks": ranks,
+            "cluster.accelerator": "cpu",
+            "optimizer.global_batch_sequences": len(rows),
+            "optimizer.precision": "fp32",
+            "optimizer.gradient_clip": 0,
+            "layout.micro_batch_sequences": len(rows) // ranks // passes,
+            "layout.zero_stage": stage,
+            **{f"model.{name}": value for name, value in MODELS[MODEL].items()},
+            "model.dropout_rate": RATE if has_keys else 0.0,
+            **settings,
+        }
+    )
+    return {"spec": spec.model_dump(mode="json"), "rows": rows, "has_keys": has_keys}
+
+
+ALONE = {
+    "1x1": _job(1, 1, 0, PACKED, False),
+    "1x4, dropout": _job(1, 4, 1, PACKED, True),
+    "1x4, unpacked": _job(1, 4, 2, UNPACKED, False),
+}
+TOGETHER = {
+    "2x2, ZeRO 0": _job(2, 2, 0, PACKED, True),
+    "2x2, ZeRO 1, unpacked": _job(2, 2, 1, UNPACKED, True),
+    "2x2, ZeRO 2": _job(2, 2, 2, PACKED, False, **RECOMPUTED),
+    "2x2, ZeRO 3": _job(2, 2, 3, PACKED, True),
+    "2x2, ZeRO 3, unpacked, recomputed": _job(2, 2, 3, UNPACKED, True, **RECOMPUTED),
+    "2x2, ZeRO 2, offload": _job(2, 2, 2, PACKED, True, **{"layout.offload": "optimizer"}),
+    "2x2, ZeRO 3, offload": _job(2, 2, 3, PACKED, True, **{"layout.offload": "all"}),
+    "2x2, ZeRO 1, bf16": _job(2, 2, 1, PACKED, True, **BF16),
+    "2x2, ZeRO 3, bf16": _job(2, 2, 3, PACKED, False, **BF16),
+}
+
+
+@pytest.fixture(scope="module")
+def stepped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("stepped")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUT", str(root))
+        for ranks, jobs in ((1, ALONE), (2, TOGETHER)):
+            (root / "jobs.json").write_text(json.dumps([{"name": name, **job} for name, job in jobs.items()]))
+            launch(root / "jobs.json", ranks, program="pair_program")
+    return root
+
+
+def _expected(has_keys: bool) -> tuple[Tensor, dict[str, Tensor], float]:
+    """Loss and gradients of the model itself on the whole batch, and the sum of its targets' losses in evaluation."""
+    model, batch = make_model(MODEL, RATE if has_keys else 0.0), batch_of(PACKED, make_pairs(), has_keys=has_keys)
+    assert batch.segments is not None
+    inputs, targets = (torch.from_numpy(each).long() for each in (batch.inputs, batch.targets))
+    rows = rows_of(batch.segments, passes_a_step=1)
+    loss = model(inputs, targets, rows)
+    loss.backward()
+    with torch.no_grad():
+        return loss.detach(), gradients_of(model), float(model.eval().token_losses(inputs, targets, rows).sum())
+
+
+@pytest.mark.parametrize("name", [*ALONE, *TOGETHER])
+def test_loss_and_gradient_are_the_same_in_every_layout(stepped: Path, name: str) -> None:
+    job = (ALONE | TOGETHER)[name]
+    loss, gradients, token_losses = _expected(job["has_keys"])
+    tolerance = 1e-2 if "bf16" in name else 1e-6
+    for rank in range(job["spec"]["cluster"]["ranks"]):
+        found = json.loads((stepped / f"{name}.rank-{rank}.json").read_text())
+        assert found["loss"] == pytest.approx(float(loss), rel=tolerance)
+        assert found["token_losses"] == pytest.approx(token_losses, rel=tolerance)
+    reduced = load_file(stepped / f"{name}.safetensors")
+    assert reduced.keys() == gradients.keys()
+    if "bf16" in name:  # small gradients of single tensors are mostly rounding
+        reduced, gradients = _joined(reduced), _joined(gradients)
+    assert max(distance(reduced[each], gradients[each]) for each in gradients) < 10 * tolerance
+
+
+def _joined(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"all": torch.cat([gradients[name].flatten() for name in sorted(gradients)])}
