@@ -209,7 +209,7 @@ def _run_flow(
 
     _arrange_log(progress)
     # Without a terminal, progress appears in the run's log.
-    flow = (finetune_flow if fine_tuning else pretrain_flow)(
+    chain = (finetune_flow if fine_tuning else pretrain_flow)(
         held, progress if isinstance(progress, BarProgress) else silent
     )
     with ExitStack() as stack:
@@ -217,7 +217,7 @@ def _run_flow(
         # back. Prefect reads all settings again here, also those in the current folder.
         with reading_settings():
             stack.enter_context(temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}))
-        publication: Publication = flow(**parameters.model_dump(exclude_none=True), adopt=adopt)
+        publication: Publication = chain(**parameters.model_dump(exclude_none=True), adopt=adopt)
     return publication
 
 

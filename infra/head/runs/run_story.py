@@ -24,14 +24,14 @@ from t5train.files import error_report, heartbeat
 from t5train.files.presence import file_size, files_below, names_in, visible_in
 from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS, EXPORT, METRICS, REPORT, RUN, step_of
 from t5train.records import metrics
-from t5train.records.metrics import UNIGRAM
+from t5train.records.metrics import UNIGRAM, UNIGRAM_OF_TARGETS, VALIDATION_OF_TARGETS
 from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
 from t5train.spec.recipes import recipe
 
 _ELSEWHERE = {"name", "recipe", "storage.root"}
 """Settings that options and arguments of a command stand for."""
-_VALIDATION = "validation_content_loss"
+_VALIDATION, _EXACT_MATCH = "validation_content_loss", "validation_exact_match"
 _PARTIAL_PHASES = {"step", "compile"}
 
 
@@ -71,9 +71,11 @@ class Losses:
     first: float | None = None
     last: float | None = None
     best_validation: float | None = None
-    """Of masked tokens, which is what the unigram baseline can be compared with."""
+    """Of masked tokens or, of a run on pairs, of target tokens: what the unigram baseline can be compared with."""
     best_validation_step: int | None = None
     unigram_baseline: float | None = None
+    exact_match: float | None = None
+    """Of a run on pairs: the share of pairs with an exactly predicted target, at the last validation. Not a loss."""
 
 
 @dataclass(frozen=True)
@@ -247,8 +249,10 @@ def losses_of(folder: Path) -> Losses:
     """Return the losses of a run."""
     lines = metrics.read(folder / METRICS)
     steps = [loss for line in lines if (loss := line.get("loss")) is not None]
-    validated = [(loss, line["step"]) for line in lines if (loss := line.get(_VALIDATION)) is not None]
-    unigram = [loss for line in lines if (loss := line.get(UNIGRAM)) is not None]
+    matches = [share for line in lines if (share := line.get(_EXACT_MATCH)) is not None]
+    names = (VALIDATION_OF_TARGETS, UNIGRAM_OF_TARGETS) if matches else (_VALIDATION, UNIGRAM)
+    validated = [(loss, line["step"]) for line in lines if (loss := line.get(names[0])) is not None]
+    unigram = [loss for line in lines if (loss := line.get(names[1])) is not None]
     best, step = min(validated, key=itemgetter(0), default=(None, None))
     return Losses(
         first=steps[0] if steps else None,
@@ -256,6 +260,7 @@ def losses_of(folder: Path) -> Losses:
         best_validation=best,
         best_validation_step=None if step is None else int(step),
         unigram_baseline=unigram[-1] if unigram else None,
+        exact_match=matches[-1] if matches else None,
     )
 
 
