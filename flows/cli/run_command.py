@@ -104,7 +104,7 @@ def finetune(options: PairsOptions, hosts: TrainingHostOptions, given: RunOption
     """Run all stages, from pairs to a published, certified checkpoint. Finished stages are reused.
 
     $ t5-pretrain finetune reverse_and_sort
-    $ t5-pretrain finetune finetune_base --train 'wmt.jsonl#source=en&target=de' --set model.start_from=T5_MODEL
+    $ t5-pretrain finetune finetune_base --train 'wmt.tsv#source=en&target=de'
     $ t5-pretrain finetune --config run.yaml --dry-run
     """
     _start(options, hosts, given, fine_tuning=True)
