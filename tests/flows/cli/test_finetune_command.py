@@ -39,6 +39,14 @@ def test_the_file_that_init_prints_fine_tunes(printed: Printed, tmp_path: Path) 
     assert json.loads(shown)["fingerprints"]["run"] == recipe("reverse_and_sort").fingerprint()
 
 
+def test_the_unchanged_file_of_a_recipe_for_gpus_is_refused_until_it_names_pairs(
+    printed: Printed, refused: Refused, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(printed("init", "finetune_base"))
+    command = ("finetune", "--config", str(tmp_path / "run.yaml"), "--set", "cluster.accelerator=cpu")
+    assert "recipe 'finetune_base' needs pairs to train on: name a file with --train" in refused(2, *command)
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
