@@ -64,7 +64,7 @@ def pairs_report(pairs: Pairs, tokenizer: TokenizerFiles, spec: PairsSpec, share
     lengths = RowLengths(spec.input_tokens, spec.target_tokens)
     return page(
         f"# Pairs of {escaped(', '.join(task.task for task in tasks))}",
-        table(("task", "prefix", *SPLITS, "empty", "repeated", "contaminated"), _count_rows(pairs, tasks)),
+        table(("task", "prefix", *SPLITS, "empty", "repeated", "contaminated", "removed"), _count_rows(pairs, tasks)),
         "\n".join(f"- Warning: {escaped(line)}." for line in finding_lines(pairs)),
         "\n".join(f"- {escaped(share_line(share))}." for share in shares),
         "## Lengths",
@@ -105,7 +105,8 @@ def _side(texts: list[str], vocabulary: Tokenizer) -> _Side:
 
 
 def _count_rows(pairs: Pairs, tasks: Sequence[Task]) -> Iterator[list[str]]:
-    counted = (*(f"{split}_pairs" for split in SPLITS), "empty_pairs", "duplicate_pairs", "contaminated_pairs")
+    counted = [f"{split}_pairs" for split in SPLITS]
+    counted += ["empty_pairs", "duplicate_pairs", "contaminated_pairs", "removed_pairs"]
     for number, task in enumerate(tasks):
         prefix = code(f"{task.prefix}...") if task.prefix else "none"
         yield [escaped(task.task), prefix, *(f"{count_of(pairs, name, number):,}" for name in counted)]

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from t5train.data.checks.unchanged_files import content_of, digests_of, require_unchanged, stamps_of
 from t5train.data.pairs.pair_reading import PairRow, pair_rows
 from t5train.data.pairs.pair_sources import GENERATED_VERSION, TaskFiles, generated_pairs, task_files
-from t5train.data.passages import SPLITS, SourceFile, Split, split_of
+from t5train.data.passages import ODDITIES, SPLITS, SourceFile, Split, split_of
 from t5train.data.readers import OpenFile
 from t5train.errors import InputError
 from t5train.files.atomic import replacing, write_json
@@ -41,15 +41,19 @@ from t5train.spec.pairs_spec import GENERATED
 TASKS = "tasks.json"
 _STAGE_VERSION = 1  # incremented when the same files would give other pairs
 _REPORT_ROWS = 2048
+_ORDER: tuple[Split, ...] = ("test", "validation", "train")
+"""In which files are read: those of each split after those that its sources are looked for in."""
 _FINDINGS = (
     "empty_pairs",
     "doubled_prefixes",
     "contaminated_pairs",
-    "removed_pairs",
+    "validation_pairs_in_test",
     "duplicate_pairs",
     "indistinct_tasks",
+    *ODDITIES,
 )
 """The counts of what may be wrong with the pairs of a task."""
+_COUNTS = (*(f"{split}_pairs" for split in SPLITS), "read_pairs", "removed_pairs", *_FINDINGS)
 _log = logging.getLogger(__name__)
 
 
@@ -91,6 +95,7 @@ def build_pairs(spec: PairsSpec, root: Path, progress: Progress = silent, *, out
     """
     require_writable(out or root)  # before hashing, which takes long for many pairs
     tasks = task_files(spec, root, progress)
+    require_columns(tasks)
     files = list(dict.fromkeys(file for task in tasks for file in task.files))
     stamps, digests = stamps_of(files), digests_of(files, progress)
     identity = _identity(spec, tasks, digests)
@@ -108,7 +113,17 @@ def build_pairs(spec: PairsSpec, root: Path, progress: Progress = silent, *, out
             record = Pairs(path=folder, fingerprint=identity, files=recorded, counts=counts).commit()
     for line in finding_lines(record):
         _log.warning("%s", line)
+    if removed := record.counts["removed_pairs"]:
+        _log.info("removed %s from training (pairs.remove)", quantity(removed, "pair"))
     return record
+
+
+def require_columns(tasks: Iterable[TaskFiles]) -> None:
+    """Raise InputError if the beginning of a file cannot be read as pairs, which takes no time to find out."""
+    for task in tasks:
+        for file in task.files:
+            with OpenFile() as opened:
+                next(pair_rows(file, task.source, opened), None)
 
 
 def pairs_name(split: str, task: int) -> str:
@@ -144,11 +159,12 @@ def finding_lines(pairs: Pairs) -> list[str]:
             "files already, so they have it twice: remove it from the files, or from the setting (#prefix=)",
             "contaminated_pairs": "pairs of pairs.train have a source that is also in pairs.validation or pairs.test, "
             "which makes results look better than they are: set pairs.remove=contaminated",
-            "removed_pairs": "pairs of pairs.train were removed (pairs.remove), as their source is also in "
-            "pairs.validation or pairs.test",
+            "validation_pairs_in_test": "pairs of pairs.validation have a source that is also in pairs.test, so the "
+            "best checkpoint would be chosen by what it is tested on: remove them from one of the two",
             "duplicate_pairs": f"of {count['train_pairs']:,} pairs to train on repeat an earlier one",
             "indistinct_tasks": "of the other tasks have sources that begin alike, so the model cannot know which task "
             "it is asked for: give each task a prefix of its own (#prefix=)",
+            **{name: f"of {count['read_pairs']:,} pairs have {ODDITIES[name].explanation}" for name in ODDITIES},
         }
         lines += [f"task {task.task!r}: {count[name]:,} {line}" for name, line in said.items() if count[name]]
     return lines
@@ -214,7 +230,7 @@ class _Writing:
         counts = {"tasks": len(found)}
         for number, each in enumerate(found):
             each.counts["indistinct_tasks"] = _alike(number, beginnings)
-            for name in (*(f"{split}_pairs" for split in SPLITS), "read_pairs", *_FINDINGS):
+            for name in _COUNTS:
                 counts[name] = counts.get(name, 0) + each.counts[name]
                 counts[_of_task(name, number)] = each.counts[name]
         return counts
@@ -225,7 +241,7 @@ class _Writing:
             places = {split: self._folder / pairs_name(split, number) for split in SPLITS}
             out = {split: stack.enter_context(replacing(place)) for split, place in places.items()}
             task = _TaskPairs(sources[0].source.prefix, self._rule, out, removes=self._spec.remove != "none")
-            for source in sorted(sources, key=lambda each: each.split == "train"):  # last, to know what is held out
+            for source in sorted(sources, key=lambda each: _ORDER.index(each.split)):
                 for row in self._rows(source):
                     task.add(source.split, row)
         task.counts["duplicate_pairs"] = task.duplicates()
@@ -270,11 +286,11 @@ class _TaskPairs:
         self.counts = Counter[str]()
         self.beginning: str | None = None
         """What all sources to train on begin with; None before the first."""
-        self._held_out = set[int]()
+        self._held_out: dict[Split, set[int]] = {"validation": set(), "test": set()}
         self._trained = array("Q")
 
     def add(self, split: Split, row: PairRow) -> None:
-        """Write a pair of the files of a split, those of which for validation and test come before all others."""
+        """Write a pair of the files of a split, which come in ``_ORDER``."""
         self.counts["read_pairs"] += 1
         if not row.source.strip() or not row.target.strip():
             self.counts["empty_pairs"] += 1
@@ -282,19 +298,25 @@ class _TaskPairs:
         is_doubled = bool(self._prefix) and row.source.startswith(self._prefix)
         self.counts["doubled_prefixes"] += is_doubled
         key = normalised(row.source.removeprefix(self._prefix))
-        if split != "train":
-            self._held_out.add(xxh3_64_intdigest(key.encode()))
-        elif self._is_removed(key):
-            return
-        else:
-            split = split_of(self._rule, key)
-        self._write(split, Pair(self._prefix + row.source, row.target))
+        if not self._is_removed(split, xxh3_64_intdigest(key.encode())):
+            self._note_oddities(row)
+            split = split_of(self._rule, key) if split == "train" else split
+            self._write(split, Pair(self._prefix + row.source, row.target))
 
-    def _is_removed(self, key: str) -> bool:
-        if not self._held_out or xxh3_64_intdigest(key.encode()) not in self._held_out:
+    def _is_removed(self, split: Split, source: int) -> bool:
+        """Count a pair whose source, as a hash, is also in the files of another split. Return whether it is removed."""
+        if split != "train":
+            self._held_out[split].add(source)
+            self.counts["validation_pairs_in_test"] += split == "validation" and source in self._held_out["test"]
             return False
-        self.counts["removed_pairs" if self._removes else "contaminated_pairs"] += 1
-        return self._removes
+        is_held_out = any(source in sources for sources in self._held_out.values())
+        self.counts["removed_pairs" if self._removes else "contaminated_pairs"] += is_held_out
+        return is_held_out and self._removes
+
+    def _note_oddities(self, row: PairRow) -> None:
+        text = f"{row.source}\n{row.target}".encode()
+        for name, oddity in ODDITIES.items():
+            self.counts[name] += oddity.pattern.search(text) is not None
 
     def _write(self, split: Split, pair: Pair) -> None:
         line = orjson.dumps(pair._asdict())

@@ -104,14 +104,31 @@ def test_sources_that_are_also_in_held_out_files_are_counted_and_removed_on_requ
     assert {target for _, target in numbered(300)} - targets == {"target 7", "target 9"}
 
 
+def test_sources_to_validate_with_that_are_also_tested_are_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train, validation, test = (
+        write(tmp_path / f"{name}.jsonl", pairs)
+        for name, pairs in {
+            "a": numbered(9),
+            "b": numbered(20, 100),
+            "c": [*numbered(5, 110), ("SOURCE 110", "")],
+        }.items()
+    )
+    made = build_pairs(spec_of(train=train, validation=validation, test=test), tmp_path)
+    assert "task 'a': 5 pairs of pairs.validation have a source that is also in pairs.test" in caplog.text
+    assert made.counts["contaminated_pairs"] == 0
+
+
 def test_what_may_be_wrong_with_pairs_is_counted_and_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    odd = [("", "x"), ("x", " \n"), ("do: it", "it"), *[("again", "and again")] * 3]
+    odd = [("", "x"), ("x", " \n"), ("do: it", "it"), *[("again", "and again <extra_id_0>")] * 3]
     a = write(tmp_path / "a.jsonl", [*numbered(200), *odd]) + "#prefix=do: "
     b = write(tmp_path / "b.jsonl", numbered(200))
     made = build_pairs(spec_of(train=[a, b]), tmp_path)
     assert "task 'a': 2 of 206 pairs have an empty source or target, and are skipped" in caplog.text
     assert "task 'a': 1 of 206 sources begin with the prefix 'do: ' in their files already" in caplog.text
     assert f"task 'a': 2 of {count_of(made, 'train_pairs', 0)} pairs to train on repeat an earlier one" in caplog.text
+    assert "task 'a': 3 of 206 pairs have </s>, <pad>, <unk> or <extra_id_N> as plain text" in caplog.text
     assert "task 'b'" not in caplog.text
     caplog.clear()
     build_pairs(spec_of(train=[a.partition("#")[0], b]), tmp_path)
@@ -183,6 +200,16 @@ def test_a_file_that_is_changed_while_it_is_read_is_noticed(tmp_path: Path, monk
     with pytest.raises(InputError, match="was changed while it was read"):
         build_pairs(spec_of(train=path), tmp_path / "root")
     assert not list(tmp_path.glob("root/pairs/*/manifest.json"))
+
+
+def test_files_without_the_columns_are_refused_before_anything_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write(tmp_path / "a.jsonl", numbered(200)), str(tmp_path / "b.csv")]
+    (tmp_path / "b.csv").write_text("source,tgt\n")
+    monkeypatch.setattr(stage, "digests_of", lambda *_: pytest.fail("hashed"))
+    with pytest.raises(InputError, match=r"b.csv line 1, the header, has no column 'target'"):
+        build_pairs(spec_of(train=paths), tmp_path / "root")
 
 
 def test_progress_is_in_bytes_of_all_files(tmp_path: Path) -> None:
