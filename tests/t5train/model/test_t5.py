@@ -1,12 +1,10 @@
 """The model is the same as Hugging Face's T5 in everything that can be observed."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from t5train.errors import SpecError
@@ -16,6 +14,7 @@ from t5train.model.model_shape import _SIZES, T5Shape, count_parameters, hugging
 from t5train.model.parameters import parameter_shapes
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
+from tests.support.training.ragged_pairs import load_with_transformers
 
 VOCABULARY = 300
 FAMILIES = ("v1.0", "v1.1")
@@ -31,20 +30,11 @@ def _model(version: str, **settings: object) -> tuple[T5, T5Shape]:
     return model.eval(), shape
 
 
-def _load_with_transformers(model: T5, shape: T5Shape, folder: Path) -> T5ForConditionalGeneration:
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(huggingface_config(shape, pad_id=0, eos_id=1)))
-    loaded, report = AutoModelForSeq2SeqLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values()), report
-    return loaded.eval()
-
-
 @pytest.mark.parametrize("version", FAMILIES)
 @pytest.mark.parametrize("feed_forward", ["relu", "gated-gelu"])
 def test_logits_are_bit_equal_to_hugging_faces(version: str, feed_forward: str, tmp_path: Path) -> None:
-    model, shape = _model(version, feed_forward=feed_forward, num_decoder_layers=3)
-    loaded = _load_with_transformers(model, shape, tmp_path)
+    model, _ = _model(version, feed_forward=feed_forward, num_decoder_layers=3)
+    loaded = load_with_transformers(model, tmp_path)
     inputs, decoder_inputs = torch.randint(0, VOCABULARY, (3, 150)), torch.randint(0, VOCABULARY, (3, 40))
     with torch.no_grad():
         ours = model.logits(inputs, decoder_inputs)
