@@ -13,7 +13,14 @@ from t5train.files import heartbeat
 from t5train.files.heartbeat import Beat, Phase
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, METRICS, step_of
 from t5train.progress import Progress
-from t5train.records.metrics import TRAINING_LOSS, UNIGRAM, VALIDATION, VALIDATION_OF_TARGETS, MetricsSeries
+from t5train.records.metrics import (
+    TRAINING_LOSS,
+    UNIGRAM,
+    UNIGRAM_OF_TARGETS,
+    VALIDATION,
+    VALIDATION_OF_TARGETS,
+    MetricsSeries,
+)
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 
@@ -96,9 +103,18 @@ class ProgressReport:
     def _figures(self) -> list[str]:
         newest = self._metrics.newest
         figures = [f"{TRAINING_LOSS} {newest['loss']:.3f} nats/token", f"{newest['tokens_per_second']:,.0f} tokens/s"]
-        if VALIDATION in newest:
-            figures.append(self._validation())
+        if VALIDATION_OF_TARGETS in newest:
+            figures.append(self._validation() if VALIDATION in newest else self._validation_of_pairs())
         return figures
+
+    def _validation_of_pairs(self) -> str:
+        newest = self._metrics.newest
+        baseline = newest.get(UNIGRAM_OF_TARGETS)
+        beside = "" if baseline is None else f" (unigram baseline {baseline:.3f})"
+        return (
+            f"validation loss after step {self._metrics.validated_step:,}: {newest[VALIDATION_OF_TARGETS]:.3f}{beside}"
+            f", exact match {newest['validation_exact_match']:.1%}"
+        )
 
     def _validation(self) -> str:
         newest = self._metrics.newest

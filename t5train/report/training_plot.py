@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from t5train.records.metrics import HIGHEST_EXPERT, LOWEST_EXPERT, MetricsSeries, Series
+from t5train.records.metrics import HIGHEST_EXPERT, LOWEST_EXPERT, UNIGRAM_OF_TARGETS, MetricsSeries, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,9 +35,13 @@ _LOSSES = _Panel(
         _Line("validation_content_loss", "validation, masked tokens"),
     ),
 )
-_BASELINE_LABEL = "unigram baseline, masked tokens"
+_BASELINE_LABEL, _BASELINE_OF_TARGETS_LABEL = "unigram baseline, masked tokens", "unigram baseline, all target tokens"
 _RATE = "Tokens per second"
 _SMALL = (
+    _Panel(
+        "Share of held-out pairs that is predicted right",
+        (_Line("validation_exact_match", "whole targets"), _Line("validation_token_accuracy", "target tokens")),
+    ),
     _Panel("Learning rate", (_Line("learning_rate", ""),)),
     _Panel(_RATE, (_Line("tokens_per_second", ""),)),
     _Panel("MFU (share of the accelerators' peak)", (_Line("mfu", ""),)),
@@ -75,7 +79,8 @@ def training_plot(metrics: MetricsSeries, num_steps: int) -> bytes:
 def _draw_losses(axes: "Axes", metrics: MetricsSeries) -> None:
     _draw(axes, _LOSSES, metrics)
     if metrics.baseline is not None:
-        axes.axhline(metrics.baseline, color="black", linestyle="--", linewidth=1, label=_BASELINE_LABEL)
+        label = _BASELINE_OF_TARGETS_LABEL if UNIGRAM_OF_TARGETS in metrics.newest else _BASELINE_LABEL
+        axes.axhline(metrics.baseline, color="black", linestyle="--", linewidth=1, label=label)
     axes.set_xlabel("optimizer step", fontsize=8)
     axes.legend(fontsize=8, loc="upper right")
 

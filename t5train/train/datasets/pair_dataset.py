@@ -13,6 +13,7 @@ from t5train.data.pairs.pair_samples import PairSamples
 from t5train.data.pairs.task_rates import require_enough_pairs
 from t5train.data.passages import SPLITS
 from t5train.data.samples.loader import Batch
+from t5train.data.vocabulary.unknown_pieces import recorded_unknown
 from t5train.engine.collectives import gather_floats
 from t5train.engine.forward_backward import Passes
 from t5train.locations import shareable_source
@@ -67,7 +68,7 @@ class PairDataset:
         counts = {name: int(self.shards.counts[name]) for name in names if name in self.shards.counts}
         return {
             "settings": settings,
-            "data": {**counts, "train_samples": self.train.num_samples},
+            "data": {**counts, **recorded_unknown(self.shards.counts), "train_samples": self.train.num_samples},
             "license": corpus.license,
             "languages": corpus.languages,
             "tasks": tuple(TrainedTask(task=each.task, prefix=each.prefix) for each in self._spec.pairs.tasks()),

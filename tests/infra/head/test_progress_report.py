@@ -105,6 +105,15 @@ def test_losses_are_shown_with_the_tokens_that_they_are_of_and_the_unigram_basel
     assert run.now() == (f"{FIGURES}, validation loss after step 10: {losses}", 10, 100)
 
 
+def test_of_a_run_on_pairs_the_loss_and_the_share_of_exact_matches_are_shown(run: Run) -> None:
+    run.begin(1, None)
+    run.beat("step")
+    validated = {"step": 10, "validation_loss": 0.5, "validation_exact_match": 0.875}
+    run.write({"step": 0, "unigram_loss": 6.125}, step(10), validated)
+    shown = "validation loss after step 10: 0.500 (unigram baseline 6.125), exact match 87.5%"
+    assert run.now() == (f"{FIGURES}, {shown}", 10, 100)
+
+
 def test_figures_of_an_earlier_attempt_are_not_shown(run: Run) -> None:
     run.begin(1, None)
     run.beat("step")

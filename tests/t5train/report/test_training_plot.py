@@ -74,3 +74,21 @@ def test_the_baseline_is_drawn_after_the_first_step(tmp_path: Path, monkeypatch:
     lines = [{"step": 0, "unigram_content_loss": 6.5}, {"step": 1, "loss": 9.0}]
     training_plot.training_plot(metrics_of(tmp_path / "metrics.jsonl", lines), 10)
     assert drawn == [6.5]
+
+
+def test_of_a_run_on_pairs_the_shares_predicted_right_and_the_baseline_of_targets_are_drawn(
+    tmp_path: Path, titles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: list[str] = []
+    original = Axes.axhline
+
+    def axhline(axes: Axes, y: float, **options: Any) -> Any:
+        labels.append(options["label"])
+        return original(axes, y, **options)
+
+    monkeypatch.setattr(Axes, "axhline", axhline)
+    validated = {"step": 1, "validation_loss": 2.0, "validation_exact_match": 0.5, "validation_token_accuracy": 0.75}
+    lines = [{"step": 0, "unigram_loss": 6.5}, {"step": 1, "loss": 9.0}, validated]
+    training_plot.training_plot(metrics_of(tmp_path / "metrics.jsonl", lines), 10)
+    assert "Share of held-out pairs that is predicted right" in titles
+    assert labels == ["unigram baseline, all target tokens"]

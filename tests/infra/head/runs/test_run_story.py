@@ -152,6 +152,12 @@ def test_the_losses_are_those_of_the_first_and_last_step_and_the_best_validation
     assert run_story(spec.run_folder).losses == Losses(8.0, 4.0, 6.0, 4, 6.5)
 
 
+def test_of_a_run_on_pairs_losses_are_those_of_all_target_tokens(spec: RunSpec) -> None:
+    lines = [{"step": 0, "unigram_loss": 6.5}, {"step": 4, "loss": 4.0}, {"step": 4, "validation_loss": 3.0}]
+    (spec.run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run_story(spec.run_folder).losses == Losses(4.0, 4.0, 3.0, 4, 6.5)
+
+
 def test_what_cannot_be_read_is_named_and_hides_nothing_else(spec: RunSpec) -> None:
     for _ in range(2):
         add_attempt(spec, EXITED)
