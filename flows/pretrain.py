@@ -1,7 +1,8 @@
 """From text to a published, certified T5 checkpoint: the flow."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from prefect import Flow, flow, get_run_logger
 from prefect.client.orchestration import get_client
@@ -12,6 +13,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows import run_parameters
 from flows.server.prefect_settings import reading_settings
+from flows.spec_from_recipe import require_recipe_for
 from flows.workers import run_records
 from flows.workers.run_records import records_folder
 from infra.head.launch.held_run import HeldRun
@@ -21,7 +23,7 @@ from infra.head.runs.run_state import what_is_saved
 from infra.head.training_run import hold_ready_run
 from t5train.files.os_errors import as_storage_errors
 from t5train.progress import Progress, silent
-from t5train.records.stage_records import Publication
+from t5train.records.stage_records import PairShards, Publication, TokenizerFiles, TokenShards
 from t5train.spec import RunSpec
 from tasks import stages
 from tasks.prefect_log import REPEATED_AT_THE_END, library_log, prepare_run_logs
@@ -33,8 +35,11 @@ from tasks.stage_tasks import (
     consolidate_weights,
     export_model,
     make_corpus,
+    make_pair_shards,
+    make_pairs,
     make_shards,
     make_tokenizer,
+    make_tokenizer_of_pairs,
     publish_export,
     summarise,
     train,
@@ -44,7 +49,7 @@ from tasks.stages import FLOW_OPTIONS
 _ANSWER_SECONDS = 5.0
 
 
-def _flow_run_name() -> str:
+def flow_run_name() -> str:
     """Return how a run is called in Prefect: by its name if given, otherwise by its recipe."""
     parameters = flow_run.parameters
     return f"{parameters.get('run_name') or parameters['recipe']}{' (trial)' if parameters.get('trial') else ''}"
@@ -57,7 +62,7 @@ def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> F
     because Prefect records these.
     """
 
-    @flow(name="t5-pretrain", flow_run_name=_flow_run_name, **FLOW_OPTIONS)
+    @flow(name="t5-pretrain", flow_run_name=flow_run_name, **FLOW_OPTIONS)
     @showing_failures
     @as_storage_errors()
     def pretrain(  # noqa: PLR0913, PLR0917 - Prefect makes form and validation from the signature
@@ -78,19 +83,27 @@ def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> F
 
         ``run_parameters`` describes the parameters.
         """
-        record_process()
-        prepare_run_logs()
-        parameters = run_parameters.RunParameters.of(locals())
-        spec = parameters.spec_for_this_machine()
-        _show_parameters(parameters.used(), adopt)
-        with hold_ready_run(spec, held) as run, library_log(), _explaining_stop(spec), _noting_cancellation():
-            return _stages(spec, run, progress, adopt)
+        return train_and_publish(locals(), held, progress, fine_tuning=False)
 
     return pretrain
 
 
 pretrain = pretrain_flow()
 """The flow that deployments execute."""
+
+
+def train_and_publish(
+    given: Mapping[str, Any], held: HeldRun | None, progress: Progress, *, fine_tuning: bool
+) -> Publication:
+    """Do what a flow with the parameters ``given`` is for. For the other arguments, see ``pretrain_flow``."""
+    record_process()
+    prepare_run_logs()
+    parameters, adopt = run_parameters.RunParameters.of(given), bool(given["adopt"])
+    require_recipe_for(fine_tuning, parameters.recipe)
+    spec = parameters.spec_for_this_machine()
+    _show_parameters(parameters.used(), adopt)
+    with hold_ready_run(spec, held) as run, library_log(), _explaining_stop(spec), _noting_cancellation():
+        return _stages(spec, run, progress, adopt)
 
 
 def _show_parameters(used: run_parameters.RunParameters, adopt: bool) -> None:
@@ -106,9 +119,7 @@ def _show_parameters(used: run_parameters.RunParameters, adopt: bool) -> None:
 def _stages(spec: RunSpec, run: HeldRun, progress: Progress, adopt: bool) -> Publication:
     table = StageTable(run.folder)
     with naming_run_folder(run.folder):
-        corpus = table.add(stages.CORPUS, make_corpus(spec, progress))
-        tokenizer = table.add(stages.TOKENIZER, make_tokenizer(spec, corpus, progress))
-        shards = table.add(stages.SHARDS, make_shards(spec, corpus, tokenizer, progress))
+        tokenizer, shards = (_from_pairs if spec.is_fine_tuning else _from_text)(spec, table, progress)
         retried = train.with_options(retries=spec.cluster.retries)
         checkpoint = table.add(stages.TRAIN, retried(spec, shards, run, progress, adopt))
         weights = table.add(stages.CONSOLIDATE, consolidate_weights(spec, checkpoint, progress))
@@ -119,6 +130,18 @@ def _stages(spec: RunSpec, run: HeldRun, progress: Progress, adopt: bool) -> Pub
         table.add(stages.PUBLISH, publication)
         summarise(spec, table.records, publication)
         return publication
+
+
+def _from_text(spec: RunSpec, table: StageTable, progress: Progress) -> tuple[TokenizerFiles, TokenShards]:
+    corpus = table.add(stages.CORPUS, make_corpus(spec, progress))
+    tokenizer = table.add(stages.TOKENIZER, make_tokenizer(spec, corpus, progress))
+    return tokenizer, table.add(stages.SHARDS, make_shards(spec, corpus, tokenizer, progress))
+
+
+def _from_pairs(spec: RunSpec, table: StageTable, progress: Progress) -> tuple[TokenizerFiles, PairShards]:
+    pairs = table.add(stages.PAIRS, make_pairs(spec, progress))
+    tokenizer = table.add(stages.TOKENIZER, make_tokenizer_of_pairs(spec, pairs, progress))
+    return tokenizer, table.add(stages.PAIR_SHARDS, make_pair_shards(spec, pairs, tokenizer, progress))
 
 
 def _while_held(run: HeldRun, progress: Progress) -> Progress:

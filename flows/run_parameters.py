@@ -11,27 +11,38 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from flows.spec_from_recipe import has_own_text, require_own_text, resolve
+from flows.spec_from_recipe import (
+    has_own_data,
+    require_own_data,
+    require_used,
+    resolve,
+    without_unused,
+)
 from infra.head.preflight.run_checks import require_accelerators, require_possible
 from t5train.errors import SpecError
 from t5train.spec import RUN_NAME_PATTERN, RunSpec
+from t5train.spec.config_file import data_setting
 from t5train.spec.known_texts import BUILT_IN, is_relative_path, known_texts
+from t5train.spec.pairs_spec import GENERATED
 from t5train.spec.recipes import recipe as recipe_spec
 from t5train.spec.recipes import trial_settings
 from t5train.spec.settings import settings_of
 
 _TEXTS = "|".join([BUILT_IN, *known_texts()])
+_PAIRS = "|".join(GENERATED)
 _ALLOWED = (
     r"^(?!(.*::)?[\w+.-]+://[^/]*:[^/]*@)(?!(.*::)?(https?|s3a?|gc?s)://[^/]*@)(?!.*\?[\w-]+=)"
-    rf"(/|~|[\w+.-]+:|({_TEXTS})$)"
+    rf"(/|~|[\w+.-]+:|({_TEXTS})$|({_PAIRS})(#|$))"
 )
 """Refuses URLs with a password or a query, also chained ones, so that the server does not even store them.
 
-Also refuses relative paths, because a worker has another current folder. The name of a known text is not a path.
+Also refuses relative paths, because a worker has another current folder. The names of known texts and of built-in pairs
+are not paths.
 """
 
 LOCATIONS = (
     *("corpus.source", "corpus.mixed_with", "corpus.test_sets", "corpus.remove_listed"),
+    *("pairs.train", "pairs.validation", "pairs.test"),
     *("storage.publish_to", "storage.publish_checkpoints_under", "model.start_from", "tokenizer.path"),
 )
 """Settings that name files, of which some can be URLs, and all could be given one. Some are lists."""
@@ -73,11 +84,17 @@ RecipeName = Literal[
     "t5_3b_one_gpu",
     "t5_11b_one_gpu",
 ]
-"""The names of the recipes in t5train.spec.recipes, written out because type checkers need them."""
-Recipe = Annotated[
-    RecipeName,
-    _shown("What is trained, and with which layout.", {"type": "string", "enum": list(get_args(RecipeName))}),
-]
+"""The names of the recipes in t5train.spec.recipes that train on text, written out because type checkers need them."""
+FineTuningRecipeName = Literal["reverse_and_sort", "finetune_base"]
+"""The names of the recipes that train on pairs."""
+
+
+def _recipe(names: Any) -> WithJsonSchema:
+    return _shown("What is trained, and with which layout.", {"type": "string", "enum": list(get_args(names))})
+
+
+Recipe = Annotated[RecipeName, _recipe(RecipeName)]
+FineTuningRecipe = Annotated[FineTuningRecipeName, _recipe(FineTuningRecipeName)]
 Root = Annotated[
     Path,
     _shown(
@@ -86,6 +103,14 @@ Root = Annotated[
     ),
 ]
 Corpus = Annotated[str | None, _shown("Text to train on: a file, folder, pattern or fsspec URL.", _LOCATION)]
+Train = Annotated[
+    list[str] | None,
+    _shown(
+        "Files of pairs to train on, one for each task: a path, pattern, URL or hf://OWNER/NAME, and after # the "
+        "columns, prefix and name of the task, such as /data/wmt.jsonl#source=en&target=de&task=en-de.",
+        {"type": "array", "items": _LOCATION, "minItems": 1},
+    ),
+]
 Steps = Annotated[
     int | None,
     Field(ge=1),
@@ -102,8 +127,9 @@ RunName = Annotated[
 Trial = Annotated[
     bool,
     _shown(
-        "Train a tiny model for a few steps on this machine's CPUs. The text and the recipe's layout and precision are "
-        "kept. The deployment's hosts, destination and settings, other than those of the text, are not used.",
+        "Train a tiny model for a few steps on this machine's CPUs. The text or pairs and the recipe's layout and "
+        "precision are kept. The deployment's hosts, destination and settings, other than those of the text or pairs, "
+        "are not used.",
         {"type": "boolean"},
     ),
 ]
@@ -139,6 +165,7 @@ Adopt = Annotated[
 
 SETTINGS_OF_PARAMETERS = {
     "corpus": "corpus.source",
+    "train": "pairs.train",
     "steps": "optimizer.num_steps",
     "hostfile": "cluster.hostfile",
     "scratch": "storage.scratch",
@@ -155,7 +182,7 @@ _NOT_IN_TRIALS = frozenset({"hostfile", "scratch", "publish_under"})
 
 
 class RunParameters(BaseModel):
-    """The parameters of the flow ``t5-pretrain``, except those that do not change the spec."""
+    """The parameters of ``t5-pretrain`` and ``t5-finetune``, except those that do not change the spec."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -163,6 +190,7 @@ class RunParameters(BaseModel):
     root: Path
     run_name: str | None = None
     corpus: str | None = None
+    train: list[str] | None = None
     steps: int | None = None
     trial: bool = False
     settings: dict[str, Any] | None = None
@@ -179,10 +207,9 @@ class RunParameters(BaseModel):
     def possible_spec(self) -> RunSpec:
         """Return the spec of a run that could succeed. Raises the errors of ``spec`` and ``require_possible``.
 
-        Raises SpecError if the recipe needs text, and none is given.
+        Raises SpecError if the recipe needs text or pairs, and none are given.
         """
-        changes = self._changes()
-        require_own_text(self.recipe, changes)
+        require_own_data(self.recipe, self._changes())
         spec = self.spec()
         require_possible(spec)
         return spec
@@ -193,21 +220,24 @@ class RunParameters(BaseModel):
         return self.possible_spec()
 
     def used(self) -> Self:
-        """Return these parameters without those that the run does not use, and with the text that it trains on.
+        """Return these parameters without those that the run does not use, and with the text or pairs it trains on.
 
         The page of a run shows them, so that nothing on it contradicts what the run does.
         """
-        settings, deployed = dict(self.settings or {}), dict(self.deployed_settings or {})
+        settings, deployed = dict(self.settings or {}), without_unused(self.recipe, self.deployed_settings or {})
         if self.trial:
-            deployed = {name: value for name, value in deployed.items() if name.startswith("corpus.")}
+            deployed = {name: value for name, value in deployed.items() if name.startswith(("corpus.", "pairs."))}
         unused = {parameter for parameter, setting in SETTINGS_OF_PARAMETERS.items() if setting in settings}
         unused -= {"run_name"}  # the setting is the same, see ``_require_one``
         unused |= _NOT_IN_TRIALS if self.trial else frozenset()
+        recipe = recipe_spec(self.recipe)
+        data = data_setting(recipe)
+        unused |= {"corpus"} if recipe.is_fine_tuning else {"train"}
         named = {name: None if name in unused else getattr(self, name) for name in SETTINGS_OF_PARAMETERS}
         given = {SETTINGS_OF_PARAMETERS[name] for name, value in named.items() if value is not None} | settings.keys()
         deployed = {name: value for name, value in deployed.items() if name not in given}
-        if "corpus.source" not in given | deployed.keys() and has_own_text(self.recipe, self._of_trial()):
-            named["corpus"] = recipe_spec(self.recipe).corpus.source
+        if data not in given | deployed.keys() and has_own_data(self.recipe, self._of_trial()):
+            named |= {"train": list(recipe.pairs.train)} if recipe.is_fine_tuning else {"corpus": recipe.corpus.source}
         return self.model_copy(update=named | {"settings": settings or None, "deployed_settings": deployed or None})
 
     def spec(self) -> RunSpec:
@@ -240,14 +270,15 @@ class RunParameters(BaseModel):
             )
 
     def _of_trial(self) -> dict[str, Any]:
-        return trial_settings() if self.trial else {}
+        return trial_settings(self.recipe) if self.trial else {}
 
     def _changes(self) -> dict[str, Any]:
         """Return all changes to the recipe. Text is quoted, so that it is not read as JSON."""
+        require_used(self.recipe, self.settings or {})
         used = self.used()
         named = {
-            SETTINGS_OF_PARAMETERS[name]: value if isinstance(value, int) else json.dumps(str(value))
-            for name in ("corpus", "steps", "hostfile", "scratch")
+            SETTINGS_OF_PARAMETERS[name]: value if isinstance(value, int | list) else json.dumps(str(value))
+            for name in ("corpus", "train", "steps", "hostfile", "scratch")
             if (value := getattr(used, name)) is not None
         }
         return self._of_trial() | (used.deployed_settings or {}) | named | (used.settings or {})

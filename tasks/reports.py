@@ -5,14 +5,26 @@ import time
 from pathlib import Path
 from typing import Any, TypeVar
 
+from t5train.data.pairs.task_rates import task_shares
 from t5train.files.run_folder import METRICS, WITNESS_FOLDER
 from t5train.locations import shown_text
 from t5train.records.metrics import loss_lines, read
-from t5train.records.stage_records import Corpus, Export, Publication, Record, TokenizerFiles, TokenShards, Weights
+from t5train.records.stage_records import (
+    Corpus,
+    Export,
+    Pairs,
+    PairShards,
+    Publication,
+    Record,
+    TokenizerFiles,
+    TokenShards,
+    Weights,
+)
 from t5train.records.witness import Witness
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.report.data_report import data_lines, data_report
 from t5train.report.data_statistics import train_split_facts
+from t5train.report.pairs_report import pairs_report, share_line
 from t5train.report.report_folder import (
     DATA,
     PROOF,
@@ -55,6 +67,17 @@ def show_data(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, shards: 
         text = data_report(spec, corpus, tokenizer, shards, facts)
         write_report(spec.run_folder, DATA, text)
         shown_markdown("data").show(text, "Text, vocabulary and tokens")
+
+
+def show_pairs(spec: RunSpec, pairs: Pairs, tokenizer: TokenizerFiles, shards: PairShards) -> None:
+    """Report on the pairs, and on what the run trains on of each task."""
+    with not_disturbing("the data report"):
+        shares = task_shares(shards, spec)
+        for share in shares:
+            _log.info("%s", share_line(share))
+        text = pairs_report(pairs, tokenizer, spec.pairs, shares)
+        write_report(spec.run_folder, DATA, text)
+        shown_markdown("data").show(text, "Pairs, vocabulary and rows")
 
 
 def show_proof(spec: RunSpec, weights: Weights, exported: Export) -> None:

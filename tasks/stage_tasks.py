@@ -15,6 +15,9 @@ from infra.head.launch.held_run import HeldRun
 from infra.head.tokenising.hosts_executor import shard_workers
 from infra.head.training_run import train_run
 from t5train.data.corpus import build_corpus
+from t5train.data.pairs.pair_shards import build_pair_shards
+from t5train.data.pairs.pairs import build_pairs
+from t5train.data.pairs.pairs_tokenizer import build_pairs_tokenizer
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.errors import T5TrainError
@@ -26,6 +29,8 @@ from t5train.records.stage_records import (
     Checkpoint,
     Corpus,
     Export,
+    Pairs,
+    PairShards,
     Publication,
     Record,
     TokenizerFiles,
@@ -37,6 +42,7 @@ from t5train.release.certification import certify_in_fresh_process
 from t5train.release.export import export
 from t5train.release.publication import publish
 from t5train.spec import RunSpec
+from t5train.spec.rank_job import Shards
 from tasks import reports, stages
 from tasks.stage_progress import StageProgress, TrainingView
 from tasks.stages import stage_task
@@ -48,11 +54,23 @@ def make_corpus(spec: RunSpec, watcher: Progress = silent) -> Corpus:
     return build_corpus(spec.corpus, spec.storage.root, StageProgress(stages.CORPUS, watcher))
 
 
+@stage_task(stages.PAIRS)
+def make_pairs(spec: RunSpec, watcher: Progress = silent) -> Pairs:
+    """Read the pairs of all tasks, check and split them, and keep a verified copy."""
+    return build_pairs(spec.pairs, spec.storage.root, StageProgress(stages.PAIRS, watcher))
+
+
 @stage_task(stages.TOKENIZER)
 def make_tokenizer(spec: RunSpec, corpus: Corpus, watcher: Progress = silent) -> TokenizerFiles:
     """Train the vocabulary, or use the given one."""
     progress = StageProgress(stages.TOKENIZER, watcher)
     return build_tokenizer(spec.tokenizer, spec.corpus, corpus, spec.storage.root, progress)
+
+
+@stage_task(stages.TOKENIZER)
+def make_tokenizer_of_pairs(spec: RunSpec, pairs: Pairs, watcher: Progress = silent) -> TokenizerFiles:
+    """Train the vocabulary on both sides of the pairs, or use the given one."""
+    return build_pairs_tokenizer(spec.tokenizer, pairs, spec.storage.root, StageProgress(stages.TOKENIZER, watcher))
 
 
 @stage_task(stages.SHARDS)
@@ -62,6 +80,18 @@ def make_shards(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, watche
     workers = shard_workers(spec)
     shards = build_shards(spec.shards, spec.corpus, corpus, tokenizer, spec.storage.root, progress, workers=workers)
     reports.show_data(spec, corpus, tokenizer, shards)
+    return shards
+
+
+@stage_task(stages.PAIR_SHARDS)
+def make_pair_shards(spec: RunSpec, pairs: Pairs, tokenizer: TokenizerFiles, watcher: Progress = silent) -> PairShards:
+    """Convert the pairs to token ids, put those to train on into rows, and report on the pairs."""
+    shards = build_pair_shards(
+        *(spec.pairs, pairs, tokenizer, spec.storage.root, StageProgress(stages.PAIR_SHARDS, watcher)),
+        workers=spec.shards.workers,
+        max_unknown_share=spec.shards.max_unknown_share,
+    )
+    reports.show_pairs(spec, pairs, tokenizer, shards)
     return shards
 
 
@@ -75,9 +105,7 @@ def is_transient(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> boo
 
 
 @stage_task(stages.TRAIN, retry_delay_seconds=SECONDS_BEFORE_RETRY, retry_condition_fn=is_transient)
-def train(
-    spec: RunSpec, shards: TokenShards, run: HeldRun, watcher: Progress = silent, adopt: bool = False
-) -> Checkpoint:
+def train(spec: RunSpec, shards: Shards, run: HeldRun, watcher: Progress = silent, adopt: bool = False) -> Checkpoint:
     """Train to the last step, starting from the newest complete checkpoint."""
     with TrainingView(spec, watcher) as view:
         return train_run(spec, shards, run, view, adopt=adopt, staged=view.staged)

@@ -49,22 +49,27 @@ class Stage(NamedTuple):
 
 
 SERVER = Stage("server", "Start Prefect's server")
-"""What `t5-pretrain run` does before the flow begins."""
+"""What `t5-pretrain run` and `finetune` do before the flow begins."""
 CORPUS = Stage("corpus", "Get the text")
+PAIRS = Stage("pairs", "Get the pairs")
 TOKENIZER = Stage("tokenizer", "Train the tokenizer")
 SHARDS = Stage("shards", "Tokenise")
+PAIR_SHARDS = Stage("pair-shards", "Tokenise and pack")
 TRAIN = Stage("train", "Train")
 CONSOLIDATE = Stage("consolidate", "Consolidate to fp32")
 EXPORT = Stage("export", "Export to Hugging Face")
 CERTIFY = Stage("certify", "Certify")
 PUBLISH = Stage("publish", "Publish")
 SUMMARY = Stage("summary", "Summary")
-_NUMBERED = (SERVER, CORPUS, TOKENIZER, SHARDS, TRAIN, CONSOLIDATE, EXPORT, CERTIFY, PUBLISH)
+_OF_MODEL = (TRAIN, CONSOLIDATE, EXPORT, CERTIFY, PUBLISH)
+_PRETRAINING = (SERVER, CORPUS, TOKENIZER, SHARDS, *_OF_MODEL)
+_FINE_TUNING = (SERVER, PAIRS, TOKENIZER, PAIR_SHARDS, *_OF_MODEL)
 
 
 def numbered(stage: Stage) -> str:
     """Return the title of a stage with its number, such as ``5/9 Train``."""
-    return f"{_NUMBERED.index(stage) + 1}/{len(_NUMBERED)} {stage.title}"
+    of_flow = _PRETRAINING if stage in _PRETRAINING else _FINE_TUNING  # what both have is at the same place
+    return f"{of_flow.index(stage) + 1}/{len(of_flow)} {stage.title}"
 
 
 def stage_task(stage: Stage, **options: Any) -> Callable[[Callable[P, R]], Task[P, R]]:

@@ -38,6 +38,7 @@ _EXAMPLE = "$ "
 _TRAIN, _STAGES, _OPERATE = "Train", "Single stages", "Operate"
 COMMANDS: Mapping[str, Command | CommandGroup] = {
     "run": Command("run_command", _TRAIN),
+    "finetune": Command("run_command", _TRAIN),
     "init": Command("run_command", _TRAIN),
     "recipes": Command("run_command", _TRAIN),
     "status": Command("status_command", _TRAIN),
@@ -48,11 +49,12 @@ COMMANDS: Mapping[str, Command | CommandGroup] = {
     "preflight": Command("operate.host_commands", _TRAIN),
     "bench": Command("bench_command", _TRAIN),
     "data": CommandGroup(
-        "Look at a text, also as the model sees it, or by its embeddings.",
+        "Look at a text or at pairs, also as the model sees them, or at a text's embeddings.",
         {
             "show": Command("data_commands"),
             "stats": Command("data_commands"),
             "check": Command("data_commands"),
+            "pairs": Command("data_commands"),
             "index": CommandGroup(
                 "Check a FAISS index of a text's embeddings, or search with one.",
                 {
@@ -65,6 +67,7 @@ COMMANDS: Mapping[str, Command | CommandGroup] = {
         (
             "t5-pretrain data show base --corpus '/data/*.txt'",
             "t5-pretrain data stats --config run.yaml --plot lengths.png",
+            "t5-pretrain data pairs 'wmt.jsonl#source=en&target=de' --tokenizer T5_MODEL",
             "t5-pretrain data index check wiki_dpr --index compressed",
             "t5-pretrain data index duplicates '/data/*.parquet' --out pairs.jsonl",
         ),

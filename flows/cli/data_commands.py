@@ -1,18 +1,37 @@
-"""``data show``, ``data stats`` and ``data check``: what a run trains on. The first two make missing token shards.
+"""``data show``, ``stats``, ``check`` and ``pairs``: what a run trains on. The first two make missing token shards.
 
 ``data index`` is in ``index_commands``.
 """
 
+import json
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import typer
 
-from flows.cli.options import JsonOption, PlotOption, TextOptions, require_writable_names, with_options, write_plot
+from flows.cli.options import (
+    Chosen,
+    ConfigOption,
+    JsonOption,
+    PlotOption,
+    RootOption,
+    SetOption,
+    TextOptions,
+    chosen,
+    require_writable_names,
+    settings,
+    with_options,
+    write_plot,
+)
 from flows.cli.terminal import complain, say, show_table, stage_display
+from flows.spec_from_recipe import require_on_text, require_recipe_for
+from infra.head.preflight.pair_checks import require_pairs
 from infra.head.preflight.text_checks import require_sources, require_text
 from infra.head.tokenising.hosts_executor import shard_workers
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, TextFindings
 from t5train.data.corpus import build_corpus, check_text
+from t5train.data.pairs.pairs import build_pairs
+from t5train.data.pairs.pairs_tokenizer import build_pairs_tokenizer
 from t5train.data.passages import Split
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
@@ -33,6 +52,7 @@ from t5train.report.data_statistics import (
     train_split_facts,
     word_lines,
 )
+from t5train.report.pairs_report import pairs_report
 from t5train.spec import RunSpec
 from t5train.spec.data_spec import REPETITIONS
 
@@ -52,7 +72,7 @@ def show(
     ids: Annotated[bool, typer.Option("--ids", help="Show token ids, too")] = False,
 ) -> None:
     """Show samples with their masked spans: the inputs of the model, and the targets that it is to predict."""
-    spec = choice.chosen().spec()
+    spec = _of_text(choice)
     made = _made(spec)
     for sample in shown_samples(spec, made.tokenizer, made.shards, split, start, count):
         say(f"sample {sample.sample_id:,} of the {split} split")
@@ -70,7 +90,7 @@ def stats(
     plot: PlotOption = None,
 ) -> None:
     """Show the number and lengths of passages in each split, pieces per word, and what the vocabulary lacks."""
-    spec = choice.chosen().spec()
+    spec = _of_text(choice)
     require_writable_names(plot=plot)
     made = _made(spec)
     statistics = data_statistics(made.corpus, made.tokenizer, made.shards, spec.objective)
@@ -83,6 +103,66 @@ def stats(
     write_plot(plot, lambda: data_plot(statistics, spec.objective))
     if plot is not None:
         say(f"plot: {plot}")
+
+
+@dataclass(frozen=True)
+class _PairsFileOptions:
+    """The options that choose pairs to look at, and what differs from the recipe finetune_base."""
+
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE",
+            help="Pairs of a task: path, pattern or URL, and columns, such as 'wmt.jsonl#source=en&target=de'; can be "
+            "repeated",
+            show_default="those of --config",
+        ),
+    ] = None
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            metavar="RECIPE",
+            help="Recipe to start from",
+            show_default="finetune_base",
+        ),
+    ] = None
+    vocabulary: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer",
+            metavar="PATH",
+            help="A spiece.model or a Hugging Face folder (tokenizer.path)",
+            show_default="that of model.start_from, or trained on the pairs",
+        ),
+    ] = None
+    config: ConfigOption = None
+    changes: SetOption = None
+    root: RootOption = None
+
+    def chosen(self) -> Chosen:
+        """Return what these options choose; see ``chosen``."""
+        of_file = {} if not self.files else {"pairs.train": json.dumps(self.files)}
+        of_vocabulary = {} if self.vocabulary is None else {"tokenizer.path": json.dumps(self.vocabulary)}
+        changed = settings(self.changes) | of_file | of_vocabulary
+        return chosen(self.recipe, self.config, changed, root=self.root, default="finetune_base")
+
+
+@with_options
+def pairs(choice: _PairsFileOptions) -> None:
+    """Show how many pairs there are, their lengths, what is cut, the best rows, and pairs as the model sees them.
+
+    $ t5-pretrain data pairs 'wmt.jsonl#source=en&target=de' --set model.start_from=T5_MODEL
+    """
+    spec = choice.chosen().spec()
+    require_recipe_for(True, spec.recipe)
+    require_pairs(spec)
+    root = spec.storage.root
+    with stage_display() as progress:
+        made = build_pairs(spec.pairs, root, progress)
+        tokenizer = build_pairs_tokenizer(spec.tokenizer, made, root, progress)
+    say(pairs_report(made, tokenizer, spec.pairs).removesuffix("\n"))
+    complain(f"pairs: {made.path}")
 
 
 @with_options
@@ -103,7 +183,7 @@ def check(
 
     Needs no vocabulary. To remove what was found from training, set corpus.remove.
     """
-    spec = choice.chosen().spec()
+    spec = _of_text(choice)
     if test_set:
         test_sets = [*spec.corpus.test_sets, *test_set]
         spec = spec.with_settings({"corpus.test_sets": test_sets, "corpus.remove": list(REPETITIONS)})
@@ -128,6 +208,13 @@ def _show_findings(findings: TextFindings) -> None:
     show_table(["", *SPLIT_NAMES], repetition_rows(findings))
     for line in repetition_lines(findings):
         say(line)
+
+
+def _of_text(choice: TextOptions) -> RunSpec:
+    """Return the spec. Raises SpecError if its recipe trains on pairs."""
+    made = choice.chosen()
+    require_on_text(made.recipe, "data pairs FILE")
+    return made.spec()
 
 
 def _made(spec: RunSpec) -> _Data:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flows.cli.pairs_plan import epochs_of_pairs, packed_said, pairs_rows, start_said
 from flows.cli.terminal import say, show_json
 from flows.run_parameters import RunParameters
 from infra.head.hosts.hostfile import read_hosts
@@ -22,7 +23,7 @@ from t5train.checkpoint.resume_point import require_no_pending_begin_again
 from t5train.data.download.source_listing import left_out_lines
 from t5train.data.samples.loader import num_windows
 from t5train.data.samples.mixture import rates
-from t5train.data.samples.span_corruption import geometry
+from t5train.data.samples.span_corruption import geometry, row_lengths
 from t5train.data.shards import TEXT_BYTES_PER_TOKEN, settings_of
 from t5train.data.sources import PYDOCS
 from t5train.data.vocabulary.tokenizer import is_vocabulary_of
@@ -69,7 +70,7 @@ def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool, st
     """
     spec = parameters.spec()
     shape, text, refusal = require_possible(spec), None, None
-    epochs = Epochs(None, "not known: the text of a run that would be refused is not looked at")
+    epochs = Epochs(None, "not known: what a run that would be refused trains on is not looked at")
     try:
         possible = parameters.spec_for_this_machine()
         if stored is not None:
@@ -114,16 +115,22 @@ def describe(
 
 
 def _plan(spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs) -> dict[str, str]:
-    sample, per_step = geometry(spec.objective), _tokens_per_step(spec)
-    batch = quantity(spec.optimizer.global_batch_sequences, "sequence")
+    lengths, per_step = row_lengths(spec), _tokens_per_step(spec)
+    if spec.is_fine_tuning:
+        data, made_of = pairs_rows(spec, text), packed_said(spec)
+    else:
+        data = {"text": _text(spec, text)}
+        made_of = f"made from {geometry(spec.objective).window_tokens} tokens of text"
+    what = "row" if spec.is_fine_tuning else "sequence"
+    batch = quantity(spec.optimizer.global_batch_sequences, what)
     return {
-        "text": _text(spec, text),
-        "model": f"{count_parameters(shape):,} parameters",
-        "a step": f"{per_step:,} tokens: {batch} of {sample.input_tokens} input and {sample.target_tokens} target "
-        f"tokens, made from {sample.window_tokens} tokens of text",
+        **data,
+        "model": f"{count_parameters(shape):,} parameters{start_said(spec)}",
+        "a step": f"{per_step:,} tokens: {batch} of {lengths.input_tokens} input and {lengths.target_tokens} target "
+        f"tokens, {made_of}",
         "the run": f"{quantity(spec.optimizer.num_steps, 'step')}, {spec.optimizer.num_steps * per_step:,} tokens",
         "epochs": epochs.said,
-        **({"shares": _shares_said(spec, text)} if spec.corpus.mixed_with else {}),
+        **({"shares": _shares_said(spec, text)} if spec.corpus.mixed_with and not spec.is_fine_tuning else {}),
         "disk": f"up to {format_bytes(_disk_bytes(spec, shape, text))} under {spec.storage.root}, where "
         f"{format_bytes(free_space_bytes(spec.storage.root))} are free",
     }
@@ -144,8 +151,7 @@ def _stores(spec: RunSpec, stored: StoredRun | None) -> dict[str, str]:
 
 
 def _tokens_per_step(spec: RunSpec) -> int:
-    sample = geometry(spec.objective)
-    return spec.optimizer.global_batch_sequences * (sample.input_tokens + sample.target_tokens)
+    return spec.optimizer.global_batch_sequences * sum(row_lengths(spec))
 
 
 def _disk_bytes(spec: RunSpec, shape: T5Shape, text: TextFacts | None) -> int:
@@ -154,6 +160,8 @@ def _disk_bytes(spec: RunSpec, shape: T5Shape, text: TextFacts | None) -> int:
 
 def _epochs(spec: RunSpec, text: TextFacts) -> Epochs:
     """Return how often the run uses each passage: exact from token shards, otherwise from the size of the text."""
+    if spec.is_fine_tuning:
+        return Epochs(*epochs_of_pairs(spec))
     samples = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences
     window_tokens = geometry(spec.objective).window_tokens
     if (made := _newest_shards(spec, window_tokens)) is not None:
@@ -275,7 +283,7 @@ def as_values(
         "tokens_per_step": _tokens_per_step(spec),
         "tokens": _tokens_per_step(spec) * spec.optimizer.num_steps,
         "estimated_epochs": epochs.number,
-        "mixture_shares": _shares(spec, text) if spec.corpus.mixed_with else None,
+        "mixture_shares": _shares(spec, text) if spec.corpus.mixed_with and not spec.is_fine_tuning else None,
         "disk_needed_bytes": _disk_bytes(spec, shape, text),
         "disk_free_bytes": free_space_bytes(spec.storage.root),
         "publish_to": _shown(spec.storage.publish_to),

@@ -90,6 +90,16 @@ CorpusOption = Annotated[
         show_default="that of --config",
     ),
 ]
+TrainOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--train",
+        metavar="FILE",
+        help="Pairs of a task to train on (pairs.train): path, pattern or URL, and columns, such as "
+        "'wmt.jsonl#source=en&target=de'; can be repeated",
+        show_default="those of --config",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs")]
 RootOption = Annotated[
     Path | None,
@@ -345,6 +355,17 @@ class TextOptions(SpecOptions):
     def changed(self) -> dict[str, str]:
         """Return the settings that the options stand for."""
         return super().changed() | text_settings(self.corpus)
+
+
+@dataclass(frozen=True)
+class PairsOptions(SpecOptions):
+    """The options that choose a recipe, pairs to train on, and what differs from the recipe."""
+
+    train: TrainOption = None
+
+    def changed(self) -> dict[str, str]:
+        """Return the settings that the options stand for."""
+        return super().changed() | ({"pairs.train": json.dumps(self.train)} if self.train else {})
 
 
 @dataclass(frozen=True)

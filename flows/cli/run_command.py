@@ -1,11 +1,11 @@
-"""``run``, and ``init`` and ``recipes``, which show what can be run."""
+"""``run`` and ``finetune``, and ``init`` and ``recipes``, which show what can be run."""
 
 import asyncio
 import json
 import logging
 import shlex
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -20,6 +20,7 @@ from flows.cli.options import (
     Chosen,
     JsonOption,
     NameOption,
+    PairsOptions,
     RecipeArgument,
     SetOption,
     TextOptions,
@@ -32,7 +33,7 @@ from flows.cli.terminal import BarProgress, complain, progress_display, say, sho
 from flows.run_parameters import RunParameters
 from flows.server import prefect_server
 from flows.server.prefect_settings import reading_settings
-from flows.spec_from_recipe import has_own_text
+from flows.spec_from_recipe import has_own_data, require_recipe_for
 from infra.head.launch.held_run import HeldRun
 from infra.head.storage.continued_run import StoredRun, config_file, require_own_settings, stored_run, take_identity
 from infra.head.training_run import hold_ready_run, train_again
@@ -59,17 +60,17 @@ def recipes(as_json: JsonOption = False) -> None:
     show_rows([[name, summary(name)] for name in RECIPES])
 
 
-@with_options
-def run(  # noqa: PLR0913, PLR0917 - one for each option that only this command has
-    options: TextOptions,
-    hosts: TrainingHostOptions,
-    name: NameOption = None,
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of the commands that execute a flow."""
+
+    name: NameOption = None
     publish_to: Annotated[
         str | None,
         typer.Option(help="Folder or fsspec URL to publish to", metavar="URL", show_default="a folder under the root"),
-    ] = None,
-    begin_again: BeginAgainOption = False,
-    adopt: AdoptOption = False,
+    ] = None
+    begin_again: BeginAgainOption = False
+    adopt: AdoptOption = False
     stored: Annotated[
         str | None,
         typer.Option(
@@ -78,13 +79,16 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option that only this command 
             metavar="URL",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     trial: Annotated[
         bool, typer.Option("--trial", help="Train a tiny model with the recipe's layout on this machine's CPUs")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, without running it")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON, for programs")] = False,
-) -> None:
+    ] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, without running it")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON, for programs")] = False
+
+
+@with_options
+def run(options: TextOptions, hosts: TrainingHostOptions, given: RunOptions) -> None:
     """Run all stages, from text to a published, certified checkpoint. Finished stages are reused.
 
     $ t5-pretrain run smoke
@@ -92,19 +96,41 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option that only this command 
     $ t5-pretrain run --config run.yaml --dry-run
     $ t5-pretrain run moe --trial
     """
+    _start(options, hosts, given, fine_tuning=False)
+
+
+@with_options
+def finetune(options: PairsOptions, hosts: TrainingHostOptions, given: RunOptions) -> None:
+    """Run all stages, from pairs to a published, certified checkpoint. Finished stages are reused.
+
+    $ t5-pretrain finetune reverse_and_sort
+    $ t5-pretrain finetune finetune_base --train 'wmt.tsv#source=en&target=de'
+    $ t5-pretrain finetune --config run.yaml --dry-run
+    """
+    _start(options, hosts, given, fine_tuning=True)
+
+
+def _start(
+    options: TextOptions | PairsOptions, hosts: TrainingHostOptions, given: RunOptions, *, fine_tuning: bool
+) -> None:
+    publish_to, begin_again, trial = given.publish_to, given.begin_again, given.trial
     more = hosts.settings() | ({} if publish_to is None else {"storage.publish_to": json.dumps(publish_to)})
     if trial and options.config is not None:
-        raise typer.BadParameter("it replaces most settings of a file: use `run RECIPE --trial`", param_hint="--trial")
-    if stored is None:
-        lost, choice = None, options.chosen(more, name)
+        command = "finetune" if fine_tuning else "run"
+        raise typer.BadParameter(
+            f"it replaces most settings of a file: use `{command} RECIPE --trial`", param_hint="--trial"
+        )
+    if given.stored is None:
+        lost, choice = None, options.chosen(more, given.name)
     else:
-        if options.recipe or options.config or name or trial or begin_again:
+        if options.recipe or options.config or given.name or trial or begin_again:
             raise typer.BadParameter(
                 "the run's own settings are used: leave RECIPE, --config, --name, --trial and --begin-again out",
                 param_hint="--from",
             )
-        lost = stored_run(stored)
+        lost = stored_run(given.stored)
         choice = _chosen_from(lost, options, more)
+    require_recipe_for(fine_tuning, choice.recipe)
     parameters = RunParameters(
         recipe=choice.recipe,
         root=root_of(choice.root),
@@ -112,11 +138,15 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option that only this command 
         trial=trial,
         settings=choice.settings,
     )
-    if as_json and not dry_run:
+    if given.as_json and not given.dry_run:
         raise typer.BadParameter("it needs --dry-run", param_hint="--json")
-    if dry_run:
-        show_dry_run(parameters, as_json, begin_again, lost)
+    if given.dry_run:
+        show_dry_run(parameters, given.as_json, begin_again, lost)
         return
+    _execute(parameters, lost, begin_again, given.adopt)
+
+
+def _execute(parameters: RunParameters, lost: StoredRun | None, begin_again: bool, adopt: bool) -> None:
     spec = parameters.spec_for_this_machine()
     if lost is not None:
         require_own_settings(spec, lost)
@@ -133,14 +163,14 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option that only this command 
             train_again(spec, held)
         complain(f"{_server_stage()}: watch the run at {api_url.removesuffix('/api')}{_login(api_url)}")
         asyncio.run(_close_killed_runs())
-        publication = _run_flow(held, parameters, progress, adopt)
+        publication = _run_flow(held, parameters, progress, adopt, fine_tuning=spec.is_fine_tuning)
     losses = Witness.load(spec.run_folder / WITNESS_FOLDER).validation
     for line in loss_lines(losses, is_trial=spec.optimizer.num_steps <= TRIAL_STEPS):
         say(line)
     say(f"published: {publication.url}")
 
 
-def _chosen_from(lost: StoredRun, options: TextOptions, more: dict[str, str]) -> Chosen:
+def _chosen_from(lost: StoredRun, options: TextOptions | PairsOptions, more: dict[str, str]) -> Chosen:
     with TemporaryDirectory(prefix="t5-run-") as folder:
         of_run = replace(options, config=config_file(lost, Path(folder)))
         return of_run.chosen(more | {"storage.publish_checkpoints_under": json.dumps(lost.under)}, lost.name)
@@ -168,21 +198,26 @@ async def _close_killed_runs() -> None:
             complain(closed_line(run, "was killed"))
 
 
-def _run_flow(held: HeldRun, parameters: RunParameters, progress: Progress, adopt: bool) -> Publication:
+def _run_flow(
+    held: HeldRun, parameters: RunParameters, progress: Progress, adopt: bool, *, fine_tuning: bool
+) -> Publication:
     # These import Prefect, which reads its settings when it is imported.
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
+    from flows.finetune import finetune_flow
     from flows.pretrain import pretrain_flow
 
     _arrange_log(progress)
     # Without a terminal, progress appears in the run's log.
-    pretrain = pretrain_flow(held, progress if isinstance(progress, BarProgress) else silent)
+    chain = (finetune_flow if fine_tuning else pretrain_flow)(
+        held, progress if isinstance(progress, BarProgress) else silent
+    )
     with ExitStack() as stack:
         # An automation marks runs as Lost whose heartbeats end. If this one is alive, no worker would give its state
         # back. Prefect reads all settings again here, also those in the current folder.
         with reading_settings():
             stack.enter_context(temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}))
-        publication: Publication = pretrain(**parameters.model_dump(exclude_none=True), adopt=adopt)
+        publication: Publication = chain(**parameters.model_dump(exclude_none=True), adopt=adopt)
     return publication
 
 
@@ -207,4 +242,4 @@ def init(recipe: RecipeArgument, changes: SetOption = None) -> None:
     """
     changed = settings(changes)
     spec = recipe_spec(recipe, changed)
-    say(recipe_text(spec, needs_source=not has_own_text(recipe, changed)).removesuffix("\n"))
+    say(recipe_text(spec, needs_source=not has_own_data(recipe, changed)).removesuffix("\n"))

@@ -27,6 +27,7 @@ from flows.cli.options import (
 )
 from flows.cli.status_command import steps_text
 from flows.cli.terminal import complain, say, show_json, stage_display
+from flows.spec_from_recipe import require_on_text
 from infra.head.preflight.text_checks import NOT_READ
 from infra.head.runs.run_lookup import root_of_run, run_of_result
 from infra.head.runs.run_state import State, run_state
@@ -35,6 +36,8 @@ from infra.head.training_run import hold_ready_run, train_again, train_run
 from t5train.checkpoint.resume import load_run_spec
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
 from t5train.data.corpus import build_corpus
+from t5train.data.pairs.pairs import build_pairs
+from t5train.data.pairs.pairs_tokenizer import build_pairs_tokenizer
 from t5train.data.shards import build_shards, settings_of
 from t5train.data.vocabulary.tokenizer import build_tokenizer, given_tokenizer
 from t5train.errors import InputError, RecordError, SpecError
@@ -68,7 +71,9 @@ def corpus(choice: SmokeOptions, text: CorpusOption = None) -> None:
     $ t5-pretrain corpus --corpus '/data/*.jsonl.gz' --root /data/t5
     $ t5-pretrain corpus --config run.yaml
     """
-    spec = choice.chosen(text_settings(text)).spec()
+    chosen = choice.chosen(text_settings(text))
+    require_on_text(chosen.recipe, "data pairs FILE")
+    spec = chosen.spec()
     with stage_display() as progress:
         made = build_corpus(spec.corpus, spec.storage.root, progress)
     _say(made)
@@ -76,15 +81,19 @@ def corpus(choice: SmokeOptions, text: CorpusOption = None) -> None:
 
 @with_options
 def tokenizer(choice: SmokeOptions) -> None:
-    """Train the vocabulary of a recipe on its text, or use the given one.
+    """Train the vocabulary of a recipe on its text or pairs, or use the given one.
 
     $ t5-pretrain tokenizer smoke
     $ t5-pretrain tokenizer --config run.yaml --set tokenizer.vocab_size=8000
     """
     spec = choice.chosen().spec()
     with stage_display() as progress:
-        text = build_corpus(spec.corpus, spec.storage.root, progress)
-        made = build_tokenizer(spec.tokenizer, spec.corpus, text, spec.storage.root, progress)
+        if spec.is_fine_tuning:
+            pairs = build_pairs(spec.pairs, spec.storage.root, progress)
+            made = build_pairs_tokenizer(spec.tokenizer, pairs, spec.storage.root, progress)
+        else:
+            text = build_corpus(spec.corpus, spec.storage.root, progress)
+            made = build_tokenizer(spec.tokenizer, spec.corpus, text, spec.storage.root, progress)
     _say(made)
 
 
@@ -151,6 +160,7 @@ def train(
     $ t5-pretrain train --config run.yaml
     """
     choice = options.chosen(hosts.settings(), name)
+    require_on_text(choice.recipe, f"finetune {choice.recipe}")
     root_folder = _root_of(choice)
     tokens = TokenShards.load(shards or _only_shards(root_folder))
     spec = _spec_on(tokens, choice)

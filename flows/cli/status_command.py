@@ -188,7 +188,7 @@ def _facts(story: RunStory) -> list[str]:
     facts: dict[str, object] = {
         "folder": state.folder,
         "recipe": story.recipe,
-        "text": story.source and f"{story.source}{tokens}",
+        "data": story.source and f"{story.source}{tokens}",
         "step": f"{steps_text(state)}{resumes}",
         "speed": state.tokens_per_second and f"{state.tokens_per_second:,.0f} tokens/s",
         "left": state.seconds_left and duration(state.seconds_left),
@@ -251,13 +251,17 @@ def _loss_lines(losses: Losses) -> list[str]:
     at = f", at step {losses.best_validation_step:,}" if losses.best_validation_step is not None else ""
     # Comparable with validation only: training losses include sentinels, which are easier on average.
     baseline = losses.unigram_baseline if losses.best_validation is not None else None
+    tokens = "masked tokens" if losses.exact_match is None else "target tokens"
     found = {
         "training, all target tokens, first step": (losses.first, ""),
         "training, all target tokens, last step": (losses.last, ""),
-        "best validation, masked tokens": (losses.best_validation, at),
-        "unigram baseline, masked tokens": (baseline, ""),
+        f"best validation, {tokens}": (losses.best_validation, at),
+        f"unigram baseline, {tokens}": (baseline, ""),
     }
-    return [f"{loss:.4f} {what}{more}" for what, (loss, more) in found.items() if loss is not None]
+    lines = [f"{loss:.4f} {what}{more}" for what, (loss, more) in found.items() if loss is not None]
+    if losses.exact_match is not None:
+        lines.append(f"{losses.exact_match:.2%} of the pairs predicted exactly at the last validation")
+    return lines
 
 
 def _seconds(since: str, until: str) -> float:

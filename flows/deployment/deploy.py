@@ -21,7 +21,7 @@ from prefect.workers.process import ProcessWorker
 from pydantic import BaseModel
 
 from flows.deployment.definitions import POOL, Definitions, Deployment
-from flows.deployment.deployment_defaults import DeploymentDefaults, changed
+from flows.deployment.deployment_defaults import FINE_TUNING, DeploymentDefaults, changed
 
 RECORD = "t5_pretrain_deploy"
 """The variable on the server that holds a Record."""
@@ -81,18 +81,13 @@ async def _deploy(given: Mapping[str, Any], default_root: Path, definitions: Def
 def other_texts(definitions: Definitions, defaults: DeploymentDefaults) -> dict[str, str | None]:
     """Return what deployments train on that do not use the default text; None for flows that take no text.
 
-    Empty if there is no default text.
+    Empty if there is no default text. Deployments that train on pairs are left out.
     """
     if defaults.corpus is None:
         return {}
-    texts = {each.full_name: _parameters(each, defaults).get("corpus") for each in definitions.deployments}
+    of_text = [each for each in definitions.deployments if each.flow.name != FINE_TUNING]
+    texts = {each.full_name: defaults.of_deployment(each).get("corpus") for each in of_text}
     return {name: text for name, text in texts.items() if text != defaults.corpus}
-
-
-def _parameters(wanted: Deployment, defaults: DeploymentDefaults) -> dict[str, Any]:
-    taken = wanted.flow.parameters.properties
-    of_flow = {name: value for name, value in defaults.parameters().items() if name in taken}
-    return of_flow | wanted.parameters
 
 
 async def _keep(record: Record) -> None:
@@ -134,7 +129,7 @@ async def _apply_deployment(
     """Create or update a deployment. One that agrees is left alone, because an update removes its scheduled runs."""
     values: dict[str, Any] = {
         "description": wanted.description,
-        "parameters": _parameters(wanted, defaults),
+        "parameters": defaults.of_deployment(wanted),
         "parameter_openapi_schema": parameter_schema(wanted.flow),
         "enforce_parameter_schema": wanted.enforce_parameter_schema,
         "work_pool_name": POOL,

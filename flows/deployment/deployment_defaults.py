@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from flows.deployment.definitions import Definitions
+from flows.deployment.definitions import Definitions, Deployment
 from flows.run_parameters import LOCATIONS, SETTINGS_OF_PARAMETERS, RunParameters
 from infra.head.preflight.run_checks import require_possible
 from t5train.data.corpus import of_part
@@ -15,7 +15,7 @@ from t5train.errors import SpecError, T5TrainError
 from t5train.locations import without_secret
 from t5train.spec.recipes import recipe
 
-FLOW = "t5-pretrain"
+FLOW, FINE_TUNING = "t5-pretrain", "t5-finetune"
 _AS_PARAMETERS = {name: SETTINGS_OF_PARAMETERS[name] for name in ("corpus", "hostfile", "scratch")}
 
 
@@ -47,6 +47,11 @@ class DeploymentDefaults(BaseModel):
         """Return the parameters that are set, as JSON values."""
         return self.model_dump(mode="json", exclude_none=True)
 
+    def of_deployment(self, deployment: Deployment) -> dict[str, Any]:
+        """Return the parameters of a deployment: those of these that its flow takes, and its own."""
+        taken = deployment.flow.parameters.properties
+        return {name: value for name, value in self.parameters().items() if name in taken} | deployment.parameters
+
     def require_no_secrets(self) -> None:
         """Raise SpecError if a URL has a password, a key or a query: the server would store and display it."""
         of_settings = {name: (self.deployed_settings or {}).get(name) for name in LOCATIONS}
@@ -60,7 +65,7 @@ class DeploymentDefaults(BaseModel):
     def refused(self, definitions: Definitions) -> dict[str, str]:
         """Return why a run would be refused, by the names of deployments. Hosts and accelerators are not checked here.
 
-        Raises InputError if there is no text, and otherwise an error if every deployment that trains would be refused.
+        Raises InputError if there is no text, and otherwise an error if all that pre-train would be refused.
         """
         if self.corpus is not None and self.corpus != PYDOCS:
             chosen = recipe("smoke", self._corpus_settings()).corpus
@@ -69,14 +74,16 @@ class DeploymentDefaults(BaseModel):
                     with of_part(part, text):
                         require_source(text.source, text.revision, None, text.hub_text)
         found: dict[str, T5TrainError] = {}
-        of_flow = [each for each in definitions.deployments if each.flow.name == FLOW]
-        for deployment in of_flow:
+        for deployment in definitions.deployments:
+            if deployment.flow.name not in {FLOW, FINE_TUNING}:
+                continue
             try:
-                require_possible(RunParameters(**self.parameters() | deployment.parameters).spec())
+                require_possible(RunParameters(**self.of_deployment(deployment)).spec())
             except T5TrainError as error:
                 found[deployment.full_name] = error
-        if of_flow and len(found) == len(of_flow):
-            raise next(iter(found.values()))
+        pretraining = {each.full_name for each in definitions.deployments if each.flow.name == FLOW}
+        if pretraining and pretraining <= found.keys():
+            raise next(error for name, error in found.items() if name in pretraining)
         return {name: str(error) for name, error in found.items()}
 
     def _corpus_settings(self) -> dict[str, Any]:

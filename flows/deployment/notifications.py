@@ -34,7 +34,7 @@ STATES = {
 }
 """For each automation, the name of the state of a run that triggers it."""
 
-_FLOWS = ["t5-pretrain", "t5-regression"]
+_FLOWS = ["t5-pretrain", "t5-finetune", "t5-regression"]
 _RUN = "event.resource['prefect.resource.name']"  # the event, not the run, whose state may have changed since
 _STATE, _MESSAGE = "event.resource['prefect.state-name']", "event.resource['prefect.state-message']"
 _PAYLOAD = f"{{% set text %}}run {{{{ {_RUN} }}}}: {{{{ {_STATE} }}}}. {{{{ {_MESSAGE} }}}}{{% endset %}}"

@@ -20,6 +20,7 @@ from infra.head.launch.held_run import HeldRun, end_all, hold_run
 from infra.head.launch.local_launch import LaunchSpec, launch
 from infra.head.preflight.launch_requirements import LaunchRequirements, operators_of
 from infra.head.preflight.monitor_checks import require_wandb, wandb_environment
+from infra.head.preflight.pair_checks import require_data
 from infra.head.preflight.run_checks import (
     WEIGHT_BYTES,
     needed_bytes,
@@ -29,7 +30,7 @@ from infra.head.preflight.run_checks import (
     require_free,
     require_model,
 )
-from infra.head.preflight.text_checks import TextFacts, require_text
+from infra.head.preflight.text_checks import TextFacts
 from infra.head.progress_report import ProgressReport
 from infra.head.storage.checkpoint_copies import begin_copies, can_do_without, check_bucket
 from infra.head.storage.node_paths import NodeRun
@@ -38,6 +39,7 @@ from infra.head.storage.staged_bytes import StagedBytes
 from t5train.checkpoint import resume
 from t5train.checkpoint.resume import has_finished, require_same_settings
 from t5train.checkpoint.resume_point import ask_to_begin_again
+from t5train.data.pairs.task_rates import require_enough_pairs
 from t5train.data.samples.loader import require_enough_samples
 from t5train.data.vocabulary.unknown_pieces import require_known_in
 from t5train.errors import HostError, LaunchError, SpecError, StoreError
@@ -45,16 +47,17 @@ from t5train.host_resources import make_root, require_free_space, require_writab
 from t5train.model import model_shape
 from t5train.model.model_shape import T5Shape, resolve
 from t5train.progress import Progress, silent
-from t5train.records.stage_records import Checkpoint, TokenShards
+from t5train.records.stage_records import Checkpoint, PairShards
 from t5train.release.publication import check_destination
 from t5train.spec import RunSpec
+from t5train.spec.rank_job import Shards
 
 _log = logging.getLogger(__name__)
 
 
 def train_run(
     spec: RunSpec,
-    shards: TokenShards,
+    shards: Shards,
     run: HeldRun,
     progress: Progress = silent,
     *,
@@ -67,7 +70,7 @@ def train_run(
     another head whose lease has expired. On hosts that do not share the root, ``staged`` gets the bytes that each of
     them needs before its ranks start.
 
-    Raises InputError if the token shards are too few or have too many unknown pieces, RunChanged if the run was begun
+    Raises InputError if the shards are too few or have too many unknown pieces, RunChanged if the run was begun
     with other settings, RunOwned if another head owns its files on hosts, and a TrainingError if training fails a
     sanity check. Raises LaunchError or HostError for other failures; most of these are worth a retry. These errors name
     the hosts that have failed twice in the last week, which spares then replace.
@@ -77,8 +80,7 @@ def train_run(
     if (checkpoint := resume.finished(spec, shards, progress)) is not None:
         _store_last(run, progress)
         return checkpoint
-    require_enough_samples(spec, shards)
-    require_known_in(shards, spec.shards.max_unknown_share)
+    _require_enough(spec, shards)
     if run.copies is not None:
         run.copies.prepare(progress)
         run.copies.start()
@@ -95,6 +97,14 @@ def train_run(
     checkpoint = resume.conclude(spec, shards, progress)
     _store_last(run, progress)
     return checkpoint
+
+
+def _require_enough(spec: RunSpec, shards: Shards) -> None:
+    if isinstance(shards, PairShards):
+        require_enough_pairs(spec, shards)
+    else:
+        require_enough_samples(spec, shards)
+        require_known_in(shards, spec.shards.max_unknown_share)
 
 
 def _store_last(run: HeldRun, progress: Progress) -> None:
@@ -116,7 +126,7 @@ class _Training:
     """The training of a held run, on this machine or on hosts."""
 
     spec: RunSpec
-    shards: TokenShards
+    shards: Shards
     run: HeldRun
     progress: Progress
     report: ProgressReport
@@ -199,7 +209,7 @@ def require_startable(
     """Raise the errors that the start of a run would raise, whatever else is running or is stored on the disk.
 
     ``run`` is the run, if it is held: ranks that are running on hosts have what monitoring needs. ``text`` is given if
-    the text is not read any more. Returns the model's shape, and what is known of the text.
+    the text is not read any more. Returns the model's shape, and what is known of the text or the pairs.
     """
     require_absolute("root", spec.storage.root)
     require_same_settings(spec)
@@ -208,7 +218,7 @@ def require_startable(
     of_model = require_model(spec)
     if spec.cluster.hostfile is None:
         require_capable(spec, of_model)
-    return of_model, text or require_text(spec)
+    return of_model, text or require_data(spec)
 
 
 def require_startable_now(

@@ -89,6 +89,8 @@ def _fit(run_id: str) -> str:
 
 
 SHARDS = "shards"
+PAIR_SHARDS = "pair-shards"
+"""Where the shards of pairs are below the root. On hosts, they are staged as token shards are."""
 STAGED = "staged"
 
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from t5train.data.pairs.packing import best_shape, row_shapes
 from t5train.data.pairs.pairs import Pair, Task, count_of, finding_lines, read_pairs, tasks_of
+from t5train.data.pairs.task_rates import TaskShare
 from t5train.data.passages import SPLITS
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, UNK_ID
 from t5train.data.vocabulary.tokenizer import Tokenizer
@@ -25,14 +27,6 @@ _SHOWN_PAIRS = 2
 _MANY_CUT = 0.01  # share of the pairs; if more are longer than a row, the report warns
 _SIDES = ("source", "target")
 _BECOMES = {"cut": "will be cut", "drop": "will be left out", "refuse": "will be refused"}
-
-
-class PackedShare(NamedTuple):
-    """How full rows of some lengths are when pairs are packed into them."""
-
-    lengths: RowLengths
-    share: float
-    """Share of their tokens that are not padding, from 0 to 1."""
 
 
 class _Side(NamedTuple):
@@ -60,10 +54,10 @@ class _Measured(NamedTuple):
         return len(self.sides[0].lengths)
 
 
-def pairs_report(pairs: Pairs, tokenizer: TokenizerFiles, spec: PairsSpec, packed: Sequence[PackedShare] = ()) -> str:
-    """Return the report as Markdown. ``spec`` has the lengths of rows, and ``packed`` how full others would be.
+def pairs_report(pairs: Pairs, tokenizer: TokenizerFiles, spec: PairsSpec, shares: Sequence[TaskShare] = ()) -> str:
+    """Return the report as Markdown. ``spec`` has the lengths of rows; how full others would be is in it, too.
 
-    At most ``SAMPLED_PAIRS`` pairs of each task are encoded.
+    ``shares`` is what a run trains on of each task. At most ``SAMPLED_PAIRS`` pairs of each task are encoded.
     """
     vocabulary, tasks = Tokenizer.load(tokenizer.path), tasks_of(pairs)
     measured = [_measured(pairs, number, task, vocabulary) for number, task in enumerate(tasks)]
@@ -72,15 +66,24 @@ def pairs_report(pairs: Pairs, tokenizer: TokenizerFiles, spec: PairsSpec, packe
         f"# Pairs of {escaped(', '.join(task.task for task in tasks))}",
         table(("task", "prefix", *SPLITS, "empty", "repeated", "contaminated", "removed"), _count_rows(pairs, tasks)),
         "\n".join(f"- Warning: {escaped(line)}." for line in finding_lines(pairs)),
+        "\n".join(f"- {escaped(share_line(share))}." for share in shares),
         "## Lengths",
         f"In tokens, EOS included{_sampled(measured)}.",
         table(("task", "side", *QUANTILE_NAMES), _length_rows(measured)),
         "\n".join(f"- {escaped(line)}." for each in measured for line in _long_lines(each, lengths, spec.too_long)),
-        *_packed_blocks(packed, lengths),
+        *(_row_blocks(measured, lengths) if spec.pack else []),
         "## Unknown pieces",
         "\n".join(f"- {escaped(line)}." for each in measured for line in _unknown_lines(each)),
         "## As the model sees them",
         *[block for number, task in enumerate(tasks) for block in _samples(pairs, number, task, vocabulary, lengths)],
+    )
+
+
+def share_line(share: TaskShare) -> str:
+    """Return what a run trains on of a task, as a line."""
+    return (
+        f"task {share.task}: {quantity(share.pairs, 'pair')} to train on in {quantity(share.rows, 'row')}, "
+        f"{share.rate:.1%} of the pairs that are trained on, each used {share.epochs:,.2f} times"
     )
 
 
@@ -131,17 +134,20 @@ def _long_lines(measured: _Measured, lengths: RowLengths, too_long: str) -> Iter
         )
 
 
-def _packed_blocks(packed: Sequence[PackedShare], own: RowLengths) -> list[str]:
-    """Return how full rows of several lengths are, if that is known."""
-    if not packed:
-        return []
-    best = max(packed, key=lambda each: each.share)
-    rows = [(f"{each.lengths.input_tokens} / {each.lengths.target_tokens}", f"{each.share:.3f}") for each in packed]
-    choice = f"pairs.input_tokens={best.lengths.input_tokens} and pairs.target_tokens={best.lengths.target_tokens}"
-    advice = "" if best.lengths == own else f" Rows are fullest with {choice}."
+def _row_blocks(measured: Sequence[_Measured], own: RowLengths) -> list[str]:
+    """Return how full rows of several lengths are, and which are the best."""
+    lengths = np.concatenate([np.stack([side.lengths for side in each.sides], axis=1) for each in measured])
+    shapes = row_shapes(lengths, own)
+    best = best_shape(shapes)
+    rows = [
+        (f"{each.input_tokens} / {each.target_tokens}", f"{each.real_share:.3f}", f"{each.longer_share:.2%}")
+        for each in shapes
+    ]
+    choice = f"pairs.input_tokens={best.input_tokens} and pairs.target_tokens={best.target_tokens}"
+    advice = "" if best[:2] == own else f" The best rows have {choice}."
     return [
         "## Rows",
-        table(("tokens of source / target", "share that is not padding"), rows),
+        table(("tokens of source / target", "share that is not padding", "pairs that are longer"), rows),
         f"Pairs are packed into rows of {own.input_tokens} and {own.target_tokens} tokens.{advice}",
     ]
 

@@ -22,6 +22,7 @@ from t5train.errors import InputError, SpecError
 from t5train.files.os_errors import explain
 from t5train.spec import RunSpec, nearest, setting_names
 from t5train.spec.known_texts import is_relative_path
+from t5train.spec.pairs_spec import GENERATED
 from t5train.spec.recipes import RECIPES, unknown_recipe
 from t5train.spec.run_spec import wrong_value
 from t5train.spec.settings import Part, Setting, annotation_of, parts_of
@@ -48,15 +49,15 @@ class Configuration:
     """The line of each setting in the file."""
 
     def changes(self, recipe: RunSpec) -> dict[str, Any]:
-        """Return the settings whose values are not those of the recipe, and ``corpus.source`` in any case.
+        """Return the settings whose values are not those of the recipe, and in any case what the recipe trains on.
 
         Without the others, a hostfile determines ``cluster.ranks`` unless the file asks for another number.
         """
-        values = recipe.model_dump(mode="json")
+        values, data = recipe.model_dump(mode="json"), data_setting(recipe)
         return {
             name: value
             for name, value in self.settings.items()
-            if name == "corpus.source" or value != _quoted(_value_in(values, name))
+            if name == data or value != _quoted(_value_in(values, name))
         }
 
     def where(self, setting: str) -> str:
@@ -276,24 +277,37 @@ paths are relative to the folder in which you type the command.
 Most settings decide the result: with another text, model, optimizer, batch or seed, it is another run. Settings in \
 layout, storage, cluster, monitor and profile, and those marked (execution), decide only where and how the work is \
 done: change them whenever you continue a run."""
-_EXAMPLE_SOURCE = "/data/text/*.jsonl.gz"
+_EXAMPLES = {
+    "corpus.source": "/data/text/*.jsonl.gz",
+    "pairs.train": '["/data/wmt.jsonl#source=translation.en&target=translation.de&task=en-de"]',
+}
+
+
+def data_setting(recipe: RunSpec) -> str:
+    """Return the setting that names what a run of this recipe trains on."""
+    return "pairs.train" if recipe.is_fine_tuning else "corpus.source"
 
 
 def recipe_text(spec: RunSpec, *, needs_source: bool) -> str:
     """Return the file from which a user starts. With ``needs_source``, the text is left for the user to fill in."""
+    command = f"t5-pretrain {_command(spec)} --config run.yaml"
     opening = (
         f"Settings of a run, from the recipe {spec.recipe!r}. Save them as run.yaml, edit them, then:\n\n"
-        "    t5-pretrain run --config run.yaml --dry-run    # check them, and show what would run\n"
-        "    t5-pretrain run --config run.yaml"
+        f"    {command} --dry-run    # check them, and show what would run\n"
+        f"    {command}"
     )
     return _text(spec, opening, needs_source)
 
 
 def run_text(spec: RunSpec, path: Path) -> str:
     """Return the file that is stored with a run, at ``path``."""
-    continued = [f"t5-pretrain run --config {shlex.quote(str(path))}"]
-    corpus = spec.corpus
-    if any(map(is_relative_path, (corpus.source, *corpus.mixed_with, corpus.remove_listed, spec.tokenizer.path))):
+    continued = [f"t5-pretrain {_command(spec)} --config {shlex.quote(str(path))}"]
+    corpus, pairs = spec.corpus, spec.pairs
+    texts = (corpus.source, *corpus.mixed_with, corpus.remove_listed)
+    of_pairs = [
+        each for each in (*pairs.train, *pairs.validation, *pairs.test) if each.partition("#")[0] not in GENERATED
+    ]
+    if any(map(is_relative_path, (*texts, *of_pairs, spec.tokenizer.path))):
         continued = [f"cd {shlex.quote(str(Path.cwd()))}", *continued]
     opening = f"Settings with which the run {spec.run_name!r} was started last. To continue it:\n\n" + "\n".join(
         f"    {command}" for command in continued
@@ -301,24 +315,29 @@ def run_text(spec: RunSpec, path: Path) -> str:
     return _text(spec, opening, needs_source=False)
 
 
+def _command(spec: RunSpec) -> str:
+    return "finetune" if spec.is_fine_tuning else "run"
+
+
 def _text(spec: RunSpec, opening: str, needs_source: bool) -> str:
     whole = parts_of(type(spec))
     lines = [*_comment(f"{opening}\n\n{_ABOUT}", ""), ""]
-    lines += _members(whole, spec.model_dump(mode="json"), "", needs_source)
+    required = data_setting(spec) if needs_source else None
+    lines += _members(whole, spec.model_dump(mode="json"), "", required)
     return "\n".join(lines) + "\n"
 
 
-def _members(part: Part, values: Mapping[str, Any], indent: str, needs_source: bool) -> Iterator[str]:
+def _members(part: Part, values: Mapping[str, Any], indent: str, required: str | None) -> Iterator[str]:
     for member in part.members:
         value = values[member.key]
         if isinstance(member, Part):
             yield ""
             yield from _comment(member.description, indent)
             yield f"{indent}{member.key}:"
-            yield from _members(member, value, f"{indent}  ", needs_source)
-        elif member.name == "corpus.source" and needs_source:
+            yield from _members(member, value, f"{indent}  ", required)
+        elif member.name == required:
             yield from _comment(f"REQUIRED. {member.explained}", indent)
-            yield f"{indent}# {member.key}: {_EXAMPLE_SOURCE}"
+            yield f"{indent}# {member.key}: {_EXAMPLES[required]}"
         else:
             yield from _comment(_explained(member, part), indent)
             yield f"{indent}{member.key}: {_yaml(value)}"

@@ -277,15 +277,16 @@ def _mixed_text(named: str, revision: str) -> TextSource:
 
 
 class TokenizerSpec(SpecPart):
-    """Which vocabulary: an existing one, or one trained on the corpus."""
+    """Which vocabulary: an existing one, or one trained on the text or the pairs."""
 
     path: str | None = Field(
         None,
-        description="An existing vocabulary: a spiece.model or a Hugging Face folder. null: one is trained",
+        description="An existing vocabulary: a spiece.model or a Hugging Face folder. null: one is trained, or a run "
+        "on pairs has that of model.start_from",
     )
     vocab_size: int = Field(
         32000,
-        ge=300,
+        ge=16,
         le=250_000,
         description="Pieces of the vocabulary to train, without the 100 sentinels",
     )

@@ -26,6 +26,10 @@ _TRAIN: Literal["train"] = "train"
 HeldOut = Literal["validation", "test"]
 
 
+GENERATED = {"reverse_digits": "reverse: ", "sort_digits": "sort: "}
+"""The prefixes of pairs that are made on this machine, by their names."""
+
+
 class RowLengths(NamedTuple):
     """The lengths of a row of a batch in tokens, EOS included: of the encoder's input, and of the decoder's target."""
 

@@ -11,12 +11,14 @@ from t5train.spec import (
     ModelSpec,
     ObjectiveSpec,
     OptimizerSpec,
+    PairsSpec,
     RunSpec,
     ShardsSpec,
     StorageSpec,
     TokenizerSpec,
     nearest,
 )
+from t5train.spec.pairs_spec import GENERATED
 
 
 def smoke() -> RunSpec:
@@ -158,8 +160,59 @@ def t5_11b_one_gpu() -> RunSpec:
     )
 
 
+def reverse_and_sort() -> RunSpec:
+    """Fine-tuning in minutes on two CPU ranks: a very small T5 learns two tasks on digits, ZeRO-1, fp32."""
+    return RunSpec(
+        recipe="reverse_and_sort",
+        # Packed, 8 rows hold about as many pairs as the batch of 64 with which these settings were measured.
+        pairs=PairsSpec(train=tuple(GENERATED), input_tokens=128, target_tokens=64),
+        # All that digits between spaces give: each digit and letter, and each digit with the space before it.
+        tokenizer=TokenizerSpec(vocab_size=31, character_coverage=1.0),
+        model=ModelSpec(
+            feed_forward="gated-gelu",
+            version="v1.0",
+            d_model=64,
+            d_kv=32,
+            d_ff=128,
+            num_heads=2,
+            num_layers=2,
+            num_decoder_layers=2,
+        ),
+        optimizer=OptimizerSpec(
+            peak_learning_rate=0.03,
+            warmup_steps=100,
+            schedule="linear",
+            final_learning_rate=0.0,
+            global_batch_sequences=8,
+            num_steps=1000,
+            precision="fp32",
+        ),
+        layout=LayoutSpec(zero_stage=1, micro_batch_sequences=4),
+        storage=StorageSpec(checkpoint_every_steps=250, validate_every_steps=250, validate_sequences=512),
+        cluster=ClusterSpec(ranks=2, accelerator="cpu"),
+    )
+
+
+def finetune_base() -> RunSpec:
+    """T5 base on pairs, from the folder in model.start_from, on one GPU: bf16, ZeRO-2, dropout 0.1, constant rate."""
+    return RunSpec(
+        recipe="finetune_base",
+        pairs=PairsSpec(train=tuple(GENERATED)),
+        model=ModelSpec(preset="base", dropout_rate=0.1, compile=True),
+        optimizer=OptimizerSpec(
+            peak_learning_rate=0.001,
+            warmup_steps=100,
+            schedule="constant",
+            final_learning_rate=0.001,
+            num_steps=10_000,
+        ),
+        layout=LayoutSpec(zero_stage=2, micro_batch_sequences=64),
+    )
+
+
 _ALL = (
     smoke, small, base, large, moe, pipeline, zero1_offload, zero2_offload, zero3, t5_3b, t5_3b_one_gpu, t5_11b_one_gpu,
+    reverse_and_sort, finetune_base,
 )  # fmt: skip
 RECIPES: dict[str, Callable[[], RunSpec]] = {recipe.__name__: recipe for recipe in _ALL}
 
@@ -173,19 +226,40 @@ TRIAL_STEPS = 50
 """In so few steps, no model learns more than which tokens are frequent."""
 
 
-def trial_settings() -> dict[str, Any]:
+def trial_settings(recipe: str) -> dict[str, Any]:
     """Return settings that turn a recipe into a trial of its layout, which takes minutes on two CPU ranks.
 
-    A tiny model is trained for a few steps on Python's documentation, with the recipe's precision, ZeRO stage, offload,
-    experts and pipeline stages.
+    A tiny model is trained for a few steps on Python's documentation, or on the built-in pairs if the recipe is for
+    pairs, with the recipe's precision, ZeRO stage, offload, experts, pipeline stages and dropout.
     """
+    return _tiny() | (_tiny_pairs() if RECIPES[recipe]().is_fine_tuning else _tiny_text())
+
+
+def _tiny_text() -> dict[str, Any]:
     smallest = smoke()
     return {
         "corpus.source": smallest.corpus.source,
         "tokenizer.vocab_size": smallest.tokenizer.vocab_size,
         "shards.shard_tokens": smallest.shards.shard_tokens,
         "objective.input_tokens": smallest.objective.input_tokens,
-        "model.preset": smallest.model.preset,
+    }
+
+
+def _tiny_pairs() -> dict[str, Any]:
+    smallest = reverse_and_sort()
+    return {
+        "pairs.train": list(smallest.pairs.train),
+        "pairs.input_tokens": smallest.pairs.input_tokens,
+        "pairs.target_tokens": smallest.pairs.target_tokens,
+        "tokenizer.vocab_size": smallest.tokenizer.vocab_size,
+        "tokenizer.character_coverage": smallest.tokenizer.character_coverage,
+        "model.start_from": None,
+    }
+
+
+def _tiny() -> dict[str, Any]:
+    return {
+        "model.preset": smoke().model.preset,
         "model.compile": False,
         "optimizer.warmup_steps": 10,
         "optimizer.num_steps": TRIAL_STEPS,

@@ -69,6 +69,21 @@ class RunSpec(SpecPart):
         self.objective.require_mixture(1 + more, "text", "with corpus.mixed_with", named)
 
     @check
+    def _pairs_have_one_layout(self) -> None:
+        refused = {
+            f"layout.pipeline_stages {self.layout.pipeline_stages} (set layout.pipeline_stages=1)": (
+                self.layout.pipeline_stages > 1
+            ),
+            f"model.moe.num_experts {self.model.moe.num_experts} (set model.moe.num_experts=0)": (
+                self.model.moe.num_experts > 0
+            ),
+            "shards.executor dask (set shards.executor=local)": self.shards.executor == "dask",
+        }
+        if self.is_fine_tuning and any(refused.values()):
+            what = "; ".join(what for what, refuse in refused.items() if refuse)
+            raise ValueError(f"pairs.train is set, and a run on pairs cannot be combined with {what}")
+
+    @check
     def _terms_of_the_loss_are_of_pairs(self) -> None:
         chosen = [name for name in LOSS_TERMS if getattr(self.optimizer, name)]
         if chosen and not self.is_fine_tuning:

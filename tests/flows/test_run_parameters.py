@@ -7,6 +7,7 @@ import pytest
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
 from flows.deployment.deploy import parameter_schema
+from flows.finetune import finetune
 from flows.pretrain import pretrain
 from flows.run_parameters import RunParameters
 from t5train.errors import SpecError
@@ -108,7 +109,7 @@ OF_DEPLOYMENT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if not recipe().is_fine_tuning])
 def test_a_trial_uses_the_recipes_layout_and_the_deployments_text_and_nothing_else_of_it(recipe: str) -> None:
     trial = parameters(recipe, trial=True, steps=20, **OF_DEPLOYMENT)
     spec, full = trial.possible_spec(), RECIPES[recipe]()
@@ -184,3 +185,58 @@ def test_two_different_folders_for_a_run_are_refused(given: dict[str, Any], said
 def test_a_relative_path_is_refused_because_a_worker_has_another_current_folder(relative: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="give an absolute path"):
         RunParameters(**{"recipe": "smoke", "root": ROOT} | relative).spec()
+
+
+def test_the_server_accepts_pairs_of_the_flow_that_trains_on_them_and_refuses_secrets_and_relative_paths() -> None:
+    schema, fixed = parameter_schema(finetune), {"recipe": "finetune_base", "root": str(ROOT)}
+    for train in (
+        ["/data/wmt.jsonl#source=en&target=de", "sort_digits#task=sort"],
+        ["hf://owner/name", "s3://b/a.tsv"],
+    ):
+        validate(fixed | {"train": train}, schema, raise_on_error=True)
+    wrong: list[dict[str, Any]] = [
+        {"train": ["/data/a.jsonl", "wmt.jsonl"]},
+        {"train": ["https://user:secret@host/a.jsonl"]},
+        {"settings": {"pairs.test": ["https://host/a.jsonl?key=secret"]}},
+        {"corpus": "/data/text"},
+        {"recipe": "base"},
+    ]
+    for each in wrong:
+        with pytest.raises(ValidationError):
+            validate(fixed | each, schema, raise_on_error=True)
+
+
+def test_a_recipe_on_pairs_for_gpus_needs_pairs_and_starts_with_the_vocabulary_of_its_model(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"needs pairs to train on: name a file with --train .* finetune_base --trial"):
+        parameters("finetune_base").possible_spec()
+    start = {"model.start_from": str(tmp_path)}
+    spec = parameters("finetune_base", train=["/data/a.jsonl"], settings=start).spec()
+    assert (spec.pairs.train, spec.tokenizer.path) == (("/data/a.jsonl",), str(tmp_path))
+    given = parameters("finetune_base", settings=start | {"tokenizer.path": "/data/spiece.model"}).spec()
+    assert given.tokenizer.path == "/data/spiece.model"
+
+
+def test_a_run_on_pairs_ignores_what_its_deployment_says_of_texts_and_refuses_to_be_told_itself() -> None:
+    of_deployment = {"corpus.source": "/data/text", "objective.input_tokens": 256, "optimizer.seed": 7}
+    run = parameters("reverse_and_sort", corpus="/data/text", deployed_settings=of_deployment)
+    assert run.possible_spec().optimizer.seed == 7
+    assert run.used().corpus is None
+    assert run.used().deployed_settings == {"optimizer.seed": 7}
+    assert run.used().train == ["reverse_digits", "sort_digits"]
+    for recipe, setting, said in (
+        ("reverse_and_sort", "objective.input_tokens", r"trains on pairs, .*: set pairs\.input_tokens"),
+        ("reverse_and_sort", "corpus.mixed_with", r"trains on pairs, .*: leave corpus\.mixed_with out"),
+        ("smoke", "pairs.train", r"trains on text, .*: leave pairs\.train out"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            parameters(recipe, settings={setting: 64}).spec()
+
+
+def test_a_trial_on_pairs_keeps_the_recipes_dropout_and_the_given_pairs() -> None:
+    trial = parameters("finetune_base", trial=True)
+    spec = trial.possible_spec()
+    assert (spec.pairs.train, spec.model.dropout_rate) == (("reverse_digits", "sort_digits"), 0.1)
+    assert (spec.cluster.accelerator, spec.model.start_from, spec.model.compile) == ("cpu", None, False)
+    deployed = {"pairs.train": ["/data/a.jsonl"], "optimizer.seed": 7}
+    spec = parameters("finetune_base", trial=True, deployed_settings=deployed).possible_spec()
+    assert (spec.pairs.train, spec.optimizer.seed) == (("/data/a.jsonl",), 0)

@@ -63,4 +63,4 @@ def test_every_decorator_that_makes_a_flow_or_a_task_is_given_the_options() -> N
                     assert f"{node.func.id.upper()}_OPTIONS" in " ".join(unpacked), f"{path}, line {node.lineno}"
                 names = [ast.unparse(each) for each in getattr(node, "decorator_list", [])]
                 assert not {"flow", "task"} & set(names), f"{path}: a decorator without options"
-    assert sorted(seen) == ["pretrain.py", "regression.py", "regression_tasks.py", "stages.py"]
+    assert sorted(seen) == ["finetune.py", "pretrain.py", "regression.py", "regression_tasks.py", "stages.py"]

@@ -11,7 +11,7 @@ from t5train.errors import InputError
 from t5train.report.failure_report import Failure
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
-from tasks.stages import CORPUS, TRAIN, stage_task
+from tasks.stages import CORPUS, PAIR_SHARDS, PAIRS, PUBLISH, SHARDS, TRAIN, numbered, stage_task
 
 
 @stage_task(CORPUS)
@@ -44,3 +44,9 @@ def test_the_record_of_the_start_names_the_stage_that_works(tmp_path: Path) -> N
     found = read_start(spec.run_folder)
     assert found is not None
     assert found.stage == "Train"
+
+
+def test_stages_of_both_flows_are_numbered_alike() -> None:
+    assert [numbered(stage) for stage in (CORPUS, SHARDS)] == ["2/9 Get the text", "4/9 Tokenise"]
+    assert [numbered(stage) for stage in (PAIRS, PAIR_SHARDS)] == ["2/9 Get the pairs", "4/9 Tokenise and pack"]
+    assert [numbered(stage) for stage in (TRAIN, PUBLISH)] == ["5/9 Train", "9/9 Publish"]

@@ -21,8 +21,8 @@ from infra.head.hosts.hostfile import read_hosts, spare_hosts
 from infra.head.hosts.ssh import Transport
 from infra.head.preflight.checklist import COLUMNS
 from infra.head.preflight.host_preflight import preflight as ask_hosts
+from infra.head.preflight.pair_checks import require_data
 from infra.head.preflight.run_checks import require_possible
-from infra.head.preflight.text_checks import require_text
 from t5train.errors import HostError, SpecError
 from t5train.quantities import format_bytes, quantity
 
@@ -65,7 +65,7 @@ def preflight(
         raise SpecError("--into is given without --install: name the wheelhouse that is to be installed there")
     spec = choice.chosen(hosts.settings()).spec()
     of_model = require_possible(spec)
-    with asked(spec, read_hosts(spec.cluster), of_model, require_text(spec)) as (needs, transport):
+    with asked(spec, read_hosts(spec.cluster), of_model, require_data(spec)) as (needs, transport):
         checked = needs
         if install is not None:
             place = require_environment_path(into or Path(sys.prefix))

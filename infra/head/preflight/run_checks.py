@@ -44,11 +44,13 @@ def publish_url(spec: RunSpec) -> str:
 
 def require_model(spec: RunSpec) -> T5Shape:
     """Return the model's shape. Raises SpecError if the settings contradict each other or the model to start from."""
-    sample = geometry(spec.objective)  # raises if a sample needs more spans than there are sentinels
+    # Raises if a sample needs more spans than there are sentinels. Pairs have no spans, and no pipelines.
+    sample = None if spec.is_fine_tuning else geometry(spec.objective)
     vocab_size = expected_vocab_size(spec.tokenizer)
     starting_model.require_fit(spec.model, vocab_size)
     of_model = model_shape.resolve(spec.model, vocab_size)
-    stage_bounds(of_model, spec.layout.pipeline_stages, sample)
+    if sample is not None:
+        stage_bounds(of_model, spec.layout.pipeline_stages, sample)
     return of_model
 
 
@@ -138,12 +140,16 @@ def _require_arithmetic(spec: RunSpec) -> None:
 
 
 def needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
-    """Return an estimate of the bytes that a run writes below its root. ``text_bytes`` is the size of the text."""
+    """Return an estimate of the bytes that a run writes below its root.
+
+    ``text_bytes`` is the size of the text or of the files of pairs.
+    """
     releases = WEIGHT_BYTES * _RELEASES * model_shape.count_parameters(of_model)
     # ``text_bytes`` for shards: tokens take half the size of plain text, and more than that of compressed text.
     # With corpus.remove: passages are stored once more, in 0.6 times the size of plain text, and of 100 words each, the
     # keys that they are compared by take 0.2 times that size.
-    copies = text_bytes if spec.corpus.removes_passages else 0
+    # Of pairs, a verified copy is kept.
+    copies = text_bytes if spec.is_fine_tuning or spec.corpus.removes_passages else 0
     rest = _REST_BYTES + _STEP_BYTES * spec.optimizer.num_steps
     return _checkpoint_bytes(spec, of_model) + releases + text_bytes + copies + rest
 

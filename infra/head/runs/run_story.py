@@ -15,7 +15,7 @@ from infra.node.attempts import attempt
 from infra.node.attempts.attempt import LAUNCHER, Attempt
 from infra.node.attempts.exit_record import Cause, ExitRecord
 from infra.node.attempts.watchdog import STOP_REQUESTED
-from infra.node.node_folders import SHARDS
+from infra.node.node_folders import PAIR_SHARDS, SHARDS
 from infra.node.storage.stored_checkpoints import HEAD
 from t5train.checkpoint import tags
 from t5train.checkpoint.resume_point import LastComplete, last_complete, tags_in
@@ -31,7 +31,7 @@ from t5train.spec.recipes import recipe
 
 _ELSEWHERE = {"name", "recipe", "storage.root"}
 """Settings that options and arguments of a command stand for."""
-_VALIDATION = "validation_content_loss"
+_VALIDATION, _EXACT_MATCH = "validation_content_loss", "validation_exact_match"
 _PARTIAL_PHASES = {"step", "compile"}
 
 
@@ -71,9 +71,11 @@ class Losses:
     first: float | None = None
     last: float | None = None
     best_validation: float | None = None
-    """Of masked tokens, which is what the unigram baseline can be compared with."""
+    """Of masked tokens or, of a run on pairs, of target tokens: what the unigram baseline can be compared with."""
     best_validation_step: int | None = None
     unigram_baseline: float | None = None
+    exact_match: float | None = None
+    """Of a run on pairs: the share of pairs with an exactly predicted target, at the last validation. Not a loss."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,9 @@ class RunStory:
     settings: Mapping[str, Any]
     """Settings that differ from the recipe, with their values."""
     source: str | None
-    """The text that it trains on."""
+    """The text or the pairs that it trains on."""
     tokens: int | None
-    """Tokens of the training split; None if the token shards are not under the root."""
+    """Tokens of the training split, of pairs those of targets; None if the token shards are not under the root."""
     last_start: Start | None
     attempts: list[AttemptSummary]
     checkpoints: list[StoredCheckpoint]
@@ -117,7 +119,7 @@ def run_story(folder: Path) -> RunStory:
         state=state,
         recipe=spec.get("recipe"),
         settings=settings,
-        source=reading.tried(lambda: _texts(spec["corpus"]), None) if spec else None,
+        source=reading.tried(lambda: _source(spec), None) if spec else None,
         tokens=reading.tried(lambda: _tokens(folder), None),
         last_start=start,
         attempts=reading.tried(lambda: attempt_history(folder, state.state == State.RUNNING), []),
@@ -247,12 +249,10 @@ def losses_of(folder: Path) -> Losses:
     """Return the losses of a run."""
     lines = metrics.read(folder / METRICS)
     steps = [loss for line in lines if (loss := line.get("loss")) is not None]
-    validated = [
-        (loss, line["step"])
-        for line in lines
-        if (loss := line.get(_VALIDATION, line.get(VALIDATION_OF_TARGETS))) is not None
-    ]
-    unigram = [loss for line in lines if (loss := line.get(UNIGRAM, line.get(UNIGRAM_OF_TARGETS))) is not None]
+    matches = [share for line in lines if (share := line.get(_EXACT_MATCH)) is not None]
+    names = (VALIDATION_OF_TARGETS, UNIGRAM_OF_TARGETS) if matches else (_VALIDATION, UNIGRAM)
+    validated = [(loss, line["step"]) for line in lines if (loss := line.get(names[0])) is not None]
+    unigram = [loss for line in lines if (loss := line.get(names[1])) is not None]
     best, step = min(validated, key=itemgetter(0), default=(None, None))
     return Losses(
         first=steps[0] if steps else None,
@@ -260,6 +260,7 @@ def losses_of(folder: Path) -> Losses:
         best_validation=best,
         best_validation_step=None if step is None else int(step),
         unigram_baseline=unigram[-1] if unigram else None,
+        exact_match=matches[-1] if matches else None,
     )
 
 
@@ -279,14 +280,21 @@ def _gathered(tag: str, last: LastComplete | None) -> str:
     return f"parts of it are also on {', '.join(hosts)}" if hosts else ""
 
 
-def _texts(corpus: Mapping[str, Any]) -> str:
-    return ", ".join([corpus["source"], *corpus.get("mixed_with", [])])
+def _source(spec: Mapping[str, Any]) -> str:
+    corpus = spec["corpus"]
+    return ", ".join(_pairs(spec) or [corpus["source"], *corpus.get("mixed_with", [])])
+
+
+def _pairs(spec: Mapping[str, Any]) -> list[str]:
+    """The files of pairs that a run trains on; empty if it trains on text, as all runs of earlier versions do."""
+    return list(spec.get("pairs", {}).get("train", []))
 
 
 def _tokens(folder: Path) -> int | None:
     """Tokens of the training split of the run's token shards; None if they are not under its root."""
     wanted = read_json(folder / RUN).get("identity", {}).get("shards")
-    for shards in visible_in(root_of_run(folder) / SHARDS):
+    root = root_of_run(folder)
+    for shards in [*visible_in(root / SHARDS), *visible_in(root / PAIR_SHARDS)]:
         if wanted is not None and shards.name.endswith(f"-{wanted[:12]}"):
             tokens = read_json(shards / MANIFEST).get("counts", {}).get("train_tokens")
             return None if tokens is None else int(tokens)
@@ -312,4 +320,5 @@ def _next_command(
         return None
     changes = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
     arguments = [spec["recipe"], "--root", str(root_of_run(folder)), "--name", folder.name]
-    return shlex.join([PROGRAM, "run", *arguments, *(each for change in changes for each in ("--set", change))])
+    command = "finetune" if _pairs(spec) else "run"
+    return shlex.join([PROGRAM, command, *arguments, *(each for change in changes for each in ("--set", change))])

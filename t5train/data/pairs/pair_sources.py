@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from t5train.data.download.downloads import Wanted, download
-from t5train.data.download.hub_commit import record_commit, require_online
+from t5train.data.download.hub_commit import commit_of, record_commit, recorded_commit, require_online
 from t5train.data.download.hub_text import files_of_split
 from t5train.data.download.kept_downloads import cache_folder, download_places, downloaded_before, whole_copies
 from t5train.data.download.remote_reading import filesystem_of
 from t5train.data.download.source_listing import file_identity
 from t5train.data.formats.compressed import COMPRESSIONS
 from t5train.data.passages import SPLITS, SourceFile, Split
-from t5train.data.sources import local_files
+from t5train.data.sources import SourceFacts, local_files, require_source
 from t5train.errors import InputError
 from t5train.locations import hub_dataset_name, local_folder, redacted
-from t5train.progress import Progress
+from t5train.progress import Progress, silent
 from t5train.spec import PairsSpec
 from t5train.spec.pairs_spec import GENERATED, PairSource
 
@@ -56,6 +56,30 @@ def task_files(spec: PairsSpec, root: Path, progress: Progress) -> list[TaskFile
     return found
 
 
+def require_pair_source(setting: str, source: PairSource, root: Path) -> SourceFacts | None:
+    """Return what is known of files of pairs without reading them; None for pairs that are made. Writes nothing.
+
+    ``setting`` is the one that names them. Raises InputError if there are none.
+    """
+    if source.location in GENERATED:
+        return None
+    with _of_setting(setting, source):
+        if local_folder(source.location) is not None:
+            return _facts(_files(source, root, silent))
+        if (repository := hub_dataset_name(source.location)) is None:
+            return require_source(source.location, "", root, whole_files=True)
+        places = downloaded_before(_cache(source, repository, root))
+        if places and all(whole_copies(places)):
+            return _facts(_files_of_dataset(source, repository, root, silent))
+        require_online(f"hf://{repository}")
+        commit = recorded_commit(repository, source.revision, root) or commit_of(repository, source.revision)
+        return SourceFacts(dict.fromkeys(files_of_split(repository, commit, source.config, source.split)), [], [])
+
+
+def _facts(files: list[SourceFile]) -> SourceFacts:
+    return SourceFacts({each.name: each.path.stat().st_size for each in files}, [], files)
+
+
 def generated_pairs(name: str) -> Iterator[tuple[str, str]]:
     """Yield pairs of digits and what becomes of them, such as ``3 1 2`` and ``2 1 3``."""
     seen, number = set[str](), 0
@@ -87,8 +111,7 @@ def _as_lines(file: SourceFile) -> SourceFile:
 
 def _files_of_dataset(source: PairSource, repository: str, root: Path, progress: Progress) -> list[SourceFile]:
     """Return the data files of a split of a dataset, as the Hub has them at the recorded commit."""
-    chosen = ["pairs", source.config or "", source.split]
-    folder = cache_folder(f"hf://{repository}", source.revision, root, chosen)
+    folder = _cache(source, repository, root)
     places = downloaded_before(folder)
     if not places or not all(whole_copies(places)):
         require_online(f"hf://{repository}")
@@ -101,6 +124,11 @@ def _files_of_dataset(source: PairSource, repository: str, root: Path, progress:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         download(filesystem, folder, list(map(Wanted, remote, places)), progress)
     return [_as_lines(SourceFile(each, each.relative_to(folder).as_posix())) for each in places]
+
+
+def _cache(source: PairSource, repository: str, root: Path) -> Path:
+    chosen = ["pairs", source.config or "", source.split]
+    return cache_folder(f"hf://{repository}", source.revision, root, chosen)
 
 
 @contextmanager

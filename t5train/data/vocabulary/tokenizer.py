@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from hashlib import sha256
 from pathlib import Path
@@ -43,7 +43,8 @@ HUGGING_FACE_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json
 # How the tokenizer was loaded, which transformers also writes, and the name that version 5 has for special tokens.
 _NOT_KEPT = {"is_local", "local_files_only", "extra_special_tokens"}
 _STAGE_VERSION = 1  # incremented when the same inputs would give other files
-_SAMPLE_BYTES = 200 << 20
+SAMPLE_BYTES = 200 << 20
+"""A vocabulary is trained on about so much text, at most."""
 _MODEL_MAX_TOKENS = 512  # T5's input length in pre-training; its relative positions impose no limit
 _log = logging.getLogger(__name__)
 
@@ -107,11 +108,15 @@ def build_tokenizer(
         if found := reusable(TokenizerFiles, folder, identity, progress):
             return found
         proto = _trained(spec, corpus_spec, corpus, progress)
-        return _finished(folder, proto, identity, inputs)
+        return finished(folder, proto, identity, inputs)
 
 
 def _trained_identity(spec: TokenizerSpec, corpus_spec: CorpusSpec, inputs: dict[str, str]) -> str:
-    settings = spec.identity() | corpus_spec.split_identity()
+    return trained_identity(spec.identity() | corpus_spec.split_identity(), inputs)
+
+
+def trained_identity(settings: dict[str, Any], inputs: dict[str, str]) -> str:
+    """Return the fingerprint of a vocabulary that is trained with these settings on these inputs."""
     return fingerprint({"kind": "tokenizer", "stage": _STAGE_VERSION, "settings": settings, "inputs": inputs})
 
 
@@ -143,7 +148,7 @@ def given_tokenizer(path: Path, root: Path, progress: Progress = silent, *, out:
     identity = fingerprint({"kind": "tokenizer", "stage": _STAGE_VERSION, "spiece": content})
     folder = out or stage_folder(root, "tokenizer", "given", identity)
     with making(folder, identity):
-        return reusable(TokenizerFiles, folder, identity, progress) or _finished(folder, proto, identity, {})
+        return reusable(TokenizerFiles, folder, identity, progress) or finished(folder, proto, identity, {})
 
 
 def open_given(path: Path) -> Tokenizer:
@@ -221,24 +226,30 @@ def _num_sentinels(config: Path) -> Any:
 
 
 def _trained(spec: TokenizerSpec, corpus_spec: CorpusSpec, corpus: Corpus, progress: Progress) -> bytes:
-    """Train a model on texts of the train split.
+    """Train a model on texts of the train split."""
+    stretches = _training_stretches(corpus)
+    job = {"spec": spec.model_dump(mode="json"), "stretches": stretches, **corpus_spec.split_identity()}
+    function = "t5train.data.vocabulary.tokenizer:train_vocabulary"
+    return trained_by(function, job, "stretches of text read for the vocabulary", len(stretches), progress)
+
+
+def trained_by(function: str, job: Json, reading: str, total: int, progress: Progress) -> bytes:
+    """Return the model that a function trains with ``train_reporting``, having reported how much it has read.
 
     In a worker process: SentencePiece cannot be interrupted, and training takes minutes, but a process can be killed.
     """
-    stretches = _training_stretches(corpus)
-    job = {"spec": spec.model_dump(mode="json"), "stretches": stretches, **corpus_spec.split_identity()}
     started = time.monotonic()
     read = 0
 
     def advance(newly_read: int) -> None:
         nonlocal read
         read += newly_read
-        if read < len(stretches):
-            progress("stretches of text read for the vocabulary", read, len(stretches))
+        if read < total:
+            progress(reading, read, total)
         else:
             progress("seconds of vocabulary training", int(time.monotonic() - started), None)
 
-    (result,) = in_processes("t5train.data.vocabulary.tokenizer:train_vocabulary", [job], 1, advance)
+    (result,) = in_processes(function, [job], 1, advance)
     seconds = int(time.monotonic() - started)
     progress("seconds of vocabulary training", seconds, seconds)
     return b64decode(result["proto"])
@@ -247,7 +258,7 @@ def _trained(spec: TokenizerSpec, corpus_spec: CorpusSpec, corpus: Corpus, progr
 def _training_stretches(corpus: Corpus) -> list[Stretch]:
     """Return stretches of text, at most about 200 MiB, spread evenly over the corpus."""
     total = int(corpus.counts["text_bytes"])
-    stride = -(-total // _SAMPLE_BYTES)
+    stride = -(-total // SAMPLE_BYTES)
     files = read_segments(corpus.path)
     found = [
         Stretch(str(file.source.path), file.source.name, each, file.source.part)
@@ -265,13 +276,21 @@ def train_vocabulary(job: Json, advance: Advance) -> Json:
     Every second, ``advance`` is called with the number of stretches read since the last time.
     """
     texts = _Texts(job)
+    return train_reporting(TokenizerSpec.model_validate(job["spec"]), texts, texts.newly_read, advance)
+
+
+def train_reporting(spec: TokenizerSpec, texts: Iterator[str], newly_read: Callable[[], int], advance: Advance) -> Json:
+    """Train a model on texts, and return it for ``trained_by``.
+
+    Every second, ``advance`` is called with what ``newly_read`` returns: how much was read since the last call.
+    """
     training: Future[bytes] = Future()
     # A daemon, so that the process can end before the training when the one that started it is killed.
-    Thread(target=_train, args=(training, TokenizerSpec.model_validate(job["spec"]), texts), daemon=True).start()
+    Thread(target=_train, args=(training, spec, texts), daemon=True).start()
     while not wait([training], timeout=1).done:
-        advance(texts.newly_read())
+        advance(newly_read())
     proto = training.result()
-    advance(texts.newly_read())
+    advance(newly_read())
     return {"proto": b64encode(proto).decode()}
 
 
@@ -309,7 +328,8 @@ class _Texts(Iterator[str]):
                 self._read += 1
 
 
-def _finished(folder: Path, proto: bytes, identity: str, inputs: dict[str, str]) -> TokenizerFiles:
+def finished(folder: Path, proto: bytes, identity: str, inputs: dict[str, str]) -> TokenizerFiles:
+    """Write a model and what transformers reads of it to a folder, and commit its record."""
     keep_changed_files(folder)
     with replacing(folder / SPIECE) as file:
         file.write(proto)

@@ -1,6 +1,7 @@
 """The report on pairs: counts, lengths and unknown pieces are those of the pairs, and samples are what a model gets."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.records.stage_records import Pairs
 from t5train.report import pairs_report as module
 from t5train.report.data_statistics import QUANTILE_NAMES
-from t5train.report.pairs_report import PackedShare, pairs_report
-from t5train.spec import PairsSpec, RowLengths, build
+from t5train.report.pairs_report import pairs_report
+from t5train.spec import PairsSpec, build
 from tests.support.generated_text import DataChain
 
 WORDS = ["badine", "el", "ba", "dine", "lo"]
@@ -88,11 +89,17 @@ def test_a_sample_of_many_pairs_is_measured(
     assert " of 100 (" in report
 
 
-def test_the_fullest_rows_are_recommended_where_others_are_set(data_chain: DataChain, tmp_path: Path) -> None:
+def test_the_report_shows_how_full_rows_are_and_recommends_the_best_where_others_are_set(
+    data_chain: DataChain, tmp_path: Path
+) -> None:
     spec, pairs = written(tmp_path)
-    shares = [PackedShare(RowLengths(256, 256), 0.7), PackedShare(RowLengths(256, 128), 0.9344)]
-    report = pairs_report(pairs, data_chain.tokenizer, spec, shares)
-    assert rows_of(report, "256 / 128") == [["256 / 128", "0.934"]]
-    assert "Rows are fullest with pairs.input_tokens=256 and pairs.target_tokens=128." in report
-    assert "fullest" not in pairs_report(pairs, data_chain.tokenizer, spec, shares[:1])
-    assert "## Rows" not in pairs_report(pairs, data_chain.tokenizer, spec)
+    report = pairs_report(pairs, data_chain.tokenizer, spec)
+    ((own, share, longer),) = rows_of(report, "256 / 256")
+    assert (own, longer) == ("256 / 256", "0.00%")
+    assert 0.4 < float(share) < 0.8  # the targets are half as long as the sources
+    found = re.search(r"The best rows have pairs\.input_tokens=(\d+) and pairs\.target_tokens=(\d+)\.", report)
+    assert found is not None
+    ((_, best, _),) = rows_of(report, f"{found[1]} / {found[2]}")
+    assert float(best) > float(share)
+    unpacked = spec.model_copy(update={"pack": False})
+    assert "## Rows" not in pairs_report(pairs, data_chain.tokenizer, unpacked)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from t5train.data.pairs.pair_shards import build_pair_shards
 
 from t5train.checkpoint.consolidate import consolidate
+from t5train.data.pairs.pair_shards import build_pair_shards
 from t5train.data.pairs.pairs import build_pairs
 from t5train.records.metrics import read
 from t5train.records.stage_records import PairShards, TokenizerFiles

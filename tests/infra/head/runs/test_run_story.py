@@ -199,3 +199,26 @@ def test_a_run_is_found_by_name_or_path_and_an_unknown_name_names_the_nearest(sp
 def test_a_name_that_leads_out_of_the_runs_is_refused(tmp_path: Path, named: str) -> None:
     with pytest.raises(InputError, match="neither the name of a run nor the path of its folder"):
         find_run(tmp_path, named)
+
+
+def test_a_run_on_pairs_is_told_with_its_pairs_and_continues_with_the_command_for_pairs(tmp_path: Path) -> None:
+    spec = recipe("reverse_and_sort", {"storage.root": json.dumps(str(tmp_path)), "name": "mine"})
+    shards = "e" * 64
+    spec.run_folder.mkdir(parents=True)
+    begun = {"fingerprint": "f" * 64, "identity": {"shards": shards}, "spec": spec.model_dump(mode="json")}
+    (spec.run_folder / "run.json").write_text(json.dumps(begun))
+    made = tmp_path / "pair-shards" / f"digits-{shards[:12]}"
+    made.mkdir(parents=True)
+    (made / "manifest.json").write_text(json.dumps({"counts": {"train_tokens": 77}}))
+    lines = [
+        {"step": 1, "loss": 5.0},
+        {"step": 250, "validation_loss": 0.5, "validation_exact_match": 0.9, "unigram_loss": 2.0},
+        {"step": 500, "validation_loss": 0.7, "validation_exact_match": 0.8},
+    ]
+    (spec.run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    story = run_story(spec.run_folder)
+    assert (story.source, story.tokens) == ("reverse_digits, sort_digits", 77)
+    assert str(story.next_command).startswith("t5-pretrain finetune reverse_and_sort --root ")
+    found = story.losses
+    assert (found.best_validation, found.best_validation_step, found.exact_match) == (0.5, 250, 0.8)
+    assert found.unigram_baseline == 2.0

@@ -1,0 +1,59 @@
+"""What a dry run says of a run on pairs."""
+
+from infra.head.preflight.text_checks import TextFacts
+from infra.node.node_folders import PAIR_SHARDS
+from t5train.checkpoint.resume import begun_shards
+from t5train.files.presence import visible_in
+from t5train.locations import redacted
+from t5train.quantities import format_bytes, quantity
+from t5train.records.stage_records import PairShards
+from t5train.spec import RunSpec
+from t5train.spec.pairs_spec import PairSource
+
+
+def pairs_rows(spec: RunSpec, files: TextFacts | None) -> dict[str, str]:
+    """Return which pairs a run trains on, and how they are split, as rows of the plan."""
+    pairs, tasks = spec.pairs, spec.pairs.tasks()
+    amount = ""
+    if files is not None and files.sources:
+        amount = f"; {quantity(files.num_files, 'file')}, {format_bytes(files.size_bytes)}"
+    return {
+        "pairs": f"{quantity(len(tasks), 'task')}: {', '.join(map(_task_said, tasks))}{amount}",
+        "splits": ", ".join(
+            f"{name} {', '.join(map(redacted, given)) if given else f'{share / 10:g}% of the sources'}"
+            for name, given, share in zip(
+                ("train", "validation", "test"), ((), pairs.validation, pairs.test), pairs.split, strict=True
+            )
+        ),
+    }
+
+
+def _task_said(task: PairSource) -> str:
+    location = "" if task.location == task.task else f" from {redacted(task.location)}"
+    return f"{task.task}{location}{f' (prefix {task.prefix!r})' if task.prefix else ''}"
+
+
+def packed_said(spec: RunSpec) -> str:
+    """Return how pairs become rows."""
+    too_long = {"cut": "longer ones are cut", "drop": "longer ones are dropped", "refuse": "longer ones are refused"}
+    packing = "each packed with pairs of one task" if spec.pairs.pack else "each with one pair"
+    return f"{packing}; {too_long[spec.pairs.too_long]}"
+
+
+def start_said(spec: RunSpec) -> str:
+    """Return where the weights of a run on pairs begin; empty for a run on text."""
+    if not spec.is_fine_tuning:
+        return ""
+    start = spec.model.start_from
+    return f", from {redacted(start)}" if start else ", drawn at random, as model.start_from is not set"
+
+
+def epochs_of_pairs(spec: RunSpec) -> tuple[float | None, str]:
+    """Return how often a run uses each row of pairs, and what that holds for. Known once the run has begun."""
+    wanted = begun_shards(spec.run_folder)
+    for folder in visible_in(spec.storage.root / PAIR_SHARDS):
+        if wanted is not None and folder.name.endswith(f"-{wanted[:12]}"):
+            rows = int(PairShards.load(folder).counts["train_rows"])
+            number = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences / max(1, rows)
+            return number, f"{number:,.2f} over the {quantity(rows, 'row')} of the train split in {folder}"
+    return None, "not known yet: they follow from how many pairs a row holds, which `t5-pretrain data pairs` shows"

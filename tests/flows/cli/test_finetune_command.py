@@ -1,0 +1,86 @@
+"""``finetune`` is ``run`` for pairs: what it shows, and what it refuses with the command to use instead."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from t5train.spec.recipes import recipe
+
+Printed = Callable[..., str]
+Refused = Callable[..., str]
+PAIRS = '{"translation": {"en": "a house", "de": "ein Haus"}}\n'
+
+
+@pytest.fixture
+def wmt(tmp_path: Path) -> str:
+    (tmp_path / "wmt.jsonl").write_text(PAIRS * 40_000)
+    return f"{tmp_path / 'wmt.jsonl'}#source=translation.en&target=translation.de&prefix=English to German: &task=en-de"
+
+
+def test_a_dry_run_shows_tasks_splits_rows_and_where_the_weights_come_from(printed: Printed, wmt: str) -> None:
+    options = ("--train", wmt, "--train", "sort_digits", "--set", "pairs.test=" + json.dumps([wmt, "sort_digits"]))
+    shown = printed("finetune", "reverse_and_sort", *options, "--dry-run")
+    rows = dict(line.split("  ", 1) for line in shown.splitlines() if "  " in line)
+    assert rows["pairs"].strip().startswith("2 tasks: en-de from ")
+    assert "(prefix 'English to German: '), sort_digits (prefix 'sort: '); 2 files, 4.2 MB" in rows["pairs"]
+    assert "train 95% of the sources, validation 3% of the sources, test " in rows["splits"]
+    assert "drawn at random, as model.start_from is not set" in rows["model"]
+    assert "8 rows of 128 input and 64 target tokens, each packed with pairs of one task" in rows["a step"]
+
+
+def test_the_file_that_init_prints_fine_tunes(printed: Printed, tmp_path: Path) -> None:
+    text = printed("init", "finetune_base")
+    assert "t5-pretrain finetune --config run.yaml" in text
+    assert "# train: " in text, "the recipe for GPUs names no pairs"
+    (tmp_path / "run.yaml").write_text(printed("init", "reverse_and_sort"))
+    shown = printed("finetune", "--config", str(tmp_path / "run.yaml"), "--dry-run", "--json")
+    assert json.loads(shown)["fingerprints"]["run"] == recipe("reverse_and_sort").fingerprint()
+
+
+def test_the_unchanged_file_of_a_recipe_for_gpus_is_refused_until_it_names_pairs(
+    printed: Printed, refused: Refused, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(printed("init", "finetune_base"))
+    command = ("finetune", "--config", str(tmp_path / "run.yaml"), "--set", "cluster.accelerator=cpu")
+    assert "recipe 'finetune_base' needs pairs to train on: name a file with --train" in refused(2, *command)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("run reverse_and_sort", "trains on pairs: use `t5-pretrain finetune reverse_and_sort`"),
+        ("finetune smoke", "trains on text: use `t5-pretrain run smoke`"),
+        ("finetune reverse_and_sort --set objective.input_tokens=64", "set pairs.input_tokens"),
+        ("run smoke --set pairs.split_seed=1", "'smoke' trains on text, where it has no effect: set corpus.split_seed"),
+        ("finetune reverse_and_sort --set layout.pipeline_stages=2", "(set layout.pipeline_stages=1)"),
+        ("train reverse_and_sort", "this command is for text: use `t5-pretrain finetune reverse_and_sort`"),
+        ("data stats reverse_and_sort", "this command is for text: use `t5-pretrain data pairs FILE`"),
+        ("data pairs --recipe smoke", "trains on text"),
+    ],
+)
+def test_the_other_kind_of_recipe_or_setting_is_refused_with_a_remedy(
+    refused: Refused, command: str, said: str
+) -> None:
+    assert said in refused(2, *command.split())
+
+
+def test_a_column_that_is_missing_is_refused_before_anything_is_made(
+    refused: Refused, wmt: str, tmp_path: Path
+) -> None:
+    named = wmt.replace("translation.de", "translation.fr")
+    error = refused(4, "finetune", "reverse_and_sort", "--train", named, "--root", str(tmp_path / "root"))
+    assert "line 1 has no column 'translation.fr', only translation.en, translation.de" in error
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.usefixtures("quick_workers")
+def test_the_report_on_pairs_uses_the_chosen_vocabulary(printed: Printed, wmt: str, tmp_path: Path) -> None:
+    root = ("--root", str(tmp_path / "root"))
+    trained = ("--set", "tokenizer.vocab_size=31", "--set", "tokenizer.character_coverage=1.0")
+    report = printed("data", "pairs", "reverse_digits", "sort_digits", *trained, *root)
+    assert "| reverse_digits | `reverse: ...` |" in report
+    (made,) = (tmp_path / "root" / "tokenizer").iterdir()
+    report = printed("data", "pairs", "sort_digits", "--tokenizer", str(made), *root)
+    assert "sort_digits: 0 unknown pieces" in report
