@@ -249,6 +249,7 @@ def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict
         if spec.layout.zero_stage == 3
         else _model(spec, shape, pad_id, fill)
     )
+    model.label_smoothing, model.z_loss = spec.optimizer.label_smoothing, spec.optimizer.z_loss
     _use_kernels(model, spec, shape)
     if spec.model.activation_checkpointing:
         checkpoint_activations(model)
