@@ -16,7 +16,7 @@ from t5train.data.pairs.pairs import build_pairs
 from t5train.errors import IncompleteCheckpoint, LaunchError, NothingVerifies
 from t5train.records.metrics import read
 from t5train.records.stage_records import PairShards, TokenizerFiles
-from t5train.records.witness import Witness
+from t5train.records.witness import WITNESS_FILES, Witness
 from t5train.release.certification import certify
 from t5train.release.export import export
 from t5train.spec import RunSpec
@@ -54,6 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pair_shards: PairShards) -
         killed = {"killed": f"{root}/at-{step}", "resume_tag": f"step-{step:08d}"}
         jobs.append(job(f"at-{step}", "zero1-fp32", PAIRS, stop_at=step, **scored))
         jobs.append(job(f"resumed-{step}", "zero1-fp32", PAIRS, **scored, **killed))
+    jobs.append(job("apart", "zero1-fp32", PAIRS, ranks_a_node=1, **scored))
     jobs.append(job("stopped", "zero1-fp32", PAIRS, sigterm_at=4, **scored))
     return train(root, jobs, pair_shards)
 
@@ -93,6 +94,14 @@ def test_a_step_that_is_validated_is_judged_even_if_training_is_asked_to_end_the
     best = sidecar.read(trained.root / "stopped/checkpoints/step-00000004", 0).best
     assert best is not None
     assert best.step == 4
+
+
+def test_the_witness_belongs_to_the_first_ranks_files_if_nodes_share_no_disk(trained: Trained) -> None:
+    folders = [trained.root / f"apart/node-{node}/checkpoints/step-00000004" for node in range(2)]
+    recorded = [sidecar.read(folder, node).files.keys() for node, folder in enumerate(folders)]
+    assert set(WITNESS_FILES) <= recorded[0]
+    assert not set(WITNESS_FILES) & recorded[1]
+    assert Witness.load(folders[0]).tensors == Witness.load(trained.root / "whole/checkpoints/step-00000004").tensors
 
 
 @pytest.fixture
