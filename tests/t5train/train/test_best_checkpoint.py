@@ -47,13 +47,15 @@ def pair_shards(tmp_path_factory: pytest.TempPathFactory, pydocs_tokenizer: Toke
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, pair_shards: PairShards) -> Trained:
-    root = tmp_path_factory.mktemp("trained")
+    root = tmp_path_factory.mktemp("trained") / "runs"
     scored: dict[str, Any] = {"scores": SCORES}
     jobs = [job("whole", "zero1-fp32", PAIRS, **scored), job("patient", "zero1-fp32", PATIENT, **scored)]
     for step in (3, 6):  # before the best checkpoint, and between it and the end
         killed = {"killed": f"{root}/at-{step}", "resume_tag": f"step-{step:08d}"}
         jobs.append(job(f"at-{step}", "zero1-fp32", PAIRS, stop_at=step, **scored))
         jobs.append(job(f"resumed-{step}", "zero1-fp32", PAIRS, **scored, **killed))
+    other_layout = {"other_layout": f"{root}/at-6", "other_tag": "step-00000006"}
+    jobs.append(job("relaid", "zero2-fp32", PAIRS, **scored, **other_layout))
     jobs.append(job("apart", "zero1-fp32", PAIRS, ranks_a_node=1, **scored))
     jobs.append(job("stopped", "zero1-fp32", PAIRS, sigterm_at=4, **scored))
     return train(root, jobs, pair_shards)
@@ -81,6 +83,11 @@ def test_a_killed_run_resumes_bit_equal_with_the_same_best_checkpoint(trained: T
     assert best[0].tensors == best[1].tensors
     assert best[0].validation == best[1].validation
     assert best[0].curve == best[1].curve
+
+
+def test_a_run_that_continues_in_another_layout_has_the_same_best_checkpoint(trained: Trained) -> None:
+    found = [sidecar.read(trained.root / name / "checkpoints/step-00000009", 0).best for name in ("whole", "relaid")]
+    assert found[0] == found[1] is not None
 
 
 def test_training_stops_when_the_metric_has_not_improved_for_too_long(trained: Trained) -> None:
