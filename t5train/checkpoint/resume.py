@@ -47,15 +47,9 @@ def run_identity(spec: RunSpec, shards: Shards) -> dict[str, Any]:
     The inputs are the fingerprints of the shards and, if there are any, of the weights that training starts from.
     """
     start, is_decayed = start_fingerprint(spec.model), spec.optimizer.weight_decay > 0
-    settings = _settings(spec)
-    parts = {
-        "objective",
-        "pairs",
-        "model",
-        "optimizer",
-    }  # the fingerprint of the shards covers those of text and tokens
+    parts = ("objective", "pairs", "model", "optimizer")  # the fingerprint of the shards covers those of the data
     return (
-        {part: value for part, value in settings.items() if part in parts}
+        {part: value for part, value in _settings(spec).items() if part in parts}
         | {"order_version": ORDER_VERSION, "shards": shards.fingerprint}
         | ({"start_from": start} if start else {})
         | ({"decayed": _DECAYED} if is_decayed and not decays_all(spec) else {})

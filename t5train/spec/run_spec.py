@@ -161,16 +161,6 @@ class RunSpec(SpecPart):
             )
 
     @check
-    def _pairs_have_whole_dense_models(self) -> None:
-        stages, experts = self.layout.pipeline_stages, self.model.moe.num_experts
-        for setting, value, most in (("layout.pipeline_stages", stages, 1), ("model.moe.num_experts", experts, 0)):
-            if self.is_fine_tuning and value > most:
-                raise ValueError(
-                    f"{setting} is {value}, but pairs (pairs.train) train only models without experts that are not a "
-                    f"pipeline: set {setting}={most}"
-                )
-
-    @check
     def _profiled_steps_exist(self) -> None:
         steps, num_steps = self.profile.range, self.optimizer.num_steps
         if steps is not None and steps.last > num_steps:
