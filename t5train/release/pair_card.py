@@ -92,7 +92,8 @@ def _longer(counts: Mapping[str, int]) -> Iterator[str]:
     for split, (what, said) in itertools.product(_SPLITS, done.items()):
         if count := counts.get(f"{split}_{what}"):
             yield ""
-            yield f"{quantity(count, 'pair')} of the {split} split had a side that is longer than a row, and were {said}."
+            pairs = quantity(count, "pair")
+            yield f"{pairs} of the {split} split had a side that is longer than a row, and were {said}."
 
 
 def _tasks(trained: TrainedModel) -> Iterator[tuple[str, str, str]]:

@@ -55,7 +55,8 @@ class Predictions:
 def dataset(monkeypatch: pytest.MonkeyPatch) -> PairDataset:
     monkeypatch.setattr(pair_dataset, "PairSamples", HeldOut)
     monkeypatch.setattr(pair_dataset, "require_enough_pairs", lambda _spec, _shards: None)
-    shards = PairShards(path=Path("shards"), fingerprint="5" * 64, files={}, counts={"test_pairs": 0, "validation_cut": 3})
+    counts = {"test_pairs": 0, "validation_cut": 3}
+    shards = PairShards(path=Path("shards"), fingerprint="5" * 64, files={}, counts=counts)
     return PairDataset(shards, spec())
 
 
