@@ -247,3 +247,4 @@ def test_a_trial_on_pairs_keeps_the_recipes_dropout_and_the_given_pairs() -> Non
     deployed = {"pairs.train": ["/data/a.jsonl"], "optimizer.seed": 7}
     spec = parameters("finetune_base", trial=True, deployed_settings=deployed).possible_spec()
     assert (spec.pairs.train, spec.optimizer.seed) == (("/data/a.jsonl",), 0)
+    assert (trial.spec().tokenizer.vocab_size, spec.tokenizer.vocab_size) == (31, 2000)  # digits, or any text
