@@ -195,7 +195,8 @@ def test_a_pair_has_the_same_keys_in_an_epoch_packed_or_not(packed_and_not: list
         found.append(
             {(int(batch.epochs[0]), pair) for batch in batches for pair in pairs_in(batch) if batch.epochs[0] < 2}
         )
-    assert found[0] == found[1]
+    is_same = found[0] == found[1]
+    assert is_same  # a difference of such sets takes pytest minutes to show
     assert len({pair for _, pair in found[0]}) == 2 * 100, "all pairs in each of two epochs, with keys of their own"
 
 
