@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from t5train.data.pairs.pair_samples import PairSamples
@@ -184,7 +184,7 @@ def packed_and_not(tmp_path_factory: pytest.TempPathFactory) -> list[PairShards]
     return [made_pair_shards(folder / str(pack), TASKS, ROW, pack=pack) for pack in (True, False)]
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, phases=[Phase.generate])  # a smaller seed says no more, and takes minutes to find
 @given(st.integers(0, 2**31))
 def test_a_pair_has_the_same_keys_in_an_epoch_packed_or_not(packed_and_not: list[PairShards], seed: int) -> None:
     found = []
@@ -195,8 +195,7 @@ def test_a_pair_has_the_same_keys_in_an_epoch_packed_or_not(packed_and_not: list
         found.append(
             {(int(batch.epochs[0]), pair) for batch in batches for pair in pairs_in(batch) if batch.epochs[0] < 2}
         )
-    is_same = found[0] == found[1]
-    assert is_same  # a difference of such sets takes pytest minutes to show
+    assert found[0] == found[1]
     assert len({pair for _, pair in found[0]}) == 2 * 100, "all pairs in each of two epochs, with keys of their own"
 
 
