@@ -1,4 +1,4 @@
-"""The library: from text to token shards, and from a checkpoint to a published, certified model.
+"""The library: from text or pairs to shards of tokens, and from a checkpoint to a published, certified model.
 
 The names below are the public API. They are imported on first use, because nodes import this package with only the
 standard library, and the head imports it without torch. Not here: launching training (infra.head.training_run), and
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from t5train.checkpoint.consolidate.consolidation import consolidate
     from t5train.checkpoint.resume import load_run_spec
     from t5train.data.corpus import build_corpus
+    from t5train.data.pairs.pair_shards import build_pair_shards
+    from t5train.data.pairs.pairs import build_pairs
+    from t5train.data.pairs.pairs_tokenizer import build_pairs_tokenizer
     from t5train.data.shards import build_shards
     from t5train.data.vocabulary.tokenizer import build_tokenizer
     from t5train.errors import T5TrainError
@@ -36,6 +39,9 @@ else:
 _SOURCES = {
     "T5TrainError": "t5train.errors:T5TrainError",
     "build_corpus": "t5train.data.corpus:build_corpus",
+    "build_pair_shards": "t5train.data.pairs.pair_shards:build_pair_shards",
+    "build_pairs": "t5train.data.pairs.pairs:build_pairs",
+    "build_pairs_tokenizer": "t5train.data.pairs.pairs_tokenizer:build_pairs_tokenizer",
     "build_shards": "t5train.data.shards:build_shards",
     "build_tokenizer": "t5train.data.vocabulary.tokenizer:build_tokenizer",
     "certify": "t5train.release.certification:certify_in_fresh_process",
@@ -52,6 +58,9 @@ _SOURCES = {
 __all__ = [
     "T5TrainError",
     "build_corpus",
+    "build_pair_shards",
+    "build_pairs",
+    "build_pairs_tokenizer",
     "build_shards",
     "build_tokenizer",
     "certify",

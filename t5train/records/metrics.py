@@ -135,9 +135,10 @@ LOSSES_OF_PAIRS = {
     SHUFFLED_OF_TARGETS: "validation, the same tokens, sources shuffled across the batch",
 }
 """The same of a run on pairs, where every target token counts."""
+EXACT_MATCH = "validation_exact_match"
 ACCURACIES = {
     "validation_token_accuracy": "validation, target tokens that are the most likely given those before them",
-    "validation_exact_match": "validation, pairs whose target tokens all are",
+    EXACT_MATCH: "validation, pairs whose target tokens all are",
 }
 """The shares of a run on pairs that are predicted right."""
 

@@ -71,21 +71,6 @@ class RunSpec(SpecPart):
         self.objective.require_mixture(1 + more, "text", "with corpus.mixed_with", named)
 
     @check
-    def _pairs_have_one_layout(self) -> None:
-        refused = {
-            f"layout.pipeline_stages {self.layout.pipeline_stages} (set layout.pipeline_stages=1)": (
-                self.layout.pipeline_stages > 1
-            ),
-            f"model.moe.num_experts {self.model.moe.num_experts} (set model.moe.num_experts=0)": (
-                self.model.moe.num_experts > 0
-            ),
-            "shards.executor dask (set shards.executor=local)": self.shards.executor == "dask",
-        }
-        if self.is_fine_tuning and any(refused.values()):
-            what = "; ".join(what for what, refuse in refused.items() if refuse)
-            raise ValueError(f"pairs.train is set, and a run on pairs cannot be combined with {what}")
-
-    @check
     def _terms_of_the_loss_are_of_pairs(self) -> None:
         chosen = [name for name in LOSS_TERMS if getattr(self.optimizer, name)]
         if chosen and not self.is_fine_tuning:
@@ -177,13 +162,17 @@ class RunSpec(SpecPart):
             )
 
     @check
-    def _pairs_have_whole_dense_models(self) -> None:
-        stages, experts = self.layout.pipeline_stages, self.model.moe.num_experts
-        for setting, value, most in (("layout.pipeline_stages", stages, 1), ("model.moe.num_experts", experts, 0)):
-            if self.is_fine_tuning and value > most:
+    def _pairs_have_one_layout(self) -> None:
+        stages, experts, executor = self.layout.pipeline_stages, self.model.moe.num_experts, self.shards.executor
+        for setting, value, usual in (
+            ("layout.pipeline_stages", stages, 1),
+            ("model.moe.num_experts", experts, 0),
+            ("shards.executor", executor, "local"),
+        ):
+            if self.is_fine_tuning and value != usual:
                 raise ValueError(
-                    f"{setting} is {value}, but pairs (pairs.train) train only models without experts that are not a "
-                    f"pipeline: set {setting}={most}"
+                    f"{setting} is {value}, but pairs (pairs.train) are trained on without pipelines, experts and "
+                    f"Dask: set {setting}={usual}"
                 )
 
     @check
@@ -204,6 +193,22 @@ class RunSpec(SpecPart):
         else:  # which steps are validated, and on what, then decides which checkpoint is the best
             found["storage"] = {name: getattr(self.storage, name) for name in VALIDATIONS}
         return found
+
+    def settings_without_locations(self) -> dict[str, Any]:
+        """Return the identity settings, without where the text or the pairs are, which may be moved."""
+        where = {"corpus": {"source", "mixed_with", "revision"}, "pairs": {"train", "validation", "test"}}
+        return {
+            part: {name: value for name, value in settings.items() if name not in where.get(part, ())}
+            for part, settings in self.identity().items()
+        }
+
+    def training_settings(self) -> dict[str, Any]:
+        """Return the identity settings of training: samples, model, optimizer, and which checkpoint is the result.
+
+        None is a path.
+        """
+        parts = {"objective", "pairs", "model", "optimizer", "evaluate", "storage"}
+        return {part: settings for part, settings in self.settings_without_locations().items() if part in parts}
 
     def fingerprint(self) -> str:
         """Return the sha256 of the identity. It is equal for runs that give the same weights from the same inputs."""

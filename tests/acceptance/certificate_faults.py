@@ -31,8 +31,8 @@ from t5train.release.model_card import README
 from tests.acceptance.file_faults import FAULTS, parsed
 from tests.support.synthetic_models import make_trained
 
-FAMILIES = {"v1.0": 1, "v1.1": 1, "switch": 3}
-"""The model versions, and the number of weight files of each."""
+FAMILIES = {"v1.0": 1, "v1.1": 1, "switch": 3, "pairs": 1}
+"""The kinds of models, and the number of weight files of each."""
 
 
 class IntactExport(NamedTuple):

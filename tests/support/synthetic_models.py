@@ -27,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "v1.0": {"model.version": "v1.0"},
     "v1.1": {"model.version": "v1.1"},
     "switch": {"model.version": "v1.0", "model.moe.num_experts": 3},
+    "pairs": {"model.version": "v1.1", "pairs.train": ["reverse_digits", "sort_digits#prefix=order: "]},
 }
 GENERATED_TOKENS = 6
 RECORDED = {
@@ -38,6 +39,12 @@ RECORDED = {
     "languages": ["en", "el"],
 }
 """What earlier versions did not record."""
+OF_PAIRS = {
+    "data": {f"{split}_pairs{task}": 30 for split in ("train", "validation", "test") for task in ("", "_of_task_1")}
+    | {"train_pairs_of_task_0": 60, "train_samples": 14},
+    "tasks": [{"task": "reverse_digits", "prefix": "reverse: "}, {"task": "sort_digits", "prefix": "order: "}],
+}
+"""What is recorded of a run on pairs instead, or in addition."""
 
 
 class Trained(NamedTuple):
@@ -55,14 +62,14 @@ class Trained(NamedTuple):
 
 
 def make_trained(folder: Path, version: str = "v1.1", num_files: int = 1) -> Trained:
-    """Make a random T5 of a version, or with experts ("switch"), as training and consolidation would."""
+    """Make a random T5 of one of FAMILIES, as training and consolidation would."""
     settings = {"name": "made", **FAMILIES[version], **{f"model.{key}": SHAPE[key] for key in SHAPE}}
     spec = recipe("smoke").with_settings(settings)
     tokenizer = _tokenizer(folder / "tokenizer")
     config = huggingface_config(resolve(spec.model, int(tokenizer.counts["vocab_size"])), pad_id=0, eos_id=1)
     torch.manual_seed(0)
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**config)).eval()
-    if version == "v1.1":  # transformers initializes it tied
+    if not config["tie_word_embeddings"]:  # transformers initializes it tied
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
     weights = _weights(folder / "run/weights", dict(model.named_parameters()), num_files)
     _witness(folder / "run/witness", model, config, tokenizer, spec)
@@ -130,10 +137,12 @@ def _witness(
     tensors = {}
     for probe in ("random", "heldout"):
         inputs = {key: torch.randint(3, config["vocab_size"], (2, 9)) for key in ("input_ids", "decoder_input_ids")}
+        if spec.is_fine_tuning:
+            inputs["attention_mask"] = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
         with torch.inference_mode():
             logits = model(**inputs, use_cache=False).logits
         tensors |= {f"{probe}.{key}": value for key, value in {**inputs, "logits": logits}.items()}
-    tensors |= _generated(model, tensors["heldout.input_ids"], config)
+    tensors |= _generated(model, tensors, config)
     save_file(tensors, folder / "witness.safetensors")
     digests = {
         name: {
@@ -170,16 +179,22 @@ def _witness(
         witness["trained"] |= RECORDED
         witness["curve"] = {"loss": [[1, 6.0], [4, 5.5], [7, 5.0]], "validation_content_loss": [[7, 4.8]]}
         witness["validation"] |= {"unigram_content_loss": 6.5, "validation_content_loss": 4.8, "test_content_loss": 4.9}
+    if spec.is_fine_tuning:
+        witness["trained"] |= OF_PAIRS
     (folder / "witness.json").write_text(json.dumps(witness))
 
 
-def _generated(model: PreTrainedModel, input_ids: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _generated(
+    model: PreTrainedModel, tensors: dict[str, torch.Tensor], config: dict[str, Any]
+) -> dict[str, torch.Tensor]:
     """Greedy decoding without ``generate()``."""
+    input_ids, mask = tensors["heldout.input_ids"], tensors.get("heldout.attention_mask")
     generated = torch.full((len(input_ids), 1), config["decoder_start_token_id"])
     margins, ended = [], torch.zeros(len(input_ids), dtype=torch.bool)
     for _ in range(GENERATED_TOKENS):
         with torch.inference_mode():
-            logits = model(input_ids=input_ids, decoder_input_ids=generated, use_cache=False).logits[:, -1]
+            output = model(input_ids=input_ids, attention_mask=mask, decoder_input_ids=generated, use_cache=False)
+        logits = output.logits[:, -1]
         best, second = logits.topk(2).values.unbind(-1)
         margins.append((best - second) / logits.abs().amax(-1))
         chosen = logits.argmax(-1).masked_fill(ended, config["pad_token_id"])

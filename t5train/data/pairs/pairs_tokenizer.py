@@ -25,8 +25,24 @@ def build_pairs_tokenizer(
 ) -> TokenizerFiles:
     """Train a vocabulary on sources and targets of the train split, or use the one at ``spec.path``.
 
-    A finished tokenizer is reused. Arguments, result and errors are those of ``build_tokenizer``, with pairs in place
-    of a text.
+    A finished tokenizer is reused.
+
+    Args:
+        spec: The size of the vocabulary, or the path of an existing one.
+        pairs: The pairs.
+        root: The root folder.
+        progress: Called with the number of pairs read so far.
+        out: Folder of the result; ``{root}/tokenizer/{name}-{first 12 digits of the fingerprint}`` if left out.
+
+    Returns:
+        The record of the tokenizer.
+
+    Raises:
+        InputError: The vocabulary at ``spec.path`` is missing or damaged.
+        SpecError: It is not in T5's form, or ``spec.vocab_size`` does not fit the pairs.
+        StorageError: The folder cannot be written, or holds something else.
+        WorkerLost: The process that trains the vocabulary was killed.
+
     """
     if spec.path is not None:
         return given_tokenizer(Path(spec.path), root, progress, out=out)

@@ -4,6 +4,7 @@
 
     python -m tests.acceptance.kills.kill_all                     fifty of each
     python -m tests.acceptance.kills.kill_all --kills 3 --seed 1
+    python -m tests.acceptance.kills.kill_all --recipe reverse_and_sort      of a run on pairs
 
 Two DeepSpeed ranks train a small T5 on two hosts, and save after every step. The hosts are folders of this machine; the
 head talks to them with the protocol that it uses over ssh. The seed decides the moments, between 0 and the time that
@@ -28,7 +29,7 @@ from t5train.records.stage_records import Export, TokenizerFiles
 from t5train.release.certification import certify_in_fresh_process
 from t5train.release.export import export
 from tests.acceptance.kills.kill_saves import different_saves, finish, kill_saves, train_undisturbed
-from tests.acceptance.kills.kill_site import Site, make_site
+from tests.acceptance.kills.kill_site import RECIPES, Site, make_site
 from tests.acceptance.kills.kill_stages import ConsolidateTrial, GatherTrial, PublishTrial, contents, kill_stage
 from tests.acceptance.kills.kill_tally import HEADER, Tally
 
@@ -57,9 +58,9 @@ def certify_run(site: Site, tokenizer: TokenizerFiles, folder: Path) -> Export:
     return certify_in_fresh_process(export(weights, tokenizer, witness, site.spec, folder / "export"), witness)
 
 
-def kill_all(folder: Path, seed: int, kills: int) -> list[Tally]:
+def kill_all(folder: Path, seed: int, kills: int, recipe: str) -> list[Tally]:
     """Run the stages in order, each on the results of the previous one; return their tallies."""
-    site, tokenizer = make_site(folder, num_steps=3 * kills // 2 + 6)
+    site, tokenizer = make_site(folder, recipe, num_steps=3 * kills // 2 + 6)
     tallies, trial = [train_with_kills(site, folder, seed, kills)], folder / "trial"
     tallies.append(kill_stage("gather", seed, kills, trial, lambda into: GatherTrial(site, into)))
     exported = certify_run(site, tokenizer, folder)
@@ -81,11 +82,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="of each stage")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--recipe", choices=RECIPES, default="smoke")
     arguments = parser.parse_args()
     clear_stale_locks()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="kills-", ignore_cleanup_errors=True) as folder:
-        tallies = kill_all(Path(folder), arguments.seed, arguments.kills)
+        tallies = kill_all(Path(folder), arguments.seed, arguments.kills, arguments.recipe)
     print(HEADER + "\n".join(tally.row() for tally in tallies))
     for tally in tallies:
         if late := tally.drawn - len(tally.moments):

@@ -16,24 +16,33 @@ from infra.head.storage.run_storage import NodeLocalStorage
 from infra.node import node_folders
 from t5train.checkpoint.resume import run_fingerprint, write_job
 from t5train.checkpoint.resume_point import newest_verified_tag
+from t5train.data.pairs.pair_shards import build_pair_shards
+from t5train.data.pairs.pairs import build_pairs
+from t5train.data.pairs.pairs_tokenizer import build_pairs_tokenizer
 from t5train.files.run_folder import CHECKPOINTS
 from t5train.progress import silent
-from t5train.records.stage_records import TokenizerFiles, TokenShards
+from t5train.records.stage_records import TokenizerFiles
 from t5train.spec import RunSpec
-from t5train.spec.rank_job import TrainJob
+from t5train.spec.rank_job import Shards, TrainJob
 from t5train.spec.recipes import recipe
 from tests.acceptance.kills.independent_tags import find_complete_tags
 from tests.support.generated_text import make_shards
 from tests.support.simulated_nodes import LocalHosts
 
 HOSTS = ("a", "b")
+RECIPES = {
+    "smoke": {
+        "tokenizer.vocab_size": 500,
+        "model.d_model": 128,
+        "model.d_ff": 256,
+        "objective.input_tokens": 32,
+    },
+    "reverse_and_sort": {},
+}
+"""The recipes of runs that are killed, and settings of each."""
 SETTINGS = {
     "name": "killed",
-    "tokenizer.vocab_size": 500,
-    "model.d_model": 128,
-    "model.d_ff": 256,
     "model.dropout_rate": 0.1,
-    "objective.input_tokens": 32,
     "optimizer.warmup_steps": 2,
     "optimizer.peak_learning_rate": 0.005,
     "optimizer.global_batch_sequences": 8,
@@ -51,7 +60,7 @@ class Site:
 
     folder: Path
     spec: RunSpec
-    shards: TokenShards
+    shards: Shards
 
     @cached_property
     def transport(self) -> LocalHosts:
@@ -112,9 +121,16 @@ def wrong_choices(site: Site) -> list[str]:
     return wrong
 
 
-def make_site(folder: Path, num_steps: int) -> tuple[Site, TokenizerFiles]:
-    """A run that has not begun, with token shards of Python's documentation, and its vocabulary."""
+def make_site(folder: Path, recipe_name: str, num_steps: int) -> tuple[Site, TokenizerFiles]:
+    """A run of one of RECIPES that has not begun, with shards of Python's documentation or of pairs, and vocabulary."""
     root = folder / "root"
-    spec = recipe("smoke").with_settings({**SETTINGS, "storage.root": str(root), "optimizer.num_steps": num_steps})
-    tokenizer, shards = make_shards(spec, root)
+    settings = SETTINGS | RECIPES[recipe_name] | {"storage.root": str(root), "optimizer.num_steps": num_steps}
+    spec = recipe(recipe_name).with_settings(settings)
+    tokenizer, shards = _make_pair_shards(spec, root) if spec.is_fine_tuning else make_shards(spec, root)
     return Site(folder, spec, shards), tokenizer
+
+
+def _make_pair_shards(spec: RunSpec, root: Path) -> tuple[TokenizerFiles, Shards]:
+    pairs = build_pairs(spec.pairs, root)
+    tokenizer = build_pairs_tokenizer(spec.tokenizer, pairs, root)
+    return tokenizer, build_pair_shards(spec.pairs, pairs, tokenizer, root)

@@ -75,6 +75,10 @@ def test_a_run_on_pairs_is_known_by_its_shards_and_rates_but_not_by_where_the_pa
         for check in (require_same_settings, lambda changed: open_run(changed, shards)):
             with pytest.raises(RunChanged, match=setting):
                 check(begun.with_settings({setting: value}))
+    judged = begun.with_settings({"evaluate.best_metric": "validation_loss"})
+    for check in (require_same_settings, lambda changed: open_run(changed, shards)):
+        with pytest.raises(RunChanged, match=r"evaluate.*storage.*"):
+            check(judged)
     with pytest.raises(RunChanged, match="shards:"):
         open_run(begun, shards.model_copy(update={"fingerprint": "8" * 64}))
 

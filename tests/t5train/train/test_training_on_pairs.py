@@ -41,7 +41,10 @@ def pair_shards(tmp_path_factory: pytest.TempPathFactory, pydocs_tokenizer: Toke
 def trained(tmp_path_factory: pytest.TempPathFactory, pair_shards: PairShards) -> Trained:
     root = tmp_path_factory.mktemp("trained")
     killed = {"killed": f"{root}/whole", "resume_tag": "step-00000002"}
-    train(root, [job("whole", "zero1-fp32", PAIRS), job("resumed", "zero1-fp32", PAIRS, **killed)], pair_shards)
+    brought = {"ranks_a_node": 1, "brought_from": f"{root}/on_nodes", "resume_tag": "step-00000002", "intact": 0}
+    runs: dict[str, dict[str, Any]] = {"whole": {}, "resumed": killed}
+    runs |= {"on_nodes": {"ranks_a_node": 1}, "brought": brought}
+    train(root, [job(name, "zero1-fp32", PAIRS, **more) for name, more in runs.items()], pair_shards)
     return train(root, [job("alone", "zero1-fp32", PAIRS, ranks=1)], pair_shards, ranks=1)
 
 
@@ -56,6 +59,11 @@ def test_a_run_on_pairs_that_was_killed_resumes_bit_equal_with_dropout(trained: 
     assert whole["step"] == resumed["step"] == 4
     assert whole["masters"] == resumed["masters"]
     assert witness(trained, "whole")["validation"] == witness(trained, "resumed")["validation"]
+
+
+def test_on_nodes_without_a_shared_disk_a_node_that_was_wiped_resumes_bit_equal(trained: Trained) -> None:
+    whole = trained.found("whole")["masters"]
+    assert [trained.found(name, rank)["masters"] for name in ("on_nodes", "brought") for rank in (0, 1)] == [whole] * 4
 
 
 def test_one_rank_trains_and_measures_what_two_ranks_do(trained: Trained) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from t5train.data.pairs.pair_shards import build_pair_shards
 from t5train.engine.parameter_layout import huggingface_names
 from t5train.model.initialization import initialise
 from t5train.model.model_shape import huggingface_config, resolve
@@ -20,8 +21,11 @@ from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
 from t5train.train import witness_recording
+from t5train.train.datasets.dataset import Dataset
+from t5train.train.datasets.pair_dataset import PairDataset
 from t5train.train.datasets.text_dataset import TextDataset
 from tests.support import synthetic_models
+from tests.support.made_pairs import made_pairs
 
 FACTS = {"run_fingerprint": "3" * 64, "step": 7, "tag": "step-00000007", "validation": {"validation_loss": 4.5}}
 
@@ -35,9 +39,10 @@ def _spec(version: str) -> RunSpec:
 
 
 def _certificate(
-    folder: Path, spec: RunSpec, shards: TokenShards, tokenizer: TokenizerFiles, monkeypatch: pytest.MonkeyPatch
+    folder: Path, spec: RunSpec, dataset: Dataset, tokenizer: TokenizerFiles, monkeypatch: pytest.MonkeyPatch
 ) -> Certificate:
     """Certify weights that our own model was initialised with. Only the engine that would hold them is replaced."""
+    shards = dataset.shards
     shape = resolve(spec.model, int(shards.counts["vocab_size"]))
     model = T5(shape, decoder_start_id=0)
     names = huggingface_names(model, expert_rank=0)
@@ -54,7 +59,6 @@ def _certificate(
         resume_tag=None,
         start_name="t5-base",
     )
-    dataset = TextDataset(shards, spec)
     facts: dict[str, Any] = FACTS | {"inputs": {**shards.inputs, "shards": shards.fingerprint}}
     witness_recording.record(None, job, shape, dataset, huggingface_config(shape, 0, 1), facts, job.witness_folder)
     (folder / "weights").mkdir()
@@ -70,12 +74,13 @@ def _certificate(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*tie:UserWarning")  # transformers warns so for every T5 v1.1
-@pytest.mark.parametrize("version", list(synthetic_models.FAMILIES))
+@pytest.mark.parametrize("version", ["v1.0", "v1.1", "switch"])
 def test_transformers_generates_what_the_witness_recorded(
     version: str, pydocs: tuple[TokenizerFiles, TokenShards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer, shards = pydocs
-    certificate = _certificate(tmp_path, _spec(version), shards, tokenizer, monkeypatch)
+    spec = _spec(version)
+    certificate = _certificate(tmp_path, spec, TextDataset(shards, spec), tokenizer, monkeypatch)
     assert certificate.passed
     assert certificate.passages_compared > 1
     generated = load_file(tmp_path / "witness/witness.safetensors")["heldout.generated"]
@@ -85,3 +90,23 @@ def test_transformers_generates_what_the_witness_recorded(
     assert "Trained on `text.jsonl`" in card
     assert "pre-trained starting from the weights of `t5-base` " in card
     assert "somebody" not in card
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
+@pytest.mark.filterwarnings("ignore:.*tie:UserWarning")
+def test_probes_of_pairs_are_certified_with_their_padding_masked(
+    pydocs: tuple[TokenizerFiles, TokenShards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, _ = pydocs
+    settings = {"pairs.train": ["task.jsonl"], "optimizer.global_batch_sequences": 2, "layout.micro_batch_sequences": 1}
+    spec = _spec("v1.1").with_settings(settings)
+    validation = [("print", "a function"), ("the class statement, which defines a class", "a class")]
+    pairs = made_pairs(tmp_path / "pairs", {"task": {"train": validation * 100, "validation": validation}})
+    shards = build_pair_shards(spec.pairs, pairs, tokenizer, tmp_path, workers=1)
+    certificate = _certificate(tmp_path, spec, PairDataset(shards, spec), tokenizer, monkeypatch)
+    assert certificate.passed
+    assert all(probe.bit_equal for probe in certificate.probes.values())
+    recorded = load_file(tmp_path / "witness/witness.safetensors")
+    for probe in ("random", "heldout"):
+        assert sorted(recorded[f"{probe}.attention_mask"].min(dim=1).values.tolist()) == [0, 1]
