@@ -26,7 +26,7 @@ def build_pairs_tokenizer(
     """Train a vocabulary on sources and targets of the train split, or use the one at ``spec.path``.
 
     A finished tokenizer is reused. Arguments, result and errors are those of ``build_tokenizer``, with pairs in place
-    of a text.
+    of a text; and DigestMismatch if a file of pairs is not as recorded.
     """
     if spec.path is not None:
         return given_tokenizer(Path(spec.path), root, progress, out=out)
@@ -36,6 +36,7 @@ def build_pairs_tokenizer(
     with making(folder, identity):
         if found := reusable(TokenizerFiles, folder, identity, progress):
             return found
+        pairs.verify(progress)
         return finished(folder, _trained(spec, pairs, progress), identity, inputs)
 
 
