@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from t5train.data.pairs import pair_shards
+from t5train.data.pairs.pair_shard_worker import encode_pairs
 from t5train.data.pairs.pair_shards import build_pair_shards, shard_file, task_names
 from t5train.data.pairs.pairs import build_pairs
 from t5train.data.vocabulary.held_out import read_held_out
@@ -162,6 +163,14 @@ def test_finished_shards_are_reused_and_a_killed_stage_leaves_nothing_that_count
     assert {path.name for path in shards.path.iterdir() if path.name[0] != "."} == {MANIFEST, *shards.files}
     assert not list(shards.path.glob("*.tmp"))
     assert build(pairs, ROW | {"too_long": "drop"}).path != shards.path
+
+
+def test_a_full_disk_is_reported_as_such(pairs: Pairs, data_chain: DataChain) -> None:
+    path = pairs.path / "train-000.jsonl"
+    job = {"path": str(path), "start": 0, "size": path.stat().st_size, "first": 0, "row": [40, 24], "too_long": "cut"}
+    job |= {"spiece": str(data_chain.tokenizer.path / "spiece.model"), "bytes_per_token": 2}
+    with pytest.raises(OSError, match="No space left on device"):
+        encode_pairs(job | {"parts": dict.fromkeys(("tokens", "lengths", "ids"), "/dev/full")}, lambda _: None)
 
 
 def test_changed_pairs_are_refused(build: Build, pairs: Pairs) -> None:
