@@ -144,7 +144,7 @@ def _of_setting(setting: str, source: PairSource) -> Iterator[None]:
             message += f'. If it stands for several tasks, give them as a list: {setting}=\'["A", "B"]\''
         message = message.replace(", ".join(FORMATS), PAIR_FORMATS)
         if ".json" in message and PAIR_FORMATS in message:
-            message += ". JSON lines in several .json files: rename these to .jsonl"
+            message += ". Of .json files, only one that is named by its path is read: rename JSON lines to .jsonl"
         message = re.sub(r"corpus\.(?:hub_)?(config|split|column|revision)\b", r"#\1=", message)
         raise type(error)(message) from error.__cause__
 

@@ -262,7 +262,10 @@ def test_errors_of_files_name_the_setting(tmp_path: Path) -> None:
     for settings, message in [
         ({"train": f"{tmp_path}/b.jsonl"}, "pairs.train '"),
         ({"train": f"{tmp_path}/a.jsonl", "test": f"{tmp_path}/*.tsv"}, "pairs.test '"),
-        ({"train": f"{tmp_path}/*.json"}, "Set pairs.train to .jsonl, .tsv, .csv, .parquet files only. JSON lines in "),
+        (
+            {"train": f"{tmp_path}/*.json"},
+            "Set pairs.train to .jsonl, .tsv, .csv, .parquet files only. Of .json files, ",
+        ),
     ]:
         with pytest.raises(InputError) as refused:
             build_pairs(spec_of(**settings), tmp_path)
