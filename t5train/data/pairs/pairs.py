@@ -267,6 +267,8 @@ class _Writing:
     def _require_pairs(self, task: str, counts: Mapping[str, int]) -> None:
         """Raise InputError if a task has no pairs for a split that needs some."""
         given: dict[Split, Any] = {split: getattr(self._spec, split) for split in SPLITS}
+        if not counts["read_pairs"]:
+            raise InputError(f"the files of task {task!r} have no pairs. Name files with pairs in pairs.train")
         left_out = f"read were {quantity(counts['read_pairs'], 'pair')}, of which {counts['empty_pairs']:,} are empty"
         left_out += f" and {counts['removed_pairs']:,} removed (pairs.remove)" if counts["removed_pairs"] else ""
         for split in SPLITS:
