@@ -128,12 +128,20 @@ def _plan(spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs)
         "model": f"{count_parameters(shape):,} parameters{start_said(spec)}",
         "a step": f"{per_step:,} tokens: {batch} of {lengths.input_tokens} input and {lengths.target_tokens} target "
         f"tokens, {made_of}",
-        "the run": f"{quantity(spec.optimizer.num_steps, 'step')}, {spec.optimizer.num_steps * per_step:,} tokens",
+        "the run": f"{quantity(spec.optimizer.num_steps, 'step')}, {spec.optimizer.num_steps * per_step:,} tokens"
+        f"{_early_end_said(spec)}",
+        **({"result": f"the checkpoint with the best {metric}"} if (metric := spec.evaluate.best_metric) else {}),
         "epochs": epochs.said,
         **({"shares": _shares_said(spec, text)} if spec.corpus.mixed_with and not spec.is_fine_tuning else {}),
         "disk": f"up to {format_bytes(_disk_bytes(spec, shape, text))} under {spec.storage.root}, where "
         f"{format_bytes(free_space_bytes(spec.storage.root))} are free",
     }
+
+
+def _early_end_said(spec: RunSpec) -> str:
+    if (patience := spec.evaluate.patience) is None:
+        return ""
+    return f", or until {quantity(patience, 'validation')} in a row {'is' if patience == 1 else 'are'} not better"
 
 
 def _stores(spec: RunSpec, stored: StoredRun | None) -> dict[str, str]:

@@ -46,7 +46,9 @@ def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidate
     from t5train.checkpoint.consolidate import consolidate  # imports torch
 
     first = sidecars[0]
-    clock = TrainingProgress(step=first.step, skipped_steps=first.skipped_steps, loss_scaler=first.loss_scaler)
+    clock = TrainingProgress(
+        step=first.step, skipped_steps=first.skipped_steps, loss_scaler=first.loss_scaler, best=first.best
+    )
     weights = consolidate(folder, out, moments=clock.has_moments, progress=progress)
     return Consolidated(folder=out.resolve(), fingerprint=weights.fingerprint, clock=clock)
 

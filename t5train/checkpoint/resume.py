@@ -15,7 +15,7 @@ from t5train.checkpoint.reshard import consolidated_for, discard_consolidated
 from t5train.checkpoint.resume_point import is_asked_to_begin_again, resume_tag, tags_in
 from t5train.data.samples.loader import ORDER_VERSION
 from t5train.errors import IncompleteCheckpoint, LaunchError, RecordError, RunChanged, SpecError
-from t5train.files.atomic import write_json, write_text
+from t5train.files.atomic import replacing, write_json, write_text
 from t5train.files.presence import ABSENT, is_there, reading
 from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS, CONFIG, RUN, WITNESS_FOLDER, tag_of
 from t5train.model.starting_model import require_fit, require_vocabulary, start_fingerprint, start_name
@@ -23,12 +23,12 @@ from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_files
 from t5train.records.identity import differences, fingerprint
 from t5train.records.stage_records import Checkpoint, reusable
-from t5train.records.witness import WITNESS, WITNESS_TENSORS
+from t5train.records.witness import WITNESS_FILES
 from t5train.spec import RunSpec, build
 from t5train.spec.config_file import run_text
 from t5train.spec.rank_job import Shards, TrainJob
 
-_WITNESS_FILES = tuple(f"{WITNESS_FOLDER}/{name}" for name in (WITNESS, WITNESS_TENSORS))
+_WITNESS_FILES = tuple(f"{WITNESS_FOLDER}/{name}" for name in WITNESS_FILES)
 _DECAYED = "matrices"
 """What weight decay shrinks in new runs (t5train.model.parameters.is_decayed), as part of a run's identity."""
 _log = logging.getLogger(__name__)
@@ -260,9 +260,11 @@ def is_job_of(spec: RunSpec, shards: Shards, attempt_folder: Path) -> bool:
 def conclude(spec: RunSpec, shards: Shards, progress: Progress = silent) -> Checkpoint:
     """Verify the results of the ranks and write the run's manifest, the only sign that training has ended.
 
-    Raises LaunchError if the witness is missing, and the errors of ``require_complete`` for the last checkpoint.
+    Returns the record of the last checkpoint, or of the best one if the run has a metric for that. Raises LaunchError
+    if the witness is missing or training has not ended, and the errors of ``require_complete`` for the checkpoint.
     """
-    folder, step = spec.run_folder, spec.optimizer.num_steps
+    folder = spec.run_folder
+    step = _best_step(spec, progress) if spec.evaluate.best_metric else spec.optimizer.num_steps
     tag = tag_of(step)
     for name in _WITNESS_FILES:
         if not is_there(folder / name):
@@ -282,6 +284,27 @@ def conclude(spec: RunSpec, shards: Shards, progress: Progress = silent) -> Chec
         step=step,
         tag=tag,
     ).commit()
+
+
+def _best_step(spec: RunSpec, progress: Progress) -> int:
+    """Return the step of the best checkpoint of a run that has ended, after copying its witness to the run's folder."""
+    checkpoints = spec.run_folder / CHECKPOINTS
+    newest = next(iter(tags.complete_tags(checkpoints)), None)
+    last = sidecar.read(checkpoints / newest, 0) if newest else None
+    best = last.best if last else None
+    has_ended = best and last and (last.step == spec.optimizer.num_steps or spec.evaluate.ends_training(best))
+    if best is None or best.step is None or not has_ended:
+        raise LaunchError(
+            f"every rank succeeded, but the newest complete checkpoint in {checkpoints} is {newest}, which is neither "
+            "the last step nor one that ends training early: start the run again"
+        )
+    folder = checkpoints / tag_of(best.step)
+    tags.require_complete(folder, progress)
+    (spec.run_folder / WITNESS_FOLDER).mkdir(exist_ok=True)
+    for name in WITNESS_FILES:
+        with replacing(spec.run_folder / WITNESS_FOLDER / name) as file:
+            file.write((folder / name).read_bytes())
+    return best.step
 
 
 def _require_own_checkpoints(spec: RunSpec, shards: Shards) -> None:

@@ -94,7 +94,7 @@ def resume_tag(run_folder: Path, progress: Progress = silent) -> str | None:
 
 
 def newest_verified_tag(run_folder: Path, progress: Progress = silent) -> str | None:
-    """The newest tag whose files all match their digests; None for a run that never completed one.
+    """The newest tag whose files, and those of its best tag, match their digests; None if none was ever complete.
 
     Unfinished and damaged tags are skipped with a warning. Raises NothingVerifies if no complete tag is left. Raises
     Unreadable, UnknownVersion or UnlistedFile if it cannot be determined whether a tag is complete: an older one
@@ -104,13 +104,14 @@ def newest_verified_tag(run_folder: Path, progress: Progress = silent) -> str | 
     found = tags_in(checkpoints)
     for tag in found:
         try:
-            written_as = tags.require_complete(checkpoints / tag, progress)[0].tag
+            first = tags.require_complete(checkpoints / tag, progress)[0]
+            tags.require_best(checkpoints, first, progress)
         except IncompleteCheckpoint as error:
             reasons.append(str(error))
         else:
-            if written_as == tag:
+            if first.tag == tag:
                 return tag
-            reasons.append(f"{checkpoints / tag} was renamed: it was written as {written_as}")
+            reasons.append(f"{checkpoints / tag} was renamed: it was written as {first.tag}")
         _log.warning("skipping %s: %s", tag, reasons[-1].removesuffix(". Choose another tag"))
     last = last_complete(run_folder)
     if last is None and all(is_unfinished(checkpoints / tag) for tag in found):

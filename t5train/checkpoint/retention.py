@@ -16,7 +16,7 @@ Ranks that resume read more than they write if experts or a stage's weights were
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from t5train.data.samples.span_corruption import geometry
 from t5train.model.model_shape import T5Shape, count_expert_parameters, count_parameters
@@ -25,20 +25,31 @@ from t5train.spec import RunSpec
 
 
 def kept(
-    sizes: Mapping[int, int], keep_last: int, keep_every: int | None = None, most_bytes: int | None = None
+    sizes: Mapping[int, int],
+    keep_last: int,
+    keep_every: int | None = None,
+    most_bytes: int | None = None,
+    bests: Mapping[int, int | None] | None = None,
 ) -> set[int]:
     """The steps of the complete checkpoints to keep; ``sizes`` has the size of each in bytes, by step.
 
     Kept are the ``keep_last`` newest, and those whose step is a multiple of ``keep_every``. While these and another one
     of the newest's size exceed ``most_bytes``, the oldest is dropped. The newest is always kept.
+
+    ``bests`` has the step of the best checkpoint as of each, which is kept with it.
     """
+
+    def with_bests(steps: Sequence[int]) -> set[int]:
+        found = (bests.get(step) for step in steps) if bests else ()
+        return {*steps, *(best for best in found if best in sizes and best is not None)}
+
     newest_first = sorted(sizes, reverse=True)
     chosen = newest_first[:keep_last]
     chosen += [step for step in newest_first[keep_last:] if keep_every and step % keep_every == 0]
     if most_bytes is not None:  # the next one is complete before an old one is removed
-        while len(chosen) > 1 and sum(sizes[step] for step in [*chosen, chosen[0]]) > most_bytes:
+        while len(chosen) > 1 and sum(sizes[step] for step in [*with_bests(chosen), chosen[0]]) > most_bytes:
             chosen.pop()
-    return set(chosen)
+    return with_bests(chosen)
 
 
 def most_held(num_steps: int, save_every: int, keep_last: int, keep_every: int | None = None) -> int:
@@ -63,12 +74,20 @@ def bytes_held(spec: RunSpec, shape: T5Shape, ranks: range) -> int:
     """
     written, whole = _bytes(spec, shape, ranks), _bytes(spec, shape, range(spec.cluster.ranks))
     storage = spec.storage
-    count: float = most_held(
-        spec.optimizer.num_steps, storage.checkpoint_every_steps, storage.keep_last, storage.keep_every_steps
-    )
+    count: float = _most_held_by(spec)
     if storage.checkpoint_bytes is not None:  # per disk; the head has whole checkpoints, and all keep the same steps
-        count = min(count, max(2, storage.checkpoint_bytes / whole))
+        count = min(count, max(3 if spec.evaluate.best_metric else 2, storage.checkpoint_bytes / whole))
     return round(count * written) + _bytes(spec, shape, ranks, is_read=True) - written
+
+
+def _most_held_by(spec: RunSpec) -> int:
+    """``most_held``; if a best checkpoint is chosen, an upper bound: validations save too, and keep one more each."""
+    storage, steps = spec.storage, spec.optimizer.num_steps
+    if spec.evaluate.best_metric is None:
+        return most_held(steps, storage.checkpoint_every_steps, storage.keep_last, storage.keep_every_steps)
+    save_every = math.gcd(storage.checkpoint_every_steps, storage.validate_every_steps)
+    kept_before = most_held(steps, save_every, storage.keep_last, storage.keep_every_steps) - 1
+    return min(2 * kept_before, -(-steps // save_every) - 1) + 1
 
 
 def bytes_of_one(spec: RunSpec, shape: T5Shape) -> int:

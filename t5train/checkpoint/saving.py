@@ -4,7 +4,7 @@ import base64
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,29 @@ from t5train.files.atomic import remove_folder, set_aside, sync_folder
 from t5train.files.os_errors import explain, naming
 from t5train.files.presence import file_size, is_folder, is_there, names_in, reading
 from t5train.files.run_folder import SET_ASIDE, is_tag_or_removed, name_while_removed, step_of, tag_of
+from t5train.records.best_so_far import BestSoFar
 from t5train.records.digests import FileDigest, digest_files
 from t5train.records.identity import current_provenance
+from t5train.records.witness import WITNESS_FILES
 from t5train.spec.rank_job import TrainJob
 
 _log = logging.getLogger(__name__)
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, Any], shards_fingerprint: str) -> str:
+def save(
+    engine: Any,
+    job: TrainJob,
+    step: int,
+    huggingface_config: dict[str, Any],
+    shards_fingerprint: str,
+    best: BestSoFar | None = None,
+    record_witness: Callable[[Path], None] | None = None,
+) -> str:
     """Write the checkpoint of ``step`` on all ranks. When this returns, the checkpoint is complete and durable.
+
+    ``best`` is the best checkpoint so far. If it is this one, ``record_witness`` writes the witness of the weights into
+    the folder that it is given, as a part of the checkpoint.
 
     On nodes that do not share a disk, the checkpoint consists of the folders of all nodes.
     """
@@ -60,6 +73,8 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
     barrier()
     with no_checksums(), naming_folder(folder):
         engine.save_checkpoint(str(job.checkpoints_folder), tag=tag, save_latest=False)
+    if record_witness:
+        record_witness(folder)
     barrier()
     writers = Writers(
         ranks_a_stage=job.spec.data_parallel_size,
@@ -85,6 +100,7 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
             pipeline_layers=dict(model_of(engine).pipeline_layers),
             skipped_steps=int(engine.skipped_steps),
             loss_scaler=_loss_scaler(engine),
+            best=best,
             data=DataState(
                 samples_consumed=step * job.spec.optimizer.global_batch_sequences, shards_fingerprint=shards_fingerprint
             ),
@@ -121,6 +137,16 @@ def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
         )
     _restore_generators(own.generator_states)
     return step
+
+
+def best_so_far(job: TrainJob) -> BestSoFar:
+    """Return which checkpoint was the best when the one was saved that the job resumes from."""
+    if job.consolidated:
+        found = job.consolidated.clock.best
+    else:
+        tag = job.resume_tag
+        found = sidecar.read(job.checkpoints_folder / tag, rank()).best if tag else None
+    return found or BestSoFar()
 
 
 def _begin(engine: Any, job: TrainJob, stored: StoredState) -> int:
@@ -167,11 +193,13 @@ def _prune(job: TrainJob, newest_step: int) -> None:
 
 def _kept(job: TrainJob, complete: list[str]) -> set[str]:
     folders = [job.checkpoints_folder / tag for tag in complete]
+    bests = {step_of(folder.name): sidecar.read(folder, 0).best_step for folder in folders}
     sizes = {
         step_of(folder.name): sum(file_size(folder / name) or 0 for name in names_in(folder)) for folder in folders
     }
     storage = job.spec.storage
-    return {tag_of(step) for step in kept(sizes, storage.keep_last, storage.keep_every_steps, storage.checkpoint_bytes)}
+    steps = kept(sizes, storage.keep_last, storage.keep_every_steps, storage.checkpoint_bytes, bests)
+    return {tag_of(step) for step in steps}
 
 
 def _discard(folder: Path) -> None:
@@ -202,14 +230,16 @@ def _save_every_stage(engine: Any, first_of_node: int) -> None:
 
 def _files_to_record(folder: Path, writers: Writers, sharers: Sequence[int]) -> tuple[list[str], list[str]]:
     """The files this rank wrote and, on a folder's first rank, replicas of files that ranks of other folders wrote."""
-    found = {path.name: writers.of(path.name) for path in sorted(folder.glob("*.pt"))}
+    names = sorted(path.name for path in folder.iterdir() if path.suffix == ".pt" or path.name in WITNESS_FILES)
+    found = {name: writers.of(name) for name in names}
     own = [name for name, writer in found.items() if writer == rank()]
     return own, [name for name, writer in found.items() if writer not in sharers and rank() == sharers[0]]
 
 
 def _durable_digests(folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
     for name in names:
-        fill_in(folder / name)
+        if name not in WITNESS_FILES:
+            fill_in(folder / name)
         with naming(folder / name), open(folder / name, "rb") as file:
             os.fsync(file.fileno())
     return digest_files(folder, names)

@@ -17,6 +17,7 @@ from t5train.files.atomic import write_json
 from t5train.files.confined import child
 from t5train.files.presence import ABSENT, names_in, reading
 from t5train.model.parameters import PIPELINE_LAYER, ExpertLayer, ParameterSlot, Precision
+from t5train.records.best_so_far import BestSoFar
 from t5train.records.digests import FileDigest
 from t5train.records.identity import fingerprint, is_sealed
 from t5train.records.stage_records import unknown_version
@@ -74,6 +75,9 @@ class Sidecar(_Part):
 
     ``skipped_steps`` counts the steps that the fp16 loss scaler skipped, and ``loss_scaler`` is its state, by
     attribute. ``generator_states`` are base64 text, by generator.
+
+    ``best`` is None, and then left out of the file, in runs whose result is the last checkpoint. In other runs, the
+    checkpoint that is the best one itself also has the witness of its weights.
     """
 
     schema_version: Literal[1] = 1
@@ -94,9 +98,15 @@ class Sidecar(_Part):
     pipeline_layers: dict[str, str] = {}
     skipped_steps: int = Field(0, ge=0)
     loss_scaler: dict[str, int | float] = {}
+    best: BestSoFar | None = None
     data: DataState
     generator_states: dict[str, str] = {}
     versions: dict[str, str] = {}
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best checkpoint so far; None if there is none."""
+        return self.best.step if self.best else None
 
     @field_validator("files", "replicas")
     @classmethod
@@ -163,7 +173,7 @@ def sidecar_name(rank: int) -> str:
 
 def write(folder: Path, sidecar: Sidecar) -> None:
     """Write a rank's sidecar, with its own sha256, atomically. The rank's files must already be on disk."""
-    document = sidecar.model_dump(mode="json")
+    document = sidecar.model_dump(mode="json", exclude={"best"} if sidecar.best is None else None)
     write_json(folder / sidecar_name(sidecar.rank), document | {_OWN_DIGEST: fingerprint(document)})
 
 

@@ -20,14 +20,15 @@ from pathlib import Path
 from t5train.checkpoint.sidecar import Sidecar, read_all, sidecar_name
 from t5train.errors import DigestMismatch, IncompleteCheckpoint
 from t5train.files.presence import file_size, is_folder, names_in
-from t5train.files.run_folder import require_listed
+from t5train.files.run_folder import require_listed, tag_of
 from t5train.host_resources import num_cores
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, verify_file
+from t5train.records.witness import WITNESS_FILES
 
 _SAME_ON_EVERY_RANK = (
     "run_fingerprint", "step", "tag", "saving", "world_size", "aliases", "expert_layers", "model_prefix",
-    "pipeline_layers", "huggingface_config", "skipped_steps", "loss_scaler", "data",
+    "pipeline_layers", "huggingface_config", "skipped_steps", "loss_scaler", "best", "data",
 )  # fmt: skip
 
 
@@ -46,6 +47,20 @@ def require_complete(folder: Path, progress: Progress = silent) -> list[Sidecar]
     except DigestMismatch as error:
         raise IncompleteCheckpoint(f"checkpoint {folder}: {error}") from error
     return sidecars
+
+
+def require_best(checkpoints: Path, of: Sidecar, progress: Progress = silent) -> None:
+    """Verify the checkpoint that was the best when ``of`` was saved, if another one was.
+
+    Training that resumes without it could not give its result. Raises the errors of ``require_complete``.
+    """
+    if of.best_step not in (None, of.step):
+        try:
+            require_complete(checkpoints / tag_of(of.best_step), progress)
+        except IncompleteCheckpoint as error:
+            raise IncompleteCheckpoint(
+                f"{checkpoints / of.tag} lacks the best checkpoint before it: {error}"
+            ) from error
 
 
 def _verify(folder: Path, files: Mapping[str, FileDigest], progress: Progress) -> None:
@@ -169,7 +184,7 @@ def files_read_by(rank: int, sidecars: Sequence[Sidecar]) -> list[str]:
 
 
 def _reads(reader: Sidecar, writer: Sidecar, name: str) -> bool:
-    if _PARTITION.search(name):
+    if _PARTITION.search(name) or name in WITNESS_FILES:
         return reader.rank == writer.rank
     if _EXPERT.match(name):
         return reader.layout.expert_rank == writer.layout.expert_rank

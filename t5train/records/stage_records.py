@@ -210,7 +210,7 @@ class PairShards(PlainRecord):
 
 
 class Checkpoint(PlainRecord):
-    """A complete DeepSpeed checkpoint at the last step of a run, with the engine's own witness of its weights."""
+    """A complete DeepSpeed checkpoint, the last or the best of a run, with the engine's own witness of its weights."""
 
     kind: Literal["checkpoint"] = "checkpoint"
     step: int

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 WITNESS = "witness.json"
 WITNESS_TENSORS = "witness.safetensors"
+WITNESS_FILES = (WITNESS, WITNESS_TENSORS)
 SCHEMA_VERSION: Literal[2] = 2
 GENERATED_PROBE = "heldout"
 

@@ -253,6 +253,15 @@ def training(witness: Witness) -> str:
     return "\n".join(["| | |", "|---|---|", *_training_rows(witness)])
 
 
+def measured_at(witness: Witness) -> str:
+    """Return at which step the model was measured: the last one, or the best one by a metric."""
+    settings = witness.trained.settings
+    if (metric := settings.get("evaluate", {}).get("best_metric")) is None:
+        return "at the last step"
+    steps = quantity(settings["optimizer"]["num_steps"], "step")
+    return f"at step {witness.step:,}, the best by {metric} of a run of up to {steps}"
+
+
 def _training_rows(witness: Witness) -> Iterator[str]:
     trained, config = witness.trained, witness.huggingface_config
     objective, optimizer = trained.settings.get("objective", {}), trained.settings.get("optimizer", {})

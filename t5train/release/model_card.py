@@ -26,6 +26,7 @@ from t5train.release.card_sections import (
     hub_licence,
     languages,
     licence,
+    measured_at,
     measurements,
     table,
     ties,
@@ -79,7 +80,7 @@ file, and `t5-pretrain verify FOLDER_OR_URL` checks them.
 
 {training}
 {curve}
-## Held-out measurements at the last step
+## Held-out measurements {measured_at}
 
 Losses are in nats per token, and lower is better. Each target token is predicted from the input and the target tokens
 before it. {measured}
@@ -166,6 +167,7 @@ def model_card(
         **words(witness, _origin(witness), quantity(witness.step, "optimizer step"))._asdict(),
         training=training(witness),
         curve=f"\n![Loss against optimizer steps]({LOSS_CURVE})\n" if LOSS_CURVE in files else "",
+        measured_at=measured_at(witness),
         measurements=measurements(witness.validation),
         recipe=trained.recipe,
         lineage=table(("stage", ""), lineage.items()),

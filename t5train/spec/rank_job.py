@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from t5train.errors import SpecError
 from t5train.files.run_folder import CHECKPOINTS, METRICS, METRICS_CSV, PROFILES, TENSORBOARD, WITNESS_FOLDER
+from t5train.records.best_so_far import BestSoFar
 from t5train.records.stage_records import PairShards, TokenShards
 from t5train.spec import RunSpec
 
@@ -21,12 +22,16 @@ def load_shards(spec: RunSpec, folder: Path) -> Shards:
 
 
 class TrainingProgress(BaseModel):
-    """State of training besides weights and moments. ``loss_scaler`` has the fp16 loss scaler's attributes by name."""
+    """State of training besides weights and moments. ``loss_scaler`` has the fp16 loss scaler's attributes by name.
+
+    ``best`` is None in runs whose result is the last checkpoint.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     step: int = 0
     skipped_steps: int = 0
     loss_scaler: dict[str, int | float] = {}
+    best: BestSoFar | None = None
 
     @property
     def optimizer_steps(self) -> int:

@@ -11,11 +11,12 @@ from t5train.files.run_folder import RUNS
 from t5train.records.identity import fingerprint
 from t5train.spec.cluster_spec import ClusterSpec
 from t5train.spec.data_spec import CorpusSpec, ShardsSpec, TokenizerSpec
+from t5train.spec.evaluate_spec import EvaluateSpec
 from t5train.spec.model_spec import ModelSpec
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
 from t5train.spec.pairs_spec import PairsSpec
 from t5train.spec.settings import SpecPart, change, check, explain, settings_of
-from t5train.spec.storage_spec import StorageSpec
+from t5train.spec.storage_spec import VALIDATIONS, StorageSpec
 from t5train.spec.training_spec import LOSS_TERMS, LayoutSpec, ObjectiveSpec, OptimizerSpec
 
 RUN_NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
@@ -42,6 +43,7 @@ class RunSpec(SpecPart):
     objective: ObjectiveSpec = ObjectiveSpec()
     model: ModelSpec = ModelSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
+    evaluate: EvaluateSpec = EvaluateSpec()
     layout: LayoutSpec = LayoutSpec()
     storage: StorageSpec = StorageSpec()
     cluster: ClusterSpec = ClusterSpec()
@@ -75,6 +77,20 @@ class RunSpec(SpecPart):
             raise ValueError(
                 f"optimizer.{chosen[0]} is {getattr(self.optimizer, chosen[0])}, but only fine-tuning has it: set "
                 f"optimizer.{chosen[0]}=0, or name pairs to train on (pairs.train)"
+            )
+
+    @check
+    def _best_checkpoint_can_be_chosen(self) -> None:
+        metric, under = self.evaluate.best_metric, self.storage.publish_checkpoints_under
+        if metric not in (None, "validation_loss") and not self.is_fine_tuning:
+            raise ValueError(
+                f"evaluate.best_metric is {metric}, but only fine-tuning measures it: set "
+                "evaluate.best_metric=validation_loss, or name pairs to train on (pairs.train)"
+            )
+        if metric is not None and under is not None:
+            raise ValueError(
+                f"evaluate.best_metric is {metric}, but storage.publish_checkpoints_under ({under!r}) keeps only the "
+                "newest checkpoints, and not the best: leave one of them out"
             )
 
     @check
@@ -171,7 +187,12 @@ class RunSpec(SpecPart):
     def identity(self) -> dict[str, Any]:
         """Return the identity settings of every part that has a say, ``{part: {setting: value}}``."""
         others = {"corpus", "shards", "objective"} if self.is_fine_tuning else {"pairs"}
-        return {name: part.identity() for name, part in self._parts() if name not in self.execution | others}
+        found = {name: part.identity() for name, part in self._parts() if name not in self.execution | others}
+        if self.evaluate.best_metric is None:
+            del found["evaluate"]
+        else:  # which steps are validated, and on what, then decides which checkpoint is the best
+            found["storage"] = {name: getattr(self.storage, name) for name in VALIDATIONS}
+        return found
 
     def settings_without_locations(self) -> dict[str, Any]:
         """Return the identity settings, without where the text or the pairs are, which may be moved."""
@@ -182,8 +203,8 @@ class RunSpec(SpecPart):
         }
 
     def training_settings(self) -> dict[str, Any]:
-        """Return the identity settings of training: of its samples, the model and the optimizer. None is a path."""
-        parts = {"objective", "pairs", "model", "optimizer"}
+        """Return the identity settings of training: of samples, model, optimizer and best checkpoint. None is a path."""
+        parts = {"objective", "pairs", "model", "optimizer", "evaluate", "storage"}
         return {part: settings for part, settings in self.settings_without_locations().items() if part in parts}
 
     def fingerprint(self) -> str:

@@ -9,6 +9,8 @@ from t5train.locations import at_home, without_secret
 from t5train.spec.settings import SpecPart, check
 
 HomePath = Annotated[Path, AfterValidator(at_home)]
+VALIDATIONS = ("validate_every_steps", "validate_sequences")
+"""The settings of ``storage`` that decide which steps are validated, and on what."""
 
 
 class StorageSpec(SpecPart):

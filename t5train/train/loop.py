@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -70,6 +71,8 @@ class Trainer:
         fill = stored.fill if stored else partial(initialise, shape=self.shape, seed=self.spec.optimizer.seed)
         self.engine: Any = build_engine(self.spec, self.shape, pad_id, fill, job.node_local, job.decays_all)
         self.step = saving.resume(self.engine, job, stored)
+        self.best = saving.best_so_far(job) if self.spec.evaluate.best_metric else None
+        self._validated: _Validated | None = None
         self.peak_flops = accelerator_peak_flops(self.spec.optimizer.precision)
         self.routing = Routing(model_of(self.engine))
         self.passes: Passes = passes_of(self.engine, self.spec, self.routing)
@@ -96,7 +99,7 @@ class Trainer:
             folder = self.job.profiles_folder if metrics else None
             if profile := StepProfile.of(self.spec.profile, folder, self.step):
                 stack.enter_context(profile)
-            while self.step < self.spec.optimizer.num_steps:
+            while not self._is_over():
                 if profile:
                     profile.begin(self.step + 1)
                 values, must_stop = self._take_step(batches)
@@ -109,6 +112,10 @@ class Trainer:
                 self._validate_when_due(metrics)
                 self._save_when_due(metrics)
             self._conclude(metrics)
+
+    def _is_over(self) -> bool:
+        ends_early = self.best is not None and self.spec.evaluate.ends_training(self.best)
+        return ends_early or self.step >= self.spec.optimizer.num_steps
 
     def _take_step(self, batches: Prefetched) -> tuple[Values, bool]:
         """Take a step. Returns its metrics, and whether any rank was asked to stop, which is the same on all ranks."""
@@ -154,24 +161,34 @@ class Trainer:
             yield batch
 
     def _validate_when_due(self, metrics: Metrics | None) -> None:
-        if self.step % self.spec.storage.validate_every_steps or self.step == self.spec.optimizer.num_steps:
+        is_last = self.step == self.spec.optimizer.num_steps
+        if not self._is_judged() if is_last else self.step % self.spec.storage.validate_every_steps:
             return
         started = time.perf_counter()
-        values = self._validate().values
+        validated = self._validate()
         seconds: Values = {"validate_seconds": time.perf_counter() - started}
-        self._report(metrics, values | seconds | self.routing.of_validation())
+        self._report(metrics, validated.found.values | seconds | validated.routing)
         self._report_experts(metrics)
+        evaluate = self.spec.evaluate
+        if self.best is not None and evaluate.best_metric is not None:
+            value = validated.found.values[evaluate.best_metric]
+            self.best, self._validated = self.best.after(self.step, value, evaluate.is_higher_better), validated
 
-    def _validate(self) -> Measured:
+    def _is_judged(self) -> bool:
+        """Whether this step is validated to choose the best checkpoint. It is then also saved, with the choice."""
+        is_due = self.step % self.spec.storage.validate_every_steps == 0
+        return self.best is not None and (is_due or self.step == self.spec.optimizer.num_steps)
+
+    def _validate(self) -> "_Validated":
         """Validate, and check that the loss is finite: no other check has used the weights since their last update."""
         self.heart.enter("validate", self.step)
         found = self.dataset.validate(self.passes)
         sanity_checks.require_finite(self.step, float(found.values["validation_loss"] or 0), None)
-        return found
+        return _Validated(found, self.routing.of_validation())
 
     def _save_when_due(self, metrics: Metrics | None) -> None:
         last = self.step == self.spec.optimizer.num_steps
-        if last or self.step % self.spec.storage.checkpoint_every_steps == 0:
+        if last or self._is_judged() or self.step % self.spec.storage.checkpoint_every_steps == 0:
             self._save(metrics)
 
     def _save(self, metrics: Metrics | None) -> None:
@@ -179,7 +196,10 @@ class Trainer:
         started = time.perf_counter()
         self.heart.enter("save", self.step)
         self.movement.require(self.step, self._applied_steps())
-        saving.save(self.engine, self.job, self.step, self.huggingface_config, self.shards.fingerprint)
+        is_best = self.best is not None and self.best.step == self.step
+        record = partial(self._record_witness, metrics, self._validated) if is_best and self._validated else None
+        data = self.shards.fingerprint
+        saving.save(self.engine, self.job, self.step, self.huggingface_config, data, self.best, record)
         saving.prune(self.job, self.step)
         self._report(metrics, {"save_seconds": time.perf_counter() - started})
 
@@ -190,6 +210,8 @@ class Trainer:
         gather([self.step])
 
     def _end_early(self, metrics: Metrics | None) -> NoReturn:
+        if self._is_judged():  # training that resumes after this step does not return to it
+            self._validate_when_due(metrics)
         self._save(metrics)
         raise Preempted(
             f"the ranks were asked to stop (SIGTERM). They stopped after step {self.step} and saved it: run the same "
@@ -197,17 +219,23 @@ class Trainer:
         )
 
     def _conclude(self, metrics: Metrics | None) -> None:
-        validated, overflow = self._validate(), self.routing.of_validation()
+        if self.best is None:  # otherwise the best checkpoint has its witness
+            validated = self._validate()
+            self._record_witness(metrics, validated, self.job.witness_folder)
+            self._report_experts(metrics)
+
+    def _record_witness(self, metrics: Metrics | None, validated: "_Validated", folder: Path) -> None:
+        """Measure what is not measured at every validation, and record the witness with all of it."""
+        self.heart.enter("validate", self.step)
         summary: Values = {
-            **validated.values,
+            **validated.found.values,
             **self.dataset.shuffled(self.passes),
             **(self.dataset.baseline() if metrics else {}),
-            **validated.counts,
-            **overflow,
+            **validated.found.counts,
+            **validated.routing,
             **self.dataset.test(self.passes),
         }
         self._report(metrics, summary)
-        self._report_experts(metrics)
         inputs = {**self.shards.inputs, "shards": self.shards.fingerprint}
         if self.job.start_fingerprint is not None:
             inputs["start_from"] = self.job.start_fingerprint
@@ -220,7 +248,8 @@ class Trainer:
             "curve": loss_curve_points(self.job.metrics_path) if metrics else {},
         }
         self.heart.enter("save", self.step)
-        witness_recording.record(self.engine, self.job, self.shape, self.dataset, self.huggingface_config, facts)
+        record = partial(witness_recording.record, self.engine, self.job, self.shape, self.dataset)
+        record(self.huggingface_config, facts, folder)
 
     def _record_baseline(self, metrics: Metrics) -> None:
         """Record the loss that the model has to beat, unless an earlier attempt at the run has recorded the same."""
@@ -250,6 +279,13 @@ class Trainer:
 
     def _tokens_a_step(self) -> int:
         return self.spec.optimizer.global_batch_sequences * sum(row_lengths(self.spec))
+
+
+class _Validated(NamedTuple):
+    """The results of a validation, and how its tokens were routed to experts."""
+
+    found: Measured
+    routing: Values
 
 
 def micro_batches(samples: Samples | PairSamples, spec: RunSpec, step: int) -> Iterator[Batch]:

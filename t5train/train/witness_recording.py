@@ -123,8 +123,9 @@ def record(
     dataset: Dataset,
     huggingface_config: dict[str, Any],
     facts: dict[str, Any],
+    folder: Path,
 ) -> None:
-    """Write ``witness.safetensors`` and then ``witness.json``. All ranks must call it; rank 0 writes.
+    """Write ``witness.safetensors`` and then ``witness.json`` to a folder. All ranks must call it; rank 0 writes.
 
     ``facts`` are the fields of a Witness that the caller knows: run, step, tag, inputs and losses.
     """
@@ -139,10 +140,10 @@ def record(
         return
     held_out = dataset.held_out.batch(0, min(PROBE_SEQUENCES, dataset.held_out.num_samples))
     probes = _probes(held_out, shape, job.spec.optimizer.seed)
-    job.witness_folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     tensors = _forward(model, probes)
     tensors |= _generate(model, of_probe(tensors, GENERATED_PROBE), generation_config(huggingface_config))
-    _write_tensors(job.witness_folder / WITNESS_TENSORS, tensors)
+    _write_tensors(folder / WITNESS_TENSORS, tensors)
     device_type = torch.device(get_accelerator().current_device_name()).type
     witness = Witness(
         device_type=device_type,
@@ -158,7 +159,7 @@ def record(
         environment=computing_environment(device_type),
         **facts,
     )
-    write_json(job.witness_folder / WITNESS, witness.model_dump(mode="json"))
+    write_json(folder / WITNESS, witness.model_dump(mode="json"))
 
 
 def _trained(job: TrainJob, dataset: Dataset) -> TrainedModel:

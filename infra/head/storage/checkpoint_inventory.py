@@ -126,8 +126,9 @@ def prunable(
     Incomplete tags are removed if they are older than the newest complete one; ranks may still be writing a newer one.
     An incomplete tag with a file that cannot be read now is kept.
     """
-    steps = {tag.name: tag.step for tag in complete_tags(found)}
-    keep = kept({step: _size(name, found) for name, step in steps.items()}, keep_last, keep_every, most_bytes)
+    complete = complete_tags(found)
+    steps, bests = {tag.name: tag.step for tag in complete}, {tag.step: tag.sidecars[0].best_step for tag in complete}
+    keep = kept({step: _size(name, found) for name, step in steps.items()}, keep_last, keep_every, most_bytes, bests)
     newest = max(steps, key=lambda name: steps[name], default="")
     incomplete = _names(found) - steps.keys() - unreadable(found).keys()
     left_over = {name for name in incomplete if is_tag_or_removed(name) and name < newest}

@@ -27,7 +27,7 @@ from infra.node.attempts import attempt
 from t5train.checkpoint.resume_point import is_asked_to_begin_again, last_complete
 from t5train.errors import HostError, IncompleteCheckpoint, Unreadable
 from t5train.files.atomic import set_aside
-from t5train.files.run_folder import ATTEMPTS, METRICS, SET_ASIDE, WANDB_SENT, is_tag
+from t5train.files.run_folder import ATTEMPTS, METRICS, SET_ASIDE, WANDB_SENT, is_tag, tag_of
 from t5train.progress import Progress
 from t5train.records import metrics
 
@@ -72,8 +72,12 @@ def _gathered(run: NodeRun, nodes: Nodes, found: Survey, progress: Progress) -> 
         require_listed(tag, found.found)
         try:
             gather(nodes, run.name, tag, run.checkpoints, progress)
+            if (best := _best_before(tag, complete)) is not None:
+                require_listed(best, found.found)
+                gather(nodes, run.name, best, run.checkpoints, progress)
         except IncompleteCheckpoint as error:
-            _require_known(doubtful, [tag.name] if tag.name in doubtful else [])
+            needed = {tag.name, tag_of(tag.sidecars[0].best_step or tag.step)}
+            _require_known(doubtful, sorted(needed & doubtful.keys(), reverse=True))
             _log.warning("skipping %s: %s", tag.name, error)
             damaged.append(f"{tag.name}: {error}")
             continue
@@ -82,6 +86,19 @@ def _gathered(run: NodeRun, nodes: Nodes, found: Survey, progress: Progress) -> 
     if (lost := checkpoint_record.nothing_complete(run.folder, found, damaged)) is not None:
         raise lost
     return None
+
+
+def _best_before(tag: FoundTag, complete: Sequence[FoundTag]) -> FoundTag | None:
+    """Return the best checkpoint when ``tag`` was saved, if that is another one: training resumes only with it.
+
+    Raises IncompleteCheckpoint if it is not complete anywhere.
+    """
+    step = tag.sidecars[0].best_step
+    if step in (None, tag.step):
+        return None
+    if (found := next((each for each in complete if each.step == step), None)) is None:
+        raise IncompleteCheckpoint(f"{tag.name} lacks the best checkpoint before it, that of step {step:,}")
+    return found
 
 
 def _require_known(doubtful: Mapping[str, str], names: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ from t5train.errors import ConsolidationError, IncompleteCheckpoint, InputError
 from t5train.files.presence import is_folder, names_in
 from t5train.model.parameters import huggingface_name
 from t5train.progress import Progress
+from t5train.records.witness import WITNESS_FILES
 
 
 class StateFile(Enum):
@@ -129,7 +130,7 @@ def open_checkpoint(checkpoint: Path, tag: str | None, progress: Progress) -> Op
     if not read_all(folder):
         return OpenedCheckpoint(folder, frozenset(name for name in names_in(folder) if name.endswith(_STATES)), ())
     sidecars = require_complete(folder, progress)
-    return OpenedCheckpoint(folder, frozenset(files_of(sidecars)), sidecars)
+    return OpenedCheckpoint(folder, frozenset(files_of(sidecars)).difference(WITNESS_FILES), sidecars)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The program that ranks run in training tests: many small trainings per launch, as a launch takes seconds.
 
 ``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
-"resume_tag", "killed", "fault", "other_layout", "other_tag"}]``, and writes ``{name}.rank-{rank}.json`` beside it for
-each job.
+"resume_tag", "killed", "fault", "other_layout", "other_tag", "scores", "sigterm_at"}]``, and writes
+``{name}.rank-{rank}.json`` beside it for each job.
 
 - ``killed`` is the folder of a run. Its checkpoint ``resume_tag`` and its metrics are copied, as if it had been killed
   some steps after it saved.
@@ -11,6 +11,8 @@ each job.
   before its first step.
 - With ``is_fused``, weights are updated by the fused update.
 - ``dispatch`` is how tokens get to their experts, as on a GPU.
+- ``scores`` is the token accuracy that validations find instead of the real one, by step.
+- ``sigterm_at`` is the step during which the ranks are asked to stop.
 - With ``ranks_a_node``, each node has its own folder within the run folder.
 - ``brought_from`` is the folder of a run on such nodes. Its checkpoint is gathered, and each node gets the files that
   its ranks read. The node ``intact`` gets its own files as well.
@@ -38,6 +40,7 @@ from t5train.engine import collectives, deepspeed_config, engine, forward_backwa
 from t5train.engine.optimizer import AdamWRms
 from t5train.engine.partitions import inner_optimizer
 from t5train.errors import T5TrainError
+from t5train.files.run_folder import tag_of
 from t5train.model.t5 import T5, RMSNorm
 from t5train.progress import silent
 from t5train.spec import RunSpec, build
@@ -72,6 +75,10 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
             if job.consolidated or (job.start_fingerprint and job.resume_tag is None):
                 found["begun"] = _digests(trainer)
                 saving.save(trainer.engine, job, trainer.step, {}, trainer.shards.fingerprint)
+            if "scores" in entry:
+                _find_scores(trainer, {int(step): score for step, score in entry["scores"].items()})
+            if "sigterm_at" in entry:
+                trainer.is_stop_requested = lambda: trainer.step == entry["sigterm_at"]
             if "stop_at" in entry:
                 _stop_after(trainer, entry["stop_at"])
             trainer.run()
@@ -83,7 +90,9 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
 def _copy_killed(run: Path, into: Path, tag: str) -> None:
     """Copy what a run would have left if it had been killed between its checkpoint ``tag`` and the next one."""
     if comm.get_rank() == 0:
-        shutil.copytree(run / "checkpoints" / tag, into / "checkpoints" / tag)
+        best = sidecar.read(run / "checkpoints" / tag, 0).best_step
+        for name in {tag, tag_of(best) if best else tag}:
+            shutil.copytree(run / "checkpoints" / name, into / "checkpoints" / name)
         shutil.copyfile(run / "metrics.jsonl", into / "metrics.jsonl")
     comm.barrier()
 
@@ -171,6 +180,18 @@ def _stop_after(trainer: loop.Trainer, step: int) -> None:
         return take_step(*arguments)
 
     trainer._take_step = wrapped  # type: ignore[method-assign] - this is how a test stops it
+
+
+def _find_scores(trainer: loop.Trainer, scores: dict[int, float]) -> None:
+    """Make validations of a step find these token accuracies."""
+    validate = trainer.dataset.validate
+
+    def wrapped(passes: Any) -> Any:
+        found = validate(passes)
+        score: dict[str, Any] = {"validation_token_accuracy": scores[trainer.step]}
+        return found._replace(values={**found.values, **score})
+
+    trainer.dataset.validate = wrapped  # type: ignore[method-assign] - this is how a test decides
 
 
 class StopTraining(T5TrainError):

@@ -42,6 +42,21 @@ def test_the_newest_is_kept_and_older_ones_only_if_another_checkpoint_still_fits
         assert sum(sizes[step] for step in found) + sizes[max(found)] <= most_bytes
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"keep_last": 1}, {20, 8}),
+        ({"keep_last": 2}, {20, 16, 8}),
+        ({"keep_last": 4}, {20, 16, 12, 8, 4}),  # the best as of step 8 is 8, and as of step 12 it was 4
+        ({"keep_last": 3, "most_bytes": 40}, {20, 16, 8}),
+        ({"keep_last": 3, "most_bytes": 1}, {20, 8}),
+    ],
+)
+def test_each_checkpoint_is_kept_with_the_best_one_as_of_its_step(settings: dict[str, int], steps: set[int]) -> None:
+    assert kept(STEPS, **settings, bests={4: 4, 8: 8, 12: 4, 16: 8, 20: 8}) == steps
+    assert kept({20: 10, 16: 10}, 1, bests={16: 8, 20: 8}) == {20}  # step 8 is lost
+
+
 @given(
     num_steps=st.integers(1, 60),
     save_every=st.integers(1, 20),

@@ -136,6 +136,10 @@ NEEDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"corpus.mixed_with": ["more.txt"]},
         {"objective.mixing_temperature": 2, "objective.mixing_limit": 1000, "objective.mixing_weights": [0.7, 0.3]},
     ),
+    (
+        {"evaluate.best_metric": "validation_loss", "pairs.train": ["pairs.jsonl"]},
+        {"evaluate.best_metric": "validation_exact_match", "evaluate.patience": 2},
+    ),
     ({"pairs.train": ["pairs.jsonl"]}, {"optimizer.label_smoothing": 0.1, "optimizer.z_loss": 1e-4}),
     (
         {"pairs.train": ["a.jsonl", "b.jsonl"]},
@@ -190,6 +194,14 @@ def test_an_identity_setting_changes_the_fingerprint(setting: str) -> None:
     assert changed.fingerprint() != base(setting).fingerprint()
     assert changed.run_name != base(setting).run_name
     assert differences(base(setting).identity(), changed.identity())
+
+
+@pytest.mark.parametrize("setting", ["storage.validate_every_steps", "storage.validate_sequences"])
+def test_what_validations_measure_is_identity_where_they_choose_the_best_checkpoint(setting: str) -> None:
+    base = smoke().with_settings({"evaluate.best_metric": "validation_loss"})
+    changed = base.with_settings({setting: EVERY[setting]})
+    assert changed.fingerprint() != base.fingerprint()
+    assert str(differences(base.identity(), changed.identity())).count(setting) == 1
 
 
 @pytest.mark.parametrize("setting", sorted(EXECUTION))

@@ -60,7 +60,7 @@ def _certificate(
         start_name="t5-base",
     )
     facts: dict[str, Any] = FACTS | {"inputs": {**shards.inputs, "shards": shards.fingerprint}}
-    witness_recording.record(None, job, shape, dataset, huggingface_config(shape, 0, 1), facts)
+    witness_recording.record(None, job, shape, dataset, huggingface_config(shape, 0, 1), facts, job.witness_folder)
     (folder / "weights").mkdir()
     save_file(masters, folder / "weights/model.safetensors", metadata={"format": "pt"})
     weights = Weights(

@@ -16,6 +16,7 @@ from t5train.checkpoint.resume_point import ask_to_begin_again, resume_tag
 from t5train.errors import NothingVerifies, UnlistedFile, Unreadable
 from t5train.files.run_folder import WANDB_SENT, tag_of
 from t5train.progress import silent
+from t5train.records.best_so_far import BestSoFar
 from tests.support.simulated_nodes import PART_OF_B, Site, link_to_itself
 
 
@@ -41,6 +42,26 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_used(run: Nod
         assert len(list(aside.iterdir())) == 3
     keep_up(run, silent)
     assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
+
+
+def test_the_best_checkpoint_is_kept_everywhere_and_gathered_with_the_newest(run: NodeRun, site: Site) -> None:
+    site.save(8, best=BestSoFar(step=8, value=0.5))
+    for step in (16, 24, 32):
+        site.save(step, best=BestSoFar(step=8, value=0.5, validations_since=step // 8 - 1))
+    recover(run, silent)
+    assert tags.complete_tags(run.checkpoints) == [tag_of(32), tag_of(8)]
+    keep_up(run, silent)
+    assert tags.complete_tags(run.checkpoints) == [tag_of(32), tag_of(8)]
+    assert [step for step in (8, 16, 24, 32) if site.tag("a", step).exists()] == [8, 32]
+
+
+def test_a_run_does_not_resume_after_its_best_checkpoint_if_that_is_damaged(run: NodeRun, site: Site) -> None:
+    site.save(8, best=BestSoFar(step=8, value=0.1))
+    site.save(16, best=BestSoFar(step=16, value=0.5))
+    site.save(24, best=BestSoFar(step=16, value=0.5, validations_since=1))
+    (site.tag("b", 16) / PART_OF_B).write_bytes(bytes(300_000))
+    recover(run, silent)
+    assert resume_tag(run.folder) == tag_of(8)
 
 
 @pytest.mark.parametrize("name", [PART_OF_B, "rank-00001.json"])

@@ -1,0 +1,46 @@
+"""Settings of what a run's validations decide: which checkpoint is its result, and when training stops."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from t5train.records.best_so_far import BestSoFar
+from t5train.spec.settings import SpecPart, check
+
+
+class EvaluateSpec(SpecPart):
+    """Which checkpoint is the result of a run, and when training stops before its last step."""
+
+    best_metric: Literal["validation_loss", "validation_token_accuracy", "validation_exact_match"] | None = Field(
+        None,
+        description="Metric of validations by which the best checkpoint is chosen, which is then the run's result; of "
+        "equal ones it is the earlier. Every validation then also saves a checkpoint. Text has validation_loss only. "
+        "null: the last checkpoint is the result",
+    )
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="Stop training after so many validations in a row without a better evaluate.best_metric. null: "
+        "train to the last step",
+    )
+
+    @check
+    def _patience_has_a_metric(self) -> None:
+        if self.patience is not None and self.best_metric is None:
+            raise ValueError(
+                f"evaluate.patience is {self.patience}, but evaluate.best_metric is not set: set it, for instance to "
+                "validation_loss, or leave evaluate.patience out"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """Return the identity settings: those that are set."""
+        return {name: value for name, value in super().identity().items() if value is not None}
+
+    @property
+    def is_higher_better(self) -> bool:
+        """Whether a larger value of the metric is better."""
+        return self.best_metric != "validation_loss"
+
+    def ends_training(self, best: BestSoFar) -> bool:
+        """Whether training stops because the metric has not improved for too long."""
+        return self.patience is not None and best.validations_since >= self.patience
