@@ -250,7 +250,8 @@ def losses_of(folder: Path) -> Losses:
     lines = metrics.read(folder / METRICS)
     steps = [loss for line in lines if (loss := line.get("loss")) is not None]
     matches = [share for line in lines if (share := line.get(_EXACT_MATCH)) is not None]
-    names = (VALIDATION_OF_TARGETS, UNIGRAM_OF_TARGETS) if matches else (_VALIDATION, UNIGRAM)
+    of_pairs = bool(matches) or any(UNIGRAM_OF_TARGETS in line for line in lines)
+    names = (VALIDATION_OF_TARGETS, UNIGRAM_OF_TARGETS) if of_pairs else (_VALIDATION, UNIGRAM)
     validated = [(loss, line["step"]) for line in lines if (loss := line.get(names[0])) is not None]
     unigram = [loss for line in lines if (loss := line.get(names[1])) is not None]
     best, step = min(validated, key=itemgetter(0), default=(None, None))
