@@ -99,10 +99,11 @@ def show_publication(spec: RunSpec, publication: Publication) -> None:
 
 def show_summary(spec: RunSpec, stages: dict[str, Record], publication: Publication) -> None:
     """Report on the whole run, log its losses, and remove the report on an earlier failure."""
-    losses = Witness.load(spec.run_folder / WITNESS_FOLDER).validation
+    witness = Witness.load(spec.run_folder / WITNESS_FOLDER)
+    is_trial = spec.optimizer.num_steps <= TRIAL_STEPS
     metrics = read(spec.run_folder / METRICS)
     results = [
-        *loss_lines(losses, is_trial=spec.optimizer.num_steps <= TRIAL_STEPS),
+        *loss_lines(witness.validation, witness.trained.task_names, is_trial=is_trial),
         saving_line(metrics),
         data_wait_line(metrics),
     ]

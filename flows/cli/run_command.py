@@ -164,8 +164,8 @@ def _execute(parameters: RunParameters, lost: StoredRun | None, begin_again: boo
         complain(f"{_server_stage()}: watch the run at {api_url.removesuffix('/api')}{_login(api_url)}")
         asyncio.run(_close_killed_runs())
         publication = _run_flow(held, parameters, progress, adopt, fine_tuning=spec.is_fine_tuning)
-    losses = Witness.load(spec.run_folder / WITNESS_FOLDER).validation
-    for line in loss_lines(losses, is_trial=spec.optimizer.num_steps <= TRIAL_STEPS):
+    witness, is_trial = Witness.load(spec.run_folder / WITNESS_FOLDER), spec.optimizer.num_steps <= TRIAL_STEPS
+    for line in loss_lines(witness.validation, witness.trained.task_names, is_trial=is_trial):
         say(line)
     say(f"published: {publication.url}")
 

@@ -166,7 +166,9 @@ def model_card(
         **words(witness, _origin(witness), quantity(witness.step, "optimizer step"))._asdict(),
         training=training(witness),
         curve=f"\n![Loss against optimizer steps]({LOSS_CURVE})\n" if LOSS_CURVE in files else "",
-        measurements=measurements(witness.validation),
+        measurements="\n\n".join(
+            filter(None, (measurements(witness.validation), pair_card.measurements_of_tasks(witness)))
+        ),
         recipe=trained.recipe,
         lineage=table(("stage", ""), lineage.items()),
         settings=json.dumps(trained.settings, indent=1, sort_keys=True, ensure_ascii=False),
