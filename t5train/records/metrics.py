@@ -185,15 +185,14 @@ def _share_lines(losses: Mapping[str, Any], split: str, title: str, tasks: Seque
         if (share := losses.get(f"{split}_{name}")) is not None:
             yield f"{share:.2%}: {title}, {meaning}"
     if of_tasks := exact_matches(losses, split, tasks):
-        yield f"exact match of each task, {title}: {of_tasks}"
+        shares = ", ".join(f"{task} {share:.2%}" for task, share in of_tasks.items())
+        yield f"exact match of each task, {title}: {shares}"
 
 
-def exact_matches(losses: Mapping[str, Any], split: str, tasks: Sequence[str]) -> str:
-    """Return the exact match of each task as text; empty for a single task, or if none was measured."""
-    if len(tasks) < 2:
-        return ""
-    shares = [(task, losses.get(of_task(f"{split}_{EXACT_MATCH}", number))) for number, task in enumerate(tasks)]
-    return ", ".join(f"{task} {share:.2%}" for task, share in shares if share is not None)
+def exact_matches(losses: Mapping[str, Any], split: str, tasks: Sequence[str]) -> dict[str, float]:
+    """Return the exact match of each of several tasks that was measured, by name; empty for a single one."""
+    found = {task: losses.get(of_task(f"{split}_{EXACT_MATCH}", number)) for number, task in enumerate(tasks)}
+    return {task: share for task, share in found.items() if share is not None} if len(tasks) > 1 else {}
 
 
 def has_learned_nothing(losses: Mapping[str, Any]) -> bool:

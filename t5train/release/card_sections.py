@@ -151,14 +151,14 @@ def hub_licence(stated: str | None) -> dict[str, str]:
 
 def licence(trained: TrainedModel) -> str:
     """Return what is known of the licence of the text or the pairs."""
-    data = "those pairs" if trained.tasks else "that text"
+    data = "pairs have" if trained.tasks else "text has"
     if trained.license:
         return (
-            f"The {'pairs have' if trained.tasks else 'text has'} the licence {code(trained.license)}, as\nstated when this model was trained; the "
-            "header of this card repeats it."
+            f"The {data} the licence {code(trained.license)}, as\nstated when this model was trained; the header of "
+            "this card repeats it."
         )
     return (
-        f"The licence of this model follows from the licence of {data}, which this tool\ndoes not know. State it "
+        f"The licence of this model follows from the one that the {data}, which this tool\ndoes not know. State it "
         "wherever you share the model, but not in this folder: a changed file no longer verifies."
     )
 
