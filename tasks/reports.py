@@ -38,6 +38,7 @@ from t5train.report.report_folder import (
     write_table,
 )
 from t5train.report.result_reports import (
+    counts_text,
     data_wait_line,
     proof_report,
     publication_report,
@@ -154,5 +155,5 @@ def row(stage: Stage, record: Record, seconds: float) -> dict[str, Any]:
         "bytes": f"{sum(digest.size for digest in record.files.values()):,}",
         "fingerprint": record.fingerprint[:12],
         "folder": record.location,
-        "counts": ", ".join(f"{name} {value:,}" for name, value in record.counts.items()),
+        "counts": counts_text(record),
     }

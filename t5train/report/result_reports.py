@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from t5train.locations import local_folder
 from t5train.quantities import quantity
-from t5train.records.metrics import Values
+from t5train.records.metrics import OF_ONE_TASK, Values
 from t5train.records.stage_records import Export, Publication, Record, Weights
 from t5train.release.certificate import CERTIFICATE, Certificate, ProbeComparison
 from t5train.release.markdown import code, code_block, escaped, page, table
@@ -187,8 +187,13 @@ def summary_report(
     )
 
 
+def counts_text(record: Record) -> str:
+    """Return the counts of a record, without those of single tasks, of which the data report shows what matters."""
+    return ", ".join(f"{name} {value:,}" for name, value in record.counts.items() if OF_ONE_TASK not in name)
+
+
 def _lineage_row(title: str, record: Record) -> tuple[str, ...]:
     made_from = ", ".join(f"{name} {fingerprint[:12]}" for name, fingerprint in record.inputs.items())
-    counts = ", ".join(f"{name} {value:,}" for name, value in record.counts.items())
+    counts = counts_text(record)
     folder = record.url if isinstance(record, Publication) else record.path
     return title, made_from or "-", code(record.fingerprint[:12]), code(record.seal[:12]), counts, code(folder)

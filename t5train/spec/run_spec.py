@@ -69,21 +69,6 @@ class RunSpec(SpecPart):
         self.objective.require_mixture(1 + more, "text", "with corpus.mixed_with", named)
 
     @check
-    def _pairs_have_one_layout(self) -> None:
-        refused = {
-            f"layout.pipeline_stages {self.layout.pipeline_stages} (set layout.pipeline_stages=1)": (
-                self.layout.pipeline_stages > 1
-            ),
-            f"model.moe.num_experts {self.model.moe.num_experts} (set model.moe.num_experts=0)": (
-                self.model.moe.num_experts > 0
-            ),
-            "shards.executor dask (set shards.executor=local)": self.shards.executor == "dask",
-        }
-        if self.is_fine_tuning and any(refused.values()):
-            what = "; ".join(what for what, refuse in refused.items() if refuse)
-            raise ValueError(f"pairs.train is set, and a run on pairs cannot be combined with {what}")
-
-    @check
     def _terms_of_the_loss_are_of_pairs(self) -> None:
         chosen = [name for name in LOSS_TERMS if getattr(self.optimizer, name)]
         if chosen and not self.is_fine_tuning:
@@ -161,13 +146,17 @@ class RunSpec(SpecPart):
             )
 
     @check
-    def _pairs_have_whole_dense_models(self) -> None:
-        stages, experts = self.layout.pipeline_stages, self.model.moe.num_experts
-        for setting, value, most in (("layout.pipeline_stages", stages, 1), ("model.moe.num_experts", experts, 0)):
-            if self.is_fine_tuning and value > most:
+    def _pairs_have_one_layout(self) -> None:
+        stages, experts, executor = self.layout.pipeline_stages, self.model.moe.num_experts, self.shards.executor
+        for setting, value, usual in (
+            ("layout.pipeline_stages", stages, 1),
+            ("model.moe.num_experts", experts, 0),
+            ("shards.executor", executor, "local"),
+        ):
+            if self.is_fine_tuning and value != usual:
                 raise ValueError(
-                    f"{setting} is {value}, but pairs (pairs.train) train only models without experts that are not a "
-                    f"pipeline: set {setting}={most}"
+                    f"{setting} is {value}, but pairs (pairs.train) are trained on without pipelines, experts and "
+                    f"Dask: set {setting}={usual}"
                 )
 
     @check

@@ -62,7 +62,8 @@ def test_the_card_states_tasks_prefixes_pairs_rates_and_measurements() -> None:
         "Its loss on held-out text is 1.5000 nats per target token",
         "| `sort_digits` | test | `3` | 0.7500 | 0.9000 | 0.5000 |",
         "| `reverse_digits` | test | not measured |",
-        "Fine-tuned on `reverse_digits`, `sort_digits`. The licence of this model follows from the one that the pairs have",
+        "Fine-tuned on `reverse_digits`, `sort_digits`. The licence of",
+        "from the one that the pairs have",
     ):
         assert stated in card
     for of_text in ("extra_id", "span corruption", "masked token", "corpus"):

@@ -104,6 +104,7 @@ IN_ROOT = {"storage.root": "/data/t5", "storage.scratch": "/data/t5"}
         (HOSTS, {"cluster.exclude": "a", "cluster.num_nodes": 1}, r"exclude and cluster\.num_nodes cannot be combined"),
         (HOSTS | {"shards.executor": "dask"}, {"storage.node_local": True}, r"is dask, but storage\.node_local"),
         (PAIRS, PIPELINE, r"pipeline_stages is 2, but pairs .*: set layout\.pipeline_stages=1"),
+        (PAIRS, {"shards.executor": "dask"}, r"executor is dask, but pairs .*: set shards\.executor=local"),
         (PAIRS, EXPERTS, r"num_experts is 4, but pairs .*: set model\.moe\.num_experts=0"),
         (IN_ROOT, {"storage.node_local": True}, r"storage\.scratch is '/data/t5', which is the root"),
     ],
