@@ -235,7 +235,7 @@ def _arrange_log(progress: Progress) -> None:
 
 
 def init(recipe: RecipeArgument, changes: SetOption = None) -> None:
-    """Print a configuration file for `run --config` with every setting of a recipe, its value and a comment.
+    """Print a file for --config of `run` or `finetune`: every setting of a recipe, its value and a comment.
 
     $ t5-pretrain init base > run.yaml
     $ t5-pretrain init smoke --set optimizer.num_steps=60 > run.yaml
