@@ -270,7 +270,10 @@ class RunParameters(BaseModel):
             )
 
     def _of_trial(self) -> dict[str, Any]:
-        return trial_settings(self.recipe) if self.trial else {}
+        if not self.trial:
+            return {}
+        given = {*(self.settings or {}), *(self.deployed_settings or {})}
+        return trial_settings(self.recipe, own_pairs=self.train is not None or "pairs.train" in given)
 
     def _changes(self) -> dict[str, Any]:
         """Return all changes to the recipe. Text is quoted, so that it is not read as JSON."""

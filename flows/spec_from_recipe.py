@@ -17,6 +17,8 @@ from t5train.spec.recipes import recipe as recipe_spec
 
 _OF_TEXT, _OF_PAIRS = ("corpus", "objective"), ("pairs",)
 """Parts of a RunSpec that count only for runs on text, or only for runs on pairs."""
+_OF_BOTH = {"corpus.license", "corpus.languages"}
+"""Settings of these parts that the model card of any run states."""
 
 
 def resolve(
@@ -100,7 +102,7 @@ def require_used(recipe: str, settings: Iterable[str]) -> None:
     unused, instead = (_OF_TEXT, "pairs") if is_fine_tuning(recipe) else (_OF_PAIRS, "corpus")
     for name in settings:
         part, _, key = name.partition(".")
-        if part not in unused:
+        if part not in unused or name in _OF_BOTH:
             continue
         what = "pairs" if instead == "pairs" else "text"
         other = f"{instead}.{key}"

@@ -29,7 +29,10 @@ def bench(
     shards: Annotated[
         Path | None,
         typer.Option(
-            "--shards", help="Folder of token shards to read as in training", show_default="random", readable=False
+            "--shards",
+            help="Folder of shards, of text or of pairs, to read as in training",
+            show_default="random",
+            readable=False,
         ),
     ] = None,
     alone: Annotated[

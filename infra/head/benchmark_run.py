@@ -14,8 +14,8 @@ from infra.node.attempts.run_lock import run_lock
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
 from t5train.errors import OutOfMemory
 from t5train.progress import Progress
-from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
+from t5train.spec.rank_job import load_shards
 from t5train.train.step_benchmark import STEPS_FILE, BenchmarkJob, Measured
 from t5train.train.trainer_benchmark import MeasuredSteps, TrainerJob
 
@@ -104,7 +104,7 @@ def benchmark(spec: RunSpec, steps: int, progress: Progress, shards: Path | None
 
 
 def _vocab_size(spec: RunSpec, shards: Path | None) -> int:
-    return int(TokenShards.load(shards).counts["vocab_size"]) if shards else expected_vocab_size(spec.tokenizer)
+    return int(load_shards(spec, shards).counts["vocab_size"]) if shards else expected_vocab_size(spec.tokenizer)
 
 
 def _doing(job: BenchmarkJob, taken: int) -> str:

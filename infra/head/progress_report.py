@@ -14,6 +14,7 @@ from t5train.files.heartbeat import Beat, Phase
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, METRICS, step_of
 from t5train.progress import Progress
 from t5train.records.metrics import (
+    EXACT_MATCH,
     TRAINING_LOSS,
     UNIGRAM,
     UNIGRAM_OF_TARGETS,
@@ -103,8 +104,10 @@ class ProgressReport:
     def _figures(self) -> list[str]:
         newest = self._metrics.newest
         figures = [f"{TRAINING_LOSS} {newest['loss']:.3f} nats/token", f"{newest['tokens_per_second']:,.0f} tokens/s"]
-        if VALIDATION_OF_TARGETS in newest:
-            figures.append(self._validation() if VALIDATION in newest else self._validation_of_pairs())
+        if VALIDATION in newest:
+            figures.append(self._validation())
+        elif EXACT_MATCH in newest:
+            figures.append(self._validation_of_pairs())
         return figures
 
     def _validation_of_pairs(self) -> str:
@@ -113,7 +116,7 @@ class ProgressReport:
         beside = "" if baseline is None else f" (unigram baseline {baseline:.3f})"
         return (
             f"validation loss after step {self._metrics.validated_step:,}: {newest[VALIDATION_OF_TARGETS]:.3f}{beside}"
-            f", exact match {newest['validation_exact_match']:.1%}"
+            f", exact match {newest[EXACT_MATCH]:.1%}"
         )
 
     def _validation(self) -> str:

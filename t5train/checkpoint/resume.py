@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from t5train.checkpoint import sidecar, tags
 from t5train.checkpoint.reshard import consolidated_for, discard_consolidated
 from t5train.checkpoint.resume_point import is_asked_to_begin_again, resume_tag, tags_in
-from t5train.data.passages import SPLITS
 from t5train.data.samples.loader import ORDER_VERSION
 from t5train.errors import IncompleteCheckpoint, LaunchError, RecordError, RunChanged, SpecError
 from t5train.files.atomic import write_json, write_text
@@ -47,15 +46,8 @@ def run_identity(spec: RunSpec, shards: Shards) -> dict[str, Any]:
     The inputs are the fingerprints of the shards and, if there are any, of the weights that training starts from.
     """
     start, is_decayed = start_fingerprint(spec.model), spec.optimizer.weight_decay > 0
-    settings = _settings(spec)
-    parts = {
-        "objective",
-        "pairs",
-        "model",
-        "optimizer",
-    }  # the fingerprint of the shards covers those of text and tokens
     return (
-        {part: value for part, value in settings.items() if part in parts}
+        spec.training_settings()  # the fingerprint of the shards covers those of the data
         | {"order_version": ORDER_VERSION, "shards": shards.fingerprint}
         | ({"start_from": start} if start else {})
         | ({"decayed": _DECAYED} if is_decayed and not decays_all(spec) else {})
@@ -197,16 +189,7 @@ def require_same_settings(spec: RunSpec) -> None:
 
 def changed_settings(begun: RunSpec, spec: RunSpec) -> list[str]:
     """Return which settings that affect the weights differ, with both values. The location of the text may differ."""
-    return differences(_settings(begun), _settings(spec))
-
-
-def _settings(spec: RunSpec) -> dict[str, Any]:
-    """Return the identity settings, without the location of the text or of the pairs."""
-    where: dict[str, set[str]] = {"corpus": {"source", "mixed_with", "revision"}, "pairs": {*SPLITS}}
-    return {
-        part: {name: value for name, value in settings.items() if name not in where.get(part, set())}
-        for part, settings in spec.identity().items()
-    }
+    return differences(begun.settings_without_locations(), spec.settings_without_locations())
 
 
 def _refuse_changes(name: str, changed: list[str]) -> None:

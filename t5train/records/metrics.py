@@ -135,11 +135,11 @@ LOSSES_OF_PAIRS = {
     SHUFFLED_OF_TARGETS: "validation, the same tokens, sources shuffled across the batch",
 }
 """The same of a run on pairs, where every target token counts."""
-EXACT_MATCH = "exact_match"
-"""The share of the pairs of a split whose target is predicted exactly, as ``{split}_exact_match``."""
+EXACT_MATCH = "validation_exact_match"
+"""The share of the pairs of the validation split of which every target token is predicted right."""
 _SHARES = {
     "token_accuracy": "target tokens that are predicted right, given those before them",
-    EXACT_MATCH: "exact match, pairs of which every target token is predicted right",
+    "exact_match": "exact match, pairs of which every target token is predicted right",
 }
 
 
@@ -191,7 +191,7 @@ def _share_lines(losses: Mapping[str, Any], split: str, title: str, tasks: Seque
 
 def exact_matches(losses: Mapping[str, Any], split: str, tasks: Sequence[str]) -> dict[str, float]:
     """Return the exact match of each of several tasks that was measured, by name; empty for a single one."""
-    found = {task: losses.get(of_task(f"{split}_{EXACT_MATCH}", number)) for number, task in enumerate(tasks)}
+    found = {task: losses.get(of_task(f"{split}_exact_match", number)) for number, task in enumerate(tasks)}
     return {task: share for task, share in found.items() if share is not None} if len(tasks) > 1 else {}
 
 

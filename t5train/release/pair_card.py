@@ -1,7 +1,8 @@
 """What the model card says of a model that was fine-tuned on pairs of source and target."""
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from t5train.data.samples.mixture import rates
@@ -74,6 +75,7 @@ def _data(witness: Witness) -> Iterator[str]:
     """Yield a table of the splits, the number of epochs and, of several tasks, a table of them."""
     counts, settings = witness.trained.data, witness.trained.settings
     yield table(("split", "pairs"), [(split, f"{counts[f'{split}_pairs']:,}") for split in _SPLITS])
+    yield from _longer(counts)
     rows = witness.step * settings["optimizer"]["global_batch_sequences"]
     yield ""
     yield (
@@ -95,6 +97,16 @@ def measurements_of_tasks(witness: Witness) -> str:
             rows.append((code(task), split, *("not measured" if value is None else cell(value) for value in values)))
     header = ("task", "split", *(what.replace("_", " ") for what in _OF_TASKS))
     return table(header, rows) if len(witness.trained.tasks) > 1 else ""
+
+
+def _longer(counts: Mapping[str, int]) -> Iterator[str]:
+    """Yield a sentence for each split with pairs that are longer than a row: what is measured on them is not whole."""
+    done = {"cut": "shortened", "dropped": "left out"}
+    for split, (what, said) in itertools.product(_SPLITS, done.items()):
+        if count := counts.get(f"{split}_{what}"):
+            yield ""
+            pairs = quantity(count, "pair")
+            yield f"{pairs} of the {split} split had a side that is longer than a row, and were {said}."
 
 
 def _tasks(trained: TrainedModel) -> Iterator[tuple[str, str, str]]:

@@ -99,10 +99,10 @@ class CorpusSpec(SpecPart):
     license: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,+()/_-]{0,99}$",
-        description="Licence of the text, for the model card, such as cc-by-sa-4.0. null: none is stated",
+        description="Licence of the text or pairs, for the model card, such as cc-by-sa-4.0. null: none is stated",
     )
     languages: tuple[Annotated[str, Field(pattern=_LANGUAGE, description=_LANGUAGES)], ...] = Field(
-        (), description="Codes of the text's languages, for the model card, such as en,de"
+        (), description="Codes of the languages of the text or pairs, for the model card, such as en,de"
     )
     workers: int | None = Field(None, ge=1, description="Processes that read the text. null: one per core")
 

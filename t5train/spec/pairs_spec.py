@@ -26,10 +26,6 @@ _TRAIN: Literal["train"] = "train"
 HeldOut = Literal["validation", "test"]
 
 
-GENERATED = {"reverse_digits": "reverse: ", "sort_digits": "sort: "}
-"""The prefixes of pairs that are made on this machine, by their names."""
-
-
 class RowLengths(NamedTuple):
     """The lengths of a row of a batch in tokens, EOS included: of the encoder's input, and of the decoder's target."""
 
@@ -61,21 +57,6 @@ class PairsSpec(MixingSpec):
 
     part = "pairs"
 
-    mixing_temperature: MixingTemperature = Field(
-        1.0,
-        description="With several tasks: they are trained on in proportion to min(pairs, mixing_limit)^(1/T). 1: by "
-        "size; more: small tasks more often. Not with mixing_weights",
-    )
-    mixing_limit: MixingLimit = Field(
-        None,
-        description="With several tasks: largest number of pairs that counts as the size of a task. null: no limit. "
-        "Not with mixing_weights",
-    )
-    mixing_weights: MixingWeights = Field(
-        None,
-        description="With several tasks: weights of the tasks in the order of train, such as 0.7,0.3. Only their "
-        "ratios count. null: by size",
-    )
     train: tuple[str, ...] = Field(
         (),
         description="Files of pairs to train on, one for each task: a path, pattern, URL or hf://OWNER/NAME, and after "
@@ -108,6 +89,21 @@ class PairsSpec(MixingSpec):
         description="What becomes of a pair that is longer than a row. cut: it is shortened, and still ends in EOS",
     )
     pack: bool = Field(True, description="Put several pairs into a row, which do not see each other")
+    mixing_temperature: MixingTemperature = Field(
+        1.0,
+        description="With several tasks: they are trained on in proportion to min(pairs, mixing_limit)^(1/T). 1: by "
+        "size; more: small tasks more often. Not with mixing_weights",
+    )
+    mixing_limit: MixingLimit = Field(
+        None,
+        description="With several tasks: largest number of pairs that counts as the size of a task. null: no limit. "
+        "Not with mixing_weights",
+    )
+    mixing_weights: MixingWeights = Field(
+        None,
+        description="With several tasks: weights of the tasks in the order of train, such as 0.7,0.3. Only their "
+        "ratios count. null: by size",
+    )
 
     @field_validator("train", "validation", "test", mode="before")
     @classmethod

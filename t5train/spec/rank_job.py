@@ -14,6 +14,12 @@ Shards = TokenShards | PairShards
 """What a run trains on."""
 
 
+def load_shards(spec: RunSpec, folder: Path) -> Shards:
+    """Load the manifest of a run's shards. The stage that made or reused them has verified their digests."""
+    kind: type[Shards] = PairShards if spec.is_fine_tuning else TokenShards
+    return kind.load(folder)
+
+
 class TrainingProgress(BaseModel):
     """State of training besides weights and moments. ``loss_scaler`` has the fp16 loss scaler's attributes by name."""
 
@@ -83,9 +89,8 @@ class TrainJob(BaseModel):
             raise SpecError(f"{path} is not the job of a training attempt: {error}") from error
 
     def shards(self) -> Shards:
-        """Load the manifest of the shards. The stage that made or reused them has verified their digests."""
-        kind: type[Shards] = PairShards if self.spec.is_fine_tuning else TokenShards
-        return kind.load(self.shards_folder)
+        """See ``load_shards``."""
+        return load_shards(self.spec, self.shards_folder)
 
     @property
     def begins_from(self) -> StartingModel | None:

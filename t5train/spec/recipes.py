@@ -226,13 +226,14 @@ TRIAL_STEPS = 50
 """In so few steps, no model learns more than which tokens are frequent."""
 
 
-def trial_settings(recipe: str) -> dict[str, Any]:
+def trial_settings(recipe: str, *, own_pairs: bool = False) -> dict[str, Any]:
     """Return settings that turn a recipe into a trial of its layout, which takes minutes on two CPU ranks.
 
     A tiny model is trained for a few steps on Python's documentation, or on the built-in pairs if the recipe is for
-    pairs, with the recipe's precision, ZeRO stage, offload, experts, pipeline stages and dropout.
+    pairs, with the recipe's precision, ZeRO stage, offload, experts, pipeline stages and dropout. With ``own_pairs``,
+    the user names others, which have more characters than digits and need a larger vocabulary.
     """
-    return _tiny() | (_tiny_pairs() if RECIPES[recipe]().is_fine_tuning else _tiny_text())
+    return _tiny() | (_tiny_pairs(own_pairs) if RECIPES[recipe]().is_fine_tuning else _tiny_text())
 
 
 def _tiny_text() -> dict[str, Any]:
@@ -245,14 +246,15 @@ def _tiny_text() -> dict[str, Any]:
     }
 
 
-def _tiny_pairs() -> dict[str, Any]:
+def _tiny_pairs(own_pairs: bool) -> dict[str, Any]:
     smallest = reverse_and_sort()
+    tokenizer = smoke().tokenizer if own_pairs else smallest.tokenizer
     return {
         "pairs.train": list(smallest.pairs.train),
         "pairs.input_tokens": smallest.pairs.input_tokens,
         "pairs.target_tokens": smallest.pairs.target_tokens,
-        "tokenizer.vocab_size": smallest.tokenizer.vocab_size,
-        "tokenizer.character_coverage": smallest.tokenizer.character_coverage,
+        "tokenizer.vocab_size": tokenizer.vocab_size,
+        "tokenizer.character_coverage": tokenizer.character_coverage,
         "model.start_from": None,
     }
 

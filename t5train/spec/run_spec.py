@@ -173,6 +173,19 @@ class RunSpec(SpecPart):
         others = {"corpus", "shards", "objective"} if self.is_fine_tuning else {"pairs"}
         return {name: part.identity() for name, part in self._parts() if name not in self.execution | others}
 
+    def settings_without_locations(self) -> dict[str, Any]:
+        """Return the identity settings, without where the text or the pairs are, which may be moved."""
+        where = {"corpus": {"source", "mixed_with", "revision"}, "pairs": {"train", "validation", "test"}}
+        return {
+            part: {name: value for name, value in settings.items() if name not in where.get(part, ())}
+            for part, settings in self.identity().items()
+        }
+
+    def training_settings(self) -> dict[str, Any]:
+        """Return the identity settings of training: of its samples, the model and the optimizer. None is a path."""
+        parts = {"objective", "pairs", "model", "optimizer"}
+        return {part: settings for part, settings in self.settings_without_locations().items() if part in parts}
+
     def fingerprint(self) -> str:
         """Return the sha256 of the identity. It is equal for runs that give the same weights from the same inputs."""
         return fingerprint(self.identity())

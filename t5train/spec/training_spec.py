@@ -1,6 +1,6 @@
 """Settings of training: the objective, the optimizer, what is evaluated, and the layout of the model over ranks."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -23,11 +23,12 @@ class MixingSpec(SpecPart):
     part: ClassVar[str]
     """The name of the part of a RunSpec, as errors show it."""
 
-    mixing_temperature: MixingTemperature = 1.0
-    mixing_limit: MixingLimit = None
-    mixing_weights: MixingWeights = None
+    if TYPE_CHECKING:  # a kind of mixture declares them at their place among its settings
+        mixing_temperature: MixingTemperature
+        mixing_limit: MixingLimit
+        mixing_weights: MixingWeights
 
-    @field_validator("mixing_weights", mode="before")
+    @field_validator("mixing_weights", mode="before", check_fields=False)
     @classmethod
     def _weights_may_be_one_text(cls, given: Any) -> Any:
         return [each.strip() for each in given.split(",")] if isinstance(given, str) else given
@@ -68,6 +69,14 @@ class ObjectiveSpec(MixingSpec):
 
     part = "objective"
 
+    noise_density: float = Field(0.15, gt=0, lt=0.5, description="Share of the tokens that are masked")
+    mean_span_tokens: float = Field(3.0, ge=1, le=20, description="Mean length of a masked span, in tokens")
+    input_tokens: int = Field(
+        512,
+        ge=16,
+        le=16384,
+        description="Length of the encoder's input in tokens, EOS included; the decoder's length follows from it",
+    )
     mixing_temperature: MixingTemperature = Field(
         1.0,
         description="With corpus.mixed_with: texts are trained on in proportion to min(samples, "
@@ -82,14 +91,6 @@ class ObjectiveSpec(MixingSpec):
         None,
         description="With corpus.mixed_with: weights of corpus.source and of each text in mixed_with, such as "
         "0.7,0.3. Only their ratios count. null: by size",
-    )
-    noise_density: float = Field(0.15, gt=0, lt=0.5, description="Share of the tokens that are masked")
-    mean_span_tokens: float = Field(3.0, ge=1, le=20, description="Mean length of a masked span, in tokens")
-    input_tokens: int = Field(
-        512,
-        ge=16,
-        le=16384,
-        description="Length of the encoder's input in tokens, EOS included; the decoder's length follows from it",
     )
 
 

@@ -58,7 +58,7 @@ class Trainer:
         self.job, self.spec, self.is_stop_requested = job, job.spec, is_stop_requested
         self.heart = heart or Heartbeat(None, dict(job.spec.cluster.deadlines))
         self.heart.enter("compile", 0)
-        self.dataset: Dataset = open_dataset(job)
+        self.dataset: Dataset = open_dataset(job.spec, job.shards_folder)
         self.shards = self.dataset.shards
         self.shape: T5Shape = resolve(self.spec.model, int(self.shards.counts["vocab_size"]))
         pad_id, eos_id = int(self.shards.counts["pad_id"]), int(self.shards.counts["eos_id"])

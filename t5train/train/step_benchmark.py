@@ -1,7 +1,7 @@
 """Measures training steps: the program that the ranks of ``t5-pretrain bench`` run.
 
-It builds the same engine as training, and takes the same steps, on random tokens or on those of token shards, which
-are read as in training. Saving and validation are left out. Rank 0 writes the number of steps taken, and the result,
+It builds the same engine as training, and takes the same steps, on random tokens or on those of shards, which are
+read as in training. Saving and validation are left out. Rank 0 writes the number of steps taken, and the result,
 beside the job.
 """
 
@@ -22,14 +22,13 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import BaseModel
 
-from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples, Segments
+from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, Segments
 from t5train.data.samples.span_corruption import row_lengths
 from t5train.errors import T5TrainError
 from t5train.files.atomic import write_json
 from t5train.files.error_report import report
 from t5train.files.heartbeat import Heartbeat
 from t5train.files.run_folder import RANK_FILES
-from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.train.step_profile import recorded_activities
 
@@ -180,12 +179,11 @@ def _batches(job: BenchmarkJob, rank: int) -> _Drawn | Prefetched:
     """Return this rank's micro-batches: random ones, or those of shards, prepared in the background."""
     if job.shards_folder is None:
         return _Drawn(job, rank)
+    from t5train.train.datasets.opening import open_dataset
     from t5train.train.loop import micro_batches
 
     spec = job.spec.with_settings({"optimizer.num_steps": max(job.spec.optimizer.num_steps, job.all_steps)})
-    shards = TokenShards.load(job.shards_folder)
-    samples = Samples(shards, "train", spec.objective, spec.optimizer.seed)
-    return Prefetched(micro_batches(samples, spec, 0), PREFETCHED_BATCHES)
+    return Prefetched(micro_batches(open_dataset(spec, job.shards_folder).train, spec, 0), PREFETCHED_BATCHES)
 
 
 def _steps(job: BenchmarkJob, steps_file: Path, heart: Heartbeat) -> Generator[StepTime, None, None]:

@@ -69,10 +69,8 @@ class SyncJob(BaseModel):
 
     @classmethod
     def of(cls, job: TrainJob, resume_step: int) -> Self:
-        """Return the job of a training attempt. The run's paths, hosts and source of text are not sent."""
+        """Return the job of a training attempt. The run's paths, hosts, and source of text or pairs are not sent."""
         spec = job.spec
-        identity = spec.identity()
-        sent = {part: identity[part] for part in ("objective", "model", "optimizer")}
         execution = {"layout": spec.layout.model_dump(mode="json"), "ranks": spec.cluster.ranks}
         return cls(
             metrics=job.metrics_path,
@@ -82,7 +80,12 @@ class SyncJob(BaseModel):
             project=spec.monitor.wandb_project,
             mode=spec.monitor.wandb_mode,
             resume_step=resume_step,
-            config={**sent, **execution, "recipe": spec.recipe, "run_fingerprint": job.run_fingerprint},
+            config={
+                **spec.training_settings(),
+                **execution,
+                "recipe": spec.recipe,
+                "run_fingerprint": job.run_fingerprint,
+            },
         )
 
 

@@ -232,6 +232,13 @@ def test_a_run_on_pairs_ignores_what_its_deployment_says_of_texts_and_refuses_to
             parameters(recipe, settings={setting: 64}).spec()
 
 
+def test_a_run_on_pairs_states_their_licence_and_languages_and_not_those_of_its_deployments_text() -> None:
+    stated = {"corpus.license": "mit", "corpus.languages": ["en"]}
+    corpus = parameters("reverse_and_sort", settings=stated).spec().corpus
+    assert (corpus.license, corpus.languages) == ("mit", ("en",))
+    assert parameters("reverse_and_sort", deployed_settings=stated).spec().corpus.license is None
+
+
 def test_a_trial_on_pairs_keeps_the_recipes_dropout_and_the_given_pairs() -> None:
     trial = parameters("finetune_base", trial=True)
     spec = trial.possible_spec()
@@ -240,3 +247,4 @@ def test_a_trial_on_pairs_keeps_the_recipes_dropout_and_the_given_pairs() -> Non
     deployed = {"pairs.train": ["/data/a.jsonl"], "optimizer.seed": 7}
     spec = parameters("finetune_base", trial=True, deployed_settings=deployed).possible_spec()
     assert (spec.pairs.train, spec.optimizer.seed) == (("/data/a.jsonl",), 0)
+    assert (trial.spec().tokenizer.vocab_size, spec.tokenizer.vocab_size) == (31, 2000)  # digits, or any text

@@ -24,7 +24,7 @@ from t5train.files import error_report, heartbeat
 from t5train.files.presence import file_size, files_below, names_in, visible_in
 from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS, EXPORT, METRICS, REPORT, RUN, step_of
 from t5train.records import metrics
-from t5train.records.metrics import UNIGRAM, UNIGRAM_OF_TARGETS, VALIDATION_OF_TARGETS
+from t5train.records.metrics import EXACT_MATCH, UNIGRAM, UNIGRAM_OF_TARGETS, VALIDATION_OF_TARGETS
 from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
 from t5train.spec import PairsSpec
@@ -32,7 +32,7 @@ from t5train.spec.recipes import recipe
 
 _ELSEWHERE = {"name", "recipe", "storage.root"}
 """Settings that options and arguments of a command stand for."""
-_VALIDATION, _EXACT_MATCH = "validation_content_loss", "validation_exact_match"
+_VALIDATION = "validation_content_loss"
 _PARTIAL_PHASES = {"step", "compile"}
 
 
@@ -256,7 +256,7 @@ def losses_of(folder: Path, tasks: Sequence[str]) -> Losses:
     """Return the losses of a run; ``tasks`` are the names of those of a run on pairs."""
     lines = metrics.read(folder / METRICS)
     steps = [loss for line in lines if (loss := line.get("loss")) is not None]
-    matches = [line for line in lines if line.get(_EXACT_MATCH) is not None]
+    matches = [line for line in lines if line.get(EXACT_MATCH) is not None]
     of_pairs = bool(matches) or any(UNIGRAM_OF_TARGETS in line for line in lines)
     names = (VALIDATION_OF_TARGETS, UNIGRAM_OF_TARGETS) if of_pairs else (_VALIDATION, UNIGRAM)
     validated = [(loss, line["step"]) for line in lines if (loss := line.get(names[0])) is not None]
@@ -268,7 +268,7 @@ def losses_of(folder: Path, tasks: Sequence[str]) -> Losses:
         best_validation=best,
         best_validation_step=None if step is None else int(step),
         unigram_baseline=unigram[-1] if unigram else None,
-        exact_match=matches[-1][_EXACT_MATCH] if matches else None,
+        exact_match=matches[-1][EXACT_MATCH] if matches else None,
         exact_match_of_tasks=metrics.exact_matches(matches[-1], "validation", tasks) if matches else {},
     )
 

@@ -63,7 +63,7 @@ class PairDataset:
         settings, corpus = self._spec.identity(), self._spec.corpus
         for split in SPLITS:
             settings["pairs"][split] = list(map(_shareable, settings["pairs"][split]))
-        units = ("pairs", "rows", "tokens")
+        units = ("pairs", "rows", "tokens", "cut", "dropped")
         names = [f"{split}_{unit}{task}" for split in SPLITS for unit in units for task in ("", *self._tasks())]
         counts = {name: int(self.shards.counts[name]) for name in names if name in self.shards.counts}
         return {

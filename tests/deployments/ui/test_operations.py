@@ -87,7 +87,7 @@ def operated(page: Any, up: Any, ask: Any, tmp_path_factory: pytest.TempPathFact
     root, port = tmp_path_factory.mktemp("operated"), free_port()
     server = f"http://127.0.0.1:{port}"
     text = str(write_jsonl(tmp_path_factory.mktemp("text") / "text.jsonl", 400))
-    small = trial_settings() | TINY | {"corpus.source": text, "storage.checkpoint_every_steps": 5}
+    small = trial_settings("smoke") | TINY | {"corpus.source": text, "storage.checkpoint_every_steps": 5}
     options = [word for name, value in small.items() for word in ("--set", f"{name}={json.dumps(value)}")]
     # Its ranks sleep in each step: one of the runs trains until it is cancelled.
     with up(root, port, *options, **paced_training.environment_of(tmp_path_factory.mktemp("paces"))):

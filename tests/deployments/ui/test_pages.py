@@ -28,7 +28,7 @@ from tests.support.generated_text import TINY, write_jsonl
 pytestmark = [pytest.mark.slow, pytest.mark.ui]
 
 NUM_STEPS = paced_training.HELD + 20
-SETTINGS = trial_settings() | TINY
+SETTINGS = trial_settings("smoke") | TINY
 SETTINGS |= {
     "optimizer.global_batch_sequences": 4,
     "layout.micro_batch_sequences": 2,

@@ -114,6 +114,13 @@ def test_of_a_run_on_pairs_the_loss_and_the_share_of_exact_matches_are_shown(run
     assert run.now() == (f"{FIGURES}, {shown}", 10, 100)
 
 
+def test_a_validation_without_a_loss_of_masked_tokens_is_left_out(run: Run) -> None:
+    run.begin(1, None)
+    run.write({"step": 3, "validation_loss": 3.0}, step(4))
+    run.beat("step")
+    assert run.now() == (FIGURES, 4, 100)
+
+
 def test_figures_of_an_earlier_attempt_are_not_shown(run: Run) -> None:
     run.begin(1, None)
     run.beat("step")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t5train.spec import RunSpec, setting_names
-from t5train.spec.config_file import read_config, recipe_text, run_text
+from t5train.spec.config_file import data_setting, read_config, recipe_text, run_text
 from t5train.spec.recipes import RECIPES, recipe
 from tests.t5train.spec.test_fingerprint import OTHER
 
@@ -41,9 +41,9 @@ def read_back(text: str, folder: Path) -> RunSpec:
 def test_every_recipe_is_read_back(name: str, needs_source: bool, tmp_path: Path) -> None:
     text = recipe_text(recipe(name), needs_source=needs_source)
     assert read_back(text, tmp_path) == recipe(name)
-    of_pairs = recipe(name).is_fine_tuning
     written = set(read_config(tmp_path / "run.yaml").settings)
-    assert ("pairs.train" if of_pairs else "corpus.source") in written or needs_source
+    assert (data_setting(recipe(name)) in written) is not needs_source
+    of_pairs = recipe(name).is_fine_tuning
     others = {each for each in written if each.startswith(("corpus.", "objective.") if of_pairs else "pairs.")}
     assert others == ({"corpus.license", "corpus.languages"} if of_pairs else set())
 

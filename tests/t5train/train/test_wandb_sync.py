@@ -1,5 +1,6 @@
 """Weights & Biases: what a run sends, what a resume continues, and that its failures are logged and harmless."""
 
+import json
 import logging
 import os
 import re
@@ -73,6 +74,14 @@ def test_a_resume_continues_the_same_wandb_run_and_sends_each_step_once(job: Tra
     assert losses(first) == {step: float(step) for step in range(6)}
     assert losses(second) == {6: 6.5, 7: 7.5}
     assert "mfu" not in wandb_files.history(first)[1]
+
+
+def test_of_a_run_on_pairs_the_settings_of_rows_are_sent_and_not_the_files(job: TrainJob) -> None:
+    spec = job.spec.with_settings({"pairs.train": ["/private/a.jsonl"], "pairs.target_tokens": 64})
+    sent = SyncJob.of(job.model_copy(update={"spec": spec}), 0)
+    assert sent.config["pairs"]["target_tokens"] == 64
+    assert "objective" not in sent.config
+    assert "private" not in json.dumps(sent.config)
 
 
 @pytest.mark.usefixtures("quick_processes")

@@ -55,7 +55,8 @@ class Predictions:
 def dataset(monkeypatch: pytest.MonkeyPatch) -> PairDataset:
     monkeypatch.setattr(pair_dataset, "PairSamples", HeldOut)
     monkeypatch.setattr(pair_dataset, "require_enough_pairs", lambda _spec, _shards: None)
-    shards = PairShards(path=Path("shards"), fingerprint="5" * 64, files={}, counts={"test_pairs": 0})
+    counts = {"test_pairs": 0, "validation_cut": 3}
+    shards = PairShards(path=Path("shards"), fingerprint="5" * 64, files={}, counts=counts)
     return PairDataset(shards, spec())
 
 
@@ -95,6 +96,10 @@ def test_loss_accuracy_and_exact_match_count_each_real_token_and_pair_once_on_an
 
 def test_a_test_split_without_pairs_is_not_measured(dataset: PairDataset) -> None:
     assert dataset.test(cast(Any, Predictions())) == {}
+
+
+def test_what_was_cut_is_recorded(dataset: PairDataset) -> None:
+    assert dataset.described()["data"]["validation_cut"] == 3
 
 
 def test_files_of_pairs_are_named_without_local_folders_and_credentials(
