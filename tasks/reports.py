@@ -40,6 +40,7 @@ from t5train.report.report_folder import (
 from t5train.report.result_reports import (
     counts_text,
     data_wait_line,
+    earlier_lines,
     proof_report,
     publication_report,
     saving_line,
@@ -105,6 +106,7 @@ def show_summary(spec: RunSpec, stages: dict[str, Record], publication: Publicat
     metrics = read(spec.run_folder / METRICS)
     results = [
         *loss_lines(witness.validation, witness.trained.task_names, is_trial=is_trial),
+        *earlier_lines(witness.validation, metrics),
         saving_line(metrics),
         data_wait_line(metrics),
     ]

@@ -2,10 +2,11 @@
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from t5train.locations import local_folder
 from t5train.quantities import quantity
-from t5train.records.metrics import OF_ONE_TASK, Values
+from t5train.records.metrics import OF_ONE_TASK, UNIGRAM_OF_TARGETS, VALIDATION_OF_TARGETS, Values
 from t5train.records.stage_records import Export, Publication, Record, Weights
 from t5train.release.certificate import CERTIFICATE, Certificate, ProbeComparison
 from t5train.release.markdown import code, code_block, escaped, page, table
@@ -148,6 +149,26 @@ def saving_line(lines: Iterable[Values]) -> str:
     stood = sum(saved)
     share = stood / (stood + trained) if saved else 0.0
     return f"{quantity(len(saved), 'checkpoint')}, which paused training for {stood:.1f} s: {share:.2%} of its time"
+
+
+_MUCH_LOWER = 0.95
+
+
+def earlier_lines(published: Mapping[str, Any], lines: Iterable[Values]) -> list[str]:
+    """Return a sentence if the validation loss of a run on pairs was much lower before; otherwise nothing.
+
+    ``published`` are the held-out measurements of the published model.
+    """
+    measured = [(loss, line["step"]) for line in lines if (loss := line.get(VALIDATION_OF_TARGETS)) is not None]
+    if UNIGRAM_OF_TARGETS not in published or not measured:
+        return []
+    (lowest, step), loss = min(measured), published[VALIDATION_OF_TARGETS]
+    if lowest > _MUCH_LOWER * loss:
+        return []
+    return [
+        f"The validation loss was lower before: {lowest:.4f} after step {step:,}, and {loss:.4f} of the published "
+        "model. Train for fewer steps (optimizer.num_steps), on more pairs, or with more dropout (model.dropout_rate)"
+    ]
 
 
 def data_wait_line(lines: Iterable[Values]) -> str:

@@ -54,7 +54,7 @@ def test_the_unchanged_file_of_a_recipe_for_gpus_is_refused_until_it_names_pairs
         ("finetune smoke", "trains on text: use `t5-pretrain run smoke`"),
         ("finetune reverse_and_sort --set objective.input_tokens=64", "set pairs.input_tokens"),
         ("run smoke --set pairs.split_seed=1", "'smoke' trains on text, where it has no effect: set corpus.split_seed"),
-        ("finetune reverse_and_sort --set layout.pipeline_stages=2", "(set layout.pipeline_stages=1)"),
+        ("finetune reverse_and_sort --set layout.pipeline_stages=2", "set layout.pipeline_stages=1"),
         ("train reverse_and_sort", "this command is for text: use `t5-pretrain finetune reverse_and_sort`"),
         ("data stats reverse_and_sort", "this command is for text: use `t5-pretrain data pairs FILE`"),
         ("data pairs --recipe smoke", "trains on text"),
