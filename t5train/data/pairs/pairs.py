@@ -162,8 +162,8 @@ def finding_lines(pairs: Pairs) -> list[str]:
             "validation_pairs_in_test": "pairs of pairs.validation have a source that is also in pairs.test, so the "
             "best checkpoint would be chosen by what it is tested on: remove them from one of the two",
             "duplicate_pairs": f"of {count['train_pairs']:,} pairs to train on repeat an earlier one",
-            "indistinct_tasks": "of the other tasks have sources that begin alike, so the model cannot know which task "
-            "it is asked for: give each task a prefix of its own (#prefix=)",
+            "indistinct_tasks": "of the other tasks cannot be told apart from it, as sources of both begin alike: give "
+            "each task a prefix of its own (#prefix=)",
             **{name: f"of {count['read_pairs']:,} pairs have {ODDITIES[name].explanation}" for name in ODDITIES},
         }
         lines += [f"task {task.task!r}: {count[name]:,} {line}" for name, line in said.items() if count[name]]

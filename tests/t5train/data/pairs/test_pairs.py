@@ -132,7 +132,7 @@ def test_what_may_be_wrong_with_pairs_is_counted_and_shown(tmp_path: Path, caplo
     assert "task 'b'" not in caplog.text
     caplog.clear()
     build_pairs(spec_of(train=[a.partition("#")[0], b]), tmp_path)
-    assert "task 'a': 1 of the other tasks have sources that begin alike" in caplog.text
+    assert "task 'a': 1 of the other tasks cannot be told apart from it" in caplog.text
 
 
 @pytest.mark.parametrize(
