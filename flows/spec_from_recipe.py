@@ -41,7 +41,7 @@ def resolve(
         places["storage.publish_to"] = json.dumps(str(folder))
     if spec.model.start_from and (folder := local_folder(spec.model.start_from)):
         places["model.start_from"] = json.dumps(str(folder))
-        if spec.is_fine_tuning and spec.tokenizer.path is None:
+        if spec.is_fine_tuning and spec.tokenizer.path is None and folder.is_dir():
             places["tokenizer.path"] = json.dumps(str(folder))  # the vocabulary that the model knows
     for setting, path in (
         ("cluster.hostfile", spec.cluster.hostfile),

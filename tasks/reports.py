@@ -38,7 +38,9 @@ from t5train.report.report_folder import (
     write_table,
 )
 from t5train.report.result_reports import (
+    counts_text,
     data_wait_line,
+    earlier_lines,
     proof_report,
     publication_report,
     saving_line,
@@ -99,10 +101,12 @@ def show_publication(spec: RunSpec, publication: Publication) -> None:
 
 def show_summary(spec: RunSpec, stages: dict[str, Record], publication: Publication) -> None:
     """Report on the whole run, log its losses, and remove the report on an earlier failure."""
-    losses = Witness.load(spec.run_folder / WITNESS_FOLDER).validation
+    witness = Witness.load(spec.run_folder / WITNESS_FOLDER)
+    is_trial = spec.optimizer.num_steps <= TRIAL_STEPS
     metrics = read(spec.run_folder / METRICS)
     results = [
-        *loss_lines(losses, is_trial=spec.optimizer.num_steps <= TRIAL_STEPS),
+        *loss_lines(witness.validation, witness.trained.task_names, is_trial=is_trial),
+        *earlier_lines(witness.validation, metrics),
         saving_line(metrics),
         data_wait_line(metrics),
     ]
@@ -153,5 +157,5 @@ def row(stage: Stage, record: Record, seconds: float) -> dict[str, Any]:
         "bytes": f"{sum(digest.size for digest in record.files.values()):,}",
         "fingerprint": record.fingerprint[:12],
         "folder": record.location,
-        "counts": ", ".join(f"{name} {value:,}" for name, value in record.counts.items()),
+        "counts": counts_text(record),
     }

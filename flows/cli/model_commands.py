@@ -30,10 +30,18 @@ DeviceOption = Annotated[
 def generate(  # noqa: PLR0913, PLR0917 - one for each option
     path: ModelArgument,
     texts: Annotated[
-        list[str], typer.Argument(metavar="TEXT...", help="Texts with <extra_id_0>, ..., or - for lines on stdin")
+        list[str],
+        typer.Argument(
+            metavar="TEXT...", help="Texts with <extra_id_0>, ..., or sources with their prefix; - for lines on stdin"
+        ),
     ],
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens to generate", show_default="16 for each gap, at least 64")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most tokens to generate",
+            show_default="those of the longest targets of training on pairs, else 16 for each gap, at least 64",
+        ),
     ] = None,
     num_beams: Annotated[int, typer.Option(min=1, help="Beams to search with; 1 is greedy")] = 1,
     sample: Annotated[
@@ -49,9 +57,10 @@ def generate(  # noqa: PLR0913, PLR0917 - one for each option
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fill the gaps <extra_id_0>, <extra_id_1>, ... of a text.
+    """Fill the gaps <extra_id_0>, ... of a text or, with a model fine-tuned on pairs, give the target of a source.
 
     $ t5-pretrain generate work/published/mine 'A model <extra_id_0> text.'
+    $ t5-pretrain generate work/published/digits 'reverse: 3 1 4 1 5'
     $ t5-pretrain generate MODEL 'Two <extra_id_0>' --top-p 0.9 --seed 7
     $ t5-pretrain generate work/published/mine - --json < texts.txt
     """

@@ -3,6 +3,7 @@
 from infra.head.preflight.text_checks import TextFacts
 from infra.node.node_folders import PAIR_SHARDS
 from t5train.checkpoint.resume import begun_shards
+from t5train.errors import RecordError, UnknownVersion, Unreadable
 from t5train.files.presence import visible_in
 from t5train.locations import redacted
 from t5train.quantities import format_bytes, quantity
@@ -53,7 +54,10 @@ def epochs_of_pairs(spec: RunSpec) -> tuple[float | None, str]:
     wanted = begun_shards(spec.run_folder)
     for folder in visible_in(spec.storage.root / PAIR_SHARDS):
         if wanted is not None and folder.name.endswith(f"-{wanted[:12]}"):
-            rows = int(PairShards.load(folder).counts["train_rows"])
+            try:
+                rows = int(PairShards.load(folder).counts["train_rows"])
+            except (RecordError, UnknownVersion, Unreadable):
+                break  # unfinished or damaged, so that the run makes them again, or not readable now
             number = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences / max(1, rows)
             return number, f"{number:,.2f} over the {quantity(rows, 'row')} of the train split in {folder}"
     return None, "not known yet: they follow from how many pairs a row holds, which `t5-pretrain data pairs` shows"

@@ -38,11 +38,12 @@ from infra.head.launch.held_run import HeldRun
 from infra.head.storage.continued_run import StoredRun, config_file, require_own_settings, stored_run, take_identity
 from infra.head.training_run import hold_ready_run, train_again
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
-from t5train.files.run_folder import WITNESS_FOLDER
+from t5train.files.run_folder import METRICS, WITNESS_FOLDER
 from t5train.progress import Progress, silent
-from t5train.records.metrics import loss_lines
+from t5train.records.metrics import loss_lines, read
 from t5train.records.stage_records import Publication
 from t5train.records.witness import Witness
+from t5train.report.result_reports import earlier_lines
 from t5train.spec.config_file import recipe_text
 from t5train.spec.recipes import RECIPES, TRIAL_STEPS, summary
 from t5train.spec.recipes import recipe as recipe_spec
@@ -164,8 +165,10 @@ def _execute(parameters: RunParameters, lost: StoredRun | None, begin_again: boo
         complain(f"{_server_stage()}: watch the run at {api_url.removesuffix('/api')}{_login(api_url)}")
         asyncio.run(_close_killed_runs())
         publication = _run_flow(held, parameters, progress, adopt, fine_tuning=spec.is_fine_tuning)
-    losses = Witness.load(spec.run_folder / WITNESS_FOLDER).validation
-    for line in loss_lines(losses, is_trial=spec.optimizer.num_steps <= TRIAL_STEPS):
+    witness, is_trial = Witness.load(spec.run_folder / WITNESS_FOLDER), spec.optimizer.num_steps <= TRIAL_STEPS
+    for line in loss_lines(witness.validation, witness.trained.task_names, is_trial=is_trial):
+        say(line)
+    for line in earlier_lines(witness.validation, read(spec.run_folder / METRICS)):
         say(line)
     say(f"published: {publication.url}")
 
@@ -235,7 +238,7 @@ def _arrange_log(progress: Progress) -> None:
 
 
 def init(recipe: RecipeArgument, changes: SetOption = None) -> None:
-    """Print a configuration file for `run --config` with every setting of a recipe, its value and a comment.
+    """Print a file for --config of `run` or `finetune`: every setting of a recipe, its value and a comment.
 
     $ t5-pretrain init base > run.yaml
     $ t5-pretrain init smoke --set optimizer.num_steps=60 > run.yaml

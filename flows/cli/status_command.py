@@ -22,7 +22,7 @@ from infra.head.runs.run_lookup import find_run
 from infra.head.runs.run_state import RunState, State, run_states
 from infra.head.runs.run_story import AttemptSummary, Losses, RunStory, StoredCheckpoint, run_story
 from infra.node.attempts.log_tail import printable
-from t5train.quantities import format_bytes
+from t5train.quantities import format_bytes, quantity
 from t5train.report.time_left import duration
 
 RunArgument = Annotated[
@@ -183,6 +183,8 @@ def _fact(label: str, text: object) -> str:
 def _facts(story: RunStory) -> list[str]:
     state = story.state
     tokens = f", {story.tokens:,} tokens to train on" if story.tokens is not None else ""
+    if story.pairs is not None:
+        tokens = f", {quantity(story.pairs, 'pair')} to train on, with {story.tokens or 0:,} target tokens"
     is_over = state.resumable_step is None or state.state == State.PUBLISHED
     resumes = "" if is_over else f", resumes at {state.resumable_step:,}"
     facts: dict[str, object] = {
@@ -260,7 +262,9 @@ def _loss_lines(losses: Losses) -> list[str]:
     }
     lines = [f"{loss:.4f} {what}{more}" for what, (loss, more) in found.items() if loss is not None]
     if losses.exact_match is not None:
-        lines.append(f"{losses.exact_match:.2%} of the pairs predicted exactly at the last validation")
+        of_tasks = ", ".join(f"{task} {share:.2%}" for task, share in losses.exact_match_of_tasks.items())
+        of_each = f" ({of_tasks})" if of_tasks else ""
+        lines.append(f"{losses.exact_match:.2%} of the pairs predicted exactly at the last validation{of_each}")
     return lines
 
 

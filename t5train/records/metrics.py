@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -136,22 +136,26 @@ LOSSES_OF_PAIRS = {
 }
 """The same of a run on pairs, where every target token counts."""
 EXACT_MATCH = "validation_exact_match"
-ACCURACIES = {
-    "validation_token_accuracy": "validation, target tokens that are the most likely given those before them",
-    EXACT_MATCH: "validation, pairs whose target tokens all are",
+"""The share of the pairs of the validation split of which every target token is predicted right."""
+_SHARES = {
+    "token_accuracy": "target tokens that are predicted right, given those before them",
+    "exact_match": "exact match, pairs of which every target token is predicted right",
 }
-"""The shares of a run on pairs that are predicted right."""
+
+
+OF_ONE_TASK = "_of_task_"
 
 
 def of_task(metric: str, task: int) -> str:
     """Return the name of a metric or count of one task of a run on several; tasks are numbered as in pairs.train."""
-    return f"{metric}_of_task_{task}"
+    return f"{metric}{OF_ONE_TASK}{task}"
 
 
-def loss_lines(losses: Mapping[str, Any], *, is_trial: bool = False) -> list[str]:
+def loss_lines(losses: Mapping[str, Any], tasks: Sequence[str] = (), *, is_trial: bool = False) -> list[str]:
     """Return the losses as text, one line each, and a last line if the model has learned nothing.
 
-    Of a trial, which has few steps, that is expected.
+    Of a run on pairs, shares that are predicted right follow the losses, with the names of ``tasks`` for those of
+    single tasks. Of a trial, which has few steps, having learned nothing is expected.
     """
     shown = LOSSES | {TEST: "test split, masked tokens"}
     if UNIGRAM_OF_TARGETS in losses:
@@ -159,19 +163,36 @@ def loss_lines(losses: Mapping[str, Any], *, is_trial: bool = False) -> list[str
     lines = [
         f"{losses[name]:.4f} nats/token: {meaning}" for name, meaning in shown.items() if losses.get(name) is not None
     ]
-    shares = ACCURACIES | {name.replace("validation", "test"): "the same, test split" for name in ACCURACIES}
-    lines += [f"{losses[name]:.2%}: {meaning}" for name, meaning in shares.items() if losses.get(name) is not None]
+    for split, title in (("validation", "validation"), ("test", "test split")):
+        lines += _share_lines(losses, split, title, tasks)
     if has_learned_nothing(losses) and is_trial:
         lines.append(
             "The trial has succeeded. So few steps cannot teach a model more than the unigram baseline knows: a trial "
             "shows that the layout trains, saves and exports, not how well it learns"
         )
     elif has_learned_nothing(losses):
+        data = "pairs" if UNIGRAM_OF_TARGETS in losses else "text"
         lines.append(
             "The model predicts no better than the unigram baseline. If the validation loss was lower before, train "
-            "for fewer steps or on more text; otherwise train for more steps, or lower optimizer.peak_learning_rate"
+            f"for fewer steps or on more {data}; otherwise train for more steps, or lower optimizer.peak_learning_rate"
         )
     return lines
+
+
+def _share_lines(losses: Mapping[str, Any], split: str, title: str, tasks: Sequence[str]) -> Iterator[str]:
+    """Yield the shares of a split that are predicted right and, of several tasks, the exact match of each."""
+    for name, meaning in _SHARES.items():
+        if (share := losses.get(f"{split}_{name}")) is not None:
+            yield f"{share:.2%}: {title}, {meaning}"
+    if of_tasks := exact_matches(losses, split, tasks):
+        shares = ", ".join(f"{task} {share:.2%}" for task, share in of_tasks.items())
+        yield f"exact match of each task, {title}: {shares}"
+
+
+def exact_matches(losses: Mapping[str, Any], split: str, tasks: Sequence[str]) -> dict[str, float]:
+    """Return the exact match of each of several tasks that was measured, by name; empty for a single one."""
+    found = {task: losses.get(of_task(f"{split}_exact_match", number)) for number, task in enumerate(tasks)}
+    return {task: share for task, share in found.items() if share is not None} if len(tasks) > 1 else {}
 
 
 def has_learned_nothing(losses: Mapping[str, Any]) -> bool:

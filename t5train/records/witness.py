@@ -69,6 +69,11 @@ class TrainedModel(BaseModel):
     languages: tuple[str, ...] = ()
     tasks: tuple[TrainedTask, ...] = ()
 
+    @property
+    def task_names(self) -> list[str]:
+        """The names of the tasks of a run on pairs; empty for one on text."""
+        return [task.task for task in self.tasks]
+
     @model_serializer(mode="wrap")
     def _without_empty_tasks(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         document: dict[str, Any] = serialize(self)

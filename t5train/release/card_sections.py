@@ -9,6 +9,7 @@ from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.unknown_pieces import unknown_line
 from t5train.quantities import quantity
 from t5train.records.metrics import (
+    OF_ONE_TASK,
     SHUFFLED_OF_TARGETS,
     UNIGRAM,
     UNIGRAM_OF_TARGETS,
@@ -96,7 +97,7 @@ class Words(NamedTuple):
 
 def table(headings: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
     """Return a table. Texts in the first column are as they are; numbers and texts in the second are formatted."""
-    lines = [f"| {' | '.join((str(row[0]), _cell(row[1]), *row[2:]))} |" for row in rows]
+    lines = [f"| {' | '.join((str(row[0]), cell(row[1]), *row[2:]))} |" for row in rows]
     return "\n".join([f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *lines])
 
 
@@ -149,14 +150,15 @@ def hub_licence(stated: str | None) -> dict[str, str]:
 
 
 def licence(trained: TrainedModel) -> str:
-    """Return what is known of the licence of the text."""
+    """Return what is known of the licence of the text or the pairs."""
+    data = "pairs have" if trained.tasks else "text has"
     if trained.license:
         return (
-            f"The text has the licence {code(trained.license)}, as\nstated when this model was trained; the header of "
+            f"The {data} the licence {code(trained.license)}, as\nstated when this model was trained; the header of "
             "this card repeats it."
         )
     return (
-        "The licence of this model follows from the licence of that text, which this tool\ndoes not know. State it "
+        f"The licence of this model follows from the one that the {data}, which this tool\ndoes not know. State it "
         "wherever you share the model, but not in this folder: a changed file no longer verifies."
     )
 
@@ -292,10 +294,12 @@ def _described(optimizer: Mapping[str, Any]) -> dict[str, str]:
 
 
 def measurements(recorded: Mapping[str, Any]) -> str:
-    """Return the table of measurements, each with its meaning, the most important first."""
-    names = [name for name in MEANINGS if name in recorded] + sorted(recorded.keys() - MEANINGS.keys())
+    """Return the table of measurements, each with its meaning, the most important first; without those of one task."""
+    others = (name for name in sorted(recorded.keys() - MEANINGS.keys()) if OF_ONE_TASK not in name)
+    names = [*(name for name in MEANINGS if name in recorded), *others]
     return table(("measurement", "", "meaning"), [(name, recorded[name], MEANINGS.get(name, "")) for name in names])
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """Return a measurement as Markdown."""
     return f"{value:.4f}" if isinstance(value, float) else code(value)

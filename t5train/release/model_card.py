@@ -168,7 +168,9 @@ def model_card(
         training=training(witness),
         curve=f"\n![Loss against optimizer steps]({LOSS_CURVE})\n" if LOSS_CURVE in files else "",
         measured_at=measured_at(witness),
-        measurements=measurements(witness.validation),
+        measurements="\n\n".join(
+            filter(None, (measurements(witness.validation), pair_card.measurements_of_tasks(witness)))
+        ),
         recipe=trained.recipe,
         lineage=table(("stage", ""), lineage.items()),
         settings=json.dumps(trained.settings, indent=1, sort_keys=True, ensure_ascii=False),

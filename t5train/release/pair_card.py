@@ -9,9 +9,10 @@ from t5train.data.samples.mixture import rates
 from t5train.quantities import quantity
 from t5train.records.metrics import of_task
 from t5train.records.witness import TrainedModel, Witness
-from t5train.release.card_sections import Words, languages, licence
+from t5train.release.card_sections import Words, cell, languages, licence
 from t5train.release.markdown import code, table
 from t5train.spec import PairsSpec
+from t5train.spec.pairs_spec import location_of
 
 TAGS = ("t5", "fine-tuned")
 BASELINE_LABEL = "unigram baseline, all target tokens"
@@ -30,14 +31,15 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens={target_tokens})[
 
 Sources had at most {input_tokens:,} tokens in training, and targets {target_tokens:,}. Without `max_new_tokens`,
 transformers stops after 20 tokens."""
-_MEASURED = "All target tokens count, also the one that ends a target. Names that end in\n`_of_task_N` are of one task."
+_MEASURED = "All target tokens count, also the one that ends a target."
+_OF_TASKS = ("pairs", "exact_match", "token_accuracy", "loss")
 
 
 def words(witness: Witness, origin: str, steps: str) -> Words:
     """Return the words of the card; ``origin`` says what training started from, and ``steps`` how long it took."""
     trained = witness.trained
     pairs, first = trained.settings["pairs"], trained.tasks[0]
-    files = ", ".join(code(each) for each in pairs["train"])
+    files = ", ".join(code(location_of(each)) for each in pairs["train"])
     has_prefix = any(task.prefix for task in trained.tasks)
     prefixes = table(("task", "prefix"), [(code(task.task), code(_quoted(task.prefix))) for task in trained.tasks])
     return Words(
@@ -83,7 +85,18 @@ def _data(witness: Witness) -> Iterator[str]:
     )
     if len(witness.trained.tasks) > 1:
         yield ""
-        yield table(("task", "pairs", "share of the pairs trained on"), _tasks(witness.trained))
+        yield table(("task", "pairs", "share of training, in pairs"), _tasks(witness.trained))
+
+
+def measurements_of_tasks(witness: Witness) -> str:
+    """Return a table of the held-out measurements of each of several tasks; else nothing."""
+    rows = []
+    for split in _SPLITS[1:]:
+        for number, task in enumerate(witness.trained.task_names):
+            values = [witness.validation.get(of_task(f"{split}_{what}", number)) for what in _OF_TASKS]
+            rows.append((code(task), split, *("not measured" if value is None else cell(value) for value in values)))
+    header = ("task", "split", *(what.replace("_", " ") for what in _OF_TASKS))
+    return table(header, rows) if len(witness.trained.tasks) > 1 else ""
 
 
 def _longer(counts: Mapping[str, int]) -> Iterator[str]:

@@ -2,10 +2,11 @@
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from t5train.locations import local_folder
 from t5train.quantities import quantity
-from t5train.records.metrics import Values
+from t5train.records.metrics import OF_ONE_TASK, UNIGRAM_OF_TARGETS, VALIDATION_OF_TARGETS, Values
 from t5train.records.stage_records import Export, Publication, Record, Weights
 from t5train.release.certificate import CERTIFICATE, Certificate, ProbeComparison
 from t5train.release.markdown import code, code_block, escaped, page, table
@@ -150,6 +151,26 @@ def saving_line(lines: Iterable[Values]) -> str:
     return f"{quantity(len(saved), 'checkpoint')}, which paused training for {stood:.1f} s: {share:.2%} of its time"
 
 
+_MUCH_LOWER = 0.95
+
+
+def earlier_lines(published: Mapping[str, Any], lines: Iterable[Values]) -> list[str]:
+    """Return a sentence if the validation loss of a run on pairs was much lower before; otherwise nothing.
+
+    ``published`` are the held-out measurements of the published model.
+    """
+    measured = [(loss, line["step"]) for line in lines if (loss := line.get(VALIDATION_OF_TARGETS)) is not None]
+    if UNIGRAM_OF_TARGETS not in published or not measured:
+        return []
+    (lowest, step), loss = min(measured), published[VALIDATION_OF_TARGETS]
+    if lowest > _MUCH_LOWER * loss:
+        return []
+    return [
+        f"The validation loss was lower before: {lowest:.4f} after step {step:,}, and {loss:.4f} of the published "
+        "model. Train for fewer steps (optimizer.num_steps), on more pairs, or with more dropout (model.dropout_rate)"
+    ]
+
+
 def data_wait_line(lines: Iterable[Values]) -> str:
     """Return the share of the steps' time in which rank 0 waited for data."""
     taken = [(line.get("data_wait_seconds") or 0.0, line.get("seconds") or 0.0) for line in lines]
@@ -187,8 +208,13 @@ def summary_report(
     )
 
 
+def counts_text(record: Record) -> str:
+    """Return the counts of a record, without those of single tasks, of which the data report shows what matters."""
+    return ", ".join(f"{name} {value:,}" for name, value in record.counts.items() if OF_ONE_TASK not in name)
+
+
 def _lineage_row(title: str, record: Record) -> tuple[str, ...]:
     made_from = ", ".join(f"{name} {fingerprint[:12]}" for name, fingerprint in record.inputs.items())
-    counts = ", ".join(f"{name} {value:,}" for name, value in record.counts.items())
+    counts = counts_text(record)
     folder = record.url if isinstance(record, Publication) else record.path
     return title, made_from or "-", code(record.fingerprint[:12]), code(record.seal[:12]), counts, code(folder)

@@ -23,7 +23,7 @@ from t5train.files.os_errors import explain
 from t5train.spec import RunSpec, nearest, setting_names
 from t5train.spec.known_texts import is_relative_path
 from t5train.spec.pairs_spec import GENERATED
-from t5train.spec.recipes import RECIPES, unknown_recipe
+from t5train.spec.recipes import RECIPES, recipe, unknown_recipe
 from t5train.spec.run_spec import wrong_value
 from t5train.spec.settings import Part, Setting, annotation_of, parts_of
 
@@ -323,18 +323,31 @@ def _text(spec: RunSpec, opening: str, needs_source: bool) -> str:
     whole = parts_of(type(spec))
     lines = [*_comment(f"{opening}\n\n{_ABOUT}", ""), ""]
     required = data_setting(spec) if needs_source else None
-    lines += _members(whole, spec.model_dump(mode="json"), "", required)
+    lines += _members(whole, spec.model_dump(mode="json"), "", required, _unused(spec))
     return "\n".join(lines) + "\n"
 
 
-def _members(part: Part, values: Mapping[str, Any], indent: str, required: str | None) -> Iterator[str]:
+def _unused(spec: RunSpec) -> set[str]:
+    """Names of settings without effect, as the run is on text or on pairs, whose values are those of the recipe."""
+    of_text = {name for name in setting_names() if name.startswith(("corpus.", "objective."))}
+    of_text -= {"corpus.license", "corpus.languages"}  # which the model card states of pairs, too
+    of_pairs = {name for name in setting_names() if name.startswith("pairs.")}
+    usual, values = recipe(spec.recipe).model_dump(), spec.model_dump()
+    without_effect = of_text if spec.is_fine_tuning else of_pairs
+    return {name for name in without_effect if _value_in(values, name) == _value_in(usual, name)}
+
+
+def _members(
+    part: Part, values: Mapping[str, Any], indent: str, required: str | None, unused: Collection[str]
+) -> Iterator[str]:
     for member in part.members:
         value = values[member.key]
+        if member.name in unused:
+            continue
         if isinstance(member, Part):
-            yield ""
-            yield from _comment(member.description, indent)
-            yield f"{indent}{member.key}:"
-            yield from _members(member, value, f"{indent}  ", required)
+            lines = list(_members(member, value, f"{indent}  ", required, unused))
+            if lines:
+                yield from ["", *_comment(member.description, indent), f"{indent}{member.key}:", *lines]
         elif member.name == required:
             yield from _comment(f"REQUIRED. {member.explained}", indent)
             yield f"{indent}# {member.key}: {_EXAMPLES[required]}"

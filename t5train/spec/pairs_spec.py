@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Literal, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import unquote_to_bytes
 
 from pydantic import Field, field_validator
 
-from t5train.locations import hub_dataset_name, without_secret
+from t5train.errors import encodable
+from t5train.locations import hub_dataset_name, local_folder, redacted, without_secret
 from t5train.spec.data_spec import HUB_SPLIT, dataset_at_revision, require_whole_split
 from t5train.spec.settings import check, nearest
 from t5train.spec.training_spec import MixingLimit, MixingSpec, MixingTemperature, MixingWeights
@@ -183,9 +184,14 @@ def _pair_source(
     location, *choices = _CHOICES.split(named, maxsplit=1)
     if not location.strip():
         raise ValueError(f"{setting} has an empty name: name a file, folder, pattern or URL")
+    if encodable(named) != named:
+        raise ValueError(
+            f"{setting} names {encodable(named)}, which is not UTF-8: rename the file, or correct this text"
+        )
+    without_secret(setting, location)
     if found := dataset_at_revision(location):
         raise ValueError(f"{setting} names {named!r}: write the revision as {found[1]}#revision={found[2]}")
-    without_secret(setting, location)
+    named = _shown(named, location)
     given = _given(setting, named, location, choices[0] if choices else "")
     if tasks is None:
         values = {"task": _default_task(location), "prefix": GENERATED.get(location, "")}
@@ -194,6 +200,11 @@ def _pair_source(
     if hub_dataset_name(location) is not None:
         values |= {"split": split}
     source = PairSource(location, **{**values, **given})
+    if source.source == source.target:
+        raise ValueError(
+            f"{setting} names {named!r}: {source.source!r} is the column of both source and target, so the model would "
+            "learn to copy. Choose two columns (#source=NAME&target=NAME)"
+        )
     if not re.fullmatch(HUB_SPLIT, source.split):
         raise ValueError(f"{setting} names {named!r}: {source.split!r} cannot be the name of a split")
     if not _TASK.fullmatch(source.task):
@@ -226,8 +237,25 @@ def _given(setting: str, named: str, location: str, choices: str) -> dict[str, s
             )
         if name in given or (not value and name != "prefix"):
             raise ValueError(f"{setting} names {named!r}: give {name} once, and a value of it")
-        given[name] = unquote(value)
+        given[name] = _decoded(setting, named, value)
     return given
+
+
+def _shown(named: str, location: str) -> str:
+    """Return a name for errors. What follows the # of a URL may be a secret of its server."""
+    is_url = local_folder(location) is None and hub_dataset_name(location) is None
+    return redacted(location) if is_url else named
+
+
+def _decoded(setting: str, named: str, value: str) -> str:
+    """Return a value with what %XX stands for."""
+    try:
+        return unquote_to_bytes(value).decode()
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"{setting} names {named!r}: %XX in {value!r} stands for bytes that are not UTF-8. Write % inside of a "
+            "value as %25"
+        ) from None
 
 
 def _task_of(

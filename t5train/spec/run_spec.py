@@ -203,10 +203,7 @@ class RunSpec(SpecPart):
         }
 
     def training_settings(self) -> dict[str, Any]:
-        """Return the identity settings of training: samples, model, optimizer, and which checkpoint is the result.
-
-        None is a path.
-        """
+        """Return the identity settings of training, without those of the data that shards cover. None is a path."""
         parts = {"objective", "pairs", "model", "optimizer", "evaluate", "storage"}
         return {part: settings for part, settings in self.settings_without_locations().items() if part in parts}
 

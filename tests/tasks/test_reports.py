@@ -18,7 +18,9 @@ def test_every_stage_is_a_row_of_the_file_and_of_the_artifact(
 ) -> None:
     shown: list[list[dict[str, Any]]] = []
     monkeypatch.setattr(run_page.Shown, "show", lambda _self, rows, _text: shown.append(list(rows)))
-    corpus = Corpus(path=tmp_path / "_text_", fingerprint="c" * 64, files={}, counts={"passages": 3000})
+    corpus = Corpus(
+        path=tmp_path / "_text_", fingerprint="c" * 64, files={}, counts={"passages": 3000, "passages_of_task_0": 1}
+    )
     table = StageTable(tmp_path)
     table.add(CORPUS, corpus)
     assert (tmp_path / "report/stages.md").read_text().splitlines() == [

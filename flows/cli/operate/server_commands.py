@@ -189,7 +189,7 @@ def _deploy(given: Mapping[str, object]) -> "Deployed":
     say(f"deployed: {', '.join(deployed.names)}")
     say(f"their defaults: {', '.join(f'{name} {value}' for name, value in defaults.items())}")
     if "corpus" not in defaults:
-        complain("only smoke has a text to train on: configure one for the other deployments with --corpus")
+        complain("of the deployments that train on text, only smoke has one: configure it for the others with --corpus")
     for name, text in deployed.other_texts.items():
         complain(f"{name} does not train on {defaults['corpus']}: it uses {text or 'data of its own'}")
     for name, why in deployed.refused.items():

@@ -106,7 +106,8 @@ def require_accelerators(spec: RunSpec) -> None:
         raise SpecError(
             "this machine has no GPU or other accelerator that torch can use, and cluster.accelerator is left out. To "
             "try the recipe on this machine's CPUs with a tiny model, add --trial to the same command. To train on "
-            "CPUs, use the recipe smoke, or set cluster.accelerator=cpu"
+            f"CPUs, use the recipe {'reverse_and_sort' if spec.is_fine_tuning else 'smoke'}, or set "
+            "cluster.accelerator=cpu"
         )
     usable = found if cluster.accelerator in (None, kind) else 0
     if usable < cluster.ranks:

@@ -2,8 +2,8 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from t5train.records import metrics
 from t5train.records.metrics import EXACT_MATCH, UNIGRAM, UNIGRAM_OF_TARGETS, VALIDATION_OF_TARGETS
 from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
+from t5train.spec import PairsSpec
 from t5train.spec.recipes import recipe
 
 _ELSEWHERE = {"name", "recipe", "storage.root"}
@@ -76,6 +77,8 @@ class Losses:
     unigram_baseline: float | None = None
     exact_match: float | None = None
     """Of a run on pairs: the share of pairs with an exactly predicted target, at the last validation. Not a loss."""
+    exact_match_of_tasks: Mapping[str, float] = field(default_factory=dict)
+    """The same of each of several tasks, by name."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class RunStory:
     """The text or the pairs that it trains on."""
     tokens: int | None
     """Tokens of the training split, of pairs those of targets; None if the token shards are not under the root."""
+    pairs: int | None
+    """Pairs of the training split; None of a run on text, or if the token shards are not under the root."""
     last_start: Start | None
     attempts: list[AttemptSummary]
     checkpoints: list[StoredCheckpoint]
@@ -115,16 +120,18 @@ def run_story(folder: Path) -> RunStory:
     spec: dict[str, Any] = reading.tried(lambda: read_json(folder / RUN).get("spec", {}), {})
     settings: dict[str, Any] = reading.tried(lambda: changed_settings(spec), {}) if spec else {}
     start = reading.tried(lambda: read_start(folder), None)
+    counts = reading.tried(lambda: _counts(folder), dict[str, int]())
     return RunStory(
         state=state,
         recipe=spec.get("recipe"),
         settings=settings,
         source=reading.tried(lambda: _source(spec), None) if spec else None,
-        tokens=reading.tried(lambda: _tokens(folder), None),
+        tokens=counts.get("train_tokens"),
+        pairs=counts.get("train_pairs"),
         last_start=start,
         attempts=reading.tried(lambda: attempt_history(folder, state.state == State.RUNNING), []),
         checkpoints=reading.tried(lambda: stored_checkpoints(folder), []),
-        losses=reading.tried(lambda: losses_of(folder), Losses()),
+        losses=reading.tried(lambda: losses_of(folder, _tasks(spec)), Losses()),
         reports=reading.tried(lambda: visible_in(folder / REPORT), []),
         certificate=reading.tried(lambda: _certificate(folder), "unknown"),
         next_command=reading.tried(lambda: _next_command(folder, state, start, spec, settings), None),
@@ -245,11 +252,11 @@ def stored_checkpoints(folder: Path) -> list[StoredCheckpoint]:
     ]
 
 
-def losses_of(folder: Path) -> Losses:
-    """Return the losses of a run."""
+def losses_of(folder: Path, tasks: Sequence[str]) -> Losses:
+    """Return the losses of a run; ``tasks`` are the names of those of a run on pairs."""
     lines = metrics.read(folder / METRICS)
     steps = [loss for line in lines if (loss := line.get("loss")) is not None]
-    matches = [share for line in lines if (share := line.get(EXACT_MATCH)) is not None]
+    matches = [line for line in lines if line.get(EXACT_MATCH) is not None]
     of_pairs = bool(matches) or any(UNIGRAM_OF_TARGETS in line for line in lines)
     names = (VALIDATION_OF_TARGETS, UNIGRAM_OF_TARGETS) if of_pairs else (_VALIDATION, UNIGRAM)
     validated = [(loss, line["step"]) for line in lines if (loss := line.get(names[0])) is not None]
@@ -261,7 +268,8 @@ def losses_of(folder: Path) -> Losses:
         best_validation=best,
         best_validation_step=None if step is None else int(step),
         unigram_baseline=unigram[-1] if unigram else None,
-        exact_match=matches[-1] if matches else None,
+        exact_match=matches[-1][EXACT_MATCH] if matches else None,
+        exact_match_of_tasks=metrics.exact_matches(matches[-1], "validation", tasks) if matches else {},
     )
 
 
@@ -291,15 +299,19 @@ def _pairs(spec: Mapping[str, Any]) -> list[str]:
     return list(spec.get("pairs", {}).get("train", []))
 
 
-def _tokens(folder: Path) -> int | None:
-    """Tokens of the training split of the run's token shards; None if they are not under its root."""
+def _tasks(spec: Mapping[str, Any]) -> list[str]:
+    """The names of the tasks of a run on pairs; empty for one on text."""
+    return [each.task for each in PairsSpec.model_validate(spec["pairs"]).tasks()] if _pairs(spec) else []
+
+
+def _counts(folder: Path) -> dict[str, int]:
+    """The counts of the run's token shards; empty if they are not under its root."""
     wanted = read_json(folder / RUN).get("identity", {}).get("shards")
     root = root_of_run(folder)
     for shards in [*visible_in(root / SHARDS), *visible_in(root / PAIR_SHARDS)]:
         if wanted is not None and shards.name.endswith(f"-{wanted[:12]}"):
-            tokens = read_json(shards / MANIFEST).get("counts", {}).get("train_tokens")
-            return None if tokens is None else int(tokens)
-    return None
+            return {name: int(count) for name, count in read_json(shards / MANIFEST).get("counts", {}).items()}
+    return {}
 
 
 def _certificate(folder: Path) -> str:

@@ -112,7 +112,7 @@ def column_kinds(schema: Any, above: str = "") -> list[tuple[str, pyarrow.DataTy
 def _damaged(path: Path, where: str, error: Exception) -> InputError:
     shown, is_encrypted = printable(str(path)), "decrypt" in str(error).lower()
     remedy = "Write the file again without encryption" if is_encrypted else "Fetch or write the file again"
-    return InputError(f"{shown} cannot be read as parquet{where} ({error}). {remedy}")
+    return InputError(f"{shown} cannot be read as parquet{where} ({printable(' '.join(str(error).split()))}). {remedy}")
 
 
 def stored_text_bytes(source: SourceFile) -> int:

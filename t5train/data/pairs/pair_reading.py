@@ -58,10 +58,12 @@ def _jsonl(file: SourceFile, columns: PairSource, opened: OpenFile) -> Iterator[
     for row, start, line in raw_lines(file, 0, 0, opened):
         if not line.strip():
             continue
-        where, value = f"line {row + 1}", json_value(file, row, start, line)
+        where, is_array = f"line {row + 1}", line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")
+        value = None if is_array else json_value(file, row, start, line)
         if not isinstance(value, dict):
+            remedy = "To write an array as lines of objects, use jq -c '.[]'" if is_array else "Correct this line"
             raise InputError(
-                f'{file.shown} {where} is not an object such as {{"source": "...", "target": "..."}}. Correct this line'
+                f'{file.shown} {where} is not an object such as {{"source": "...", "target": "..."}}. {remedy}'
             )
         source, target = (_text_of(file, where, value, name) for name in (columns.source, columns.target))
         yield PairRow(where, source, target)
@@ -70,7 +72,7 @@ def _jsonl(file: SourceFile, columns: PairSource, opened: OpenFile) -> Iterator[
 def _tsv(file: SourceFile, columns: PairSource, opened: OpenFile) -> Iterator[PairRow]:
     lines = text_lines(file, 0, 0, opened)
     header = [unquoted(each) for _, _, line in [next(lines, (0, 0, ""))] for each in line.split("\t")]
-    source, target = _places(file, header, columns)
+    source, target = _places(file, header, columns, "tabs")
     for row, _, line in lines:
         if not line:
             continue
@@ -86,7 +88,7 @@ def _tsv(file: SourceFile, columns: PairSource, opened: OpenFile) -> Iterator[Pa
 def _csv(file: SourceFile, columns: PairSource, opened: OpenFile) -> Iterator[PairRow]:
     records = csv_records(file, 0, 0, opened)
     _, _, header = next(records, (0, 0, []))
-    source, target = _places(file, header, columns)
+    source, target = _places(file, header, columns, "commas")
     for row, _, fields in records:
         require_fields(file, row, fields, header)
         if fields:
@@ -149,11 +151,12 @@ def _leaves(values: dict[str, Any], above: str = "") -> Iterator[str]:
             yield f"{above}{name}"
 
 
-def _places(file: SourceFile, header: Sequence[str], columns: PairSource) -> tuple[int, int]:
+def _places(file: SourceFile, header: Sequence[str], columns: PairSource, separator: str) -> tuple[int, int]:
     """Return which columns of a table are those of the source and of the target."""
     for name in (columns.source, columns.target):
         if name not in header:
-            raise _missing(file, "line 1, the header,", name, header)
+            where = f"line 1, the header, split at {separator}," if len(header) == 1 else "line 1, the header,"
+            raise _missing(file, where, name, header)
         if header.count(name) > 1:
             raise InputError(
                 f"{file.shown} line 1, the header, has more than one column {name!r}. Rename one of them, or choose "

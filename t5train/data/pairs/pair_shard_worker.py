@@ -78,9 +78,10 @@ def encode_pairs(job: Json, advance: Advance) -> Json:
         raise InputError(_refusal(job, number, pairs[number][0], whole.lengths[number]))
     numbers = np.flatnonzero(~is_longer) if job["too_long"] == "drop" else np.arange(len(pairs))
     kept = chosen_pairs(whole, numbers, np.minimum(whole.lengths[numbers], row))
-    kept.tokens.astype(f"<u{job['bytes_per_token']}").tofile(job["parts"]["tokens"])
-    kept.lengths.astype(LENGTHS).tofile(job["parts"]["lengths"])
-    (job["first"] + numbers).astype(IDS).tofile(job["parts"]["ids"])
+    parts = {"tokens": kept.tokens.astype(f"<u{job['bytes_per_token']}"), "lengths": kept.lengths.astype(LENGTHS)}
+    for kind, values in (parts | {"ids": (job["first"] + numbers).astype(IDS)}).items():
+        with open(job["parts"][kind], "wb") as part:  # numpy's tofile would not say why a disk refuses
+            part.write(np.ascontiguousarray(values).data)
     advance(job["size"])
     return {"number": job["number"], "pairs": len(numbers), "too_long": int(is_longer.sum())}
 

@@ -26,11 +26,11 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
 
-from t5train.data.pairs.pairs import TASKS, pairs_name, read_pairs
+from t5train.data.pairs.pairs import TASKS, Task, pairs_name, read_pairs, tasks_of
 from t5train.data.passages import SPLITS, Passage
 from t5train.data.shards import bytes_per_token, vocabulary_counts
 from t5train.data.vocabulary.document_encoder import warn_if_slow
@@ -72,6 +72,7 @@ KINDS = ("tokens", "lengths", "ids", "rows")
 """The files of a split of a task, by the ends of their names."""
 _WORKER = "t5train.data.pairs.pair_shard_worker"
 _STRETCH_BYTES = 4 << 20
+_USES = {"train": "train on", "validation": "validate with", "test": "test on"}
 _WARNING_SHARE = 0.01
 _SAMPLE_PAIRS = 10_000
 _PAIRS = 500  # twice as many texts
@@ -115,8 +116,8 @@ def build_pair_shards(  # noqa: PLR0913 - a spec, two records, and where and how
         The record of the shards, whose counts the module describes.
 
     Raises:
-        InputError: A pair is longer than a row and ``spec.too_long`` is refuse; all pairs of a task to train on were
-            dropped; or more than ``max_unknown_share`` are unknown pieces.
+        InputError: A prefix fills a row; a pair is longer than a row and ``spec.too_long`` is refuse; all pairs of a
+            task in a split were dropped; or more than ``max_unknown_share`` are unknown pieces.
         DigestMismatch: A file of pairs is not as recorded.
         StorageError: The folder is too small, cannot be written or holds something else.
         WorkerLost: A worker process was killed.
@@ -140,6 +141,7 @@ def build_pair_shards(  # noqa: PLR0913 - a spec, two records, and where and how
         warn_if_slow()
         write_text(folder / TASKS, (pairs.path / TASKS).read_text("utf-8"))
         names = _task_names(folder)
+        _require_room(spec, tasks_of(pairs), tokenizer)
         files = [
             _File(pairs.path / pairs_name(split, task), split, task, name)
             for split in SPLITS
@@ -173,6 +175,18 @@ def build_pair_shards(  # noqa: PLR0913 - a spec, two records, and where and how
                 folder, [HELD_OUT, TASKS, *(name for file in files for name in _file_names(file).values())]
             ),
         ).commit()
+
+
+def _require_room(spec: PairsSpec, tasks: Sequence[Task], tokenizer: TokenizerFiles) -> None:
+    """Raise InputError if a prefix leaves no token of a row for a source."""
+    encoder = Encoder(tokenizer.path / SPIECE)
+    for task, with_eos in zip(tasks, encoder.encode([task.prefix for task in tasks], add_eos=True), strict=True):
+        if len(with_eos) >= spec.input_tokens:
+            raise InputError(
+                f"the prefix of task {task.task} has {len(with_eos) - 1:,} tokens, but a row has {spec.input_tokens:,} "
+                "(pairs.input_tokens) with EOS, so nothing of a source would be left. Raise pairs.input_tokens, or "
+                "shorten the prefix (#prefix=)"
+            )
 
 
 def task_names(shards: PairShards) -> list[str]:
@@ -293,21 +307,22 @@ def _sides(counts: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 def _judge(counts: Mapping[str, int], names: Sequence[str], max_unknown_share: float) -> None:
     """Log warnings about unknown pieces and pairs that are longer than a row. Raises InputError if nothing is left."""
-    for task, name in enumerate(names):
-        pairs, cut, dropped = (counts[f"train_{what}_of_task_{task}"] for what in ("pairs", "cut", "dropped"))
-        if not pairs:
+    for (task, name), (split, use) in product(enumerate(names), _USES.items()):
+        pairs, cut, dropped = (counts[f"{split}_{what}_of_task_{task}"] for what in ("pairs", "cut", "dropped"))
+        if not pairs and (dropped or split == "train"):
             raise InputError(
-                f"task {name} has no pair to train on: {quantity(dropped, 'pair')} had a side that is longer than a "
+                f"task {name} has no pair to {use}: {quantity(dropped, 'pair')} had a side that is longer than a "
                 "row, and pairs.too_long is drop. Raise pairs.input_tokens and pairs.target_tokens, or set "
                 "pairs.too_long=cut"
             )
         if cut + dropped > _WARNING_SHARE * (pairs + dropped):
             _log.warning(
-                "task %s: %s of %s to train on (%.1f%%) are longer than a row of %d and %d tokens and were %s. If "
+                "task %s: %s of %s to %s (%.1f%%) are longer than a row of %d and %d tokens and were %s. If "
                 "what is lost matters, raise pairs.input_tokens or pairs.target_tokens",
                 name,
                 f"{cut + dropped:,}",
                 quantity(pairs + dropped, "pair"),
+                use,
                 100 * (cut + dropped) / (pairs + dropped),
                 counts["input_tokens"],
                 counts["target_tokens"],

@@ -14,7 +14,9 @@ from t5train.data.download.kept_downloads import cache_folder, download_places, 
 from t5train.data.download.remote_reading import filesystem_of
 from t5train.data.download.source_listing import file_identity
 from t5train.data.formats.compressed import COMPRESSIONS
+from t5train.data.pairs.pair_reading import PAIR_FORMATS
 from t5train.data.passages import SPLITS, SourceFile, Split
+from t5train.data.readers import FORMATS
 from t5train.data.sources import SourceFacts, local_files, require_source
 from t5train.errors import InputError
 from t5train.locations import hub_dataset_name, local_folder, redacted
@@ -140,6 +142,9 @@ def _of_setting(setting: str, source: PairSource) -> Iterator[None]:
         message = str(error).replace("corpus.source", setting)
         if "," in source.location and "does not exist" in message:
             message += f'. If it stands for several tasks, give them as a list: {setting}=\'["A", "B"]\''
+        message = message.replace(", ".join(FORMATS), PAIR_FORMATS)
+        if ".json" in message and PAIR_FORMATS in message:
+            message += ". Of .json files, only one that is named by its path is read: rename JSON lines to .jsonl"
         message = re.sub(r"corpus\.(?:hub_)?(config|split|column|revision)\b", r"#\1=", message)
         raise type(error)(message) from error.__cause__
 
@@ -151,8 +156,9 @@ def _require_apart(found: Sequence[TaskFiles]) -> None:
         for file in task.files:
             owner = owners.setdefault(file_identity(str(file.path)), task)
             if owner.split != task.split:
+                use = "trained on" if owner.split == "train" else "chosen by"
                 raise InputError(
                     f"{file.shown} is in pairs.{owner.split} ({redacted(owner.source.location)}) and in "
                     f"pairs.{task.split} ({redacted(task.source.location)}), so that the model would be measured on "
-                    "what it was trained on. Name each file in one of them"
+                    f"what it was {use}. Name each file in one of them"
                 )

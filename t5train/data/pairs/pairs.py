@@ -162,8 +162,8 @@ def finding_lines(pairs: Pairs) -> list[str]:
             "validation_pairs_in_test": "pairs of pairs.validation have a source that is also in pairs.test, so the "
             "best checkpoint would be chosen by what it is tested on: remove them from one of the two",
             "duplicate_pairs": f"of {count['train_pairs']:,} pairs to train on repeat an earlier one",
-            "indistinct_tasks": "of the other tasks have sources that begin alike, so the model cannot know which task "
-            "it is asked for: give each task a prefix of its own (#prefix=)",
+            "indistinct_tasks": "of the other tasks cannot be told apart from it, as sources of both begin alike: give "
+            "each task a prefix of its own (#prefix=)",
             **{name: f"of {count['read_pairs']:,} pairs have {ODDITIES[name].explanation}" for name in ODDITIES},
         }
         lines += [f"task {task.task!r}: {count[name]:,} {line}" for name, line in said.items() if count[name]]
@@ -267,6 +267,8 @@ class _Writing:
     def _require_pairs(self, task: str, counts: Mapping[str, int]) -> None:
         """Raise InputError if a task has no pairs for a split that needs some."""
         given: dict[Split, Any] = {split: getattr(self._spec, split) for split in SPLITS}
+        if not counts["read_pairs"]:
+            raise InputError(f"the files of task {task!r} have no pairs. Name files with pairs in pairs.train")
         left_out = f"read were {quantity(counts['read_pairs'], 'pair')}, of which {counts['empty_pairs']:,} are empty"
         left_out += f" and {counts['removed_pairs']:,} removed (pairs.remove)" if counts["removed_pairs"] else ""
         for split in SPLITS:

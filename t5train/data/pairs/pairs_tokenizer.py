@@ -38,6 +38,7 @@ def build_pairs_tokenizer(
         The record of the tokenizer.
 
     Raises:
+        DigestMismatch: A file of pairs is not as recorded.
         InputError: The vocabulary at ``spec.path`` is missing or damaged.
         SpecError: It is not in T5's form, or ``spec.vocab_size`` does not fit the pairs.
         StorageError: The folder cannot be written, or holds something else.
@@ -52,6 +53,7 @@ def build_pairs_tokenizer(
     with making(folder, identity):
         if found := reusable(TokenizerFiles, folder, identity, progress):
             return found
+        pairs.verify(progress)
         return finished(folder, _trained(spec, pairs, progress), identity, inputs)
 
 

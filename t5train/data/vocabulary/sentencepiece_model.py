@@ -204,12 +204,13 @@ def _training_error(spec: "TokenizerSpec", why: str) -> SpecError:
     if match := re.search(r"value <= (\d+)", why):
         return SpecError(
             f"tokenizer.vocab_size is {spec.vocab_size}: this corpus gives at most {match[1]} pieces. "
-            "Lower tokenizer.vocab_size or add text"
+            f"Lower tokenizer.vocab_size to {match[1]}, add text, or use an existing vocabulary (tokenizer.path)"
         )
     if match := re.search(r"smaller than required_chars\D*\d+ vs (\d+)", why):
         return SpecError(
             f"tokenizer.vocab_size is {spec.vocab_size}: the characters of this corpus alone need {match[1]} pieces. "
-            "Raise tokenizer.vocab_size or lower tokenizer.character_coverage"
+            f"Raise tokenizer.vocab_size, well above {match[1]} if words are to have pieces, or lower "
+            "tokenizer.character_coverage"
         )
     return SpecError(
         f"a vocabulary with tokenizer.vocab_size {spec.vocab_size} cannot be trained on this corpus. SentencePiece "

@@ -112,6 +112,12 @@ def evaluate(
 
     """
     folder = ModelFolder.open(path)
+    if folder.run.tasks:
+        _log.warning(
+            "this model was fine-tuned on pairs (%s): what follows is how well it fills gaps, which it was not trained "
+            "for. Its card has the results of its tasks, and `t5-pretrain generate` gives targets",
+            ", ".join(folder.run.tasks),
+        )
     objective = _objective(folder.run.settings, spec)
     shape, vocabulary = geometry(objective), folder.vocabulary()
     text = _read(

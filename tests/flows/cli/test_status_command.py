@@ -20,7 +20,7 @@ STATE_KEYS = [
     *("tokens_per_second", "seconds_left", "seconds_since_activity", "holder", "published"),
 ]
 STORY_KEYS = [
-    *("recipe", "settings", "source", "tokens", "last_start", "attempts", "checkpoints", "losses", "reports"),
+    *("recipe", "settings", "source", "tokens", "pairs", "last_start", "attempts", "checkpoints", "losses", "reports"),
     *("certificate", "next_command", "faults"),
 ]
 ERROR = "rank 1 of 2 was killed by SIGKILL: check `dmesg` for the OOM killer.\nIts output ends:\n  " + "x" * 200

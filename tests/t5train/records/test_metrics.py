@@ -79,4 +79,9 @@ def test_losses_of_pairs_are_shown_with_the_share_that_is_predicted_right() -> N
         "70.00%:",
     ]
     assert not any("masked" in line for line in lines)
+    assert lines[-1] == "70.00%: test split, exact match, pairs of which every target token is predicted right"
+    of_tasks = {"test_exact_match_of_task_0": 0.9, "test_exact_match_of_task_1": 0.5}
+    assert loss_lines(losses | shares | of_tasks, ["sort", "sum"])[-1] == (
+        "exact match of each task, test split: sort 90.00%, sum 50.00%"
+    )
     assert "no better than the unigram baseline" in loss_lines(losses | {"validation_loss": 3.0})[-1]

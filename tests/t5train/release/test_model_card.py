@@ -152,7 +152,7 @@ def test_a_run_of_an_earlier_version_is_exported_without_what_it_did_not_record(
     card = _card(exported)
     assert "loss_curve.png" not in card
     assert "epochs" not in card
-    assert "The licence of this model follows from the licence of that text" in card
+    assert "The licence of this model follows from the one that the text has" in card
     assert read_front_matter(card)["license"] == "unknown"
 
 

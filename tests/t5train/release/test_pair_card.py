@@ -10,6 +10,12 @@ from t5train.spec.recipes import smoke
 
 PREFIXES = {"reverse_digits": "reverse: ", "sort_digits": "order: "}
 COUNTS = {"train_pairs": 90, "validation_pairs": 5, "test_pairs": 6, "train_samples": 14, "test_cut": 2}
+SORTED = {
+    "test_pairs_of_task_1": 3,
+    "test_exact_match_of_task_1": 0.75,
+    "test_token_accuracy_of_task_1": 0.9,
+    "test_loss_of_task_1": 0.5,
+}
 
 
 def witness(settings: dict[str, Any]) -> Witness:
@@ -38,7 +44,7 @@ def witness(settings: dict[str, Any]) -> Witness:
         passages=[EncodedPassage(text="a", ids=[1])],
         probes=["heldout"],
         inputs={},
-        validation={"validation_loss": 1.5, "unigram_loss": 1.4, "validation_exact_match": 0.25},
+        validation={"validation_loss": 1.5, "unigram_loss": 1.4, "validation_exact_match": 0.25} | SORTED,
     )
 
 
@@ -55,10 +61,15 @@ def test_the_card_states_tasks_prefixes_pairs_rates_and_measurements() -> None:
         "label smoothing 0, z-loss 0.0001",
         "| validation_exact_match | 0.2500 |",
         "Its loss on held-out text is 1.5000 nats per target token",
+        "| `sort_digits` | test | `3` | 0.7500 | 0.9000 | 0.5000 |",
+        "| `reverse_digits` | test | not measured |",
+        "Fine-tuned on `reverse_digits`, `sort_digits`. The licence of",
+        "from the one that the pairs have",
     ):
         assert stated in card
     for of_text in ("extra_id", "span corruption", "masked token", "corpus"):
         assert of_text not in card
+    assert "| test_loss_of_task_1 |" not in card
 
 
 def test_prefixes_are_read_from_the_card_and_a_text_without_one_is_remarked() -> None:

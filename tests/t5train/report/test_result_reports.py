@@ -14,6 +14,7 @@ from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.publication import publish
 from t5train.report.result_reports import (
     data_wait_line,
+    earlier_lines,
     proof_report,
     publication_report,
     saving_line,
@@ -110,3 +111,16 @@ def test_the_lineage_leads_from_the_text_to_the_publication(tmp_path: Path) -> N
         f"| Get the text | - | `cccccccccccc` | `{corpus.seal[:12]}` | passages 3,000 | `{tmp_path / 'corpus'}` |",
         f"| Publish | corpus cccccccccccc | `dddddddddddd` | `{published.seal[:12]}` |  | `s3://bucket/t5` |",
     ]
+
+
+def test_a_validation_loss_that_was_much_lower_before_is_named_with_its_step() -> None:
+    lines = [{"step": 1, "loss": 1.0}] + [
+        {"step": step, "validation_loss": loss} for step, loss in ((10, 0.9), (20, 0.5), (30, 2.0))
+    ]
+    (line,) = earlier_lines({"validation_loss": 2.0, "unigram_loss": 3.0}, lines)
+    assert line.startswith(
+        "The validation loss was lower before: 0.5000 after step 20, and 2.0000 of the published model."
+    )
+    for published in ({"validation_loss": 0.5, "unigram_loss": 3.0}, {"validation_loss": 2.0}):
+        assert earlier_lines(published, lines) == [], "the best is published, or the run is on text"
+    assert earlier_lines({"validation_loss": 2.0, "unigram_loss": 3.0}, []) == []

@@ -209,16 +209,18 @@ def test_a_run_on_pairs_is_told_with_its_pairs_and_continues_with_the_command_fo
     (spec.run_folder / "run.json").write_text(json.dumps(begun))
     made = tmp_path / "pair-shards" / f"digits-{shards[:12]}"
     made.mkdir(parents=True)
-    (made / "manifest.json").write_text(json.dumps({"counts": {"train_tokens": 77}}))
+    (made / "manifest.json").write_text(json.dumps({"counts": {"train_tokens": 77, "train_pairs": 9}}))
     lines = [
         {"step": 1, "loss": 5.0},
         {"step": 250, "validation_loss": 0.5, "validation_exact_match": 0.9, "unigram_loss": 2.0},
-        {"step": 500, "validation_loss": 0.7, "validation_exact_match": 0.8},
+        {"step": 500, "validation_loss": 0.7, "validation_exact_match": 0.8}
+        | {"validation_exact_match_of_task_0": 0.75, "validation_exact_match_of_task_1": 0.9},
     ]
     (spec.run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     story = run_story(spec.run_folder)
-    assert (story.source, story.tokens) == ("reverse_digits, sort_digits", 77)
+    assert (story.source, story.tokens, story.pairs) == ("reverse_digits, sort_digits", 77, 9)
     assert str(story.next_command).startswith("t5-pretrain finetune reverse_and_sort --root ")
     found = story.losses
     assert (found.best_validation, found.best_validation_step, found.exact_match) == (0.5, 250, 0.8)
     assert found.unigram_baseline == 2.0
+    assert found.exact_match_of_tasks == {"reverse_digits": 0.75, "sort_digits": 0.9}

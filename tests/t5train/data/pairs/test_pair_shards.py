@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from t5train.data.pairs import pair_shards
+from t5train.data.pairs.pair_shard_worker import encode_pairs
 from t5train.data.pairs.pair_shards import build_pair_shards, shard_file, task_names
+from t5train.data.pairs.pairs import build_pairs
 from t5train.data.vocabulary.held_out import read_held_out
 from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.data.vocabulary.unknown_pieces import unigram_name
@@ -163,6 +165,14 @@ def test_finished_shards_are_reused_and_a_killed_stage_leaves_nothing_that_count
     assert build(pairs, ROW | {"too_long": "drop"}).path != shards.path
 
 
+def test_a_full_disk_is_reported_as_such(pairs: Pairs, data_chain: DataChain) -> None:
+    path = pairs.path / "train-000.jsonl"
+    job = {"path": str(path), "start": 0, "size": path.stat().st_size, "first": 0, "row": [40, 24], "too_long": "cut"}
+    job |= {"spiece": str(data_chain.tokenizer.path / "spiece.model"), "bytes_per_token": 2}
+    with pytest.raises(OSError, match="No space left on device"):
+        encode_pairs(job | {"parts": dict.fromkeys(("tokens", "lengths", "ids"), "/dev/full")}, lambda _: None)
+
+
 def test_changed_pairs_are_refused(build: Build, pairs: Pairs) -> None:
     path = pairs.path / "train-001.jsonl"
     path.write_text(path.read_text().replace("a", "e", 1))
@@ -203,6 +213,33 @@ def test_a_task_of_which_nothing_is_left_is_refused(build: Build, tmp_path: Path
     tasks = {"fine": LONG, "long": {"train": LONG["train"][:2], "validation": LONG["validation"]}}
     with pytest.raises(InputError, match=r"task long has no pair to train on: 2 pairs .* pairs.too_long=cut"):
         build(made_pairs(tmp_path / "long", tasks), ROW | {"too_long": "drop"})
+
+
+def test_pairs_to_validate_with_are_judged_as_those_to_train_on_are(
+    build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = made_pairs(tmp_path / "long", {"long": {"train": LONG["train"][2:], "validation": LONG["train"][:2]}})
+    with pytest.raises(InputError, match="task long has no pair to validate with: 2 pairs had a side"):
+        build(long, ROW | {"too_long": "drop"})
+    build(long)
+    assert "task long: 2 of 2 pairs to validate with (100.0%) are longer than a row" in caplog.text
+
+
+def test_a_prefix_that_leaves_no_token_for_a_source_is_refused(
+    build: Build, data_chain: DataChain, tmp_path: Path
+) -> None:
+    prefix = f"{' '.join(WORDS[:12])}: "
+    length = len(Tokenizer.load(data_chain.tokenizer.path).encode([prefix])[0])
+    (tmp_path / "a.tsv").write_text(
+        "source\ttarget\n" + "".join(f"{one}\t{two}\n" for one, two in some_pairs(99, 1, 2))
+    )
+    given = {"train": (f"{tmp_path}/a.tsv#prefix={prefix}",), "split": (600, 300, 100)}
+    pairs = build_pairs(PairsSpec(**given), tmp_path)
+    assert build(pairs, {"input_tokens": length + 2}).counts["train_cut"] > 0
+    with pytest.raises(
+        InputError, match=rf"prefix of task a has {length} tokens, .* {length + 1} .*so nothing of a sour"
+    ):
+        build(pairs, {"input_tokens": length + 1})
 
 
 def test_a_refused_pair_is_named_with_its_lengths(

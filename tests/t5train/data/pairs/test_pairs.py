@@ -132,12 +132,13 @@ def test_what_may_be_wrong_with_pairs_is_counted_and_shown(tmp_path: Path, caplo
     assert "task 'b'" not in caplog.text
     caplog.clear()
     build_pairs(spec_of(train=[a.partition("#")[0], b]), tmp_path)
-    assert "task 'a': 1 of the other tasks have sources that begin alike" in caplog.text
+    assert "task 'a': 1 of the other tasks cannot be told apart from it" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
+        ([], {}, "the files of task 'a' have no pairs. Name files with pairs in pairs.train"),
         ([("", "x"), ("x", "")], {}, "task 'a' has no pairs in the train split: read were 2 pairs, of which 2 are"),
         ([("x", "y")] * 50, {}, "Add pairs, raise the share of validation (pairs.split), or name files in pairs.valid"),
         (numbered(9), {"test": [("source 1", " ")]}, "no pairs in the test split"),
@@ -165,6 +166,11 @@ def test_a_file_in_two_splits_is_refused_but_two_tasks_may_read_it(tmp_path: Pat
     (tmp_path / "link.jsonl").symlink_to(path)
     with pytest.raises(InputError, match=r"is in pairs.train .* and in pairs.test .* Name each file in one of them"):
         build_pairs(spec_of(train=path, test=str(tmp_path / "link.jsonl")), tmp_path)
+    other = write(tmp_path / "b.jsonl", numbered(30))
+    with pytest.raises(
+        InputError, match=r"in pairs.validation .* and in pairs.test .* measured on what it was chosen by"
+    ):
+        build_pairs(spec_of(train=path, validation=other, test=f"{tmp_path}/./b.jsonl"), tmp_path)
     back = f"{path}#source=target&target=source&task=back&prefix=back: "
     made = build_pairs(spec_of(train=[f"{path}#prefix=forth: ", back]), tmp_path)
     assert next(read_pairs(made, "train", 1)).source.startswith("back: target ")
@@ -252,9 +258,14 @@ def test_json_lines_in_a_json_file_and_files_of_a_folder_are_read(tmp_path: Path
 
 def test_errors_of_files_name_the_setting(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", numbered(100))
+    write(tmp_path / "c.json", numbered(100))
     for settings, message in [
         ({"train": f"{tmp_path}/b.jsonl"}, "pairs.train '"),
         ({"train": f"{tmp_path}/a.jsonl", "test": f"{tmp_path}/*.tsv"}, "pairs.test '"),
+        (
+            {"train": f"{tmp_path}/*.json"},
+            "Set pairs.train to .jsonl, .tsv, .csv, .parquet files only. Of .json files, ",
+        ),
     ]:
         with pytest.raises(InputError) as refused:
             build_pairs(spec_of(**settings), tmp_path)
@@ -292,6 +303,10 @@ def test_a_warning_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         ({"train": "a.csv", "test": ["c.csv", "d.csv"]}, "but pairs.train has the tasks a: name one of them with"),
         ({"train": "a.csv#prefix=x", "test": "b.csv#prefix=y"}, "but the prefix of the task 'a' is 'x' in pairs.train"),
         ({"train": "https://u:p@x/a.csv"}, "pairs.train has a password"),
+        ({"train": "hf://someone/texts@v2?token=x"}, "pairs.train has a password, a key or a query"),
+        ({"train": "a.csv#prefix=10%de: "}, "'10%de: ' stands for bytes that are not UTF-8. Write % inside of a value"),
+        ({"train": "a\udce9.csv"}, r"pairs.train names a\udce9.csv, which is not UTF-8: rename the file"),
+        ({"train": "a.csv#target=source"}, "'source' is the column of both source and target"),
         ({"test": "a.csv"}, "pairs.test is set, but pairs.train is empty"),
         ({"train": "a.csv", "split": [900, 50, 40]}, "pairs.split is (900, 50, 40): it must be three numbers that sum"),
         ({"train": "a.csv", "remove": "contaminated"}, "leave it out"),
@@ -310,6 +325,13 @@ def test_settings_that_name_no_pairs_are_refused(settings: dict[str, Any], messa
     with pytest.raises(SpecError) as refused:
         spec_of(**settings)
     assert message in str(refused.value)
+
+
+def test_what_follows_the_url_of_a_server_is_not_shown() -> None:
+    with pytest.raises(SpecError) as refused:
+        spec_of(train="https://x/a.csv#access_token=hidden")
+    assert "names 'https://x/a.csv': after #, source" in str(refused.value)
+    assert "hidden" not in str(refused.value)
 
 
 @given(prefix=st.text(st.characters(exclude_categories=["Cs"])))

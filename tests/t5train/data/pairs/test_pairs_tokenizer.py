@@ -7,6 +7,7 @@ import pytest
 from t5train.data.pairs.pairs import build_pairs
 from t5train.data.pairs.pairs_tokenizer import build_pairs_tokenizer
 from t5train.data.vocabulary.tokenizer import Tokenizer
+from t5train.errors import DigestMismatch
 from t5train.records.stage_records import Pairs
 from t5train.spec import PairsSpec, TokenizerSpec
 from t5train.spec.recipes import recipe
@@ -42,6 +43,16 @@ def test_a_given_vocabulary_is_used_as_it_is(pairs: Pairs, tmp_path: Path) -> No
     given = build_pairs_tokenizer(TokenizerSpec(path=str(trained.path)), pairs, tmp_path / "b")
     assert (given.path / "spiece.model").read_bytes() == (trained.path / "spiece.model").read_bytes()
     assert given.inputs == {}
+
+
+def test_no_vocabulary_is_trained_on_damaged_pairs(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text("source\ttarget\n" + "".join(f"one {number}\tother\n" for number in range(99)))
+    made = build_pairs(PairsSpec(train=(str(path),), split=(800, 100, 100)), tmp_path)
+    damaged = made.path / "train-000.jsonl"
+    damaged.write_bytes(damaged.read_bytes().replace(b"one", b"two", 1))
+    with pytest.raises(DigestMismatch, match=r"train-000\.jsonl"):
+        build_pairs_tokenizer(TokenizerSpec(vocab_size=60), made, tmp_path)
 
 
 def test_the_vocabulary_of_the_built_in_pairs_has_a_piece_for_each_digit_with_its_space(tmp_path: Path) -> None:
