@@ -155,7 +155,7 @@ _MUCH_LOWER = 0.95
 
 
 def earlier_lines(published: Mapping[str, Any], lines: Iterable[Values]) -> list[str]:
-    """Return a sentence if the validation loss of a run on pairs was much lower before; otherwise nothing.
+    """Return a sentence if the validation loss of a run on pairs was much lower at another step; otherwise nothing.
 
     ``published`` are the held-out measurements of the published model.
     """
@@ -166,8 +166,9 @@ def earlier_lines(published: Mapping[str, Any], lines: Iterable[Values]) -> list
     if lowest > _MUCH_LOWER * loss:
         return []
     return [
-        f"The validation loss was lower before: {lowest:.4f} after step {step:,}, and {loss:.4f} of the published "
-        "model. Train for fewer steps (optimizer.num_steps), on more pairs, or with more dropout (model.dropout_rate)"
+        f"The validation loss was lower at another step: {lowest:.4f} after step {step:,}, and {loss:.4f} of the "
+        "published model. evaluate.best_metric=validation_loss publishes that step; more pairs or more dropout "
+        "(model.dropout_rate) may lower it further"
     ]
 
 

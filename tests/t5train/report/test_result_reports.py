@@ -113,13 +113,13 @@ def test_the_lineage_leads_from_the_text_to_the_publication(tmp_path: Path) -> N
     ]
 
 
-def test_a_validation_loss_that_was_much_lower_before_is_named_with_its_step() -> None:
+def test_a_validation_loss_that_was_much_lower_at_another_step_is_named_with_its_step() -> None:
     lines = [{"step": 1, "loss": 1.0}] + [
         {"step": step, "validation_loss": loss} for step, loss in ((10, 0.9), (20, 0.5), (30, 2.0))
     ]
     (line,) = earlier_lines({"validation_loss": 2.0, "unigram_loss": 3.0}, lines)
     assert line.startswith(
-        "The validation loss was lower before: 0.5000 after step 20, and 2.0000 of the published model."
+        "The validation loss was lower at another step: 0.5000 after step 20, and 2.0000 of the published model."
     )
     for published in ({"validation_loss": 0.5, "unigram_loss": 3.0}, {"validation_loss": 2.0}):
         assert earlier_lines(published, lines) == [], "the best is published, or the run is on text"
