@@ -235,8 +235,8 @@ def _batches(job: CurveJob, step: int) -> Iterator[Batch]:
     for number in range(drawn_spec.gradient_accumulation):
         drawn = random_batch(own, seed=first + number)
         for start in range(0, job.drawn_sequences, size):
-            part = Batch(*(each[start : start + size] for each in drawn))
-            yield part._replace(targets=part.inputs[:, :targets])
+            ids, epochs, inputs, _ = (each[start : start + size] for each in drawn[:4])
+            yield Batch(ids, epochs, inputs, inputs[:, :targets])
 
 
 def differences_by_step(kernels: Losses, none: Losses, again: Losses) -> list[dict[str, Figure]]:

@@ -170,7 +170,7 @@ def test_a_run_reads_no_settings_in_the_current_folder_when_it_turns_heartbeats_
     found: list[Settings] = []
     monkeypatch.setattr("flows.pretrain.pretrain_flow", lambda *_: lambda **_: found.append(get_current_settings()))
     parameters = RunParameters(recipe="smoke", root=tmp_path)
-    run_command._run_flow(cast(HeldRun, None), parameters, silent, False)
+    run_command._run_flow(cast(HeldRun, None), parameters, silent, False, fine_tuning=False)
     assert [(each.flows.heartbeat_frequency, each.client.max_retries) for each in found] == [(None, 5)]
     assert Path.cwd() == tmp_path
 

@@ -50,7 +50,7 @@ def test_the_validation_split_of_an_export_gives_the_samples_and_losses_of_train
     assert shards.counts["num_shards"] > 1
     samples = Samples(shards, "validation", OBJECTIVE, seed=5)
     half = samples.num_samples // 2
-    inputs, targets = samples.batch(0, half)[2:]
+    _, _, inputs, targets, _ = samples.batch(0, half)
     loss, logits = _reference(folder, inputs, targets)
 
     found = evaluate(
