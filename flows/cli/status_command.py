@@ -143,11 +143,14 @@ def _number(value: float | None) -> str:
 
 
 def _note(state: RunState) -> str:
-    """What a running run is doing, what went wrong, or where the run is published; in one line."""
+    """What a running run is doing, what went wrong, why a run is done, or where it is published; in one line."""
     notes = {State.RUNNING: state.stage, State.PUBLISHED: state.published}
+    if state.has_ended_early:
+        notes[State.TRAINED] = _ENDED_EARLY
     return " ".join((state.error or notes.get(state.state) or _UNKNOWN).split())
 
 
+_ENDED_EARLY = "training ended early"
 _SECTION_INDENT = "  "
 _LABEL_WIDTH = 14
 
@@ -191,7 +194,7 @@ def _facts(story: RunStory) -> list[str]:
         "folder": state.folder,
         "recipe": story.recipe,
         "data": story.source and f"{story.source}{tokens}",
-        "step": f"{steps_text(state)}{resumes}",
+        "step": f"{steps_text(state)}{f', where {_ENDED_EARLY}' if state.has_ended_early else resumes}",
         "speed": state.tokens_per_second and f"{state.tokens_per_second:,.0f} tokens/s",
         "left": state.seconds_left and duration(state.seconds_left),
         "active": state.seconds_since_activity is not None and f"{duration(state.seconds_since_activity)} ago",

@@ -15,8 +15,9 @@ from typing import Any
 from infra.head.launch.start_record import Ending, Start, read_start
 from infra.node.attempts import attempt, run_lease, run_lock
 from infra.node.processes import boot_id
+from t5train.checkpoint import sidecar
 from t5train.checkpoint.resume_point import is_asked_to_begin_again, is_unfinished, last_complete, tags_in
-from t5train.errors import RecordError, T5TrainError
+from t5train.errors import IncompleteCheckpoint, RecordError, T5TrainError
 from t5train.files import heartbeat
 from t5train.files.presence import ABSENT, is_folder, is_there, names_in, reading, visible_in
 from t5train.files.run_folder import (
@@ -38,6 +39,7 @@ from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
 from t5train.report.report_folder import FAILURE, report_path
 from t5train.report.time_left import seconds_of_steps
+from t5train.spec import EvaluateSpec
 
 _THREADS = 32
 _LEASE_MAY_LIVE_SECONDS = 300.0
@@ -102,6 +104,12 @@ class RunState:
     published: str | None = None
     """Where it was published last."""
 
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether training is done and ended before its last step (evaluate.patience)."""
+        is_done = self.state != State.RUNNING and self.stage is not None
+        return is_done and self.step is not None and self.num_steps is not None and self.step < self.num_steps
+
 
 def run_states(root: Path) -> list[RunState]:
     """Return the states of all runs under a root, by name. Raises Unreadable if the runs cannot be listed."""
@@ -149,9 +157,19 @@ def what_is_saved(folder: Path, num_steps: int) -> str:
     step = resumable_step(folder)
     if step is None:
         return "no checkpoint was saved: finished stages are kept, and training begins at step 0"
-    if step == num_steps:
+    if step == num_steps or _ends_training(folder, step):
         return f"training is done, up to step {step:,}; the next start gathers its result"
     return f"training resumes after step {step:,}, from {folder / CHECKPOINTS / tag_of(step)}"
+
+
+def _ends_training(folder: Path, step: int) -> bool:
+    """Whether training ends early with the checkpoint of this step: no later one is trained."""
+    evaluate = EvaluateSpec.model_validate(read_json(folder / RUN).get("spec", {}).get("evaluate", {}))
+    try:
+        best = sidecar.read(folder / CHECKPOINTS / tag_of(step), 0).best if evaluate.patience else None
+    except IncompleteCheckpoint:
+        return False
+    return best is not None and evaluate.ends_training(best)
 
 
 def holder(folder: Path) -> str | None:

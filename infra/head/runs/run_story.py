@@ -34,6 +34,7 @@ _ELSEWHERE = {"name", "recipe", "storage.root"}
 """Settings that options and arguments of a command stand for."""
 _VALIDATION = "validation_content_loss"
 _PARTIAL_PHASES = {"step", "compile"}
+_TRAINED = "trained to the last step"
 
 
 @dataclass(frozen=True)
@@ -181,9 +182,15 @@ def _summary(folder: Path, may_run: bool) -> AttemptSummary:
         beats = (heartbeat.read(heartbeat.beat_file(folder / name)) for name in names)
         done = [beat.step - (beat.phase in _PARTIAL_PHASES) for beat in beats if beat is not None and beat.step > 0]
         to_step = max([*done, from_step or 0]) if done else from_step
+        if ended == _TRAINED and _may_end_early(job) and (to_step or 0) < job["spec"]["optimizer"]["num_steps"]:
+            ended = f"ended early after step {to_step or 0:,}, without a better validation for too long"
         return AttemptSummary(this.number, this.started_at, ended_at, from_step, to_step, ended, hosts)
     except (T5TrainError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return AttemptSummary(int(folder.name), None, None, None, None, f"unknown: its files are damaged ({error})", ())
+
+
+def _may_end_early(job: Mapping[str, Any]) -> bool:
+    return job.get("spec", {}).get("evaluate", {}).get("patience") is not None
 
 
 def _from_step(job: dict[str, Any]) -> int:
@@ -219,7 +226,7 @@ def _how(this: Attempt, records: dict[str, ExitRecord | None]) -> str:
     if reported or this.is_stop_ordered or any(each.cause == Cause.REQUESTED and not each.succeeded for each in known):
         return "stopped as requested"
     is_done = all(record.succeeded for record in known)
-    return "trained to the last step" if is_done else f"{_rank(known[0].name)} {known[0]}"
+    return _TRAINED if is_done else f"{_rank(known[0].name)} {known[0]}"
 
 
 def _is_cause(record: ExitRecord) -> bool:

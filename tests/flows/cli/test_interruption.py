@@ -1,5 +1,6 @@
 """After Ctrl-C or SIGTERM, the last lines name the checkpoint and the command that continues the run."""
 
+import json
 import logging
 import subprocess
 import sys
@@ -10,7 +11,12 @@ import pytest
 
 from flows.cli import stage_commands
 from flows.cli.interruption import explaining_interruption
+from infra.head.runs.run_state import what_is_saved
 from infra.head.stop_signal import Stopped
+from t5train.checkpoint import sidecar
+from t5train.records.best_so_far import BestSoFar
+from t5train.spec.recipes import recipe
+from tests.support.simulated_nodes import make_sidecar
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +44,20 @@ def test_an_interrupted_run_names_its_checkpoint_and_how_to_continue(
     with pytest.raises(type(signal)), explaining_interruption(tmp_path, 3):
         raise signal
     assert "training is done, up to step 3; the next start gathers its result" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("validations_since", "is_done"), [(1, False), (2, True)])
+def test_a_run_that_is_interrupted_after_it_ended_early_is_not_said_to_train_again(
+    tmp_path: Path, validations_since: int, is_done: bool
+) -> None:
+    spec = recipe("smoke", {"evaluate.best_metric": "validation_loss", "evaluate.patience": 2})
+    (tmp_path / "run.json").write_text(json.dumps({"spec": spec.model_dump(mode="json")}))
+    tag = tmp_path / "checkpoints/step-00000003"
+    tag.mkdir(parents=True)
+    best = BestSoFar(step=1, value=0.5, validations_since=validations_since)
+    sidecar.write(tag, make_sidecar(0, 3, {}, world_size=1, best=best))
+    said = what_is_saved(tmp_path, 400)
+    assert said.startswith("training is done, up to step 3;" if is_done else "training resumes after step 3,")
 
 
 def interrupted_in(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -93,6 +93,15 @@ def test_the_table_fits_100_columns_aligned_and_with_numbers_to_the_right(
     assert "… " in failed, "the name is shortened, because it is all that can be"
 
 
+def test_a_run_that_ended_early_says_so(printed: Callable[..., str], run: Path) -> None:
+    (run / "manifest.json").write_text("{}")
+    with hold_run(run):
+        pass
+    row = printed("status").splitlines()[1].split("\t")
+    assert (row[1], row[2], row[-1]) == ("trained", "8 of 60", "training ended early")
+    assert "step          8 of 60, where training ended early\n" in printed("status", "mine")
+
+
 def test_a_narrow_terminal_shortens_every_line() -> None:
     row = ("n" * 80, "failed", "1,200 of 65,536", "1,000", "3.2100", "-", "-", "3 s ago", "an error " * 20)
     assert all(cell_len(line) <= 40 for line in table_lines([row], 40))

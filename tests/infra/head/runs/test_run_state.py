@@ -84,6 +84,7 @@ def test_a_run_whose_process_was_killed_is_crashed_and_one_that_is_held_is_runni
 def test_a_run_ends_as_its_last_start_did(run: Path) -> None:
     end_with(run, KeyboardInterrupt())
     assert told(run) == (State.INTERRUPTED, None)
+    assert not run_state(run).has_ended_early
     end_with(run, LaunchError("one\ntwo"))
     assert told(run) == (State.FAILED, "one\ntwo")
     (run / "manifest.json").write_text("{}")
@@ -91,6 +92,7 @@ def test_a_run_ends_as_its_last_start_did(run: Path) -> None:
     with hold_run(run):
         pass
     assert told(run) == (State.TRAINED, None)
+    assert run_state(run).has_ended_early, "after 8 of 65,536 steps"
     (run / "published.json").write_text('{"url": "s3://there/mine"}')
     assert run_state(run).published == "s3://there/mine"
     end_with(run, InputError("no such file"))

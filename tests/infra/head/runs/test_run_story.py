@@ -127,6 +127,15 @@ def test_each_attempt_is_told_with_its_steps_and_how_it_ended(spec: RunSpec) -> 
     assert (found.hosts, found.from_step, found.to_step) == (("node1", "node0"), 12, 12)
 
 
+def test_an_attempt_that_ended_early_is_not_said_to_have_trained_to_the_last_step(spec: RunSpec) -> None:
+    patient = spec.with_settings({"evaluate.best_metric": "validation_loss", "evaluate.patience": 3})
+    for step in (40, patient.optimizer.num_steps):
+        this = add_attempt(spec, EXITED, EXITED, step=step, phase="save")
+        (this.folder / "spec.json").write_text(json.dumps({"spec": patient.model_dump(mode="json")}))
+    early = "ended early after step 40, without a better validation for too long"
+    assert [each[-1] for each in ended(spec)] == [early, "trained to the last step"]
+
+
 def test_checkpoints_are_told_with_size_and_whether_they_are_complete_without_reading_them(spec: RunSpec) -> None:
     for step in (4, 8, 12):
         tag = spec.run_folder / "checkpoints" / f"step-{step:08d}"
