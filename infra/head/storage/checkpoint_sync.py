@@ -181,13 +181,16 @@ def _bring(run: NodeRun, names: tuple[str, ...]) -> None:
 def prune(run: NodeRun, found: Survey) -> None:
     """Remove checkpoints that are not to be kept from nodes and head, and leftovers of interrupted removals.
 
-    Checkpoints that are newer than the newest gathered one are not touched.
+    Checkpoints that are newer than the newest gathered one are not touched. One whose best checkpoint is not gathered
+    does not count, because training cannot resume from it alone.
     """
     gathered = complete_tags({HEAD: inventory_of(run.checkpoints)})
-    if not gathered:
+    steps = {None, *(tag.step for tag in gathered)}
+    newest = next((tag.name for tag in gathered if tag.sidecars[0].best_step in steps), None)
+    if newest is None:
         return
     old = {
-        place: {tag: copy for tag, copy in inventory.items() if is_tag_or_removed(tag) and tag <= gathered[0].name}
+        place: {tag: copy for tag, copy in inventory.items() if is_tag_or_removed(tag) and tag <= newest}
         for place, inventory in {**found.found, HEAD: inventory_of(run.checkpoints)}.items()
     }
     tags = _prunable(run, old)

@@ -55,6 +55,17 @@ def test_the_best_checkpoint_is_kept_everywhere_and_gathered_with_the_newest(run
     assert [step for step in (8, 16, 24, 32) if site.tag("a", step).exists()] == [8, 32]
 
 
+def test_older_checkpoints_are_kept_until_the_best_one_of_the_newest_is_gathered(run: NodeRun, site: Site) -> None:
+    site.save(8, best=BestSoFar(step=8, value=0.1))
+    keep_up(run, silent)
+    site.save(16, best=BestSoFar(step=16, value=0.5))
+    (site.tag("b", 16) / PART_OF_B).write_bytes(bytes(300_000))
+    site.save(24, best=BestSoFar(step=16, value=0.5, validations_since=1))
+    keep_up(run, silent)
+    recover(run, silent)
+    assert resume_tag(run.folder) == tag_of(8)
+
+
 def test_a_run_does_not_resume_after_its_best_checkpoint_if_that_is_damaged(run: NodeRun, site: Site) -> None:
     site.save(8, best=BestSoFar(step=8, value=0.1))
     site.save(16, best=BestSoFar(step=16, value=0.5))
