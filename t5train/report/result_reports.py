@@ -192,9 +192,10 @@ def summary_report(
     ``stages`` has the records of all stages by their titles, in their order. ``results`` are sentences such as the
     losses. ``picture`` is the URL of the plot, and ``pages`` has the URLs of the other reports by title.
     """
+    most = "" if spec.evaluate.patience is None else "up to "
     return page(
         f"# {spec.run_name}",
-        f"Recipe {code(spec.recipe)}, {quantity(spec.optimizer.num_steps, 'step')}.",
+        f"Recipe {code(spec.recipe)}, {most}{quantity(spec.optimizer.num_steps, 'step')}.",
         f"Published with its certificate: {code(publication.url)}",
         " · ".join(f"[{title}]({url})" for title, url in pages.items()),
         "\n".join(f"- {each}" for each in results),

@@ -104,6 +104,9 @@ def test_the_lineage_leads_from_the_text_to_the_publication(tmp_path: Path) -> N
     text = summary_report(spec, stages, published, ["5.1 nats"], "training.png", {"Data": "data.md"})
     assert text.startswith("# mine\n")
     assert "- 5.1 nats\n" in text
+    assert "Recipe `smoke`, 400 steps." in text
+    patient = spec.with_settings({"evaluate.best_metric": "validation_loss", "evaluate.patience": 2})
+    assert "Recipe `smoke`, up to 400 steps." in summary_report(patient, stages, published, [], "training.png", {})
     assert "![Training and validation loss](training.png)" in text
     assert "[Data](data.md)" in text
     rows = [line for line in text.splitlines() if line.startswith(("| Get", "| Publish"))]
