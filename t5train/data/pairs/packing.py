@@ -17,8 +17,8 @@ from t5train.data.samples import keyed_random
 OPEN_ROWS = 64
 _SAMPLE_PAIRS = 10_000
 _SOURCE_TOKENS = (128, 256, 512)
-_MULTIPLE = 32
-"""Suggested lengths of rows are multiples of this, which suits GPUs."""
+_MULTIPLE, _MOST_TOKENS = 32, 16384
+"""Suggested lengths of rows are multiples of the first, which suits GPUs, and at most what PairsSpec allows."""
 _FEW_LONGER = 0.01
 _AS_GOOD = 0.02
 
@@ -88,9 +88,8 @@ def row_shapes(lengths: np.ndarray, chosen: tuple[int, int]) -> list[RowShape]:
     sample = lengths[keyed_random.permuted(places, len(lengths), 0)]
     source, target = sample.sum(axis=0)
     ratios = (0.5, 1.0, float(target / source))
-    others = {
-        (tokens, _MULTIPLE * max(1, round(ratio * tokens / _MULTIPLE))) for tokens in _SOURCE_TOKENS for ratio in ratios
-    }
+    wanted = ((tokens, min(_MOST_TOKENS, ratio * tokens)) for tokens in _SOURCE_TOKENS for ratio in ratios)
+    others = {(tokens, _MULTIPLE * max(1, round(targets / _MULTIPLE))) for tokens, targets in wanted}
     return [_row_shape(lengths, sample, row) for row in (chosen, *sorted(others - {chosen}))]
 
 

@@ -44,26 +44,27 @@ class HeldOutPassages(BaseModel):
 
 
 def read_held_out(shards_folder: Path) -> list[EncodedPassage]:
-    """Return the passages recorded in a folder of token shards. Raises InputError if there are none."""
+    """Return the passages recorded in a folder of token or pair shards. Raises InputError if there are none."""
     path = shards_folder / HELD_OUT
     try:
         passages = HeldOutPassages.model_validate_json(path.read_bytes()).passages
     except FileNotFoundError:
         raise InputError(
-            f"{path} does not exist: make the token shards again with this version of t5-pretrain (`run` or `tokenize`)"
+            f"{path} does not exist: make the shards again with this version of t5-pretrain (`run` or `tokenize`; of "
+            "pairs, `finetune`)"
         ) from None
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}): repair the disk or the permissions") from error
     except ValidationError as error:
         raise InputError(
-            f"{path} is damaged ({error.errors()[0]['msg']}). Use `t5-pretrain run` or `tokenize` to make the token "
-            "shards again"
+            f"{path} is damaged ({error.errors()[0]['msg']}). Use `t5-pretrain run` or `tokenize` (of pairs, "
+            "`finetune`) to make the shards again"
         ) from error
     if not passages:
         raise InputError(
             f"{path} holds no passage, but certification compares tokenizers on at least one that has no control token "
             "(</s>, <pad>, <unk>, <extra_id_0>). Use more text, also without control tokens, or give validation a "
-            "larger share (corpus.split), then make the token shards again"
+            "larger share (corpus.split; of pairs, pairs.split), then make the shards again"
         )
     return passages
 

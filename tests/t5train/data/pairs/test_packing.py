@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t5train.data.pairs.packing import OPEN_ROWS, RowShape, best_shape, packed, row_shapes
+from t5train.spec import PairsSpec
 
 ROW = (40, 24)
 LENGTHS = st.lists(st.tuples(st.integers(1, ROW[0]), st.integers(1, ROW[1])), min_size=1, max_size=400).map(np.array)
@@ -62,6 +63,11 @@ def test_the_suggested_row_has_the_ratio_of_the_lengths_and_cuts_few_pairs() -> 
     assert best.longer_share <= 0.01 < max(shape.longer_share for shape in shapes)
     whole = len(packed(lengths, (256, 256), 0).firsts) - 1
     assert shapes[0].real_share == pytest.approx(lengths.sum() / (512 * whole))
+
+
+def test_no_row_is_suggested_that_the_settings_refuse() -> None:
+    for shape in row_shapes(np.array([[2, 400]] * 50), (256, 256)):
+        PairsSpec(input_tokens=shape.input_tokens, target_tokens=shape.target_tokens)
 
 
 def test_of_rows_that_are_about_as_full_the_smallest_is_suggested() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from t5train.data.pairs.pair_samples import PairSamples
@@ -184,13 +184,14 @@ def packed_and_not(tmp_path_factory: pytest.TempPathFactory) -> list[PairShards]
     return [made_pair_shards(folder / str(pack), TASKS, ROW, pack=pack) for pack in (True, False)]
 
 
-@settings(max_examples=10, phases=[Phase.generate])  # a smaller seed says no more, and takes minutes to find
+@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])  # a smaller seed takes minutes to find
 @given(st.integers(0, 2**31))
+@example(3834)  # after three times as many rows as there are, the second task is not through its second epoch
 def test_a_pair_has_the_same_keys_in_an_epoch_packed_or_not(packed_and_not: list[PairShards], seed: int) -> None:
     found = []
     for shards in packed_and_not:
         samples = PairSamples(shards, "train", SPEC, seed, dropout=True)
-        batches = [samples.batch(position, 1) for position in range(3 * samples.num_samples)]
+        batches = [samples.batch(position, 1) for position in range(4 * samples.num_samples)]
         assert all(batch.inputs.shape == (1, ROW[0]) for batch in batches)
         found.append(
             {(int(batch.epochs[0]), pair) for batch in batches for pair in pairs_in(batch) if batch.epochs[0] < 2}

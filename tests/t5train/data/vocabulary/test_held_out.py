@@ -140,9 +140,15 @@ def test_a_single_passage_with_other_ids_is_refused(dashes: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(None, "does not exist: make the token shards again"), ("{", "is damaged"), ('{"passages": []}', "no passage")],
+    [
+        (None, r"does not exist: make the shards again .*`run` .*of pairs, `finetune`"),
+        ("{", r"is damaged .*`t5-pretrain run` .*of pairs, `finetune`"),
+        ('{"passages": []}', r"no passage.*corpus\.split; of pairs, pairs\.split"),
+    ],
 )
-def test_shards_without_passages_are_refused(tmp_path: Path, content: str | None, complaint: str) -> None:
+def test_shards_without_passages_are_refused_with_the_remedies_for_text_and_pairs(
+    tmp_path: Path, content: str | None, complaint: str
+) -> None:
     if content is not None:
         (tmp_path / HELD_OUT).write_text(content)
     with pytest.raises(InputError, match=complaint):
