@@ -79,7 +79,7 @@ def at_once(**parameters):
     print(flow_run.id)
 
 pretrain.pretrain_flow = lambda *_: at_once
-run_command._run_flow(None, RunParameters(recipe="smoke", root="/nowhere"), silent, False)
+run_command._run_flow(None, RunParameters(recipe="smoke", root="/nowhere"), silent, False, fine_tuning=False)
 prefect_server._flush()
 """
 

@@ -61,7 +61,8 @@ def _states(entry: dict[str, Any], is_recorded: bool) -> dict[str, Tensor]:
     with mock.patch.object(pipeline_engine, "RecordedPasses", LaunchedPasses):
         for step in range(STEPS):
             found[f"norm of step {step}"] = torch.tensor(take_step(trainer))
-            found[f"validation after step {step}"] = torch.tensor(trainer._validate().content)
+            validated = trainer._validate().found.values
+            found[f"validation after step {step}"] = torch.tensor(validated["validation_content_loss"])
     return found | state_of(trainer)
 
 

@@ -6,8 +6,9 @@ import io
 import json
 import lzma
 import re
+import sys
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,15 @@ def test_formats_are_recognised_by_file_name() -> None:
     assert format_of("README") is None
 
 
+@pytest.fixture
+def usual_recursion_limit() -> Iterator[None]:
+    """Python's own limit: libraries that other tests use raise it, and JSON may then be nested more deeply."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
 DEEP_JSON = b'{"id": 1e30, "text": "x", "more": ' + b"[" * 999 + b"]" * 999 + b"}\n"
 
 
@@ -320,6 +330,7 @@ DEEP_JSON = b'{"id": 1e30, "text": "x", "more": ' + b"[" * 999 + b"]" * 999 + b"
         ("a.csv.gz", gzip.compress(b"text\n" * 9, mtime=0)[:-9], ["a.csv.gz", "cannot be read to its end"]),
     ],
 )
+@pytest.mark.usefixtures("usual_recursion_limit")
 def test_an_invalid_file_is_refused_with_the_cause(tmp_path: Path, name: str, content: bytes, words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
         scan(source(tmp_path / name, content))

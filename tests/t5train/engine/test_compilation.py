@@ -111,6 +111,7 @@ def test_rows_of_pairs_with_dropout_compile_to_one_graph(recomputed: bool) -> No
 @pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_code_of_a_block_with_dropout_by_keys_serves_all_blocks() -> None:
+    torch._dynamo.reset()  # what earlier tests have compiled of blocks would count
     model = make_model("relu, tied", dropout_rate=0.1)
     plain = _train_pairs(model, seed=1)
     with torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True):
