@@ -214,14 +214,14 @@ def read_front_matter(card: str) -> Any:
 
 
 class RecordedRun(NamedTuple):
-    """What a card of this project states of the run: its settings, and the sizes of its splits. Else both are empty.
+    """What a card of this project states of the run: its settings, and the sizes of its splits. Else all are empty.
 
     ``tasks`` are the prefixes of the tasks of a run on pairs, by their names.
     """
 
     settings: dict[str, Any]
     data: dict[str, int]
-    tasks: dict[str, str] = {}  # noqa: RUF012 - a default of a tuple, which nothing changes
+    tasks: dict[str, str]
 
 
 def recorded_run(card: str) -> RecordedRun:
@@ -232,7 +232,7 @@ def recorded_run(card: str) -> RecordedRun:
         settings = json.loads(rest.partition("\n```")[0]) if heading else {}
         stated = settings, facts.get("data", {}), facts.get("tasks", {})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return RecordedRun({}, {})
+        return RecordedRun({}, {}, {})
     return RecordedRun(*(each if isinstance(each, dict) else {} for each in stated))
 
 

@@ -277,4 +277,4 @@ def _recorded(card: Path) -> RecordedRun:
     try:
         return recorded_run(card.read_text("utf-8"))
     except (OSError, UnicodeDecodeError):
-        return RecordedRun({}, {})
+        return RecordedRun({}, {}, {})

@@ -191,7 +191,7 @@ def _find_scores(trainer: loop.Trainer, scores: dict[int, float]) -> None:
         score: dict[str, Any] = {"validation_token_accuracy": scores[trainer.step]}
         return found._replace(values={**found.values, **score})
 
-    trainer.dataset.validate = wrapped  # type: ignore[method-assign] - this is how a test decides
+    trainer.dataset.validate = wrapped  # type: ignore[method-assign]  # scores that the test chooses
 
 
 class StopTraining(T5TrainError):

@@ -87,7 +87,7 @@ def test_hooks_that_gather_a_block_are_not_compiled_with_it() -> None:
     with torch.compiler.set_stance("fail_on_recompile"):
         _train(model, seed=2)
         assert seen == [False] * 12
-        passes = WholePasses(SimpleNamespace(module=model), SimpleNamespace(), None)  # type: ignore[arg-type]
+        passes = WholePasses(SimpleNamespace(module=model), SimpleNamespace(), None)  # type: ignore[arg-type]  # takes no steps
         ids = np.zeros(3, np.int64)
         other_size = Batch(ids, ids, np.ones((3, 17), np.int32), np.ones((3, 9), np.int32))
         (losses,) = passes.token_losses([other_size])  # runs plain code, so that nothing is compiled for this size
