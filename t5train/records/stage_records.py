@@ -229,6 +229,12 @@ class Export(PlainRecord):
     kind: Literal["export"] = "export"
 
 
+class StartingModelFiles(PlainRecord):
+    """A copy of the model that runs start from, which is on the Hub or in a bucket."""
+
+    kind: Literal["starting-model"] = "starting-model"
+
+
 class Published(PlainRecord):
     """Files that were published to ``url``, an object store or folder.
 
@@ -345,6 +351,7 @@ _KINDS: dict[str, type[Record]] = {
         Checkpoint,
         Weights,
         Export,
+        StartingModelFiles,
         Publication,
         StoredCheckpoint,
     )

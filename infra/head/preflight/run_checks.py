@@ -14,6 +14,7 @@ from t5train.engine import memory_estimate
 from t5train.errors import SpecError
 from t5train.files.run_folder import CHECKPOINTS, PUBLICATIONS
 from t5train.host_resources import require_host_memory
+from t5train.locations import is_remote_model
 from t5train.model import model_shape, starting_model
 from t5train.model.model_shape import T5Shape
 from t5train.model.pipeline.pipeline_split import stage_bounds
@@ -55,8 +56,8 @@ def require_model(spec: RunSpec) -> T5Shape:
 
 
 def _require_vocabulary_of_start(spec: RunSpec) -> None:
-    """Raise SpecError if the vocabulary differs from that of the model to start from."""
-    if spec.model.start_from is None:
+    """Raise SpecError if the vocabulary differs from that of the model to start from, if that is on this machine."""
+    if spec.model.start_from is None or is_remote_model(spec.model.start_from):
         return
     if spec.tokenizer.path is None:
         raise SpecError(
