@@ -7,10 +7,12 @@ import json
 import logging
 from collections.abc import Mapping
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID
+from t5train.data.vocabulary.t5_form import in_t5_form
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, Tokenizer, differing_piece
 from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.confined import child
@@ -298,7 +300,7 @@ def require_vocabulary(model: ModelSpec, spiece_sha256: str) -> None:
     path = _folder(model)
     if path is None or not (path / SPIECE).is_file():
         return
-    if (found := digest_file(path / SPIECE).sha256) != spiece_sha256:
+    if (found := sha256(in_t5_form((path / SPIECE).read_bytes())).hexdigest()) != spiece_sha256:
         raise SpecError(
             f"model.start_from is {path}, which has another vocabulary than the run: its {SPIECE} has sha256 "
             f"{found[:12]}, the run's has {spiece_sha256[:12]}. Set tokenizer.path={path}"
@@ -344,11 +346,11 @@ def _sha256(file: Path, _size: int, _mtime_ns: int, _inode: int) -> str:
 def _require_as_recorded(folder: Path, digests: Mapping[str, str]) -> None:
     if (recorded := recorded_files(folder)) is None:
         return
-    for name, sha256 in digests.items():
+    for name, digest in digests.items():
         expected = recorded.get(name)
-        if not isinstance(expected, FileDigest) or expected.sha256 != sha256:
+        if not isinstance(expected, FileDigest) or expected.sha256 != digest:
             raise DigestMismatch(
-                f"{folder / name} is damaged or was changed: its sha256 is {sha256}, but {expected or 'no digest'} was "
+                f"{folder / name} is damaged or was changed: its sha256 is {digest}, but {expected or 'no digest'} was "
                 f"recorded in {MANIFEST}. "
                 + (
                     f"Remove {folder}: it is copied again at the next start"
