@@ -59,8 +59,8 @@ def described_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Return the fields of a configuration that determine what its model computes.
 
     Raises SpecError if it is not the configuration of a T5. v1.0, whose output is tied, also scales it. transformers 5
-    has a separate field for scaling; older versions derive it from ``tie_word_embeddings``. An mT5 computes what a T5
-    v1.1 does. Raises SpecError also if the ids of padding, end and start are not those of the vocabulary.
+    has a separate field for scaling; older versions derive it from ``tie_word_embeddings``. An mT5 is
+    computed as a T5 v1.1, whatever is said of tying. Raises SpecError also if the ids of padding, end and start are not those of the vocabulary.
     """
     kind = require_family(config, file, _SETTING)
     for name, expected in _IDS.items():
@@ -79,8 +79,9 @@ def described_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
                 "or choose another model"
             )
     form = {name: config.get(name, usual) for name, usual in _LEFT_OUT.items()}
-    scaled = config.get(_SCALED, config.get("tie_word_embeddings") is not False)
-    return {"model_type": "t5" if kind == "mt5" else kind, **described, **form, _SCALED: bool(scaled)}
+    is_mt5 = kind == "mt5"
+    scaled = not is_mt5 and config.get(_SCALED, config.get("tie_word_embeddings") is not False)
+    return {"model_type": "t5" if is_mt5 else kind, **described, **form, _SCALED: bool(scaled)}
 
 
 def require_agreement(described: Mapping[str, Any], shape: T5Shape, file: Path) -> None:

@@ -74,8 +74,8 @@ def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) 
 
 
 def _mt5(folder: Path) -> MT5ForConditionalGeneration:
-    config = MT5Config(**{"vocab_size": 128, **SIZES})
-    model = MT5ForConditionalGeneration(config)
+    model = MT5ForConditionalGeneration(MT5Config(vocab_size=128, **SIZES))
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
     model.save_pretrained(folder)
     return model
 
