@@ -59,8 +59,8 @@ def described_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Return the fields of a configuration that determine what its model computes.
 
     Raises SpecError if it is not the configuration of a T5. v1.0, whose output is tied, also scales it. transformers 5
-    has a separate field for scaling; older versions derive it from ``tie_word_embeddings``. An mT5 is
-    computed as a T5 v1.1, whatever is said of tying. Raises SpecError also if the ids of padding, end and start are not those of the vocabulary.
+    has a separate field for scaling; older versions derive it from ``tie_word_embeddings``. An mT5 is computed as a T5
+    v1.1, whatever is said of tying. Raises SpecError also if ids of padding, end or start are not the vocabulary's.
     """
     kind = require_family(config, file, _SETTING)
     for name, expected in _IDS.items():
