@@ -162,8 +162,7 @@ def train(
     """
     choice = options.chosen(hosts.settings(), name)
     require_on_text(choice.recipe, f"finetune {choice.recipe}")
-    root_folder = _root_of(choice)
-    tokens = TokenShards.load(shards or _only_shards(root_folder))
+    tokens = TokenShards.load(shards or _only_shards(_root_of(choice)))
     spec = with_start_here(_spec_on(tokens, choice))
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)

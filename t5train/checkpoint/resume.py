@@ -18,6 +18,7 @@ from t5train.errors import IncompleteCheckpoint, LaunchError, RecordError, RunCh
 from t5train.files.atomic import replacing, write_json, write_text
 from t5train.files.presence import ABSENT, is_there, reading
 from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS, CONFIG, RUN, WITNESS_FOLDER, tag_of
+from t5train.model.start_copy import origin
 from t5train.model.starting_model import require_fit, require_vocabulary, start_fingerprint, start_name
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_files
@@ -90,8 +91,15 @@ def open_run(spec: RunSpec, shards: Shards, progress: Progress = silent) -> None
 
 
 def _write_config(spec: RunSpec) -> None:
-    """Store the settings of this start, which may differ from those that the run was begun with in where it runs."""
-    path = spec.run_folder / CONFIG
+    """Store the settings of this start, which may differ from those that the run was begun with in where it runs.
+
+    A copy of a model to start from is named by its origin, so that the file can be used under another root.
+    """
+    path, start = spec.run_folder / CONFIG, spec.model.start_from
+    if start is not None and (source := origin(Path(start))) is not None:
+        own = {"path": None} if spec.tokenizer.path == start else {}
+        parts = {"model": {"start_from": source}, "tokenizer": own}
+        spec = spec.model_copy(update={name: getattr(spec, name).model_copy(update=new) for name, new in parts.items()})
     write_text(path, run_text(spec, path))
 
 

@@ -19,6 +19,7 @@ from t5train.files.confined import child
 from t5train.locations import local_folder
 from t5train.model.model_shape import T5Shape, huggingface_config, preset_of, resolve
 from t5train.model.parameters import parameter_shapes
+from t5train.model.start_copy import is_awaited, origin
 from t5train.model.tensor_files import FLOATING, StoredTensor, StoredTensors, list_tensors
 from t5train.progress import Progress, silent
 from t5train.records.changed_files import recorded_files, require_as_recorded
@@ -134,8 +135,6 @@ def _experts(expected: Mapping[str, Any], described: Mapping[str, Any]) -> dict[
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-STARTS, START_NOTE = "starts", "start.json"
-"""The folder below the root with copies of models from the Hub or a bucket, and what each copy is of."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.ckpt", "*.h5", "*.msgpack")
 
 
@@ -238,11 +237,6 @@ def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
         _tensors(folder, shape)
 
 
-def is_awaited(path: Path) -> bool:
-    """Whether a folder is an unfinished copy of a model, which may lack weights."""
-    return (path / START_NOTE).exists() and not (path / MANIFEST).exists()
-
-
 def tensors_of(model: ModelSpec, shape: T5Shape) -> dict[str, StoredTensor] | None:
     """Return where the ``start_from`` folder stores each parameter; None without ``start_from``.
 
@@ -293,7 +287,8 @@ def start_name(model: ModelSpec) -> str | None:
     """
     if (folder := _folder(model)) is None:
         return None
-    return folder.name.replace("--", "/", 1) if folder.parent.name == STARTS else folder.name
+    source = origin(folder) or ""
+    return source.removeprefix("hf://") if source.startswith("hf://") else folder.name
 
 
 def require_vocabulary(model: ModelSpec, spiece_sha256: str) -> None:
@@ -355,7 +350,7 @@ def _require_as_recorded(folder: Path, digests: Mapping[str, str]) -> None:
                 f"recorded in {MANIFEST}. "
                 + (
                     f"Remove {folder}: it is copied again at the next start"
-                    if (folder / START_NOTE).exists()
+                    if origin(folder)
                     else "Restore the file, or choose another model (model.start_from)"
                 )
             )

@@ -16,7 +16,8 @@ from t5train.errors import InputError, RecordError
 from t5train.files.atomic import write_json
 from t5train.files.confined import child
 from t5train.locations import hub_model
-from t5train.model.starting_model import CONFIG, INDEX, START_NOTE, STARTS, WEIGHTS, is_awaited, weight_map
+from t5train.model.start_copy import START_NOTE, STARTS, is_awaited
+from t5train.model.starting_model import CONFIG, INDEX, WEIGHTS, weight_map
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest
 from t5train.records.identity import fingerprint
@@ -111,8 +112,9 @@ def begin(start: str, root: Path, progress: Progress = silent) -> Path:
     starts = root.absolute() / STARTS
     pin = starts / f".{hashlib.sha256(start.encode()).hexdigest()[:16]}.json"
     pinned = _read(pin) if pin.exists() else {}
-    if pinned and (folder := child(starts, pinned["folder"], str(pin), InputError)) and (folder / START_NOTE).exists():
-        return folder
+    name = pinned.get("folder") or start.removeprefix("hf://").replace("/", "--")  # that of a commit of the Hub
+    if (starts / name / START_NOTE).exists():
+        return child(starts, name, str(pin), InputError)
     source = _source(start, pinned.get("revision", ""))
     if not {WEIGHTS, INDEX} & {*source.names}:
         raise source.without_weights()

@@ -29,7 +29,9 @@ def test_the_files_of_a_model_are_copied_and_used_without_the_store(
     published: Export, destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = begin(destination, tmp_path)
-    assert folder == tmp_path / "starts" / f"t5@{json.loads((folder / 'start.json').read_text())['revision'][:12]}"
+    assert (
+        folder == tmp_path / "starts" / f"t5@{json.loads((folder / 'remote-start.json').read_text())['revision'][:12]}"
+    )
     assert not (folder / "model.safetensors").exists()
     reported = []
     complete(folder, lambda *said: reported.append(said))
