@@ -36,4 +36,4 @@ def write_mt5_vocabulary(folder: Path, pieces: int = 412) -> None:
         model.pieces.add(piece=f"\u2581<extra_id_{index}>", score=0.0, type=user_defined)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "spiece.model").write_bytes(model.SerializeToString())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"extra_ids": 0, "tokenizer_class": "MT5Tokenizer"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"extra_ids": 0, "tokenizer_class": "T5Tokenizer"}))
