@@ -8,9 +8,9 @@ from t5train.checkpoint.resume import begun_shards
 from t5train.errors import RecordError, UnknownVersion, Unreadable
 from t5train.files.presence import visible_in
 from t5train.locations import redacted
-from t5train.model.start_copy import origin
 from t5train.quantities import format_bytes, quantity
 from t5train.records.stage_records import PairShards
+from t5train.records.start_copy import origin
 from t5train.spec import RunSpec
 from t5train.spec.pairs_spec import PairSource
 

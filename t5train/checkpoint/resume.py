@@ -18,12 +18,12 @@ from t5train.errors import IncompleteCheckpoint, LaunchError, RecordError, RunCh
 from t5train.files.atomic import replacing, write_json, write_text
 from t5train.files.presence import ABSENT, is_there, reading
 from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS, CONFIG, RUN, WITNESS_FOLDER, tag_of
-from t5train.model.start_copy import origin
 from t5train.model.starting_model import require_fit, require_vocabulary, start_fingerprint, start_name
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_files
 from t5train.records.identity import differences, fingerprint
 from t5train.records.stage_records import Checkpoint, reusable
+from t5train.records.start_copy import origin
 from t5train.records.witness import WITNESS_FILES
 from t5train.spec import RunSpec, build
 from t5train.spec.config_file import run_text

@@ -19,13 +19,13 @@ from t5train.files.confined import child
 from t5train.locations import local_folder
 from t5train.model.model_shape import T5Shape, huggingface_config, preset_of, resolve
 from t5train.model.parameters import parameter_shapes
-from t5train.model.start_copy import is_awaited, origin
 from t5train.model.tensor_files import FLOATING, StoredTensor, StoredTensors, list_tensors
 from t5train.progress import Progress, silent
 from t5train.records.changed_files import recorded_files, require_as_recorded
 from t5train.records.digests import FileDigest, digest_file
 from t5train.records.identity import differences, fingerprint
 from t5train.records.stage_records import MANIFEST
+from t5train.records.start_copy import is_awaited, origin
 from t5train.spec import ModelSpec, pad_vocabulary
 
 _SETTING = "model.start_from"

@@ -16,12 +16,12 @@ from t5train.errors import InputError, RecordError
 from t5train.files.atomic import write_json
 from t5train.files.confined import child
 from t5train.locations import hub_model
-from t5train.model.start_copy import START_NOTE, STARTS, is_awaited
 from t5train.model.starting_model import CONFIG, INDEX, WEIGHTS, weight_map
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import Publication, StartingModelFiles
+from t5train.records.start_copy import START_NOTE, STARTS, is_awaited
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.fetching import copy_files, require_names_for
 from t5train.release.object_store.bucket import BucketFolder

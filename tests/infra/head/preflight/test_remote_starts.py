@@ -24,7 +24,7 @@ from infra.head.preflight.remote_starts import complete_start, with_start_here
 from infra.head.preflight.run_checks import require_possible
 from t5train.errors import T5TrainError
 from t5train.model.model_shape import resolve as resolve_shape
-from t5train.model.start_copy import origin
+from t5train.records.start_copy import origin
 from t5train.model.starting_model import start_fingerprint, start_name, tensors_of
 from t5train.progress import silent
 
