@@ -18,6 +18,7 @@ from flows.spec_from_recipe import (
     resolve,
     without_unused,
 )
+from infra.head.preflight.remote_starts import with_start_here
 from infra.head.preflight.run_checks import require_accelerators, require_possible
 from t5train.errors import SpecError
 from t5train.spec import RUN_NAME_PATTERN, RunSpec
@@ -207,10 +208,12 @@ class RunParameters(BaseModel):
     def possible_spec(self) -> RunSpec:
         """Return the spec of a run that could succeed. Raises the errors of ``spec`` and ``require_possible``.
 
+        A model to start from that is not on this machine is copied to the root, except its weights.
+
         Raises SpecError if the recipe needs text or pairs, and none are given.
         """
         require_own_data(self.recipe, self._changes())
-        spec = self.spec()
+        spec = with_start_here(self.spec())
         require_possible(spec)
         return spec
 

@@ -12,6 +12,7 @@ from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 
 from infra.head.launch.held_run import HeldRun
+from infra.head.preflight.remote_starts import complete_start
 from infra.head.tokenising.hosts_executor import shard_workers
 from infra.head.training_run import train_run
 from t5train.data.corpus import build_corpus
@@ -50,14 +51,18 @@ from tasks.stages import stage_task
 
 @stage_task(stages.CORPUS)
 def make_corpus(spec: RunSpec, watcher: Progress = silent) -> Corpus:
-    """Find or make the text, and verify all its files."""
-    return build_corpus(spec.corpus, spec.storage.root, StageProgress(stages.CORPUS, watcher))
+    """Copy the weights to start from if they are on the Hub or in a bucket; find or make the text, and verify it."""
+    progress = StageProgress(stages.CORPUS, watcher)
+    complete_start(spec, progress)
+    return build_corpus(spec.corpus, spec.storage.root, progress)
 
 
 @stage_task(stages.PAIRS)
 def make_pairs(spec: RunSpec, watcher: Progress = silent) -> Pairs:
-    """Read the pairs of all tasks, check and split them, and keep a verified copy."""
-    return build_pairs(spec.pairs, spec.storage.root, StageProgress(stages.PAIRS, watcher))
+    """Copy the weights to start from as ``make_corpus`` does; read, check and split the pairs, and keep a copy."""
+    progress = StageProgress(stages.PAIRS, watcher)
+    complete_start(spec, progress)
+    return build_pairs(spec.pairs, spec.storage.root, progress)
 
 
 @stage_task(stages.TOKENIZER)

@@ -26,6 +26,7 @@ from flows.cli.options import (
 from flows.cli.terminal import complain, say, show_table, stage_display
 from flows.spec_from_recipe import require_on_text, require_recipe_for
 from infra.head.preflight.pair_checks import require_pairs
+from infra.head.preflight.remote_starts import with_start_here
 from infra.head.preflight.text_checks import require_sources, require_text
 from infra.head.tokenising.hosts_executor import shard_workers
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, TextFindings
@@ -154,7 +155,7 @@ def pairs(choice: _PairsFileOptions) -> None:
 
     $ t5-pretrain data pairs 'wmt.jsonl#source=en&target=de' --set model.start_from=T5_MODEL
     """
-    spec = choice.chosen().spec()
+    spec = with_start_here(choice.chosen().spec())
     require_recipe_for(True, spec.recipe)
     require_pairs(spec)
     root = spec.storage.root

@@ -12,6 +12,7 @@ from flows.run_parameters import RunParameters
 from infra.head.hosts.hostfile import read_hosts
 from infra.head.launch.deepspeed_launcher import launch_command
 from infra.head.launch.local_launch import command
+from infra.head.preflight.remote_starts import with_start_here
 from infra.head.preflight.run_checks import needed_bytes, require_possible
 from infra.head.preflight.text_checks import TextFacts, bytes_per_token
 from infra.head.storage.continued_run import StoredRun, require_own_settings
@@ -65,10 +66,12 @@ def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool, st
 
     ``stored`` is the run in a bucket that is to be continued.
 
+    Of a model to start from that is not on this machine, configuration and vocabulary are copied to the root.
+
     The run is described even if this machine cannot execute it, unless its settings are invalid everywhere. Hosts are
     not asked, and the destination is not tried: both would take long or leave traces.
     """
-    spec = parameters.spec()
+    spec = with_start_here(parameters.spec())
     shape, text, refusal = require_possible(spec), None, None
     epochs = Epochs(None, "not known: what a run that would be refused trains on is not looked at")
     try:

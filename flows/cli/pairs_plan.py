@@ -1,5 +1,7 @@
 """What a dry run says of a run on pairs."""
 
+from pathlib import Path
+
 from infra.head.preflight.text_checks import TextFacts
 from infra.node.node_folders import PAIR_SHARDS
 from t5train.checkpoint.resume import begun_shards
@@ -8,6 +10,7 @@ from t5train.files.presence import visible_in
 from t5train.locations import redacted
 from t5train.quantities import format_bytes, quantity
 from t5train.records.stage_records import PairShards
+from t5train.records.start_copy import origin
 from t5train.spec import RunSpec
 from t5train.spec.pairs_spec import PairSource
 
@@ -45,8 +48,9 @@ def start_said(spec: RunSpec) -> str:
     """Return where the weights of a run on pairs begin; empty for a run on text."""
     if not spec.is_fine_tuning:
         return ""
-    start = spec.model.start_from
-    return f", from {redacted(start)}" if start else ", drawn at random, as model.start_from is not set"
+    if (start := spec.model.start_from) is not None:
+        return f", from {origin(Path(start)) or redacted(start)}"
+    return ", drawn at random, as model.start_from is not set"
 
 
 def epochs_of_pairs(spec: RunSpec) -> tuple[float | None, str]:

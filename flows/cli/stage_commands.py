@@ -28,6 +28,7 @@ from flows.cli.options import (
 from flows.cli.status_command import steps_text
 from flows.cli.terminal import complain, say, show_json, stage_display
 from flows.spec_from_recipe import require_on_text
+from infra.head.preflight.remote_starts import complete_start, with_start_here
 from infra.head.preflight.text_checks import NOT_READ
 from infra.head.runs.run_lookup import root_of_run, run_of_result
 from infra.head.runs.run_state import State, run_state
@@ -86,7 +87,7 @@ def tokenizer(choice: SmokeOptions) -> None:
     $ t5-pretrain tokenizer smoke
     $ t5-pretrain tokenizer --config run.yaml --set tokenizer.vocab_size=8000
     """
-    spec = choice.chosen().spec()
+    spec = with_start_here(choice.chosen().spec())
     with stage_display() as progress:
         if spec.is_fine_tuning:
             pairs = build_pairs(spec.pairs, spec.storage.root, progress)
@@ -161,9 +162,8 @@ def train(
     """
     choice = options.chosen(hosts.settings(), name)
     require_on_text(choice.recipe, f"finetune {choice.recipe}")
-    root_folder = _root_of(choice)
-    tokens = TokenShards.load(shards or _only_shards(root_folder))
-    spec = _spec_on(tokens, choice)
+    tokens = TokenShards.load(shards or _only_shards(_root_of(choice)))
+    spec = with_start_here(_spec_on(tokens, choice))
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)
     with (
@@ -174,6 +174,7 @@ def train(
         texts = ", ".join(map(shown_text, spec.corpus.named()))
         complain(f"text: {texts}, as token shards in {tokens.path}")
         tokens.verify(progress)
+        complete_start(spec, progress)
         for line in data_lines(spec, tokens, train_split_facts(tokens, spec.objective)):
             complain(line)
         if begin_again:

@@ -23,6 +23,7 @@ from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_files
 from t5train.records.identity import differences, fingerprint
 from t5train.records.stage_records import Checkpoint, reusable
+from t5train.records.start_copy import origin
 from t5train.records.witness import WITNESS_FILES
 from t5train.spec import RunSpec, build
 from t5train.spec.config_file import run_text
@@ -90,8 +91,15 @@ def open_run(spec: RunSpec, shards: Shards, progress: Progress = silent) -> None
 
 
 def _write_config(spec: RunSpec) -> None:
-    """Store the settings of this start, which may differ from those that the run was begun with in where it runs."""
-    path = spec.run_folder / CONFIG
+    """Store the settings of this start, which may differ from those that the run was begun with in where it runs.
+
+    A copy of a model to start from is named by its origin, so that the file can be used under another root.
+    """
+    path, start = spec.run_folder / CONFIG, spec.model.start_from
+    if start is not None and (source := origin(Path(start))) is not None:
+        own = {"path": None} if spec.tokenizer.path == start else {}
+        parts = {"model": {"start_from": source}, "tokenizer": own}
+        spec = spec.model_copy(update={name: getattr(spec, name).model_copy(update=new) for name, new in parts.items()})
     write_text(path, run_text(spec, path))
 
 

@@ -1,5 +1,6 @@
 """Checks a run without asking other hosts: everything that is cheap to check before anything expensive starts."""
 
+from hashlib import sha256
 from pathlib import Path
 
 from infra.node import ports
@@ -9,15 +10,15 @@ from infra.node.storage.garbage import size_of
 from t5train.checkpoint.resume import has_finished
 from t5train.checkpoint.retention import bytes_held, bytes_of_one
 from t5train.data.samples.span_corruption import geometry
-from t5train.data.vocabulary.tokenizer import expected_vocab_size, open_given, spiece_in
+from t5train.data.vocabulary.tokenizer import expected_vocab_size, given_proto, open_given
 from t5train.engine import memory_estimate
 from t5train.errors import SpecError
 from t5train.files.run_folder import CHECKPOINTS, PUBLICATIONS
 from t5train.host_resources import require_host_memory
+from t5train.locations import is_remote_model
 from t5train.model import model_shape, starting_model
 from t5train.model.model_shape import T5Shape
 from t5train.model.pipeline.pipeline_split import stage_bounds
-from t5train.records.digests import digest_file
 from t5train.release.export import require_exportable
 from t5train.spec import RunSpec
 
@@ -55,15 +56,15 @@ def require_model(spec: RunSpec) -> T5Shape:
 
 
 def _require_vocabulary_of_start(spec: RunSpec) -> None:
-    """Raise SpecError if the vocabulary differs from that of the model to start from."""
-    if spec.model.start_from is None:
+    """Raise SpecError if the vocabulary differs from that of the model to start from, if that is on this machine."""
+    if spec.model.start_from is None or is_remote_model(spec.model.start_from):
         return
     if spec.tokenizer.path is None:
         raise SpecError(
             f"model.start_from is {spec.model.start_from}, but tokenizer.path is left out, so a new vocabulary would "
             "be trained that the model does not know. Set tokenizer.path to the vocabulary of that model"
         )
-    starting_model.require_vocabulary(spec.model, digest_file(spiece_in(Path(spec.tokenizer.path))).sha256)
+    starting_model.require_vocabulary(spec.model, sha256(given_proto(Path(spec.tokenizer.path))).hexdigest())
     starting_model.require_pieces(spec.model, open_given(Path(spec.tokenizer.path)))
 
 

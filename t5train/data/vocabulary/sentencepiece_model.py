@@ -266,8 +266,10 @@ class Encoder:
     A word may also have other ids if two of its segmentations are equally probable but for the rounding of scores.
     """
 
-    def __init__(self, spiece: Path) -> None:
-        model = sentencepiece_model_pb2.ModelProto.FromString(spiece.read_bytes())
+    def __init__(self, spiece: Path | bytes) -> None:
+        """``spiece`` is a model's file, or its content."""
+        proto = spiece if isinstance(spiece, bytes) else spiece.read_bytes()
+        model = sentencepiece_model_pb2.ModelProto.FromString(proto)
         for piece in model.pieces:
             piece.score = round(piece.score * SCORE_STEPS) / SCORE_STEPS
         self.model = model

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from t5train.spec.recipes import recipe
+from tests.support.mt5_vocabulary import write_mt5_vocabulary
 
 Printed = Callable[..., str]
 Refused = Callable[..., str]
@@ -28,6 +29,28 @@ def test_a_dry_run_shows_tasks_splits_rows_and_where_the_weights_come_from(print
     assert "train 95% of the sources, validation 3% of the sources, test " in rows["splits"]
     assert "drawn at random, as model.start_from is not set" in rows["model"]
     assert "8 rows of 128 input and 64 target tokens, each packed with pairs of one task" in rows["a step"]
+
+
+def test_a_model_of_the_hub_that_is_here_is_used_without_asking_and_named_with_its_commit(
+    printed: Printed, wmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    sizes = {"d_model": 64, "d_kv": 32, "d_ff": 128, "num_heads": 2, "num_layers": 2}
+    config = {"model_type": "mt5", "vocab_size": 512, "feed_forward_proj": "gated-gelu", **sizes}
+    copy = tmp_path / "starts/someone--t5@abc"
+    write_mt5_vocabulary(copy)
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "remote-start.json").write_text('{"start": "hf://someone/t5", "revision": "abc"}')
+    start = ("--root", str(tmp_path), "--set", "model.start_from=hf://someone/t5@abc")
+    options = ("--set", "model.version=v1.1", "--train", wmt, *start)
+    rows = printed("finetune", "reverse_and_sort", *options, "--dry-run")
+    assert "parameters, from hf://someone/t5@abc" in rows
+    shown = printed("finetune", "reverse_and_sort", *options, "--dry-run", "--json")
+    spec = json.loads(shown)["spec"]
+    assert (spec["model"]["start_from"], spec["tokenizer"]["path"]) == (str(copy), str(copy))
+    lines = [json.dumps({"source": f"number {at}", "target": "the time"}) for at in range(200)]
+    (tmp_path / "few.jsonl").write_text("\n".join(lines))
+    assert "unknown pieces" in printed("data", "pairs", str(tmp_path / "few.jsonl"), *start)
 
 
 def test_the_file_that_init_prints_fine_tunes(printed: Printed, tmp_path: Path) -> None:

@@ -329,6 +329,23 @@ def _model(folder: Path, seed: int) -> None:
     T5ForConditionalGeneration(T5Config(vocab_size=256, **sizes)).save_pretrained(folder)
 
 
+def test_the_stored_settings_name_a_model_of_the_hub_and_not_its_copy(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    _model(copy := tmp_path / "starts/someone--t5@abc", seed=1)
+    (copy / "remote-start.json").write_text('{"start": "hf://someone/t5", "revision": "abc"}')
+    (copy / "manifest.json").write_text("{}")
+    shards = shards.model_copy(update={"counts": {"vocab_size": 200}, "inputs": {"vocabulary": "6" * 64}})
+    paths = {"model.start_from": str(copy), "tokenizer.path": str(copy)}
+    starting = spec.with_settings({"model.version": "v1.0"} | paths)
+    open_run(starting, shards)
+    stored = (starting.run_folder / "config.yaml").read_text()
+    assert "start_from: hf://someone/t5@abc\n" in stored
+    assert str(copy) not in stored
+    job = TrainJob.read(write_job(starting, shards, tmp_path))
+    assert (job.start_name, job.spec.model.start_from) == ("someone/t5@abc", str(copy))
+
+
 def test_a_run_is_identified_by_its_starting_weights_and_not_by_their_path(
     spec: RunSpec, shards: TokenShards, tmp_path: Path
 ) -> None:
