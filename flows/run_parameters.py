@@ -19,6 +19,7 @@ from flows.spec_from_recipe import (
     without_unused,
 )
 from infra.head.preflight.run_checks import require_accelerators, require_possible
+from t5train.checkpoint.resume import published_name
 from t5train.errors import SpecError
 from t5train.spec import RUN_NAME_PATTERN, RunSpec
 from t5train.spec.config_file import data_setting
@@ -254,7 +255,7 @@ class RunParameters(BaseModel):
         spec = resolve(self.recipe, changes, root=self.root, run_name=used.run_name)
         if used.publish_under is None:
             return spec
-        url = f"{used.publish_under.rstrip('/')}/{spec.run_name}"
+        url = f"{used.publish_under.rstrip('/')}/{published_name(spec)}"
         return resolve(self.recipe, changes, root=self.root, run_name=used.run_name, publish_to=url)
 
     def _require_one(self, parameter: str, setting: str, settings: Mapping[str, Any]) -> None:
