@@ -86,7 +86,9 @@ RecipeName = Literal[
     "t5_11b_one_gpu",
 ]
 """The names of the recipes in t5train.spec.recipes that train on text, written out because type checkers need them."""
-FineTuningRecipeName = Literal["reverse_and_sort", "finetune_base"]
+FineTuningRecipeName = Literal[
+    "reverse_and_sort", "finetune_base", "translate_3b", "translate_3b_one_gpu", "translate_11b_one_gpu"
+]
 """The names of the recipes that train on pairs."""
 
 
