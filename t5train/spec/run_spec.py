@@ -81,16 +81,11 @@ class RunSpec(SpecPart):
 
     @check
     def _best_checkpoint_can_be_chosen(self) -> None:
-        metric, under = self.evaluate.best_metric, self.storage.publish_checkpoints_under
+        metric = self.evaluate.best_metric
         if metric not in (None, "validation_loss") and not self.is_fine_tuning:
             raise ValueError(
                 f"evaluate.best_metric is {metric}, but only fine-tuning measures it: set "
                 "evaluate.best_metric=validation_loss, or name pairs to train on (pairs.train)"
-            )
-        if metric is not None and under is not None:
-            raise ValueError(
-                f"evaluate.best_metric is {metric}, but storage.publish_checkpoints_under ({under!r}) keeps only the "
-                "newest checkpoints, and not the best: leave one of them out"
             )
 
     @check
