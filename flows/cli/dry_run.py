@@ -12,13 +12,14 @@ from flows.run_parameters import RunParameters
 from infra.head.hosts.hostfile import read_hosts
 from infra.head.launch.deepspeed_launcher import launch_command
 from infra.head.launch.local_launch import command
-from infra.head.preflight.run_checks import needed_bytes, require_possible
+from infra.head.preflight.run_checks import needed_bytes, publish_url, require_possible
 from infra.head.preflight.text_checks import TextFacts, bytes_per_token
 from infra.head.storage.continued_run import StoredRun, require_own_settings
 from infra.head.training_run import launch_spec, rank_program, require_startable_now
 from infra.node.attempts import process_guard
 from infra.node.attempts.run_lock import require_unused
 from infra.node.node_folders import SHARDS, node_path
+from t5train.checkpoint.resume import published_name
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
 from t5train.data.download.source_listing import left_out_lines
 from t5train.data.samples.loader import num_windows
@@ -151,10 +152,12 @@ def _stores(spec: RunSpec, stored: StoredRun | None) -> dict[str, str]:
         newest = stored.found.ledger.newest
         where = "which has no checkpoint yet" if newest is None else f"whose newest checkpoint is {newest.tag}"
         rows["continues"] = f"from {stored.bucket.url}, {where}"
+    elif published_name(spec) != spec.run_name:
+        rows["continues"] = f"run {spec.run_name} beyond the end that it was begun with"
     if spec.checkpoints_url is not None:
         rows["checkpoints"] = f"copied to {redacted(spec.checkpoints_url)} while training"
-    if spec.storage.publish_to is not None:
-        rows["publish to"] = redacted(spec.storage.publish_to)
+    if spec.storage.publish_to is not None or published_name(spec) != spec.run_name:
+        rows["publish to"] = redacted(publish_url(spec))
     return rows
 
 

@@ -190,7 +190,9 @@ def consolidate(
         Path, typer.Argument(metavar="CHECKPOINT_DIR", help="Folder with tags, or folder of one tag", readable=False)
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the fp32 safetensors", readable=False)],
-    tag: Annotated[str | None, typer.Option(help="Tag", show_default="the newest complete one")] = None,
+    tag: Annotated[
+        str | None, typer.Option(help="Tag", show_default="the run's best, or the newest complete one")
+    ] = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Maximum file size, such as 5G or 500Mi", show_default="one file")
     ] = None,
@@ -206,7 +208,7 @@ def consolidate(
     size = _bytes(shard_size) if shard_size else None
     with stage_display() as progress:
         made = consolidate_checkpoint(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, progress=progress)
-    _say(made)
+    _say(made, f", of step {made.counts['step']:,}")
 
 
 def export(
@@ -395,5 +397,5 @@ def _bytes(size: str) -> int:
     return int(match[1]) * _UNITS[match[2] or ""]
 
 
-def _say(record: Record) -> None:
-    say(f"{record.kind}: {record.path}{' (reused)' if record.reused else ''}")
+def _say(record: Record, what: str = "") -> None:
+    say(f"{record.kind}: {record.path}{what}{' (reused)' if record.reused else ''}")
