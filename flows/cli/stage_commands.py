@@ -190,9 +190,7 @@ def consolidate(
         Path, typer.Argument(metavar="CHECKPOINT_DIR", help="Folder with tags, or folder of one tag", readable=False)
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the fp32 safetensors", readable=False)],
-    tag: Annotated[
-        str | None, typer.Option(help="Tag", show_default="the run's best, or the newest complete one")
-    ] = None,
+    tag: Annotated[str | None, typer.Option(help="Tag", show_default="the best, or the newest complete one")] = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Maximum file size, such as 5G or 500Mi", show_default="one file")
     ] = None,
