@@ -12,6 +12,7 @@ from flows.run_parameters import RunParameters
 from infra.head.hosts.hostfile import read_hosts
 from infra.head.launch.deepspeed_launcher import launch_command
 from infra.head.launch.local_launch import command
+from infra.head.preflight.pair_checks import require_pairs
 from infra.head.preflight.run_checks import needed_bytes, publish_url, require_possible
 from infra.head.preflight.text_checks import TextFacts, bytes_per_token
 from infra.head.storage.continued_run import StoredRun, require_own_settings
@@ -66,11 +67,12 @@ def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool, st
 
     ``stored`` is the run in a bucket that is to be continued.
 
-    The run is described even if this machine cannot execute it, unless its settings are invalid everywhere. Hosts are
+    The run is described even if this machine cannot execute it, unless its settings or pairs are invalid. Hosts are
     not asked, and the destination is not tried: both would take long or leave traces.
     """
     spec = parameters.spec()
-    shape, text, refusal = require_possible(spec), None, None
+    shape, refusal = require_possible(spec), None
+    text = require_pairs(spec) if spec.is_fine_tuning else None
     epochs = Epochs(None, "not known: what a run that would be refused trains on is not looked at")
     try:
         possible = parameters.spec_for_this_machine()
@@ -79,7 +81,7 @@ def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool, st
         if not begin_again:
             require_no_pending_begin_again(spec.run_folder)
         require_unused(spec.run_folder)
-        _, text = require_startable_now(possible)
+        _, text = require_startable_now(possible, text=text)
         epochs = _epochs(spec, text)
     except T5TrainError as error:
         refusal = error
@@ -101,7 +103,7 @@ def describe(
 ) -> str:
     """Return the plan, memory, hosts and launch command of a run, as text. ``as_values`` has the settings too.
 
-    If the run is refused, the text begins with ``refusal``; ``text`` is None then.
+    If the run is refused, the text begins with ``refusal``; ``text`` is None then, unless it describes pairs.
     """
     sections = {
         **({"would be refused": str(refusal)} if refusal else {}),

@@ -264,7 +264,7 @@ def verify(
     $ t5-pretrain verify work/published/mine
     $ t5-pretrain verify s3://bucket/t5/mine --json
     """
-    _require_finished(place)
+    require_finished(place)
     with stage_display() as progress:
         record = verify_record(place, progress)
     total = sum(digest.size for digest in record.files.values())
@@ -289,7 +289,7 @@ def fetch(
     say(f"fetched: {made.path}{' (there already, verified)' if made.reused else ''}")
 
 
-def _require_finished(place: str) -> None:
+def require_finished(place: str) -> None:
     """Raise RecordError if there is no result at a place because the run that makes it has not finished.
 
     Raises InputError if the place looks like the name of a run.
