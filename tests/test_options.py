@@ -7,6 +7,7 @@ import pytest
 
 from t5train.spec import nearest, setting_names
 from t5train.spec.recipes import RECIPES
+from t5train.spec.settings import NAMES_ELSEWHERE
 
 TEXT = (Path(__file__).parent.parent / "docs/reference/options.md").read_text("utf-8")
 DEEPSPEED_OPTIONS = {
@@ -57,3 +58,17 @@ def test_every_option_of_hugging_faces_translation_script_has_a_row_that_names_s
     assert set(there) >= TRANSLATION_OPTIONS
     for row in rows:
         assert "no setting" in row[1] or re.search(r"`([a-z_]+\.[a-z_]+|--[a-z-]+)", row[1]), row
+
+
+_OF_TEXT = {"train_file", "dataset_config_name"}
+"""Suggest the settings of text, which these options of other scripts are for, too."""
+
+
+@pytest.mark.parametrize(
+    "there", sorted(set(re.findall(r"`(\w+)`", TEXT)) & NAMES_ELSEWHERE.keys() - DEEPSPEED_OPTIONS - _OF_TEXT)
+)
+def test_an_option_of_hugging_faces_script_used_as_a_setting_suggests_a_setting_of_its_row(there: str) -> None:
+    row = next(line for line in TEXT.splitlines() if line.startswith("| `") and f"`{there}`" in line.split(" | ")[0])
+    here = NAMES_ELSEWHERE[there]
+    assert f"`{here}" in row.split(" | ")[1]
+    assert nearest(there, setting_names()) == f" (did you mean {here!r}?)"
