@@ -191,7 +191,7 @@ def consolidate(
         Path, typer.Argument(metavar="CHECKPOINT_DIR", help="Folder with tags, or folder of one tag", readable=False)
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the fp32 safetensors", readable=False)],
-    tag: Annotated[str | None, typer.Option(help="Tag", show_default="the newest complete one")] = None,
+    tag: Annotated[str | None, typer.Option(help="Tag", show_default="the best, or the newest complete one")] = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Maximum file size, such as 5G or 500Mi", show_default="one file")
     ] = None,
@@ -207,7 +207,7 @@ def consolidate(
     size = _bytes(shard_size) if shard_size else None
     with stage_display() as progress:
         made = consolidate_checkpoint(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, progress=progress)
-    _say(made)
+    _say(made, f", of step {made.counts['step']:,}")
 
 
 def export(
@@ -265,7 +265,7 @@ def verify(
     $ t5-pretrain verify work/published/mine
     $ t5-pretrain verify s3://bucket/t5/mine --json
     """
-    _require_finished(place)
+    require_finished(place)
     with stage_display() as progress:
         record = verify_record(place, progress)
     total = sum(digest.size for digest in record.files.values())
@@ -290,7 +290,7 @@ def fetch(
     say(f"fetched: {made.path}{' (there already, verified)' if made.reused else ''}")
 
 
-def _require_finished(place: str) -> None:
+def require_finished(place: str) -> None:
     """Raise RecordError if there is no result at a place because the run that makes it has not finished.
 
     Raises InputError if the place looks like the name of a run.
@@ -396,5 +396,5 @@ def _bytes(size: str) -> int:
     return int(match[1]) * _UNITS[match[2] or ""]
 
 
-def _say(record: Record) -> None:
-    say(f"{record.kind}: {record.path}{' (reused)' if record.reused else ''}")
+def _say(record: Record, what: str = "") -> None:
+    say(f"{record.kind}: {record.path}{what}{' (reused)' if record.reused else ''}")

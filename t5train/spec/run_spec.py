@@ -55,13 +55,20 @@ class RunSpec(SpecPart):
         stages, ranks = self.layout.pipeline_stages, self.cluster.ranks
         if ranks % stages:
             raise ValueError(f"layout.pipeline_stages is {stages}: it must divide cluster.ranks ({ranks})")
-        per_pass = self.layout.micro_batch_sequences * self.data_parallel_size
-        if self.optimizer.global_batch_sequences % per_pass:
+        batch, micro = self.optimizer.global_batch_sequences, self.layout.micro_batch_sequences
+        models = self.data_parallel_size
+        per_pass = micro * models
+        if batch % per_pass:
             a_model = " / layout.pipeline_stages" if stages > 1 else ""
+            smaller = next((each for each in range(micro, 0, -1) if batch % (each * models) == 0), None)
+            remedy = (
+                f"layout.micro_batch_sequences={smaller}"
+                if smaller
+                else f"optimizer.global_batch_sequences={-(-batch // per_pass) * per_pass}"
+            )
             raise ValueError(
-                f"optimizer.global_batch_sequences is {self.optimizer.global_batch_sequences}: it must be a multiple "
-                f"of layout.micro_batch_sequences x cluster.ranks{a_model} ({self.layout.micro_batch_sequences} x "
-                f"{self.data_parallel_size} = {per_pass})"
+                f"optimizer.global_batch_sequences is {batch}: it must be a multiple of layout.micro_batch_sequences x "
+                f"cluster.ranks{a_model} ({micro} x {models} = {per_pass}). Set for instance {remedy}"
             )
 
     @check
@@ -81,16 +88,11 @@ class RunSpec(SpecPart):
 
     @check
     def _best_checkpoint_can_be_chosen(self) -> None:
-        metric, under = self.evaluate.best_metric, self.storage.publish_checkpoints_under
+        metric = self.evaluate.best_metric
         if metric not in (None, "validation_loss") and not self.is_fine_tuning:
             raise ValueError(
                 f"evaluate.best_metric is {metric}, but only fine-tuning measures it: set "
                 "evaluate.best_metric=validation_loss, or name pairs to train on (pairs.train)"
-            )
-        if metric is not None and under is not None:
-            raise ValueError(
-                f"evaluate.best_metric is {metric}, but storage.publish_checkpoints_under ({under!r}) keeps only the "
-                "newest checkpoints, and not the best: leave one of them out"
             )
 
     @check

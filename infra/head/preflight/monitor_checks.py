@@ -31,7 +31,7 @@ def require_wandb(spec: RunSpec) -> None:
     On hosts, the preflight looks for the package.
     """
     monitor, on_hosts = spec.monitor, spec.cluster.hostfile is not None
-    if not monitor.wandb or has_finished(spec.run_folder):
+    if not monitor.wandb or has_finished(spec):
         return
     if not on_hosts and find_spec("wandb") is None:
         raise SpecError(

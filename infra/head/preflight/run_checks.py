@@ -7,7 +7,7 @@ from infra.node import ports
 from infra.node.attempts import shared_memory
 from infra.node.inspection.hardware import can_have_any
 from infra.node.storage.garbage import size_of
-from t5train.checkpoint.resume import has_finished
+from t5train.checkpoint.resume import has_finished, published_name
 from t5train.checkpoint.retention import bytes_held, bytes_of_one
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.tokenizer import expected_vocab_size, given_proto, open_given
@@ -40,7 +40,7 @@ def require_possible(spec: RunSpec) -> T5Shape:
 
 def publish_url(spec: RunSpec) -> str:
     """Return where the run is published: the requested location, or else a folder under the root."""
-    return spec.storage.publish_to or str(spec.storage.root / PUBLICATIONS / spec.run_name)
+    return spec.storage.publish_to or str(spec.storage.root / PUBLICATIONS / published_name(spec))
 
 
 def require_model(spec: RunSpec) -> T5Shape:
@@ -158,7 +158,7 @@ def needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
 
 def _checkpoint_bytes(spec: RunSpec, of_model: T5Shape) -> int:
     """Disk space for checkpoints still to come. Those that a resumed run already has do not count."""
-    if has_finished(spec.run_folder):
+    if has_finished(spec):
         return 0
     held = size_of(spec.run_folder / CHECKPOINTS)
     # While a checkpoint is copied to a bucket, its files stay, even if the run removes it.

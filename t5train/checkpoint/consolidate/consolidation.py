@@ -102,7 +102,7 @@ def consolidate(
     Args:
         checkpoint: Folder with tags inside, or the folder of one tag.
         out: Output folder. It appears complete or not at all. The same weights in it are verified and reused.
-        tag: The tag to consolidate; by default, the newest complete one.
+        tag: The tag to consolidate; by default, the best one if the run chooses one, or the newest complete one.
         shard_bytes: Maximum size of a file in bytes; by default, all tensors are written to one file.
         moments: Whether to also write the optimizer's two moments of each trained parameter, in the same way, as
             ``exp_avg.safetensors`` and ``exp_avg_sq.safetensors``.

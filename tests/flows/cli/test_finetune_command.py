@@ -93,8 +93,9 @@ def test_a_column_that_is_missing_is_refused_before_anything_is_made(
     refused: Refused, wmt: str, tmp_path: Path
 ) -> None:
     named = wmt.replace("translation.de", "translation.fr")
-    error = refused(4, "finetune", "reverse_and_sort", "--train", named, "--root", str(tmp_path / "root"))
-    assert "line 1 has no column 'translation.fr', only translation.en, translation.de" in error
+    for more in ((), ("--dry-run",)):  # which then shows no plan
+        error = refused(4, "finetune", "reverse_and_sort", "--train", named, "--root", str(tmp_path / "root"), *more)
+        assert "line 1 has no column 'translation.fr', only translation.en, translation.de" in error
     assert not (tmp_path / "root").exists()
 
 
