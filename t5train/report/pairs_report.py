@@ -128,6 +128,8 @@ def _long_lines(measured: _Measured, lengths: RowLengths, too_long: str) -> Iter
         over = int(np.count_nonzero(side.lengths > length))
         warning = "Warning: " if over > _MANY_CUT * measured.pairs else ""
         becomes = f", and {_BECOMES[too_long]} (pairs.too_long)" if over else ""
+        if over and name == "target" and too_long == "cut":
+            becomes += ": held-out ones are no exact match, whatever the model gives"
         yield (
             f"{warning}{measured.task.task}: {quantity(over, name)} of {measured.pairs:,} "
             f"({over / max(1, measured.pairs):.2%}) have more than {length} tokens (pairs.{setting}){becomes}"

@@ -65,6 +65,7 @@ def test_what_is_longer_than_a_row_is_counted_and_shown_as_it_is_cut(
     over = sum(len(ids) > 4 for ids in vocabulary.encode(targets, add_eos=True))
     assert f"- Warning: a: {over} targets of 300 ({over / 300:.2%}) have more than 4 tokens" in report
     assert becomes in report
+    assert ("held-out ones are no exact match" in report) is (too_long == "cut")
     samples = [line for line in report.splitlines() if line.startswith("a: `")]
     assert len(samples) == 2
     assert all(line.count("</s>") == 2 for line in samples)
