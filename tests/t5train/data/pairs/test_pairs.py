@@ -81,6 +81,30 @@ def test_equal_sources_are_in_one_split_whatever_their_task(tmp_path: Path) -> N
         assert one == other
 
 
+def test_pairs_whose_reverse_is_held_out_are_counted_and_removed_on_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a.jsonl", [(f"Source {number}", f"Target {number}") for number in range(2000)])
+    directions = [f"{path}#task=there", f"{path}#task=back&source=target&target=source"]
+
+    def leaked(made: Pairs) -> list[int]:
+        there, back = (
+            {split: {frozenset(pair) for pair in pairs} for split, pairs in all_pairs(made, task).items()}
+            for task in (0, 1)
+        )
+        return [len(one["train"] & (two["validation"] | two["test"])) for one, two in ((there, back), (back, there))]
+
+    kept = build_pairs(spec_of(train=directions), tmp_path)
+    assert leaked(kept) == [count_of(kept, "contaminated_pairs", task) for task in (0, 1)]
+    assert min(leaked(kept)) > 50
+    assert "or are held out of the task of the other direction" in caplog.text
+    cleaned = build_pairs(spec_of(train=directions, remove="contaminated"), tmp_path)
+    assert leaked(cleaned) == [0, 0]
+    assert [count_of(cleaned, "removed_pairs", task) for task in (0, 1)] == leaked(kept)
+    for split in ("validation", "test"):
+        assert [list(read_pairs(made, split, 1)) for made in (kept, cleaned)] == [all_pairs(kept, 1)[split]] * 2
+
+
 def test_files_of_a_split_are_taken_as_they_are_and_their_share_is_trained_on(tmp_path: Path) -> None:
     train, held_out = write(tmp_path / "a.jsonl", numbered(300)), write(tmp_path / "b.jsonl", numbered(50, 1000))
     found = all_pairs(build_pairs(spec_of(train=f"{train}#prefix=p ", validation=held_out), tmp_path))
