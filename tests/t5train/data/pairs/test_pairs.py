@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from t5train.data.pairs import pairs as stage
+from t5train.data.pairs.pair_sources import require_pair_source
 from t5train.data.pairs.pairs import Pair, build_pairs, count_of, normalised, read_pairs, tasks_of
 from t5train.data.passages import SPLITS
 from t5train.errors import InputError, SpecError
@@ -280,16 +282,28 @@ def test_json_lines_in_a_json_file_and_files_of_a_folder_are_read(tmp_path: Path
     assert [count_of(made, "read_pairs", task) for task in (0, 1)] == [300, 300]
 
 
+def test_several_and_remote_json_files_are_read_as_other_files_are(tmp_path: Path) -> None:
+    for number in range(2):
+        write(tmp_path / f"{number}.json", numbered(100, 100 * number))
+    remote = fsspec.filesystem("memory")
+    remote.pipe("/of-pairs/a.json", (tmp_path / "0.json").read_bytes())
+    train = [f"{tmp_path}/*.json#task=a", "memory://of-pairs/a.json#task=b"]
+    for named in spec_of(train=train).tasks():
+        assert require_pair_source("pairs.train", named, tmp_path)
+    made = build_pairs(spec_of(train=train), tmp_path / "root")
+    assert [count_of(made, "read_pairs", task) for task in (0, 1)] == [200, 100]
+
+
 def test_errors_of_files_name_the_setting(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", numbered(100))
-    write(tmp_path / "c.json", numbered(100))
+    (tmp_path / "c.yaml").touch()
+    (tmp_path / "json").mkdir()
+    write(tmp_path / "json/c.json", numbered(100))
     for settings, message in [
         ({"train": f"{tmp_path}/b.jsonl"}, "pairs.train '"),
         ({"train": f"{tmp_path}/a.jsonl", "test": f"{tmp_path}/*.tsv"}, "pairs.test '"),
-        (
-            {"train": f"{tmp_path}/*.json"},
-            "Set pairs.train to .jsonl, .tsv, .csv, .parquet files only. Of .json files, ",
-        ),
+        ({"train": f"{tmp_path}/*.yaml"}, "Set pairs.train to .jsonl, .tsv, .csv, .parquet files only"),
+        ({"train": f"{tmp_path}/json"}, "To read .json files, name them, as in 'FOLDER/*.json'"),
     ]:
         with pytest.raises(InputError) as refused:
             build_pairs(spec_of(**settings), tmp_path)
