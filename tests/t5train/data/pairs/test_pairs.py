@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from t5train.data.pairs import pairs as stage
 from t5train.data.pairs.pair_sources import require_pair_source
 from t5train.data.pairs.pairs import Pair, build_pairs, count_of, normalised, read_pairs, tasks_of
-from t5train.data.passages import SPLITS
+from t5train.data.passages import ODDITIES, SPLITS
 from t5train.errors import InputError, SpecError
 from t5train.progress import silent
 from t5train.records.stage_records import Pairs
@@ -159,6 +159,16 @@ def test_what_may_be_wrong_with_pairs_is_counted_and_shown(tmp_path: Path, caplo
     caplog.clear()
     build_pairs(spec_of(train=[a.partition("#")[0], b]), tmp_path)
     assert "task 'a': 1 of the other tasks cannot be told apart from it" in caplog.text
+
+
+def test_no_odd_character_is_overlooked_by_the_quick_look_for_all_of_them(tmp_path: Path) -> None:
+    characters = [chr(number) for number in range(0x250) if chr(number) not in "\t\n\r"] + ["\ufffd", "<pad>"]
+    made = build_pairs(
+        spec_of(train=write(tmp_path / "a.jsonl", [(f"a{each}b", "c") for each in characters])), tmp_path
+    )
+    for name, oddity in ODDITIES.items():
+        odd = [each for each in characters if oddity.pattern.search(f"a{each}b".encode())]
+        assert count_of(made, name, 0) == len(odd) > 0
 
 
 @pytest.mark.parametrize(
