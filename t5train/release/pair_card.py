@@ -107,11 +107,7 @@ def _longer(counts: Mapping[str, int]) -> Iterator[str]:
             yield ""
             pairs = quantity(count, "pair")
             lost = counts.get(f"{split}_cut_targets") if what == "cut" and split != "train" else 0
-            never = (
-                f" Of these, {lost:,} had a longer target, so they are no exact match whatever the model gives."
-                if lost
-                else ""
-            )
+            never = f" Of these, {lost:,} had a longer target, and count as no exact match." if lost else ""
             yield f"{pairs} of the {split} split had a side that is longer than a row, and were {said}.{never}"
 
 
