@@ -35,7 +35,9 @@ from t5train.data.pairs.pairs import build_pairs
 from t5train.data.pairs.pairs_tokenizer import build_pairs_tokenizer
 from t5train.data.passages import Split
 from t5train.data.shards import build_shards
+from t5train.data.vocabulary.sentencepiece_model import most_pieces
 from t5train.data.vocabulary.tokenizer import build_tokenizer
+from t5train.errors import SpecError
 from t5train.quantities import quantity
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.report.data_report import data_lines
@@ -155,14 +157,26 @@ def pairs(choice: _PairsFileOptions) -> None:
 
     $ t5-pretrain data pairs 'wmt.jsonl#source=en&target=de' --set model.start_from=T5_MODEL
     """
-    spec = with_start_here(choice.chosen().spec())
+    selected = choice.chosen()
+    spec = with_start_here(selected.spec())
     require_recipe_for(True, spec.recipe)
     require_pairs(spec)
     root = spec.storage.root
     with stage_display() as progress:
         made = build_pairs(spec.pairs, root, progress)
-        tokenizer = build_pairs_tokenizer(spec.tokenizer, made, root, progress)
+        try:
+            tokenizer = build_pairs_tokenizer(spec.tokenizer, made, root, progress)
+        except SpecError as error:
+            if "tokenizer.vocab_size" in selected.named or (most := most_pieces(error)) is None:
+                raise
+            smaller = spec.with_settings({"tokenizer.vocab_size": most}).tokenizer
+            tokenizer = build_pairs_tokenizer(smaller, made, root, progress)
     say(pairs_report(made, tokenizer, spec.pairs).removesuffix("\n"))
+    if spec.tokenizer.path is None:
+        say(
+            f"\nTokens are those of a vocabulary of {tokenizer.counts['pieces']:,} pieces that was trained on these "
+            "pairs. Name that of your model with --tokenizer T5_MODEL."
+        )
     complain(f"pairs: {made.path}")
 
 

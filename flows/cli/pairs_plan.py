@@ -64,4 +64,7 @@ def epochs_of_pairs(spec: RunSpec) -> tuple[float | None, str]:
                 break  # unfinished or damaged, so that the run makes them again, or not readable now
             number = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences / max(1, rows)
             return number, f"{number:,.2f} over the {quantity(rows, 'row')} of the train split in {folder}"
-    return None, "not known yet: they follow from how many pairs a row holds, which is known once they are packed"
+    return None, (
+        "not known yet: they follow from how many pairs a row holds, which is known once they are packed. "
+        "`t5-pretrain data pairs` estimates the rows of an epoch"
+    )

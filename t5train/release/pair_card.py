@@ -106,7 +106,9 @@ def _longer(counts: Mapping[str, int]) -> Iterator[str]:
         if count := counts.get(f"{split}_{what}"):
             yield ""
             pairs = quantity(count, "pair")
-            yield f"{pairs} of the {split} split had a side that is longer than a row, and were {said}."
+            lost = counts.get(f"{split}_cut_targets") if what == "cut" and split != "train" else 0
+            never = f" Of these, {lost:,} had a longer target, and count as no exact match." if lost else ""
+            yield f"{pairs} of the {split} split had a side that is longer than a row, and were {said}.{never}"
 
 
 def _tasks(trained: TrainedModel) -> Iterator[tuple[str, str, str]]:

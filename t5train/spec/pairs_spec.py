@@ -81,7 +81,7 @@ class PairsSpec(MixingSpec):
     remove: Literal["none", "contaminated"] = Field(
         "none",
         description="Pairs to remove from train. contaminated: those whose source is in the task's files of validation "
-        "or test",
+        "or test, and those held out of a task that reads the same file with source and target swapped",
     )
     input_tokens: int = Field(256, ge=8, le=16384, description="Length of a row of sources in tokens, EOS included")
     target_tokens: int = Field(256, ge=4, le=16384, description="Length of a row of targets in tokens, EOS included")
@@ -150,10 +150,10 @@ class PairsSpec(MixingSpec):
         given += [name for name in self.identity() if name.startswith("mixing_")]
         if given and not self.train:
             raise ValueError(f"pairs.{given[0]} is set, but pairs.train is empty: name the pairs to train on")
-        if self.remove != "none" and not (self.validation or self.test):
+        if self.remove != "none" and not (self.validation or self.test) and len(self.train) == 1:
             raise ValueError(
                 f"pairs.remove is {self.remove}, but neither pairs.validation nor pairs.test is set, and pairs of one "
-                "source never fall into two splits: leave it out"
+                "source never fall into two splits of a task: leave it out"
             )
 
     @check

@@ -218,6 +218,12 @@ def _training_error(spec: "TokenizerSpec", why: str) -> SpecError:
     )
 
 
+def most_pieces(error: SpecError) -> int | None:
+    """Return the size of the largest vocabulary that the texts give, if an error of ``train`` says so."""
+    match = re.search(r" gives at most (\d+) pieces\. ", str(error))
+    return None if match is None else int(match[1])
+
+
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         for start in range(0, len(text), _SENTENCE_CHARACTERS):

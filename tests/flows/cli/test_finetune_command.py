@@ -1,6 +1,7 @@
 """``finetune`` is ``run`` for pairs: what it shows, and what it refuses with the command to use instead."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,19 @@ def test_the_report_on_pairs_uses_the_chosen_vocabulary(printed: Printed, wmt: s
     trained = ("--set", "tokenizer.vocab_size=31", "--set", "tokenizer.character_coverage=1.0")
     report = printed("data", "pairs", "reverse_digits", "sort_digits", *trained, *root)
     assert "| reverse_digits | `reverse: ...` |" in report
+    assert "Tokens are those of a vocabulary of 31 pieces that was trained on these pairs." in report
     (made,) = (tmp_path / "root" / "tokenizer").iterdir()
     report = printed("data", "pairs", "sort_digits", "--tokenizer", str(made), *root)
     assert "sort_digits: 0 unknown pieces" in report
+    assert "was trained on these pairs" not in report
+
+
+@pytest.mark.usefixtures("quick_workers")
+def test_pairs_too_few_for_the_vocabulary_of_a_recipe_are_reported_with_a_smaller_one(
+    printed: Printed, refused: Refused, tmp_path: Path
+) -> None:
+    pairs = "".join(f"the cat number {number}\tdie Katze Nummer {number}\n" for number in range(60))
+    (tmp_path / "a.tsv").write_text(f"source\ttarget\n{pairs}")
+    command = ("data", "pairs", str(tmp_path / "a.tsv"), "--root", str(tmp_path / "root"))
+    assert re.search(r"Tokens are those of a vocabulary of \d\d pieces that was trained on these", printed(*command))
+    assert "this corpus gives at most" in refused(2, *command, "--set", "tokenizer.vocab_size=32000")

@@ -79,17 +79,18 @@ def stepped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _expected(job: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor], float]:
-    """Loss and gradients of the model itself on the whole batch, and the sum of its targets' losses in evaluation."""
+    """What the model itself has on the whole batch: cross-entropy, gradients, and the sum of losses in evaluation."""
     has_keys, optimizer = job["has_keys"], job["spec"]["optimizer"]
     model, batch = make_model(MODEL, RATE if has_keys else 0.0), batch_of(PACKED, make_pairs(), has_keys=has_keys)
     model.label_smoothing, model.z_loss = optimizer["label_smoothing"], optimizer["z_loss"]
     assert batch.segments is not None
     inputs, targets = (torch.from_numpy(each).long() for each in (batch.inputs, batch.targets))
     rows = rows_of(batch.segments, passes_a_step=1)
-    loss = model(inputs, targets, rows)
-    loss.backward()
+    model(inputs, targets, rows).backward()
     with torch.no_grad():
-        return loss.detach(), gradients_of(model), float(model.eval().token_losses(inputs, targets, rows).sum())
+        total, count = float(model.eval().token_losses(inputs, targets, rows).sum()), rows.target_segments.gt(0).sum()
+        assert has_keys or float(model.cross_entropy) == pytest.approx(total / float(count), rel=1e-6)
+        return model.cross_entropy, gradients_of(model), total
 
 
 @pytest.mark.parametrize("name", [*ALONE, *TOGETHER])

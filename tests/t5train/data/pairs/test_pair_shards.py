@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from t5train.data.pairs import pair_shards
+from t5train.data.pairs.pair_samples import PairSamples
 from t5train.data.pairs.pair_shard_worker import encode_pairs
 from t5train.data.pairs.pair_shards import build_pair_shards, shard_file, task_names
 from t5train.data.pairs.pairs import build_pairs
@@ -201,6 +202,19 @@ def test_a_cut_pair_keeps_the_eos_of_both_sides_and_more_than_one_percent_is_a_w
     caplog.clear()
     build(long)  # reused
     assert expected in caplog.text
+
+
+def test_held_out_pairs_whose_target_was_cut_are_known_wherever_stretches_end(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits, long = some_pairs(5, 6, 1), [(WORDS[0] * 30, "short"), ("short", WORDS[1] * 30)]
+    tasks = {"one": {"train": LONG["train"], "validation": fits, "test": [*fits, *long]}, "two": LONG}
+    monkeypatch.setattr(pair_shards, "_STRETCH_BYTES", 100)
+    shards = build(made_pairs(tmp_path / "long", tasks))
+    test = PairSamples(shards, "test", PairsSpec(**ROW), 0)
+    assert np.flatnonzero(test.have_cut_targets(np.arange(test.num_samples))).tolist() == [6]
+    assert [name for name in shards.files if name.endswith(".cut")] == ["test-00000.cut"]
+    assert (shards.counts["test_cut"], shards.counts["test_cut_targets_of_task_0"]) == (2, 1)
 
 
 def test_dropped_pairs_are_counted_and_the_others_keep_their_numbers(build: Build, tmp_path: Path) -> None:
