@@ -17,7 +17,7 @@ from t5train.spec.training_spec import LayoutSpec, MixingSpec, ObjectiveSpec, Op
 
 __all__ = [
     "NUM_SENTINELS", "RUN_NAME_PATTERN", "Accelerator", "ClusterSpec", "CorpusSpec", "DeadlinesSpec", "EvaluateSpec",
-    "ExpertsSpec", "FinetuneSpec", "LayoutSpec", "LoraSpec", "MachinesSpec", "MixingSpec", "ModelSpec", "MonitorSpec", "ObjectiveSpec",
-    "OptimizerSpec", "PairsSpec", "ProfileSpec", "RowLengths", "RunSpec", "ShardsSpec", "SpecPart", "StorageSpec",
-    "TokenizerSpec", "build", "nearest", "pad_vocabulary", "setting_names",
+    "ExpertsSpec", "FinetuneSpec", "LayoutSpec", "LoraSpec", "MachinesSpec", "MixingSpec", "ModelSpec", "MonitorSpec",
+    "ObjectiveSpec", "OptimizerSpec", "PairsSpec", "ProfileSpec", "RowLengths", "RunSpec", "ShardsSpec", "SpecPart",
+    "StorageSpec", "TokenizerSpec", "build", "nearest", "pad_vocabulary", "setting_names",
 ]  # fmt: skip

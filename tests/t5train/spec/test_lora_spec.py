@@ -21,7 +21,7 @@ LORA: dict[str, Any] = {
         ({"pairs.train": []}, "LoRA is for fine-tuning: name pairs to train on"),
         ({"model.start_from": None}, "model.start_from is not set: set it"),
         ({"optimizer.kind": "adamw-rms"}, "set optimizer.kind=adamw"),
-        ({"finetune.lora.targets": "q,wi_2"}, "has 'wi_2': name projections of a T5, .*did you mean 'wi_0'"),
+        ({"finetune.lora.targets": "q,wi_2"}, "has 'wi_2': name projections of a T5, .*did you mean 'wi_"),
         ({"finetune.lora.targets": "q,q"}, "has 'q' more than once"),
         ({"finetune.lora.targets": "q,wi"}, "has 'wi', but this model has wi_0 and wi_1"),
         ({"finetune.lora.targets": "wi_1", "model.version": "v1.0"}, "has 'wi_1', but this model has wi in"),
