@@ -72,7 +72,12 @@ def save(
         _save_every_stage(engine, sharers[0])
     barrier()
     with no_checksums(), naming_folder(folder):
-        engine.save_checkpoint(str(job.checkpoints_folder), tag=tag, save_latest=False)
+        engine.save_checkpoint(
+            str(job.checkpoints_folder),
+            tag=tag,
+            save_latest=False,
+            exclude_frozen_parameters=job.spec.finetune.lora.rank is not None,
+        )
     if record_witness:
         record_witness(folder)
     barrier()
@@ -126,7 +131,9 @@ def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
     step, folder = step_of(job.resume_tag), job.checkpoints_folder / job.resume_tag
     own = sidecar.read(folder, rank())
     with reading(folder):
-        path, _ = engine.load_checkpoint(str(job.checkpoints_folder), tag=job.resume_tag)
+        # The weights that adapters are for are not in the checkpoint.
+        is_whole = job.spec.finetune.lora.rank is None
+        path, _ = engine.load_checkpoint(str(job.checkpoints_folder), tag=job.resume_tag, load_module_strict=is_whole)
     loaded = f"{Path(path or 'nothing').parent.name} of run {own.run_fingerprint}, step {own.step}, saving {own.saving}"
     _require_consensus("loaded checkpoint", loaded)
     if path is None or not engine.global_steps == own.step == step or own.run_fingerprint != job.run_fingerprint:

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
+from t5train.model.counted_dropout import CountedDropout, branch
 from t5train.model.tensor_files import StoredTensors, list_tensors
+from t5train.spec import LoraSpec
 
 A, B = ".lora_a", ".lora_b"
 """What follows the name of a weight in the names of the factors of its adapter."""
@@ -26,6 +29,36 @@ class Adapter(NamedTuple):
 
     a: Tensor
     b: Tensor
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear layer without offset, and its adapter. ``path`` is that of the layer in the model."""
+
+    def __init__(self, frozen: nn.Linear, lora: LoraSpec, rank: int, path: str) -> None:
+        nn.Module.__init__(self)  # nn.Linear's would allocate another weight
+        self.in_features, self.out_features = frozen.in_features, frozen.out_features
+        self.weight, self.bias = frozen.weight, None
+        self.lora_a = nn.Parameter(torch.empty(rank, self.in_features))
+        self.lora_b = nn.Parameter(torch.empty(self.out_features, rank))
+        self.scaling, self.dropout = lora.scaling, CountedDropout(lora.dropout)
+        self._branch = _hashed(path)  # the keys of several layers may be the same
+
+    def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Map [..., in] to [..., out]; ``keys`` int64 [...] of the tokens decide what dropout drops."""
+        kept = self.dropout(hidden, branch(keys, self._branch)) if self.dropout.p else hidden
+        inner = functional.linear(kept, self.lora_a)
+        return functional.linear(hidden, self.weight) + self.scaling * functional.linear(inner, self.lora_b)
+
+
+def add_adapters(model: nn.Module, lora: LoraSpec) -> None:
+    """Freeze a model, and give each target an adapter, whose factors are still to be filled. Nothing without LoRA."""
+    if lora.rank is None:
+        return
+    model.requires_grad_(False)
+    for path, layer in [*model.named_modules()]:
+        parent, _, name = path.rpartition(".")
+        if name in lora.targets and isinstance(layer, nn.Linear):
+            setattr(model.get_submodule(parent), name, LoraLinear(layer, lora, lora.rank, path))
 
 
 def is_adapter(name: str) -> bool:
@@ -41,10 +74,14 @@ def first_factor(name: str, size: torch.Size, seed: int) -> Tensor:
     """
     if name.endswith(B):
         return torch.zeros(size)
-    digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") & (2**63 - 1))
+    generator = torch.Generator().manual_seed(_hashed(f"{seed}|{name}"))
     bound = 1 / math.sqrt(size[1])
     return torch.empty(size).uniform_(-bound, bound, generator=generator)
+
+
+def _hashed(text: str) -> int:
+    """Return a number of 63 bits that follows from a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") & (2**63 - 1)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
