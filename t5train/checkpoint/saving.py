@@ -16,7 +16,7 @@ from t5train.checkpoint.archive_writing import fill_in, naming_folder, no_checks
 from t5train.checkpoint.reshard import discard_consolidated
 from t5train.checkpoint.resume_point import is_unfinished
 from t5train.checkpoint.retention import kept
-from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.checkpoint.sidecar import AdaptedModel, DataState, ParallelLayout, Sidecar
 from t5train.checkpoint.state_loading import StoredState, named_groups
 from t5train.checkpoint.tags import Writers
 from t5train.engine.collectives import (
@@ -106,6 +106,7 @@ def save(
             skipped_steps=int(engine.skipped_steps),
             loss_scaler=_loss_scaler(engine),
             best=best,
+            adapted=_adapted(job),
             data=DataState(
                 samples_consumed=step * job.spec.optimizer.global_batch_sequences, shards_fingerprint=shards_fingerprint
             ),
@@ -268,6 +269,13 @@ def _layout(job: TrainJob) -> ParallelLayout:
         data_parallel_size=models,
         **places,
     )
+
+
+def _adapted(job: TrainJob) -> AdaptedModel | None:
+    """The model that the run's adapters are for; None if it trains all weights."""
+    if job.spec.finetune.lora.rank is None:
+        return None
+    return AdaptedModel(start_fingerprint=str(job.start_fingerprint), scaling=job.spec.finetune.lora.scaling)
 
 
 def _require_consensus(what: str, value: str) -> None:

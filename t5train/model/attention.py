@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from t5train.model.counted_dropout import branch, dropped
+from t5train.model.lora import joint_projection, projected
 from t5train.model.model_shape import RELATIVE_BUCKETS, RELATIVE_MAX_DISTANCE, T5Shape
-from t5train.model.projections import joint_projection, projected
 
 KERNEL_HEAD_WIDTHS = (32, 64, 128)
 """The values of d_kv that the kernels of ``biased_attention`` support."""
@@ -60,10 +60,9 @@ class Attention(nn.Module):
         """Return what each head attends to, [b, heads, q, d_kv]."""
         # view_as makes one graph node for all uses below, so that their gradients are summed there, with or without a
         # hook before it (ZeRO 3 adds one). Every layout then computes the same bits.
-        source_keys = keys if memory is hidden else memory_keys
         hidden, memory = hidden.view_as(hidden), memory.view_as(memory)
         query = self._heads(projected(self.q, hidden, keys))
-        key, value = (self._heads(projected(layer, memory, source_keys)) for layer in (self.k, self.v))
+        key, value = (self._heads(projected(layer, memory, memory_keys)) for layer in (self.k, self.v))
         if self.training and keys is not None and memory_keys is not None:
             scores = query @ key.transpose(-1, -2)
             weights = functional.softmax((scores if bias is None else scores + bias).float(), dim=-1).to(value.dtype)
@@ -78,10 +77,10 @@ class Attention(nn.Module):
     ) -> tuple[Tensor | None, Tensor]:
         """Return queries, keys and values as the kernel takes them."""
         if hidden is memory:
-            joint = joint_projection(hidden, self.q, self.k, self.v, keys=keys)
+            joint = joint_projection(hidden, (self.q, self.k, self.v), (keys, memory_keys, memory_keys))
             return None, joint.view(*joint.shape[:-1], 3, self.num_heads, self.d_kv)
         query = projected(self.q, hidden, keys)
-        joint = joint_projection(memory, self.k, self.v, keys=memory_keys)
+        joint = joint_projection(memory, (self.k, self.v), (memory_keys, memory_keys))
         heads = self.num_heads, self.d_kv
         return query.view(*query.shape[:-1], *heads), joint.view(*joint.shape[:-1], 2, *heads)
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from t5train.model.counted_dropout import CountedDropout
+from t5train.model.lora import joint_projection, projected
 from t5train.model.model_shape import T5Shape
-from t5train.model.projections import joint_projection, projected
 
 
 class FeedForward(nn.Module):
@@ -45,7 +45,7 @@ class GatedFeedForward(nn.Module):
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
         """[b, n, d_model] to the same shape; ``keys`` [b, n] are those of CountedDropout."""
         if self.kernel is not None and self.training:
-            gated = self.kernel(joint_projection(hidden, self.wi_0, self.wi_1, keys=keys))
+            gated = self.kernel(joint_projection(hidden, (self.wi_0, self.wi_1), (keys, keys)))
         else:
             gated = self._gelu(projected(self.wi_0, hidden, keys)) * projected(self.wi_1, hidden, keys)
         return projected(self.wo, self.dropout(gated, keys), keys)

@@ -53,7 +53,10 @@ def _job(ranks: int, passes: int, stage: int, rows: Any, has_keys: bool, **setti
 LORA = {
     "model.start_from": "unread",
     "optimizer.kind": "adamw",
-    "finetune.lora": {"rank": 3, "alpha": 6.0, "targets": ["q", "k", "v", "o", "wi", "wo"], "dropout": 0.2},
+    "finetune.lora.rank": 3,
+    "finetune.lora.alpha": 6.0,
+    "finetune.lora.targets": ["q", "k", "v", "o", "wi", "wo"],
+    "finetune.lora.dropout": 0.2,
 }
 ALONE = {
     "1x1": _job(1, 1, 0, PACKED, False),
