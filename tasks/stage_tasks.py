@@ -124,7 +124,8 @@ def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint, watcher: Progress
     out = spec.run_folder / run_folder.WEIGHTS / f"{checkpoint.tag}-{content[:12]}"
     checkpoints = spec.run_folder / run_folder.CHECKPOINTS
     set_damaged_aside(out)
-    return consolidate(checkpoints, out, tag=checkpoint.tag, progress=StageProgress(stages.CONSOLIDATE, watcher))
+    progress, start = StageProgress(stages.CONSOLIDATE, watcher), spec.model.start_from
+    return consolidate(checkpoints, out, tag=checkpoint.tag, start_from=start, progress=progress)
 
 
 @stage_task(stages.EXPORT)

@@ -121,7 +121,7 @@ def _batches(spec: RunSpec) -> int:
     batch, tokens = spec.layout.micro_batch_sequences, sum(row_lengths(spec))
     made, noise = _ID + _TOKEN * tokens, 0
     if spec.is_fine_tuning:
-        made += (_SEGMENT + _KEY * (spec.model.dropout_rate > 0)) * tokens
+        made += (_SEGMENT + _KEY * spec.has_dropout) * tokens
     else:
         noise = _NOISE * geometry(spec.objective).window_tokens
     return batch * (made * (PREFETCHED_BATCHES + 2) + noise)

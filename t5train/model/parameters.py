@@ -59,6 +59,15 @@ def _projections(path: str, shape: T5Shape) -> Named:
     yield f"{path}.wo.weight", (shape.d_model, shape.d_ff)
 
 
+def name_of_factor(name: str) -> str:
+    """Return the name in checkpoints for a parameter of a module, which differs for an adapter's factors only.
+
+    There, ``.lora_a`` or ``.lora_b`` follows the name of the weight: ``q.lora_a`` becomes ``q.weight.lora_a``.
+    """
+    layer, _, own = name.rpartition(".")
+    return f"{layer}.weight.{own}" if own in {"lora_a", "lora_b"} else name
+
+
 def is_decayed(name: str, shape: Sequence[int]) -> bool:
     """Return whether weight decay shrinks a parameter, by Hugging Face's name: norms and position biases are exempt."""
     return len(shape) > 1 and not name.endswith(".relative_attention_bias.weight")

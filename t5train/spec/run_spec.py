@@ -249,6 +249,11 @@ class RunSpec(SpecPart):
         return bool(self.pairs.train)
 
     @property
+    def has_dropout(self) -> bool:
+        """Whether training drops activations, of the model or of its adapters."""
+        return max(self.model.dropout_rate, self.finetune.lora.dropout) > 0
+
+    @property
     def run_name(self) -> str:
         """The given name, or one made of recipe and fingerprint, so that different specs are different runs."""
         return self.name or f"{self.recipe}-{self.fingerprint()[:8]}"
