@@ -23,7 +23,6 @@ from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.errors import T5TrainError
 from t5train.files import run_folder
 from t5train.files.atomic import write_json
-from t5train.locations import local_folder
 from t5train.progress import Progress, silent
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import (
@@ -140,8 +139,8 @@ def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles, wat
 def certify_export(spec: RunSpec, weights: Weights, exported: Export, watcher: Progress = silent) -> Export:
     """Verify, in a new process, that the export is the model that was trained, write its certificate, and report."""
     progress = StageProgress(stages.CERTIFY, watcher)
-    witness, start = spec.run_folder / run_folder.WITNESS_FOLDER, spec.model.start_from
-    certified = certify_in_fresh_process(exported, witness, progress, None if start is None else local_folder(start))
+    witness = spec.run_folder / run_folder.WITNESS_FOLDER
+    certified = certify_in_fresh_process(exported, witness, progress, spec.model.start_from)
     reports.show_proof(spec, weights, certified)
     return certified
 

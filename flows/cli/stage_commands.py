@@ -229,16 +229,14 @@ def export(
 def certify(
     exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Folder made by `export`", readable=False)],
     witness: Annotated[Path, typer.Argument(metavar="WITNESS", help="Folder `witness` of the run", readable=False)],
-    start: Annotated[
-        Path | None, typer.Option("--start-from", help="Model that a run with LoRA started from", readable=False)
-    ] = None,
+    start_from: Annotated[str | None, typer.Option(help="Folder that a run with LoRA started from")] = None,
 ) -> None:
     """Prove, in a new process, that an export is the model that was trained.
 
     $ t5-pretrain certify model work/runs/mine/witness
     """
     with stage_display() as progress:
-        made = certify_in_fresh_process(Export.load(exported), witness, progress, start)
+        made = certify_in_fresh_process(Export.load(exported), witness, progress, start_from)
     _say(made)
 
 

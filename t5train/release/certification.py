@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 
 
 def certify_in_fresh_process(
-    export: Export, witness: Path, progress: Progress = silent, start: Path | None = None
+    export: Export, witness: Path, progress: Progress = silent, start_from: str | None = None
 ) -> Export:
     """Prove that an export is the model that was trained. An existing valid certificate is kept.
 
@@ -75,7 +75,7 @@ def certify_in_fresh_process(
         export: The export to certify.
         witness: Folder ``witness`` in the folder of the run that trained it.
         progress: Called with what is compared, and with the number of tensors or probes done.
-        start: Folder of the model that training started from, which the certificate of a run with LoRA needs.
+        start_from: Folder of the model that training started from, which the certificate of a run with LoRA needs.
 
     Returns:
         The export's record, with the passing certificate among its files.
@@ -92,7 +92,7 @@ def certify_in_fresh_process(
         if not export.reused:  # otherwise every byte has just been compared
             export.verify(progress)
         return export.model_copy(update={"reused": True})
-    _run_certifier(export.path, witness, progress, start)
+    _run_certifier(export.path, witness, progress, start_from)
     files = _uncertified_files(export)
     made = vouching_certificate(export.path, export.fingerprint, files)
     if made.relative_tolerance > EXPERTS_TOLERANCE:
@@ -105,19 +105,22 @@ def certify_in_fresh_process(
     return export.model_copy(update={"files": {**files, CERTIFICATE: digest_file(export.path / CERTIFICATE)}}).commit()
 
 
-def certify(export_folder: Path, witness: Path, progress: Progress = silent, start: Path | None = None) -> Certificate:
+def certify(
+    export_folder: Path, witness: Path, progress: Progress = silent, start_from: str | None = None
+) -> Certificate:
     """Load the export, compare it with the witness in the folder ``witness``, and write ``certificate.json``.
 
-    ``start`` is as in ``certify_in_fresh_process``. Raises InputError if the witness is of another run or ``start`` of
-    another model, and DigestMismatch if a file of the export differs from its manifest. If the model differs, writes
-    ``certificate.failed.json`` beside the export instead, and raises CertificationError, which lists the differences.
+    ``start_from`` is as in ``certify_in_fresh_process``. Raises InputError if the witness is of another run, or
+    ``start_from`` of another model, and DigestMismatch if a file of the export differs from its manifest. If the model
+    differs, writes ``certificate.failed.json`` beside the export instead, and raises CertificationError, which lists
+    the differences.
     """
     export = Export.load(export_folder)
     _require_its_witness(export, Witness.load(witness))
     _require_same_versions(export)
     files = _uncertified_files(export)
     export.model_copy(update={"files": files}).verify(progress)
-    certificate, is_as_recorded = _compare(export, files, witness, start, progress)
+    certificate, is_as_recorded = _compare(export, files, witness, start_from, progress)
     text = certificate.model_dump_json(indent=1) + "\n"
     if not certificate.passed:
         failed = export_folder.absolute().parent / FAILED_CERTIFICATE
@@ -155,11 +158,11 @@ def _refusal(export: Path, certificate: Certificate, is_as_recorded: bool, faile
 
 
 def _compare(
-    export: Export, files: dict[str, FileDigest], folder: Path, start: Path | None, progress: Progress
+    export: Export, files: dict[str, FileDigest], folder: Path, start_from: str | None, progress: Progress
 ) -> tuple[Certificate, bool]:
     """Return the certificate, and whether all that was recorded is as it was recorded, whatever is computed from it."""
     witness = Witness.load(folder)
-    base = start_model(witness, start, progress) if witness.trained.lora else None
+    start = start_model(witness, start_from, progress) if witness.trained.lora else None
     device = _device(witness)
     tolerance, reason = _tolerance(witness, device)
     differences, computed = differing_folder(export, witness), list[str]()
@@ -167,7 +170,7 @@ def _compare(
     generation: GenerationComparison | None = None
     if not differences:  # otherwise it is not safe to load
         model, differences = _compare_loaded(export.path, witness, progress)
-        differences += differing_adapter(export.path, base, witness, progress) if base is not None else []
+        differences += differing_adapter(export.path, start, witness, progress) if start is not None else []
         model = model.to(device)
         probes = dict(compare_probes(model, witness, folder, device, progress))
         generation, generated_otherwise = compare_generation(model, witness, folder, device, tolerance)
@@ -188,7 +191,7 @@ def _compare(
         passages_compared=len(witness.passages),
         probes=probes,
         generation=generation,
-        adapter=_merged(witness) if base is not None else None,
+        adapter=_merged(witness) if start is not None else None,
         relative_tolerance=tolerance,
         tolerance_reason=reason,
         witness_device=witness.device_type,
@@ -294,7 +297,7 @@ def _witness_digests(folder: Path) -> dict[str, FileDigest]:
         ) from error
 
 
-def _run_certifier(export_folder: Path, witness: Path, progress: Progress, start: Path | None) -> None:
+def _run_certifier(export_folder: Path, witness: Path, progress: Progress, start_from: str | None) -> None:
     """Run this module's ``main`` in a new process, relay its progress, and raise the error that it reports."""
     # -P keeps modules in the current folder from shadowing libraries.
     command = [
@@ -304,7 +307,7 @@ def _run_certifier(export_folder: Path, witness: Path, progress: Progress, start
         "t5train.release.certification",
         os.fspath(export_folder),
         os.fspath(witness),
-        *([] if start is None else [os.fspath(start)]),
+        *([] if start_from is None else [start_from]),
     ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     log_path = export_folder.absolute().parent / LOG
@@ -331,16 +334,15 @@ def _run_certifier(export_folder: Path, witness: Path, progress: Progress, start
 def main(arguments: list[str]) -> int:
     """Certify in this new process, and report on the original standard output. Returns the exit code."""
     try:
-        return _certify_and_report(_reporter(), *map(Path, arguments))
+        return _certify_and_report(arguments, _reporter())
     except BrokenPipeError:  # the parent, which alone reads the reports, has ended
         return 1
 
 
-def _certify_and_report(
-    report: Callable[..., None], export_folder: Path, witness: Path, start: Path | None = None
-) -> int:
+def _certify_and_report(arguments: list[str], report: Callable[..., None]) -> int:
+    export_folder, witness, start_from = Path(arguments[0]), Path(arguments[1]), next(iter(arguments[2:]), None)
     try:
-        certify(export_folder, witness, lambda what, done, total: report(what=what, done=done, total=total), start)
+        certify(export_folder, witness, lambda what, done, total: report(what=what, done=done, total=total), start_from)
     except T5TrainError as error:
         report(error=str(error))
         return 1

@@ -231,7 +231,7 @@ def _write_adapter(weights: Weights, trained: TrainedModel, folder: Path) -> Non
     """
     from safetensors.torch import save  # as the next one, imports torch, which only this needs
 
-    from t5train.model.lora import ADAPTERS, A, B, read_adapters
+    from t5train.model.lora import ADAPTERS, LORA_A, LORA_B, read_adapters
 
     file = f"{ADAPTERS}.safetensors"
     if (digest := weights.files.get(file)) is None:
@@ -240,7 +240,7 @@ def _write_adapter(weights: Weights, trained: TrainedModel, folder: Path) -> Non
     factors = {
         peft_name(weight + suffix): factor
         for weight, adapter in read_adapters(weights.path).items()
-        for suffix, factor in ((A, adapter.a), (B, adapter.b))
+        for suffix, factor in ((LORA_A, adapter.a), (LORA_B, adapter.b))
     }
     (folder / ADAPTER).mkdir()
     with replacing(folder / ADAPTER_WEIGHTS) as written:

@@ -61,17 +61,17 @@ def differing_tensors(model: "torch.nn.Module", witness: Witness, progress: Prog
     return found
 
 
-def start_model(witness: Witness, folder: Path | None, progress: Progress) -> StoredTensors:
+def start_model(witness: Witness, start_from: str | None, progress: Progress) -> StoredTensors:
     """Open the model that the adapter is for. Raises InputError unless it is the one that training started from."""
-    if folder is None:
+    if start_from is None:
         raise InputError(
             f"run {witness.trained.run_name} trained adapters, which are certified with the model that they are for. "
             "Name its folder (--start-from)"
         )
-    model = ModelSpec.model_validate(witness.trained.settings["model"] | {"start_from": str(folder)})
+    model = ModelSpec.model_validate(witness.trained.settings["model"] | {"start_from": start_from})
     if (found := start_fingerprint(model, progress)) != (expected := witness.inputs["start_from"]):
         raise InputError(
-            f"{folder} is not the model that run {witness.trained.run_name} started from: its fingerprint is "
+            f"{start_from} is not the model that run {witness.trained.run_name} started from: its fingerprint is "
             f"{str(found)[:12]}, that of the start {expected[:12]}. Give the folder of that model, unchanged"
         )
     return StoredTensors(tensors_of(model, resolve(model, witness.huggingface_config["vocab_size"])) or {})
@@ -84,7 +84,7 @@ def differing_adapter(folder: Path, start: StoredTensors, witness: Witness, prog
     """
     from safetensors.torch import load_file
 
-    from t5train.model.lora import A, B, merged
+    from t5train.model.lora import LORA_A, LORA_B, merged
 
     lora = witness.trained.lora
     factors = load_file(folder / ADAPTER_WEIGHTS)
@@ -93,8 +93,8 @@ def differing_adapter(folder: Path, start: StoredTensors, witness: Witness, prog
     other_sums = []
     for done, (name, recorded) in enumerate(witness.tensors.items(), start=1):
         tensor = start.whole(name)
-        if name + A in witness.adapters:
-            a, b = (factors[peft_name(name + factor)] for factor in (A, B))
+        if name + LORA_A in witness.adapters:
+            a, b = (factors[peft_name(name + factor)] for factor in (LORA_A, LORA_B))
             tensor = merged(tensor, a, b, lora["alpha"] / lora["rank"])
         if digest_tensor(tensor) != recorded.sha256:
             other_sums.append(name)

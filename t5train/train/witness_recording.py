@@ -170,7 +170,8 @@ def record(
     for name, master in _published(engine, job, shape):
         if model is not None:
             places[name].data.copy_(master)
-            digests[name] = TensorDigest(shape=tuple(master.shape), sha256=digest_tensor(master))
+            digests[name] = _digest(master)
+    adapters = dict(full_masters(engine)) if job.spec.finetune.lora.rank else {}
     if model is None:
         return
     held_out = dataset.held_out.batch(0, min(PROBE_SEQUENCES, dataset.held_out.num_samples))
@@ -185,6 +186,7 @@ def record(
         num_threads=torch.get_num_threads(),
         num_parameters=count_parameters(shape),
         tensors=digests,
+        adapters={name: _digest(master) for name, master in adapters.items()},
         ties={"lm_head.weight": "shared.weight"} if shape.tied else {},
         huggingface_config=huggingface_config,
         generation_config=generation_config(huggingface_config),
@@ -195,6 +197,10 @@ def record(
         **facts,
     )
     write_json(folder / WITNESS, witness.model_dump(mode="json"))
+
+
+def _digest(master: Tensor) -> TensorDigest:
+    return TensorDigest(shape=tuple(master.shape), sha256=digest_tensor(master))
 
 
 def _published(engine: Any, job: TrainJob, shape: T5Shape) -> Iterator[tuple[str, Tensor]]:

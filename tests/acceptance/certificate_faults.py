@@ -38,10 +38,10 @@ FAMILIES = {"v1.0": 1, "v1.1": 1, "switch": 3, "pairs": 1, "lora": 1}
 class IntactExport(NamedTuple):
     exported: Export
     witness: Path
-    start: Path | None
+    start: str | None
 
     def certify(self) -> None:
-        certify(self.exported.path, self.witness, start=self.start)
+        certify(self.exported.path, self.witness, start_from=self.start)
 
 
 Table = dict[tuple[str, str], Counter[str]]
@@ -74,7 +74,7 @@ def campaign(folder: Path, trials: int, seed: int, only: str | None = None) -> t
 
 def _make_intact(folder: Path, version: str, num_files: int) -> IntactExport:
     trained = make_trained(folder, version, num_files)
-    return IntactExport(export(*trained, folder / "export"), trained.witness, trained.start)
+    return IntactExport(export(*trained, folder / "export"), trained.witness, trained.spec.model.start_from)
 
 
 def _choices(intact: dict[str, IntactExport], only: str | None) -> list[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ from t5train.data.vocabulary.held_out import choose
 from t5train.data.vocabulary.sentencepiece_model import Encoder, train
 from t5train.data.vocabulary.tokenizer import SPIECE, Tokenizer, write_hugging_face_files
 from t5train.files.atomic import write_json
-from t5train.model.lora import ADAPTERS, A, B, merged
+from t5train.model.lora import ADAPTERS, LORA_A, LORA_B, merged
 from t5train.model.model_shape import generation_config, huggingface_config, resolve
 from t5train.model.starting_model import start_fingerprint, start_name
 from t5train.records.digests import digest_file, digest_files
@@ -64,12 +64,6 @@ class Trained(NamedTuple):
     tokenizer: TokenizerFiles
     witness: Path
     spec: RunSpec
-
-    @property
-    def start(self) -> Path | None:
-        """The folder of the model that training started from."""
-        start = self.spec.model.start_from
-        return None if start is None else Path(start)
 
     def change_witness(self, **changes: Any) -> None:
         """Replace top-level fields of the recorded witness."""
@@ -135,7 +129,7 @@ def _adapted(model: PreTrainedModel, spec: RunSpec, config: dict[str, Any]) -> d
     for name, weight in model.named_parameters():
         if name.split(".")[-2] in lora.targets:
             a, b = torch.randn(lora.rank, weight.shape[1]), torch.randn(weight.shape[0], lora.rank)
-            factors |= {name + A: a, name + B: b}
+            factors |= {name + LORA_A: a, name + LORA_B: b}
             weight.data = merged(weight.data, a, b, lora.scaling)
     return factors
 
