@@ -195,6 +195,10 @@ def consolidate(
         str | None, typer.Option(help="Maximum file size, such as 5G or 500Mi", show_default="one file")
     ] = None,
     moments: Annotated[bool, typer.Option("--moments", help="Write Adam's two moments, too")] = False,
+    start_from: Annotated[
+        str | None,
+        typer.Option(help="Model to merge LoRA's adapters with, as in training", show_default="adapters only"),
+    ] = None,
 ) -> None:
     """Convert a DeepSpeed checkpoint to fp32 safetensors.
 
@@ -205,7 +209,9 @@ def consolidate(
 
     size = _bytes(shard_size) if shard_size else None
     with stage_display() as progress:
-        made = consolidate_checkpoint(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, progress=progress)
+        made = consolidate_checkpoint(
+            checkpoint, out, tag=tag, shard_bytes=size, moments=moments, start_from=start_from, progress=progress
+        )
     _say(made)
 
 
