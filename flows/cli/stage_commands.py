@@ -195,17 +195,18 @@ def consolidate(
         str | None, typer.Option(help="Maximum file size, such as 5G or 500Mi", show_default="one file")
     ] = None,
     moments: Annotated[bool, typer.Option("--moments", help="Write Adam's two moments, too")] = False,
+    start: Annotated[str | None, typer.Option("--start-from", help="Model to merge LoRA's adapters with")] = None,
 ) -> None:
     """Convert a DeepSpeed checkpoint to fp32 safetensors.
 
     $ t5-pretrain consolidate work/runs/mine/checkpoints weights
     $ t5-pretrain consolidate checkpoints weights --shard-size 5G --moments
     """
-    from t5train.checkpoint.consolidate import consolidate as consolidate_checkpoint  # imports torch
+    from t5train.checkpoint.consolidate import consolidate as convert  # imports torch
 
     size = _bytes(shard_size) if shard_size else None
     with stage_display() as progress:
-        made = consolidate_checkpoint(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, progress=progress)
+        made = convert(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, start_from=start, progress=progress)
     _say(made)
 
 

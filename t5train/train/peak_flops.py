@@ -67,5 +67,7 @@ def utilization(spec: RunSpec, shape: T5Shape, seconds: float, peak: float | Non
     """Return the share of the accelerators' peak that a step of this duration uses; None if the peak is not known."""
     if peak is None:
         return None
-    flops = spec.optimizer.global_batch_sequences * training_flops(shape, *row_lengths(spec))
+    flops = spec.optimizer.global_batch_sequences * training_flops(
+        shape, *row_lengths(spec), is_frozen=spec.finetune.lora.rank is not None
+    )
     return flops / seconds / (peak * spec.cluster.ranks)

@@ -25,7 +25,7 @@ from t5train.model.parameters import parameter_shapes
 from t5train.model.starting_model import start_fingerprint, tensors_of
 from t5train.model.tensor_files import StoredTensor
 from t5train.progress import Progress
-from t5train.spec import ModelSpec
+from t5train.spec import ModelSpec, RunSpec
 
 _SIZES = ("vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
 _LENGTH = struct.Struct("<Q")
@@ -34,16 +34,17 @@ _LENGTH = struct.Struct("<Q")
 def require_start(opened: OpenedCheckpoint, start_from: str, progress: Progress) -> ModelSpec:
     """Return the model that the checkpoint's adapters are for, after verifying the folder ``start_from``.
 
-    Raises InputError if it holds another model, and the errors of ``start_fingerprint``.
+    Raises InputError if it holds another model, SpecError if it is no folder, and the errors of ``start_fingerprint``.
     """
     first = opened.sidecars[0]
     config, adapted = first.huggingface_config, first.adapted
-    model = ModelSpec(
-        start_from=start_from,
-        version="v1.0" if config["tie_word_embeddings"] else "v1.1",
-        feed_forward=config["feed_forward_proj"],
+    settings = {
+        "start_from": start_from,
+        "version": "v1.0" if config["tie_word_embeddings"] else "v1.1",
+        "feed_forward": config["feed_forward_proj"],
         **{name: config[name] for name in _SIZES},
-    )
+    }
+    model = RunSpec(recipe="any").with_settings({f"model.{name}": value for name, value in settings.items()}).model
     found = start_fingerprint(model, progress)
     if adapted is None or found != adapted.start_fingerprint:
         raise InputError(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from t5train.checkpoint.retention import bytes_of_one
 from t5train.data.samples.loader import PREFETCHED_BATCHES
 from t5train.engine.memory_estimate import (
     FETCHED,
@@ -106,6 +107,21 @@ def test_the_states_of_large_and_3b_leave_room_for_activations_on_80_gigabytes()
     assert large + activations_of_64 < 0.8 * 80e9
     assert large + 2 * activations_of_64 > 80e9
     assert 50e9 < of_3b < 52e9
+
+
+def test_frozen_weights_have_neither_gradients_nor_optimizer_state() -> None:
+    lora = {"model.start_from": "t5", "optimizer.kind": "adamw", "finetune.lora.rank": 8}
+    spec = recipe("finetune_base").with_settings(lora)
+    shape = resolve(spec.model, 32_100)
+    held = {one.what: one.accelerator for one in held_by_a_rank(spec, shape)}
+    trained = 8 * (12 + 2 * 12) * 2 * (768 + 768)  # q and v of self-attention and cross-attention
+    assert held["frozen weights"] == 2 * count_parameters(shape)
+    assert held["weights"] == 2 * trained
+    assert held["moments"] == 8 * trained // spec.cluster.ranks
+    on_two = spec.with_settings({"cluster.ranks": 2, "layout.zero_stage": 3, "layout.offload": "all"})
+    (frozen,) = (one for one in held_by_a_rank(on_two, shape) if one.what == "frozen weights")
+    assert (frozen.accelerator, frozen.host) == (0, count_parameters(shape))
+    assert bytes_of_one(spec, shape) == 14 * trained
 
 
 def test_a_stage_of_a_pipeline_holds_its_layers_and_an_embedding() -> None:

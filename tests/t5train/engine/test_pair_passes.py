@@ -77,7 +77,6 @@ TOGETHER = {
         *(2, 2, 3, UNPACKED, True), **LORA, **RECOMPUTED, **{"layout.offload": "all"}
     ),
     "2x2, ZeRO 2, LoRA, offload": _job(2, 2, 2, PACKED, True, **LORA, **{"layout.offload": "optimizer"}),
-    "2x2, ZeRO 3, LoRA, bf16": _job(2, 2, 3, PACKED, True, **LORA, **BF16),
     "2x2, ZeRO 1, bf16": _job(2, 2, 1, PACKED, True, **BF16),
     "2x2, ZeRO 3, bf16": _job(2, 2, 3, PACKED, False, **BF16),
 }

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from t5train.engine.forward_backward import rows_of
 from t5train.model.lora import LoraLinear, first_factor, merged, product
+from t5train.model.parameters import count_trained
 from t5train.model.t5 import T5
 from t5train.spec import LoraSpec
 from tests.support.training.ragged_pairs import (
@@ -73,6 +74,7 @@ def test_loss_and_gradients_are_those_of_hugging_faces_model_with_lora_written_o
     loss, gradients = _backward(model, PACKED)
     assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
     assert gradients.keys() == factors.keys()  # none of frozen weights
+    assert count_trained(model.shape, _lora(name)) == sum(each.numel() for each in gradients.values())
     assert max(distance(gradients[each], factors[each].grad) for each in factors) < 1e-5  # type: ignore[arg-type]  # set
 
 

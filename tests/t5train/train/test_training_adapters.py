@@ -69,7 +69,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(
     tmp_path_factory: pytest.TempPathFactory, start: Path, pydocs_tokenizer: TokenizerFiles
 ) -> tuple[Trained, PairShards]:
-    root, spec = tmp_path_factory.mktemp("adapters"), _spec("zero1-fp32", start)
+    root, spec = tmp_path_factory.mktemp("adapters") / "runs", _spec("zero1-fp32", start)
+    root.mkdir()
     shards = build_pair_shards(spec.pairs, build_pairs(spec.pairs, root), pydocs_tokenizer, root, workers=1)
     of_start = {"start_fingerprint": start_fingerprint(spec.model)}
 
