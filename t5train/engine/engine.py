@@ -173,23 +173,13 @@ def _compile(engine: Any, spec: RunSpec) -> None:
     if records_passes(spec) and _can_fuse_update(engine):
         engine.record_passes()
     if spec.layout.zero_stage == 3:
-        if _gathers_blocks(spec):
-            compile_gathered(model)
+        compile_gathered(model)
     elif spec.layout.pipeline_stages > 1 or any(layer.dispatch == "deepspeed" for _, layer in model.sparse_layers()):
         compile_sublayers(model)
     elif spec.model.moe.num_experts:
         compile_blocks(model, **_graphs(engine, spec))
     else:
         engine.compile(compile_kwargs=_graphs(engine, spec))
-
-
-def _gathers_blocks(spec: RunSpec) -> bool:
-    """Return whether whole blocks are gathered at ZeRO 3, which expects gradients of all their weights.
-
-    With adapters, DeepSpeed gathers the parameters of each module in its hooks. Then neither compiled blocks nor our
-    kernels, which read weights outside of modules, can be used.
-    """
-    return spec.layout.zero_stage == 3 and spec.finetune.lora.rank is None
 
 
 def _graphs(engine: Any, spec: RunSpec) -> dict[str, str]:
@@ -222,8 +212,7 @@ def _use_kernels(model: "T5 | T5Pipeline", spec: RunSpec, shape: T5Shape) -> Non
 
     Attention with dropout, on rows of pairs, or with heads of another width, stays torch's.
     """
-    is_whole = spec.layout.zero_stage < 3 or _gathers_blocks(spec)
-    if spec.optimizer.precision == "fp32" or not is_whole or not _has_kernels():
+    if spec.optimizer.precision == "fp32" or not _has_kernels():
         return
     from t5train.model.kernels import biased_attention, gated_gelu
 
@@ -270,7 +259,7 @@ def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict
     if spec.model.activation_checkpointing:
         checkpoint_activations(model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(spec, model), config=config)
-    if _gathers_blocks(spec):
+    if spec.layout.zero_stage == 3:
         GatheredBlocks(engine)
     return engine
 

@@ -36,7 +36,6 @@ from t5train.data.samples.loader import PREFETCHED_BATCHES
 from t5train.data.samples.span_corruption import geometry, row_lengths
 from t5train.engine.deepspeed_config import (
     BUCKET_ELEMENTS,
-    LIVE_ELEMENTS,
     SUB_GROUP_ELEMENTS,
     decoder_block_elements,
     sums_passes,
@@ -187,8 +186,6 @@ def _fetched(weight: int, spec: RunSpec, shape: T5Shape) -> list[Held]:
     With several ranks, each block is received in a buffer of its own; with one that has all weights, no block is.
     """
     ranks, is_offloaded = spec.cluster.ranks, spec.layout.offload == "all"
-    if spec.finetune.lora.rank is not None:  # DeepSpeed gathers the parameters of modules one by one
-        return [Held(FETCHED, weight * min(LIVE_ELEMENTS, count_parameters(shape)), 0)]
     buffers = 4 if ranks > 1 else 2 * is_offloaded
     received = 2 / ranks if ranks > 1 and is_offloaded else 0
     embeddings = (1 if shape.tied else 2) * shape.vocab_size * shape.d_model

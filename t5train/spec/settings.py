@@ -176,6 +176,7 @@ NAMES_ELSEWHERE = {
     "lora_alpha": "finetune.lora.alpha",
     "target_modules": "finetune.lora.targets",
     "rank": "cluster.ranks",
+    "dropout": "model.dropout_rate",
 }
 """Names that other T5 and DeepSpeed scripts use for settings, if the names here are not similar."""
 

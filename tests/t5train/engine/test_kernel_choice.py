@@ -64,7 +64,6 @@ def _chosen(monkeypatch: pytest.MonkeyPatch, capability: int, settings: dict[str
         (90, {"model.d_kv": 48}, Chosen(gate=True)),
         (90, {"pairs.train": ["pairs.jsonl"]}, Chosen(gate=True)),
         (90, LORA, Chosen(gate=True)),
-        (90, LORA | {"layout.zero_stage": 3}, Chosen()),  # modules gather their own weights there
         (90, EXPERTS, Chosen(attention=True, experts="rows")),
         (90, EXPERTS | TAKES_ALL, Chosen(attention=True, experts="rows")),
         (90, EXPERTS | TAKES_ALL | {"layout.expert_parallel_size": 2}, Chosen(attention=True, experts="deepspeed")),
