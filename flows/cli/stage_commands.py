@@ -161,8 +161,7 @@ def train(
     """
     choice = options.chosen(hosts.settings(), name)
     require_on_text(choice.recipe, f"finetune {choice.recipe}")
-    root_folder = _root_of(choice)
-    tokens = TokenShards.load(shards or _only_shards(root_folder))
+    tokens = TokenShards.load(shards or _only_shards(_root_of(choice)))
     spec = _spec_on(tokens, choice)
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)
@@ -378,15 +377,13 @@ def _root_of(choice: Chosen) -> Path:
 
 def _only_shards(root: Path) -> Path:
     """Return the folder that a run has made, or that ``tokenize --out`` of this root has."""
-    folders = (root / "shards", *visible_in(root / "shards"))
-    found = [folder for folder in folders if (folder / MANIFEST).exists()]
+    found = [folder for folder in (root / "shards", *visible_in(root / "shards")) if (folder / MANIFEST).exists()]
     if not found:
         raise InputError(
             f"there are no token shards under {root / 'shards'}: name a folder of them with --shards, or use `run`"
         )
     if len(found) > 1:
-        names = ", ".join(str(folder) for folder in found)
-        raise InputError(f"there are several folders of token shards ({names}): choose one with --shards")
+        raise InputError(f"there are several token shards ({', '.join(map(str, found))}): choose one with --shards")
     return found[0]
 
 

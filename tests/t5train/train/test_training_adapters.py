@@ -161,7 +161,7 @@ def test_the_merged_model_is_certified(
     run = trained[0].root / "zero3-bf16"
     weights = consolidate(run / "checkpoints", tmp_path / "weights", start_from=str(start))
     exported = export(weights, pydocs_tokenizer, run / "witness", _spec("zero3-bf16", start), tmp_path / "export")
-    certificate = certify(exported.path, run / "witness")
+    certificate = certify(exported.path, run / "witness", start_from=str(start))
     assert certificate.passed
     assert all(probe.bit_equal for probe in certificate.probes.values())
     assert json.loads((run / "witness/witness.json").read_text())["inputs"]["start_from"]
