@@ -39,6 +39,7 @@ from t5train.release.certificate import (
     ProbeComparison,
     vouching_certificate,
 )
+from t5train.release.export import ADAPTER_CONFIG
 from t5train.release.folder_comparison import DOCUMENTS, differing_folder
 from t5train.release.model_card import LOSS_CURVE, README
 from t5train.release.model_comparison import (
@@ -187,7 +188,11 @@ def _compare(
         tensors_compared=len(witness.tensors),
         elements_compared=witness.num_parameters,
         ties=expected_ties(witness),
-        documents=(*DOCUMENTS, README, *([LOSS_CURVE] if witness.curve else [])),
+        documents=(
+            *(*DOCUMENTS, README),
+            *([LOSS_CURVE] if witness.curve else []),
+            *([ADAPTER_CONFIG] if witness.trained.lora else []),
+        ),
         passages_compared=len(witness.passages),
         probes=probes,
         generation=generation,

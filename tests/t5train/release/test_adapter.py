@@ -87,6 +87,7 @@ def test_the_certificate_covers_the_adapter_and_says_what_was_merged(
     certificate = Certificate.parse((exported.path / "certificate.json").read_bytes(), "certificate.json")
     assert certificate.files.keys() >= FILES
     assert exported.files.keys() >= FILES
+    assert "adapter/adapter_config.json" in certificate.documents
     assert certificate.adapter is not None
     assert (certificate.adapter.tensors_merged, certificate.adapter.tensors_unchanged) == (20, 32)
     assert certificate.adapter.start_from == Witness.load(witness).inputs["start_from"]
