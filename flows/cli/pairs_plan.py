@@ -6,6 +6,8 @@ from t5train.checkpoint.resume import begun_shards
 from t5train.errors import RecordError, UnknownVersion, Unreadable
 from t5train.files.presence import visible_in
 from t5train.locations import redacted
+from t5train.model.model_shape import T5Shape
+from t5train.model.parameters import count_trained
 from t5train.quantities import format_bytes, quantity
 from t5train.records.stage_records import PairShards
 from t5train.spec import RunSpec
@@ -41,12 +43,13 @@ def packed_said(spec: RunSpec) -> str:
     return f"{packing}; {too_long[spec.pairs.too_long]}"
 
 
-def start_said(spec: RunSpec) -> str:
-    """Return where the weights of a run on pairs begin; empty for a run on text."""
+def start_said(spec: RunSpec, shape: T5Shape) -> str:
+    """Return where the weights of a run on pairs begin, and what is trained of them; empty for a run on text."""
     if not spec.is_fine_tuning:
         return ""
-    start = spec.model.start_from
-    return f", from {redacted(start)}" if start else ", drawn at random, as model.start_from is not set"
+    start, lora = spec.model.start_from, spec.finetune.lora
+    trained = f"; {count_trained(shape, lora):,} more, of adapters, are trained in their place" if lora.rank else ""
+    return f", from {redacted(start)}{trained}" if start else ", drawn at random, as model.start_from is not set"
 
 
 def epochs_of_pairs(spec: RunSpec) -> tuple[float | None, str]:

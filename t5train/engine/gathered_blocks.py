@@ -11,7 +11,8 @@ its weights, such as a transposed view, is therefore valid whenever the block is
 always sees parameters of the same shape at the same addresses.
 
 Frozen weights, beside adapters, have no gradients: with them, a block is needed until the backward pass of the one
-before it begins, and not only until its last gradient is complete.
+before it begins, and not only until its last gradient is complete. Nothing is before the first one, as embeddings are
+frozen, too.
 """
 
 from collections import OrderedDict
@@ -165,7 +166,7 @@ class GatheredBlocks:
         each.num_complete += 1
         if each.num_complete == len(each.trained):
             each.num_complete = 0
-            if not self._is_frozen:
+            if not self._is_frozen or each.number == 0:
                 self._release(each)
             self._reduce(each)
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import deepspeed
 import numpy as np
 import torch
 from deepspeed import comm
@@ -68,9 +67,8 @@ def merged_masters(engine: Any, frozen: StoredTensors, scaling: float) -> Iterat
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             continue
-        with deepspeed.zero.GatheredParameters([parameter]):
-            rounded = parameter.detach().cpu().clone() if rank() == 0 else None
-        if rounded is None:
+        rounded = _whole(parameter)
+        if rank() > 0:
             continue
         weight = frozen.whole(name)
         if not torch.equal(weight.to(rounded.dtype), rounded):
@@ -80,6 +78,16 @@ def merged_masters(engine: Any, frozen: StoredTensors, scaling: float) -> Iterat
             )
         a, b = factors.get(name + LORA_A), factors.get(name + LORA_B)
         yield name, weight if a is None or b is None else merged(weight, a, b, scaling)
+
+
+def _whole(parameter: Any) -> Tensor:
+    """Return a frozen parameter on the CPU. At ZeRO 3, ranks join their parts: what else it holds may be released."""
+    if not hasattr(parameter, "ds_tensor"):
+        return cast(Tensor, parameter.detach().cpu())
+    part = parameter.ds_tensor.to(get_accelerator().current_device_name())
+    joined = part.new_empty(part.numel() * comm.get_world_size())
+    comm.all_gather_into_tensor(joined, part)
+    return cast(Tensor, joined[: parameter.ds_numel].view(parameter.ds_shape).cpu())
 
 
 def _of_whole_model(engine: Any) -> Iterator[tuple[str, Tensor]]:

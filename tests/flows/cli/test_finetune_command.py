@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli.pairs_plan import start_said
+from t5train.model.model_shape import resolve
 from t5train.spec.recipes import recipe
 
 Printed = Callable[..., str]
@@ -28,6 +30,15 @@ def test_a_dry_run_shows_tasks_splits_rows_and_where_the_weights_come_from(print
     assert "train 95% of the sources, validation 3% of the sources, test " in rows["splits"]
     assert "drawn at random, as model.start_from is not set" in rows["model"]
     assert "8 rows of 128 input and 64 target tokens, each packed with pairs of one task" in rows["a step"]
+
+
+def test_a_dry_run_says_that_adapters_are_trained_in_place_of_the_weights() -> None:
+    lora = {"model.start_from": "/models/t5", "optimizer.kind": "adamw", "finetune.lora.rank": 4}
+    spec = recipe("reverse_and_sort").with_settings(lora)
+    of_q_and_v = (2 + 2 * 2) * 2 * 4 * (64 + 64)
+    assert start_said(spec, resolve(spec.model, 32)) == (
+        f", from /models/t5; {of_q_and_v:,} more, of adapters, are trained in their place"
+    )
 
 
 def test_the_file_that_init_prints_fine_tunes(printed: Printed, tmp_path: Path) -> None:

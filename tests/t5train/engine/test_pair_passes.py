@@ -62,6 +62,8 @@ ALONE = {
     "1x1": _job(1, 1, 0, PACKED, False),
     "1x4, dropout": _job(1, 4, 1, PACKED, True),
     "1x4, LoRA": _job(1, 4, 1, PACKED, True, **LORA),
+    "1x4, ZeRO 3, LoRA, offload": _job(1, 4, 3, PACKED, True, **LORA, **{"layout.offload": "all"}),
+    "1x2, ZeRO 3, LoRA": _job(1, 2, 3, PACKED, True, **LORA),
     "1x4, unpacked": _job(1, 4, 2, UNPACKED, False),
 }
 TOGETHER = {

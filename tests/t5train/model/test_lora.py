@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from t5train.engine.forward_backward import rows_of
-from t5train.model.lora import LoraLinear, first_factor, merged, product
+from t5train.model.lora import Adapter, LoraLinear, Merging, first_factor, merged, product
 from t5train.model.parameters import count_trained
 from t5train.model.t5 import T5
 from t5train.spec import LoraSpec
@@ -122,5 +122,8 @@ def test_a_merged_weight_has_the_same_bits_whole_and_in_parts() -> None:
     whole = merged(weight, a, b, 0.3)
     parts = [merged(weight[rows], a, b[rows], 0.3) for rows in (slice(0, 1), slice(1, 20), slice(20, 33))]
     assert torch.equal(whole, torch.cat(parts))
+    merging = Merging(Adapter(a, b), 0.3)
+    for start, stop in ((0, 70), (70, 71), (71, 2000), (2000, weight.numel())):
+        assert torch.equal(merging.merged(weight.view(-1)[start:stop], start), whole.view(-1)[start:stop])
     torch.testing.assert_close(product(a, b), b @ a)
     torch.testing.assert_close(whole, weight + 0.3 * (b @ a))
