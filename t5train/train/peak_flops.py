@@ -7,9 +7,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from t5train.data.samples.span_corruption import row_lengths
-from t5train.model.flops import training_flops
 from t5train.model.model_shape import T5Shape
 from t5train.spec import RunSpec
+from t5train.train.flops import training_flops
 
 _TERA = 1e12
 
