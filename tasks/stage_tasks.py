@@ -128,7 +128,8 @@ def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint, watcher: Progress
     out = spec.run_folder / run_folder.WEIGHTS / f"{checkpoint.tag}-{content[:12]}"
     checkpoints = spec.run_folder / run_folder.CHECKPOINTS
     set_damaged_aside(out)
-    return consolidate(checkpoints, out, tag=checkpoint.tag, progress=StageProgress(stages.CONSOLIDATE, watcher))
+    progress, start = StageProgress(stages.CONSOLIDATE, watcher), spec.model.start_from
+    return consolidate(checkpoints, out, tag=checkpoint.tag, start_from=start, progress=progress)
 
 
 @stage_task(stages.EXPORT)
@@ -143,7 +144,8 @@ def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles, wat
 def certify_export(spec: RunSpec, weights: Weights, exported: Export, watcher: Progress = silent) -> Export:
     """Verify, in a new process, that the export is the model that was trained, write its certificate, and report."""
     progress = StageProgress(stages.CERTIFY, watcher)
-    certified = certify_in_fresh_process(exported, spec.run_folder / run_folder.WITNESS_FOLDER, progress)
+    witness = spec.run_folder / run_folder.WITNESS_FOLDER
+    certified = certify_in_fresh_process(exported, witness, progress, spec.model.start_from)
     reports.show_proof(spec, weights, certified)
     return certified
 

@@ -131,7 +131,7 @@ def _plan(spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs)
     batch = quantity(spec.optimizer.global_batch_sequences, what)
     return {
         **data,
-        "model": f"{count_parameters(shape):,} parameters{start_said(spec)}",
+        "model": f"{count_parameters(shape):,} parameters{start_said(spec, shape)}",
         "a step": f"{per_step:,} tokens: {batch} of {lengths.input_tokens} input and {lengths.target_tokens} target "
         f"tokens, {made_of}",
         "the run": f"{quantity(spec.optimizer.num_steps, 'step')}, {spec.optimizer.num_steps * per_step:,} tokens"

@@ -8,6 +8,8 @@ from t5train.checkpoint.resume import begun_shards
 from t5train.errors import RecordError, UnknownVersion, Unreadable
 from t5train.files.presence import visible_in
 from t5train.locations import redacted
+from t5train.model.model_shape import T5Shape
+from t5train.model.parameters import count_trained
 from t5train.quantities import format_bytes, quantity
 from t5train.records.stage_records import PairShards
 from t5train.records.start_copy import origin
@@ -44,13 +46,15 @@ def packed_said(spec: RunSpec) -> str:
     return f"{packing}; {too_long[spec.pairs.too_long]}"
 
 
-def start_said(spec: RunSpec) -> str:
-    """Return where the weights of a run on pairs begin; empty for a run on text."""
+def start_said(spec: RunSpec, shape: T5Shape) -> str:
+    """Return where the weights of a run on pairs begin, and what is trained of them; empty for a run on text."""
     if not spec.is_fine_tuning:
         return ""
-    if (start := spec.model.start_from) is not None:
-        return f", from {origin(Path(start)) or redacted(start)}"
-    return ", drawn at random, as model.start_from is not set"
+    if (start := spec.model.start_from) is None:
+        return ", drawn at random, as model.start_from is not set"
+    lora = spec.finetune.lora
+    trained = f"; {count_trained(shape, lora):,} more, of adapters, are trained in their place" if lora.rank else ""
+    return f", from {origin(Path(start)) or redacted(start)}{trained}"
 
 
 def epochs_of_pairs(spec: RunSpec) -> tuple[float | None, str]:

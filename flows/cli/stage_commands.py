@@ -196,17 +196,18 @@ def consolidate(
         str | None, typer.Option(help="Maximum file size, such as 5G or 500Mi", show_default="one file")
     ] = None,
     moments: Annotated[bool, typer.Option("--moments", help="Write Adam's two moments, too")] = False,
+    start: Annotated[str | None, typer.Option("--start-from", help="Model to merge LoRA's adapters with")] = None,
 ) -> None:
     """Convert a DeepSpeed checkpoint to fp32 safetensors.
 
     $ t5-pretrain consolidate work/runs/mine/checkpoints weights
     $ t5-pretrain consolidate checkpoints weights --shard-size 5G --moments
     """
-    from t5train.checkpoint.consolidate import consolidate as consolidate_checkpoint  # imports torch
+    from t5train.checkpoint.consolidate import consolidate as convert  # imports torch
 
     size = _bytes(shard_size) if shard_size else None
     with stage_display() as progress:
-        made = consolidate_checkpoint(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, progress=progress)
+        made = convert(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, start_from=start, progress=progress)
     _say(made, f", of step {made.counts['step']:,}")
 
 
@@ -230,13 +231,14 @@ def export(
 def certify(
     exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Folder made by `export`", readable=False)],
     witness: Annotated[Path, typer.Argument(metavar="WITNESS", help="Folder `witness` of the run", readable=False)],
+    start_from: Annotated[str | None, typer.Option(help="Folder that a run with LoRA started from")] = None,
 ) -> None:
     """Prove, in a new process, that an export is the model that was trained.
 
     $ t5-pretrain certify model work/runs/mine/witness
     """
     with stage_display() as progress:
-        made = certify_in_fresh_process(Export.load(exported), witness, progress)
+        made = certify_in_fresh_process(Export.load(exported), witness, progress, start_from)
     _say(made)
 
 
@@ -377,15 +379,13 @@ def _root_of(choice: Chosen) -> Path:
 
 def _only_shards(root: Path) -> Path:
     """Return the folder that a run has made, or that ``tokenize --out`` of this root has."""
-    folders = (root / "shards", *visible_in(root / "shards"))
-    found = [folder for folder in folders if (folder / MANIFEST).exists()]
+    found = [folder for folder in (root / "shards", *visible_in(root / "shards")) if (folder / MANIFEST).exists()]
     if not found:
         raise InputError(
             f"there are no token shards under {root / 'shards'}: name a folder of them with --shards, or use `run`"
         )
     if len(found) > 1:
-        names = ", ".join(str(folder) for folder in found)
-        raise InputError(f"there are several folders of token shards ({names}): choose one with --shards")
+        raise InputError(f"there are several token shards ({', '.join(map(str, found))}): choose one with --shards")
     return found[0]
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from t5train.model.counted_dropout import branch, dropped
+from t5train.model.lora import joint_projection, projected
 from t5train.model.model_shape import RELATIVE_BUCKETS, RELATIVE_MAX_DISTANCE, T5Shape
-from t5train.model.projections import joint_projection
 
 KERNEL_HEAD_WIDTHS = (32, 64, 128)
 """The values of d_kv that the kernels of ``biased_attention`` support."""
@@ -49,11 +49,10 @@ class Attention(nn.Module):
         In training, ``keys`` [b, q] and ``memory_keys`` [b, k] decide which weights dropout drops, if they are given.
         """
         if self.kernel is not None and self.training:
-            mixed = self.kernel(*self._packed(hidden, memory), bias, self.causal)
+            mixed = self.kernel(*self._packed(hidden, memory, keys, memory_keys), bias, self.causal)
         else:
             mixed = self._mix(hidden, memory, bias, keys, memory_keys).transpose(1, 2)
-        output: Tensor = self.o(mixed.reshape(*hidden.shape[:-1], -1))
-        return output
+        return projected(self.o, mixed.reshape(*hidden.shape[:-1], -1), keys)
 
     def _mix(
         self, hidden: Tensor, memory: Tensor, bias: Tensor | None, keys: Tensor | None, memory_keys: Tensor | None
@@ -62,7 +61,8 @@ class Attention(nn.Module):
         # view_as makes one graph node for all uses below, so that their gradients are summed there, with or without a
         # hook before it (ZeRO 3 adds one). Every layout then computes the same bits.
         hidden, memory = hidden.view_as(hidden), memory.view_as(memory)
-        query, key, value = self._heads(self.q(hidden)), self._heads(self.k(memory)), self._heads(self.v(memory))
+        query = self._heads(projected(self.q, hidden, keys))
+        key, value = (self._heads(projected(layer, memory, memory_keys)) for layer in (self.k, self.v))
         if self.training and keys is not None and memory_keys is not None:
             scores = query @ key.transpose(-1, -2)
             weights = functional.softmax((scores if bias is None else scores + bias).float(), dim=-1).to(value.dtype)
@@ -72,12 +72,15 @@ class Attention(nn.Module):
             query, key, value, attn_mask=bias, dropout_p=self.dropout_rate if self.training else 0.0, scale=1.0
         )
 
-    def _packed(self, hidden: Tensor, memory: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _packed(
+        self, hidden: Tensor, memory: Tensor, keys: Tensor | None, memory_keys: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
         """Return queries, keys and values as the kernel takes them."""
         if hidden is memory:
-            joint = joint_projection(hidden, self.q, self.k, self.v)
+            joint = joint_projection(hidden, (self.q, self.k, self.v), (keys, memory_keys, memory_keys))
             return None, joint.view(*joint.shape[:-1], 3, self.num_heads, self.d_kv)
-        query, joint = self.q(hidden), joint_projection(memory, self.k, self.v)
+        query = projected(self.q, hidden, keys)
+        joint = joint_projection(memory, (self.k, self.v), (memory_keys, memory_keys))
         heads = self.num_heads, self.d_kv
         return query.view(*query.shape[:-1], *heads), joint.view(*joint.shape[:-1], 2, *heads)
 

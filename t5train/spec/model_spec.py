@@ -100,6 +100,11 @@ class ModelSpec(SpecPart):
         given = {"start_from": "given"} if values.pop("start_from") is not None else {}
         return values | given
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether feed-forward layers are gated, with two input layers, wi_0 and wi_1, in place of wi."""
+        return (self.feed_forward or ("gated-gelu" if self.version == "v1.1" else "relu")) == "gated-gelu"
+
     @field_validator("start_from")
     @classmethod
     def _start_can_be_read(cls, start: str | None) -> str | None:

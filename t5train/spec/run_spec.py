@@ -12,6 +12,7 @@ from t5train.records.identity import fingerprint
 from t5train.spec.cluster_spec import ClusterSpec
 from t5train.spec.data_spec import CorpusSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.evaluate_spec import EvaluateSpec
+from t5train.spec.lora_spec import FinetuneSpec
 from t5train.spec.model_spec import ModelSpec
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
 from t5train.spec.pairs_spec import PairsSpec
@@ -43,6 +44,7 @@ class RunSpec(SpecPart):
     objective: ObjectiveSpec = ObjectiveSpec()
     model: ModelSpec = ModelSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
+    finetune: FinetuneSpec = FinetuneSpec()
     evaluate: EvaluateSpec = EvaluateSpec()
     layout: LayoutSpec = LayoutSpec()
     storage: StorageSpec = StorageSpec()
@@ -93,6 +95,34 @@ class RunSpec(SpecPart):
             raise ValueError(
                 f"evaluate.best_metric is {metric}, but only fine-tuning measures it: set "
                 "evaluate.best_metric=validation_loss, or name pairs to train on (pairs.train)"
+            )
+
+    @check
+    def _adapters_have_a_model_and_pairs(self) -> None:
+        lora, start = self.finetune.lora, self.model.start_from
+        if lora.rank is None:
+            return
+        given = f"finetune.lora.rank is {lora.rank}, but"
+        if not self.is_fine_tuning:
+            raise ValueError(
+                f"{given} LoRA is for fine-tuning: name pairs to train on (pairs.train), or leave finetune.lora out"
+            )
+        if start is None:
+            raise ValueError(
+                f"{given} model.start_from is not set: set it to the model that the adapters are for, or leave "
+                "finetune.lora out"
+            )
+        if self.optimizer.kind != "adamw":
+            raise ValueError(
+                f"{given} optimizer.kind is {self.optimizer.kind}, whose steps are relative to the RMS of a tensor, "
+                "and one factor of each adapter starts at zero: set optimizer.kind=adamw, and "
+                "optimizer.peak_learning_rate=0.0003"
+            )
+        others = {"wi"} if self.model.is_gated else {"wi_0", "wi_1"}
+        if missing := sorted(others.intersection(lora.targets)):
+            there = "wi_0 and wi_1" if self.model.is_gated else "wi"
+            raise ValueError(
+                f"finetune.lora.targets has {missing[0]!r}, but this model has {there} in its place: name those"
             )
 
     @check
@@ -194,6 +224,8 @@ class RunSpec(SpecPart):
             del found["evaluate"]
         else:  # which steps are validated, and on what, then decides which checkpoint is the best
             found["storage"] = {name: getattr(self.storage, name) for name in VALIDATIONS}
+        if not found["finetune"]:
+            del found["finetune"]
         return found
 
     def settings_without_locations(self) -> dict[str, Any]:
@@ -206,7 +238,7 @@ class RunSpec(SpecPart):
 
     def training_settings(self) -> dict[str, Any]:
         """Return the identity settings of training, without those of the data that shards cover. None is a path."""
-        parts = {"objective", "pairs", "model", "optimizer", "evaluate", "storage"}
+        parts = {"objective", "pairs", "model", "optimizer", "finetune", "evaluate", "storage"}
         return {part: settings for part, settings in self.settings_without_locations().items() if part in parts}
 
     def fingerprint(self) -> str:
@@ -217,6 +249,11 @@ class RunSpec(SpecPart):
     def is_fine_tuning(self) -> bool:
         """Whether the run trains on pairs, and not on text."""
         return bool(self.pairs.train)
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training drops activations, of the model or of its adapters."""
+        return max(self.model.dropout_rate, self.finetune.lora.dropout) > 0
 
     @property
     def run_name(self) -> str:

@@ -182,6 +182,11 @@ NAMES_ELSEWHERE = {
     "cpu_adam": "layout.offload",
     "moe": "model.moe.num_experts",
     "moe_ep_size": "layout.expert_parallel_size",
+    **dict.fromkeys(("lora_rank", "lora_r"), "finetune.lora.rank"),
+    "lora_alpha": "finetune.lora.alpha",
+    "target_modules": "finetune.lora.targets",
+    "rank": "cluster.ranks",
+    "dropout": "model.dropout_rate",
 }
 """Names that other T5 and DeepSpeed scripts use for settings, if the names here are not similar."""
 

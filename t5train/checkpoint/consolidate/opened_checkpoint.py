@@ -25,7 +25,7 @@ from t5train.checkpoint.tags import complete_tags, files_of, require_complete
 from t5train.errors import ConsolidationError, IncompleteCheckpoint, InputError
 from t5train.files.presence import is_folder, names_in
 from t5train.files.run_folder import tag_of
-from t5train.model.parameters import huggingface_name
+from t5train.model.parameters import huggingface_name, name_of_factor
 from t5train.progress import Progress
 from t5train.records.witness import WITNESS_FILES
 
@@ -117,7 +117,7 @@ class OpenedCheckpoint:
             ) from None
         for layer in self.sidecars[0].expert_layers:
             plain = layer.huggingface_name(plain)
-        return plain
+        return name_of_factor(plain)
 
 
 def open_checkpoint(checkpoint: Path, tag: str | None, progress: Progress) -> OpenedCheckpoint:

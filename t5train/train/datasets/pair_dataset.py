@@ -36,7 +36,7 @@ class PairDataset:
     def __init__(self, shards: PairShards, spec: RunSpec) -> None:
         require_enough_pairs(spec, shards)
         self.shards, self._spec = shards, spec
-        self.train = self._samples("train", dropout=spec.model.dropout_rate > 0)
+        self.train = self._samples("train", dropout=spec.has_dropout)
         self.held_out = self._samples("validation")
 
     def validate(self, passes: Passes) -> Measured:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli.pairs_plan import start_said
+from t5train.model.model_shape import resolve
 from t5train.spec.recipes import recipe
 from tests.support.mt5_vocabulary import write_mt5_vocabulary
 
@@ -52,6 +54,15 @@ def test_a_model_of_the_hub_that_is_here_is_used_without_asking_and_named_with_i
     lines = [json.dumps({"source": f"number {at}", "target": "the time"}) for at in range(200)]
     (tmp_path / "few.jsonl").write_text("\n".join(lines))
     assert "unknown pieces" in printed("data", "pairs", str(tmp_path / "few.jsonl"), *start)
+
+
+def test_a_dry_run_says_that_adapters_are_trained_in_place_of_the_weights() -> None:
+    lora = {"model.start_from": "/models/t5", "optimizer.kind": "adamw", "finetune.lora.rank": 4}
+    spec = recipe("reverse_and_sort").with_settings(lora)
+    of_q_and_v = (2 + 2 * 2) * 2 * 4 * (64 + 64)
+    assert start_said(spec, resolve(spec.model, 32)) == (
+        f", from /models/t5; {of_q_and_v:,} more, of adapters, are trained in their place"
+    )
 
 
 def test_the_file_that_init_prints_fine_tunes(printed: Printed, tmp_path: Path) -> None:

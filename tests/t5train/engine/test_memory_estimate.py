@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from t5train.checkpoint.retention import bytes_of_one
 from t5train.data.samples.loader import PREFETCHED_BATCHES
 from t5train.data.samples.span_corruption import row_lengths
 from t5train.engine.deepspeed_config import LIVE_ELEMENTS
@@ -129,6 +130,21 @@ def test_recipes_for_translation_leave_room_for_activations_on_80_gigabytes(name
     else:  # 93 GB were measured of t5_3b with 32 sequences of 626 tokens a pass, with an H200
         activations = spec.layout.micro_batch_sequences * (93e9 - 51e9) / 32 * 1.5  # dropout, more targets in a row
     assert state + activations < 0.9 * 80e9
+
+
+def test_frozen_weights_have_neither_gradients_nor_optimizer_state() -> None:
+    lora = {"model.start_from": "t5", "optimizer.kind": "adamw", "finetune.lora.rank": 8}
+    spec = recipe("finetune_base").with_settings(lora)
+    shape = resolve(spec.model, 32_100)
+    held = {one.what: one.accelerator for one in held_by_a_rank(spec, shape)}
+    trained = 8 * (12 + 2 * 12) * 2 * (768 + 768)  # q and v of self-attention and cross-attention
+    assert held["frozen weights"] == 2 * count_parameters(shape)
+    assert held["weights"] == 2 * trained
+    assert held["moments"] == 8 * trained // spec.cluster.ranks
+    on_two = spec.with_settings({"cluster.ranks": 2, "layout.zero_stage": 3, "layout.offload": "all"})
+    (frozen,) = (one for one in held_by_a_rank(on_two, shape) if one.what == "frozen weights")
+    assert (frozen.accelerator, frozen.host) == (0, count_parameters(shape))
+    assert bytes_of_one(spec, shape) == 14 * trained
 
 
 def test_a_stage_of_a_pipeline_holds_its_layers_and_an_embedding() -> None:

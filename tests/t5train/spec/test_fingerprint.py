@@ -158,6 +158,20 @@ NEEDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         },
     ),
     ({"pairs.train": ["a.jsonl"], "pairs.test": ["b.jsonl"]}, {"pairs.remove": "contaminated"}),
+    (
+        {
+            "pairs.train": ["a.jsonl"],
+            "model.start_from": "/models/t5",
+            "optimizer.kind": "adamw",
+            "finetune.lora.rank": 8,
+        },
+        {
+            "finetune.lora.rank": 16,
+            "finetune.lora.alpha": 32,
+            "finetune.lora.targets": ["q", "k", "wi_0"],
+            "finetune.lora.dropout": 0.1,
+        },
+    ),
     # These cannot be combined with the values above.
     ({}, {"layout.pipeline_stages": 2, "corpus.mixed_with": ["more.txt"], "pairs.train": ["a.jsonl"]}),
 ]
