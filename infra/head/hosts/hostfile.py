@@ -115,7 +115,8 @@ def parse(text: str, source: str) -> Hosts:
             host = _host(content, f"{source}, line {number}")
             if (first := found.setdefault(host.name.lower(), host)) is not host:
                 raise SpecError(
-                    f"{source}, line {number}: host {host.name!r} is listed twice; {_remedy_of_twice(first)}"
+                    f"{source}, line {number}: host {host.name!r} is listed twice; write one line for it, with all its "
+                    f"slots (the first has slots={len(first.slots)})"
                 )
     if not found:
         raise SpecError(f"{source} lists no host: write a line 'name slots=N' for each host")
@@ -187,10 +188,6 @@ def _require_name(name: str, where: str) -> None:
             ipaddress.IPv4Address(name)
         except ValueError as error:
             raise SpecError(f"{where}: {name!r} is not an IPv4 address ({error}). Correct it") from None
-
-
-def _remedy_of_twice(first: Host) -> str:
-    return f"write one line for it, with all its slots (the first has slots={len(first.slots)})"
 
 
 def _named(hosts: Hosts, setting: str, text: str) -> dict[str, tuple[int, ...]]:

@@ -4,13 +4,14 @@ The head has all complete checkpoints, whether hosts share the root or not, so o
 never wait for a copy, and a store that does not answer neither ends a run that has begun nor keeps it from resuming.
 """
 
+import json
 import logging
 import threading
 import time
 from dataclasses import dataclass
 from functools import partial
 
-from infra.head.storage.store_claimant import claimant
+from infra.node.processes import boot_id
 from t5train.checkpoint import tags
 from t5train.checkpoint.resume_point import beginnings, is_asked_to_begin_again, tags_in
 from t5train.errors import (
@@ -19,13 +20,14 @@ from t5train.errors import (
     PublicationError,
     RunChanged,
     RunOwned,
+    SpecError,
     StoreError,
     T5TrainError,
 )
 from t5train.files.atomic import discard
 from t5train.files.os_errors import in_one_line
-from t5train.files.presence import names_in
-from t5train.files.run_folder import CHECKPOINTS, STORING, is_tag
+from t5train.files.presence import ABSENT, names_in, reading
+from t5train.files.run_folder import CHECKPOINTS, CONFIG, RUN, STORING, is_tag
 from t5train.progress import Interrupted, Interruptible, Progress, Report, relayed
 from t5train.release.checkpoint_store.bucket_checkpoints import (
     Kept,
@@ -38,11 +40,12 @@ from t5train.release.checkpoint_store.bucket_checkpoints import (
     take_stock,
 )
 from t5train.release.checkpoint_store.ledger import read_ledger
-from t5train.release.checkpoint_store.store_claim import StoreClaim, claim_store, require_claimable
+from t5train.release.checkpoint_store.store_claim import Claimant, StoreClaim, claim_store, require_claimable
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.object_store.store_errors import IN_PROGRESS, TRANSIENT
 from t5train.release.object_store.write_check import check_writing, require_replacing
 from t5train.spec import RunSpec
+from t5train.spec.config_file import run_text
 
 _TRIES = 2  # of one request: what fails is tried again later, and Ctrl-C should not take long
 _LOOK_SECONDS = 5.0
@@ -90,7 +93,7 @@ class CheckpointCopies:
         """Claim the bucket, if it is not claimed yet. Raises the errors of ``claim_store``."""
         with self._claiming:
             if self._claim is None:
-                claim = claim_store(self._bucket, claimant(self._spec))
+                claim = claim_store(self._bucket, _claimant(self._spec))
                 try:
                     take_stock(claim, set(names_in(self._folder / STORING)))
                 except BaseException:
@@ -328,10 +331,29 @@ def check_bucket(spec: RunSpec) -> None:
         return
     bucket = BucketFolder(spec.checkpoints_url, _TRIES)
     try:
-        require_claimable(bucket, read_ledger(bucket), claimant(spec))
+        require_claimable(bucket, read_ledger(bucket), _claimant(spec))
         check_writing(bucket)
         require_replacing(bucket)
     except StoreError as error:
         if not can_do_without(spec, error):
             raise
         _log.warning("checkpoints cannot be stored now: %s", error)
+
+
+def _claimant(spec: RunSpec) -> Claimant:
+    """Return what this head presents. For a run that has not begun, it has no identity."""
+    path = spec.run_folder / RUN
+    try:
+        with reading(path):
+            run = dict(json.loads(path.read_bytes()))
+    except ABSENT:
+        run = {}
+    except ValueError as error:
+        raise SpecError(f"{path} is damaged ({error}). Restore the file, or choose another --name") from error
+    return Claimant(
+        run=run,
+        config=run_text(spec, spec.run_folder / CONFIG),
+        root=str(spec.storage.root.resolve()),
+        boot_id=boot_id(),
+        lease_seconds=spec.cluster.lease_seconds,
+    )
