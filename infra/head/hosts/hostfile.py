@@ -221,6 +221,6 @@ def _without(slots: Iterable[int], gone: Iterable[int]) -> tuple[int, ...]:
     return tuple(slot for slot in slots if slot not in removed)
 
 
-def _some(names: Iterable[str], most: int = 8) -> str:
+def _some(names: Iterable[str]) -> str:
     listed = list(names)
-    return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")
+    return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "")
