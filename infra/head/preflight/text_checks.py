@@ -252,19 +252,19 @@ def _look(
     return TextLook(is_whole, _of_splits(passages), _of_splits(text_bytes), found)
 
 
-def _other_faults(files: Sequence[SourceFile], limit_bytes: int = LOOK_BYTES) -> str:
+def _other_faults(files: Sequence[SourceFile]) -> str:
     """Return a sentence with the files that are malformed, except the first; empty if there is only one.
 
-    Reads each file up to its first fault, and no further than the limit in all.
+    Reads each file up to its first fault, and no further than ``LOOK_BYTES`` in all.
     """
     malformed, read_bytes = list[str](), 0
     for file in files:
-        if read_bytes >= limit_bytes:
+        if read_bytes >= LOOK_BYTES:
             break
         try:
             for row in rows(file):
                 read_bytes += len(row.passage.text)
-                if read_bytes >= limit_bytes:
+                if read_bytes >= LOOK_BYTES:
                     break
         except InputError:
             malformed.append(file.name)
