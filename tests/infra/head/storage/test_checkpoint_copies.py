@@ -17,7 +17,6 @@ from t5train.checkpoint import tags
 from t5train.checkpoint.resume_point import ask_to_begin_again, resume_tag
 from t5train.files.run_folder import CHECKPOINTS, RUN, STORING
 from t5train.progress import silent
-from t5train.records.best_so_far import BestSoFar
 from t5train.release.checkpoint_store.bucket_checkpoints import linked
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.spec import RunSpec
@@ -346,22 +345,17 @@ def test_a_url_without_a_run_is_refused(make_spec: Make, destination: str, reade
         stored_run(f"{destination}/moved")
 
 
-def save_judged(spec: RunSpec, step: int, best: int) -> Path:
-    """Save a checkpoint of a run whose result is the best one, which is that of step ``best`` as of this one."""
-    return small_tags.save(spec.run_folder / CHECKPOINTS, step, ranks=1, best=BestSoFar(step=best, value=1.0))
-
-
 def test_the_best_checkpoint_is_stored_before_the_newest_and_stays_as_long(make_spec: Make) -> None:
     spec = make_spec(**{"storage.keep_last": 1})
     for step, best in ((100, 100), (200, 100)):
-        save_judged(spec, step, best)
+        small_tags.save_judged(spec.run_folder / CHECKPOINTS, step, best)
     copies = copies_of(spec)
     copies.catch_up(silent)
     assert stored_tags(spec) == ["step-00000100", "step-00000200"]
-    save_judged(spec, 300, 100)
+    small_tags.save_judged(spec.run_folder / CHECKPOINTS, 300, 100)
     copies.catch_up(silent)
     assert stored_tags(spec) == ["step-00000100", "step-00000300"]
-    save_judged(spec, 400, 400)
+    small_tags.save_judged(spec.run_folder / CHECKPOINTS, 400, 400)
     copies.catch_up(silent)
     assert stored_tags(spec) == ["step-00000400"]
     copies.end()
@@ -373,7 +367,7 @@ def test_the_best_checkpoint_is_restored_with_the_newest_which_is_not_resumed_fr
     spec, fresh = make_spec(**{"storage.keep_last": 2}), make_spec("fresh")
     copies = copies_of(spec)
     for step, best in ((100, 100), (200, 200), (300, 100), (400, 200)):
-        save_judged(spec, step, best)
+        small_tags.save_judged(spec.run_folder / CHECKPOINTS, step, best)
         copies.catch_up(silent)
     copies.end()
     url = str(spec.checkpoints_url)
@@ -396,9 +390,9 @@ def test_the_best_checkpoint_is_restored_with_the_newest_which_is_not_resumed_fr
 
 def test_the_newest_checkpoint_is_not_stored_without_the_best_one(make_spec: Make) -> None:
     spec = make_spec()
-    damaged = save_judged(spec, 100, 100)
+    damaged = small_tags.save_judged(spec.run_folder / CHECKPOINTS, 100, 100)
     (damaged / "part0.pt").write_bytes(b"x" * 100)
-    save_judged(spec, 200, 100)
+    small_tags.save_judged(spec.run_folder / CHECKPOINTS, 200, 100)
     copies = copies_of(spec)
     with pytest.raises(errors.PublicationError, match=r"step-00000100/part0\.pt has sha256"):
         copies.catch_up(silent)
