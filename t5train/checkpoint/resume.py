@@ -88,7 +88,7 @@ def open_run(spec: RunSpec, shards: Shards, progress: Progress = silent) -> None
         spec.run_folder.mkdir(parents=True, exist_ok=True)
         begun = {"fingerprint": fingerprint(identity), "identity": identity, "spec": spec.model_dump(mode="json")}
         write_json(path, begun | {"unique_id": secrets.token_hex(16)})
-        _write_config(spec)
+        write_text(spec.run_folder / CONFIG, config_text(spec))
         return
     require_same_settings(spec)
     require_same(spec.run_name, path, run_identity(spec, shards))
@@ -114,17 +114,17 @@ def published_name(spec: RunSpec) -> str:
     return name_of_version(spec.run_name, _begun(path, _identity), spec) if is_there(path) else spec.run_name
 
 
-def _write_config(spec: RunSpec) -> None:
-    """Store the settings of this start, which may differ from those that the run was begun with in where it runs.
+def config_text(spec: RunSpec) -> str:
+    """Return a configuration file with the settings of this start, which may differ from the first start's in where.
 
     A copy of a model to start from is named by its origin, so that the file can be used under another root.
     """
-    path, start = spec.run_folder / CONFIG, spec.model.start_from
+    start = spec.model.start_from
     if start is not None and (source := origin(Path(start))) is not None:
         own = {"path": None} if spec.tokenizer.path == start else {}
         parts = {"model": {"start_from": source}, "tokenizer": own}
         spec = spec.model_copy(update={name: getattr(spec, name).model_copy(update=new) for name, new in parts.items()})
-    write_text(path, run_text(spec, path))
+    return run_text(spec, spec.run_folder / CONFIG)
 
 
 def unique_id(run_folder: Path) -> str | None:
@@ -271,7 +271,7 @@ def write_job(spec: RunSpec, shards: Shards, attempt_folder: Path, progress: Pro
         unique_id=unique_id(spec.run_folder),
         decays_all=decays_all(spec),
     )
-    _write_config(spec)
+    write_text(spec.run_folder / CONFIG, config_text(spec))
     path = attempt_folder / ATTEMPT_SPEC
     write_text(path, job.model_dump_json(indent=1) + "\n")
     return path

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError
 
 from t5train.errors import SpecError
 from t5train.files.run_folder import RUNS
+from t5train.locations import is_remote_model
 from t5train.records.identity import fingerprint
 from t5train.spec.cluster_spec import ClusterSpec
 from t5train.spec.data_spec import CorpusSpec, ShardsSpec, TokenizerSpec
@@ -226,6 +227,10 @@ class RunSpec(SpecPart):
             found["storage"] = {name: getattr(self.storage, name) for name in VALIDATIONS}
         if not found["finetune"]:
             del found["finetune"]
+        if is_remote_model(self.model.start_from or ""):
+            found["tokenizer"] = {
+                "given": True
+            }  # as when tokenizer.path names the copy, so that the run keeps its name
         return found
 
     def settings_without_locations(self) -> dict[str, Any]:

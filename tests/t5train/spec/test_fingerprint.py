@@ -238,6 +238,12 @@ def test_settings_without_an_effect_do_not_change_the_fingerprint() -> None:
     assert smoke().with_settings({"model.moe.capacity_factor": 3}).fingerprint() == smoke().fingerprint()
 
 
+def test_a_model_to_start_from_is_the_same_to_a_run_before_and_after_it_is_copied() -> None:
+    remote = recipe("finetune_base").with_settings({"model.start_from": "hf://someone/t5"})
+    copied = remote.with_settings({"model.start_from": "/starts/t5", "tokenizer.path": "/starts/t5"})
+    assert remote.run_name == copied.run_name
+
+
 @pytest.mark.parametrize(
     "name", ["smoke", "large", "moe", "pipeline", "zero3", "t5_3b", "t5_3b_one_gpu", "t5_11b_one_gpu"]
 )
