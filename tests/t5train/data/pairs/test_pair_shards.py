@@ -166,6 +166,17 @@ def test_finished_shards_are_reused_and_a_killed_stage_leaves_nothing_that_count
     assert build(pairs, ROW | {"too_long": "drop"}).path != shards.path
 
 
+def test_shards_of_a_version_that_did_not_list_cut_targets_are_made_again_for_the_same_runs(
+    build: Build, tmp_path: Path
+) -> None:
+    made = build(pairs := made_pairs(tmp_path / "long", {"long": LONG | {"test": LONG["train"]}}))
+    counts = {name: count for name, count in made.counts.items() if "cut_targets" not in name}
+    files = {name: digest for name, digest in made.files.items() if not name.endswith(".cut")}
+    made.model_copy(update={"counts": counts, "files": files}).commit()
+    again = build(pairs)
+    assert (again.counts, again.files, again.fingerprint) == (made.counts, made.files, made.fingerprint)
+
+
 def test_a_full_disk_is_reported_as_such(pairs: Pairs, data_chain: DataChain) -> None:
     path = pairs.path / "train-000.jsonl"
     job = {"path": str(path), "start": 0, "size": path.stat().st_size, "first": 0, "row": [40, 24], "too_long": "cut"}
