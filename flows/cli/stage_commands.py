@@ -196,7 +196,7 @@ def consolidate(
         str | None, typer.Option(help="Maximum file size, such as 5G or 500Mi", show_default="one file")
     ] = None,
     moments: Annotated[bool, typer.Option("--moments", help="Write Adam's two moments, too")] = False,
-    start: Annotated[str | None, typer.Option("--start-from", help="Model to merge LoRA's adapters with")] = None,
+    start: Annotated[Path | None, typer.Option("--start-from", help="Model to merge LoRA's adapters with")] = None,
 ) -> None:
     """Convert a DeepSpeed checkpoint to fp32 safetensors.
 
@@ -205,9 +205,9 @@ def consolidate(
     """
     from t5train.checkpoint.consolidate import consolidate as convert  # imports torch
 
-    size = _bytes(shard_size) if shard_size else None
+    size, model = _bytes(shard_size) if shard_size else None, str(start) if start else None
     with stage_display() as progress:
-        made = convert(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, start_from=start, progress=progress)
+        made = convert(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, start_from=model, progress=progress)
     _say(made, f", of step {made.counts['step']:,}")
 
 
@@ -231,14 +231,14 @@ def export(
 def certify(
     exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Folder made by `export`", readable=False)],
     witness: Annotated[Path, typer.Argument(metavar="WITNESS", help="Folder `witness` of the run", readable=False)],
-    start_from: Annotated[str | None, typer.Option(help="Folder that a run with LoRA started from")] = None,
+    start: Annotated[Path | None, typer.Option("--start-from", help="Folder that a run with LoRA started from")] = None,
 ) -> None:
     """Prove, in a new process, that an export is the model that was trained.
 
     $ t5-pretrain certify model work/runs/mine/witness
     """
     with stage_display() as progress:
-        made = certify_in_fresh_process(Export.load(exported), witness, progress, start_from)
+        made = certify_in_fresh_process(Export.load(exported), witness, progress, str(start) if start else None)
     _say(made)
 
 
