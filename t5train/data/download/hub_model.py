@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from t5train.data.download.downloads import Wanted, download
-from t5train.data.download.hub_commit import offline_switch
+from t5train.data.download.hub_commit import offline_switch, unreachable
 from t5train.data.download.kept_downloads import download_places, read_note
-from t5train.data.download.remote_reading import Backoff, filesystem_of, is_interrupted, message_of, status_of
+from t5train.data.download.remote_reading import Backoff, filesystem_of, is_interrupted
 from t5train.errors import DigestMismatch, InputError, T5TrainError
 from t5train.files.output_folder import DOWNLOADED
 from t5train.progress import Progress
@@ -133,9 +133,6 @@ def _explained(repository: str, revision: str) -> Iterator[None]:
             "model, set HF_TOKEN to a token that may read it"
         ) from None
     except Exception as error:
-        if not is_interrupted(error) and status_of(error) is None:
+        if (known := unreachable(repository, error)) is None:
             raise
-        raise InputError(
-            f"hf://{repository} cannot be read: {message_of(error)}. Check whether this machine reaches the Hugging "
-            "Face Hub (HF_ENDPOINT, proxy), and start again: what has arrived is kept"
-        ) from None
+        raise known from None
