@@ -195,7 +195,7 @@ def reverse_and_sort() -> RunSpec:
 
 
 def finetune_base() -> RunSpec:
-    """T5 base on pairs, from the folder in model.start_from, on one GPU: bf16, ZeRO-2, dropout 0.1, constant rate."""
+    """T5 base on pairs, from the model in model.start_from, on one GPU: bf16, ZeRO-2, dropout 0.1, constant rate."""
     return RunSpec(
         recipe="finetune_base",
         pairs=PairsSpec(train=tuple(GENERATED)),
@@ -225,7 +225,7 @@ _LARGE_CHECKPOINTS = StorageSpec(keep_last=1, validate_sequences=2000)
 
 
 def translate_3b() -> RunSpec:
-    """T5 3B translates, from the folder in model.start_from, on two GPUs with 80 GB: bf16, ZeRO-1, dropout 0.1."""
+    """T5 3B translates, from the model in model.start_from, on two GPUs with 80 GB: bf16, ZeRO-1, dropout 0.1."""
     return RunSpec(
         recipe="translate_3b",
         pairs=PairsSpec(train=tuple(GENERATED)),
