@@ -37,7 +37,12 @@ _MEANINGS = {
 _QUERY = re.compile(r"[\w-]+=")
 _END = r"""['"<>()\[\].,:;]*(?:\s|$)"""
 _URL = re.compile(rf"""[A-Za-z][\w+.-]*://[^\s'"<>()\[\]?#]+(?:[?#]\S*?(?={_END}))?""")
-_HUB_MODEL = re.compile(r"hf://(?!(?:datasets|models|spaces|buckets)/)([\w.-]+/[\w.-]+)(?:@([\w.][\w./-]*))?", re.ASCII)
+# As the Hub and Git allow them: others are refused by its client, or lead to another model's page.
+_HUB_MODEL = re.compile(
+    r"hf://(?!(?:datasets|models|spaces|buckets)/)(?!.*[./]\.)(?![^@]*(?:--|\.git(?:@|$)))(?=[^@]{1,96}(?:@|$))"
+    r"(\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?)(?:@(\w(?:[\w./-]{0,120}\w)?))?",
+    re.ASCII,
+)
 _BUCKET_FOLDER = re.compile(r"s3a?://[A-Za-z0-9][A-Za-z0-9._-]{1,62}/[^?#@]+")
 _HUB_NAME = re.compile(r"hf://(?!(?:datasets|models|spaces|buckets)/)([A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)/?")
 

@@ -56,7 +56,7 @@ def run_identity(spec: RunSpec, shards: Shards) -> dict[str, Any]:
         | ({"decayed": _DECAYED} if is_decayed and not decays_all(spec) else {})
     )
     path = spec.run_folder / RUN
-    return with_ends_of(_begun(path, _identity), identity) if is_there(path) else identity
+    return _begun(path, lambda begun: with_ends_of(begun["identity"], identity)) if is_there(path) else identity
 
 
 def decays_all(spec: RunSpec) -> bool:
@@ -111,7 +111,9 @@ def _continue(spec: RunSpec, path: Path) -> None:
 def published_name(spec: RunSpec) -> str:
     """Return the name of the folder to publish a run to. A run that was continued has one beside the earlier."""
     path = spec.run_folder / RUN
-    return name_of_version(spec.run_name, _begun(path, _identity), spec) if is_there(path) else spec.run_name
+    if not is_there(path):
+        return spec.run_name
+    return _begun(path, lambda begun: name_of_version(spec.run_name, begun["identity"], spec))
 
 
 def config_text(spec: RunSpec) -> str:

@@ -51,7 +51,7 @@ _NO_REMEDY = "No settings describe such a model (the vocabulary must be a multip
 def require_family(config: Mapping[str, Any], file: Path, named: str) -> str:
     """Return the type of a model. Raises SpecError if it is not a T5. ``named`` is what the user chose it with."""
     kind = config.get("model_type")
-    if kind not in _COUNTS:
+    if kind not in [*_COUNTS]:  # it may be no text
         raise SpecError(f"{named}: model_type is {kind!r} in {file}. Choose a model of type {' or '.join(_COUNTS)}")
     return str(kind)
 
@@ -74,7 +74,7 @@ def described_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     if described["num_decoder_layers"] is None:
         described["num_decoder_layers"] = described["num_layers"]
     for name, value in described.items():
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise SpecError(
                 f"model.start_from: {name} is {value!r} in {file}, but must be a number above zero. Restore the file, "
                 "or choose another model"
@@ -164,8 +164,7 @@ def _weight_files(folder: Path, named: str) -> list[Path]:
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         raise InputError(_without_weights(folder, named))
-    names = sorted(set(weight_map(folder, named).values()))
-    files = {name: child(folder, name, str(folder / INDEX), InputError) for name in names}
+    files = listed_files(folder, named)
     if missing := [name for name, file in files.items() if not file.is_file()]:
         raise InputError(
             f"{folder} lacks the weight file {missing[0]}, which {INDEX} names. Copy {missing[0]} to that folder, too"
@@ -173,15 +172,23 @@ def _weight_files(folder: Path, named: str) -> list[Path]:
     return list(files.values())
 
 
-def weight_map(folder: Path, named: str = _SETTING) -> dict[str, str]:
-    """Return the weight file of each tensor. Raises InputError if the index in the folder does not list them."""
+def listed_files(folder: Path, named: str = _SETTING) -> dict[str, Path]:
+    """Return the weight files that the index in the folder names, sorted by name; they may be missing.
+
+    Raises InputError if the index does not list them, or names others than safetensors in the folder.
+    """
     places = _read_json(folder / INDEX, named).get("weight_map")
     if not places or not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise InputError(
             f"{folder / INDEX} does not list the model's weight files: the entry weight_map is missing or damaged. "
             f"Copy {INDEX} again from where you got the model"
         )
-    return places
+    files = {name: child(folder, name, str(folder / INDEX), InputError) for name in sorted(set(places.values()))}
+    if others := [name for name in files if not name.endswith(".safetensors")]:
+        raise InputError(
+            f"{folder / INDEX} names the weight file {others[0]!r}, but only safetensors are read. Choose another model"
+        )
+    return files
 
 
 def _without_weights(folder: Path, named: str) -> str:

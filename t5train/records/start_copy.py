@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from t5train.errors import InputError
-from t5train.locations import hub_model
+from t5train.locations import hub_model, is_remote_model
 from t5train.records.stage_records import MANIFEST
 
 STARTS = "starts"
@@ -19,6 +19,15 @@ START_NOTE = "remote-start.json"
 def is_awaited(folder: Path) -> bool:
     """Whether a folder is an unfinished copy, which may lack weights."""
     return (folder / START_NOTE).exists() and not (folder / MANIFEST).exists()
+
+
+def require_copied(start_from: str) -> None:
+    """Raise InputError if the model that adapters are for is named by where it was copied from."""
+    if is_remote_model(start_from):
+        raise InputError(
+            f"the model that the adapters are for is given as {start_from}, but must be a folder on this machine. Give "
+            f"the folder of its copy, which is below {STARTS} in the root of the run"
+        )
 
 
 def origin(folder: Path) -> str | None:

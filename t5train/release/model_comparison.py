@@ -15,6 +15,7 @@ from t5train.model.starting_model import start_fingerprint, tensors_of
 from t5train.model.tensor_files import StoredTensors
 from t5train.progress import Progress
 from t5train.quantities import quantity
+from t5train.records.start_copy import require_copied
 from t5train.records.witness import GENERATED_PROBE, WITNESS_TENSORS, EncodedPassage, Witness, digest_tensor, of_probe
 from t5train.release.certificate import GenerationComparison, ProbeComparison
 from t5train.release.export import ADAPTER_WEIGHTS, peft_name
@@ -68,6 +69,7 @@ def start_model(witness: Witness, start_from: str | None, progress: Progress) ->
             f"run {witness.trained.run_name} trained adapters, which are certified with the model that they are for. "
             "Name its folder (--start-from)"
         )
+    require_copied(start_from)
     model = ModelSpec.model_validate(witness.trained.settings["model"] | {"start_from": start_from})
     if (found := start_fingerprint(model, progress)) != (expected := witness.inputs["start_from"]):
         raise InputError(

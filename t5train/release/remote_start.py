@@ -16,7 +16,7 @@ from t5train.errors import InputError, RecordError
 from t5train.files.atomic import write_json
 from t5train.files.confined import child
 from t5train.locations import hub_model
-from t5train.model.starting_model import CONFIG, INDEX, WEIGHTS, weight_map
+from t5train.model.starting_model import CONFIG, INDEX, WEIGHTS, listed_files
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest
 from t5train.records.identity import fingerprint
@@ -122,7 +122,7 @@ def begin(start: str, root: Path, progress: Progress = silent) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     small = [name for name in _SMALL if name in source.names]
     source.copy(small, folder, progress)
-    weights = [WEIGHTS] if WEIGHTS in source.names else sorted(set(weight_map(folder).values()))
+    weights = [WEIGHTS] if WEIGHTS in source.names else [*listed_files(folder)]
     if missing := [name for name in weights if name not in source.names]:
         raise InputError(
             f"{source.url} lacks the weight file {missing[0]}, which its {INDEX} names. Name another model"

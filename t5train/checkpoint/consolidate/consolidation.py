@@ -24,6 +24,7 @@ from t5train.errors import RecordError, StorageError
 from t5train.files.atomic import partial_folder, rename_aside, sync_folder
 from t5train.files.os_errors import explain, reason
 from t5train.host_resources import require_free_space
+from t5train.model.lora import ADAPTERS
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, SafetensorsDigest
 from t5train.records.identity import fingerprint
@@ -141,8 +142,8 @@ def _consolidate(
     start_from: str | None,
     progress: Progress,
 ) -> Weights:
-    adapted = opened.sidecars[0].adapted if opened.sidecars and start_from else None
-    start = require_start(opened, start_from, progress) if adapted and start_from else None
+    adapted = opened.sidecars[0].adapted if opened.sidecars else None
+    start = require_start(opened, start_from, progress) if adapted and start_from is not None else None
     recorded = _recorded_identity(opened, shard_bytes, moments, adapted if start else None)
     if recorded is not None and (there := reusable(Weights, out, recorded, progress)):
         return there
@@ -153,9 +154,8 @@ def _consolidate(
     with new_folder(out, plan.size) as folder:
         files: dict[str, FileDigest | SafetensorsDigest] = {}
         for stem, tensors in plan.by_stem.items():
-            files |= write_tensors(
-                tensors, folder, stem, shard_bytes, has_digests=bool(opened.sidecars), progress=progress
-            )
+            most = None if stem == ADAPTERS else shard_bytes  # as in PEFT's format, adapters are in one file
+            files |= write_tensors(tensors, folder, stem, most, has_digests=bool(opened.sidecars), progress=progress)
         # Weights of unknown origin are identified by their content.
         identity = recorded or fingerprint({"files": {name: digest.model_dump() for name, digest in files.items()}})
         if there := reusable(Weights, out, identity, progress):

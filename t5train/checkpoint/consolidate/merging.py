@@ -25,6 +25,7 @@ from t5train.model.parameters import parameter_shapes
 from t5train.model.starting_model import start_fingerprint, tensors_of
 from t5train.model.tensor_files import StoredTensor
 from t5train.progress import Progress
+from t5train.records.start_copy import require_copied
 from t5train.spec import ModelSpec, RunSpec
 
 _SIZES = ("vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
@@ -36,10 +37,11 @@ def require_start(opened: OpenedCheckpoint, start_from: str, progress: Progress)
 
     Raises InputError if it holds another model, SpecError if it is no folder, and the errors of ``start_fingerprint``.
     """
+    require_copied(start_from)
     first = opened.sidecars[0]
     config, adapted = first.huggingface_config, first.adapted
     settings = {
-        "start_from": start_from,
+        "start_from": json.dumps(start_from),
         "version": "v1.0" if config["tie_word_embeddings"] else "v1.1",
         "feed_forward": config["feed_forward_proj"],
         **{name: config[name] for name in _SIZES},

@@ -58,7 +58,7 @@ def of_tokenizer_json(file: Path) -> bytes:
         for special, kind in ((PAD_ID, _Piece.CONTROL), (EOS_ID, _Piece.CONTROL), (UNK_ID, _Piece.UNKNOWN)):
             model.pieces[special].type = kind
         table = _table(document["normalizer"])
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         raise InputError(f"{file} is not a unigram tokenizer in JSON. Copy it again from where you got it") from None
     if _ends_with_sentinels([piece.piece for piece in model.pieces]):
         del model.pieces[-NUM_SENTINELS:]

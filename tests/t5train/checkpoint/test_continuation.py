@@ -15,8 +15,8 @@ from t5train.checkpoint.resume import (
     require_same_settings,
     run_fingerprint,
 )
-from t5train.errors import RunChanged
-from t5train.files.run_folder import CHECKPOINTS
+from t5train.errors import RunChanged, SpecError
+from t5train.files.run_folder import CHECKPOINTS, RUN
 from t5train.records.best_so_far import BestSoFar
 from t5train.records.stage_records import MANIFEST, Checkpoint, PairShards
 from t5train.spec import RunSpec
@@ -124,3 +124,14 @@ def test_a_last_step_that_was_judged_only_because_it_was_the_last_is_not_continu
     longer = spec.with_settings({"optimizer.num_steps": 200})
     with pytest.raises(RunChanged, match=r"its last step, 100, was judged .* storage\.validate_every_steps is 60"):
         require_same_settings(longer)
+
+
+@pytest.mark.parametrize("damaged", [{}, {"optimizer": {}}, {"optimizer": 3}])
+def test_the_name_of_a_run_whose_file_is_damaged_is_refused(
+    tmp_path: Path, shards: PairShards, damaged: dict[str, Any]
+) -> None:
+    spec = ended(tmp_path, shards)
+    path = spec.run_folder / RUN
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"identity": damaged}))
+    with pytest.raises(SpecError, match=r"run\.json is damaged .* Restore the file"):
+        published_name(spec)

@@ -179,10 +179,12 @@ def _truncated(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
-def _with_path_outside(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    index = {"weight_map": {SHARED: "../other.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+def _with_index(file: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {SHARED: file}}))
+
+    return change
 
 
 def _with_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
@@ -208,7 +210,8 @@ def _with_config(**values: Any) -> Callable[[Path], object]:
             r"pytorch_model\.bin, which can run code .* save_pretrained",
         ),
         (_truncated, "cannot be read as safetensors"),
-        (_with_path_outside, "names '../other.safetensors', which is not the plain name"),
+        (_with_index("../other.safetensors"), "names '../other.safetensors', which is not the plain name"),
+        (_with_index("manifest.json"), "names the weight file 'manifest.json', but only safetensors are read"),
         (
             _with_tensor(SHARED, lambda values: values.to(torch.int8)),
             r"shared\.weight are not 16-bit or 32-bit floating-point numbers",
@@ -219,6 +222,7 @@ def _with_config(**values: Any) -> Callable[[Path], object]:
             r"lm_head\.weight is tied to shared\.weight, but the files hold different values",
         ),
         (_with_config(model_type="bart"), "model.start_from: model_type is 'bart'"),
+        (_with_config(model_type=["t5"]), r"model_type is \['t5'\] .* of type t5 or mt5"),
         (_with_config(model_type="umt5"), "model_type is 'umt5' .* of type t5 or mt5"),
         (_with_config(pad_token_id=3), r"pad_token_id is 3 in .*config\.json, but 0 in the vocabularies of T5"),
         (_with_config(eos_token_id=2), r"eos_token_id is 2 in .*, but 1 .* Correct the file"),

@@ -134,6 +134,12 @@ def test_an_adapter_is_not_certified_without_its_start_model(
         certify(exported.path, witness, start_from=other and str(tmp_path / other))
 
 
+def test_the_start_model_of_an_adapter_is_certified_from_its_copy(make_export: MakeExport, witness: Path) -> None:
+    exported = make_export("lora", certified=False)
+    with pytest.raises(InputError, match=r"s3://bucket/t5, but must be a folder .* which is below starts in the root"):
+        certify(exported.path, witness, start_from="s3://bucket/t5")
+
+
 def test_weights_without_the_adapter_are_not_exported(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained("lora")
     files = {name: digest for name, digest in trained.weights.files.items() if name != "adapters.safetensors"}

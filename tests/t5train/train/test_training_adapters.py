@@ -144,10 +144,14 @@ def test_adapters_are_not_merged_with_another_model(
     other = T5ForConditionalGeneration.from_pretrained(start)
     other.shared.weight.data.normal_()
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(InputError, match=r"has adapters for another model than .*other"):
-        consolidate(
-            trained[0].root / "zero1-fp32/checkpoints", tmp_path / "weights", start_from=str(tmp_path / "other")
-        )
+    wrong = {
+        str(tmp_path / "other"): r"has adapters for another model than .*other",
+        "hf://someone/t5": r"hf://someone/t5, but must be a folder .* the folder of its copy, which is below starts",
+        "": "which is not a folder|lacks|has neither",
+    }
+    for start_from, said in wrong.items():
+        with pytest.raises(InputError, match=said):
+            consolidate(trained[0].root / "zero1-fp32/checkpoints", tmp_path / "weights", start_from=start_from)
 
 
 @pytest.mark.filterwarnings("ignore:.*tie:UserWarning")  # transformers warns so for every T5 v1.1
@@ -159,7 +163,8 @@ def test_the_merged_model_is_certified(
     restore_torch_threads: None,
 ) -> None:
     run = trained[0].root / "zero3-bf16"
-    weights = consolidate(run / "checkpoints", tmp_path / "weights", start_from=str(start))
+    weights = consolidate(run / "checkpoints", tmp_path / "weights", start_from=str(start), shard_bytes=50_000)
+    assert "model.safetensors.index.json" in weights.files
     exported = export(weights, pydocs_tokenizer, run / "witness", _spec("zero3-bf16", start), tmp_path / "export")
     certificate = certify(exported.path, run / "witness", start_from=str(start))
     assert certificate.passed

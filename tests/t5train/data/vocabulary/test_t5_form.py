@@ -106,3 +106,11 @@ def test_a_tokenizer_json_with_another_normalisation_is_refused(data_chain: Data
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(SpecError, match=r"tokenizer\.json has another normalisation table"):
         given_tokenizer(tmp_path, tmp_path / "root")
+
+
+@pytest.mark.parametrize("change", [{"normalizer": "nfkc"}, {"normalizer": 3}, {"model": {"vocab": {"ab": 0}}}])
+def test_a_tokenizer_json_of_another_form_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    vocab = [[piece, 0.0] for piece in ("<pad>", "</s>", "<unk>")]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "normalizer": None} | change))
+    with pytest.raises(InputError, match=r"tokenizer\.json is not a unigram tokenizer in JSON"):
+        open_given(tmp_path)
