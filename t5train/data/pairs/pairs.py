@@ -274,7 +274,7 @@ class _Writing:
         given: dict[Split, Any] = {split: getattr(self._spec, split) for split in SPLITS}
         if not counts["read_pairs"]:
             raise InputError(f"the files of task {task!r} have no pairs. Name files with pairs in pairs.train")
-        left_out = f"read were {quantity(counts['read_pairs'], 'pair')}, of which {counts['empty_pairs']:,} are empty"
+        left_out = f"of {quantity(counts['read_pairs'], 'pair')}, {counts['empty_pairs']:,} are empty"
         left_out += f" and {counts['removed_pairs']:,} removed (pairs.remove)" if counts["removed_pairs"] else ""
         for split in SPLITS:
             if counts[f"{split}_pairs"] or (split == "test" and not given[split]):
