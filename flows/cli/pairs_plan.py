@@ -28,7 +28,7 @@ def pairs_rows(spec: RunSpec, files: TextFacts | None) -> dict[str, str]:
         "splits": ", ".join(
             f"{name} {', '.join(map(redacted, given)) if given else f'{share / 10:g}% of the sources'}"
             for name, given, share in zip(
-                ("train", "validation", "test"), ((), pairs.validation, pairs.test), pairs.split, strict=True
+                ("train", "validation", "test"), ((), pairs.validation, pairs.test), pairs.shares(), strict=True
             )
         ),
     }

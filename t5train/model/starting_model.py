@@ -154,7 +154,8 @@ class HuggingFaceFolder(NamedTuple):
         damaged or incomplete, or if its weights are pickled, because a pickle can run arbitrary code.
         """
         if not path.is_dir():
-            raise InputError(f"{named} is {path}, which is not a folder on this machine. Correct the path")
+            hub = ", or write hf://OWNER/NAME for a model on the Hub" if named == _SETTING else ""
+            raise InputError(f"{named} is {path}, which is not a folder on this machine. Correct the path{hub}")
         files = _weight_files(path, named)
         return cls(path, _read_json(path / CONFIG, named), files, list_tensors(files))
 

@@ -165,7 +165,7 @@ def _unknown_lines(measured: _Measured) -> Iterator[str]:
     for name, side in zip(_SIDES, measured.sides, strict=True):
         share = side.unknown_pieces / max(1, int(side.lengths.sum()))
         of_texts = side.with_unknown / max(1, measured.pairs)
-        limit = ", which the model cannot write as they are" if name == "target" and side.with_unknown else ""
+        limit = ", of which the model cannot write every character" if name == "target" and side.with_unknown else ""
         lacked = f". Characters without a piece: {listed(side.lacked)}" if side.lacked else ""
         yield (
             f"{measured.task.task}: {quantity(side.unknown_pieces, 'unknown piece')} ({share:.4%} of the tokens) in "

@@ -115,6 +115,12 @@ class PairsSpec(MixingSpec):
         """Return the pairs to train on, one item for each task."""
         return [_pair_source("pairs.train", each, _TRAIN) for each in self.train]
 
+    def shares(self) -> tuple[int, int, int]:
+        """Return each split's share of the sources in ``train``, in thousandths; none if it has files of its own."""
+        _, validation, test = self.split
+        validation, test = (0 if self.validation else validation), (0 if self.test else test)
+        return 1000 - validation - test, validation, test
+
     def held_out(self, split: HeldOut) -> list[PairSource]:
         """Return the pairs of a split that has files of its own, in the order of ``tasks``; empty if it has none."""
         setting, tasks, named = f"pairs.{split}", self.tasks(), getattr(self, split)

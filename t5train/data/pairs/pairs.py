@@ -210,19 +210,12 @@ class _Rule(NamedTuple):
     split_seed: int
 
 
-def _rule(spec: PairsSpec) -> _Rule:
-    """Return the shares of the splits that have no files of their own; the share of those that do is trained on."""
-    _, validation, test = spec.split
-    validation, test = (0 if spec.validation else validation), (0 if spec.test else test)
-    return _Rule((1000 - validation - test, validation, test), spec.split_seed)
-
-
 class _Writing:
     """Writes the pairs of all tasks, one after another, and counts them."""
 
     def __init__(self, spec: PairsSpec, folder: Path, tasks: Sequence[TaskFiles], progress: Progress) -> None:
         self._spec, self._folder, self._tasks, self._progress = spec, folder, tasks, progress
-        self._rule = _rule(spec)
+        self._rule = _Rule(spec.shares(), spec.split_seed)
         self._total_bytes = sum(file.path.stat().st_size for task in tasks for file in task.files)
         self._done_bytes = 0
 
@@ -274,7 +267,7 @@ class _Writing:
         given: dict[Split, Any] = {split: getattr(self._spec, split) for split in SPLITS}
         if not counts["read_pairs"]:
             raise InputError(f"the files of task {task!r} have no pairs. Name files with pairs in pairs.train")
-        left_out = f"read were {quantity(counts['read_pairs'], 'pair')}, of which {counts['empty_pairs']:,} are empty"
+        left_out = f"of {quantity(counts['read_pairs'], 'pair')}, {counts['empty_pairs']:,} are empty"
         left_out += f" and {counts['removed_pairs']:,} removed (pairs.remove)" if counts["removed_pairs"] else ""
         for split in SPLITS:
             if counts[f"{split}_pairs"] or (split == "test" and not given[split]):

@@ -29,7 +29,7 @@ def test_a_dry_run_shows_tasks_splits_rows_and_where_the_weights_come_from(print
     rows = dict(line.split("  ", 1) for line in shown.splitlines() if "  " in line)
     assert rows["pairs"].strip().startswith("2 tasks: en-de from ")
     assert "(prefix 'English to German: '), sort_digits (prefix 'sort: '); 2 files, 4.2 MB" in rows["pairs"]
-    assert "train 95% of the sources, validation 3% of the sources, test " in rows["splits"]
+    assert "train 97% of the sources, validation 3% of the sources, test " in rows["splits"]
     assert "drawn at random, as model.start_from is not set" in rows["model"]
     assert "8 rows of 128 input and 64 target tokens, each packed with pairs of one task" in rows["a step"]
 

@@ -203,7 +203,10 @@ def _with_config(**values: Any) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, "which is not a folder on this machine"),
+        (
+            shutil.rmtree,
+            "is not a folder on this machine. Correct the path, or write hf://OWNER/NAME for a model on the Hub",
+        ),
         (lambda folder: (folder / "config.json").unlink(), r"config\.json does not exist"),
         (
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),

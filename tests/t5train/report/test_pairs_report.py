@@ -76,7 +76,7 @@ def test_what_is_longer_than_a_row_is_counted_and_shown_as_it_is_cut(
 def test_unknown_pieces_and_their_characters_are_named(data_chain: DataChain, tmp_path: Path) -> None:
     spec, pairs = written(tmp_path)
     report = pairs_report(pairs, data_chain.tokenizer, spec)
-    (line,) = [each for each in report.splitlines() if "1 target (0.33%), which the model cannot write" in each]
+    (line,) = [each for each in report.splitlines() if "1 target (0.33%), of which the model cannot write" in each]
     assert "1 unknown piece (" in line
     assert "Characters without a piece: '\u4e2d' (U+4E2D) 1 time" in line
 

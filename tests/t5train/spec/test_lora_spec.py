@@ -1,12 +1,15 @@
 """LoRA is refused where it has no model, no pairs or no optimizer that fits; projections are named."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from t5train.errors import SpecError
-from t5train.spec.recipes import smoke
+from t5train.spec.recipes import recipe, smoke
 
+PAGE = Path(__file__).parents[3] / "docs/how-to/pairs.md"
 LORA: dict[str, Any] = {
     "pairs.train": ["a.jsonl"],
     "model.start_from": "/models/t5",
@@ -31,6 +34,13 @@ LORA: dict[str, Any] = {
 def test_what_lora_cannot_do_is_refused_with_a_remedy(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         smoke().with_settings(LORA | changed)
+
+
+def test_the_settings_of_the_pages_command_are_possible() -> None:
+    command = re.search(r"finetune (\S+) --root .*\n.*finetune\.lora\.rank.*", PAGE.read_text())
+    assert command
+    settings = dict(re.findall(r"--set (\S+?)=(\S+)", command[0]))
+    assert recipe(command[1]).with_settings(settings | {"pairs.train": ["a.jsonl"]}).finetune.lora.rank == 16
 
 
 def test_targets_may_be_one_text() -> None:

@@ -175,7 +175,7 @@ def test_no_odd_character_is_overlooked_by_the_quick_look_for_all_of_them(tmp_pa
     ("content", "settings", "message"),
     [
         ([], {}, "the files of task 'a' have no pairs. Name files with pairs in pairs.train"),
-        ([("", "x"), ("x", "")], {}, "task 'a' has no pairs in the train split: read were 2 pairs, of which 2 are"),
+        ([("", "x"), ("x", "")], {}, "task 'a' has no pairs in the train split: of 2 pairs, 2 are empty"),
         ([("x", "y")] * 50, {}, "Add pairs, raise the share of validation (pairs.split), or name files in pairs.valid"),
         (numbered(9), {"test": [("source 1", " ")]}, "no pairs in the test split"),
         (
