@@ -7,7 +7,14 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from t5train.checkpoint.resume import begun_fingerprint, open_run, require_same_settings, unique_id, write_job
+from t5train.checkpoint.resume import (
+    begun_fingerprint,
+    open_run,
+    require_same_settings,
+    run_fingerprint,
+    unique_id,
+    write_job,
+)
 from t5train.data.samples.loader import ORDER_VERSION
 from t5train.errors import RunChanged, SpecError
 from t5train.model.starting_model import start_fingerprint
@@ -116,11 +123,14 @@ def test_a_run_on_pairs_is_known_by_its_shards_and_rates_but_not_by_where_the_pa
     moved = begun.with_settings({"pairs.train": ["there/a.jsonl", "there/b.jsonl"]})
     require_same_settings(moved)
     open_run(moved, shards)
+    assert run_fingerprint(moved, shards) == run_fingerprint(begun, shards)
     others = {"pairs.mixing_temperature": 2, "optimizer.label_smoothing": 0.1, "optimizer.seed": 1}
     for setting, value in others.items():
+        changed = begun.with_settings({setting: value})
+        assert run_fingerprint(changed, shards) != run_fingerprint(begun, shards), "checkpoints are known by it"
         for check in (require_same_settings, lambda changed: open_run(changed, shards)):
             with pytest.raises(RunChanged, match=setting):
-                check(begun.with_settings({setting: value}))
+                check(changed)
     judged = begun.with_settings({"evaluate.best_metric": "validation_loss"})
     for check in (require_same_settings, lambda changed: open_run(changed, shards)):
         with pytest.raises(RunChanged, match=r"evaluate.*storage.*"):
