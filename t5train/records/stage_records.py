@@ -314,6 +314,8 @@ def reusable(
 def _first(error: ValidationError) -> str:
     """The first validation error in one line; pydantic's own text has many lines."""
     detail = error.errors()[0]
+    if detail["type"] == "literal_error" and detail["loc"] == ("kind",):
+        return f"its kind is {detail['input']!r}"
     return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}".removeprefix(": ")
 
 
