@@ -39,7 +39,7 @@ def run(name: str, command: Sequence[str], *, loaded: bool) -> list[str]:
     seed = random.randrange(10**6) if loaded else None
     environment = os.environ | ({} if seed is None else {"PYTEST_ADDOPTS": f"--shuffle={seed}"})
     _LOGS.mkdir(parents=True, exist_ok=True)
-    log = _LOGS / f"{name.replace(' ', '-').replace('/', '')}.log"
+    log = _LOGS / f"{name.replace(' ', '-').replace('/', '').strip('.')}.log"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     started = time.monotonic()
     with ExitStack() as stack:
