@@ -126,7 +126,8 @@ class _Frozen(dict[str, torch.Tensor]):
 def test_frozen_weights_are_recorded_as_the_start_model_has_them_and_must_not_have_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, frozen = make_model("relu, tied"), _Frozen()
+    model = make_model("relu, tied")
+    frozen: Any = _Frozen()
     for name, parameter in model.named_parameters():
         frozen[name] = parameter.detach().clone()
     add_adapters(model, LoraSpec(rank=2, alpha=3.0))
@@ -136,7 +137,7 @@ def test_frozen_weights_are_recorded_as_the_start_model_has_them_and_must_not_ha
     monkeypatch.setattr(witness_recording, "full_masters", lambda _engine: masters.items())
     monkeypatch.setattr(witness_recording, "rank", lambda: 0)
     engine: Any = SimpleNamespace(module=model)
-    found = dict(witness_recording.merged_masters(engine, frozen, 1.5))  # type: ignore[arg-type]  # stands in for it
+    found = dict(witness_recording.merged_masters(engine, frozen, 1.5))
     assert found.keys() == frozen.keys()
     for name, weight in frozen.items():
         is_adapted = f"{name}.lora_a" in masters
@@ -144,4 +145,4 @@ def test_frozen_weights_are_recorded_as_the_start_model_has_them_and_must_not_ha
         assert torch.equal(found[name], expected)
     model.shared.weight.data[3, 4] += 1
     with pytest.raises(RanksDisagree, match=r"shared\.weight is frozen, but no longer has the values"):
-        list(witness_recording.merged_masters(engine, frozen, 1.5))  # type: ignore[arg-type]  # stands in for it
+        list(witness_recording.merged_masters(engine, frozen, 1.5))
