@@ -298,13 +298,13 @@ def bias_tiles(
     low = tl.maximum(-offset, 0)  # the first query block that has such a tile
     count = tl.minimum(tl.cdiv(nq, B), tl.cdiv(nk, B) - offset) - low
     first_b = tl.program_id(2) * part
+    bias = _near_bias(_of_head(table, h, FAR), offset * B, B, B, False)
+    total = tl.zeros([B, B], tl.float32)
     if near is None:
         begin, end = 0, (tl.minimum(first_b + part, batch) - first_b) * count
     else:
-        num = tl.load(num_near + index)
-        begin, end = (num * tl.program_id(2)) // tl.num_programs(2), num * (tl.program_id(2) + 1) // tl.num_programs(2)
-    bias = _near_bias(_of_head(table, h, FAR), offset * B, B, B, False)
-    total = tl.zeros([B, B], tl.float32)
+        num, parts = tl.load(num_near + index), tl.num_programs(2)
+        begin, end = num * tl.program_id(2) // parts, num * (tl.program_id(2) + 1) // parts
     for step in tl.range(begin, end, num_stages=STAGES):
         if near is None:
             b = first_b + step // count

@@ -83,6 +83,9 @@ class _Rows(NamedTuple):
         return self.segments, self.memory_segments, seen, self.dropout, self.memory_dropout
 
 
+_TEXT = _Rows()
+
+
 def _tensors(packed: Tensor, table: Tensor | None, causal: bool, rows: AttentionRows | None) -> list[Tensor]:
     """Return the leading fields of _Rows that are there."""
     if rows is None:
@@ -106,7 +109,7 @@ def _attention(
     """Return the output, and the log-sum-exp of each query's scores in base 2, [b, heads, whole blocks], fp32."""
     q, k, v = _unpacked(query, packed)
     (b, nq, h, d), nk, known = q.shape, k.shape[1], _Rows(*rows)
-    options = _options(d)["forward"]
+    options = _options(d, known)["forward"]
     padded, keys = _padded(nq), options["BK"]
     out, lse = q.new_empty(b, nq, h, d), q.new_empty(b, h, padded, dtype=torch.float32)
     attention_kernels.queries_forward[(padded // _BLOCK * b * h,)](
@@ -144,7 +147,7 @@ def _attention_backward(  # noqa: PLR0913, PLR0917 - see above
     dq, dk, dv = _unpacked(None if query is None else dquery, dpacked)
     (b, nq, h, d), nk, padded, far, known = q.shape, k.shape[1], lse.shape[2], _far(table), _Rows(*rows)
     dout, out, delta = _readable(dout), out.contiguous(), torch.empty_like(lse)
-    options, blocks = _options(d), padded // _BLOCK
+    options, blocks = _options(d, known), padded // _BLOCK
     beyond = lse.new_empty(b, h, blocks, 2)
     sizes = (h, nq, nk, padded)
     flags: dict[str, Any] = {"D": d, "CAUSAL": causal, **_masks(known, nk % _BLOCK == 0, dropout_rate)}
@@ -209,19 +212,22 @@ def _masks(rows: _Rows, is_even: bool, dropout_rate: float) -> dict[str, Any]:
     return {"EVEN": is_even or rows.segments is not None, "LOWEST": lowest_kept(rate), "SCALE": 1 / (1 - rate)}
 
 
-def _options(d: int) -> dict[str, dict[str, Any]]:
+def _options(d: int, rows: _Rows = _TEXT) -> dict[str, dict[str, Any]]:
     """Return the fastest of the shapes tried on an H200; fewer registers a thread let more programs run at a time.
 
     On other GPUs, registers are left to the compiler, and fewer tiles are fetched ahead: there may be only 99 KiB of
     shared memory, before Hopper (8.6) and after it (12.0). Before it, Triton replaces descriptors by ordinary loads.
+
+    For rows of pairs, none was tried: narrow tiles leave more out, the numbers of tiles take stages of their own, and
+    the hashes of dropout would not fit into 168 registers.
     """
-    small, is_hopper = d <= 64, capability() // 10 == HOPPER
+    small, is_hopper, is_text = d <= 64, capability() // 10 == HOPPER, rows.segments is None
     capped = small and is_hopper
     options: dict[str, dict[str, Any]] = {
-        "forward": {"BK": 128 if small else 64, "STAGES": 2 if small else 3},
+        "forward": {"BK": 128, "STAGES": 2} if small and is_text else {"BK": 64, "STAGES": 3},
         "dq": {"STAGES": 2, "maxnreg": 128 if capped else None},
-        "dkdv": {"STAGES": 3 if capped else 2, "maxnreg": 168 if capped else None},
-        "tiles": {"STAGES": 3 if is_hopper else 2},
+        "dkdv": {"STAGES": 3 if capped else 2, "maxnreg": 168 if capped and rows.dropout is None else None},
+        "tiles": {"STAGES": (3 if is_text else 5) if is_hopper else 2},
     }
     return {kernel: {"num_warps": 4, **ROUNDING, **chosen} for kernel, chosen in options.items()}
 

@@ -7,10 +7,11 @@ import triton.language as tl
 @triton.jit
 def visited(seen, b, block, blocks, n):
     """The first of the n others that a block must visit, and where they end; ``seen`` [batch, blocks, 2] has both."""
-    if seen is None:
-        return 0, n
-    at = seen + (b * blocks + block) * 2
-    return tl.load(at), tl.load(at + 1)
+    begin, end = 0, n
+    if seen is not None:
+        at = seen + (b * blocks + block) * 2
+        begin, end = tl.load(at), tl.load(at + 1)
+    return begin, end
 
 
 @triton.jit
