@@ -3,6 +3,7 @@
 On a GPU where there is one, otherwise in Triton's interpreter.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -148,9 +149,13 @@ def _expected(inputs: Inputs, case: Case) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output, [*leaves.values()], inputs.slope.double())]
 
 
-def _computed(inputs: Inputs, case: Case) -> list[Tensor]:
+def _mixed(inputs: Inputs, case: Case) -> Tensor:
     table = None if inputs.bias is None else table_of(inputs.bias)
-    output = biased_attention(inputs.query, inputs.packed, table, case.causal, inputs.rows, case.rate)
+    return biased_attention(inputs.query, inputs.packed, table, case.causal, inputs.rows, case.rate)
+
+
+def _computed(inputs: Inputs, case: Case, mixed: Callable[[Inputs, Case], Tensor] = _mixed) -> list[Tensor]:
+    output = mixed(inputs, case)
     return [output.detach(), *torch.autograd.grad(output, inputs.differentiated(), inputs.slope)]
 
 
@@ -203,3 +208,19 @@ def test_output_and_gradients_are_those_without_kernels(case: Case) -> None:
 @pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES)
 def test_output_and_gradients_are_those_without_kernels_on_a_gpu(case: Case) -> None:
     _check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="records CUDA graphs")
+@pytest.mark.parametrize("name", ["encoder", "decoder", "cross"])
+def test_a_recorded_pass_follows_the_segments_and_keys_of_each_batch(name: str) -> None:
+    """All that varies is in tensors, so that one CUDA graph serves all batches."""
+    case = GPU_CASES[f"{name} of packed rows, bfloat16"]
+    recorded = torch.compile(_mixed, fullgraph=True, mode="reduce-overhead")
+    inputs = Inputs.of(case)
+    for number in range(5):
+        rows = AttentionRows(*(None if each is None else each.roll(number, 0) for each in inputs.rows))
+        slope = inputs.slope * (rows.segments > 0)[:, :, None, None]
+        given = inputs._replace(rows=rows, slope=slope)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert all(map(torch.equal, _computed(given, case, recorded), _computed(given, case))), number
