@@ -239,7 +239,7 @@ def capability() -> int:
 
 def _offsets(nq: int, nk: int, far: int, causal: bool) -> range:
     """Return how many blocks after their queries those keys lie whose distances the bias tells apart."""
-    query_blocks, key_blocks = triton.cdiv(nq, _BLOCK), triton.cdiv(nk, _BLOCK)
+    query_blocks, key_blocks = _padded(nq) // _BLOCK, _padded(nk) // _BLOCK
     nearest = (far - 2) // _BLOCK + 1  # a block this far off the diagonal still holds a distance below far
     return range(max(1 - query_blocks, -nearest), min(1 if causal else key_blocks, nearest + 1))
 
