@@ -106,9 +106,10 @@ faults: setup ## Inject every fault into runs on the test cluster (needs root), 
 resumes: setup ## Resume runs after every kind of damage (needs root), and write the table in docs/evidence/resumes.md
 	@$(BIN)/python -m tests.acceptance.resume_table --into docs/evidence/resumes.md
 
-kills: setup ## Kill processes that save, gather, consolidate, publish and tokenise, 260 times at random moments
+kills: setup ## Kill processes that save, gather, consolidate, publish and tokenise, 300 times at random moments
 	@$(BIN)/python -m tests.acceptance.kills.kill_all
 	$(BIN)/python -m tests.acceptance.kills.kill_all --recipe reverse_and_sort --kills 10
+	$(BIN)/python -m tests.acceptance.kills.kill_all --recipe reverse_and_sort --kills 10 --lora
 	$(BIN)/python -m tests.acceptance.kills.kill_tokenising
 
 finetuning-trial: setup ## Fine-tune with three seeds, and once more with three kills of everything; ten minutes

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-import datasets
 import numpy as np
 
 from benchmarks.measured_result import Figure, add_into, measured_here
@@ -74,6 +73,7 @@ def python_documentation(root: Path, windows: int) -> TokenShards:
 
 def arrow_readers(windows: Windows, folder: Path) -> dict[str, Read]:
     """Return two ways to read the same windows from a dataset on disk: with the default and with NumPy's format."""
+    import datasets  # which takes seconds, also where tests only collect what imports this module
 
     def rows() -> object:
         for at in range(0, len(windows), 1000):

@@ -18,7 +18,9 @@ from flows.spec_from_recipe import (
     resolve,
     without_unused,
 )
+from infra.head.preflight.remote_starts import with_start_here
 from infra.head.preflight.run_checks import require_accelerators, require_possible
+from t5train.checkpoint.resume import published_name
 from t5train.errors import SpecError
 from t5train.spec import RUN_NAME_PATTERN, RunSpec
 from t5train.spec.config_file import data_setting
@@ -85,7 +87,9 @@ RecipeName = Literal[
     "t5_11b_one_gpu",
 ]
 """The names of the recipes in t5train.spec.recipes that train on text, written out because type checkers need them."""
-FineTuningRecipeName = Literal["reverse_and_sort", "finetune_base"]
+FineTuningRecipeName = Literal[
+    "reverse_and_sort", "finetune_base", "translate_3b", "translate_3b_one_gpu", "translate_11b_one_gpu"
+]
 """The names of the recipes that train on pairs."""
 
 
@@ -207,10 +211,12 @@ class RunParameters(BaseModel):
     def possible_spec(self) -> RunSpec:
         """Return the spec of a run that could succeed. Raises the errors of ``spec`` and ``require_possible``.
 
+        A model to start from that is not on this machine is copied to the root, except its weights.
+
         Raises SpecError if the recipe needs text or pairs, and none are given.
         """
         require_own_data(self.recipe, self._changes())
-        spec = self.spec()
+        spec = with_start_here(self.spec())
         require_possible(spec)
         return spec
 
@@ -254,7 +260,7 @@ class RunParameters(BaseModel):
         spec = resolve(self.recipe, changes, root=self.root, run_name=used.run_name)
         if used.publish_under is None:
             return spec
-        url = f"{used.publish_under.rstrip('/')}/{spec.run_name}"
+        url = f"{used.publish_under.rstrip('/')}/{published_name(spec)}"
         return resolve(self.recipe, changes, root=self.root, run_name=used.run_name, publish_to=url)
 
     def _require_one(self, parameter: str, setting: str, settings: Mapping[str, Any]) -> None:

@@ -37,6 +37,13 @@ _MEANINGS = {
 _QUERY = re.compile(r"[\w-]+=")
 _END = r"""['"<>()\[\].,:;]*(?:\s|$)"""
 _URL = re.compile(rf"""[A-Za-z][\w+.-]*://[^\s'"<>()\[\]?#]+(?:[?#]\S*?(?={_END}))?""")
+# As the Hub and Git allow them: others are refused by its client, or lead to another model's page.
+_HUB_MODEL = re.compile(
+    r"hf://(?!(?:datasets|models|spaces|buckets)/)(?!.*[./]\.)(?![^@]*(?:--|\.git(?:@|$)))(?=[^@]{1,96}(?:@|$))"
+    r"(\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?)(?:@(\w(?:[\w./-]{0,120}\w)?))?",
+    re.ASCII,
+)
+_BUCKET_FOLDER = re.compile(r"s3a?://[A-Za-z0-9][A-Za-z0-9._-]{1,62}/[^?#@]+")
 _HUB_NAME = re.compile(r"hf://(?!(?:datasets|models|spaces|buckets)/)([A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)/?")
 
 
@@ -89,6 +96,17 @@ def hub_dataset_name(source: str) -> str | None:
     """
     found = _HUB_NAME.fullmatch(source)
     return found[1] if found else None
+
+
+def hub_model(start: str) -> tuple[str, str] | None:
+    """Return OWNER/NAME and the revision (may be empty) if ``hf://OWNER/NAME@REVISION`` names a model of the Hub."""
+    found = _HUB_MODEL.fullmatch(start)
+    return (found[1], found[2] or "") if found else None
+
+
+def is_remote_model(start: str) -> bool:
+    """Whether a model to start from is on the Hub, or in a folder of a bucket."""
+    return hub_model(start) is not None or _BUCKET_FOLDER.fullmatch(start) is not None
 
 
 def shareable_source(source: str) -> str:

@@ -12,6 +12,7 @@ from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 
 from infra.head.launch.held_run import HeldRun
+from infra.head.preflight.remote_starts import complete_start
 from infra.head.tokenising.hosts_executor import shard_workers
 from infra.head.training_run import train_run
 from t5train.data.corpus import build_corpus
@@ -50,14 +51,18 @@ from tasks.stages import stage_task
 
 @stage_task(stages.CORPUS)
 def make_corpus(spec: RunSpec, watcher: Progress = silent) -> Corpus:
-    """Find or make the text, and verify all its files."""
-    return build_corpus(spec.corpus, spec.storage.root, StageProgress(stages.CORPUS, watcher))
+    """Copy the weights to start from if they are on the Hub or in a bucket; find or make the text, and verify it."""
+    progress = StageProgress(stages.CORPUS, watcher)
+    complete_start(spec, progress)
+    return build_corpus(spec.corpus, spec.storage.root, progress)
 
 
 @stage_task(stages.PAIRS)
 def make_pairs(spec: RunSpec, watcher: Progress = silent) -> Pairs:
-    """Read the pairs of all tasks, check and split them, and keep a verified copy."""
-    return build_pairs(spec.pairs, spec.storage.root, StageProgress(stages.PAIRS, watcher))
+    """Copy the weights to start from as ``make_corpus`` does; read, check and split the pairs, and keep a copy."""
+    progress = StageProgress(stages.PAIRS, watcher)
+    complete_start(spec, progress)
+    return build_pairs(spec.pairs, spec.storage.root, progress)
 
 
 @stage_task(stages.TOKENIZER)
@@ -123,7 +128,8 @@ def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint, watcher: Progress
     out = spec.run_folder / run_folder.WEIGHTS / f"{checkpoint.tag}-{content[:12]}"
     checkpoints = spec.run_folder / run_folder.CHECKPOINTS
     set_damaged_aside(out)
-    return consolidate(checkpoints, out, tag=checkpoint.tag, progress=StageProgress(stages.CONSOLIDATE, watcher))
+    progress, start = StageProgress(stages.CONSOLIDATE, watcher), spec.model.start_from
+    return consolidate(checkpoints, out, tag=checkpoint.tag, start_from=start, progress=progress)
 
 
 @stage_task(stages.EXPORT)
@@ -138,7 +144,8 @@ def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles, wat
 def certify_export(spec: RunSpec, weights: Weights, exported: Export, watcher: Progress = silent) -> Export:
     """Verify, in a new process, that the export is the model that was trained, write its certificate, and report."""
     progress = StageProgress(stages.CERTIFY, watcher)
-    certified = certify_in_fresh_process(exported, spec.run_folder / run_folder.WITNESS_FOLDER, progress)
+    witness = spec.run_folder / run_folder.WITNESS_FOLDER
+    certified = certify_in_fresh_process(exported, witness, progress, spec.model.start_from)
     reports.show_proof(spec, weights, certified)
     return certified
 

@@ -1,4 +1,4 @@
-"""Links between pages of the documentation lead to files and headings that exist."""
+"""Pages of the documentation are short, and their links lead to files and headings that exist."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+TABLES = {ROOT / "docs/reference/settings.md", ROOT / "docs/evidence/safety.md"}  # where a reader looks up one row
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -14,6 +15,11 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", _without_code(page))
     broken = [link for link in links if "://" not in link and not _exists(page, *link.partition("#")[::2])]
     assert not broken
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - TABLES), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_at_most_1500_words(page: Path) -> None:
+    assert len(page.read_text("utf-8").split()) <= 1500
 
 
 def test_every_page_is_linked_from_the_index_or_a_page_that_it_links() -> None:

@@ -26,6 +26,7 @@ from flows.cli.options import (
 from flows.cli.terminal import complain, say, show_table, stage_display
 from flows.spec_from_recipe import require_on_text, require_recipe_for
 from infra.head.preflight.pair_checks import require_pairs
+from infra.head.preflight.remote_starts import with_start_here
 from infra.head.preflight.text_checks import require_sources, require_text
 from infra.head.tokenising.hosts_executor import shard_workers
 from t5train.data.checks.whole_reading import TEXT_FINDINGS, TextFindings
@@ -34,7 +35,9 @@ from t5train.data.pairs.pairs import build_pairs
 from t5train.data.pairs.pairs_tokenizer import build_pairs_tokenizer
 from t5train.data.passages import Split
 from t5train.data.shards import build_shards
+from t5train.data.vocabulary.sentencepiece_model import most_pieces
 from t5train.data.vocabulary.tokenizer import build_tokenizer
+from t5train.errors import SpecError
 from t5train.quantities import quantity
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.report.data_report import data_lines
@@ -154,14 +157,26 @@ def pairs(choice: _PairsFileOptions) -> None:
 
     $ t5-pretrain data pairs 'wmt.jsonl#source=en&target=de' --set model.start_from=T5_MODEL
     """
-    spec = choice.chosen().spec()
+    selected = choice.chosen()
+    spec = with_start_here(selected.spec())
     require_recipe_for(True, spec.recipe)
     require_pairs(spec)
     root = spec.storage.root
     with stage_display() as progress:
         made = build_pairs(spec.pairs, root, progress)
-        tokenizer = build_pairs_tokenizer(spec.tokenizer, made, root, progress)
+        try:
+            tokenizer = build_pairs_tokenizer(spec.tokenizer, made, root, progress)
+        except SpecError as error:
+            if "tokenizer.vocab_size" in selected.named or (most := most_pieces(error)) is None:
+                raise
+            smaller = spec.with_settings({"tokenizer.vocab_size": most}).tokenizer
+            tokenizer = build_pairs_tokenizer(smaller, made, root, progress)
     say(pairs_report(made, tokenizer, spec.pairs).removesuffix("\n"))
+    if spec.tokenizer.path is None:
+        say(
+            f"\nTokens are those of a vocabulary of {tokenizer.counts['pieces']:,} pieces that was trained on these "
+            "pairs. Name that of your model with --tokenizer T5_MODEL."
+        )
     complain(f"pairs: {made.path}")
 
 

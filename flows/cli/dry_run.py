@@ -12,13 +12,16 @@ from flows.run_parameters import RunParameters
 from infra.head.hosts.hostfile import read_hosts
 from infra.head.launch.deepspeed_launcher import launch_command
 from infra.head.launch.local_launch import command
-from infra.head.preflight.run_checks import needed_bytes, require_possible
+from infra.head.preflight.pair_checks import require_pairs
+from infra.head.preflight.remote_starts import with_start_here
+from infra.head.preflight.run_checks import needed_bytes, publish_url, require_possible
 from infra.head.preflight.text_checks import TextFacts, bytes_per_token
 from infra.head.storage.continued_run import StoredRun, require_own_settings
 from infra.head.training_run import launch_spec, rank_program, require_startable_now
 from infra.node.attempts import process_guard
 from infra.node.attempts.run_lock import require_unused
 from infra.node.node_folders import SHARDS, node_path
+from t5train.checkpoint.resume import published_name
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
 from t5train.data.download.source_listing import left_out_lines
 from t5train.data.samples.loader import num_windows
@@ -65,11 +68,14 @@ def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool, st
 
     ``stored`` is the run in a bucket that is to be continued.
 
-    The run is described even if this machine cannot execute it, unless its settings are invalid everywhere. Hosts are
+    Of a model to start from that is not on this machine, configuration and vocabulary are copied to the root.
+
+    The run is described even if this machine cannot execute it, unless its settings or pairs are invalid. Hosts are
     not asked, and the destination is not tried: both would take long or leave traces.
     """
-    spec = parameters.spec()
-    shape, text, refusal = require_possible(spec), None, None
+    spec = with_start_here(parameters.spec())
+    shape, refusal = require_possible(spec), None
+    text = require_pairs(spec) if spec.is_fine_tuning else None
     epochs = Epochs(None, "not known: what a run that would be refused trains on is not looked at")
     try:
         possible = parameters.spec_for_this_machine()
@@ -78,7 +84,7 @@ def show_dry_run(parameters: RunParameters, as_json: bool, begin_again: bool, st
         if not begin_again:
             require_no_pending_begin_again(spec.run_folder)
         require_unused(spec.run_folder)
-        _, text = require_startable_now(possible)
+        _, text = require_startable_now(possible, text=text)
         epochs = _epochs(spec, text)
     except T5TrainError as error:
         refusal = error
@@ -100,7 +106,7 @@ def describe(
 ) -> str:
     """Return the plan, memory, hosts and launch command of a run, as text. ``as_values`` has the settings too.
 
-    If the run is refused, the text begins with ``refusal``; ``text`` is None then.
+    If the run is refused, the text begins with ``refusal``; ``text`` is None then, unless it describes pairs.
     """
     sections = {
         **({"would be refused": str(refusal)} if refusal else {}),
@@ -125,7 +131,7 @@ def _plan(spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs)
     batch = quantity(spec.optimizer.global_batch_sequences, what)
     return {
         **data,
-        "model": f"{count_parameters(shape):,} parameters{start_said(spec)}",
+        "model": f"{count_parameters(shape):,} parameters{start_said(spec, shape)}",
         "a step": f"{per_step:,} tokens: {batch} of {lengths.input_tokens} input and {lengths.target_tokens} target "
         f"tokens, {made_of}",
         "the run": f"{quantity(spec.optimizer.num_steps, 'step')}, {spec.optimizer.num_steps * per_step:,} tokens"
@@ -151,10 +157,12 @@ def _stores(spec: RunSpec, stored: StoredRun | None) -> dict[str, str]:
         newest = stored.found.ledger.newest
         where = "which has no checkpoint yet" if newest is None else f"whose newest checkpoint is {newest.tag}"
         rows["continues"] = f"from {stored.bucket.url}, {where}"
+    elif published_name(spec) != spec.run_name:
+        rows["continues"] = f"run {spec.run_name} beyond the end that it was begun with"
     if spec.checkpoints_url is not None:
         rows["checkpoints"] = f"copied to {redacted(spec.checkpoints_url)} while training"
-    if spec.storage.publish_to is not None:
-        rows["publish to"] = redacted(spec.storage.publish_to)
+    if spec.storage.publish_to is not None or published_name(spec) != spec.run_name:
+        rows["publish to"] = redacted(publish_url(spec))
     return rows
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.cli.options import JsonOption, RootOption
+from flows.cli.stage_commands import require_finished
 from flows.cli.terminal import complain, say, stage_display
 from t5train.data.passages import Split
 from t5train.errors import InputError
@@ -64,6 +65,7 @@ def generate(  # noqa: PLR0913, PLR0917 - one for each option
     $ t5-pretrain generate MODEL 'Two <extra_id_0>' --top-p 0.9 --seed 7
     $ t5-pretrain generate work/published/mine - --json < texts.txt
     """
+    require_finished(os.fspath(path.absolute()))
     from t5train.release.inference.generation import GenerationSpec
     from t5train.release.inference.generation import generate as generate_texts
 
@@ -113,6 +115,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
     $ t5-pretrain evaluate MODEL --corpus pydocs --max-sequences 1000
     $ t5-pretrain evaluate MODEL --corpus '/data/*.txt' --split test --json
     """
+    require_finished(os.fspath(path.absolute()))
     from t5train.release.inference.evaluation import EvaluationSpec
     from t5train.release.inference.evaluation import evaluate as evaluate_text
 

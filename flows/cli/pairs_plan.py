@@ -1,13 +1,18 @@
 """What a dry run says of a run on pairs."""
 
+from pathlib import Path
+
 from infra.head.preflight.text_checks import TextFacts
 from infra.node.node_folders import PAIR_SHARDS
 from t5train.checkpoint.resume import begun_shards
 from t5train.errors import RecordError, UnknownVersion, Unreadable
 from t5train.files.presence import visible_in
 from t5train.locations import redacted
+from t5train.model.model_shape import T5Shape
+from t5train.model.parameters import count_trained
 from t5train.quantities import format_bytes, quantity
 from t5train.records.stage_records import PairShards
+from t5train.records.start_copy import origin
 from t5train.spec import RunSpec
 from t5train.spec.pairs_spec import PairSource
 
@@ -23,7 +28,7 @@ def pairs_rows(spec: RunSpec, files: TextFacts | None) -> dict[str, str]:
         "splits": ", ".join(
             f"{name} {', '.join(map(redacted, given)) if given else f'{share / 10:g}% of the sources'}"
             for name, given, share in zip(
-                ("train", "validation", "test"), ((), pairs.validation, pairs.test), pairs.split, strict=True
+                ("train", "validation", "test"), ((), pairs.validation, pairs.test), pairs.shares(), strict=True
             )
         ),
     }
@@ -41,12 +46,15 @@ def packed_said(spec: RunSpec) -> str:
     return f"{packing}; {too_long[spec.pairs.too_long]}"
 
 
-def start_said(spec: RunSpec) -> str:
-    """Return where the weights of a run on pairs begin; empty for a run on text."""
+def start_said(spec: RunSpec, shape: T5Shape) -> str:
+    """Return where the weights of a run on pairs begin, and what is trained of them; empty for a run on text."""
     if not spec.is_fine_tuning:
         return ""
-    start = spec.model.start_from
-    return f", from {redacted(start)}" if start else ", drawn at random, as model.start_from is not set"
+    if (start := spec.model.start_from) is None:
+        return ", drawn at random, as model.start_from is not set"
+    lora = spec.finetune.lora
+    trained = f"; {count_trained(shape, lora):,} more, of adapters, are trained in their place" if lora.rank else ""
+    return f", from {origin(Path(start)) or redacted(start)}{trained}"
 
 
 def epochs_of_pairs(spec: RunSpec) -> tuple[float | None, str]:
@@ -60,4 +68,7 @@ def epochs_of_pairs(spec: RunSpec) -> tuple[float | None, str]:
                 break  # unfinished or damaged, so that the run makes them again, or not readable now
             number = spec.optimizer.num_steps * spec.optimizer.global_batch_sequences / max(1, rows)
             return number, f"{number:,.2f} over the {quantity(rows, 'row')} of the train split in {folder}"
-    return None, "not known yet: they follow from how many pairs a row holds, which is known once they are packed"
+    return None, (
+        "not known yet: they follow from how many pairs a row holds, which is known once they are packed. "
+        "`t5-pretrain data pairs` estimates the rows of an epoch"
+    )

@@ -28,6 +28,7 @@ from flows.cli.options import (
 from flows.cli.status_command import steps_text
 from flows.cli.terminal import complain, say, show_json, stage_display
 from flows.spec_from_recipe import require_on_text
+from infra.head.preflight.remote_starts import complete_start, with_start_here
 from infra.head.preflight.text_checks import NOT_READ
 from infra.head.runs.run_lookup import root_of_run, run_of_result
 from infra.head.runs.run_state import State, run_state
@@ -86,7 +87,7 @@ def tokenizer(choice: SmokeOptions) -> None:
     $ t5-pretrain tokenizer smoke
     $ t5-pretrain tokenizer --config run.yaml --set tokenizer.vocab_size=8000
     """
-    spec = choice.chosen().spec()
+    spec = with_start_here(choice.chosen().spec())
     with stage_display() as progress:
         if spec.is_fine_tuning:
             pairs = build_pairs(spec.pairs, spec.storage.root, progress)
@@ -161,9 +162,8 @@ def train(
     """
     choice = options.chosen(hosts.settings(), name)
     require_on_text(choice.recipe, f"finetune {choice.recipe}")
-    root_folder = _root_of(choice)
-    tokens = TokenShards.load(shards or _only_shards(root_folder))
-    spec = _spec_on(tokens, choice)
+    tokens = TokenShards.load(shards or _only_shards(_root_of(choice)))
+    spec = with_start_here(_spec_on(tokens, choice))
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)
     with (
@@ -174,6 +174,7 @@ def train(
         texts = ", ".join(map(shown_text, spec.corpus.named()))
         complain(f"text: {texts}, as token shards in {tokens.path}")
         tokens.verify(progress)
+        complete_start(spec, progress)
         for line in data_lines(spec, tokens, train_split_facts(tokens, spec.objective)):
             complain(line)
         if begin_again:
@@ -190,23 +191,24 @@ def consolidate(
         Path, typer.Argument(metavar="CHECKPOINT_DIR", help="Folder with tags, or folder of one tag", readable=False)
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the fp32 safetensors", readable=False)],
-    tag: Annotated[str | None, typer.Option(help="Tag", show_default="the newest complete one")] = None,
+    tag: Annotated[str | None, typer.Option(help="Tag", show_default="the best, or the newest complete one")] = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Maximum file size, such as 5G or 500Mi", show_default="one file")
     ] = None,
     moments: Annotated[bool, typer.Option("--moments", help="Write Adam's two moments, too")] = False,
+    start: Annotated[Path | None, typer.Option("--start-from", help="Model to merge LoRA's adapters with")] = None,
 ) -> None:
     """Convert a DeepSpeed checkpoint to fp32 safetensors.
 
     $ t5-pretrain consolidate work/runs/mine/checkpoints weights
     $ t5-pretrain consolidate checkpoints weights --shard-size 5G --moments
     """
-    from t5train.checkpoint.consolidate import consolidate as consolidate_checkpoint  # imports torch
+    from t5train.checkpoint.consolidate import consolidate as convert  # imports torch
 
-    size = _bytes(shard_size) if shard_size else None
+    size, model = _bytes(shard_size) if shard_size else None, str(start) if start else None
     with stage_display() as progress:
-        made = consolidate_checkpoint(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, progress=progress)
-    _say(made)
+        made = convert(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, start_from=model, progress=progress)
+    _say(made, f", of step {made.counts['step']:,}")
 
 
 def export(
@@ -229,13 +231,14 @@ def export(
 def certify(
     exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Folder made by `export`", readable=False)],
     witness: Annotated[Path, typer.Argument(metavar="WITNESS", help="Folder `witness` of the run", readable=False)],
+    start: Annotated[Path | None, typer.Option("--start-from", help="Folder that a run with LoRA started from")] = None,
 ) -> None:
     """Prove, in a new process, that an export is the model that was trained.
 
     $ t5-pretrain certify model work/runs/mine/witness
     """
     with stage_display() as progress:
-        made = certify_in_fresh_process(Export.load(exported), witness, progress)
+        made = certify_in_fresh_process(Export.load(exported), witness, progress, str(start) if start else None)
     _say(made)
 
 
@@ -264,7 +267,7 @@ def verify(
     $ t5-pretrain verify work/published/mine
     $ t5-pretrain verify s3://bucket/t5/mine --json
     """
-    _require_finished(place)
+    require_finished(place)
     with stage_display() as progress:
         record = verify_record(place, progress)
     total = sum(digest.size for digest in record.files.values())
@@ -289,7 +292,7 @@ def fetch(
     say(f"fetched: {made.path}{' (there already, verified)' if made.reused else ''}")
 
 
-def _require_finished(place: str) -> None:
+def require_finished(place: str) -> None:
     """Raise RecordError if there is no result at a place because the run that makes it has not finished.
 
     Raises InputError if the place looks like the name of a run.
@@ -376,15 +379,13 @@ def _root_of(choice: Chosen) -> Path:
 
 def _only_shards(root: Path) -> Path:
     """Return the folder that a run has made, or that ``tokenize --out`` of this root has."""
-    folders = (root / "shards", *visible_in(root / "shards"))
-    found = [folder for folder in folders if (folder / MANIFEST).exists()]
+    found = [folder for folder in (root / "shards", *visible_in(root / "shards")) if (folder / MANIFEST).exists()]
     if not found:
         raise InputError(
             f"there are no token shards under {root / 'shards'}: name a folder of them with --shards, or use `run`"
         )
     if len(found) > 1:
-        names = ", ".join(str(folder) for folder in found)
-        raise InputError(f"there are several folders of token shards ({names}): choose one with --shards")
+        raise InputError(f"there are several token shards ({', '.join(map(str, found))}): choose one with --shards")
     return found[0]
 
 
@@ -395,5 +396,5 @@ def _bytes(size: str) -> int:
     return int(match[1]) * _UNITS[match[2] or ""]
 
 
-def _say(record: Record) -> None:
-    say(f"{record.kind}: {record.path}{' (reused)' if record.reused else ''}")
+def _say(record: Record, what: str = "") -> None:
+    say(f"{record.kind}: {record.path}{what}{' (reused)' if record.reused else ''}")

@@ -51,13 +51,13 @@ class UserProfiles:
             found = cls(path, overrides, content.get("active"), _settings(content))
         return found
 
-    def active_settings(self, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    def active_settings(self) -> dict[str, Any]:
         """Return the settings of the profile that Prefect uses; empty if the file does not have it.
 
         Raises InputError or StorageError if the file cannot be read.
         """
         found = _parse(self.path, self._text())
-        return _settings(found, environment.get("PREFECT_PROFILE") or found.get("active", DEFAULT))
+        return _settings(found, os.environ.get("PREFECT_PROFILE") or found.get("active", DEFAULT))
 
     def is_ours(self, api_url: str) -> bool:
         """Return whether ``api_url`` is configured only because ``up`` activated its profile."""

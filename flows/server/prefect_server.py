@@ -375,7 +375,8 @@ def _start(log: Path, bound: socket.socket, environment: Mapping[str, str]) -> s
 
 
 def _await_health(server: subprocess.Popen[bytes], api_url: str, log: Path, begin: int, progress: Progress) -> None:
-    what = "s since Prefect's server was started (the first start takes longest: it creates the database)"
+    of_first = "" if begin else " (the first start takes longest: it creates the database)"
+    what = f"s since Prefect's server was started{of_first}"
     with open(log, "rb") as output:
         await_start(
             server,

@@ -260,7 +260,7 @@ def require_ready(spec: RunSpec, run: HeldRun | None = None, text: TextFacts | N
     make_root(spec.storage.root)
     require_destination(spec, of_model)
     running_hosts, silent_hosts = (run.running_hosts, run.silent_hosts) if run else (None, set[str]())
-    if spec.cluster.hostfile is None or has_finished(spec.run_folder):
+    if spec.cluster.hostfile is None or has_finished(spec):
         return silent_hosts
     return require_hosts(spec, of_model, text, running_hosts, silent_hosts)
 

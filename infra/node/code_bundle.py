@@ -30,13 +30,10 @@ def own_bundle() -> Bundle:
 def bundle(folder: Path) -> Bundle:
     """Bundle the modules of this project's packages in a folder."""
     paths = (path for top in _PACKAGES for path in (folder / top).rglob("*.py"))
-    sources = {name: path.read_bytes().decode() for path in paths if _is_module(name := _name(path, folder))}
+    files = {path.relative_to(folder).as_posix(): path for path in paths}
+    sources = {name: path.read_bytes().decode() for name, path in files.items() if _is_module(name)}
     content = json.dumps(sources, sort_keys=True).encode("ascii")
     return Bundle(hashlib.sha256(content).hexdigest(), content)
-
-
-def _name(path: Path, folder: Path) -> str:
-    return path.relative_to(folder).as_posix()
 
 
 def _is_module(name: str) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from t5train.checkpoint import sidecar, tags
+from t5train.checkpoint.continuation import later_ends, name_of_version, refuse_changes, with_ends_of
 from t5train.checkpoint.reshard import consolidated_for, discard_consolidated
 from t5train.checkpoint.resume_point import is_asked_to_begin_again, resume_tag, tags_in
 from t5train.data.samples.loader import ORDER_VERSION
@@ -22,7 +23,8 @@ from t5train.model.starting_model import require_fit, require_vocabulary, start_
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_files
 from t5train.records.identity import differences, fingerprint
-from t5train.records.stage_records import Checkpoint, reusable
+from t5train.records.stage_records import MANIFEST, Checkpoint, reusable
+from t5train.records.start_copy import origin
 from t5train.records.witness import WITNESS_FILES
 from t5train.spec import RunSpec, build
 from t5train.spec.config_file import run_text
@@ -43,15 +45,18 @@ def run_fingerprint(spec: RunSpec, shards: Shards) -> str:
 def run_identity(spec: RunSpec, shards: Shards) -> dict[str, Any]:
     """The settings, the order of samples and the rule of weight decay that training depends on, and its inputs.
 
-    The inputs are the fingerprints of the shards and, if there are any, of the weights that training starts from.
+    The inputs are the fingerprints of the shards and, if there are any, of the weights that training starts from. A run
+    that is continued keeps the number of steps that it was begun with.
     """
     start, is_decayed = start_fingerprint(spec.model), spec.optimizer.weight_decay > 0
-    return (
+    identity = (
         spec.training_settings()  # the fingerprint of the shards covers those of the data
         | {"order_version": ORDER_VERSION, "shards": shards.fingerprint}
         | ({"start_from": start} if start else {})
         | ({"decayed": _DECAYED} if is_decayed and not decays_all(spec) else {})
     )
+    path = spec.run_folder / RUN
+    return _begun(path, lambda begun: with_ends_of(begun["identity"], identity)) if is_there(path) else identity
 
 
 def decays_all(spec: RunSpec) -> bool:
@@ -70,29 +75,58 @@ def decays_all(spec: RunSpec) -> bool:
 def open_run(spec: RunSpec, shards: Shards, progress: Progress = silent) -> None:
     """Create the run's folder, or check that the existing one was begun with the same identity.
 
-    Raises RunChanged, naming every field that differs with both values, if it was not; the folder stays unchanged.
+    A run that has ended is reopened if the spec continues it. Raises RunChanged, naming every field that differs with
+    both values, if it was begun with another identity; the folder stays unchanged.
     Raises the errors of ``require_fit`` if the model to start from does not fit the spec.
     """
     path = spec.run_folder / RUN
     if start_fingerprint(spec.model, progress):
         require_fit(spec.model, int(shards.counts["vocab_size"]))
         require_vocabulary(spec.model, shards.inputs["vocabulary"])
-    identity = run_identity(spec, shards)
     if not is_there(path):
+        identity = run_identity(spec, shards)
         spec.run_folder.mkdir(parents=True, exist_ok=True)
         begun = {"fingerprint": fingerprint(identity), "identity": identity, "spec": spec.model_dump(mode="json")}
         write_json(path, begun | {"unique_id": secrets.token_hex(16)})
-        _write_config(spec)
+        write_text(spec.run_folder / CONFIG, config_text(spec))
         return
-    require_same(spec.run_name, path, identity)
+    require_same_settings(spec)
+    require_same(spec.run_name, path, run_identity(spec, shards))
+    _continue(spec, path)
     if unique_id(spec.run_folder) is None:  # begun by a version without unique ids
         write_json(path, json.loads(path.read_text("utf-8")) | {"unique_id": secrets.token_hex(16)})
 
 
-def _write_config(spec: RunSpec) -> None:
-    """Store the settings of this start, which may differ from those that the run was begun with in where it runs."""
-    path = spec.run_folder / CONFIG
-    write_text(path, run_text(spec, path))
+def _continue(spec: RunSpec, path: Path) -> None:
+    """Record when training ends now. Without its manifest, a run that has ended goes on."""
+    if not (ends := [*later_ends(load_run_spec(spec.run_folder), spec)]):
+        return
+    (spec.run_folder / MANIFEST).unlink(missing_ok=True)  # first, as the run would otherwise count as longer and ended
+    run = _begun(path, dict)
+    for part, name in ends:
+        run["spec"][part][name] = getattr(getattr(spec, part), name)
+    write_json(path, run)
+
+
+def published_name(spec: RunSpec) -> str:
+    """Return the name of the folder to publish a run to. A run that was continued has one beside the earlier."""
+    path = spec.run_folder / RUN
+    if not is_there(path):
+        return spec.run_name
+    return _begun(path, lambda begun: name_of_version(spec.run_name, begun["identity"], spec))
+
+
+def config_text(spec: RunSpec) -> str:
+    """Return a configuration file with the settings of this start, which may differ from the first start's in where.
+
+    A copy of a model to start from is named by its origin, so that the file can be used under another root.
+    """
+    start = spec.model.start_from
+    if start is not None and (source := origin(Path(start))) is not None:
+        own = {"path": None} if spec.tokenizer.path == start else {}
+        parts = {"model": {"start_from": source}, "tokenizer": own}
+        spec = spec.model_copy(update={name: getattr(spec, name).model_copy(update=new) for name, new in parts.items()})
+    return run_text(spec, spec.run_folder / CONFIG)
 
 
 def unique_id(run_folder: Path) -> str | None:
@@ -122,12 +156,17 @@ def _recorded(run_folder: Path, part: Callable[[Any], Any]) -> str | None:
     return None if found is None else str(found)
 
 
-def has_finished(run_folder: Path) -> bool:
-    """Whether the run's manifest records that training has ended. ``finished`` also verifies the files."""
+def has_finished(spec: RunSpec) -> bool:
+    """Whether the run's manifest records that training has ended, and the spec does not continue it.
+
+    ``finished`` also verifies the files.
+    """
+    folder = spec.run_folder
     try:
-        return Checkpoint.load(run_folder).fingerprint == begun_fingerprint(run_folder)
+        has_ended = Checkpoint.load(folder).fingerprint == begun_fingerprint(folder)
     except RecordError:
         return False
+    return has_ended and not any(later_ends(load_run_spec(folder), spec))
 
 
 def load_run_spec(run_folder: Path) -> RunSpec:
@@ -148,9 +187,13 @@ def load_run_spec(run_folder: Path) -> RunSpec:
 
 def require_same(name: str, path: Path, identity: Mapping[str, Any]) -> None:
     """Raise RunChanged unless the run file has the same value for every part of ``identity``."""
-    begun = _begun(path, lambda begun: dict(begun["identity"]))
+    begun = _begun(path, _identity)
     _require_same_order(name, begun)
-    _refuse_changes(name, differences({part: begun.get(part) for part in identity}, identity))
+    if changed := differences({part: begun.get(part) for part in identity}, identity):
+        raise RunChanged(
+            f"run {name!r} was begun with other settings ({'; '.join(changed)}). Set these back, or choose another "
+            "--name"
+        )
 
 
 def _require_same_order(name: str, begun: Mapping[str, Any]) -> None:
@@ -179,27 +222,17 @@ def _begun(path: Path, part: Callable[[Any], T]) -> T:
 def require_same_settings(spec: RunSpec) -> None:
     """Raise RunChanged if the run on disk was begun with other settings that affect the weights.
 
-    This check needs no tokens. The location of the text is not compared, as it may have been moved.
+    This check needs no tokens. The location of the text is not compared, as it may have been moved. Training may end
+    later than before, where it can be continued.
     """
     path = spec.run_folder / RUN
     if is_there(path):
-        _require_same_order(spec.run_name, _begun(path, lambda begun: dict(begun["identity"])))
-        _refuse_changes(spec.run_name, changed_settings(load_run_spec(spec.run_folder), spec))
+        _require_same_order(spec.run_name, _begun(path, _identity))
+        refuse_changes(load_run_spec(spec.run_folder), spec)
 
 
-def changed_settings(begun: RunSpec, spec: RunSpec) -> list[str]:
-    """Return which settings that affect the weights differ, with both values. The location of the text may differ."""
-    return differences(begun.settings_without_locations(), spec.settings_without_locations())
-
-
-def _refuse_changes(name: str, changed: list[str]) -> None:
-    if changed:
-        is_longer = any(each.startswith("optimizer.num_steps:") for each in changed)
-        raise RunChanged(
-            f"run {name!r} was begun with other settings ({'; '.join(changed)}). Set these back, or choose another "
-            "--name"
-            + (". To train a finished model for longer, set model.start_from to its folder" if is_longer else "")
-        )
+def _identity(begun: Any) -> dict[str, Any]:
+    return dict(begun["identity"])
 
 
 def finished(spec: RunSpec, shards: Shards, progress: Progress = silent) -> Checkpoint | None:
@@ -240,7 +273,7 @@ def write_job(spec: RunSpec, shards: Shards, attempt_folder: Path, progress: Pro
         unique_id=unique_id(spec.run_folder),
         decays_all=decays_all(spec),
     )
-    _write_config(spec)
+    write_text(spec.run_folder / CONFIG, config_text(spec))
     path = attempt_folder / ATTEMPT_SPEC
     write_text(path, job.model_dump_json(indent=1) + "\n")
     return path

@@ -19,7 +19,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from t5train.data.samples.span_corruption import geometry
-from t5train.model.model_shape import T5Shape, count_expert_parameters, count_parameters
+from t5train.model.model_shape import T5Shape, count_expert_parameters
+from t5train.model.parameters import count_trained
 from t5train.model.pipeline.pipeline_split import stage_parameters
 from t5train.spec import RunSpec
 
@@ -100,7 +101,7 @@ def _bytes(spec: RunSpec, shape: T5Shape, ranks: range, is_read: bool = False) -
     weight = 4 if spec.optimizer.precision == "fp32" else 2
     if spec.layout.pipeline_stages > 1:
         return _of_stages(spec, shape, ranks, weight, is_read)
-    parameters, experts = count_parameters(shape), count_expert_parameters(shape)
+    parameters, experts = count_trained(shape, spec.finetune.lora), count_expert_parameters(shape)
     if spec.layout.zero_stage == 0:
         return (_STATE + weight % 4) * parameters  # in fp32, the weights are the masters
     state = len(ranks) * -(-_STATE * parameters // spec.cluster.ranks)

@@ -16,7 +16,7 @@ from t5train.checkpoint.archive_writing import fill_in, naming_folder, no_checks
 from t5train.checkpoint.reshard import discard_consolidated
 from t5train.checkpoint.resume_point import is_unfinished
 from t5train.checkpoint.retention import kept
-from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.checkpoint.sidecar import AdaptedModel, DataState, ParallelLayout, Sidecar
 from t5train.checkpoint.state_loading import StoredState, named_groups
 from t5train.checkpoint.tags import Writers
 from t5train.engine.collectives import (
@@ -72,7 +72,12 @@ def save(
         _save_every_stage(engine, sharers[0])
     barrier()
     with no_checksums(), naming_folder(folder):
-        engine.save_checkpoint(str(job.checkpoints_folder), tag=tag, save_latest=False)
+        engine.save_checkpoint(
+            str(job.checkpoints_folder),
+            tag=tag,
+            save_latest=False,
+            exclude_frozen_parameters=job.spec.finetune.lora.rank is not None,
+        )
     if record_witness:
         record_witness(folder)
     barrier()
@@ -101,6 +106,7 @@ def save(
             skipped_steps=int(engine.skipped_steps),
             loss_scaler=_loss_scaler(engine),
             best=best,
+            adapted=_adapted(job),
             data=DataState(
                 samples_consumed=step * job.spec.optimizer.global_batch_sequences, shards_fingerprint=shards_fingerprint
             ),
@@ -126,7 +132,9 @@ def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
     step, folder = step_of(job.resume_tag), job.checkpoints_folder / job.resume_tag
     own = sidecar.read(folder, rank())
     with reading(folder):
-        path, _ = engine.load_checkpoint(str(job.checkpoints_folder), tag=job.resume_tag)
+        # The weights that adapters are for are not in the checkpoint.
+        is_whole = job.spec.finetune.lora.rank is None
+        path, _ = engine.load_checkpoint(str(job.checkpoints_folder), tag=job.resume_tag, load_module_strict=is_whole)
     loaded = f"{Path(path or 'nothing').parent.name} of run {own.run_fingerprint}, step {own.step}, saving {own.saving}"
     _require_consensus("loaded checkpoint", loaded)
     if path is None or not engine.global_steps == own.step == step or own.run_fingerprint != job.run_fingerprint:
@@ -261,6 +269,13 @@ def _layout(job: TrainJob) -> ParallelLayout:
         data_parallel_size=models,
         **places,
     )
+
+
+def _adapted(job: TrainJob) -> AdaptedModel | None:
+    """The model that the run's adapters are for; None if it trains all weights."""
+    if job.spec.finetune.lora.rank is None:
+        return None
+    return AdaptedModel(start_fingerprint=str(job.start_fingerprint), scaling=job.spec.finetune.lora.scaling)
 
 
 def _require_consensus(what: str, value: str) -> None:

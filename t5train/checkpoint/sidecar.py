@@ -55,6 +55,16 @@ class DataState(_Part):
     shards_fingerprint: str
 
 
+class AdaptedModel(_Part):
+    """The frozen model that a checkpoint's adapters are for. The checkpoint does not hold its weights.
+
+    A weight with an adapter stands for ``weight + scaling x B A`` (``t5train.model.lora``).
+    """
+
+    start_fingerprint: str = Field(min_length=1)
+    scaling: float = Field(gt=0)
+
+
 class Sidecar(_Part):
     """One rank's record of its part of a checkpoint.
 
@@ -77,7 +87,8 @@ class Sidecar(_Part):
     attribute. ``generator_states`` are base64 text, by generator.
 
     ``best`` is None, and then left out of the file, in runs whose result is the last checkpoint. In other runs, the
-    checkpoint that is the best one itself also has the witness of its weights.
+    checkpoint that is the best one itself also has the witness of its weights. ``adapted`` is None, and then left out,
+    unless the run trains adapters.
     """
 
     schema_version: Literal[1] = 1
@@ -99,6 +110,7 @@ class Sidecar(_Part):
     skipped_steps: int = Field(0, ge=0)
     loss_scaler: dict[str, int | float] = {}
     best: BestSoFar | None = None
+    adapted: AdaptedModel | None = None
     data: DataState
     generator_states: dict[str, str] = {}
     versions: dict[str, str] = {}
@@ -173,7 +185,8 @@ def sidecar_name(rank: int) -> str:
 
 def write(folder: Path, sidecar: Sidecar) -> None:
     """Write a rank's sidecar, with its own sha256, atomically. The rank's files must already be on disk."""
-    document = sidecar.model_dump(mode="json", exclude={"best"} if sidecar.best is None else None)
+    unset = {name for name in ("best", "adapted") if getattr(sidecar, name) is None}
+    document = sidecar.model_dump(mode="json", exclude=unset)
     write_json(folder / sidecar_name(sidecar.rank), document | {_OWN_DIGEST: fingerprint(document)})
 
 

@@ -5,6 +5,7 @@ Each rank's optimizer gets only the tensor ranges that it updates; modules get w
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -16,6 +17,8 @@ from t5train.engine.optimizer import Segment
 from t5train.engine.parameter_layout import describe, huggingface_names
 from t5train.engine.partitions import inner_optimizer, partitions_of
 from t5train.errors import InputError
+from t5train.model.initialization import Fill, initialise
+from t5train.model.lora import is_adapter
 from t5train.model.model_shape import T5Shape
 from t5train.model.parameters import ParameterSlot
 from t5train.model.starting_model import tensors_of
@@ -44,10 +47,11 @@ class StoredState:
 
     @classmethod
     def of(cls, job: TrainJob, shape: T5Shape) -> Self | None:
-        """The state that the job's attempt begins with; None for a DeepSpeed checkpoint or new weights."""
+        """The state that the job's attempt begins with; None for DeepSpeed's, new weights or new adapters."""
         if job.consolidated:
             return cls._consolidated(job.consolidated)
-        if job.resume_tag is None and (places := tensors_of(job.spec.model, shape)):
+        is_new = job.resume_tag is None and job.spec.finetune.lora.rank is None
+        if is_new and (places := tensors_of(job.spec.model, shape)):
             return cls(StoredTensors(places))
         return None
 
@@ -84,6 +88,27 @@ class StoredState:
         engine.global_samples = self.clock.step * engine.train_batch_size()
         for name, value in self.clock.loss_scaler.items():
             setattr(engine.optimizer.loss_scaler, name, value)
+
+
+def frozen_weights(job: TrainJob, shape: T5Shape) -> StoredTensors:
+    """The weights that adapters are trained for: those of the model in ``model.start_from``."""
+    return StoredTensors(tensors_of(job.spec.model, shape) or {})
+
+
+def fill_of(job: TrainJob, shape: T5Shape, stored: StoredState | None) -> Fill:
+    """What sets the values that the module begins with, by Hugging Face's names.
+
+    They are the stored state's, or new ones. A model that has adapters has the weights of ``frozen_weights``.
+    """
+    fill = stored.fill if stored else partial(initialise, shape=shape, seed=job.spec.optimizer.seed)
+    if job.spec.finetune.lora.rank is None:
+        return fill
+    frozen = StoredState(frozen_weights(job, shape))
+
+    def fill_adapted(name: str, parameter: nn.Parameter) -> None:
+        (fill if is_adapter(name) else frozen.fill)(name, parameter)
+
+    return fill_adapted
 
 
 _Parts = list[tuple[str, Segment]]

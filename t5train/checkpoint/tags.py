@@ -28,7 +28,8 @@ from t5train.records.witness import WITNESS_FILES
 
 _SAME_ON_EVERY_RANK = (
     "run_fingerprint", "step", "tag", "saving", "world_size", "aliases", "expert_layers", "model_prefix",
-    "pipeline_layers", "huggingface_config", "skipped_steps", "loss_scaler", "best", "data",
+    "pipeline_layers", "huggingface_config", "skipped_steps", "loss_scaler", "best", "adapted",
+    "data",
 )  # fmt: skip
 
 

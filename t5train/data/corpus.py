@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from t5train.data.checks.hard_wraps import wrapping_warning
 from t5train.data.checks.listed_pairs import Listed, open_listed
 from t5train.data.checks.removal import write_without
 from t5train.data.checks.repetitions import Search, find_repetitions
@@ -99,7 +100,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         _require_text(spec, text)
         if spec.removes_passages:
             text = _without_repetitions(spec, text, compared, listed, folder, progress)
-        if warning := text.findings.repetition_warning():
+        for warning in filter(None, (text.findings.repetition_warning(), wrapping_warning(sources))):
             _log.warning("%s", warning)
         require_unchanged(inputs.stamps, digests)
         write_segments(folder, text.files)

@@ -271,14 +271,14 @@ class SplitSettings(NamedTuple):
     split_seed: int
 
 
-def in_batches(passages: Iterable[Passage], characters: int = 256 << 10) -> Iterator[list[Passage]]:
-    """Yield the passages in order, in lists that have about as many characters of text."""
+def in_batches(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
+    """Yield the passages in order, in lists that have about 256 Ki characters of text."""
     batch: list[Passage] = []
     filled = 0
     for passage in passages:
         batch.append(passage)
         filled += len(passage.text)
-        if filled >= characters:
+        if filled >= 256 << 10:
             yield batch
             batch, filled = [], 0
     if batch:

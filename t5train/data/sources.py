@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Self
@@ -37,6 +37,7 @@ from t5train.data.download.kept_downloads import (
 from t5train.data.download.remote_reading import Backoff, is_busy
 from t5train.data.download.source_listing import LeftOut, Matches, is_local, left_out_lines, list_files
 from t5train.data.passages import READ_COLUMNS, Passage, SourceFile
+from t5train.data.readers import format_of
 from t5train.errors import InputError
 from t5train.files.atomic import replacing
 from t5train.files.confined import confined
@@ -188,7 +189,7 @@ def _with_known_content(cache: Path, digests: Mapping[str, FileDigest]) -> list[
     return files if all(whole_copies([file.path for file in files])) else None
 
 
-def local_files(
+def local_files(  # noqa: PLR0913 - where text is, how it gets here, and what of it is read
     source: str,
     revision: str,
     root: Path,
@@ -197,6 +198,7 @@ def local_files(
     workers: int | None = None,
     *,
     whole_files: bool = False,
+    is_read: Callable[[str], Any] = format_of,
 ) -> list[SourceFile]:
     """Return the files of a source, sorted. Remote ones are downloaded to ``{root}/cache``, unless a copy is current.
 
@@ -204,8 +206,8 @@ def local_files(
     processes. Of remote .parquet files that are mostly other columns, only what is read is fetched, unless
     ``whole_files``. What runs made below the source's folder is left out, and so is ``LeftOut``. If HF_HUB_OFFLINE or
     HF_DATASETS_OFFLINE is set, files of the Hub are those that were downloaded before. Raises InputError if no file is
-    found, a named or matched file has an unknown format, the protocol is unknown, its package is not installed, or the
-    store fails.
+    found, the name of a named or matched file is not ``is_read``, the protocol is unknown, its package is not
+    installed, or the store fails.
     """
     downloads = Downloads.of(source, revision, root, whole_files=whole_files)
     source = downloads.location
@@ -214,7 +216,7 @@ def local_files(
             return hub_files(dataset, root, workers or num_cores(), progress)
         if (kept := downloads.kept()) is not None:
             return kept
-        listed = list_files(downloads.at_commit(records=True))
+        listed = list_files(downloads.at_commit(records=True), is_read=is_read)
         _log_left_out(listed)
         return _downloaded(downloads, listed, progress)
 
@@ -266,6 +268,7 @@ def require_source(
     hub_text: HubText | None = None,
     *,
     whole_files: bool = False,
+    is_read: Callable[[str], Any] = format_of,
 ) -> SourceFacts:
     """Return what is known of a source, as ``local_files`` finds it, without reading its files. Writes nothing.
 
@@ -279,7 +282,7 @@ def require_source(
             return _facts_of(dataset, root)
         if (kept := downloads.kept()) is not None:
             return _facts(kept)
-        filesystem, found, skipped, left_out, _ = list_files(downloads.at_commit(records=False))
+        filesystem, found, skipped, left_out, _ = list_files(downloads.at_commit(records=False), is_read=is_read)
         names = _names(found)
         sizes = {name: _size(filesystem, each) for name, each in zip(names, found, strict=True)}
         if not any(size is None or size > 0 for size in sizes.values()):

@@ -33,6 +33,7 @@ from t5train.engine.partitions import inner_optimizer, partitions_of, shared_by_
 from t5train.model.activation_checkpointing import checkpoint_activations
 from t5train.model.attention import KERNEL_HEAD_WIDTHS
 from t5train.model.initialization import Fill, NoDefaultValues, fill_all, filled
+from t5train.model.lora import add_adapters
 from t5train.model.model_shape import T5Shape
 from t5train.model.t5 import T5, Block
 from t5train.spec import RunSpec
@@ -192,9 +193,13 @@ def _graphs(engine: Any, spec: RunSpec) -> dict[str, str]:
 
 
 def _can_fuse_update(engine: Any) -> bool:
-    """Return whether our update can replace DeepSpeed's: bf16 at ZeRO 1 or 2 on NVIDIA GPUs, without offload."""
+    """Return whether our update can replace DeepSpeed's: bf16 at ZeRO 1 or 2 on NVIDIA GPUs, without offload.
+
+    Adapters are too small for it to matter.
+    """
     is_supported = engine.bfloat16_enabled() and engine.zero_optimization_stage() in {1, 2}
-    return is_supported and not engine.optimizer.cpu_offload and _has_kernels()
+    is_whole = all(each.requires_grad for each in engine.module.parameters())
+    return is_supported and is_whole and not engine.optimizer.cpu_offload and _has_kernels()
 
 
 def _can_fuse_parts(engine: Any) -> bool:
@@ -244,7 +249,7 @@ def _has_kernels() -> bool:
 def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> Any:
     """Build an engine that holds the whole model."""
     model = (
-        _partitioned_model(shape, pad_id, fill, config)
+        _partitioned_model(spec, shape, pad_id, fill, config)
         if spec.layout.zero_stage == 3
         else _model(spec, shape, pad_id, fill)
     )
@@ -277,17 +282,19 @@ def _model(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> T5:
     size = spec.layout.expert_parallel_size
     with NoDefaultValues():
         model = T5(shape, decoder_start_id=pad_id, expert_parallel_size=size)
+        add_adapters(model, spec.finetune.lora)
     names = huggingface_names(model, expert_rank(size))
     fill_all({names[name]: parameter for name, parameter in model.named_parameters()}, fill)
     return model
 
 
-def _partitioned_model(shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> T5:
+def _partitioned_model(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> T5:
     """Build a model that no rank ever holds whole: each parameter is partitioned when created, and filled later."""
     with NoDefaultValues(), deepspeed.zero.Init(config_dict_or_path=config):
         model = T5(shape, decoder_start_id=pad_id)
-    parameters: dict[str, Any] = dict(model.named_parameters())
-    values = filled({name: each.ds_shape for name, each in parameters.items()}, fill)
+        add_adapters(model, spec.finetune.lora)
+    names, parameters = huggingface_names(model, expert_rank=0), dict[str, Any](model.named_parameters())
+    values = filled({names[name]: each.ds_shape for name, each in parameters.items()}, fill)
     for parameter in parameters.values():
         with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if rank() == 0:
@@ -309,6 +316,6 @@ def _optimizer(spec: RunSpec, model: nn.Module) -> AdamWRms:
 
 def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return a group of the parameters that every rank has, and one for each set of experts that some ranks share."""
-    everything = {"params": list(model.parameters()), "name": "dense"}
+    everything = {"params": [each for each in model.parameters() if each.requires_grad], "name": "dense"}
     groups: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(everything)
     return groups

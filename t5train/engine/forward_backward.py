@@ -21,6 +21,8 @@ from t5train.spec import RunSpec
 class StepResult(NamedTuple):
     """Result of a step: mean cross-entropy of the rank's samples, router loss, and gradient norm before clipping.
 
+    What label smoothing and z-loss add is left out, so that the loss compares with that of a validation.
+
     The norm is None if the loss scaler skipped the step.
     """
 
@@ -79,7 +81,8 @@ class WholePasses:
                 self._engine.allreduce_gradients()
             # A copy, which the CUDA graph of the next pass does not overwrite. It is read after the last pass: if the
             # host waited for the accelerator here, the accelerator would then wait for the host.
-            seen.append(torch.stack([loss.detach(), *self._routing.paid()]))
+            logged = loss.detach() if batch.segments is None else self._model.cross_entropy
+            seen.append(torch.stack([logged, *self._routing.paid()]))
             norm = take_update(self._engine)
         return _result(torch.stack(seen).tolist(), norm)
 

@@ -9,6 +9,10 @@ and position biases, which stacks use outside their first block.
 A gathered block lies in one of two buffers, always the same one at the same place. What the backward pass has kept of
 its weights, such as a transposed view, is therefore valid whenever the block is in its buffer, and a compiled block
 always sees parameters of the same shape at the same addresses.
+
+Frozen weights, beside adapters, have no gradients: with them, a block is needed until the backward pass of the one
+before it begins, and not only until its last gradient is complete. Nothing is before the first one, as embeddings are
+frozen, too.
 """
 
 from collections import OrderedDict
@@ -38,7 +42,8 @@ class GatheredBlocks:
         self._device = torch.device(get_accelerator().current_device_name())
         self._copies = _Stream()
         self._blocks = _blocks_of(engine.module, self._optimizer)
-        self._owner: Mapping[Tensor, _Gathered] = {one: each for each in self._blocks for one in each.parameters}
+        self._is_frozen = any(len(each.trained) < len(each.parameters) for each in self._blocks)
+        self._owner: Mapping[Tensor, _Gathered] = {one: each for each in self._blocks for one in each.trained}
         self._allocate()
         _take_from_deepspeed(self._optimizer, self._blocks)
         for each in self._blocks:
@@ -148,6 +153,8 @@ class GatheredBlocks:
 
     def before_backward(self, each: "_Gathered") -> None:
         """Gather a block whose backward pass begins, and start to gather the one that comes next."""
+        if self._is_frozen and each.number + 1 < len(self._blocks):
+            self._release(self._blocks[each.number + 1])
         self._take(each)
         self._prefetch(each.number - 1)
 
@@ -157,21 +164,22 @@ class GatheredBlocks:
             self._reduce_alone(parameter)
             return
         each.num_complete += 1
-        if each.num_complete == len(each.parameters):
+        if each.num_complete == len(each.trained):
             each.num_complete = 0
-            self._release(each)
+            if not self._is_frozen or each.number == 0:
+                self._release(each)
             self._reduce(each)
 
     @torch.no_grad()
     def _reduce(self, each: "_Gathered") -> None:
         """Average the gradients over all ranks, and add this rank's part to DeepSpeed's sums."""
-        gradients = [cast(Tensor, parameter.grad) for parameter in each.parameters]
-        for parameter in each.parameters:
+        gradients = [cast(Tensor, parameter.grad) for parameter in each.trained]
+        for parameter in each.trained:
             parameter.grad = None
         with _Stream.of(self._optimizer.reduce_and_partition_stream).after(_Stream.mark()):
             parts = self._averaged(each, gradients)
             if self._optimizer.offload_optimizer or each.sums is None:
-                self._optimizer.partition_grads(each.parameters, [*torch.split(parts, each.part_sizes)])
+                self._optimizer.partition_grads(each.trained, [*torch.split(parts, each.trained_sizes)])
             elif self._optimizer.micro_step_id == 0:
                 each.sums.copy_(parts)
             else:
@@ -182,13 +190,13 @@ class GatheredBlocks:
         """Return this rank's parts of the gradients' averages, one after the other."""
         flat = [
             _padded(gradient.reshape(-1), size * self._ranks).view(self._ranks, -1)
-            for gradient, size in zip(gradients, each.part_sizes, strict=True)
+            for gradient, size in zip(gradients, each.trained_sizes, strict=True)
         ]
         joined = torch.cat(flat, dim=1).view(-1)
         if self._ranks == 1:
             return joined
         joined.div_(self._ranks)
-        part = joined.new_empty(each.part_elements)
+        part = joined.new_empty(sum(each.trained_sizes))
         distributed.reduce_scatter_tensor(part, joined)
         return part
 
@@ -201,6 +209,8 @@ class _Gathered:
         self.partitioned: list[Any] = list(parameters)  # with the attributes that DeepSpeed adds
         self.part_sizes = [one.partition_numel() for one in self.partitioned]
         self.part_elements = sum(self.part_sizes)
+        self.trained = [each for each in parameters if each.requires_grad]
+        self.trained_sizes = [cast(Any, each).partition_numel() for each in self.trained]
         self.sums = _as_one(sums)
         self.weights = list[Tensor]()
         self.rows = list[Tensor]()
@@ -287,7 +297,8 @@ def _blocks_of(model: T5, optimizer: Any) -> list[_Gathered]:
         bias = blocks[0].position_bias.weight
         for block in blocks:
             parameters = [each for each in block.parameters() if each is not bias]
-            found.append(_Gathered(block, len(found), parameters, [sums[cast(Any, each).ds_id] for each in parameters]))
+            trained = [cast(Any, each) for each in parameters if each.requires_grad]
+            found.append(_Gathered(block, len(found), parameters, [sums[each.ds_id] for each in trained]))
     return found
 
 

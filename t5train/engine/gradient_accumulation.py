@@ -19,7 +19,7 @@ class Fp32Sums:
     """Adds each gradient to its sum as soon as it is complete, so that no 16-bit copy is kept."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = list(module.parameters())
+        self._parameters = [each for each in module.parameters() if each.requires_grad]
         self._sums: dict[Tensor, Tensor] = {}
         self._are_kept = False
         for each in self._parameters:

@@ -23,6 +23,8 @@ ZeRO, offload  accelerator                           host
 With the fused update of bf16 on NVIDIA GPUs, gradients are not copied to fp32 and no operator needs temporary memory.
 If no gradients are averaged over ranks (one rank, or one for each stage of a pipeline), they are not copied at all.
 
+With adapters, N counts their elements, and the frozen weights take b bytes each, on every rank or, at ZeRO 3, divided.
+
 In addition, memory is needed for what is fetched, reduced and updated at a time, for the batches that are prefetched
 (the order of samples is computed on demand and takes no memory), and for activations. Activations are not counted here:
 they grow with the micro-batch, and depend on how the model is compiled.
@@ -39,6 +41,7 @@ from t5train.engine.deepspeed_config import (
     sums_passes,
 )
 from t5train.model.model_shape import T5Shape, count_expert_parameters, count_parameters
+from t5train.model.parameters import count_trained
 from t5train.spec import RunSpec
 
 PROCESS_BYTES = 1 << 30
@@ -62,7 +65,7 @@ class Held(NamedTuple):
 class _Sizes(NamedTuple):
     """Sizes that determine the memory of a rank.
 
-    ``whole`` is the number of parameters that a rank computes with, ``part`` its share of the partitioned ones.
+    ``whole`` is the number of trained parameters that a rank computes with, ``part`` its share of the partitioned ones.
     ``weight`` and ``summed`` are the bytes of a weight and of a gradient that is summed over the passes of a step.
     """
 
@@ -83,6 +86,8 @@ def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
         state = _cut_up(sizes, layout.zero_stage, layout.offload)
         if layout.zero_stage == 3:
             state += _fetched(sizes.weight, spec, shape)
+    if spec.finetune.lora.rank is not None:
+        state.append(_frozen(sizes.weight, spec, shape))
     model = _MASTER * count_parameters(shape)
     return [
         *(held for held in state if held[1:] != (0, 0)),
@@ -95,6 +100,7 @@ def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
 def fuses_update(spec: RunSpec) -> bool:
     """Return whether a run on NVIDIA GPUs uses the fused update. A run may not know its accelerators yet."""
     is_supported = spec.optimizer.precision == "bf16" and spec.layout.zero_stage in {1, 2}
+    is_supported = is_supported and spec.finetune.lora.rank is None
     return is_supported and spec.layout.offload == "none" and spec.cluster.accelerator in {None, "cuda"}
 
 
@@ -121,7 +127,7 @@ def _batches(spec: RunSpec) -> int:
     batch, tokens = spec.layout.micro_batch_sequences, sum(row_lengths(spec))
     made, noise = _ID + _TOKEN * tokens, 0
     if spec.is_fine_tuning:
-        made += (_SEGMENT + _KEY * (spec.model.dropout_rate > 0)) * tokens
+        made += (_SEGMENT + _KEY * spec.has_dropout) * tokens
     else:
         noise = _NOISE * geometry(spec.objective).window_tokens
     return batch * (made * (PREFETCHED_BATCHES + 2) + noise)
@@ -129,7 +135,7 @@ def _batches(spec: RunSpec) -> int:
 
 def _sizes(spec: RunSpec, shape: T5Shape) -> _Sizes:
     """Return the sizes. A pipeline stage counts as an even share of the layers, plus a copy of the embedding."""
-    parameters, experts = count_parameters(shape), count_expert_parameters(shape)
+    parameters, experts = count_trained(shape, spec.finetune.lora), count_expert_parameters(shape)
     whole, part = (
         parameters - experts + experts // spec.layout.expert_parallel_size,
         -(-parameters // spec.cluster.ranks),
@@ -187,6 +193,14 @@ def _fetched(weight: int, spec: RunSpec, shape: T5Shape) -> list[Held]:
         Held("blocks gathered", int(weight * (buffers + received) * decoder_block_elements(shape)), 0),
         Held(FETCHED, weight * embeddings, 0),
     ]
+
+
+def _frozen(weight: int, spec: RunSpec, shape: T5Shape) -> Held:
+    """Return the weights that adapters are for, which have neither gradients nor optimizer state."""
+    held = weight * count_parameters(shape)
+    if spec.layout.zero_stage == 3:
+        held = -(-held // spec.cluster.ranks)
+    return Held("frozen weights", *((0, held) if spec.layout.offload == "all" else (held, 0)))
 
 
 def _fused(sizes: _Sizes, stage: int, is_alone: bool, keeps_sums: bool) -> list[Held]:

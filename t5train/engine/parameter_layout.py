@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from t5train.errors import UnknownLayout
-from t5train.model.parameters import ExpertLayer, ParameterSlot, huggingface_name
+from t5train.model.parameters import ExpertLayer, ParameterSlot, huggingface_name, name_of_factor
 from t5train.model.t5 import T5
 
 if TYPE_CHECKING:
@@ -104,8 +104,13 @@ def expert_layers(model: "T5 | T5Pipeline") -> list[ExpertLayer]:
 
 
 def huggingface_names(model: "T5 | T5Pipeline", expert_rank: int) -> dict[str, str]:
-    """Map every parameter's name to Hugging Face's. Experts are numbered over all expert-parallel ranks."""
-    names = {name: huggingface_name(name, "", model.pipeline_layers) for name, _ in model.named_parameters()}
+    """Map every parameter's name to Hugging Face's. Experts are numbered over all expert-parallel ranks.
+
+    The factors of an adapter, which Hugging Face's model lacks, are named after its weight (``name_of_factor``).
+    """
+    names = {
+        name: name_of_factor(huggingface_name(name, "", model.pipeline_layers)) for name, _ in model.named_parameters()
+    }
     for layer in expert_layers(model):
         first = expert_rank * (layer.num_experts // layer.expert_parallel_size)
         own = [name for name in names if name.startswith(f"{layer.module}.")]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from t5train.model.counted_dropout import branch, dropped
+from t5train.model.lora import joint_projection, projected
 from t5train.model.model_shape import RELATIVE_BUCKETS, RELATIVE_MAX_DISTANCE, T5Shape
-from t5train.model.projections import joint_projection
 
 KERNEL_HEAD_WIDTHS = (32, 64, 128)
 """The values of d_kv that the kernels of ``biased_attention`` support."""
@@ -76,37 +76,44 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, memory: Tensor, bias: Tensor | None, rows: AttentionRows | None = None) -> Tensor:
         """``hidden`` [b, q, d_model] attends to ``memory`` [b, k, d_model]; a ``bias`` of PositionBias is added.
 
-        In training, keys of ``rows`` decide which weights dropout drops, if there are any. Without a kernel, the bias
-        masks other segments.
+        In training, keys of ``rows`` decide what dropout drops, of weights and before adapters, if there are any.
+        Without a kernel, the bias masks other segments.
         """
+        keys, memory_keys = (None, None) if rows is None else (rows.keys, rows.memory_keys)
         if self.kernel is not None and self.training:
-            mixed = self.kernel(*self._packed(hidden, memory), bias, self.causal, rows, self.dropout_rate)
+            packed = self._packed(hidden, memory, keys, memory_keys)
+            mixed = self.kernel(*packed, bias, self.causal, rows, self.dropout_rate)
         else:
-            mixed = self._mix(hidden, memory, bias, rows).transpose(1, 2)
-        output: Tensor = self.o(mixed.reshape(*hidden.shape[:-1], -1))
-        return output
+            mixed = self._mix(hidden, memory, bias, keys, memory_keys).transpose(1, 2)
+        return projected(self.o, mixed.reshape(*hidden.shape[:-1], -1), keys)
 
-    def _mix(self, hidden: Tensor, memory: Tensor, bias: Tensor | None, rows: AttentionRows | None) -> Tensor:
+    def _mix(
+        self, hidden: Tensor, memory: Tensor, bias: Tensor | None, keys: Tensor | None, memory_keys: Tensor | None
+    ) -> Tensor:
         """Return what each head attends to, [b, heads, q, d_kv]."""
         # view_as makes one graph node for all uses below, so that their gradients are summed there, with or without a
         # hook before it (ZeRO 3 adds one). Every layout then computes the same bits.
         hidden, memory = hidden.view_as(hidden), memory.view_as(memory)
-        query, key, value = self._heads(self.q(hidden)), self._heads(self.k(memory)), self._heads(self.v(memory))
-        if self.training and rows is not None and rows.keys is not None and rows.memory_keys is not None:
+        query = self._heads(projected(self.q, hidden, keys))
+        key, value = (self._heads(projected(layer, memory, memory_keys)) for layer in (self.k, self.v))
+        if self.training and keys is not None and memory_keys is not None:
             scores = query @ key.transpose(-1, -2)
             weights = functional.softmax((scores if bias is None else scores + bias).float(), dim=-1).to(value.dtype)
-            of_heads = branch(rows.keys.unsqueeze(1), torch.arange(self.num_heads, device=query.device).unsqueeze(1))
-            return dropped(weights, self.dropout_rate, of_heads, rows.memory_keys.int()[:, None, None]) @ value
+            of_heads = branch(keys.unsqueeze(1), torch.arange(self.num_heads, device=keys.device).unsqueeze(1))
+            return dropped(weights, self.dropout_rate, of_heads, memory_keys.int()[:, None, None]) @ value
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=self.dropout_rate if self.training else 0.0, scale=1.0
         )
 
-    def _packed(self, hidden: Tensor, memory: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _packed(
+        self, hidden: Tensor, memory: Tensor, keys: Tensor | None, memory_keys: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
         """Return queries, keys and values as the kernel takes them."""
         if hidden is memory:
-            joint = joint_projection(hidden, self.q, self.k, self.v)
+            joint = joint_projection(hidden, (self.q, self.k, self.v), (keys, memory_keys, memory_keys))
             return None, joint.view(*joint.shape[:-1], 3, self.num_heads, self.d_kv)
-        query, joint = self.q(hidden), joint_projection(memory, self.k, self.v)
+        query = projected(self.q, hidden, keys)
+        joint = joint_projection(memory, (self.k, self.v), (memory_keys, memory_keys))
         heads = self.num_heads, self.d_kv
         return query.view(*query.shape[:-1], *heads), joint.view(*joint.shape[:-1], 2, *heads)
 

@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from t5train.model.counted_dropout import CountedDropout
+from t5train.model.lora import joint_projection, projected
 from t5train.model.model_shape import T5Shape
-from t5train.model.projections import joint_projection
 
 
 class FeedForward(nn.Module):
@@ -24,7 +23,8 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
         """[b, n, d_model] to the same shape; ``keys`` [b, n] are those of CountedDropout."""
-        return cast(Tensor, self.wo(self.dropout(functional.relu(self.wi(hidden)), keys)))
+        inner = functional.relu(projected(self.wi, hidden, keys))
+        return projected(self.wo, self.dropout(inner, keys), keys)
 
 
 class GatedFeedForward(nn.Module):
@@ -45,10 +45,10 @@ class GatedFeedForward(nn.Module):
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
         """[b, n, d_model] to the same shape; ``keys`` [b, n] are those of CountedDropout."""
         if self.kernel is not None and self.training:
-            gated = self.kernel(joint_projection(hidden, self.wi_0, self.wi_1))
-            return cast(Tensor, self.wo(self.dropout(gated, keys)))
-        gate = self._gelu(self.wi_0(hidden))
-        return cast(Tensor, self.wo(self.dropout(gate * self.wi_1(hidden), keys)))
+            gated = self.kernel(joint_projection(hidden, (self.wi_0, self.wi_1), (keys, keys)))
+        else:
+            gated = self._gelu(projected(self.wi_0, hidden, keys)) * projected(self.wi_1, hidden, keys)
+        return projected(self.wo, self.dropout(gated, keys), keys)
 
     def _gelu(self, hidden: Tensor) -> Tensor:
         """Compute GELU's tanh approximation: one kernel in training, otherwise step by step, as Hugging Face rounds."""

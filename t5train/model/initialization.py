@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from t5train.host_resources import num_cores
+from t5train.model.lora import first_factor, is_adapter
 from t5train.model.model_shape import T5Shape
 
 # Factor for the variance of experts and routers (Fedus et al. 2022, section 2.4: the usual one made training unstable).
@@ -76,7 +77,12 @@ def initialise(name: str, parameter: nn.Parameter, shape: T5Shape, seed: int) ->
 
 
 def first_value(name: str, size: torch.Size, shape: T5Shape, seed: int) -> Tensor:
-    """Return the initial value, fp32 [*size]: ones for norms, otherwise normal with T5's deviation for that name."""
+    """Return the initial value, fp32 [*size]: ones for norms, otherwise normal with T5's deviation for that name.
+
+    Those of adapters are LoRA's.
+    """
+    if is_adapter(name):
+        return first_factor(name, size, seed)
     if name.endswith("layer_norm.weight"):
         return torch.ones(size)
     digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()

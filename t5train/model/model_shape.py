@@ -101,7 +101,7 @@ def resolve(spec: ModelSpec, tokenizer_vocab_size: int) -> T5Shape:
         num_heads=spec.num_heads or size.num_heads,
         num_layers=num_layers,
         num_decoder_layers=spec.num_decoder_layers or num_layers,
-        gated=(spec.feed_forward or ("gated-gelu" if spec.version == "v1.1" else "relu")) == "gated-gelu",
+        gated=spec.is_gated,
         tied=spec.version == "v1.0",
         dropout_rate=spec.dropout_rate,
         moe=spec.moe,

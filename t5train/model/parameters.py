@@ -10,7 +10,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from t5train.model.model_shape import RELATIVE_BUCKETS, T5Shape
+from t5train.model.model_shape import RELATIVE_BUCKETS, T5Shape, count_parameters
+from t5train.spec import LoraSpec
 
 Named = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -57,6 +58,23 @@ def _projections(path: str, shape: T5Shape) -> Named:
     for projection in ("wi_0", "wi_1") if shape.gated else ("wi",):
         yield f"{path}.{projection}.weight", (shape.d_ff, shape.d_model)
     yield f"{path}.wo.weight", (shape.d_model, shape.d_ff)
+
+
+def count_trained(shape: T5Shape, lora: LoraSpec) -> int:
+    """Return the number of elements that are trained: of the factors of adapters, or without LoRA of all parameters."""
+    if lora.rank is None:
+        return count_parameters(shape)
+    sizes = (size for name, size in parameter_shapes(shape).items() if name.split(".")[-2] in lora.targets)
+    return sum(lora.rank * sum(size) for size in sizes)
+
+
+def name_of_factor(name: str) -> str:
+    """Return the name in checkpoints for a parameter of a module, which differs for an adapter's factors only.
+
+    There, ``.lora_a`` or ``.lora_b`` follows the name of the weight: ``q.lora_a`` becomes ``q.weight.lora_a``.
+    """
+    layer, _, own = name.rpartition(".")
+    return f"{layer}.weight.{own}" if own in {"lora_a", "lora_b"} else name
 
 
 def is_decayed(name: str, shape: Sequence[int]) -> bool:

@@ -7,9 +7,12 @@ import json
 import logging
 from collections.abc import Mapping
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID
+from t5train.data.vocabulary.t5_form import in_t5_form
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, Tokenizer, differing_piece
 from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.confined import child
@@ -22,12 +25,18 @@ from t5train.records.changed_files import recorded_files, require_as_recorded
 from t5train.records.digests import FileDigest, digest_file
 from t5train.records.identity import differences, fingerprint
 from t5train.records.stage_records import MANIFEST
+from t5train.records.start_copy import is_awaited, origin
 from t5train.spec import ModelSpec, pad_vocabulary
 
 _SETTING = "model.start_from"
 _SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
 _SPARSE = ("num_experts", "num_sparse_encoder_layers", "num_sparse_decoder_layers")
-_COUNTS = {"t5": ("vocab_size", *_SIZES), "switch_transformers": ("vocab_size", *_SIZES, *_SPARSE)}
+_COUNTS = {
+    "t5": ("vocab_size", *_SIZES),
+    "mt5": ("vocab_size", *_SIZES),
+    "switch_transformers": ("vocab_size", *_SIZES, *_SPARSE),
+}
+_IDS = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "decoder_start_token_id": PAD_ID}
 _LEFT_OUT = {  # defaults for configurations that are older than these fields
     "relative_attention_num_buckets": 32,
     "relative_attention_max_distance": 128,
@@ -42,7 +51,7 @@ _NO_REMEDY = "No settings describe such a model (the vocabulary must be a multip
 def require_family(config: Mapping[str, Any], file: Path, named: str) -> str:
     """Return the type of a model. Raises SpecError if it is not a T5. ``named`` is what the user chose it with."""
     kind = config.get("model_type")
-    if kind not in _COUNTS:
+    if kind not in [*_COUNTS]:  # it may be no text
         raise SpecError(f"{named}: model_type is {kind!r} in {file}. Choose a model of type {' or '.join(_COUNTS)}")
     return str(kind)
 
@@ -51,21 +60,29 @@ def described_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Return the fields of a configuration that determine what its model computes.
 
     Raises SpecError if it is not the configuration of a T5. v1.0, whose output is tied, also scales it. transformers 5
-    has a separate field for scaling; older versions derive it from ``tie_word_embeddings``.
+    has a separate field for scaling; older versions derive it from ``tie_word_embeddings``. An mT5 is computed as a T5
+    v1.1, whatever is said of tying. Raises SpecError also if ids of padding, end or start are not the vocabulary's.
     """
     kind = require_family(config, file, _SETTING)
+    for name, expected in _IDS.items():
+        if config.get(name, expected) != expected:
+            raise SpecError(
+                f"model.start_from: {name} is {config[name]!r} in {file}, but {expected} in the vocabularies of T5 and "
+                "mT5. Correct the file if the model was trained with that id, or choose another model"
+            )
     described = {name: config.get(name) for name in _COUNTS[kind]}
     if described["num_decoder_layers"] is None:
         described["num_decoder_layers"] = described["num_layers"]
     for name, value in described.items():
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise SpecError(
                 f"model.start_from: {name} is {value!r} in {file}, but must be a number above zero. Restore the file, "
                 "or choose another model"
             )
     form = {name: config.get(name, usual) for name, usual in _LEFT_OUT.items()}
-    scaled = config.get(_SCALED, config.get("tie_word_embeddings") is not False)
-    return {"model_type": kind, **described, **form, _SCALED: bool(scaled)}
+    is_mt5 = kind == "mt5"
+    scaled = not is_mt5 and config.get(_SCALED, config.get("tie_word_embeddings") is not False)
+    return {"model_type": "t5" if is_mt5 else kind, **described, **form, _SCALED: bool(scaled)}
 
 
 def require_agreement(described: Mapping[str, Any], shape: T5Shape, file: Path) -> None:
@@ -117,7 +134,7 @@ def _experts(expected: Mapping[str, Any], described: Mapping[str, Any]) -> dict[
 
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-_INDEX = f"{WEIGHTS}.index.json"
+INDEX = f"{WEIGHTS}.index.json"
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.ckpt", "*.h5", "*.msgpack")
 
 
@@ -137,7 +154,8 @@ class HuggingFaceFolder(NamedTuple):
         damaged or incomplete, or if its weights are pickled, because a pickle can run arbitrary code.
         """
         if not path.is_dir():
-            raise InputError(f"{named} is {path}, which is not a folder on this machine. Correct the path")
+            hub = ", or write hf://OWNER/NAME for a model on the Hub" if named == _SETTING else ""
+            raise InputError(f"{named} is {path}, which is not a folder on this machine. Correct the path{hub}")
         files = _weight_files(path, named)
         return cls(path, _read_json(path / CONFIG, named), files, list_tensors(files))
 
@@ -145,21 +163,33 @@ class HuggingFaceFolder(NamedTuple):
 def _weight_files(folder: Path, named: str) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
-    if not (folder / _INDEX).is_file():
+    if not (folder / INDEX).is_file():
         raise InputError(_without_weights(folder, named))
-    places = _read_json(folder / _INDEX, named).get("weight_map")
-    names = set(places.values()) if isinstance(places, dict) else set()
-    if not names or not all(isinstance(name, str) for name in names):
-        raise InputError(
-            f"{folder / _INDEX} does not list the model's weight files: the entry weight_map is missing or damaged. "
-            f"Copy {_INDEX} again from where you got the model"
-        )
-    files = {name: child(folder, name, str(folder / _INDEX), InputError) for name in sorted(names)}
+    files = listed_files(folder, named)
     if missing := [name for name, file in files.items() if not file.is_file()]:
         raise InputError(
-            f"{folder} lacks the weight file {missing[0]}, which {_INDEX} names. Copy {missing[0]} to that folder, too"
+            f"{folder} lacks the weight file {missing[0]}, which {INDEX} names. Copy {missing[0]} to that folder, too"
         )
     return list(files.values())
+
+
+def listed_files(folder: Path, named: str = _SETTING) -> dict[str, Path]:
+    """Return the weight files that the index in the folder names, sorted by name; they may be missing.
+
+    Raises InputError if the index does not list them, or names others than safetensors in the folder.
+    """
+    places = _read_json(folder / INDEX, named).get("weight_map")
+    if not places or not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise InputError(
+            f"{folder / INDEX} does not list the model's weight files: the entry weight_map is missing or damaged. "
+            f"Copy {INDEX} again from where you got the model"
+        )
+    files = {name: child(folder, name, str(folder / INDEX), InputError) for name in sorted(set(places.values()))}
+    if others := [name for name in files if not name.endswith(".safetensors")]:
+        raise InputError(
+            f"{folder / INDEX} names the weight file {others[0]!r}, but only safetensors are read. Choose another model"
+        )
+    return files
 
 
 def _without_weights(folder: Path, named: str) -> str:
@@ -169,7 +199,7 @@ def _without_weights(folder: Path, named: str) -> str:
             "read. If you trust the model, load it with from_pretrained of transformers, save it with save_pretrained "
             f"to another folder, and set {named} to that folder"
         )
-    return f"{folder} has neither {WEIGHTS} nor {_INDEX}. Set {named} to the folder of a complete model"
+    return f"{folder} has neither {WEIGHTS} nor {INDEX}. Set {named} to the folder of a complete model"
 
 
 def _read_json(path: Path, named: str) -> dict[str, Any]:
@@ -197,12 +227,13 @@ def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
     """Check that the model in the ``start_from`` folder, if there is one, is the model that the settings describe.
 
     Raises SpecError if it is not. The error names every field of ``config.json`` that differs, and what to set. Raises
-    InputError if the folder cannot be read, or has missing tensors, extra tensors or tensors of another shape.
+    InputError if the folder cannot be read, or has missing tensors, extra tensors or tensors of another shape. The
+    tensors of a model that is still to be copied from the Hub or a bucket are not looked at.
     """
     if (path := _folder(model)) is None:
         return
-    folder = HuggingFaceFolder.open(path)
-    described = described_by(folder.config, path / CONFIG)
+    folder = None if is_awaited(path) else HuggingFaceFolder.open(path)
+    described = described_by(folder.config if folder else _read_json(path / CONFIG, _SETTING), path / CONFIG)
     if described["vocab_size"] < tokenizer_vocab_size:
         raise SpecError(
             f"model.start_from is {path}, with a vocabulary of {described['vocab_size']}, but the tokenizer has "
@@ -210,7 +241,8 @@ def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
         )
     shape = resolve(model, tokenizer_vocab_size)
     require_agreement(described, shape, path / CONFIG)
-    _tensors(folder, shape)
+    if folder is not None:
+        _tensors(folder, shape)
 
 
 def tensors_of(model: ModelSpec, shape: T5Shape) -> dict[str, StoredTensor] | None:
@@ -257,9 +289,14 @@ def start_fingerprint(model: ModelSpec, progress: Progress = silent) -> str | No
 
 
 def start_name(model: ModelSpec) -> str | None:
-    """Return the name of the folder whose weights a run continues from; None without ``start_from``."""
-    folder = _folder(model)
-    return None if folder is None else folder.name
+    """Return the name of the folder whose weights a run continues from; None without ``start_from``.
+
+    Of a copy from the Hub, it is OWNER/NAME@COMMIT.
+    """
+    if (folder := _folder(model)) is None:
+        return None
+    source = origin(folder) or ""
+    return source.removeprefix("hf://") if source.startswith("hf://") else folder.name
 
 
 def require_vocabulary(model: ModelSpec, spiece_sha256: str) -> None:
@@ -267,7 +304,7 @@ def require_vocabulary(model: ModelSpec, spiece_sha256: str) -> None:
     path = _folder(model)
     if path is None or not (path / SPIECE).is_file():
         return
-    if (found := digest_file(path / SPIECE).sha256) != spiece_sha256:
+    if (found := sha256(in_t5_form((path / SPIECE).read_bytes())).hexdigest()) != spiece_sha256:
         raise SpecError(
             f"model.start_from is {path}, which has another vocabulary than the run: its {SPIECE} has sha256 "
             f"{found[:12]}, the run's has {spiece_sha256[:12]}. Set tokenizer.path={path}"
@@ -313,12 +350,17 @@ def _sha256(file: Path, _size: int, _mtime_ns: int, _inode: int) -> str:
 def _require_as_recorded(folder: Path, digests: Mapping[str, str]) -> None:
     if (recorded := recorded_files(folder)) is None:
         return
-    for name, sha256 in digests.items():
+    for name, digest in digests.items():
         expected = recorded.get(name)
-        if not isinstance(expected, FileDigest) or expected.sha256 != sha256:
+        if not isinstance(expected, FileDigest) or expected.sha256 != digest:
             raise DigestMismatch(
-                f"{folder / name} is damaged or was changed: its sha256 is {sha256}, but {expected or 'no digest'} was "
-                f"recorded in {MANIFEST}. Restore the file, or choose another model (model.start_from)"
+                f"{folder / name} is damaged or was changed: its sha256 is {digest}, but {expected or 'no digest'} was "
+                f"recorded in {MANIFEST}. "
+                + (
+                    f"Remove {folder}: it is copied again at the next start"
+                    if origin(folder)
+                    else "Restore the file, or choose another model (model.start_from)"
+                )
             )
 
 

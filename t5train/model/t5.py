@@ -47,12 +47,14 @@ class T5(nn.Module):
     """Encoder and decoder with a shared embedding. ``forward`` returns the training loss.
 
     In training on rows of pairs, ``label_smoothing`` is the weight of the mean loss over the vocabulary, and ``z_loss``
-    that of the squared logarithm of softmax's denominator.
+    that of the squared logarithm of softmax's denominator. ``cross_entropy`` is then what ``forward`` last returned,
+    without these two.
     """
 
     pipeline_layers: Mapping[str, str] = MappingProxyType({})
     label_smoothing = 0.0
     z_loss = 0.0
+    cross_entropy: Tensor
 
     def __init__(self, shape: T5Shape, decoder_start_id: int, expert_parallel_size: int = 1) -> None:
         super().__init__()
@@ -71,7 +73,9 @@ class T5(nn.Module):
         padding, times its scale.
         """
         if rows is not None:
-            return self._sum_of_losses(self._flat_logits(inputs, targets, rows), targets, rows) * rows.scale
+            total, plain = self._sums_of_losses(self._flat_logits(inputs, targets, rows), targets, rows)
+            self.cross_entropy = plain.detach() * rows.scale
+            return total * rows.scale
         loss = functional.cross_entropy(self._flat_logits(inputs, targets), targets.reshape(-1))
         for _, layer in self.sparse_layers():
             loss = loss + layer.router_loss
@@ -116,13 +120,22 @@ class T5(nn.Module):
         decoder_inputs = shift_right(targets, self.decoder_start_id, None if rows is None else rows.target_segments)
         return self.logits(inputs, decoder_inputs, rows).float().view(-1, self.shape.vocab_size)
 
-    def _sum_of_losses(self, logits: Tensor, targets: Tensor, rows: PairRows) -> Tensor:
+    def _sums_of_losses(self, logits: Tensor, targets: Tensor, rows: PairRows) -> tuple[Tensor, Tensor]:
+        """Return the loss to train with, and its cross-entropy alone, which takes no second pass over the logits.
+
+        The operations, and so the bits, are those of torch's cross-entropy with label smoothing.
+        """
         labels = _labels(targets, rows)
-        loss = functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
+        log_probabilities = logits.log_softmax(-1)
+        plain = functional.nll_loss(log_probabilities, labels, reduction="sum")
+        loss = plain
+        if self.label_smoothing:
+            spread = (-log_probabilities.sum(-1)).masked_fill(labels == _IGNORED, 0).sum()
+            loss = plain * (1 - self.label_smoothing) + spread * (self.label_smoothing / self.shape.vocab_size)
         if self.z_loss:
             squares = logits.logsumexp(-1).square()
             loss = loss + self.z_loss * torch.where(labels != _IGNORED, squares, 0).sum()
-        return loss
+        return loss, plain
 
 
 def _token_losses(logits: Tensor, targets: Tensor, rows: PairRows | None) -> Tensor:

@@ -229,6 +229,12 @@ class Export(PlainRecord):
     kind: Literal["export"] = "export"
 
 
+class StartingModelFiles(PlainRecord):
+    """A copy of the model that runs start from, which is on the Hub or in a bucket."""
+
+    kind: Literal["starting-model"] = "starting-model"
+
+
 class Published(PlainRecord):
     """Files that were published to ``url``, an object store or folder.
 
@@ -308,6 +314,8 @@ def reusable(
 def _first(error: ValidationError) -> str:
     """The first validation error in one line; pydantic's own text has many lines."""
     detail = error.errors()[0]
+    if detail["type"] == "literal_error" and detail["loc"] == ("kind",):
+        return f"its kind is {detail['input']!r}"
     return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}".removeprefix(": ")
 
 
@@ -334,21 +342,9 @@ def _kind_name(cls: type[Record]) -> str:
     return str(cls.model_fields["kind"].default) if cls is not Record else "stage"
 
 
-_KINDS: dict[str, type[Record]] = {
-    kind.model_fields["kind"].default: kind
-    for kind in (
-        Corpus,
-        Pairs,
-        TokenizerFiles,
-        TokenShards,
-        PairShards,
-        Checkpoint,
-        Weights,
-        Export,
-        Publication,
-        StoredCheckpoint,
-    )
-}
+_OF_DATA = (Corpus, Pairs, TokenizerFiles, TokenShards, PairShards)
+_OF_MODELS = (StartingModelFiles, Checkpoint, Weights, Export, Publication, StoredCheckpoint)
+_KINDS: dict[str, type[Record]] = {kind.model_fields["kind"].default: kind for kind in (*_OF_DATA, *_OF_MODELS)}
 
 
 class _AnyRecord(BaseModel):

@@ -22,6 +22,7 @@ WITNESS_TENSORS = "witness.safetensors"
 WITNESS_FILES = (WITNESS, WITNESS_TENSORS)
 SCHEMA_VERSION: Literal[2] = 2
 GENERATED_PROBE = "heldout"
+_HUB_START = re.compile("([^/@]+/[^/@]+)@([0-9a-f]{40})")
 
 
 class TensorDigest(BaseModel):
@@ -52,10 +53,11 @@ class TrainedModel(BaseModel):
     """What a model card states about the run: its name, recipe and settings.
 
     The corpus source in ``settings`` is without credentials and local parent folders. ``start_from`` is the name of the
-    folder whose weights training started from. ``layout`` has the settings of the layout at the last step, ``data`` the
-    passages and tokens of each split and the samples of an epoch, and ``license`` and ``languages`` what the user
-    states about the text. Runs that ended with an earlier version recorded none of these four. ``tasks`` are those of a
-    run on pairs, in the order of ``pairs.train``; without any, they are left out of the file.
+    folder whose weights training started from, or OWNER/NAME@COMMIT of a model on the Hub. ``layout`` has the settings
+    of the layout at the last step, ``data`` the passages and tokens of each split and the samples of an epoch, and
+    ``license`` and ``languages`` what the user states about the text. Runs that ended with an earlier version recorded
+    none of these four. ``tasks`` are those of a run on pairs, in the order of ``pairs.train``; without any, they are
+    left out of the file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,6 +75,18 @@ class TrainedModel(BaseModel):
     def task_names(self) -> list[str]:
         """The names of the tasks of a run on pairs; empty for one on text."""
         return [task.task for task in self.tasks]
+
+    @property
+    def lora(self) -> dict[str, Any]:
+        """The settings of LoRA; empty for a run that trained all weights."""
+        lora: dict[str, Any] = self.settings.get("finetune", {}).get("lora", {})
+        return lora
+
+    @property
+    def hub_start(self) -> tuple[str, str] | None:
+        """Name and commit of the model on the Hub that training started from; None for a folder, or without a start."""
+        found = _HUB_START.fullmatch(self.start_from or "")
+        return None if found is None else (found[1], found[2])
 
     @model_serializer(mode="wrap")
     def _without_empty_tasks(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -95,7 +109,8 @@ class Witness(BaseModel):
     ``generation_config.json``, apart from what transformers adds. ``inputs`` has the fingerprints of all earlier stages
     and, as ``vocabulary``, the sha256 of ``spiece.model``. ``curve`` has the points (step, loss) of each line of the
     loss curve, and ``environment`` what decides how the logits were rounded (``computing_environment``). Both are empty
-    for runs that ended with an earlier version.
+    for runs that ended with an earlier version. ``adapters`` has the factors of the adapters of LoRA, by their names in
+    ``t5train.model.lora``; without LoRA, it is left out of the file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -107,6 +122,7 @@ class Witness(BaseModel):
     num_threads: int = Field(ge=1)
     num_parameters: int
     tensors: dict[str, TensorDigest] = Field(min_length=1)
+    adapters: dict[str, TensorDigest] = {}
     ties: dict[str, str]
     huggingface_config: dict[str, Any]
     generation_config: dict[str, Any]
@@ -117,6 +133,11 @@ class Witness(BaseModel):
     validation: dict[str, Any]
     curve: dict[str, list[tuple[int, float]]] = {}
     environment: dict[str, str] = {}
+
+    @model_serializer(mode="wrap")
+    def _without_empty_adapters(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = serialize(self)
+        return {name: value for name, value in document.items() if name != "adapters" or value}
 
     @classmethod
     def load(cls, folder: Path) -> Self:

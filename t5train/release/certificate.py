@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from t5train.errors import CertificationError
 from t5train.files.presence import reading
@@ -32,10 +32,24 @@ class GenerationComparison(BaseModel):
     tokens_compared: int
 
 
+class MergedAdapter(BaseModel):
+    """The start model and the adapter in the export, which give the export's tensors: bit for bit, on any machine.
+
+    ``start_from`` is the fingerprint of the start model. ``tensors_merged`` are its values plus the scaled product of
+    the adapter's factors, ``tensors_unchanged`` its values alone.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    start_from: str
+    tensors_merged: int
+    tensors_unchanged: int
+
+
 class Certificate(BaseModel):
     """What was compared, with which versions, and the result. Tolerance 0 requires equal bits.
 
-    If the files already differ from their expected content, nothing is loaded, and ``probes`` is empty.
+    If the files already differ from their expected content, nothing is loaded, and ``probes`` is empty. ``adapter`` is
+    of a run with LoRA; otherwise it is left out of the file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,12 +69,18 @@ class Certificate(BaseModel):
     passages_compared: int
     probes: dict[str, ProbeComparison]
     generation: GenerationComparison | None
+    adapter: MergedAdapter | None = None
     relative_tolerance: float
     tolerance_reason: str = ""
     witness_device: str
     device: str
     num_threads: int
     provenance: Provenance
+
+    @model_serializer(mode="wrap")
+    def _without_an_absent_adapter(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = serialize(self)
+        return {name: value for name, value in document.items() if name != "adapter" or value}
 
     @classmethod
     def parse(cls, content: bytes, where: str) -> Self:

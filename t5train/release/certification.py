@@ -1,7 +1,7 @@
 """Certification: proof, by a process that uses only plain ``transformers``, that an export is the trained model.
 
-``python -m t5train.release.certification EXPORT WITNESS`` writes ``certificate.json`` into the export and exits with 0,
-or writes ``certificate.failed.json`` beside the export and exits with 1. It reports progress as JSON lines on
+``python -m t5train.release.certification EXPORT WITNESS [START]`` writes ``certificate.json`` into the export and exits
+with 0, or writes ``certificate.failed.json`` beside the export and exits with 1. It reports progress as JSON lines on
 standard output. If its parent process dies, the next line cannot be written, and this process exits, too.
 """
 
@@ -35,14 +35,17 @@ from t5train.release.certificate import (
     CERTIFICATE,
     Certificate,
     GenerationComparison,
+    MergedAdapter,
     ProbeComparison,
     vouching_certificate,
 )
+from t5train.release.export import ADAPTER_CONFIG
 from t5train.release.folder_comparison import DOCUMENTS, differing_folder
 from t5train.release.model_card import LOSS_CURVE, README
 from t5train.release.model_comparison import (
     compare_generation,
     compare_probes,
+    differing_adapter,
     differing_keys,
     differing_probes,
     differing_settings,
@@ -51,6 +54,7 @@ from t5train.release.model_comparison import (
     differing_tokenizer,
     expected_ties,
     left_out_line,
+    start_model,
 )
 
 FAILED_CERTIFICATE = "certificate.failed.json"
@@ -61,7 +65,9 @@ EXPERTS_TOLERANCE = 1e-5
 _log = logging.getLogger(__name__)
 
 
-def certify_in_fresh_process(export: Export, witness: Path, progress: Progress = silent) -> Export:
+def certify_in_fresh_process(
+    export: Export, witness: Path, progress: Progress = silent, start_from: str | None = None
+) -> Export:
     """Prove that an export is the model that was trained. An existing valid certificate is kept.
 
     A new Python process makes the certificate; its log is ``certify.log`` beside the export.
@@ -70,13 +76,14 @@ def certify_in_fresh_process(export: Export, witness: Path, progress: Progress =
         export: The export to certify.
         witness: Folder ``witness`` in the folder of the run that trained it.
         progress: Called with what is compared, and with the number of tensors or probes done.
+        start_from: Folder of the model that training started from, which the certificate of a run with LoRA needs.
 
     Returns:
         The export's record, with the passing certificate among its files.
 
     Raises:
         CertificationError: The model differs. The error lists the differences.
-        InputError: The witness is of another run than the export.
+        InputError: The witness is of another run than the export, or the model that training started from is missing.
         DigestMismatch: A certified export is damaged.
 
     """
@@ -86,7 +93,7 @@ def certify_in_fresh_process(export: Export, witness: Path, progress: Progress =
         if not export.reused:  # otherwise every byte has just been compared
             export.verify(progress)
         return export.model_copy(update={"reused": True})
-    _run_certifier(export.path, witness, progress)
+    _run_certifier(export.path, witness, progress, start_from)
     files = _uncertified_files(export)
     made = vouching_certificate(export.path, export.fingerprint, files)
     if made.relative_tolerance > EXPERTS_TOLERANCE:
@@ -99,19 +106,22 @@ def certify_in_fresh_process(export: Export, witness: Path, progress: Progress =
     return export.model_copy(update={"files": {**files, CERTIFICATE: digest_file(export.path / CERTIFICATE)}}).commit()
 
 
-def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> Certificate:
+def certify(
+    export_folder: Path, witness: Path, progress: Progress = silent, start_from: str | None = None
+) -> Certificate:
     """Load the export, compare it with the witness in the folder ``witness``, and write ``certificate.json``.
 
-    Raises InputError if the witness is of another run, and DigestMismatch if a file of the export differs from its
-    manifest. If the model differs, writes ``certificate.failed.json`` beside the export instead, and raises
-    CertificationError, which lists the differences.
+    ``start_from`` is as in ``certify_in_fresh_process``. Raises InputError if the witness is of another run, or
+    ``start_from`` of another model, and DigestMismatch if a file of the export differs from its manifest. If the model
+    differs, writes ``certificate.failed.json`` beside the export instead, and raises CertificationError, which lists
+    the differences.
     """
     export = Export.load(export_folder)
     _require_its_witness(export, Witness.load(witness))
     _require_same_versions(export)
     files = _uncertified_files(export)
     export.model_copy(update={"files": files}).verify(progress)
-    certificate, is_as_recorded = _compare(export, files, witness, progress)
+    certificate, is_as_recorded = _compare(export, files, witness, start_from, progress)
     text = certificate.model_dump_json(indent=1) + "\n"
     if not certificate.passed:
         failed = export_folder.absolute().parent / FAILED_CERTIFICATE
@@ -149,10 +159,11 @@ def _refusal(export: Path, certificate: Certificate, is_as_recorded: bool, faile
 
 
 def _compare(
-    export: Export, files: dict[str, FileDigest], folder: Path, progress: Progress
+    export: Export, files: dict[str, FileDigest], folder: Path, start_from: str | None, progress: Progress
 ) -> tuple[Certificate, bool]:
     """Return the certificate, and whether all that was recorded is as it was recorded, whatever is computed from it."""
     witness = Witness.load(folder)
+    start = start_model(witness, start_from, progress) if witness.trained.lora else None
     device = _device(witness)
     tolerance, reason = _tolerance(witness, device)
     differences, computed = differing_folder(export, witness), list[str]()
@@ -160,6 +171,7 @@ def _compare(
     generation: GenerationComparison | None = None
     if not differences:  # otherwise it is not safe to load
         model, differences = _compare_loaded(export.path, witness, progress)
+        differences += differing_adapter(export.path, start, witness, progress) if start is not None else []
         model = model.to(device)
         probes = dict(compare_probes(model, witness, folder, device, progress))
         generation, generated_otherwise = compare_generation(model, witness, folder, device, tolerance)
@@ -176,10 +188,15 @@ def _compare(
         tensors_compared=len(witness.tensors),
         elements_compared=witness.num_parameters,
         ties=expected_ties(witness),
-        documents=(*DOCUMENTS, README, *([LOSS_CURVE] if witness.curve else [])),
+        documents=(
+            *(*DOCUMENTS, README),
+            *([LOSS_CURVE] if witness.curve else []),
+            *([ADAPTER_CONFIG] if witness.trained.lora else []),
+        ),
         passages_compared=len(witness.passages),
         probes=probes,
         generation=generation,
+        adapter=_merged(witness) if start is not None else None,
         relative_tolerance=tolerance,
         tolerance_reason=reason,
         witness_device=witness.device_type,
@@ -188,6 +205,15 @@ def _compare(
         provenance=current_provenance(),
     )
     return certificate, not differences
+
+
+def _merged(witness: Witness) -> MergedAdapter:
+    merged = len(witness.adapters) // 2
+    return MergedAdapter(
+        start_from=witness.inputs["start_from"],
+        tensors_merged=merged,
+        tensors_unchanged=len(witness.tensors) - merged,
+    )
 
 
 def _compare_loaded(export: Path, witness: Witness, progress: Progress) -> tuple[Any, list[str]]:
@@ -276,7 +302,7 @@ def _witness_digests(folder: Path) -> dict[str, FileDigest]:
         ) from error
 
 
-def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> None:
+def _run_certifier(export_folder: Path, witness: Path, progress: Progress, start_from: str | None) -> None:
     """Run this module's ``main`` in a new process, relay its progress, and raise the error that it reports."""
     # -P keeps modules in the current folder from shadowing libraries.
     command = [
@@ -286,6 +312,7 @@ def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> No
         "t5train.release.certification",
         os.fspath(export_folder),
         os.fspath(witness),
+        *([] if start_from is None else [start_from]),
     ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     log_path = export_folder.absolute().parent / LOG
@@ -312,15 +339,15 @@ def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> No
 def main(arguments: list[str]) -> int:
     """Certify in this new process, and report on the original standard output. Returns the exit code."""
     try:
-        export_folder, witness = map(Path, arguments)
-        return _certify_and_report(export_folder, witness, _reporter())
+        return _certify_and_report(arguments, _reporter())
     except BrokenPipeError:  # the parent, which alone reads the reports, has ended
         return 1
 
 
-def _certify_and_report(export_folder: Path, witness: Path, report: Callable[..., None]) -> int:
+def _certify_and_report(arguments: list[str], report: Callable[..., None]) -> int:
+    export_folder, witness, start_from = Path(arguments[0]), Path(arguments[1]), next(iter(arguments[2:]), None)
     try:
-        certify(export_folder, witness, lambda what, done, total: report(what=what, done=done, total=total))
+        certify(export_folder, witness, lambda what, done, total: report(what=what, done=done, total=total), start_from)
     except T5TrainError as error:
         report(error=str(error))
         return 1

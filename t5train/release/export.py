@@ -5,23 +5,28 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from t5train.data.vocabulary.sentencepiece_model import FINISH_OR_BEGIN_ANOTHER, require_t5_form
 from t5train.data.vocabulary.tokenizer import HUGGING_FACE_FILES, SPIECE, write_hugging_face_files
 from t5train.errors import InputError, RecordError, SpecError, StorageError
-from t5train.files.atomic import copy_durably, discard, filling, rename_aside, write_json, write_text
+from t5train.files.atomic import copy_durably, discard, filling, rename_aside, replacing, write_json, write_text
+from t5train.files.presence import files_below
 from t5train.progress import Progress, silent
 from t5train.records.changed_files import changed_files
 from t5train.records.digests import digest_files, verify_file
 from t5train.records.identity import current_provenance, fingerprint
 from t5train.records.stage_records import Export, Record, TokenizerFiles, Weights, reusable
-from t5train.records.witness import Witness
+from t5train.records.witness import TrainedModel, Witness
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.model_card import LOSS_CURVE, README, model_card, write_loss_curve
 from t5train.spec import ModelSpec, RunSpec
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter"
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = f"{ADAPTER}/adapter_model.safetensors", f"{ADAPTER}/adapter_config.json"
+"""The adapter of a run with LoRA, as PEFT loads it."""
 _log = logging.getLogger(__name__)
 
 
@@ -29,7 +34,7 @@ def export(
     weights: Weights, tokenizer: TokenizerFiles, witness: Path, spec: RunSpec, out: Path, progress: Progress = silent
 ) -> Export:
     """Write a Hugging Face folder: safetensors, config, generation config, tokenizer files, model card,
-    loss curve, manifest.
+    loss curve, manifest; with LoRA, also the adapter.
 
     The result is not certified yet: see ``t5train.release.certification``.
 
@@ -71,7 +76,9 @@ def export(
         _take_files(tokenizer, [SPIECE], folder, progress)
         write_model_files(seen, folder)
         write_loss_curve(seen, folder)
-        files, provenance = digest_files(folder, sorted(path.name for path in folder.iterdir())), current_provenance()
+        if seen.trained.lora:
+            _write_adapter(weights, seen.trained, folder)
+        files, provenance = digest_files(folder, sorted(files_below(folder))), current_provenance()
         write_text(folder / README, model_card(seen, lineage, files, provenance))
         record = Export(
             path=out,
@@ -114,7 +121,8 @@ def export_counts(witness: Witness) -> dict[str, int]:
 def export_names(weights: Iterable[str], witness: Witness) -> set[str]:
     """Return the names of all files of an uncertified export with these weight files."""
     curve = {LOSS_CURVE} if witness.curve else set()
-    return {*weights, CONFIG, GENERATION_CONFIG, SPIECE, *HUGGING_FACE_FILES, README, *curve}
+    adapter = {ADAPTER_WEIGHTS, ADAPTER_CONFIG} if witness.trained.lora else set()
+    return {*weights, CONFIG, GENERATION_CONFIG, SPIECE, *HUGGING_FACE_FILES, README, *curve, *adapter}
 
 
 def _require_its_weights(weights: Weights, witness: Witness) -> None:
@@ -212,6 +220,59 @@ def write_model_files(witness: Witness, folder: Path) -> None:
     write_json(folder / GENERATION_CONFIG, GenerationConfig(**witness.generation_config).to_diff_dict())
     trained = witness.trained.settings
     write_hugging_face_files(folder, int(trained["pairs" if "pairs" in trained else "objective"]["input_tokens"]))
+
+
+def _write_adapter(weights: Weights, trained: TrainedModel, folder: Path) -> None:
+    """Write the adapter's files below the folder of an export.
+
+    PEFT's ``merge_and_unload`` gives the exported model within rounding: it leaves the order in which a product is
+    summed to a library, and ``t5train.model.lora.merged`` does not. Raises InputError if the weights were consolidated
+    without adapters, DigestMismatch if theirs are damaged.
+    """
+    from safetensors.torch import save  # as the next one, imports torch, which only this needs
+
+    from t5train.model.lora import ADAPTERS, LORA_A, LORA_B, read_adapters
+
+    file = f"{ADAPTERS}.safetensors"
+    if (digest := weights.files.get(file)) is None:
+        raise InputError(f"{weights.path} holds no {file}. Consolidate the checkpoint again, to another folder")
+    verify_file(weights.path / file, digest)
+    factors = {
+        peft_name(weight + suffix): factor
+        for weight, adapter in read_adapters(weights.path).items()
+        for suffix, factor in ((LORA_A, adapter.a), (LORA_B, adapter.b))
+    }
+    (folder / ADAPTER).mkdir()
+    with replacing(folder / ADAPTER_WEIGHTS) as written:
+        written.write(save(factors, metadata={"format": "pt"}))
+    write_json(folder / ADAPTER_CONFIG, adapter_config(trained))
+
+
+def peft_name(name: str) -> str:
+    """Return PEFT's name of a factor: that of ``X.q.weight.lora_a`` is ``base_model.model.X.q.lora_A.weight``."""
+    module, _, factor = name.rpartition(".weight.lora_")
+    return f"base_model.model.{module}.lora_{factor.upper()}.weight"
+
+
+def adapter_config(trained: TrainedModel) -> dict[str, Any]:
+    """Return the content of ``adapter_config.json``. Everything else has PEFT's default.
+
+    The start model is named with its commit if it is of the Hub. A folder is not: its path says something only on one
+    machine, and PEFT would look for its name on the Hub.
+    """
+    lora, (name, commit) = trained.lora, trained.hub_start or (None, None)
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_2_SEQ_LM",
+        "inference_mode": True,
+        "base_model_name_or_path": name,
+        "revision": commit,
+        "r": lora["rank"],
+        "lora_alpha": lora["alpha"],
+        "lora_dropout": lora["dropout"],
+        "target_modules": list(lora["targets"]),
+        "bias": "none",
+    }
 
 
 def _require_replaceable(out: Path, witness: Witness) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -105,10 +105,21 @@ def require_names_for(folder: Path, published: Published, bucket: BucketFolder) 
 
 
 def _copy_files(bucket: BucketFolder, published: Published, folder: Path, progress: Progress) -> None:
-    """Copy the files, several at a time. Files of other names are removed from the folder."""
+    """Copy all files. Files of other names are removed from the folder."""
     _remove_others(folder, published)
-    there = sum((folder / name).stat().st_size for name in published.files if (folder / name).exists())
-    total = sum(digest.size for digest in published.files.values())
+    copy_files(bucket, published, published.files, folder, progress)
+
+
+def copy_files(
+    bucket: BucketFolder, published: Published, names: Iterable[str], folder: Path, progress: Progress
+) -> None:
+    """Copy some files of a publication, several at a time. ``require_names_for`` has checked their names.
+
+    What is there of a file is verified and continued. Raises DigestMismatch, StoreError and StorageError.
+    """
+    files = {name: published.files[name] for name in names}
+    there = sum((folder / name).stat().st_size for name in files if (folder / name).exists())
+    total = sum(digest.size for digest in files.values())
     if (free := shutil.disk_usage(folder).free) < total - there:
         raise StorageError(
             f"{folder} needs {total - there:,} more bytes, but {free:,} are free. Free some space, or fetch elsewhere"
@@ -118,7 +129,7 @@ def _copy_files(bucket: BucketFolder, published: Published, folder: Path, progre
     def copy(name: str, digest: FileDigest) -> None:
         _copy_file(bucket, published.name_beside_manifest(name), folder / name, digest, count.add)
 
-    run_jobs((partial(copy, name, digest) for name, digest in published.files.items()), count)
+    run_jobs((partial(copy, name, digest) for name, digest in files.items()), count)
 
 
 def _remove_others(folder: Path, published: Published) -> None:

@@ -19,15 +19,19 @@ from t5train.quantities import quantity
 from t5train.records.changed_files import unlisted_files
 from t5train.records.digests import FileDigest
 from t5train.records.stage_records import Export
-from t5train.records.witness import Witness
+from t5train.records.witness import TensorDigest, Witness
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.export import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     CONFIG,
     GENERATION_CONFIG,
     INDEX,
+    adapter_config,
     export_counts,
     export_fingerprint,
     export_names,
+    peft_name,
     write_model_files,
 )
 from t5train.release.model_card import FACTS, LOSS_CURVE, README, loss_curve, model_card, read_front_matter
@@ -48,6 +52,7 @@ def differing_folder(export: Export, witness: Witness) -> list[str]:
         *_differing_manifest(export, witness),
         *_differing_documents(export.path, witness),
         *_differing_weights(export.path, files, witness),
+        *(_differing_adapter(export.path, witness) if witness.trained.lora else ()),
         *_differing_curve(export.path, witness),
         *_differing_card(export, files, witness),
     ]
@@ -89,7 +94,24 @@ def _differing_documents(folder: Path, witness: Witness) -> Iterator[str]:
 def _differing_weights(folder: Path, files: Mapping[str, FileDigest], witness: Witness) -> Iterator[str]:
     """Compare headers and index. The tensors' bytes are compared after loading."""
     places: dict[str, str] = {}
-    for name in sorted(name for name in files if _WEIGHTS.fullmatch(name)):
+    yield from _differing_headers(folder, sorted(filter(_WEIGHTS.fullmatch, files)), witness.tensors, places)
+    if INDEX in files:
+        index = {"metadata": {"total_size": 4 * witness.num_parameters}, "weight_map": places}
+        yield from _in(INDEX, index, _read(folder / INDEX))
+
+
+def _differing_adapter(folder: Path, witness: Witness) -> Iterator[str]:
+    """Compare PEFT's configuration, and the header of the factors, whose bytes are compared with the start model."""
+    yield from _in(ADAPTER_CONFIG, adapter_config(witness.trained), _read(folder / ADAPTER_CONFIG))
+    recorded = {peft_name(name): digest for name, digest in witness.adapters.items()}
+    yield from _differing_headers(folder, [ADAPTER_WEIGHTS], recorded, {})
+
+
+def _differing_headers(
+    folder: Path, names: Iterable[str], recorded: Mapping[str, TensorDigest], places: dict[str, str]
+) -> Iterator[str]:
+    """Compare the headers of files with what was recorded, and note in ``places`` which file holds which tensor."""
+    for name in names:
         header = _read_header(folder / name)
         if not isinstance(header, dict):
             yield f"{name}: {header}"
@@ -99,15 +121,12 @@ def _differing_weights(folder: Path, files: Mapping[str, FileDigest], witness: W
             if tensor in places:
                 yield f"{name} and {places[tensor]} both hold {tensor}"
             places[tensor] = name
-            expected = witness.tensors.get(tensor)
+            expected = recorded.get(tensor)
             shape, dtype = (entry.get("shape"), entry.get("dtype")) if isinstance(entry, dict) else (None, None)
             if expected is None or (shape, dtype) != (list(expected.shape), "F32"):
                 yield f"{name}: {tensor} {dtype} {shape} is not an fp32 tensor that training recorded"
-    if missing := sorted(witness.tensors.keys() - places.keys()):
+    if missing := sorted(recorded.keys() - places.keys()):
         yield f"{quantity(len(missing), 'recorded tensor')} missing from the weight files: {first_of(missing)}"
-    if INDEX in files:
-        index = {"metadata": {"total_size": 4 * witness.num_parameters}, "weight_map": places}
-        yield from _in(INDEX, index, _read(folder / INDEX))
 
 
 def _differing_curve(folder: Path, witness: Witness) -> Iterator[str]:

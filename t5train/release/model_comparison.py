@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID
+from t5train.errors import InputError
+from t5train.model.model_shape import resolve
+from t5train.model.starting_model import start_fingerprint, tensors_of
+from t5train.model.tensor_files import StoredTensors
 from t5train.progress import Progress
 from t5train.quantities import quantity
+from t5train.records.start_copy import require_copied
 from t5train.records.witness import GENERATED_PROBE, WITNESS_TENSORS, EncodedPassage, Witness, digest_tensor, of_probe
 from t5train.release.certificate import GenerationComparison, ProbeComparison
+from t5train.release.export import ADAPTER_WEIGHTS, peft_name
 from t5train.release.folder_comparison import differing_values, first_of
-from t5train.spec import NUM_SENTINELS
+from t5train.spec import NUM_SENTINELS, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +60,52 @@ def differing_tensors(model: "torch.nn.Module", witness: Witness, progress: Prog
     if (elements := sum(parameter.numel() for parameter in parameters.values())) != witness.num_parameters:
         found.append(f"the export has {elements} parameters, but {witness.num_parameters} were recorded")
     return found
+
+
+def start_model(witness: Witness, start_from: str | None, progress: Progress) -> StoredTensors:
+    """Open the model that the adapter is for. Raises InputError unless it is the one that training started from."""
+    if start_from is None:
+        raise InputError(
+            f"run {witness.trained.run_name} trained adapters, which are certified with the model that they are for. "
+            "Name its folder (--start-from)"
+        )
+    require_copied(start_from)
+    model = ModelSpec.model_validate(witness.trained.settings["model"] | {"start_from": start_from})
+    if (found := start_fingerprint(model, progress)) != (expected := witness.inputs["start_from"]):
+        raise InputError(
+            f"{start_from} is not the model that run {witness.trained.run_name} started from: its fingerprint is "
+            f"{str(found)[:12]}, that of the start {expected[:12]}. Give the folder of that model, unchanged"
+        )
+    return StoredTensors(tensors_of(model, resolve(model, witness.huggingface_config["vocab_size"])) or {})
+
+
+def differing_adapter(folder: Path, start: StoredTensors, witness: Witness, progress: Progress) -> list[str]:
+    """Compare the adapter's factors with the recorded ones, and the start model with their product with the tensors.
+
+    ``start`` are the tensors of the model that training started from. The files' headers have been compared.
+    """
+    from safetensors.torch import load_file
+
+    from t5train.model.lora import LORA_A, LORA_B, merged
+
+    lora = witness.trained.lora
+    factors = load_file(folder / ADAPTER_WEIGHTS)
+    digests = {name: recorded.sha256 for name, recorded in witness.adapters.items()}
+    changed = [name for name, sha256 in digests.items() if digest_tensor(factors[peft_name(name)]) != sha256]
+    other_sums = []
+    for done, (name, recorded) in enumerate(witness.tensors.items(), start=1):
+        tensor = start.whole(name)
+        if name + LORA_A in witness.adapters:
+            a, b = (factors[peft_name(name + factor)] for factor in (LORA_A, LORA_B))
+            tensor = merged(tensor, a, b, lora["alpha"] / lora["rank"])
+        if digest_tensor(tensor) != recorded.sha256:
+            other_sums.append(name)
+        progress("tensors merged and compared", done, len(witness.tensors))
+    found = {
+        f"of {ADAPTER_WEIGHTS} unlike the recorded fp32 masters": changed,
+        "unlike the start model with its adapter": other_sums,
+    }
+    return [f"{quantity(len(names), 'tensor')} {how}: {first_of(names)}" for how, names in found.items() if names]
 
 
 def expected_ties(witness: Witness) -> dict[str, str]:

@@ -31,6 +31,23 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens={target_tokens})[
 
 Sources had at most {input_tokens:,} tokens in training, and targets {target_tokens:,}. Without `max_new_tokens`,
 transformers stops after 20 tokens."""
+_ADAPTER = """
+
+### The adapter alone
+
+LoRA (Hu et al. 2021) trained adapters of rank {rank} beside {targets}, with dropout {dropout:g}; all other weights are
+those of the start model. The weights in this folder are the start model's plus {alpha:g} / {rank} times the product of
+each adapter's two factors. `adapter` has the factors, as PEFT loads them:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForSeq2SeqLM
+
+start = AutoModelForSeq2SeqLM.from_pretrained({start}, dtype="float32")
+model = PeftModel.from_pretrained(start, "path/to/this/folder/adapter")
+```
+
+`model.merge_and_unload()` is the model in this folder within rounding, as PEFT sums products in another order."""
 _MEASURED = "All target tokens count, also the one that ends a target."
 _OF_TASKS = ("pairs", "exact_match", "token_accuracy", "loss")
 
@@ -51,11 +68,20 @@ def words(witness: Witness, origin: str, steps: str) -> Words:
             example=_quoted(f"{first.prefix}..."),
             input_tokens=pairs["input_tokens"],
             target_tokens=pairs["target_tokens"],
-        ),
+        )
+        + (_adapter(trained) if trained.lora else ""),
         trained_on=f"Fine-tuned on {files}.{languages(trained)} {licence(trained)}",
         data="\n".join(["", *_data(witness), ""]),
         measured=_MEASURED,
     )
+
+
+def _adapter(trained: TrainedModel) -> str:
+    """Return what the adapters of a run with LoRA are, and how to load them beside the start model."""
+    name, commit = trained.hub_start or (f"path/to/{trained.start_from}", None)
+    start = _quoted(name) + (f", revision={_quoted(commit)}" if commit else "")
+    targets = ", ".join(map(code, trained.lora["targets"]))
+    return _ADAPTER.format_map(trained.lora | {"start": start, "targets": targets})
 
 
 def _quoted(text: str) -> str:
@@ -106,7 +132,9 @@ def _longer(counts: Mapping[str, int]) -> Iterator[str]:
         if count := counts.get(f"{split}_{what}"):
             yield ""
             pairs = quantity(count, "pair")
-            yield f"{pairs} of the {split} split had a side that is longer than a row, and were {said}."
+            lost = counts.get(f"{split}_cut_targets") if what == "cut" and split != "train" else 0
+            never = f" Of these, {lost:,} had a longer target, and count as no exact match." if lost else ""
+            yield f"{pairs} of the {split} split had a side that is longer than a row, and were {said}.{never}"
 
 
 def _tasks(trained: TrainedModel) -> Iterator[tuple[str, str, str]]:

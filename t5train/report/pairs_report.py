@@ -1,5 +1,6 @@
 """The report on pairs to fine-tune on: how many there are, how long they are in tokens, and how the model sees them."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -71,7 +72,7 @@ def pairs_report(pairs: Pairs, tokenizer: TokenizerFiles, spec: PairsSpec, share
         f"In tokens, EOS included{_sampled(measured)}.",
         table(("task", "side", *QUANTILE_NAMES), _length_rows(measured)),
         "\n".join(f"- {escaped(line)}." for each in measured for line in _long_lines(each, lengths, spec.too_long)),
-        *(_row_blocks(measured, lengths) if spec.pack else []),
+        *(_row_blocks(measured, lengths, pairs.counts["train_pairs"]) if spec.pack else []),
         "## Unknown pieces",
         "\n".join(f"- {escaped(line)}." for each in measured for line in _unknown_lines(each)),
         "## As the model sees them",
@@ -128,27 +129,35 @@ def _long_lines(measured: _Measured, lengths: RowLengths, too_long: str) -> Iter
         over = int(np.count_nonzero(side.lengths > length))
         warning = "Warning: " if over > _MANY_CUT * measured.pairs else ""
         becomes = f", and {_BECOMES[too_long]} (pairs.too_long)" if over else ""
+        if over and name == "target" and too_long == "cut":
+            becomes += ": held-out ones are no exact match, whatever the model gives"
         yield (
             f"{warning}{measured.task.task}: {quantity(over, name)} of {measured.pairs:,} "
             f"({over / max(1, measured.pairs):.2%}) have more than {length} tokens (pairs.{setting}){becomes}"
         )
 
 
-def _row_blocks(measured: Sequence[_Measured], own: RowLengths) -> list[str]:
-    """Return how full rows of several lengths are, and which are the best."""
+def _row_blocks(measured: Sequence[_Measured], own: RowLengths, train_pairs: int) -> list[str]:
+    """Return how full rows of several lengths are, which are the best, and about how many an epoch has."""
     lengths = np.concatenate([np.stack([side.lengths for side in each.sides], axis=1) for each in measured])
     shapes = row_shapes(lengths, own)
     best = best_shape(shapes)
     rows = [
-        (f"{each.input_tokens} / {each.target_tokens}", f"{each.real_share:.3f}", f"{each.longer_share:.2%}")
+        (
+            f"{each.input_tokens} / {each.target_tokens}",
+            f"{each.real_share:.3f}",
+            f"{each.longer_share:.2%}",
+            f"{each.pairs:.1f}",
+        )
         for each in shapes
     ]
     choice = f"pairs.input_tokens={best.input_tokens} and pairs.target_tokens={best.target_tokens}"
     advice = "" if best[:2] == own else f" The best rows have {choice}."
     return [
         "## Rows",
-        table(("tokens of source / target", "share that is not padding", "pairs that are longer"), rows),
-        f"Pairs are packed into rows of {own.input_tokens} and {own.target_tokens} tokens.{advice}",
+        table(("tokens of source / target", "share that is not padding", "pairs that are longer", "pairs a row"), rows),
+        f"Pairs are packed into rows of {own.input_tokens} and {own.target_tokens} tokens, about "
+        f"{quantity(math.ceil(train_pairs / shapes[0].pairs), 'row')} an epoch.{advice}",
     ]
 
 
@@ -156,7 +165,7 @@ def _unknown_lines(measured: _Measured) -> Iterator[str]:
     for name, side in zip(_SIDES, measured.sides, strict=True):
         share = side.unknown_pieces / max(1, int(side.lengths.sum()))
         of_texts = side.with_unknown / max(1, measured.pairs)
-        limit = ", which the model cannot write as they are" if name == "target" and side.with_unknown else ""
+        limit = ", of which the model cannot write every character" if name == "target" and side.with_unknown else ""
         lacked = f". Characters without a piece: {listed(side.lacked)}" if side.lacked else ""
         yield (
             f"{measured.task.task}: {quantity(side.unknown_pieces, 'unknown piece')} ({share:.4%} of the tokens) in "

@@ -51,6 +51,9 @@ def proof_report(certificate: Certificate, weights: Weights, exported: Export) -
 def _comparisons(certificate: Certificate) -> Iterator[tuple[str, str, str]]:
     tensors = f"{certificate.tensors_compared:,} tensors, {certificate.elements_compared:,} parameters"
     yield tensors, "sha256 of each fp32 master of the engine", "equal"
+    if (adapter := certificate.adapter) is not None:
+        merged = f"{quantity(adapter.tensors_merged, 'tensor')} with an adapter, {adapter.tensors_unchanged:,} without"
+        yield merged, "the start model plus the product of the exported adapter", "equal"
     for name, probe in certificate.probes.items():
         shape = " x ".join(map(str, probe.shape))
         yield f"logits on probe {name} ({shape})", "logits of the engine's masters", _closeness(probe)

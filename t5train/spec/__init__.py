@@ -6,6 +6,7 @@ Not here: checks that need the machine or its hosts (``infra.head.preflight``).
 from t5train.spec.cluster_spec import Accelerator, ClusterSpec, DeadlinesSpec, MachinesSpec
 from t5train.spec.data_spec import NUM_SENTINELS, CorpusSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.evaluate_spec import EvaluateSpec
+from t5train.spec.lora_spec import FinetuneSpec, LoraSpec
 from t5train.spec.model_spec import ExpertsSpec, ModelSpec, pad_vocabulary
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
 from t5train.spec.pairs_spec import PairsSpec, RowLengths
@@ -16,7 +17,7 @@ from t5train.spec.training_spec import LayoutSpec, MixingSpec, ObjectiveSpec, Op
 
 __all__ = [
     "NUM_SENTINELS", "RUN_NAME_PATTERN", "Accelerator", "ClusterSpec", "CorpusSpec", "DeadlinesSpec", "EvaluateSpec",
-    "ExpertsSpec", "LayoutSpec", "MachinesSpec", "MixingSpec", "ModelSpec", "MonitorSpec", "ObjectiveSpec",
-    "OptimizerSpec", "PairsSpec", "ProfileSpec", "RowLengths", "RunSpec", "ShardsSpec", "SpecPart", "StorageSpec",
-    "TokenizerSpec", "build", "nearest", "pad_vocabulary", "setting_names",
+    "ExpertsSpec", "FinetuneSpec", "LayoutSpec", "LoraSpec", "MachinesSpec", "MixingSpec", "ModelSpec", "MonitorSpec",
+    "ObjectiveSpec", "OptimizerSpec", "PairsSpec", "ProfileSpec", "RowLengths", "RunSpec", "ShardsSpec", "SpecPart",
+    "StorageSpec", "TokenizerSpec", "build", "nearest", "pad_vocabulary", "setting_names",
 ]  # fmt: skip

@@ -281,8 +281,8 @@ class TokenizerSpec(SpecPart):
 
     path: str | None = Field(
         None,
-        description="An existing vocabulary: a spiece.model or a Hugging Face folder. null: one is trained, or a run "
-        "on pairs has that of model.start_from",
+        description="An existing vocabulary: a spiece.model or a Hugging Face folder. null: one is trained, or it is "
+        "that of model.start_from for runs on pairs, and for models on the Hub or in a bucket",
     )
     vocab_size: int = Field(
         32000,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from t5train.locations import local_folder, redacted
+from t5train.locations import is_remote_model, local_folder, redacted
 from t5train.spec.settings import SpecPart, check
 
 
@@ -83,8 +83,9 @@ class ModelSpec(SpecPart):
     compile: bool = Field(False, description="Use torch.compile: faster on GPUs")
     start_from: str | None = Field(
         None,
-        description="Folder with weights to continue from: a T5 or Switch Transformer in safetensors. null: they "
-        "are initialised from optimizer.seed",
+        description="Model to continue from, in safetensors: a folder with a T5, mT5 or Switch Transformer, "
+        "hf://OWNER/NAME[@REVISION] on the Hub, or s3://BUCKET/FOLDER of a published one. null: weights are "
+        "initialised from optimizer.seed",
     )
     moe: ExpertsSpec = ExpertsSpec()
 
@@ -99,14 +100,21 @@ class ModelSpec(SpecPart):
         given = {"start_from": "given"} if values.pop("start_from") is not None else {}
         return values | given
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether feed-forward layers are gated, with two input layers, wi_0 and wi_1, in place of wi."""
+        return (self.feed_forward or ("gated-gelu" if self.version == "v1.1" else "relu")) == "gated-gelu"
+
     @field_validator("start_from")
     @classmethod
-    def _start_is_a_local_folder(cls, folder: str | None) -> str | None:
-        if folder is not None and local_folder(folder) is None:
+    def _start_can_be_read(cls, start: str | None) -> str | None:
+        if start is not None and local_folder(start) is None and not is_remote_model(start):
             raise ValueError(
-                f"model.start_from is {redacted(folder)}: it must be a folder on this machine. Download the model first"
+                f"model.start_from is {redacted(start)}: it must be a folder on this machine, hf://OWNER/NAME or "
+                "hf://OWNER/NAME@REVISION, or s3://BUCKET/FOLDER of a published model, without keys. Download other "
+                "models first"
             )
-        return folder
+        return start
 
     @check
     def _experts_are_those_of_switch_transformers(self) -> None:

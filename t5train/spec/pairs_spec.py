@@ -81,7 +81,7 @@ class PairsSpec(MixingSpec):
     remove: Literal["none", "contaminated"] = Field(
         "none",
         description="Pairs to remove from train. contaminated: those whose source is in the task's files of validation "
-        "or test",
+        "or test, and those held out of a task that reads the same file with source and target swapped",
     )
     input_tokens: int = Field(256, ge=8, le=16384, description="Length of a row of sources in tokens, EOS included")
     target_tokens: int = Field(256, ge=4, le=16384, description="Length of a row of targets in tokens, EOS included")
@@ -114,6 +114,12 @@ class PairsSpec(MixingSpec):
     def tasks(self) -> list[PairSource]:
         """Return the pairs to train on, one item for each task."""
         return [_pair_source("pairs.train", each, _TRAIN) for each in self.train]
+
+    def shares(self) -> tuple[int, int, int]:
+        """Return each split's share of the sources in ``train``, in thousandths; none if it has files of its own."""
+        _, validation, test = self.split
+        validation, test = (0 if self.validation else validation), (0 if self.test else test)
+        return 1000 - validation - test, validation, test
 
     def held_out(self, split: HeldOut) -> list[PairSource]:
         """Return the pairs of a split that has files of its own, in the order of ``tasks``; empty if it has none."""
@@ -150,10 +156,10 @@ class PairsSpec(MixingSpec):
         given += [name for name in self.identity() if name.startswith("mixing_")]
         if given and not self.train:
             raise ValueError(f"pairs.{given[0]} is set, but pairs.train is empty: name the pairs to train on")
-        if self.remove != "none" and not (self.validation or self.test):
+        if self.remove != "none" and not (self.validation or self.test) and len(self.train) == 1:
             raise ValueError(
                 f"pairs.remove is {self.remove}, but neither pairs.validation nor pairs.test is set, and pairs of one "
-                "source never fall into two splits: leave it out"
+                "source never fall into two splits of a task: leave it out"
             )
 
     @check

@@ -99,9 +99,13 @@ class TrainJob(BaseModel):
 
     @property
     def begins_from(self) -> StartingModel | None:
-        """The model of ``spec.model.start_from`` if the attempt starts from its weights, otherwise None."""
+        """The model of ``spec.model.start_from`` if the attempt needs its weights, otherwise None.
+
+        Adapters need them always, other runs only to begin.
+        """
         folder, fingerprint = self.spec.model.start_from, self.start_fingerprint
-        if folder is None or fingerprint is None or self.resume_tag or self.consolidated:
+        has_own = (self.resume_tag or self.consolidated) and self.spec.finetune.lora.rank is None
+        if folder is None or fingerprint is None or has_own:
             return None
         return StartingModel(Path(folder), fingerprint)
 

@@ -6,6 +6,7 @@ from typing import Any
 from t5train.errors import SpecError
 from t5train.spec import (
     ClusterSpec,
+    EvaluateSpec,
     ExpertsSpec,
     LayoutSpec,
     ModelSpec,
@@ -194,7 +195,7 @@ def reverse_and_sort() -> RunSpec:
 
 
 def finetune_base() -> RunSpec:
-    """T5 base on pairs, from the folder in model.start_from, on one GPU: bf16, ZeRO-2, dropout 0.1, constant rate."""
+    """T5 base on pairs, from the model in model.start_from, on one GPU: bf16, ZeRO-2, dropout 0.1, constant rate."""
     return RunSpec(
         recipe="finetune_base",
         pairs=PairsSpec(train=tuple(GENERATED)),
@@ -210,9 +211,62 @@ def finetune_base() -> RunSpec:
     )
 
 
+_TRANSLATION = OptimizerSpec(
+    peak_learning_rate=0.001,
+    warmup_steps=100,
+    schedule="constant",
+    final_learning_rate=0.001,
+    label_smoothing=0.1,
+    num_steps=4000,
+)
+_BEST_TRANSLATION = EvaluateSpec(best_metric="validation_token_accuracy")
+# A checkpoint of 3B takes 40 GB and one of 11B 134 GB. Kept are the best, the newest, and the one being written.
+_LARGE_CHECKPOINTS = StorageSpec(keep_last=1, validate_sequences=2000)
+
+
+def translate_3b() -> RunSpec:
+    """T5 3B translates, from the model in model.start_from, on two GPUs with 80 GB: bf16, ZeRO-1, dropout 0.1."""
+    return RunSpec(
+        recipe="translate_3b",
+        pairs=PairsSpec(train=tuple(GENERATED)),
+        model=ModelSpec(preset="3b", dropout_rate=0.1, compile=True),
+        optimizer=_TRANSLATION,
+        evaluate=_BEST_TRANSLATION,
+        layout=LayoutSpec(zero_stage=1, micro_batch_sequences=16),
+        storage=_LARGE_CHECKPOINTS,
+        cluster=ClusterSpec(ranks=2),
+    )
+
+
+def translate_3b_one_gpu() -> RunSpec:
+    """T5 3B translates, on one GPU with 80 GB in a host with 128 GB: ZeRO-3, all state in host memory."""
+    return RunSpec(
+        recipe="translate_3b_one_gpu",
+        pairs=PairsSpec(train=tuple(GENERATED)),
+        model=ModelSpec(preset="3b", dropout_rate=0.1, compile=True, activation_checkpointing=True),
+        optimizer=_TRANSLATION,
+        evaluate=_BEST_TRANSLATION,
+        layout=LayoutSpec(zero_stage=3, offload="all", micro_batch_sequences=128),
+        storage=_LARGE_CHECKPOINTS,
+    )
+
+
+def translate_11b_one_gpu() -> RunSpec:
+    """T5 11B translates, on one GPU with 80 GB in a host with 320 GB: ZeRO-3, all state in host memory."""
+    return RunSpec(
+        recipe="translate_11b_one_gpu",
+        pairs=PairsSpec(train=tuple(GENERATED)),
+        model=ModelSpec(preset="11b", dropout_rate=0.1, activation_checkpointing=True),
+        optimizer=_TRANSLATION,
+        evaluate=_BEST_TRANSLATION,
+        layout=LayoutSpec(zero_stage=3, offload="all", micro_batch_sequences=64),
+        storage=_LARGE_CHECKPOINTS,
+    )
+
+
 _ALL = (
     smoke, small, base, large, moe, pipeline, zero1_offload, zero2_offload, zero3, t5_3b, t5_3b_one_gpu, t5_11b_one_gpu,
-    reverse_and_sort, finetune_base,
+    reverse_and_sort, finetune_base, translate_3b, translate_3b_one_gpu, translate_11b_one_gpu,
 )  # fmt: skip
 RECIPES: dict[str, Callable[[], RunSpec]] = {recipe.__name__: recipe for recipe in _ALL}
 

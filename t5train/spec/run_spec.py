@@ -8,10 +8,12 @@ from pydantic import Field, ValidationError
 
 from t5train.errors import SpecError
 from t5train.files.run_folder import RUNS
+from t5train.locations import is_remote_model
 from t5train.records.identity import fingerprint
 from t5train.spec.cluster_spec import ClusterSpec
 from t5train.spec.data_spec import CorpusSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.evaluate_spec import EvaluateSpec
+from t5train.spec.lora_spec import FinetuneSpec
 from t5train.spec.model_spec import ModelSpec
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
 from t5train.spec.pairs_spec import PairsSpec
@@ -43,6 +45,7 @@ class RunSpec(SpecPart):
     objective: ObjectiveSpec = ObjectiveSpec()
     model: ModelSpec = ModelSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
+    finetune: FinetuneSpec = FinetuneSpec()
     evaluate: EvaluateSpec = EvaluateSpec()
     layout: LayoutSpec = LayoutSpec()
     storage: StorageSpec = StorageSpec()
@@ -55,13 +58,20 @@ class RunSpec(SpecPart):
         stages, ranks = self.layout.pipeline_stages, self.cluster.ranks
         if ranks % stages:
             raise ValueError(f"layout.pipeline_stages is {stages}: it must divide cluster.ranks ({ranks})")
-        per_pass = self.layout.micro_batch_sequences * self.data_parallel_size
-        if self.optimizer.global_batch_sequences % per_pass:
+        batch, micro = self.optimizer.global_batch_sequences, self.layout.micro_batch_sequences
+        models = self.data_parallel_size
+        per_pass = micro * models
+        if batch % per_pass:
             a_model = " / layout.pipeline_stages" if stages > 1 else ""
+            smaller = next((each for each in range(micro, 0, -1) if batch % (each * models) == 0), None)
+            remedy = (
+                f"layout.micro_batch_sequences={smaller}"
+                if smaller
+                else f"optimizer.global_batch_sequences={-(-batch // per_pass) * per_pass}"
+            )
             raise ValueError(
-                f"optimizer.global_batch_sequences is {self.optimizer.global_batch_sequences}: it must be a multiple "
-                f"of layout.micro_batch_sequences x cluster.ranks{a_model} ({self.layout.micro_batch_sequences} x "
-                f"{self.data_parallel_size} = {per_pass})"
+                f"optimizer.global_batch_sequences is {batch}: it must be a multiple of layout.micro_batch_sequences x "
+                f"cluster.ranks{a_model} ({micro} x {models} = {per_pass}). Set for instance {remedy}"
             )
 
     @check
@@ -81,16 +91,39 @@ class RunSpec(SpecPart):
 
     @check
     def _best_checkpoint_can_be_chosen(self) -> None:
-        metric, under = self.evaluate.best_metric, self.storage.publish_checkpoints_under
+        metric = self.evaluate.best_metric
         if metric not in (None, "validation_loss") and not self.is_fine_tuning:
             raise ValueError(
                 f"evaluate.best_metric is {metric}, but only fine-tuning measures it: set "
                 "evaluate.best_metric=validation_loss, or name pairs to train on (pairs.train)"
             )
-        if metric is not None and under is not None:
+
+    @check
+    def _adapters_have_a_model_and_pairs(self) -> None:
+        lora, start = self.finetune.lora, self.model.start_from
+        if lora.rank is None:
+            return
+        given = f"finetune.lora.rank is {lora.rank}, but"
+        if not self.is_fine_tuning:
             raise ValueError(
-                f"evaluate.best_metric is {metric}, but storage.publish_checkpoints_under ({under!r}) keeps only the "
-                "newest checkpoints, and not the best: leave one of them out"
+                f"{given} LoRA is for fine-tuning: name pairs to train on (pairs.train), or leave finetune.lora out"
+            )
+        if start is None:
+            raise ValueError(
+                f"{given} model.start_from is not set: set it to the model that the adapters are for, or leave "
+                "finetune.lora out"
+            )
+        if self.optimizer.kind != "adamw":
+            raise ValueError(
+                f"{given} optimizer.kind is {self.optimizer.kind}, whose steps are relative to the RMS of a tensor, "
+                "and one factor of each adapter starts at zero: set optimizer.kind=adamw, and "
+                "optimizer.peak_learning_rate=0.0003"
+            )
+        others = {"wi"} if self.model.is_gated else {"wi_0", "wi_1"}
+        if missing := sorted(others.intersection(lora.targets)):
+            there = "wi_0 and wi_1" if self.model.is_gated else "wi"
+            raise ValueError(
+                f"finetune.lora.targets has {missing[0]!r}, but this model has {there} in its place: name those"
             )
 
     @check
@@ -192,6 +225,12 @@ class RunSpec(SpecPart):
             del found["evaluate"]
         else:  # which steps are validated, and on what, then decides which checkpoint is the best
             found["storage"] = {name: getattr(self.storage, name) for name in VALIDATIONS}
+        if not found["finetune"]:
+            del found["finetune"]
+        if is_remote_model(self.model.start_from or ""):
+            found["tokenizer"] = {
+                "given": True
+            }  # as when tokenizer.path names the copy, so that the run keeps its name
         return found
 
     def settings_without_locations(self) -> dict[str, Any]:
@@ -204,7 +243,7 @@ class RunSpec(SpecPart):
 
     def training_settings(self) -> dict[str, Any]:
         """Return the identity settings of training, without those of the data that shards cover. None is a path."""
-        parts = {"objective", "pairs", "model", "optimizer", "evaluate", "storage"}
+        parts = {"objective", "pairs", "model", "optimizer", "finetune", "evaluate", "storage"}
         return {part: settings for part, settings in self.settings_without_locations().items() if part in parts}
 
     def fingerprint(self) -> str:
@@ -215,6 +254,11 @@ class RunSpec(SpecPart):
     def is_fine_tuning(self) -> bool:
         """Whether the run trains on pairs, and not on text."""
         return bool(self.pairs.train)
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training drops activations, of the model or of its adapters."""
+        return max(self.model.dropout_rate, self.finetune.lora.dropout) > 0
 
     @property
     def run_name(self) -> str:

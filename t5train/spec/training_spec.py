@@ -172,7 +172,7 @@ class OptimizerSpec(SpecPart):
                 f"optimizer.warmup_steps is {self.warmup_steps}: it must be below optimizer.num_steps "
                 f"({self.num_steps}). Set both, for instance optimizer.warmup_steps={self.num_steps // 10}"
             )
-        if self.final_learning_rate > self.peak_learning_rate:
+        if self.schedule in {"cosine", "linear"} and self.final_learning_rate > self.peak_learning_rate:
             raise ValueError(
                 f"optimizer.final_learning_rate is {self.final_learning_rate}: it must not exceed "
                 f"optimizer.peak_learning_rate ({self.peak_learning_rate})"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from t5train.checkpoint import saving
-from t5train.checkpoint.state_loading import StoredState
+from t5train.checkpoint.state_loading import StoredState, fill_of
 from t5train.data.pairs.pair_samples import PairSamples
 from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
 from t5train.data.samples.span_corruption import row_lengths
@@ -30,7 +30,6 @@ from t5train.engine.partitions import master_groups_of
 from t5train.errors import Preempted
 from t5train.files.heartbeat import Heartbeat
 from t5train.files.run_folder import tag_of
-from t5train.model.initialization import initialise
 from t5train.model.model_shape import T5Shape, huggingface_config, resolve
 from t5train.records.metrics import Metrics, Values, loss_curve_points
 from t5train.spec import RunSpec
@@ -68,7 +67,7 @@ class Trainer:
         # For dropout: different on every rank, the same in every run. Weights and samples have their own seeds.
         torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
         stored = StoredState.of(job, self.shape)
-        fill = stored.fill if stored else partial(initialise, shape=self.shape, seed=self.spec.optimizer.seed)
+        fill = fill_of(job, self.shape, stored)
         self.engine: Any = build_engine(self.spec, self.shape, pad_id, fill, job.node_local, job.decays_all)
         self.step = saving.resume(self.engine, job, stored)
         self.best = saving.best_so_far(job) if self.spec.evaluate.best_metric else None

@@ -7,9 +7,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from t5train.data.samples.span_corruption import row_lengths
-from t5train.model.flops import training_flops
 from t5train.model.model_shape import T5Shape
 from t5train.spec import RunSpec
+from t5train.train.flops import training_flops
 
 _TERA = 1e12
 
@@ -67,5 +67,7 @@ def utilization(spec: RunSpec, shape: T5Shape, seconds: float, peak: float | Non
     """Return the share of the accelerators' peak that a step of this duration uses; None if the peak is not known."""
     if peak is None:
         return None
-    flops = spec.optimizer.global_batch_sequences * training_flops(shape, *row_lengths(spec))
+    flops = spec.optimizer.global_batch_sequences * training_flops(
+        shape, *row_lengths(spec), is_frozen=spec.finetune.lora.rank is not None
+    )
     return flops / seconds / (peak * spec.cluster.ranks)

@@ -232,7 +232,7 @@ def random_batch(job: BenchmarkJob, seed: int) -> Batch:
 
     def side(length: int) -> tuple[np.ndarray, np.ndarray | None]:
         segments = 1 + _PAIRS_A_ROW * np.arange(length, dtype=np.int32) // length
-        keys = generator.integers(1 << 62, size=(size, length)) if job.spec.model.dropout_rate else None
+        keys = generator.integers(1 << 62, size=(size, length)) if job.spec.has_dropout else None
         return np.tile(segments, (size, 1)), keys
 
     segments = None

@@ -2,6 +2,11 @@
 
 Certification compares the exported model with the witness. The witness is therefore made from the masters in the engine
 and not from any file. DeepSpeed's own interface provides the masters, independently of our consolidation.
+
+A run with LoRA is recorded as the model that is published: each weight is the start model's own value in fp32, plus the
+product of the masters of its adapter. The start model's files give its values, as the engine has only their rounding,
+and the engine's weights must be equal to that rounding. The probes' logits are those of these fp32 weights, as in any
+run, while training and validation compute with weights in 16 bits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,6 +22,7 @@ from deepspeed.utils import groups, safe_get_full_fp32_param
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from t5train.checkpoint.state_loading import frozen_weights
 from t5train.data.samples.loader import Batch
 from t5train.data.vocabulary.held_out import read_held_out
 from t5train.engine.collectives import gather_objects, on_accelerator, rank
@@ -24,8 +30,10 @@ from t5train.engine.engine import model_of
 from t5train.engine.parameter_layout import huggingface_names
 from t5train.errors import RanksDisagree, UnknownLayout
 from t5train.files.atomic import replacing, write_json
+from t5train.model.lora import LORA_A, LORA_B, merged
 from t5train.model.model_shape import T5Shape, count_parameters, generation_config
 from t5train.model.t5 import T5, PairRows, shift_right
+from t5train.model.tensor_files import StoredTensors
 from t5train.records.witness import (
     GENERATED_PROBE,
     WITNESS,
@@ -42,17 +50,52 @@ from t5train.train.datasets.dataset import Dataset
 
 
 def full_masters(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, fp32 master on the CPU) of every parameter. A collective of all ranks.
+    """Yield (Hugging Face name, fp32 master on the CPU) of every parameter that is trained. A collective of all ranks.
 
     Raises RanksDisagree if two pipeline stages hold different copies of a tied parameter.
     """
     return _of_all_stages(engine) if engine.pipeline_parallelism else _of_whole_model(engine)
 
 
+def merged_masters(engine: Any, frozen: StoredTensors, scaling: float) -> Iterator[tuple[str, Tensor]]:
+    """On rank 0, yield (Hugging Face name, fp32 value on the CPU) of every parameter, merged with its adapter.
+
+    A collective of all ranks. ``frozen`` are the start model's weights. Raises RanksDisagree if those of the engine are
+    not their rounding.
+    """
+    factors, model = dict(full_masters(engine)), model_of(engine)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            continue
+        rounded = _whole(parameter)
+        if rank() > 0:
+            continue
+        weight = frozen.whole(name)
+        if not torch.equal(weight.to(rounded.dtype), rounded):
+            raise RanksDisagree(
+                f"{name} is frozen, but no longer has the values of the model that training started from "
+                "(model.start_from): please report this bug"
+            )
+        a, b = factors.get(name + LORA_A), factors.get(name + LORA_B)
+        yield name, weight if a is None or b is None else merged(weight, a, b, scaling)
+
+
+def _whole(parameter: Any) -> Tensor:
+    """Return a frozen parameter on the CPU. At ZeRO 3, ranks join their parts: what else it holds may be released."""
+    if not hasattr(parameter, "ds_tensor"):
+        return cast(Tensor, parameter.detach().cpu())
+    part = parameter.ds_tensor.to(get_accelerator().current_device_name())
+    joined = part.new_empty(part.numel() * comm.get_world_size())
+    comm.all_gather_into_tensor(joined, part)
+    return cast(Tensor, joined[: parameter.ds_numel].view(parameter.ds_shape).cpu())
+
+
 def _of_whole_model(engine: Any) -> Iterator[tuple[str, Tensor]]:
     copies, model = _whole_copies(engine), model_of(engine)
     names = [huggingface_names(model, expert_rank) for expert_rank in range(model.expert_parallel_size)]
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         whole = _whole_master(engine, name, parameter, copies)
         for expert_rank, held in enumerate(_of_expert_ranks(parameter, whole)):
             yield names[expert_rank][name], held.to("cpu", torch.float32)
@@ -132,10 +175,11 @@ def record(
     model = T5(shape, decoder_start_id=huggingface_config["decoder_start_token_id"]) if rank() == 0 else None
     places = _places(model) if model is not None else {}
     digests = {}
-    for name, master in full_masters(engine):
+    for name, master in _published(engine, job, shape):
         if model is not None:
             places[name].data.copy_(master)
-            digests[name] = TensorDigest(shape=tuple(master.shape), sha256=digest_tensor(master))
+            digests[name] = _digest(master)
+    adapters = dict(full_masters(engine)) if job.spec.finetune.lora.rank else {}
     if model is None:
         return
     held_out = dataset.held_out.batch(0, min(PROBE_SEQUENCES, dataset.held_out.num_samples))
@@ -150,6 +194,7 @@ def record(
         num_threads=torch.get_num_threads(),
         num_parameters=count_parameters(shape),
         tensors=digests,
+        adapters={name: _digest(master) for name, master in adapters.items()},
         ties={"lm_head.weight": "shared.weight"} if shape.tied else {},
         huggingface_config=huggingface_config,
         generation_config=generation_config(huggingface_config),
@@ -160,6 +205,18 @@ def record(
         **facts,
     )
     write_json(folder / WITNESS, witness.model_dump(mode="json"))
+
+
+def _digest(master: Tensor) -> TensorDigest:
+    return TensorDigest(shape=tuple(master.shape), sha256=digest_tensor(master))
+
+
+def _published(engine: Any, job: TrainJob, shape: T5Shape) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, fp32 value) of every parameter of the model that is published."""
+    lora = job.spec.finetune.lora
+    if lora.rank is None:
+        return full_masters(engine)
+    return merged_masters(engine, frozen_weights(job, shape), lora.scaling)
 
 
 def _trained(job: TrainJob, dataset: Dataset) -> TrainedModel:

@@ -31,13 +31,17 @@ from t5train.release.model_card import README
 from tests.acceptance.file_faults import FAULTS, parsed
 from tests.support.synthetic_models import make_trained
 
-FAMILIES = {"v1.0": 1, "v1.1": 1, "switch": 3, "pairs": 1}
+FAMILIES = {"v1.0": 1, "v1.1": 1, "switch": 3, "pairs": 1, "lora": 1}
 """The kinds of models, and the number of weight files of each."""
 
 
 class IntactExport(NamedTuple):
     exported: Export
     witness: Path
+    start: str | None
+
+    def certify(self) -> None:
+        certify(self.exported.path, self.witness, start_from=self.start)
 
 
 Table = dict[tuple[str, str], Counter[str]]
@@ -48,7 +52,7 @@ def campaign(folder: Path, trials: int, seed: int, only: str | None = None) -> t
     """Plant the faults; return the counts, and a description of every fault that was certified."""
     intact = {version: _make_intact(folder / version, version, files) for version, files in FAMILIES.items()}
     for each in intact.values():
-        certify(each.exported.path, each.witness)
+        each.certify()
         (each.exported.path / "certificate.json").unlink()
     generator = random.Random(seed)
     table: Table = {}
@@ -70,7 +74,7 @@ def campaign(folder: Path, trials: int, seed: int, only: str | None = None) -> t
 
 def _make_intact(folder: Path, version: str, num_files: int) -> IntactExport:
     trained = make_trained(folder, version, num_files)
-    return IntactExport(export(*trained, folder / "export"), trained.witness)
+    return IntactExport(export(*trained, folder / "export"), trained.witness, trained.spec.model.start_from)
 
 
 def _choices(intact: dict[str, IntactExport], only: str | None) -> list[tuple[str, str, str]]:
@@ -121,7 +125,7 @@ def _planted(exported: Export, name: str, kind: str, generator: random.Random) -
 def _is_refused(intact: IntactExport) -> bool:
     """Whether certification refuses the export. Any other error is a bug of this project, and is raised."""
     try:
-        certify(intact.exported.path, intact.witness)
+        intact.certify()
     except (CertificationError, InputError):
         return True
     (intact.exported.path / "certificate.json").unlink()

@@ -294,6 +294,7 @@ FAULTS: dict[str, dict[str, Change]] = {
     "special_tokens_map.json": _TOKENIZER,
     "spiece.model": {"vocabulary changed": _change_spiece},
     "loss_curve.png": {"picture changed": _change_picture},
+    "adapter/adapter_config.json": _JSON,
     "README.md": {
         **{kind: _in_card(change) for kind, change in _IN_DOCUMENTS.items()},
         **{f"fact: {kind}": _in_facts(change) for kind, change in _IN_DOCUMENTS.items()},

@@ -39,7 +39,8 @@ PROOFS = (
     Proof("resumes", (*_HOSTS, "tests/acceptance/resume_table.py", "tests/acceptance/resume_cases.py")),
     Proof("kills", (*_RUNS, "t5train/data", "tests/acceptance/kills")),
     Proof(
-        "finetuning-trial", (*_RUNS, "t5train/data", "t5train/model", "flows", "tests/acceptance/finetuning_trial.py")
+        "finetuning-trial",
+        (*_RUNS, "t5train/data", "t5train/model", "t5train/spec", "flows", "tests/acceptance/finetuning_trial.py"),
     ),
     Proof("io-faults", (*_RUNS, "tests/acceptance/io_faults", "tests/acceptance/file_faults.py")),
     Proof("corruptions", ("t5train/checkpoint", "tests/acceptance/corruptions.py")),

@@ -20,5 +20,6 @@ def test_a_run_whose_worker_and_server_are_killed_is_resumed_and_published_bit_e
     with Site.up(tmp_path, **{"optimizer.num_steps": 100, "storage.validate_every_steps": 100}) as site:
         outcomes = play_round(site, 1, faults, undisturbed_weights(site))
     assert len(outcomes) == len(faults)
-    assert [each for each in outcomes if not each.passed] == []
+    # However long it takes: of several clients that write at once, one may wait for SQLite's lock for a minute.
+    assert [each for each in outcomes if not each.is_survived] == []
     assert {each.fault for each in outcomes if each.ended_attempt} >= {"the worker is killed"}

@@ -70,6 +70,8 @@ def test_the_server_accepts_every_kind_of_parameter() -> None:
     create(settings=settings, corpus="/data/part-??.txt", publish_under="s3://bucket/t5", hostfile="/etc/hosts")
     create(corpus="psgs_w100", settings={"corpus.mixed_with": ["pydocs", "hf://owner/name", "~/text"]})
     create(settings={"tokenizer.path": "~/spiece.model", "model.start_from": "file:///data/t5", "storage.root": "~/t5"})
+    for start in ("hf://owner/t5@refs/pr/1", "s3://bucket/published/t5"):
+        create(settings={"model.start_from": start})
     create(corpus=None, steps=None, run_name=None, settings=None, publish_under=None, hostfile=None, scratch=None)
     create(run_name="mine", steps=10, trial=True, scratch="/local", adopt=False, corpus="filecache::s3://bucket/a.gz")
 

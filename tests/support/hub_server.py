@@ -1,4 +1,4 @@
-"""A server with the endpoints of the Hugging Face Hub that reading a dataset's files takes, also by ``datasets``."""
+"""A server with the endpoints of the Hugging Face Hub that reading a repository's files takes, also by ``datasets``."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -15,10 +15,12 @@ REPOSITORY = "someone/texts"
 
 
 class Hub:
-    """The files of one dataset, by path. ``sent`` has what is sent in place of a file's content."""
+    """The files of one dataset or model, by path. ``sent`` has what is sent in place of a file's content."""
 
-    def __init__(self, files: dict[str, bytes], repository: str = REPOSITORY) -> None:
-        self.repository = repository
+    def __init__(self, files: dict[str, bytes], repository: str = REPOSITORY, kind: str = "datasets") -> None:
+        self.repository, self.kind = repository, kind
+        self.token: str | None = None
+        """What a private repository is shown for."""
         self.main = token_hex(20)
         """The commit that the branch main is at. No two hubs have the same, as clients keep files by their commit."""
         self.commits = {self.main: files}
@@ -59,8 +61,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
-        api, files = f"/api/datasets/{self.hub.repository}", f"/datasets/{self.hub.repository}/resolve/"
-        if self.hub.is_busy(path):
+        api, folder = f"/api/{self.hub.kind}/{self.hub.repository}", {"models": ""}.get(self.hub.kind, "/datasets")
+        files = f"{folder}/{self.hub.repository}/resolve/"
+        if self.hub.token and self.headers["Authorization"] != f"Bearer {self.hub.token}":
+            self._refuse(401, "RepoNotFound")
+        elif self.hub.is_busy(path):
             self._refuse(503, "Busy")
         elif path.startswith(files):
             self._send_file(*path.removeprefix(files).split("/", 1))
@@ -101,8 +106,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _entry(self, files: dict[str, bytes], path: str) -> dict[str, Any]:
         content = files[path]
         large = {"oid": sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
-        blob = sha1(content, usedforsecurity=False).hexdigest()
-        return {"type": "file", "path": path, "size": len(content), "oid": blob, "lfs": large}
+        blob = sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+        entry = {"type": "file", "path": path, "size": len(content), "oid": blob}
+        return entry if self.hub.kind == "models" and path.endswith(".json") else entry | {"lfs": large}
 
     def _send_file(self, revision: str, path: str) -> None:
         commit = self.hub.commit_of(revision)

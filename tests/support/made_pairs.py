@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from t5train.data.pairs.pair_shard_worker import IDS, LENGTHS, arrange_pairs
-from t5train.data.pairs.pair_shards import KINDS, shard_file
+from t5train.data.pairs.pair_shards import KINDS, PARTS, shard_file
 from t5train.data.pairs.pairs import TASKS, pairs_name
 from t5train.data.passages import SPLITS
 from t5train.records.digests import digest_files
@@ -47,10 +47,11 @@ def made_pair_shards(
     names = [TASKS]
     for split, (task, splits) in itertools.product(SPLITS, enumerate(tasks)):
         pairs = splits.get(split, ())
-        part = {kind: str(folder / f"part.{kind}") for kind in ("tokens", "lengths", "ids")}
+        part = {kind: str(folder / f"part.{kind}") for kind in PARTS}
         np.array([each for pair in pairs for side in pair for each in side], "<u2").tofile(part["tokens"])
         np.array([[len(side) for side in pair] for pair in pairs], LENGTHS).tofile(part["lengths"])
         np.arange(len(pairs), dtype=IDS).tofile(part["ids"])
+        np.zeros(len(pairs), bool).tofile(part["cut"])
         files = {kind: shard_file(split, task, kind) for kind in KINDS}
         job = {"number": 0, "task": task, "row": row, "pack": pack and split == "train", "parts": [part]}
         job |= {"bytes_per_token": 2, "vocab_size": 400, "joined": str(folder / "joined")}

@@ -15,7 +15,10 @@ from t5train.checkpoint.consolidate.tensor_writer import index_name
 from t5train.data.vocabulary.held_out import choose
 from t5train.data.vocabulary.sentencepiece_model import Encoder, train
 from t5train.data.vocabulary.tokenizer import SPIECE, Tokenizer, write_hugging_face_files
+from t5train.files.atomic import write_json
+from t5train.model.lora import ADAPTERS, LORA_A, LORA_B, merged
 from t5train.model.model_shape import generation_config, huggingface_config, resolve
+from t5train.model.starting_model import start_fingerprint, start_name
 from t5train.records.digests import digest_file, digest_files
 from t5train.records.stage_records import TokenizerFiles, Weights
 from t5train.records.witness import EncodedPassage, computing_environment
@@ -29,6 +32,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "switch": {"model.version": "v1.0", "model.moe.num_experts": 3},
     "pairs": {"model.version": "v1.1", "pairs.train": ["reverse_digits", "sort_digits#prefix=order: "]},
 }
+FAMILIES["lora"] = FAMILIES["pairs"] | {
+    "optimizer.kind": "adamw",
+    "finetune.lora.rank": 3,
+    "finetune.lora.alpha": 8,
+    "finetune.lora.targets": ["q", "o", "wi_0", "wo"],
+}
+FAMILIES["lora v1.0"] = FAMILIES["lora"] | {"model.version": "v1.0", "finetune.lora.targets": ["v", "wi"]}
 GENERATED_TOKENS = 6
 RECORDED = {
     "layout": {"ranks": 2, "zero_stage": 1, "micro_batch_sequences": 32, "offload": "none", "pipeline_stages": 1}
@@ -64,6 +74,8 @@ class Trained(NamedTuple):
 def make_trained(folder: Path, version: str = "v1.1", num_files: int = 1) -> Trained:
     """Make a random T5 of one of FAMILIES, as training and consolidation would."""
     settings = {"name": "made", **FAMILIES[version], **{f"model.{key}": SHAPE[key] for key in SHAPE}}
+    if version.startswith("lora"):
+        settings["model.start_from"] = str(folder / "start")
     spec = recipe("smoke").with_settings(settings)
     tokenizer = _tokenizer(folder / "tokenizer")
     config = huggingface_config(resolve(spec.model, int(tokenizer.counts["vocab_size"])), pad_id=0, eos_id=1)
@@ -71,8 +83,9 @@ def make_trained(folder: Path, version: str = "v1.1", num_files: int = 1) -> Tra
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**config)).eval()
     if not config["tie_word_embeddings"]:  # transformers initializes it tied
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
-    weights = _weights(folder / "run/weights", dict(model.named_parameters()), num_files)
-    _witness(folder / "run/witness", model, config, tokenizer, spec)
+    factors = _adapted(model, spec, config) if spec.model.start_from else {}
+    weights = _weights(folder / "run/weights", dict(model.named_parameters()), num_files, factors)
+    _witness(folder / "run/witness", model, config, tokenizer, spec, factors)
     return Trained(weights, tokenizer, folder / "run/witness", spec)
 
 
@@ -106,7 +119,24 @@ def _tokenizer(folder: Path) -> TokenizerFiles:
     ).commit()
 
 
-def _weights(folder: Path, parameters: dict[str, torch.Tensor], num_files: int) -> Weights:
+def _adapted(model: PreTrainedModel, spec: RunSpec, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Save the model as the start of a run with LoRA, merge random adapters with it, and return their factors."""
+    start, lora = Path(str(spec.model.start_from)), spec.finetune.lora
+    start.mkdir()
+    write_json(start / "config.json", config)
+    save_file({name: each.detach() for name, each in model.named_parameters()}, start / "model.safetensors")
+    factors = {}
+    for name, weight in model.named_parameters():
+        if name.split(".")[-2] in lora.targets:
+            a, b = torch.randn(lora.rank, weight.shape[1]), torch.randn(weight.shape[0], lora.rank)
+            factors |= {name + LORA_A: a, name + LORA_B: b}
+            weight.data = merged(weight.data, a, b, lora.scaling)
+    return factors
+
+
+def _weights(
+    folder: Path, parameters: dict[str, torch.Tensor], num_files: int, factors: dict[str, torch.Tensor]
+) -> Weights:
     folder.mkdir(parents=True)
     names = sorted(parameters)
     files = ["model.safetensors"]
@@ -121,6 +151,8 @@ def _weights(folder: Path, parameters: dict[str, torch.Tensor], num_files: int) 
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (folder / index_name("model")).write_text(json.dumps(index))
     (folder / "model.tensors.json").write_text("{}")
+    if factors:
+        save_file(factors, folder / f"{ADAPTERS}.safetensors")
     digests = {path.name: digest_file(path) for path in folder.iterdir()}
     return Weights(path=folder, fingerprint="2" * 64, inputs={"run": "3" * 64}, files=digests).commit()
 
@@ -131,7 +163,12 @@ def _passages(spiece: Path) -> list[EncodedPassage]:
 
 
 def _witness(
-    folder: Path, model: PreTrainedModel, config: dict[str, Any], tokenizer: TokenizerFiles, spec: RunSpec
+    folder: Path,
+    model: PreTrainedModel,
+    config: dict[str, Any],
+    tokenizer: TokenizerFiles,
+    spec: RunSpec,
+    factors: dict[str, torch.Tensor],
 ) -> None:
     folder.mkdir(parents=True)
     tensors = {}
@@ -144,13 +181,6 @@ def _witness(
         tensors |= {f"{probe}.{key}": value for key, value in {**inputs, "logits": logits}.items()}
     tensors |= _generated(model, tensors, config)
     save_file(tensors, folder / "witness.safetensors")
-    digests = {
-        name: {
-            "shape": list(parameter.shape),
-            "sha256": hashlib.sha256(parameter.detach().numpy().tobytes()).hexdigest(),
-        }
-        for name, parameter in model.named_parameters()
-    }
     witness: dict[str, Any] = {
         "schema_version": 2,
         "run_fingerprint": "3" * 64,
@@ -160,7 +190,7 @@ def _witness(
         "num_threads": torch.get_num_threads(),
         "environment": computing_environment("cpu"),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "tensors": digests,
+        "tensors": _digests(dict(model.named_parameters())),
         "ties": {"lm_head.weight": "shared.weight"} if config["tie_word_embeddings"] else {},
         "huggingface_config": config,
         "generation_config": generation_config(config),
@@ -181,7 +211,18 @@ def _witness(
         witness["validation"] |= {"unigram_content_loss": 6.5, "validation_content_loss": 4.8, "test_content_loss": 4.9}
     if spec.is_fine_tuning:
         witness["trained"] |= OF_PAIRS
+    if factors:
+        witness["adapters"] = _digests(factors)
+        witness["trained"]["start_from"] = start_name(spec.model)
+        witness["inputs"]["start_from"] = start_fingerprint(spec.model)
     (folder / "witness.json").write_text(json.dumps(witness))
+
+
+def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        name: {"shape": list(each.shape), "sha256": hashlib.sha256(each.detach().numpy().tobytes()).hexdigest()}
+        for name, each in tensors.items()
+    }
 
 
 def _generated(

@@ -44,7 +44,7 @@ def made_exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, boo
         trained = synthetic_models.make_trained(folder, version)
         exported = export(*trained, folder / "run/export")
         if certified:
-            certify(exported.path, trained.witness)
+            certify(exported.path, trained.witness, start_from=trained.spec.model.start_from)
             files = exported.files | digest_files(exported.path, ["certificate.json"])
             exported.model_copy(update={"files": files}).commit()
         return folder

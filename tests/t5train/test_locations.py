@@ -3,7 +3,7 @@
 import pytest
 
 from t5train.errors import InputError
-from t5train.locations import redacted, require_location, without_secret
+from t5train.locations import hub_model, redacted, require_location, without_secret
 
 KEPT_AND_SHOWN_WHOLE = [
     "/data/part-?.txt",
@@ -71,3 +71,39 @@ def test_what_only_looks_like_a_url_is_refused_and_taken_for_no_folder(location:
 @pytest.mark.parametrize("location", ["s3://b/t5", "./s3:/t5", "runs/a:b", "/data", "memory://t5", "file:///t5", "C:x"])
 def test_urls_and_paths_are_locations(location: str) -> None:
     require_location(location)
+
+
+@pytest.mark.parametrize(
+    ("name", "revision"),
+    [
+        ("google/t5-v1_1-base", ""),
+        ("a/b.c-d", "refs/pr/3"),
+        ("a/b", "0" * 40),
+        (f"{'a' * 94}/b", "v1--2"),
+        ("_a/b_", "v"),
+    ],
+)
+def test_a_model_of_the_hub_may_have_a_revision(name: str, revision: str) -> None:
+    assert hub_model(f"hf://{name}{'@' * bool(revision)}{revision}") == (name, revision)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../..",
+        "a/..",
+        "./b",
+        "-a/b",
+        "a/.b",
+        "a--b/c",
+        "a/b..c",
+        "a/b.git",
+        "a/b.git@v1",
+        f"{'a' * 95}/b",
+        "a/b/c",
+        "a/b@",
+    ]
+    + [f"a/b@{revision}" for revision in ("..", ".", "refs/../x", "refs/./x", "v1/", "/v1", "v" * 200)],
+)
+def test_a_name_that_the_hub_or_git_refuses_is_no_model(name: str) -> None:
+    assert hub_model(f"hf://{name}") is None

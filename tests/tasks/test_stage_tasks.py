@@ -73,6 +73,17 @@ def test_an_export_with_a_damaged_manifest_is_moved_aside_before_it_is_made_agai
     assert found == [False] * len(DAMAGES)
 
 
+@pytest.mark.parametrize(("task", "build"), [("make_corpus", "build_corpus"), ("make_pairs", "build_pairs")])
+def test_weights_to_start_from_are_there_before_data_is_made(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch, task: str, build: str
+) -> None:
+    called: list[str] = []
+    for name in ("complete_start", build):
+        monkeypatch.setattr(stage_tasks, name, lambda *_arguments, name=name: called.append(name))
+    getattr(stage_tasks, task).fn(spec)
+    assert called == ["complete_start", build]
+
+
 @pytest.mark.parametrize("names", [["thesis.txt"], ["thesis.txt", "manifest.json"]])
 def test_a_folder_that_is_not_a_damaged_result_is_left_alone(
     spec: RunSpec, checkpoint: Checkpoint, names: list[str]

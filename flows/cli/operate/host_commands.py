@@ -22,6 +22,7 @@ from infra.head.hosts.ssh import Transport
 from infra.head.preflight.checklist import COLUMNS
 from infra.head.preflight.host_preflight import preflight as ask_hosts
 from infra.head.preflight.pair_checks import require_data
+from infra.head.preflight.remote_starts import with_start_here
 from infra.head.preflight.run_checks import require_possible
 from t5train.errors import HostError, SpecError
 from t5train.quantities import format_bytes, quantity
@@ -63,7 +64,7 @@ def preflight(
     """
     if into is not None and install is None:
         raise SpecError("--into is given without --install: name the wheelhouse that is to be installed there")
-    spec = choice.chosen(hosts.settings()).spec()
+    spec = with_start_here(choice.chosen(hosts.settings()).spec())
     of_model = require_possible(spec)
     with asked(spec, read_hosts(spec.cluster), of_model, require_data(spec)) as (needs, transport):
         checked = needs

@@ -22,7 +22,7 @@ from flows.cli.options import (
 )
 from flows.cli.terminal import complain, say, show_json, show_table, stage_display
 from infra.head.hosts.hostfile import chosen_hosts, spare_hosts
-from infra.head.hosts.reached_nodes import reached_nodes
+from infra.head.hosts.node_client import reached_nodes
 from infra.head.runs.run_lookup import root_of_run
 from infra.head.runs.run_removal import (
     RemovalPlan,

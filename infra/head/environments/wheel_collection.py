@@ -194,7 +194,8 @@ def collect(
         (out := work / "out").mkdir()
         arguments = [f"--constraint={constraints}", f"--find-links={source}"]
         _gather(target, requirements, arguments, source, out, progress)
-        made = Wheelhouse(**facts, wheels=tuple(_listed(path) for path in sorted(out.iterdir(), key=_order)))
+        wheels = sorted(out.iterdir(), key=lambda path: path.name.lower())
+        made = Wheelhouse(**facts, wheels=tuple(_listed(path) for path in wheels))
         _put(made, out, folder, before)
         return Collected(made, len({wheel.sha256 for wheel in made.wheels} & held))
 
@@ -229,10 +230,6 @@ def _intact(folder: Path, before: Wheelhouse | None) -> list[Wheel]:
         return []
     bad = set(faulty(folder, before.wheels))
     return [wheel for wheel in before.wheels if wheel.name not in bad]
-
-
-def _order(path: Path) -> str:
-    return path.name.lower()
 
 
 def _gather(

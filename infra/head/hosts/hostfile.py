@@ -115,7 +115,8 @@ def parse(text: str, source: str) -> Hosts:
             host = _host(content, f"{source}, line {number}")
             if (first := found.setdefault(host.name.lower(), host)) is not host:
                 raise SpecError(
-                    f"{source}, line {number}: host {host.name!r} is listed twice; {_remedy_of_twice(first)}"
+                    f"{source}, line {number}: host {host.name!r} is listed twice; write one line for it, with all its "
+                    f"slots (the first has slots={len(first.slots)})"
                 )
     if not found:
         raise SpecError(f"{source} lists no host: write a line 'name slots=N' for each host")
@@ -189,10 +190,6 @@ def _require_name(name: str, where: str) -> None:
             raise SpecError(f"{where}: {name!r} is not an IPv4 address ({error}). Correct it") from None
 
 
-def _remedy_of_twice(first: Host) -> str:
-    return f"write one line for it, with all its slots (the first has slots={len(first.slots)})"
-
-
 def _named(hosts: Hosts, setting: str, text: str) -> dict[str, tuple[int, ...]]:
     """The slots that ``include`` or ``exclude`` names, by host, in ascending order."""
     known = {host.name: host for host in hosts.all}
@@ -224,6 +221,6 @@ def _without(slots: Iterable[int], gone: Iterable[int]) -> tuple[int, ...]:
     return tuple(slot for slot in slots if slot not in removed)
 
 
-def _some(names: Iterable[str], most: int = 8) -> str:
+def _some(names: Iterable[str]) -> str:
     listed = list(names)
-    return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")
+    return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "")

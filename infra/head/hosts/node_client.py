@@ -6,23 +6,25 @@ For the kinds of errors, see infra.head.hosts.host_answers.
 import io
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Self, TypeVar, cast
 
 from infra.head.hosts import ssh
-from infra.head.hosts.code_shipping import module_path
+from infra.head.hosts.code_shipping import module_path, ship, shipped_code
 from infra.head.hosts.host_answers import answer_in, mismatch, reported
-from infra.head.hosts.ssh import Reply, Transport, run_everywhere
+from infra.head.hosts.ssh import Reply, Ssh, Transport, run_everywhere
 from infra.node import private_code
 from infra.node.attempts.run_ownership import NodeStore
 from infra.node.channel import Channel, WrongMessage
 from infra.node.messages import Query, Request, encode
 from infra.node.node_folders import code_folder
 from t5train.errors import HostError, HostUnreachable
+from t5train.spec import MachinesSpec
 
 A = TypeVar("A")
 _CHECK = Path(private_code.__file__).read_text("utf-8")
@@ -159,3 +161,14 @@ def _code(process: subprocess.Popen[bytes]) -> int:
     except subprocess.TimeoutExpired:
         ssh.kill(process)
         return 0
+
+
+@contextmanager
+def reached_nodes(machines: MachinesSpec, hosts: Iterable[str]) -> Iterator[tuple[Nodes, dict[str, HostError]]]:
+    """Yield those of the hosts that have the code, and the errors of those to which it could not be sent."""
+    names, cluster = tuple(hosts), machines.cluster
+    with tempfile.TemporaryDirectory(prefix="t5-hosts-") as folder:
+        transport, code = Ssh.configured(cluster, Path(folder)), shipped_code(cluster)
+        lacking = ship(transport, names) if code else {}
+        reached = tuple(host for host in names if host not in lacking)
+        yield Nodes(transport, reached, machines.storage.scratch, code), lacking

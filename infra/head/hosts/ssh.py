@@ -187,9 +187,11 @@ def run_everywhere(
             reply = one_reply(host)
         return reply
 
+    limit = ["timeout", "-k", str(_KILL_AFTER_SECONDS), f"{deadline_seconds:.3f}"]
+
     def one_reply(host: str) -> Reply:
         try:
-            process = _started(transport, host, argv, deadline_seconds)
+            process = connect(transport, host, [*limit, *argv])
             running.append(process)
             return _output(process, host, argv, stdin_of(host), deadline_seconds)
         except HostError as error:
@@ -238,10 +240,6 @@ def connect(transport: Transport, host: str, argv: Sequence[str]) -> subprocess.
         ) from error
 
 
-def _started(transport: Transport, host: str, argv: Sequence[str], deadline_seconds: float) -> subprocess.Popen[bytes]:
-    return connect(transport, host, ["timeout", "-k", str(_KILL_AFTER_SECONDS), f"{deadline_seconds:.3f}", *argv])
-
-
 def _output(
     process: subprocess.Popen[bytes], host: str, argv: Sequence[str], stdin: bytes, deadline_seconds: float
 ) -> Output:
@@ -288,6 +286,6 @@ def _remedy(returncode: int, stderr: bytes) -> str:
     return ""
 
 
-def _short(argv: Sequence[str], most: int = 120) -> str:
+def _short(argv: Sequence[str]) -> str:
     line = " ".join("..." if "\n" in word else word for word in argv)  # the text of a program does not help
-    return repr(line if len(line) <= most else f"{line[:most]}...")
+    return repr(line if len(line) <= 120 else f"{line[:120]}...")

@@ -159,7 +159,7 @@ def was_dropped(error: HostError) -> bool:
     return isinstance(error, HostUnreachable) and _TOO_MANY in str(error)
 
 
-def last_lines(stderr: bytes, most: int = 3) -> str:
-    """Return the last lines that are not noise, joined into one line."""
+def last_lines(stderr: bytes) -> str:
+    """Return the last three lines that are not noise, joined into one line."""
     lines = [printable(line).strip() for line in stderr.decode("utf-8", "replace").splitlines()]
-    return " / ".join([line for line in lines if not _NOISE.match(line)][-most:]) or "nothing"
+    return " / ".join([line for line in lines if not _NOISE.match(line)][-3:]) or "nothing"

@@ -178,17 +178,13 @@ def _prepare(
 
     def request(host: Host) -> PrepareAttempt:
         own = replace(this, host=host.name, slots=host.slots, hosts=None)
-        variables = _interface(fit.rendezvous.interfaces[host.name]) | environment
-        return PrepareAttempt(own, variables, Endpoint(fit.rendezvous.address, fit.port), owner, files)
+        # Otherwise collectives use the interface that the hostname resolves to.
+        interface = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), fit.rendezvous.interfaces[host.name])
+        return PrepareAttempt(own, interface | environment, Endpoint(fit.rendezvous.address, fit.port), owner, files)
 
     nodes = Nodes(transport, spec.hosts.names, code=this.code)
     answers = nodes.ask_each({host.name: request(host) for host in spec.hosts.all}, _PREPARE_SECONDS)
     return {host: _boot_id(host, answer, attempt_folder(this.run_id)) for host, answer in answers.items()}
-
-
-def _interface(name: str) -> dict[str, str]:
-    """Variables that make collectives use this interface, not the one that the hostname resolves to."""
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
 def _boot_id(host: str, answer: Prepared | HostError, expected: Path) -> str:

@@ -296,7 +296,7 @@ def _first_failure(
             what = f"{who} was killed together with its guard, which watches it. Check `dmesg` for the OOM killer"
             return RankKilled, what, rank, _host_of(this, rank), True
     failed = [
-        (_diagnosis(this, record), record, rank)
+        (diagnose(record, tail(this.log(record.name), _LINES_READ)), record, rank)
         for rank, record in records.items()
         if _is_cause(record, this.hosts is not None)
     ]
@@ -315,10 +315,6 @@ def _first_failure(
     if diagnosis.advice:
         what = f"{what}: {diagnosis.advice}"
     return diagnosis.kind, what, rank, blamed, is_of_a_rank
-
-
-def _diagnosis(this: Attempt, record: ExitRecord) -> Diagnosis:
-    return diagnose(record, tail(this.log(record.name), _LINES_READ))
 
 
 def _who(this: Attempt, rank: int, num_ranks: int, record: ExitRecord | None) -> str:

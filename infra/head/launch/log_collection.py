@@ -47,7 +47,7 @@ def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
                 "the files on %s of attempt %s cannot be collected, and stay there in %s: %s",
                 host,
                 this.number,
-                _place(this),
+                attempt_folder(this.run_id),
                 error,
             )
     nodes.on(*gathered).ask(RemoveAttempt(this.run_id), _REMOVE_SECONDS)
@@ -82,10 +82,6 @@ def unpack(packed: bytes, folder: Path, ranks: range) -> None:
 def _is_of(ranks: range, name: str) -> bool:
     found = _OF_A_RANK.fullmatch(name)
     return found is not None and int(found[1]) in ranks
-
-
-def _place(this: Attempt) -> Path:
-    return attempt_folder(this.run_id)
 
 
 LINES_A_SECOND = 20.0

@@ -54,7 +54,8 @@ def all_reduce(
 
     def on_answer(host: str, answer: Probed | HostError) -> None:
         answers[host] = answer
-        if not ended and _fails(answer):
+        failed = isinstance(answer, HostError) or any(one.stage != Stage.SUMMED for one in answer.ranks)
+        if failed and not ended:
             time.sleep(_SETTLE_SECONDS)
             ended.update(other for other in requirements.slots if other not in answers)
             _end(nodes.on(*ended), run_id)
@@ -139,10 +140,6 @@ def _error(returncode: int | None, error: str, was_ended: bool) -> str:
     if not returncode or (was_ended and returncode < 0):
         return ""
     return error or (f"ended by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}")
-
-
-def _fails(answer: Probed | HostError) -> bool:
-    return isinstance(answer, HostError) or any(one.stage != Stage.SUMMED for one in answer.ranks)
 
 
 def _findings(

@@ -31,7 +31,7 @@ def require_wandb(spec: RunSpec) -> None:
     On hosts, the preflight looks for the package.
     """
     monitor, on_hosts = spec.monitor, spec.cluster.hostfile is not None
-    if not monitor.wandb or has_finished(spec.run_folder):
+    if not monitor.wandb or has_finished(spec):
         return
     if not on_hosts and find_spec("wandb") is None:
         raise SpecError(
@@ -52,11 +52,11 @@ def require_wandb(spec: RunSpec) -> None:
         )
 
 
-def wandb_environment(spec: RunSpec, parent: Mapping[str, str] = os.environ) -> dict[str, str]:
+def wandb_environment(spec: RunSpec) -> dict[str, str]:
     """Return the variables that W&B needs, for ranks on this machine, which otherwise get no secrets."""
     if not spec.monitor.wandb or spec.monitor.wandb_mode == "offline":
         return {}
-    return {name: parent[name] for name in _VARIABLES if name in parent}
+    return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 
 
 def _is_logged_in(environment: Mapping[str, str]) -> bool:

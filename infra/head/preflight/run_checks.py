@@ -1,23 +1,24 @@
 """Checks a run without asking other hosts: everything that is cheap to check before anything expensive starts."""
 
+from hashlib import sha256
 from pathlib import Path
 
 from infra.node import ports
 from infra.node.attempts import shared_memory
 from infra.node.inspection.hardware import can_have_any
 from infra.node.storage.garbage import size_of
-from t5train.checkpoint.resume import has_finished
+from t5train.checkpoint.resume import has_finished, published_name
 from t5train.checkpoint.retention import bytes_held, bytes_of_one
 from t5train.data.samples.span_corruption import geometry
-from t5train.data.vocabulary.tokenizer import expected_vocab_size, open_given, spiece_in
+from t5train.data.vocabulary.tokenizer import expected_vocab_size, given_proto, open_given
 from t5train.engine import memory_estimate
 from t5train.errors import SpecError
 from t5train.files.run_folder import CHECKPOINTS, PUBLICATIONS
 from t5train.host_resources import require_host_memory
+from t5train.locations import is_remote_model
 from t5train.model import model_shape, starting_model
 from t5train.model.model_shape import T5Shape
 from t5train.model.pipeline.pipeline_split import stage_bounds
-from t5train.records.digests import digest_file
 from t5train.release.export import require_exportable
 from t5train.spec import RunSpec
 
@@ -39,7 +40,7 @@ def require_possible(spec: RunSpec) -> T5Shape:
 
 def publish_url(spec: RunSpec) -> str:
     """Return where the run is published: the requested location, or else a folder under the root."""
-    return spec.storage.publish_to or str(spec.storage.root / PUBLICATIONS / spec.run_name)
+    return spec.storage.publish_to or str(spec.storage.root / PUBLICATIONS / published_name(spec))
 
 
 def require_model(spec: RunSpec) -> T5Shape:
@@ -55,15 +56,15 @@ def require_model(spec: RunSpec) -> T5Shape:
 
 
 def _require_vocabulary_of_start(spec: RunSpec) -> None:
-    """Raise SpecError if the vocabulary differs from that of the model to start from."""
-    if spec.model.start_from is None:
+    """Raise SpecError if the vocabulary differs from that of the model to start from, if that is on this machine."""
+    if spec.model.start_from is None or is_remote_model(spec.model.start_from):
         return
     if spec.tokenizer.path is None:
         raise SpecError(
             f"model.start_from is {spec.model.start_from}, but tokenizer.path is left out, so a new vocabulary would "
             "be trained that the model does not know. Set tokenizer.path to the vocabulary of that model"
         )
-    starting_model.require_vocabulary(spec.model, digest_file(spiece_in(Path(spec.tokenizer.path))).sha256)
+    starting_model.require_vocabulary(spec.model, sha256(given_proto(Path(spec.tokenizer.path))).hexdigest())
     starting_model.require_pieces(spec.model, open_given(Path(spec.tokenizer.path)))
 
 
@@ -157,7 +158,7 @@ def needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
 
 def _checkpoint_bytes(spec: RunSpec, of_model: T5Shape) -> int:
     """Disk space for checkpoints still to come. Those that a resumed run already has do not count."""
-    if has_finished(spec.run_folder):
+    if has_finished(spec):
         return 0
     held = size_of(spec.run_folder / CHECKPOINTS)
     # While a checkpoint is copied to a bucket, its files stay, even if the run removes it.

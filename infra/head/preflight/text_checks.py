@@ -32,7 +32,7 @@ from t5train.data.readers import PLAIN_FORMATS, format_of, is_dump, rows
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.sources import PYDOCS, SourceFacts, require_source
 from t5train.data.vocabulary.sentencepiece_model import num_pieces, train
-from t5train.data.vocabulary.tokenizer import spiece_in
+from t5train.data.vocabulary.tokenizer import given_proto
 from t5train.errors import InputError, SpecError
 from t5train.locations import redacted
 from t5train.quantities import format_bytes, quantity
@@ -252,19 +252,19 @@ def _look(
     return TextLook(is_whole, _of_splits(passages), _of_splits(text_bytes), found)
 
 
-def _other_faults(files: Sequence[SourceFile], limit_bytes: int = LOOK_BYTES) -> str:
+def _other_faults(files: Sequence[SourceFile]) -> str:
     """Return a sentence with the files that are malformed, except the first; empty if there is only one.
 
-    Reads each file up to its first fault, and no further than the limit in all.
+    Reads each file up to its first fault, and no further than ``LOOK_BYTES`` in all.
     """
     malformed, read_bytes = list[str](), 0
     for file in files:
-        if read_bytes >= limit_bytes:
+        if read_bytes >= LOOK_BYTES:
             break
         try:
             for row in rows(file):
                 read_bytes += len(row.passage.text)
-                if read_bytes >= limit_bytes:
+                if read_bytes >= LOOK_BYTES:
                     break
         except InputError:
             malformed.append(file.name)
@@ -335,7 +335,7 @@ def bytes_per_token(vocabulary: TokenizerSpec, files: Iterable[SourceFile]) -> f
     if not measured:
         return None
     if vocabulary.path is not None:
-        return _size_of_pieces(spiece_in(Path(vocabulary.path)).read_bytes(), texts)
+        return _size_of_pieces(given_proto(Path(vocabulary.path)), texts)
     smaller = min(vocabulary.vocab_size, max(_LEAST_PIECES, size_bytes // 2 // _TRIED_BYTES_PER_PIECE))
     try:
         model = train(vocabulary.model_copy(update={"vocab_size": smaller}), iter(trained))

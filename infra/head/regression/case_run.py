@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infra.head.hosts.hostfile import chosen_hosts
-from infra.head.hosts.reached_nodes import reached_nodes
+from infra.head.hosts.node_client import reached_nodes
 from infra.head.plain_ranks import run_ranks
 from infra.head.regression.case_stages import (
     NightData,

@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from infra.head.hosts.hostfile import chosen_hosts
-from infra.head.hosts.node_client import Nodes
-from infra.head.hosts.reached_nodes import reached_nodes
+from infra.head.hosts.node_client import Nodes, reached_nodes
 from infra.head.preflight.run_checks import require_absolute
 from infra.head.regression.case_run import CaseRun
 from infra.head.regression.case_stages import NightData, make_data

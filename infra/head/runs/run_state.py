@@ -128,16 +128,20 @@ def run_state(folder: Path) -> RunState:
 
 
 def last_finished_stage(folder: Path) -> str | None:
-    """Return the last finished stage of a run. Every stage writes a file when it is done."""
+    """Return the last finished stage of a run. Every stage writes a file when it is done.
+
+    What follows training does not count while a run is trained again or beyond its end.
+    """
+    if not is_there(folder / MANIFEST):
+        return None
     consolidated = [weights / MANIFEST for weights in visible_in(folder / WEIGHTS)]
     signs = {
         "published": [folder / PUBLISHED],
         "certified": [folder / EXPORT / CERTIFICATE],
         "exported": [folder / EXPORT / MANIFEST],
         "consolidated": consolidated,
-        "trained": [folder / MANIFEST],
     }
-    return next((stage for stage, made in signs.items() if any(map(is_there, made))), None)
+    return next((stage for stage, made in signs.items() if any(map(is_there, made))), "trained")
 
 
 def resumable_step(folder: Path) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from infra.head.storage.store_claimant import claimant
-from t5train.checkpoint import tags
+from t5train.checkpoint import sidecar, tags
 from t5train.checkpoint.resume_point import beginnings, is_asked_to_begin_again, tags_in
 from t5train.errors import (
     DigestMismatch,
@@ -25,7 +25,7 @@ from t5train.errors import (
 from t5train.files.atomic import discard
 from t5train.files.os_errors import in_one_line
 from t5train.files.presence import names_in
-from t5train.files.run_folder import CHECKPOINTS, STORING, is_tag
+from t5train.files.run_folder import CHECKPOINTS, STORING, is_tag, tag_of
 from t5train.progress import Interrupted, Interruptible, Progress, Report, relayed
 from t5train.release.checkpoint_store.bucket_checkpoints import (
     Kept,
@@ -135,7 +135,8 @@ class CheckpointCopies:
             return
         if is_asked_to_begin_again(self._folder):
             return
-        held = next(iter(tags.complete_tags(self._folder / CHECKPOINTS)), None)
+        complete = tags.complete_tags(self._folder / CHECKPOINTS)
+        held = next((tag for tag in complete if self._best_of(tag) in complete), None)
         restore = partial(restore_newest, claim.bucket, claim.ledger, self._folder, held)
         if damaged := relayed(restore, progress, "copying the newest checkpoint from the bucket"):
             set_aside_stored(claim, damaged)
@@ -283,9 +284,29 @@ class CheckpointCopies:
         for tag in [*reversed(names_in(self._folder / STORING)), *tags_in(self._folder / CHECKPOINTS)]:
             if not is_tag(tag) or tag in self._failed or (newest is not None and tag <= newest.tag):
                 continue
-            if (self._folder / STORING / tag).exists() or tags.is_complete(self._folder / CHECKPOINTS / tag):
+            if (self._folder / STORING / tag).exists():
                 return tag
+            if tags.is_complete(self._folder / CHECKPOINTS / tag) and (first := self._first_of(tag)) is not None:
+                return first
         return None
+
+    def _first_of(self, tag: str) -> str | None:
+        """Return the best checkpoint as of ``tag`` if it is not stored yet, as a run resumes only with it, or ``tag``.
+
+        None if the best one can no longer be stored.
+        """
+        best = self._best_of(tag)
+        if best == tag or any(one.tag == best for one in self.claim().ledger.checkpoints):
+            return tag
+        if best in self._failed:
+            self._failed[tag] = self._failed[best]
+            return None
+        return best if tags.is_complete(self._folder / CHECKPOINTS / best) else None
+
+    def _best_of(self, tag: str) -> str:
+        """Return the best checkpoint as of a complete one; ``tag`` itself in runs that choose none."""
+        step = sidecar.read(self._folder / CHECKPOINTS / tag, 0).best_step
+        return tag if step is None else tag_of(step)
 
     def _discard_others(self, tag: str | None) -> None:
         """Remove the links to other checkpoints, and what interrupted copies have left of them."""

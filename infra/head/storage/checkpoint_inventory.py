@@ -208,8 +208,9 @@ def _version(name: str, places: Sequence[str], found: Inventories) -> FoundTag:
     holders = {file: tuple(_holders(name, file, digest.size, texts, found)) for file, digest in files.items()}
     for file, where in holders.items():
         if not where:
+            rank = next(each.rank for each in sidecars if file in each.files)
             raise IncompleteCheckpoint(
-                f"{name} lacks {file}, which {_writer(file, sidecars)} wrote: neither the head nor any host has a copy"
+                f"{name} lacks {file}, which rank {rank} wrote: neither the head nor any host has a copy"
             )
     return FoundTag(name, sidecars[0].step, texts, sidecars, files, holders)
 
@@ -241,10 +242,6 @@ def _holders(name: str, file: str, size: int, texts: Mapping[str, str], found: I
         return 0 if place == HEAD else 1 if wrote else 2
 
     return sorted(holding, key=distance)
-
-
-def _writer(file: str, sidecars: Sequence[Sidecar]) -> str:
-    return next(f"rank {each.rank}" for each in sidecars if file in each.files)
 
 
 def _why(name: str, found: Inventories) -> str:

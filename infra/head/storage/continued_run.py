@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from t5train.checkpoint import resume_point
-from t5train.checkpoint.resume import changed_settings, unique_id
+from t5train.checkpoint.continuation import changed_settings
+from t5train.checkpoint.resume import unique_id
 from t5train.checkpoint.resume_point import note_beginnings
 from t5train.errors import InputError, RecordError, RunChanged, SpecError
 from t5train.files.atomic import write_json

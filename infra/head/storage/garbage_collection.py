@@ -199,12 +199,9 @@ def _free_in(root: Path, run: Path, asked: Collection[str]) -> list[str]:
 def _garbage_in(root: Path, run: Path) -> Iterator[Garbage]:
     checkpoints = run / CHECKPOINTS
     tags = {HEAD: inventory_of(checkpoints)}
-    names = [*prunable(tags, keep_last=len(tags[HEAD]) or 1), *_half_removed(checkpoints)]
+    half_removed = sorted(path.name for path in checkpoints.glob(".*.discarded"))
+    names = [*prunable(tags, keep_last=len(tags[HEAD]) or 1), *half_removed]
     for folder in (checkpoints / name for name in names):
         yield Garbage(str(folder.relative_to(root)), size_of(folder), "an incomplete checkpoint")
     if names_in(aside := run / SET_ASIDE):
         yield Garbage(str(aside.relative_to(root)), size_of(aside), KEPT_ASIDE, is_kept=True)
-
-
-def _half_removed(checkpoints: Path) -> list[str]:
-    return sorted(path.name for path in checkpoints.glob(".*.discarded"))

@@ -38,7 +38,8 @@ def gather(nodes: Nodes, run_name: str, tag: FoundTag, checkpoints: Path, progre
     folder = checkpoints / tag.name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _move_strangers(folder, tag)
-    lacking = _lacking(folder, _wanted(tag), progress)
+    wanted = [Wanted.of(name, digest) for name, digest in sorted(tag.files.items())]
+    lacking = _lacking(folder, wanted, progress)
     require_space(folder, missing_bytes(folder, lacking.wanted), f"checkpoint {tag.name}")
     _Gathering(nodes, tag_path(run_name, tag.name), folder, lacking, progress).run(tag.places)
     for name, text in sorted(tag.texts.items()):
@@ -53,10 +54,6 @@ class _Lacking:
 
     wanted: list[Wanted]
     unreadable: Mapping[str, Unreadable]
-
-
-def _wanted(tag: FoundTag) -> list[Wanted]:
-    return [Wanted.of(name, digest) for name, digest in sorted(tag.files.items())]
 
 
 def _lacking(folder: Path, wanted: list[Wanted], progress: Progress) -> _Lacking:

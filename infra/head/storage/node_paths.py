@@ -85,7 +85,7 @@ class NodeRun:
         if job.consolidated is not None:
             folder = self._on_node(path_of_consolidated(job.consolidated))
             changes["consolidated"] = job.consolidated.model_copy(update={"folder": folder})
-        elif (model := job.begins_from) is not None:
+        if (model := job.begins_from) is not None:
             start = {"start_from": str(self._on_node(path_of_start(model)))}
             changes["spec"] = job.spec.model_copy(update={"model": job.spec.model.model_copy(update=start)})
         return job.model_copy(update=changes)

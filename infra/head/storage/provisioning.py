@@ -216,7 +216,7 @@ def provide(run: NodeRun, job: TrainJob, progress: Progress, staged: StagedBytes
         _stage(run, consolidated.folder, files, path_of_consolidated(consolidated), reports)
     elif job.resume_tag is not None:
         _restore(run, job.resume_tag, reports)
-    elif (model := job.begins_from) is not None:
+    if (model := job.begins_from) is not None:
         _stage(run, model.folder, listed(model.folder, _visible(model.folder)), path_of_start(model), reports)
     _continue_metrics(run, job)
 

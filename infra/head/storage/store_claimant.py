@@ -3,12 +3,12 @@
 import json
 
 from infra.node.processes import boot_id
+from t5train.checkpoint.resume import config_text
 from t5train.errors import SpecError
 from t5train.files.presence import ABSENT, reading
-from t5train.files.run_folder import CONFIG, RUN
+from t5train.files.run_folder import RUN
 from t5train.release.checkpoint_store.store_claim import Claimant
 from t5train.spec import RunSpec
-from t5train.spec.config_file import run_text
 
 
 def claimant(spec: RunSpec) -> Claimant:
@@ -23,7 +23,7 @@ def claimant(spec: RunSpec) -> Claimant:
         raise SpecError(f"{path} is damaged ({error}). Restore the file, or choose another --name") from error
     return Claimant(
         run=run,
-        config=run_text(spec, spec.run_folder / CONFIG),
+        config=config_text(spec),
         root=str(spec.storage.root.resolve()),
         boot_id=boot_id(),
         lease_seconds=spec.cluster.lease_seconds,

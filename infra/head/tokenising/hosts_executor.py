@@ -17,8 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from infra.head.hosts.hostfile import chosen_hosts
-from infra.head.hosts.node_client import Nodes, conversation
-from infra.head.hosts.reached_nodes import reached_nodes
+from infra.head.hosts.node_client import Nodes, conversation, reached_nodes
 from infra.head.tokenising.scheduler_process import require_packages, scheduler_process
 from infra.node.channel import BrokenOff
 from infra.node.tokenising.dask_worker import WorkerReady, WorkerStart, own_makers

@@ -16,7 +16,7 @@ _UP, _REJECT = 0x1, 0x200  # RTF_UP and RTF_REJECT of linux/route.h
 
 def network(question: Question) -> Network:
     """Names, addresses and routes of this machine, and a port for the rendezvous, if one is requested."""
-    port = _port(question.master_port) if question.wants_port else None
+    port = (question.master_port or ports.free_port()) if question.wants_port else None
     return Network(
         hostname=socket.gethostname(),
         hostname_addresses=_resolve(socket.gethostname()),
@@ -27,10 +27,6 @@ def network(question: Question) -> Network:
         port=port,
         port_is_free=port is not None and ports.is_free(port),
     )
-
-
-def _port(given: int | None) -> int:
-    return ports.free_port() if given is None else given
 
 
 def _ssh_address(connection: str) -> str | None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from t5train.checkpoint.consolidate.layouts import plan_of
+from t5train.checkpoint.consolidate.merging import merge, require_start
 from t5train.checkpoint.consolidate.opened_checkpoint import (
     OpenedCheckpoint,
     naming_checkpoint,
@@ -17,11 +18,13 @@ from t5train.checkpoint.consolidate.opened_checkpoint import (
 )
 from t5train.checkpoint.consolidate.plan import Plan
 from t5train.checkpoint.consolidate.tensor_writer import write_tensors
+from t5train.checkpoint.sidecar import AdaptedModel
 from t5train.checkpoint.tags import files_of
 from t5train.errors import RecordError, StorageError
 from t5train.files.atomic import partial_folder, rename_aside, sync_folder
 from t5train.files.os_errors import explain, reason
 from t5train.host_resources import require_free_space
+from t5train.model.lora import ADAPTERS
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, SafetensorsDigest
 from t5train.records.identity import fingerprint
@@ -90,6 +93,7 @@ def consolidate(
     tag: str | None = None,
     shard_bytes: int | None = None,
     moments: bool = False,
+    start_from: str | None = None,
     progress: Progress = silent,
 ) -> Weights:
     """Write the fp32 weights of a DeepSpeed checkpoint into a folder.
@@ -99,20 +103,24 @@ def consolidate(
     bytes, and ``manifest.json``. Tensors have the shapes of the Hugging Face model. Floating-point tensors are fp32,
     and integer tensors keep their type. A tied parameter is stored only under its owner's name.
 
+    A checkpoint of a run with LoRA holds adapters only. With ``start_from``, the result is the merged model, and
+    ``adapters.safetensors`` has the factors of the adapters; without it, the result is the factors alone.
+
     Args:
         checkpoint: Folder with tags inside, or the folder of one tag.
         out: Output folder. It appears complete or not at all. The same weights in it are verified and reused.
-        tag: The tag to consolidate; by default, the newest complete one.
+        tag: The tag to consolidate; by default, the best one if the run chooses one, or the newest complete one.
         shard_bytes: Maximum size of a file in bytes; by default, all tensors are written to one file.
         moments: Whether to also write the optimizer's two moments of each trained parameter, in the same way, as
             ``exp_avg.safetensors`` and ``exp_avg_sq.safetensors``.
+        start_from: The model that adapters are for (``model.start_from``). Other checkpoints do not need it.
         progress: Called with the number of bytes verified or written so far.
 
     Returns:
         The record of the weights.
 
     Raises:
-        InputError: There is no such checkpoint or tag.
+        InputError: There is no such checkpoint or tag, or its adapters are for another model than ``start_from``.
         IncompleteCheckpoint: Files are missing, altered or from different checkpoints.
         ConsolidationError: Loading a file would run code, or files contradict each other.
         UnknownLayout: The checkpoint's layout is not supported.
@@ -123,23 +131,31 @@ def consolidate(
     with refusing_what_vanishes(checkpoint.absolute()):
         opened = open_checkpoint(checkpoint, tag, progress)
         with naming_checkpoint(opened.folder):
-            return _consolidate(opened, out, shard_bytes, _MOMENTS if moments else (), progress)
+            return _consolidate(opened, out, shard_bytes, _MOMENTS if moments else (), start_from, progress)
 
 
 def _consolidate(
-    opened: OpenedCheckpoint, out: Path, shard_bytes: int | None, moments: Sequence[str], progress: Progress
+    opened: OpenedCheckpoint,
+    out: Path,
+    shard_bytes: int | None,
+    moments: Sequence[str],
+    start_from: str | None,
+    progress: Progress,
 ) -> Weights:
-    recorded = _recorded_identity(opened, shard_bytes, moments)
+    adapted = opened.sidecars[0].adapted if opened.sidecars else None
+    start = require_start(opened, start_from, progress) if adapted and start_from is not None else None
+    recorded = _recorded_identity(opened, shard_bytes, moments, adapted if start else None)
     if recorded is not None and (there := reusable(Weights, out, recorded, progress)):
         return there
     require_vacant(out, recorded)
     plan = plan_of(opened, moments)
+    if adapted and start:
+        plan = merge(plan, start, adapted.scaling)
     with new_folder(out, plan.size) as folder:
         files: dict[str, FileDigest | SafetensorsDigest] = {}
-        for stem, tensors in {"model": plan.tensors, **plan.moments}.items():
-            files |= write_tensors(
-                tensors, folder, stem, shard_bytes, has_digests=bool(opened.sidecars), progress=progress
-            )
+        for stem, tensors in plan.by_stem.items():
+            most = None if stem == ADAPTERS else shard_bytes  # as in PEFT's format, adapters are in one file
+            files |= write_tensors(tensors, folder, stem, most, has_digests=bool(opened.sidecars), progress=progress)
         # Weights of unknown origin are identified by their content.
         identity = recorded or fingerprint({"files": {name: digest.model_dump() for name, digest in files.items()}})
         if there := reusable(Weights, out, identity, progress):
@@ -154,17 +170,20 @@ def _consolidate(
     return weights
 
 
-def _recorded_identity(opened: OpenedCheckpoint, shard_bytes: int | None, moments: Sequence[str]) -> str | None:
+def _recorded_identity(
+    opened: OpenedCheckpoint, shard_bytes: int | None, moments: Sequence[str], merged: AdaptedModel | None
+) -> str | None:
     """The fingerprint of the result, from the run, its step, the files' digests and the options.
 
-    None without sidecars.
+    ``merged`` is the model that adapters are merged with. None without sidecars.
     """
     if not opened.sidecars:
         return None
     first = opened.sidecars[0]
     digests = {name: digest.sha256 for name, digest in files_of(opened.sidecars).items()}
     identity = {"run": first.run_fingerprint, "step": first.step, "files": digests, "shard_bytes": shard_bytes}
-    return fingerprint({**identity, "moments": list(moments)})
+    start = {"merged_with": merged.model_dump(mode="json")} if merged else {}
+    return fingerprint({**identity, "moments": list(moments), **start})
 
 
 def _record(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from t5train.checkpoint import sidecar
 from t5train.checkpoint.consolidate.plan import ITEM_BYTES
 from t5train.checkpoint.consolidate.span_reader import Reader
 from t5train.checkpoint.consolidate.torch_file import TORCH_DTYPES, StoredTensor, read_metadata
@@ -23,7 +24,8 @@ from t5train.checkpoint.sidecar import Sidecar, is_sidecar, read_all
 from t5train.checkpoint.tags import complete_tags, files_of, require_complete
 from t5train.errors import ConsolidationError, IncompleteCheckpoint, InputError
 from t5train.files.presence import is_folder, names_in
-from t5train.model.parameters import huggingface_name
+from t5train.files.run_folder import tag_of
+from t5train.model.parameters import huggingface_name, name_of_factor
 from t5train.progress import Progress
 from t5train.records.witness import WITNESS_FILES
 
@@ -115,13 +117,14 @@ class OpenedCheckpoint:
             ) from None
         for layer in self.sidecars[0].expert_layers:
             plain = layer.huggingface_name(plain)
-        return plain
+        return name_of_factor(plain)
 
 
 def open_checkpoint(checkpoint: Path, tag: str | None, progress: Progress) -> OpenedCheckpoint:
     """Open ``checkpoint``, a save folder with tags inside or the folder of one tag.
 
-    Without ``tag``, the newest tag that is complete according to its sidecars is opened. A checkpoint that another
+    Without ``tag``, the newest tag that is complete according to its sidecars is opened, or the best one as of it in
+    runs whose result that is. A checkpoint that another
     program wrote has no sidecars. Then the file ``latest`` names the tag, and the layout's rules check its files.
     Raises InputError if there is no such folder or tag, IncompleteCheckpoint if ranks or files are missing, altered or
     from different checkpoints, and the errors of ``require_complete`` if this cannot be determined.
@@ -172,16 +175,17 @@ def _tag_folder(checkpoint: Path, tag: str | None) -> Path:
             )
         return checkpoint
     tags = [name for name in names_in(checkpoint) if is_folder(checkpoint / name) and _is_tag(checkpoint / name)]
-    chosen = tag if tag is not None else _newest(checkpoint, tags)
+    chosen = tag if tag is not None else _default(checkpoint, tags)
     if chosen not in tags:
         raise InputError(f"{checkpoint} has no tag {chosen!r}: choose one of its tags {tags}")
     return checkpoint / chosen
 
 
-def _newest(checkpoint: Path, tags: Sequence[str]) -> str:
+def _default(checkpoint: Path, tags: Sequence[str]) -> str:
     complete = complete_tags(checkpoint)
     if complete:
-        return complete[0]
+        best_step = sidecar.read(checkpoint / complete[0], 0).best_step
+        return complete[0] if best_step is None else tag_of(best_step)
     if any(read_all(checkpoint / tag) for tag in tags):
         raise IncompleteCheckpoint(
             f"{checkpoint} has no complete tag: {list(tags)} are unfinished or damaged. Restore their files, or train "

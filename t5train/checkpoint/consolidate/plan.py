@@ -4,6 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from t5train.model.lora import Merging
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -66,7 +70,7 @@ class TensorPlan:
     """One tensor of the result.
 
     ``copies`` are the weights that the engine computed with: the weight itself, and every alias that is stored
-    separately. They must be bit-identical to ``source`` rounded to their type.
+    separately. They must be bit-identical to ``source`` rounded to their type. ``merging`` adds an adapter.
     """
 
     name: str
@@ -75,6 +79,7 @@ class TensorPlan:
     source: Source
     copies: tuple[Source, ...] = ()
     is_parameter: bool = True
+    merging: "Merging | None" = None
 
     @property
     def num_elements(self) -> int:
@@ -92,16 +97,24 @@ class Plan:
     """Everything to write, in order.
 
     ``moments`` maps the optimizer's name of a moment, such as ``exp_avg``, to one tensor for each trained parameter.
+    ``adapters`` are those that ``tensors`` are merged with.
     """
 
     tensors: Sequence[TensorPlan]
     step: int
     moments: Mapping[str, Sequence[TensorPlan]] = field(default_factory=dict)
+    adapters: Sequence[TensorPlan] = ()
+
+    @property
+    def by_stem(self) -> Mapping[str, Sequence[TensorPlan]]:
+        """The tensors by the stem of the files that they are written to."""
+        adapters = {"adapters": self.adapters} if self.adapters else {}
+        return {"model": self.tensors, **adapters, **self.moments}
 
     @property
     def size(self) -> int:
         """Size of all tensors of the result in bytes, including moments."""
-        return sum(tensor.size for tensors in (self.tensors, *self.moments.values()) for tensor in tensors)
+        return sum(tensor.size for tensors in self.by_stem.values() for tensor in tensors)
 
     @property
     def num_parameters(self) -> int:

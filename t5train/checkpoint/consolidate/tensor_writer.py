@@ -238,7 +238,7 @@ class Copier:
             self._rounding.require_copies(tensor, start, data)
             if passed is not None:
                 passed.add(tensor.source, start, data)
-            written = data if tensor.source.dtype == tensor.dtype else _cast(data, tensor)
+            written = _converted(data, tensor, start)
             digest.update(written)
             place.write(written)
             self._advance(len(written))
@@ -246,9 +246,16 @@ class Copier:
         return digest.digest()
 
 
-def _cast(data: memoryview, tensor: TensorPlan) -> memoryview:
-    """Convert the numbers to the type of the result, which represents them exactly unless they are float64."""
+def _converted(data: memoryview, tensor: TensorPlan, start: int) -> memoryview:
+    """Convert the numbers, from byte ``start`` of the source, to those of the result.
+
+    The type of the result represents them exactly unless they are float64. An adapter is added, if there is one.
+    """
+    if tensor.source.dtype == tensor.dtype and tensor.merging is None:
+        return data
     values = torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.source.dtype]).to(TORCH_DTYPES[tensor.dtype])
+    if tensor.merging is not None:
+        values = tensor.merging.merged(values, start // tensor.source.item_bytes)
     return values.numpy().view(np.uint8).data
 
 

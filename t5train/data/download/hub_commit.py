@@ -121,12 +121,19 @@ def explained_by_hub(repository: str, revision: str) -> Iterator[None]:
             "name; for a private dataset, set HF_TOKEN to a token that may read it"
         ) from None
     except Exception as error:
-        if not is_interrupted(error) and status_of(error) is None:
+        if (known := unreachable(repository, error)) is None:
             raise
-        raise InputError(
-            f"hf://{repository} cannot be read: {message_of(error)}. Check whether this machine reaches the Hugging "
-            "Face Hub (HF_ENDPOINT, proxy), and start again: what has arrived is kept"
-        ) from None
+        raise known from None
+
+
+def unreachable(repository: str, error: Exception) -> InputError | None:
+    """Return what to do about an error of the network or the Hub; None for any other error."""
+    if not is_interrupted(error) and status_of(error) is None:
+        return None
+    return InputError(
+        f"hf://{repository} cannot be read: {message_of(error)}. Check whether this machine reaches the Hugging Face "
+        "Hub (HF_ENDPOINT, proxy), and start again: what has arrived is kept"
+    )
 
 
 def gated(repository: str) -> str:

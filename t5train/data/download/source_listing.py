@@ -89,10 +89,10 @@ def _formats() -> str:
     return ", ".join(FORMATS)
 
 
-def list_files(source: str, *, with_left_out: bool = False) -> Matches:
+def list_files(source: str, *, with_left_out: bool = False, is_read: Callable[[str], Any] = format_of) -> Matches:
     """Return the files of a source, without ``LeftOut`` unless ``with_left_out``.
 
-    Raises InputError if there are none, or if one that is named or matched has an unknown format.
+    Raises InputError if there are none, or if one that is named or matched has a name that is not ``is_read``.
     """
     if not source.strip():
         raise InputError("the text is named by nothing: name a file, folder, pattern or URL")
@@ -128,7 +128,7 @@ def list_files(source: str, *, with_left_out: bool = False) -> Matches:
         if not found:
             raise InputError(f"corpus.source {shown!r} matches only what runs made. Correct the pattern")
     for each in found:
-        if format_of(each) is None:
+        if not is_read(each):
             raise InputError(
                 f"corpus.source includes {printable(each)}, which has an unsupported format. Set corpus.source to "
                 f"{_formats()} files only"

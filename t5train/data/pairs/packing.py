@@ -77,6 +77,8 @@ class RowShape(NamedTuple):
     """Share of the tokens of rows that are not padding."""
     longer_share: float
     """Share of the pairs that are longer than a row."""
+    pairs: float
+    """Mean number of pairs in a row."""
 
 
 def row_shapes(lengths: np.ndarray, chosen: tuple[int, int]) -> list[RowShape]:
@@ -97,7 +99,7 @@ def _row_shape(lengths: np.ndarray, sample: np.ndarray, row: tuple[int, int]) ->
     cut = np.minimum(sample, row)
     rows = len(packed(cut, row, 0).firsts) - 1
     longer = float((lengths > row).any(axis=1).mean())
-    return RowShape(*row, float(cut.sum() / (rows * sum(row))), longer)
+    return RowShape(*row, float(cut.sum() / (rows * sum(row))), longer, len(sample) / rows)
 
 
 def best_shape(shapes: Sequence[RowShape]) -> RowShape:

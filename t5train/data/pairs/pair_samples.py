@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from t5train.data.pairs.pair_shard_worker import IDS, LENGTHS, ROWS, spans
+from t5train.data.pairs.pair_shard_worker import CUT, IDS, LENGTHS, ROWS, spans
 from t5train.data.pairs.pair_shards import shard_file
 from t5train.data.pairs.task_rates import rates_of_rows
 from t5train.data.samples import keyed_random
@@ -54,6 +54,7 @@ class _Shard:
         self._lengths = mapped("lengths", LENGTHS, 2)
         self._ids = mapped("ids", IDS)
         self._rows = mapped("rows", ROWS, 3)
+        self._cut = mapped("cut", CUT) if shard_file(split, task, "cut") in shards.files else np.empty(0, CUT)
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -61,6 +62,10 @@ class _Shard:
     def target_tokens(self, rows: np.ndarray) -> int:
         """Return the number of target tokens in rows [n]."""
         return int((self._rows[rows + 1, 2] - self._rows[rows, 2]).sum())
+
+    def has_cut_target(self, rows: np.ndarray) -> np.ndarray:
+        """Return of each of rows [n], which are not packed, whether the target is longer than the row, bool [n]."""
+        return np.isin(rows, self._cut)
 
     def sides(self, rows: np.ndarray, places: np.ndarray, epochs: np.ndarray, seed: int | None) -> list[_Side]:
         """Return sources and targets of rows [n], which are at ``places`` [n] of a batch and of ``epochs`` [n].
@@ -152,6 +157,13 @@ class PairSamples:
         """Return the number of target tokens of samples ``start`` to ``start + count``. Reads no tokens."""
         ids = self._placed(np.arange(start, start + count)).ids
         return sum(shard.target_tokens(rows) for shard, _, rows in self._by_task(ids))
+
+    def have_cut_targets(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return of each sample, which is one held-out pair, whether its target was cut, bool [n]."""
+        found = np.zeros(len(sample_ids), bool)
+        for shard, places, rows in self._by_task(sample_ids):
+            found[places] = shard.has_cut_target(rows)
+        return found
 
     def task_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the number of the task of each sample, int64 [n]."""

@@ -19,7 +19,7 @@ from t5train.data.worker_processes import Advance, Json
 from t5train.errors import InputError
 from t5train.files.atomic import replacing
 
-LENGTHS, IDS, ROWS, UNIGRAM = "<u4", "<i8", "<i8", "<i8"
+LENGTHS, IDS, ROWS, CUT, UNIGRAM = "<u4", "<i8", "<i8", "<i8", "<i8"
 """The types of the numbers in the files of these names."""
 _PACKING_SEED = 0
 _PAIRS_AT_ONCE = 1 << 16
@@ -64,7 +64,7 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
 def encode_pairs(job: Json, advance: Advance) -> Json:
     """Encode a stretch of the lines of a file of pairs, and write what ``build_pair_shards`` joins.
 
-    Returns the number of the job, and how many pairs were kept, and how many were cut or dropped.
+    Returns the number of the job, how many pairs were kept, and how many were cut or dropped.
     """
     with open(job["path"], "rb") as file:
         file.seek(job["start"])
@@ -79,7 +79,9 @@ def encode_pairs(job: Json, advance: Advance) -> Json:
     numbers = np.flatnonzero(~is_longer) if job["too_long"] == "drop" else np.arange(len(pairs))
     kept = chosen_pairs(whole, numbers, np.minimum(whole.lengths[numbers], row))
     parts = {"tokens": kept.tokens.astype(f"<u{job['bytes_per_token']}"), "lengths": kept.lengths.astype(LENGTHS)}
-    for kind, values in (parts | {"ids": (job["first"] + numbers).astype(IDS)}).items():
+    parts["ids"] = (job["first"] + numbers).astype(IDS)
+    parts["cut"] = whole.lengths[numbers, 1] > row[1]
+    for kind, values in parts.items():
         with open(job["parts"][kind], "wb") as part:  # numpy's tofile would not say why a disk refuses
             part.write(np.ascontiguousarray(values).data)
     advance(job["size"])
@@ -119,11 +121,15 @@ def arrange_pairs(job: Json, advance: Advance) -> Json:
     counts = _write_tokens(job, EncodedPairs(_mapped(Path(job["joined"]), job["bytes_per_token"]), lengths), rows)
     _write(job["files"]["lengths"], lengths[rows.pairs].astype(LENGTHS))
     _write(job["files"]["ids"], ids[rows.pairs])
+    cut = np.flatnonzero(_read(job, "cut", "?"))
+    if "cut" in job["files"] and len(cut):
+        _write(job["files"]["cut"], cut.astype(CUT))
     before = np.zeros((len(lengths) + 1, 2), np.int64)  # tokens of both sides, and of targets
     np.cumsum(np.stack([lengths.sum(axis=1), lengths[:, 1]], axis=1)[rows.pairs], axis=0, out=before[1:])
     _write(job["files"]["rows"], np.column_stack([rows.firsts, before[rows.firsts]]).astype(ROWS))
     advance(len(lengths))
-    return {"number": job["number"], "pairs": len(lengths), "rows": len(rows.firsts) - 1, **counts}
+    counts |= {"rows": len(rows.firsts) - 1, "cut_targets": len(cut)}
+    return {"number": job["number"], "pairs": len(lengths), **counts}
 
 
 def _read(job: Json, kind: str, dtype: str) -> np.ndarray:

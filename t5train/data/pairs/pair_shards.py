@@ -10,6 +10,7 @@ validation or test:
   pairs are packed.
 - ``{split}-NNNNN.rows``: what is before each row, and before the end: pairs, tokens, and tokens of targets, int64
   [rows + 1, 3].
+- ``{split}-NNNNN.cut``, of validation and test, if there are any: the numbers of the rows whose target was cut, int64.
 - ``train-NNNNN.unigram``: how often each id of the vocabulary occurs in targets, int64.
 
 Rows to train on are packed (unless ``pairs.pack`` is false); a row of another split is one pair, in the order of the
@@ -17,8 +18,9 @@ file of pairs. ``tasks.json`` is that of the pairs. ``held-out-passages.json`` h
 with their ids, for the certificate.
 
 ``counts`` in the manifest, of each split and, with ``_of_task_N``, of each task in it: ``pairs``, ``rows``, ``tokens``
-(of targets), ``source_tokens``, ``cut`` and ``dropped`` (pairs that were longer than a row), ``unknown_pieces`` and
-``texts_with_unknown`` (targets with one, whose text no model can give), and these two with ``source_``.
+(of targets), ``source_tokens``, ``cut`` and ``dropped`` (pairs that were longer than a row), ``cut_targets`` (of those
+cut, pairs with a longer target), ``unknown_pieces`` and ``texts_with_unknown`` (targets with one, whose text no model
+can give), and these two with ``source_``.
 """
 
 import json
@@ -70,6 +72,8 @@ from t5train.spec import PairsSpec
 _STAGE_VERSION = 1  # incremented when the same inputs would give other bytes
 KINDS = ("tokens", "lengths", "ids", "rows")
 """The files of a split of a task, by the ends of their names."""
+PARTS = ("tokens", "lengths", "ids", "cut")
+"""What is written of each stretch of pairs before those of a task are joined."""
 _WORKER = "t5train.data.pairs.pair_shard_worker"
 _STRETCH_BYTES = 4 << 20
 _USES = {"train": "train on", "validation": "validate with", "test": "test on"}
@@ -130,7 +134,8 @@ def build_pair_shards(  # noqa: PLR0913 - a spec, two records, and where and how
     name = pairs.path.name.rpartition("-")[0] or "pairs"
     folder = out or stage_folder(root, "pair-shards", name, identity)
     with making(folder, identity):
-        if found := reusable(PairShards, folder, identity, progress):
+        found = reusable(PairShards, folder, identity, progress)
+        if found and "train_cut_targets" in found.counts:  # a version before did not list them, with equal other files
             _judge(found.counts, task_names(found), max_unknown_share)
             warn_of_ties(found.counts)
             return found
@@ -171,9 +176,7 @@ def build_pair_shards(  # noqa: PLR0913 - a spec, two records, and where and how
                 **counts,
                 **_record_held_out(folder, pairs, len(names), tokenizer),
             },
-            files=digest_files(
-                folder, [HELD_OUT, TASKS, *(name for file in files for name in _file_names(file).values())]
-            ),
+            files=digest_files(folder, [HELD_OUT, TASKS, *_written(files, counts)]),
         ).commit()
 
 
@@ -205,7 +208,17 @@ def shard_file(split: str, task: int, kind: str) -> str:
 
 def _file_names(file: _File) -> dict[str, str]:
     names = {kind: shard_file(file.split, file.task, kind) for kind in KINDS}
-    return names | ({"unigram": unigram_name(file.task)} if file.split == "train" else {})
+    if file.split == "train":
+        return names | {"unigram": unigram_name(file.task)}
+    return names | {"cut": shard_file(file.split, file.task, "cut")}
+
+
+def _written(files: Sequence[_File], counts: Mapping[str, int]) -> Iterator[str]:
+    """Yield the names of the files that were written, of which those of cut targets may be none."""
+    for file in files:
+        for kind, name in _file_names(file).items():
+            if kind != "cut" or counts[f"{file.split}_cut_targets_of_task_{file.task}"]:
+                yield name
 
 
 def _made(folder: Path, files: list[_File], common: Json, workers: int, progress: Progress) -> dict[str, int]:
@@ -257,7 +270,7 @@ def _stretches(folder: Path, file: _File) -> Iterator[Json]:
                 "start": start,
                 "size": len(block),
                 "first": first,
-                "parts": {kind: str(_temporary(folder, file, kind, start)) for kind in ("tokens", "lengths", "ids")},
+                "parts": {kind: str(_temporary(folder, file, kind, start)) for kind in PARTS},
             }
             start += len(block)
             first += block.count(b"\n")

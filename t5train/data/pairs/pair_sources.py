@@ -16,7 +16,7 @@ from t5train.data.download.source_listing import file_identity
 from t5train.data.formats.compressed import COMPRESSIONS
 from t5train.data.pairs.pair_reading import PAIR_FORMATS
 from t5train.data.passages import SPLITS, SourceFile, Split
-from t5train.data.readers import FORMATS
+from t5train.data.readers import FORMATS, format_of
 from t5train.data.sources import SourceFacts, local_files, require_source
 from t5train.errors import InputError
 from t5train.locations import hub_dataset_name, local_folder, redacted
@@ -69,7 +69,7 @@ def require_pair_source(setting: str, source: PairSource, root: Path) -> SourceF
         if local_folder(source.location) is not None:
             return _facts(_files(source, root, silent))
         if (repository := hub_dataset_name(source.location)) is None:
-            return require_source(source.location, "", root, whole_files=True)
+            return require_source(source.location, "", root, whole_files=True, is_read=_is_read)
         places = downloaded_before(_cache(source, repository, root))
         if places and all(whole_copies(places)):
             return _facts(_files_of_dataset(source, repository, root, silent))
@@ -100,10 +100,12 @@ def _files(source: PairSource, root: Path, progress: Progress) -> list[SourceFil
         return []
     if (repository := hub_dataset_name(source.location)) is not None:
         return _files_of_dataset(source, repository, root, progress)
-    local = local_folder(source.location)
-    if local is not None and _JSON.search(local.name) and local.is_file():
-        return [_as_lines(SourceFile(local, local.name))]
-    return local_files(source.location, "", root, progress, whole_files=True)
+    return list(map(_as_lines, local_files(source.location, "", root, progress, whole_files=True, is_read=_is_read)))
+
+
+def _is_read(name: str) -> bool:
+    """Return whether pairs are read from a file that was named. In a folder, .json files are often about the others."""
+    return format_of(name) is not None or _JSON.search(name) is not None
 
 
 def _as_lines(file: SourceFile) -> SourceFile:
@@ -144,7 +146,7 @@ def _of_setting(setting: str, source: PairSource) -> Iterator[None]:
             message += f'. If it stands for several tasks, give them as a list: {setting}=\'["A", "B"]\''
         message = message.replace(", ".join(FORMATS), PAIR_FORMATS)
         if ".json" in message and PAIR_FORMATS in message:
-            message += ". Of .json files, only one that is named by its path is read: rename JSON lines to .jsonl"
+            message += ". To read .json files, name them, as in 'FOLDER/*.json'"
         message = re.sub(r"corpus\.(?:hub_)?(config|split|column|revision)\b", r"#\1=", message)
         raise type(error)(message) from error.__cause__
 

@@ -2,7 +2,8 @@
 
 The split of a pair depends on its normalised source, so that equal sources are never in two splits, whatever the order
 of files and whatever the task. If a split has files of its own, all others are trained on, and a source that is in both
-is counted (contaminated).
+is counted (contaminated). So is a pair to train on that a task of the other direction, which reads the same file with
+source and target swapped, holds out: the model would have seen the answer.
 """
 
 import json
@@ -54,6 +55,8 @@ _FINDINGS = (
 )
 """The counts of what may be wrong with the pairs of a task."""
 _COUNTS = (*(f"{split}_pairs" for split in SPLITS), "read_pairs", "removed_pairs", *_FINDINGS)
+_PERHAPS_ODD = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffd<]")
+"""Finds all texts with ``ODDITIES`` and few others. One set of characters is looked for several times as fast."""
 _log = logging.getLogger(__name__)
 
 
@@ -158,7 +161,8 @@ def finding_lines(pairs: Pairs) -> list[str]:
             "doubled_prefixes": f"of {count['read_pairs']:,} sources begin with the prefix {task.prefix!r} in their "
             "files already, so they have it twice: remove it from the files, or from the setting (#prefix=)",
             "contaminated_pairs": "pairs of pairs.train have a source that is also in pairs.validation or pairs.test, "
-            "which makes results look better than they are: set pairs.remove=contaminated",
+            "or are held out of the task of the other direction, which makes results look better than they are: set "
+            "pairs.remove=contaminated",
             "validation_pairs_in_test": "pairs of pairs.validation have a source that is also in pairs.test, so the "
             "best checkpoint would be chosen by what it is tested on: remove them from one of the two",
             "duplicate_pairs": f"of {count['train_pairs']:,} pairs to train on repeat an earlier one",
@@ -206,19 +210,12 @@ class _Rule(NamedTuple):
     split_seed: int
 
 
-def _rule(spec: PairsSpec) -> _Rule:
-    """Return the shares of the splits that have no files of their own; the share of those that do is trained on."""
-    _, validation, test = spec.split
-    validation, test = (0 if spec.validation else validation), (0 if spec.test else test)
-    return _Rule((1000 - validation - test, validation, test), spec.split_seed)
-
-
 class _Writing:
     """Writes the pairs of all tasks, one after another, and counts them."""
 
     def __init__(self, spec: PairsSpec, folder: Path, tasks: Sequence[TaskFiles], progress: Progress) -> None:
         self._spec, self._folder, self._tasks, self._progress = spec, folder, tasks, progress
-        self._rule = _rule(spec)
+        self._rule = _Rule(spec.shares(), spec.split_seed)
         self._total_bytes = sum(file.path.stat().st_size for task in tasks for file in task.files)
         self._done_bytes = 0
 
@@ -236,11 +233,12 @@ class _Writing:
         return counts
 
     def _task(self, sources: Sequence[TaskFiles]) -> "_TaskPairs":
-        number = sources[0].number
+        number, removes = sources[0].number, self._spec.remove != "none"
+        has_reverse = any(_is_reverse(sources[0], other) for other in self._tasks)
         with ExitStack() as stack:
             places = {split: self._folder / pairs_name(split, number) for split in SPLITS}
             out = {split: stack.enter_context(replacing(place)) for split, place in places.items()}
-            task = _TaskPairs(sources[0].source.prefix, self._rule, out, removes=self._spec.remove != "none")
+            task = _TaskPairs(sources[0].source.prefix, self._rule, out, removes=removes, has_reverse=has_reverse)
             for source in sorted(sources, key=lambda each: _ORDER.index(each.split)):
                 for row in self._rows(source):
                     task.add(source.split, row)
@@ -269,7 +267,7 @@ class _Writing:
         given: dict[Split, Any] = {split: getattr(self._spec, split) for split in SPLITS}
         if not counts["read_pairs"]:
             raise InputError(f"the files of task {task!r} have no pairs. Name files with pairs in pairs.train")
-        left_out = f"read were {quantity(counts['read_pairs'], 'pair')}, of which {counts['empty_pairs']:,} are empty"
+        left_out = f"of {quantity(counts['read_pairs'], 'pair')}, {counts['empty_pairs']:,} are empty"
         left_out += f" and {counts['removed_pairs']:,} removed (pairs.remove)" if counts["removed_pairs"] else ""
         for split in SPLITS:
             if counts[f"{split}_pairs"] or (split == "test" and not given[split]):
@@ -283,8 +281,10 @@ class _Writing:
 class _TaskPairs:
     """The pairs of a task, written as they are added."""
 
-    def __init__(self, prefix: str, rule: _Rule, out: Mapping[Split, IO[bytes]], *, removes: bool) -> None:
-        self._prefix, self._rule, self._out, self._removes = prefix, rule, out, removes
+    def __init__(
+        self, prefix: str, rule: _Rule, out: Mapping[Split, IO[bytes]], *, removes: bool, has_reverse: bool
+    ) -> None:
+        self._prefix, self._rule, self._out, self._removes, self._has_reverse = prefix, rule, out, removes, has_reverse
         self.counts = Counter[str]()
         self.beginning: str | None = None
         """What all sources to train on begin with; None before the first."""
@@ -298,30 +298,34 @@ class _TaskPairs:
             self.counts["empty_pairs"] += 1
             return
         is_doubled = bool(self._prefix) and row.source.startswith(self._prefix)
-        self.counts["doubled_prefixes"] += is_doubled
+        if is_doubled:
+            self.counts["doubled_prefixes"] += 1
         key = normalised(row.source.removeprefix(self._prefix))
-        if not self._is_removed(split, xxh3_64_intdigest(key.encode())):
-            self._note_oddities(row)
-            split = split_of(self._rule, key) if split == "train" else split
-            self._write(split, Pair(self._prefix + row.source, row.target))
-
-    def _is_removed(self, split: Split, source: int) -> bool:
-        """Count a pair whose source, as a hash, is also in the files of another split. Return whether it is removed."""
+        source = xxh3_64_intdigest(key.encode())
         if split != "train":
             self._held_out[split].add(source)
             self.counts["validation_pairs_in_test"] += split == "validation" and source in self._held_out["test"]
-            return False
-        is_held_out = any(source in sources for sources in self._held_out.values())
-        self.counts["removed_pairs" if self._removes else "contaminated_pairs"] += is_held_out
-        return is_held_out and self._removes
+        else:
+            is_known = any(source in sources for sources in self._held_out.values())
+            split = split_of(self._rule, key)
+            is_known = is_known or (split == "train" and self._is_held_out_in_reverse(row.target))
+            if is_known:
+                self.counts["removed_pairs" if self._removes else "contaminated_pairs"] += 1
+                if self._removes:
+                    return
+        if _PERHAPS_ODD.search(row.source) or _PERHAPS_ODD.search(row.target):
+            self._note_oddities(f"{row.source}\n{row.target}".encode())
+        self._write(split, Pair(self._prefix + row.source, row.target))
 
-    def _note_oddities(self, row: PairRow) -> None:
-        text = f"{row.source}\n{row.target}".encode()
+    def _is_held_out_in_reverse(self, target: str) -> bool:
+        return self._has_reverse and split_of(self._rule, normalised(target)) != "train"
+
+    def _note_oddities(self, text: bytes) -> None:
         for name, oddity in ODDITIES.items():
             self.counts[name] += oddity.pattern.search(text) is not None
 
     def _write(self, split: Split, pair: Pair) -> None:
-        line = orjson.dumps(pair._asdict())
+        line = orjson.dumps({"source": pair.source, "target": pair.target})
         self._out[split].write(line + b"\n")
         self.counts[f"{split}_pairs"] += 1
         if split == "train":
@@ -331,6 +335,12 @@ class _TaskPairs:
     def duplicates(self) -> int:
         """Return how many pairs to train on are equal to an earlier one."""
         return len(self._trained) - len(np.unique(np.frombuffer(self._trained, np.uint64)))
+
+
+def _is_reverse(task: TaskFiles, other: TaskFiles) -> bool:
+    """Return whether a task reads a file of another one with source and target swapped."""
+    is_swapped = (task.source.source, task.source.target) == (other.source.target, other.source.source)
+    return is_swapped and task.split == other.split and not set(task.files).isdisjoint(other.files)
 
 
 def _common(beginning: str, source: str) -> str:

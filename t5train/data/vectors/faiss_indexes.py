@@ -14,7 +14,7 @@ from t5train.data.download.downloads import Wanted, download
 from t5train.data.download.hub_commit import files_at, record_commit, repository_of
 from t5train.data.download.remote_reading import Backoff, is_busy, storage_options
 from t5train.data.sources import Downloads
-from t5train.data.vectors.embeddings import CHUNK_ROWS, Embeddings, chunks, normalised, rows_at, spread_rows
+from t5train.data.vectors.embeddings import Embeddings, chunks, normalised, rows_at, spread_rows
 from t5train.errors import InputError
 from t5train.files.confined import confined
 from t5train.host_resources import host_memory_bytes
@@ -196,14 +196,7 @@ def share_of_own_rows(index: Any, rows: np.ndarray, embeddings: np.ndarray) -> f
     return float((errors <= allowed + _ROUNDING * sizes).mean())
 
 
-def built_index(
-    embeddings: Embeddings,
-    seed: int,
-    *,
-    exact_rows: int = EXACT_ROWS,
-    chunk_rows: int = CHUNK_ROWS,
-    progress: Progress = silent,
-) -> Any:
+def built_index(embeddings: Embeddings, seed: int, *, exact_rows: int = EXACT_ROWS, progress: Progress = silent) -> Any:
     """Build an index of all embeddings, scaled to length 1, in memory.
 
     Raises InputError if the memory of this machine is too small.
@@ -222,7 +215,7 @@ def built_index(
         _require_memory((training * 8 + embeddings.rows) * embeddings.dimension + embeddings.rows * 8)
         progress("vectors to train the index", 0, None)
         index.train(normalised(rows_at(embeddings, spread_rows(embeddings.rows, training, seed))))
-    for _, vectors in chunks(embeddings, chunk_rows, progress, "embeddings added to the index"):
+    for _, vectors in chunks(embeddings, progress=progress, what="embeddings added to the index"):
         index.add(normalised(vectors))
     return index
 

@@ -218,6 +218,12 @@ def _training_error(spec: "TokenizerSpec", why: str) -> SpecError:
     )
 
 
+def most_pieces(error: SpecError) -> int | None:
+    """Return the size of the largest vocabulary that the texts give, if an error of ``train`` says so."""
+    match = re.search(r" gives at most (\d+) pieces\. ", str(error))
+    return None if match is None else int(match[1])
+
+
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         for start in range(0, len(text), _SENTENCE_CHARACTERS):
@@ -266,8 +272,10 @@ class Encoder:
     A word may also have other ids if two of its segmentations are equally probable but for the rounding of scores.
     """
 
-    def __init__(self, spiece: Path) -> None:
-        model = sentencepiece_model_pb2.ModelProto.FromString(spiece.read_bytes())
+    def __init__(self, spiece: Path | bytes) -> None:
+        """``spiece`` is a model's file, or its content."""
+        proto = spiece if isinstance(spiece, bytes) else spiece.read_bytes()
+        model = sentencepiece_model_pb2.ModelProto.FromString(proto)
         for piece in model.pieces:
             piece.score = round(piece.score * SCORE_STEPS) / SCORE_STEPS
         self.model = model

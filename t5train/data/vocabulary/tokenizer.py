@@ -24,6 +24,7 @@ from t5train.data.vocabulary.sentencepiece_model import (
     require_t5_form,
     train,
 )
+from t5train.data.vocabulary.t5_form import SENTINELS, in_t5_form, is_sentinel, of_tokenizer_json
 from t5train.data.worker_processes import Advance, Json, in_processes
 from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing, write_json
@@ -31,7 +32,7 @@ from t5train.files.os_errors import library_errors
 from t5train.files.output_folder import making, stage_folder
 from t5train.progress import Progress, silent
 from t5train.records.changed_files import keep_changed_files, require_as_recorded
-from t5train.records.digests import digest_file, digest_files
+from t5train.records.digests import digest_files
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards, reusable
 from t5train.spec import NUM_SENTINELS, CorpusSpec, TokenizerSpec
@@ -57,7 +58,7 @@ class Tokenizer(Encoder):
 
     pad_id, eos_id, unk_id = PAD_ID, EOS_ID, UNK_ID
 
-    def __init__(self, spiece: Path) -> None:
+    def __init__(self, spiece: Path | bytes) -> None:
         super().__init__(spiece)
         self.vocab_size = self.num_pieces + NUM_SENTINELS
         self.sentinel_ids = [self.vocab_size - 1 - index for index in range(NUM_SENTINELS)]
@@ -126,7 +127,7 @@ def is_vocabulary_of(shards: TokenShards, spec: TokenizerSpec, corpus_spec: Corp
     Raises the errors of ``build_tokenizer`` for a vocabulary at ``spec.path``.
     """
     if spec.path is not None:
-        return shards.inputs["vocabulary"] == digest_file(spiece_in(Path(spec.path))).sha256
+        return shards.inputs["vocabulary"] == sha256(given_proto(Path(spec.path))).hexdigest()
     return shards.inputs["tokenizer"] == _trained_identity(spec, corpus_spec, {"corpus": shards.inputs["corpus"]})
 
 
@@ -140,10 +141,8 @@ def expected_vocab_size(spec: TokenizerSpec) -> int:
 
 def given_tokenizer(path: Path, root: Path, progress: Progress = silent, *, out: Path | None = None) -> TokenizerFiles:
     """Make the tokenizer of a ``spiece.model`` or a Hugging Face folder. Raises the errors of ``build_tokenizer``."""
-    spiece = spiece_in(path)
-    proto = spiece.read_bytes()
-    require_t5_form(proto, str(spiece))
-    _require_one_vocabulary(path, Tokenizer(spiece))
+    proto = given_proto(path)
+    _require_one_vocabulary(path, Tokenizer(proto))
     content = sha256(proto).hexdigest()
     identity = fingerprint({"kind": "tokenizer", "stage": _STAGE_VERSION, "spiece": content})
     folder = out or stage_folder(root, "tokenizer", "given", identity)
@@ -153,9 +152,7 @@ def given_tokenizer(path: Path, root: Path, progress: Progress = silent, *, out:
 
 def open_given(path: Path) -> Tokenizer:
     """Load the tokenizer of a ``spiece.model`` or a Hugging Face folder. Raises the errors of ``build_tokenizer``."""
-    spiece = spiece_in(path)
-    require_t5_form(spiece.read_bytes(), str(spiece))
-    tokenizer = Tokenizer(spiece)
+    tokenizer = Tokenizer(given_proto(path))
     _require_one_vocabulary(path, tokenizer)
     return tokenizer
 
@@ -180,10 +177,10 @@ def differing_piece(file: Path, tokenizer: Tokenizer) -> str | None:
         added = {each["id"]: each["content"] for each in document["added_tokens"]}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{file} is not a unigram tokenizer in JSON. Copy it again from where you got it") from error
-    sentinels = [f"<extra_id_{index}>" for index in reversed(range(NUM_SENTINELS))]
-    for index, piece in enumerate([*tokenizer.pieces, *sentinels]):
+    for index, piece in enumerate([*tokenizer.pieces, *SENTINELS]):
         other, score = found.get(index, (None, 0.0))
-        if (other := added.get(index, other)) != piece:
+        other = added.get(index, other)
+        if other != piece and not (index >= tokenizer.num_pieces and is_sentinel(str(other), piece)):
             return f"id {index} is {other!r} in its {TOKENIZER_JSON}, but {piece!r}"
         expected = tokenizer.model.pieces[index].score if len(SPECIAL_PIECES) <= index < tokenizer.num_pieces else score
         if not abs(score - expected) <= 1 / SCORE_STEPS:  # not a number differs, too
@@ -191,38 +188,54 @@ def differing_piece(file: Path, tokenizer: Tokenizer) -> str | None:
     return None
 
 
-def spiece_in(path: Path) -> Path:
-    """Return ``path`` if it is a file, or the ``spiece.model`` in it. Raises the errors of ``build_tokenizer``."""
+def given_proto(path: Path) -> bytes:
+    """Return the SentencePiece model, in T5's form, of a file, or of a folder with a ``spiece.model`` or
+    ``tokenizer.json``. Raises the errors of ``build_tokenizer``.
+    """
+    if path.is_dir() and not (path / SPIECE).is_file() and (path / TOKENIZER_JSON).is_file():
+        require_as_recorded(path, [TOKENIZER_JSON])
+        proto = of_tokenizer_json(path / TOKENIZER_JSON)
+        require_t5_form(proto, str(path / TOKENIZER_JSON))
+        return proto
+    spiece = _spiece_in(path)
+    given = spiece.read_bytes()
+    proto = in_t5_form(given)
+    own = NUM_SENTINELS if proto == given else 0
+    if path.is_dir() and (sentinels := _num_sentinels(path / TOKENIZER_CONFIG, own)) not in (own, NUM_SENTINELS):
+        raise SpecError(
+            f"tokenizer.path is {path}, and in its {TOKENIZER_CONFIG} extra_ids is {sentinels}: only {NUM_SENTINELS} "
+            f"sentinels are supported. Choose a vocabulary with {NUM_SENTINELS}"
+        )
+    require_t5_form(proto, str(spiece))
+    return proto
+
+
+def _spiece_in(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
         raise SpecError(f"tokenizer.path is {path}, but there is no such file or folder. Correct the path")
     if not (path / SPIECE).is_file():
         raise SpecError(
-            f"tokenizer.path is {path}, but that folder has no {SPIECE}. Copy the {SPIECE} that the vocabulary was "
-            "published with into that folder"
-        )
-    if (sentinels := _num_sentinels(path / TOKENIZER_CONFIG)) != NUM_SENTINELS:
-        raise SpecError(
-            f"tokenizer.path is {path}, and in its {TOKENIZER_CONFIG} extra_ids is {sentinels}: only {NUM_SENTINELS} "
-            f"sentinels are supported. Choose a vocabulary with {NUM_SENTINELS}"
+            f"tokenizer.path is {path}, but that folder has neither {SPIECE} nor {TOKENIZER_JSON}. Copy the {SPIECE} "
+            "that the vocabulary was published with into that folder"
         )
     require_as_recorded(path, [SPIECE])
     return path / SPIECE
 
 
-def _num_sentinels(config: Path) -> Any:
-    """Return ``extra_ids`` of a Hugging Face tokenizer's configuration, or its default."""
+def _num_sentinels(config: Path, default: int) -> Any:
+    """Return ``extra_ids`` of a Hugging Face tokenizer's configuration, or a default."""
     if not config.exists():
-        return NUM_SENTINELS
+        return default
     try:
         settings = json.loads(config.read_bytes())
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"tokenizer.path: {config} is not JSON ({error}). Restore the file, or remove it: without the file, "
-            f"{NUM_SENTINELS} sentinels are assumed"
+            f"{default} sentinels beside its pieces are assumed"
         ) from error
-    return settings.get("extra_ids", NUM_SENTINELS) if isinstance(settings, dict) else None
+    return settings.get("extra_ids", default) if isinstance(settings, dict) else None
 
 
 def _trained(spec: TokenizerSpec, corpus_spec: CorpusSpec, corpus: Corpus, progress: Progress) -> bytes:

@@ -59,7 +59,8 @@ def biased_attention(
     dropout, a share ``dropout_rate`` of the probabilities is dropped, the same as without kernels. The tensors are bf16
     or fp16, and d is one of KERNEL_HEAD_WIDTHS. Two calls give the same bits.
     """
-    output: Tensor = _attention(query, packed, table, _tensors(packed, table, causal, rows), causal, dropout_rate)[0]
+    known = _tensors(packed, table, causal, rows, dropout_rate)
+    output: Tensor = _attention(query, packed, table, known, causal, dropout_rate)[0]
     return output
 
 
@@ -86,14 +87,16 @@ class _Rows(NamedTuple):
 _TEXT = _Rows()
 
 
-def _tensors(packed: Tensor, table: Tensor | None, causal: bool, rows: AttentionRows | None) -> list[Tensor]:
-    """Return the leading fields of _Rows that are there."""
+def _tensors(
+    packed: Tensor, table: Tensor | None, causal: bool, rows: AttentionRows | None, dropout_rate: float
+) -> list[Tensor]:
+    """Return the leading fields of _Rows that are there. Keys may be for the dropout of adapters alone."""
     if rows is None:
         return []
     nq, nk = rows.segments.shape[1], packed.shape[1]
     offsets = range(0) if table is None else _offsets(nq, nk, _far(table), causal)
     tiles = segment_tiles(rows.segments, rows.memory_segments, offsets)
-    keys = [each.contiguous() for each in (rows.keys, rows.memory_keys) if each is not None]
+    keys = [each.contiguous() for each in (rows.keys, rows.memory_keys) if dropout_rate and each is not None]
     return [rows.segments.contiguous(), rows.memory_segments.contiguous(), *tiles, *keys]
 
 

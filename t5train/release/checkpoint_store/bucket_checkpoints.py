@@ -22,7 +22,7 @@ from t5train.errors import (
 from t5train.files.atomic import discard, filling, partial_of, set_aside
 from t5train.files.os_errors import explain
 from t5train.files.presence import is_there
-from t5train.files.run_folder import CHECKPOINTS, METRICS, SET_ASIDE, STORING, step_of
+from t5train.files.run_folder import CHECKPOINTS, METRICS, SET_ASIDE, STORING, step_of, tag_of
 from t5train.progress import Progress
 from t5train.records.digests import digest_files
 from t5train.records.identity import current_provenance, fingerprint
@@ -35,6 +35,8 @@ from t5train.release.object_store.bucket_publication import PART_BYTES, publish_
 from t5train.release.object_store.measured_file import measure
 from t5train.release.verification import manifest_in
 
+_BEST_STEP = "best_step"
+"""The count of a stored checkpoint that is the step of the best checkpoint as of it, in runs that choose one."""
 _log = logging.getLogger(__name__)
 
 
@@ -108,7 +110,7 @@ def store_checkpoint(claim: StoreClaim, folder: Path, progress: Progress, part_b
     digests = recorded | digest_files(folder, (name for name in others if is_there(folder / name)))
     files = measure(folder, digests, progress)
     of_run, shards = sidecars[0].run_fingerprint, sidecars[0].data.shards_fingerprint
-    content = {name: digest.sha256 for name, digest in digests.items()}
+    content, best_step = {name: digest.sha256 for name, digest in digests.items()}, sidecars[0].best_step
     identity = fingerprint({"stage": "stored-checkpoint", "run": of_run, "tag": tag, "files": content})
     beside_ledger = folder_of(tag, identity)
     bucket = claim.bucket.below(beside_ledger)
@@ -118,16 +120,22 @@ def store_checkpoint(claim: StoreClaim, folder: Path, progress: Progress, part_b
         fingerprint=identity,
         inputs={"run": of_run, "shards": shards, "beginning": _beginning(claim.ledger)},
         files=digests,
-        counts={"ranks": len(sidecars), "samples": sidecars[0].data.samples_consumed},
+        counts={"ranks": len(sidecars), "samples": sidecars[0].data.samples_consumed}
+        | ({} if best_step is None else {_BEST_STEP: best_step}),
         provenance=current_provenance(),
         step=sidecars[0].step,
         tag=tag,
     ).sealed()
     claim.renew()  # measuring takes a while, and a head that was superseded meanwhile sends nothing
     publish_to_bucket(bucket, folder, record, files, progress, part_bytes)
-    entry = StoredTag(tag=tag, folder=beside_ledger, size=sum(digest.size for digest in digests.values()))
+    entry = _entry(record, beside_ledger)
     claim.change(lambda ledger: _with(ledger, entry))
     return entry
+
+
+def _entry(record: StoredCheckpoint, folder: str) -> StoredTag:
+    size = sum(digest.size for digest in record.files.values())
+    return StoredTag(tag=record.tag, folder=folder, size=size, best_step=record.counts.get(_BEST_STEP))
 
 
 def _with(ledger: Ledger, entry: StoredTag) -> Ledger:
@@ -148,7 +156,8 @@ def prune_store(claim: StoreClaim, keep: Kept) -> None:
     RunOwned and StoreError.
     """
     sizes = {step_of(one.tag): one.size for one in claim.ledger.checkpoints}
-    steps = kept(sizes, keep.keep_last, keep.keep_every_steps)
+    bests = {step_of(one.tag): one.best_step for one in claim.ledger.checkpoints}
+    steps = kept(sizes, keep.keep_last, keep.keep_every_steps, bests=bests)
     old = [one for one in claim.ledger.checkpoints if step_of(one.tag) not in steps]
     if old:
         claim.change(lambda ledger: _without(ledger, {one.folder for one in old}))
@@ -223,7 +232,7 @@ def _entry_of(claim: StoreClaim, folder: str, present: Mapping[str, int]) -> Sto
     ]:
         why = f"some of its files are missing or have another size ({', '.join(damaged[:5])})"
     else:
-        return StoredTag(tag=record.tag, folder=folder, size=sum(digest.size for digest in record.files.values()))
+        return _entry(record, folder)
     _log.warning("%s is not used, and not removed: %s", bucket.url, why)
     return None
 
@@ -255,7 +264,7 @@ def begin_again_stored(claim: StoreClaim, beginnings: tuple[str, ...]) -> None:
 def restore_newest(
     bucket: BucketFolder, ledger: Ledger, run_folder: Path, held: str | None, progress: Progress
 ) -> list[str]:
-    """Copy the newest intact checkpoint to a run's folder, unless the run has it, or a newer one.
+    """Copy the newest intact checkpoint, and the best one as of it, to a run's folder, unless the run has them.
 
     Every file is verified as it is written, and an interrupted copy is continued. What is in the way, such as an
     unfinished checkpoint of the same step, is set aside.
@@ -264,7 +273,7 @@ def restore_newest(
         bucket: The bucket of the run.
         ledger: The run's ledger.
         run_folder: The folder of the run.
-        held: The newest complete checkpoint that the run has; None if it has none.
+        held: The newest complete checkpoint that the run has with its best one; None if it has none.
         progress: Called with the number of bytes that are on disk.
 
     Returns:
@@ -281,11 +290,14 @@ def restore_newest(
         if held is not None and stored.tag <= held:
             break
         try:
-            _restore(bucket, ledger, stored, run_folder, progress)
+            for one in _with_its_best(ledger, stored):
+                if not tags.is_complete(run_folder / CHECKPOINTS / one.tag):
+                    _restore(bucket, ledger, one, run_folder, progress)
         except (DigestMismatch, RecordError) as error:
             _log.warning("%s in %s is damaged: %s", stored.tag, bucket.url, error)
             damaged[stored.tag] = str(error)
-            discard(partial_of(run_folder / CHECKPOINTS / stored.tag))
+            for tag in (stored.tag, tag_of(stored.best_step or step_of(stored.tag))):
+                discard(partial_of(run_folder / CHECKPOINTS / tag))
             continue
         _log.info("%s was restored from %s", stored.tag, bucket.url)
         return [*damaged]
@@ -296,6 +308,15 @@ def restore_newest(
             "objects, or begin at step 0 with --begin-again"
         )
     return [*damaged]
+
+
+def _with_its_best(ledger: Ledger, stored: StoredTag) -> list[StoredTag]:
+    """Return a checkpoint and the best one as of it. The first one restored brings the metrics."""
+    if stored.best_step is None or (best := tag_of(stored.best_step)) == stored.tag:
+        return [stored]
+    if (found := next((one for one in ledger.checkpoints if one.tag == best), None)) is None:
+        raise RecordError(f"{best}, the best checkpoint as of {stored.tag}, is not stored")
+    return [stored, found]
 
 
 def _restore(bucket: BucketFolder, ledger: Ledger, stored: StoredTag, run_folder: Path, progress: Progress) -> None:

@@ -12,7 +12,14 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from t5train.errors import DigestMismatch, PublicationError, StoreError, UnknownVersion
 from t5train.files.run_folder import RUN, is_tag
@@ -83,6 +90,13 @@ class StoredTag(_Part):
     """The folder with its manifest, relative to the ledger."""
     size: int
     """In bytes."""
+    best_step: int | None = None
+    """Step of the best checkpoint as of this one, without which no run resumes; None, and left out, if none is."""
+
+    @model_serializer(mode="wrap")
+    def _without_an_absent_best(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = serialize(self)
+        return {name: value for name, value in document.items() if value is not None}
 
 
 class Ledger(_Part):

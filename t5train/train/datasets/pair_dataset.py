@@ -1,7 +1,8 @@
 """Pairs of source and target, of which a model learns to give the target for the source.
 
 Rows of several pairs are trained on, but pairs are measured one in a row. Whether every token of a target is the most
-likely one, given those before it, is whether greedy decoding gives that target.
+likely one, given those before it, is whether greedy decoding gives that target. It never gives the text of a target
+that was cut or has an unknown piece.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from t5train.data.pairs.pair_samples import PairSamples
 from t5train.data.pairs.task_rates import require_enough_pairs
 from t5train.data.passages import SPLITS
 from t5train.data.samples.loader import Batch
+from t5train.data.vocabulary.sentencepiece_model import UNK_ID
 from t5train.data.vocabulary.unknown_pieces import recorded_unknown
 from t5train.engine.collectives import gather_floats
 from t5train.engine.forward_backward import Passes
@@ -34,7 +36,7 @@ class PairDataset:
     def __init__(self, shards: PairShards, spec: RunSpec) -> None:
         require_enough_pairs(spec, shards)
         self.shards, self._spec = shards, spec
-        self.train = self._samples("train", dropout=spec.model.dropout_rate > 0)
+        self.train = self._samples("train", dropout=spec.has_dropout)
         self.held_out = self._samples("validation")
 
     def validate(self, passes: Passes) -> Measured:
@@ -63,7 +65,7 @@ class PairDataset:
         settings, corpus = self._spec.identity(), self._spec.corpus
         for split in SPLITS:
             settings["pairs"][split] = list(map(_shareable, settings["pairs"][split]))
-        units = ("pairs", "rows", "tokens", "cut", "dropped")
+        units = ("pairs", "rows", "tokens", "cut", "cut_targets", "dropped")
         names = [f"{split}_{unit}{task}" for split in SPLITS for unit in units for task in ("", *self._tasks())]
         counts = {name: int(self.shards.counts[name]) for name in names if name in self.shards.counts}
         return {
@@ -98,7 +100,8 @@ class PairDataset:
         batches = [samples.batch(places.start, len(places), shuffled=shuffled) for places in ranges]
         for places, batch, (losses, is_hit) in zip(ranges, batches, passes.predictions(batches), strict=True):
             held = len(range(places.start, min(places.stop, count)))
-            of_pairs = _of_pairs(losses, is_hit, is_target(batch))[:held]
+            is_whole = ~(samples.have_cut_targets(batch.sample_ids) | (batch.targets == UNK_ID).any(axis=1))
+            of_pairs = _of_pairs(losses, is_hit, is_target(batch), is_whole)[:held]
             np.add.at(sums, samples.task_of(batch.sample_ids)[:held], of_pairs)
         total: np.ndarray = np.sum(gather_floats(sums.ravel().tolist()), axis=0).reshape(sums.shape)
         return total
@@ -115,11 +118,15 @@ def is_target(batch: Batch) -> np.ndarray:
     return batch.segments.targets > 0
 
 
-def _of_pairs(losses: np.ndarray, is_hit: np.ndarray, is_real: np.ndarray) -> np.ndarray:
-    """Return for each pair: sum of losses, target tokens, tokens hit, whether all are hit, and 1. Arrays are [n, t]."""
+def _of_pairs(losses: np.ndarray, is_hit: np.ndarray, is_real: np.ndarray, is_whole: np.ndarray) -> np.ndarray:
+    """Return for each pair: sum of losses, target tokens, tokens hit, whether its whole text is, and 1.
+
+    Arrays are [n, t], and ``is_whole`` [n] is whether the tokens of a target are its whole text.
+    """
     of_tokens = (np.where(is_real, losses.astype(np.float64), 0), is_real, is_hit & is_real)
     columns = [each.sum(axis=1) for each in of_tokens]
-    return np.stack([*columns, (is_hit | ~is_real).all(axis=1), np.ones(len(losses))], axis=1).astype(np.float64)
+    is_exact = (is_hit | ~is_real).all(axis=1) & is_whole
+    return np.stack([*columns, is_exact, np.ones(len(losses))], axis=1).astype(np.float64)
 
 
 def _named(split: str, sums: np.ndarray) -> tuple[Values, Values]:

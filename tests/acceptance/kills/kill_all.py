@@ -4,7 +4,8 @@
 
     python -m tests.acceptance.kills.kill_all                     fifty of each
     python -m tests.acceptance.kills.kill_all --kills 3 --seed 1
-    python -m tests.acceptance.kills.kill_all --recipe reverse_and_sort      of a run on pairs
+    python -m tests.acceptance.kills.kill_all --recipe reverse_and_sort             of a run on pairs
+    python -m tests.acceptance.kills.kill_all --recipe reverse_and_sort --lora      of one that trains adapters
 
 Two DeepSpeed ranks train a small T5 on two hosts, and save after every step. The hosts are folders of this machine; the
 head talks to them with the protocol that it uses over ssh. The seed decides the moments, between 0 and the time that
@@ -54,13 +55,15 @@ def certify_run(site: Site, tokenizer: TokenizerFiles, folder: Path) -> Export:
     """Gather, consolidate, export and certify the run without kills."""
     site.storage.take_home()
     conclude(site.spec, site.shards)
-    weights, witness = consolidate(site.checkpoints, folder / "weights"), site.run.folder / "witness"
-    return certify_in_fresh_process(export(weights, tokenizer, witness, site.spec, folder / "export"), witness)
+    start, witness = site.spec.model.start_from, site.run.folder / "witness"
+    weights = consolidate(site.checkpoints, folder / "weights", start_from=start)
+    exported = export(weights, tokenizer, witness, site.spec, folder / "export")
+    return certify_in_fresh_process(exported, witness, start_from=start)
 
 
-def kill_all(folder: Path, seed: int, kills: int, recipe: str) -> list[Tally]:
+def kill_all(folder: Path, seed: int, kills: int, recipe: str, *, lora: bool) -> list[Tally]:
     """Run the stages in order, each on the results of the previous one; return their tallies."""
-    site, tokenizer = make_site(folder, recipe, num_steps=3 * kills // 2 + 6)
+    site, tokenizer = make_site(folder, recipe, num_steps=3 * kills // 2 + 6, lora=lora)
     tallies, trial = [train_with_kills(site, folder, seed, kills)], folder / "trial"
     tallies.append(kill_stage("gather", seed, kills, trial, lambda into: GatherTrial(site, into)))
     exported = certify_run(site, tokenizer, folder)
@@ -83,11 +86,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50, help="of each stage")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recipe", choices=RECIPES, default="smoke")
+    parser.add_argument("--lora", action="store_true", help="train adapters of a random model, on the recipe's pairs")
     arguments = parser.parse_args()
     clear_stale_locks()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="kills-", ignore_cleanup_errors=True) as folder:
-        tallies = kill_all(Path(folder), arguments.seed, arguments.kills, arguments.recipe)
+        tallies = kill_all(Path(folder), arguments.seed, arguments.kills, arguments.recipe, lora=arguments.lora)
     print(HEADER + "\n".join(tally.row() for tally in tallies))
     for tally in tallies:
         if late := tally.drawn - len(tally.moments):

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
 from infra.head.hosts.hostfile import Host, Hosts
 from infra.head.storage.checkpoint_inventory import complete_tags, survey
 from infra.head.storage.claim import Claim
@@ -20,6 +23,7 @@ from t5train.data.pairs.pair_shards import build_pair_shards
 from t5train.data.pairs.pairs import build_pairs
 from t5train.data.pairs.pairs_tokenizer import build_pairs_tokenizer
 from t5train.files.run_folder import CHECKPOINTS
+from t5train.model.model_shape import huggingface_config, resolve
 from t5train.progress import silent
 from t5train.records.stage_records import TokenizerFiles
 from t5train.spec import RunSpec
@@ -40,6 +44,8 @@ RECIPES = {
     "reverse_and_sort": {},
 }
 """The recipes of runs that are killed, and settings of each."""
+ADAPTERS = {"optimizer.kind": "adamw", "finetune.lora.rank": 4, "finetune.lora.dropout": 0.1}
+"""Settings with which a run on pairs trains adapters of a random model."""
 SETTINGS = {
     "name": "killed",
     "model.dropout_rate": 0.1,
@@ -95,9 +101,12 @@ class Site:
     def job_of(self, rank: int, job: TrainJob) -> TrainJob:
         """The job of a rank, with the paths of its host's folder."""
         scratch = self.scratch(HOSTS[rank])
-        folders = {name: getattr(job, name) for name in ("run_folder", "shards_folder")}
         default = node_folders.node_path("scratch")
-        return job.model_copy(update={name: scratch / path.relative_to(default) for name, path in folders.items()})
+        folders = {name: scratch / getattr(job, name).relative_to(default) for name in ("run_folder", "shards_folder")}
+        start = {}
+        if (model := job.begins_from) is not None:
+            start["model.start_from"] = str(scratch / model.folder.relative_to(default))
+        return job.model_copy(update={**folders, "spec": job.spec.with_settings(start)})
 
     def in_folder(self, folder: Path) -> "Site":
         return Site(folder, self.spec.with_settings({"storage.root": str(folder / "root")}), self.shards)
@@ -121,13 +130,26 @@ def wrong_choices(site: Site) -> list[str]:
     return wrong
 
 
-def make_site(folder: Path, recipe_name: str, num_steps: int) -> tuple[Site, TokenizerFiles]:
-    """A run of one of RECIPES that has not begun, with shards of Python's documentation or of pairs, and vocabulary."""
+def make_site(folder: Path, recipe_name: str, num_steps: int, *, lora: bool) -> tuple[Site, TokenizerFiles]:
+    """A run of one of RECIPES that has not begun, with shards of Python's documentation or of pairs, and vocabulary.
+
+    With ``lora``, it is a run on pairs that trains adapters.
+    """
     root = folder / "root"
     settings = SETTINGS | RECIPES[recipe_name] | {"storage.root": str(root), "optimizer.num_steps": num_steps}
     spec = recipe(recipe_name).with_settings(settings)
     tokenizer, shards = _make_pair_shards(spec, root) if spec.is_fine_tuning else make_shards(spec, root)
+    if lora:
+        start = _save_random_model(folder / "start", spec, int(tokenizer.counts["vocab_size"]))
+        spec = spec.with_settings(ADAPTERS | {"model.start_from": str(start)})
     return Site(folder, spec, shards), tokenizer
+
+
+def _save_random_model(folder: Path, spec: RunSpec, vocab_size: int) -> Path:
+    config = huggingface_config(resolve(spec.model, vocab_size), pad_id=0, eos_id=1)
+    torch.manual_seed(0)
+    AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**config)).save_pretrained(folder)
+    return folder
 
 
 def _make_pair_shards(spec: RunSpec, root: Path) -> tuple[TokenizerFiles, Shards]:

@@ -27,6 +27,7 @@ class ObjectFolder(LocalFileSystem):  # type: ignore[misc]  # fsspec has no type
             raise FileExistsError(path)
         target = Path(self._strip_protocol(path))
         arriving = target.parent.with_name(f".{target.parent.name}.arriving")
+        target.parent.mkdir(parents=True, exist_ok=True)
         arriving.write_bytes(value)
         arriving.replace(target)
 

@@ -53,9 +53,13 @@ class Outcome:
     bit_equal: bool = False
 
     @property
+    def is_survived(self) -> bool:
+        return self.left == 0 and self.went_on and self.bit_equal
+
+    @property
     def passed(self) -> bool:
         (allowed,) = [fault.window for fault in FAULTS if fault.name == self.fault]
-        return self.seconds <= allowed and self.left == 0 and self.went_on and self.bit_equal
+        return self.seconds <= allowed and self.is_survived
 
 
 def inject(site: Site, number: int, run: str, name: str, fault: Fault, seeded: random.Random) -> Outcome:

@@ -9,7 +9,7 @@ FOLDER/results.jsonl. A case that has a line is not run again: repeat the comman
 repeat its case. At the end, the command prints a table of all lines, and which cases were not run and why. Without
 --keep, it removes the files of a run that passed, and checkpoints as soon as they are consolidated.
 
-MFU is the rate of the model's matrix products (see t5train/model/flops.py), relative to --peak-teraflops. Its default
+MFU is the rate of the model's matrix products (see t5train/train/flops.py), relative to --peak-teraflops. Its default
 is what an H200 was measured to multiply in bf16. Only the accelerators in CUDA_VISIBLE_DEVICES are used, so that two of
 these commands, each with its own results, can share a machine.
 """

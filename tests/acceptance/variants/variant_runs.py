@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from t5train.model.flops import flops_per_token
 from t5train.model.model_shape import resolve
 from t5train.records import metrics
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
+from t5train.train.flops import flops_per_token
 from tests.acceptance.variants.machine_memory import available_memory
 from tests.acceptance.variants.variant_cases import CLEAR_ERRORS, Case
 

@@ -123,7 +123,7 @@ def test_stage_commands_work_without_prefect(run_without: Callable[..., Any], tm
 
 
 @pytest.mark.parametrize("place", ["work/published/mine", "work/runs/mine", "work/runs/mine/export"])
-def test_verify_says_that_a_run_has_not_finished_and_what_to_do(
+def test_a_result_of_a_run_that_has_not_finished_is_refused_with_what_to_do(
     refused: Callable[..., str], tmp_path: Path, place: str
 ) -> None:
     run = tmp_path / "work" / "runs" / "mine"
@@ -131,9 +131,10 @@ def test_verify_says_that_a_run_has_not_finished_and_what_to_do(
     (run / "run.json").write_text('{"spec": {"optimizer": {"num_steps": 60}}}')
     (run / "metrics.jsonl").write_text('{"step": 8, "loss": 4.125}\n')
     shows = f"`t5-pretrain status mine --root {tmp_path / 'work'}` shows more"
-    line = refused(4, "verify", place)
-    assert line.startswith(f"error: {tmp_path / place} has no manifest.json yet, because run mine has not finished: ")
-    assert f"its state is 'stopped', at step 8 of 60. Continue it first; {shows}" in line
+    for command in (("verify", place), ("generate", place, "a text"), ("evaluate", place, "--corpus", "pydocs")):
+        line = refused(4, *command)
+        assert line.startswith(f"error: {tmp_path / place} has no manifest.json yet, because run mine has not finished")
+        assert f"its state is 'stopped', at step 8 of 60. Continue it first; {shows}" in line
     with run_lock(run):
         assert f"'running', at step 8 of 60. Wait until it is published; {shows}" in refused(4, "verify", place)
 

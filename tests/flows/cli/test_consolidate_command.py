@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from t5train.checkpoint import sidecar
 from t5train.model.parameters import ParameterSlot
+from t5train.records.best_so_far import BestSoFar
 
 MODEL = "mp_rank_00_model_states.pt"
 Record = Callable[..., None]
@@ -42,6 +44,19 @@ def test_moments_are_written_only_on_request(
         assert sorted(found) == sorted(tensors)
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert t5_pretrain("verify", "out") == 0
+
+
+def test_the_best_checkpoint_is_taken_unless_a_tag_is_named_as_the_best_is_the_result_of_the_run(
+    t5_pretrain: Callable[..., int], record_only_rank: Record, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_tag(tmp_path / "checkpoints/step-00000003", record_only_rank)
+    newest = tmp_path / "checkpoints/step-00000004"
+    newest.mkdir()
+    record_only_rank(newest, [], [])
+    best = BestSoFar(step=3, value=0.5, validations_since=1)
+    sidecar.write(newest, sidecar.read(newest, 0).model_copy(update={"step": 4, "best": best}))
+    assert t5_pretrain("consolidate", "checkpoints", "out") == 0
+    assert capsys.readouterr().out.endswith("/out, of step 3\n")
 
 
 class Hostile:

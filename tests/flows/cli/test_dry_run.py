@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from flows.cli import run_command
+from flows.run_parameters import RunParameters
 from flows.spec_from_recipe import resolve
 from infra.head.storage.continued_run import StoredRun
+from t5train.checkpoint.resume import open_run
+from t5train.records.stage_records import PairShards
 from t5train.release.checkpoint_store.ledger import FoundLedger, Ledger, StoredTag
 from t5train.release.object_store.bucket import BucketFolder
+from t5train.spec.recipes import recipe
 
 Printed = Callable[..., str]
 SMALLER = ("--set", "layout.micro_batch_sequences=8")
@@ -49,6 +53,31 @@ def test_the_hosts_determine_the_number_of_ranks_and_paths_are_made_absolute(
     # The hosts have 8 ranks for the 8 stages; the recipe itself has only 2.
     staged = resolve("smoke", {"cluster.hostfile": "hosts", "layout.pipeline_stages": 8})
     assert (staged.cluster.ranks, staged.data_parallel_size) == (8, 1)
+
+
+def test_a_dry_run_shows_that_it_continues_a_run_and_where_the_longer_one_is_published(
+    printed: Printed, tmp_path: Path
+) -> None:
+    command = ("finetune", "reverse_and_sort", "--name", "digits", "--root", str(tmp_path), "--dry-run")
+    command += ("--set", "optimizer.schedule=constant", "--set", "optimizer.num_steps=")
+    spec = recipe("reverse_and_sort", {"optimizer.schedule": "constant", "name": "digits"})
+    spec = spec.with_settings({"storage.root": json.dumps(str(tmp_path))})
+    open_run(spec, PairShards(path=tmp_path / "shards", fingerprint="6" * 64, files={}))
+    assert "continues" not in printed(*command[:-1], f"{command[-1]}1000")
+    rows = dict(
+        line.split("  ", 1) for line in printed(*command[:-1], f"{command[-1]}2000").splitlines() if "  " in line
+    )
+    assert rows["continues"].strip() == "run digits beyond the end that it was begun with"
+    assert rows["publish to"].strip() == str(tmp_path / "published/digits-2000-steps")
+    of_deployment = RunParameters(
+        recipe="reverse_and_sort",
+        root=tmp_path,
+        run_name="digits",
+        steps=2000,
+        settings={"optimizer.schedule": "constant"},
+        publish_under="s3://bucket/t5",
+    )
+    assert of_deployment.spec().storage.publish_to == "s3://bucket/t5/digits-2000-steps"
 
 
 @pytest.mark.parametrize(

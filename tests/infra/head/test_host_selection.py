@@ -105,6 +105,6 @@ def test_a_completed_run_does_not_check_its_hosts(spec: Spec, asked_hosts: Asked
 def begin(run_folder: Path, spec: RunSpec, fingerprint: str) -> None:
     """Write ``run.json``, as if training had begun."""
     run_folder.mkdir(parents=True)
-    begun = {"fingerprint": fingerprint, "identity": {"order_version": ORDER_VERSION}}
-    begun |= {"spec": spec.model_dump(mode="json")}
+    identity = {"order_version": ORDER_VERSION, "optimizer": {"num_steps": spec.optimizer.num_steps}}
+    begun = {"fingerprint": fingerprint, "identity": identity, "spec": spec.model_dump(mode="json")}
     (run_folder / "run.json").write_text(json.dumps(begun), "utf-8")

@@ -5,6 +5,7 @@ from pathlib import Path
 from t5train.checkpoint import sidecar
 from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.model.parameters import ParameterSlot
+from t5train.records.best_so_far import BestSoFar
 from t5train.records.digests import digest_files
 
 
@@ -30,3 +31,8 @@ def save(checkpoints: Path, at_step: int, ranks: int = 2, **changed: object) -> 
             settings |= changed
         sidecar.write(folder, Sidecar.model_validate(settings))
     return folder
+
+
+def save_judged(checkpoints: Path, at_step: int, best: int) -> Path:
+    """Save a tag of a run whose result is the best checkpoint, which is that of step ``best`` as of this one."""
+    return save(checkpoints, at_step, ranks=1, best=BestSoFar(step=best, value=1.0))

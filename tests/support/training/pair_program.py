@@ -22,17 +22,16 @@ from t5train.engine.collectives import gather_floats
 from t5train.engine.engine import build_engine, model_of, set_learning_rate
 from t5train.engine.expert_routing import Routing
 from t5train.engine.forward_backward import passes_of
-from t5train.model.initialization import initialise
 from t5train.model.model_shape import resolve
 from t5train.spec import RunSpec, build
 from tests.support.training import rank_main
-from tests.support.training.ragged_pairs import LENGTHS, PAD, SEED, VOCABULARY, batch_of, make_pairs
+from tests.support.training.ragged_pairs import LENGTHS, PAD, VOCABULARY, batch_of, fill, make_pairs
 
 
 def _step(entry: dict[str, Any]) -> dict[str, Any]:
     spec = build(entry["spec"])
     shape = resolve(spec.model, VOCABULARY)
-    engine = build_engine(spec, shape, PAD, partial(initialise, shape=shape, seed=SEED), node_local=False)
+    engine = build_engine(spec, shape, PAD, partial(fill, shape=shape), node_local=False)
     passes = passes_of(engine, spec, Routing(model_of(engine)))
     set_learning_rate(engine, 0.0)
     found: dict[str, torch.Tensor] = {}
@@ -41,7 +40,8 @@ def _step(entry: dict[str, Any]) -> dict[str, Any]:
     def take_update(engine: Any) -> float | None:
         if engine.is_gradient_accumulation_boundary():
             for name, parameter in engine.module.named_parameters():
-                found[name] = safe_get_full_grad(parameter).float().clone()
+                if parameter.requires_grad:
+                    found[name] = safe_get_full_grad(parameter).float().clone()
         return take(engine)
 
     with mock.patch.object(forward_backward, "take_update", take_update):

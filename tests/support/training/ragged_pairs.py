@@ -14,9 +14,11 @@ from transformers import AutoModelForSeq2SeqLM
 from t5train.data.samples import keyed_random
 from t5train.data.samples.loader import Batch, Segments
 from t5train.model.initialization import initialise
-from t5train.model.model_shape import huggingface_config, resolve
+from t5train.model.lora import add_adapters, first_factor
+from t5train.model.model_shape import T5Shape, huggingface_config, resolve
+from t5train.model.parameters import name_of_factor
 from t5train.model.t5 import T5
-from t5train.spec import ModelSpec
+from t5train.spec import LoraSpec, ModelSpec
 
 VOCABULARY, SEED = 100, 3
 PAD, EOS = 0, 1
@@ -81,13 +83,23 @@ def _side(
     return tokens, segments, keys
 
 
-def make_model(name: str, dropout_rate: float = 0.0, dtype: torch.dtype = torch.float32) -> T5:
+def fill(name: str, parameter: torch.nn.Parameter, shape: T5Shape) -> None:
+    """Set a parameter to random values; also B of adapters, which would start at zero."""
+    initialise(name, parameter, shape, SEED)
+    if name.endswith(".lora_b"):
+        parameter.data.copy_(first_factor(f"{name}.lora_a", parameter.shape, SEED))
+
+
+def make_model(
+    name: str, dropout_rate: float = 0.0, dtype: torch.dtype = torch.float32, lora: LoraSpec | None = None
+) -> T5:
     """One of MODELS, with random weights, in training mode."""
     spec = ModelSpec.model_validate({"preset": "smoke", "dropout_rate": dropout_rate, **MODELS[name]})
     shape = resolve(spec, VOCABULARY)
     model = T5(shape, decoder_start_id=PAD)
+    add_adapters(model, lora or LoraSpec())
     for path, parameter in model.named_parameters():
-        initialise(path, parameter, shape, seed=SEED)
+        fill(name_of_factor(path), parameter, shape)
     return model.to(dtype).train()
 
 

@@ -1,8 +1,8 @@
 """The program that ranks run in training tests: many small trainings per launch, as a launch takes seconds.
 
 ``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
-"resume_tag", "killed", "fault", "other_layout", "other_tag", "scores", "sigterm_at"}]``, and writes
-``{name}.rank-{rank}.json`` beside it for each job.
+"resume_tag", "start_fingerprint", "killed", "fault", "other_layout", "other_tag", "scores", "sigterm_at"}]``, and
+writes ``{name}.rank-{rank}.json`` beside it for each job.
 
 - ``killed`` is the folder of a run. Its checkpoint ``resume_tag`` and its metrics are copied, as if it had been killed
   some steps after it saved.
@@ -62,7 +62,7 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
         node_local="ranks_a_node" in entry,
         resume_tag=entry.get("resume_tag"),
         consolidated=_consolidated(entry),
-        start_fingerprint="5" * 64 if entry["spec"]["model"]["start_from"] else None,
+        start_fingerprint=entry.get("start_fingerprint", "5" * 64) if entry["spec"]["model"]["start_from"] else None,
     )
     found: dict[str, Any] = {}
     try:

@@ -19,6 +19,12 @@ require_triton()
 from t5train.model.kernels import biased_attention  # noqa: E402 - see above
 
 EXPERTS = {"model.version": "v1.0", "model.moe.num_experts": 4}
+LORA: dict[str, Any] = {
+    "pairs.train": ["pairs.jsonl"],
+    "model.start_from": "unread",
+    "optimizer.kind": "adamw",
+    "finetune.lora.rank": 8,
+}
 TAKES_ALL = {"model.moe.capacity_factor": None}
 
 
@@ -58,6 +64,7 @@ def _chosen(monkeypatch: pytest.MonkeyPatch, capability: int, settings: dict[str
         (90, {"model.d_kv": 48}, Chosen(gate=True)),
         (90, {"pairs.train": ["pairs.jsonl"]}, Chosen(attention=True, gate=True)),
         (90, {"pairs.train": ["pairs.jsonl"], "model.dropout_rate": 0.1}, Chosen(attention=True, gate=True)),
+        (90, LORA, Chosen(attention=True, gate=True)),
         (90, EXPERTS, Chosen(attention=True, experts="rows")),
         (90, EXPERTS | TAKES_ALL, Chosen(attention=True, experts="rows")),
         (90, EXPERTS | TAKES_ALL | {"layout.expert_parallel_size": 2}, Chosen(attention=True, experts="deepspeed")),

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from t5train.engine.forward_backward import rows_of
+from t5train.spec import LoraSpec
 from t5train.spec.recipes import recipe
 from tests.support.training.launched import launch
 from tests.support.training.ragged_pairs import (
@@ -49,9 +50,20 @@ def _job(ranks: int, passes: int, stage: int, rows: Any, has_keys: bool, **setti
     return {"spec": spec.model_dump(mode="json"), "rows": rows, "has_keys": has_keys}
 
 
+LORA = {
+    "model.start_from": "unread",
+    "optimizer.kind": "adamw",
+    "finetune.lora.rank": 3,
+    "finetune.lora.alpha": 6.0,
+    "finetune.lora.targets": ["q", "k", "v", "o", "wi", "wo"],
+    "finetune.lora.dropout": 0.2,
+}
 ALONE = {
     "1x1": _job(1, 1, 0, PACKED, False),
     "1x4, dropout": _job(1, 4, 1, PACKED, True),
+    "1x4, LoRA": _job(1, 4, 1, PACKED, True, **LORA),
+    "1x4, ZeRO 3, LoRA, offload": _job(1, 4, 3, PACKED, True, **LORA, **{"layout.offload": "all"}),
+    "1x2, ZeRO 3, LoRA": _job(1, 2, 3, PACKED, True, **LORA),
     "1x4, unpacked": _job(1, 4, 2, UNPACKED, False),
 }
 TOGETHER = {
@@ -62,6 +74,11 @@ TOGETHER = {
     "2x2, ZeRO 3, unpacked, recomputed": _job(2, 2, 3, UNPACKED, True, **RECOMPUTED),
     "2x2, ZeRO 2, offload": _job(2, 2, 2, PACKED, True, **{"layout.offload": "optimizer"}),
     "2x2, ZeRO 3, offload": _job(2, 2, 3, PACKED, True, **{"layout.offload": "all"}),
+    **{f"2x2, ZeRO {stage}, LoRA": _job(2, 2, stage, PACKED, True, **LORA) for stage in range(4)},
+    "2x2, ZeRO 3, LoRA, recomputed, offload": _job(
+        *(2, 2, 3, UNPACKED, True), **LORA, **RECOMPUTED, **{"layout.offload": "all"}
+    ),
+    "2x2, ZeRO 2, LoRA, offload": _job(2, 2, 2, PACKED, True, **LORA, **{"layout.offload": "optimizer"}),
     "2x2, ZeRO 1, bf16": _job(2, 2, 1, PACKED, True, **BF16),
     "2x2, ZeRO 3, bf16": _job(2, 2, 3, PACKED, False, **BF16),
 }
@@ -79,17 +96,20 @@ def stepped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _expected(job: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor], float]:
-    """Loss and gradients of the model itself on the whole batch, and the sum of its targets' losses in evaluation."""
+    """What the model itself has on the whole batch: cross-entropy, gradients, and the sum of losses in evaluation."""
     has_keys, optimizer = job["has_keys"], job["spec"]["optimizer"]
-    model, batch = make_model(MODEL, RATE if has_keys else 0.0), batch_of(PACKED, make_pairs(), has_keys=has_keys)
+    lora = LoraSpec.model_validate(job["spec"]["finetune"]["lora"])
+    model = make_model(MODEL, RATE if has_keys else 0.0, lora=lora)
+    batch = batch_of(PACKED, make_pairs(), has_keys=has_keys)
     model.label_smoothing, model.z_loss = optimizer["label_smoothing"], optimizer["z_loss"]
     assert batch.segments is not None
     inputs, targets = (torch.from_numpy(each).long() for each in (batch.inputs, batch.targets))
     rows = rows_of(batch.segments, passes_a_step=1)
-    loss = model(inputs, targets, rows)
-    loss.backward()
+    model(inputs, targets, rows).backward()
     with torch.no_grad():
-        return loss.detach(), gradients_of(model), float(model.eval().token_losses(inputs, targets, rows).sum())
+        total, count = float(model.eval().token_losses(inputs, targets, rows).sum()), rows.target_segments.gt(0).sum()
+        assert has_keys or float(model.cross_entropy) == pytest.approx(total / float(count), rel=1e-6)
+        return model.cross_entropy, gradients_of(model), total
 
 
 @pytest.mark.parametrize("name", [*ALONE, *TOGETHER])

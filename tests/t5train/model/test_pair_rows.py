@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from t5train.data.samples.loader import Batch
 from t5train.engine.forward_backward import rows_of
@@ -80,6 +81,22 @@ def test_loss_and_gradients_are_those_of_hugging_faces_model_for_one_pair_at_a_t
     assert max(distance(gradients[each], their_gradients[each]) for each in gradients) < 1e-5
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_cross_entropy_alone_is_known_and_the_loss_and_gradients_are_the_bits_of_torchs(smoothing: float) -> None:
+    model = make_model("gated, not tied")
+    model.label_smoothing = smoothing
+    inputs, targets, rows = _arguments(batch_of(PACKED, PAIRS))
+    labels = targets.masked_fill(rows.target_segments == 0, -100).flatten()
+    logits = model.logits(inputs, shift_right(targets, PAD, rows.target_segments), rows).flatten(0, 1)
+    expected = functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) * rows.scale
+    expected.backward()
+    their_gradients = gradients_of(model)
+    loss, gradients = _backward(model, batch_of(PACKED, PAIRS))
+    assert loss == float(expected.detach())
+    assert all(torch.equal(gradients[name], their_gradients[name]) for name in gradients)
+    assert torch.equal(model.cross_entropy, functional.cross_entropy(logits, labels, reduction="sum") * rows.scale)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_padded_pairs_are_bit_equal_to_hugging_faces_with_its_attention_mask(
     name: str, tmp_path: Path
@@ -95,7 +112,7 @@ def test_logits_of_padded_pairs_are_bit_equal_to_hugging_faces_with_its_attentio
         losses, is_hit = model.predictions(inputs, targets, rows)
         assert torch.equal(model.token_losses(inputs, targets, rows), losses)
     assert torch.equal(logits[is_target], expected[is_target])
-    torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(expected.mT, labels, reduction="none"))
+    torch.testing.assert_close(losses, functional.cross_entropy(expected.mT, labels, reduction="none"))
     assert torch.equal(is_hit, (expected.argmax(-1) == targets) & is_target)
 
 

@@ -10,13 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    MT5Config,
+    MT5ForConditionalGeneration,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from t5train.data.vocabulary.tokenizer import Tokenizer, spiece_in
+from t5train.data.vocabulary.tokenizer import Tokenizer, given_proto
 from t5train.errors import DigestMismatch, InputError, SpecError, T5TrainError
 from t5train.model.model_shape import resolve
 from t5train.model.starting_model import require_fit, require_pieces, require_vocabulary, start_fingerprint, tensors_of
@@ -71,7 +73,14 @@ def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) 
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(("make", "values"), [(_t5, V10), (_gated, V11), (_switch, SWITCH)])
+def _mt5(folder: Path) -> MT5ForConditionalGeneration:
+    model = MT5ForConditionalGeneration(MT5Config(vocab_size=128, **SIZES))
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(("make", "values"), [(_t5, V10), (_gated, V11), (_mt5, V11), (_switch, SWITCH)])
 def test_weights_saved_by_transformers_are_read_unchanged(
     tmp_path: Path, make: Callable[[Path], Any], values: dict[str, Any]
 ) -> None:
@@ -170,10 +179,12 @@ def _truncated(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
-def _with_path_outside(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    index = {"weight_map": {SHARED: "../other.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+def _with_index(file: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {SHARED: file}}))
+
+    return change
 
 
 def _with_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
@@ -192,14 +203,18 @@ def _with_config(**values: Any) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, "which is not a folder on this machine"),
+        (
+            shutil.rmtree,
+            "is not a folder on this machine. Correct the path, or write hf://OWNER/NAME for a model on the Hub",
+        ),
         (lambda folder: (folder / "config.json").unlink(), r"config\.json does not exist"),
         (
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
             r"pytorch_model\.bin, which can run code .* save_pretrained",
         ),
         (_truncated, "cannot be read as safetensors"),
-        (_with_path_outside, "names '../other.safetensors', which is not the plain name"),
+        (_with_index("../other.safetensors"), "names '../other.safetensors', which is not the plain name"),
+        (_with_index("manifest.json"), "names the weight file 'manifest.json', but only safetensors are read"),
         (
             _with_tensor(SHARED, lambda values: values.to(torch.int8)),
             r"shared\.weight are not 16-bit or 32-bit floating-point numbers",
@@ -210,6 +225,11 @@ def _with_config(**values: Any) -> Callable[[Path], object]:
             r"lm_head\.weight is tied to shared\.weight, but the files hold different values",
         ),
         (_with_config(model_type="bart"), "model.start_from: model_type is 'bart'"),
+        (_with_config(model_type=["t5"]), r"model_type is \['t5'\] .* of type t5 or mt5"),
+        (_with_config(model_type="umt5"), "model_type is 'umt5' .* of type t5 or mt5"),
+        (_with_config(pad_token_id=3), r"pad_token_id is 3 in .*config\.json, but 0 in the vocabularies of T5"),
+        (_with_config(eos_token_id=2), r"eos_token_id is 2 in .*, but 1 .* Correct the file"),
+        (_with_config(decoder_start_token_id=1), "decoder_start_token_id is 1 in .*, but 0 "),
         (_with_config(layer_norm_epsilon=0.1), "No settings describe such a model"),
     ],
 )
@@ -309,4 +329,4 @@ def test_a_configuration_or_a_vocabulary_that_differs_from_its_manifest_is_refus
     with pytest.raises(DigestMismatch, match=r"config\.json has "):
         start_fingerprint(_spec(folder, V11))
     with pytest.raises(DigestMismatch, match=r"spiece\.model has "):
-        spiece_in(folder)
+        given_proto(folder)

@@ -153,7 +153,7 @@ def test_a_manifest_or_file_that_cannot_be_read_is_named_with_what_to_do(
 
 def test_a_manifest_of_another_kind_is_refused(tmp_path: Path) -> None:
     finished(tmp_path / "corpus")
-    said = r"is not the manifest of a finished shards folder: kind: Input should be 'shards'$"
+    said = r"is not the manifest of a finished shards folder: its kind is 'corpus'$"
     with pytest.raises(RecordError, match=said):
         TokenShards.load(tmp_path / "corpus")
 

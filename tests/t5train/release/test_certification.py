@@ -4,8 +4,6 @@ import json
 import logging
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from t5train.release import certification
 from t5train.release.certificate import Certificate
 from t5train.release.certification import certify, certify_in_fresh_process
 from t5train.release.model_comparison import differing_passages, differing_tokenizer
-from tests.acceptance.planted_faults import with_first_import
 
 MakeTrained = Callable[..., Any]
 MakeExport = Callable[..., Export]
@@ -50,12 +47,6 @@ def certificate_of(exported: Export) -> Certificate:
     return Certificate.parse((exported.path / "certificate.json").read_bytes(), "certificate.json")
 
 
-def replace_file(path: Path, content: str) -> None:
-    """Replace a file that may have a second name elsewhere."""
-    path.unlink()
-    path.write_text(content)
-
-
 def rewrite_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -70,7 +61,7 @@ def update_card_digest(exported: Export) -> None:
     """Make the model card state the digest of the current weights."""
     card, now = exported.path / "README.md", Export.load(exported.path)
     old, new = (each.files["model.safetensors"].sha256 for each in (exported, now))
-    replace_file(card, card.read_text().replace(old, new))
+    card.write_text(card.read_text().replace(old, new))
     reseal(now, "README.md")
 
 
@@ -80,7 +71,7 @@ def shuffle_vocabulary(path: Path) -> None:
     plain = pieces[3:-100]
     random.Random(0).shuffle(plain)
     document["model"]["vocab"] = [*pieces[:3], *plain, *pieces[-100:]]
-    replace_file(path, json.dumps(document))
+    path.write_text(json.dumps(document))
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -127,31 +118,34 @@ def record_environment(witness: Path, changes: dict[str, str] | None) -> None:
     rewrite_json(witness / "witness.json", environment={} if changes is None else recorded | changes)
 
 
-OTHER_ENVIRONMENTS = [
-    ({"processor": "abacus"}, r"processor \(abacus in training, .* here\)"),
-    ({"vector extensions": "avx2"}, r"vector extensions \(avx2 in training"),
-    ({"instruction set of torch": "DEFAULT"}, r"instruction set of torch \(DEFAULT in training"),
-    ({"MKL_CBWR": "COMPATIBLE"}, r"MKL_CBWR \(COMPATIBLE in training, not set here\)"),
-    ({"torch": "1.0"}, r"torch \(1\.0 in training"),
-    ({"arithmetic": "0" * 16}, r"arithmetic \(0{16} in training"),
-    (None, "an earlier version wrote the witness, without the processor"),
-]
+ELSEWHERE = {
+    "processor": "abacus", "vector extensions": "avx2", "instruction set of torch": "DEFAULT",
+    "MKL_CBWR": "COMPATIBLE", "torch": "1.0", "arithmetic": "0" * 16,
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize(("changes", "reason"), OTHER_ENVIRONMENTS)
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        (ELSEWHERE, [rf"{name} \({value} in training, .* here\)" for name, value in ELSEWHERE.items()]),
+        (None, ["an earlier version wrote the witness, without the processor"]),
+    ],
+)
 def test_with_another_processor_or_library_logits_may_differ_by_rounding_and_the_reason_is_named(
     exported: Export, witness: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    changes: dict[str, str] | None, reason: str,
+    changes: dict[str, str] | None, reasons: list[str],
 ) -> None:  # fmt: skip
     monkeypatch.delenv("MKL_CBWR", raising=False)
     change_witness(witness, 5e-6)
     record_environment(witness, changes)
     certificate = certificate_of(certify_in_fresh_process(exported, witness))
     assert certificate.relative_tolerance == 1e-3
-    assert re.search(reason, certificate.tolerance_reason)
     assert not certificate.probes["random"].bit_equal
-    assert re.search(f"with a tolerance of 0.001 of the largest logit instead of equal bits: .*{reason}", caplog.text)
+    (said,) = [each for each in caplog.messages if "0.001 of the largest logit instead of equal bits" in each]
+    for reason in reasons:
+        assert re.search(reason, certificate.tolerance_reason)
+        assert re.search(reason, said)
 
 
 def test_certification_on_another_kind_of_device_uses_and_records_a_tolerance(exported: Export, witness: Path) -> None:
@@ -177,9 +171,9 @@ def exchange_generated(witness: Path) -> None:
     save_file(tensors, witness / "witness.safetensors")
 
 
-def update_setting(folder: Path, **changes: Any) -> None:
-    rewrite_json(folder / "config.json", **changes)
-    reseal(Export.load(folder), "config.json")
+def update_setting(exported: Export) -> None:
+    rewrite_json(exported.path / "config.json", layer_norm_epsilon=0.1)
+    reseal(exported, "config.json")
 
 
 @pytest.mark.slow
@@ -187,7 +181,7 @@ def update_setting(folder: Path, **changes: Any) -> None:
     ("damage", "found", "is_computed"),
     [
         (lambda exported, _: flip_a_bit(exported), r"1 tensor unlike the recorded fp32 masters: shared\.weight", False),
-        (lambda exported, _: update_setting(exported.path, layer_norm_epsilon=0.1), "layer_norm_epsilon is 0.1", False),
+        (lambda exported, _: update_setting(exported), "layer_norm_epsilon is 0.1", False),
         (lambda _, witness: change_witness(witness, 5e-3), "logits of probe 'random' differ by up to", True),
         (lambda _, witness: exchange_generated(witness), "generated differently", True),
     ],
@@ -209,17 +203,6 @@ def test_a_false_export_is_refused_with_another_processor_too(
 def test_a_folder_that_is_not_a_witness_is_refused(make_export: MakeExport, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"witness\.json does not exist: name the folder"):
         certify_in_fresh_process(make_export(), tmp_path)
-
-
-@pytest.mark.slow
-def test_a_fresh_process_certifies_the_model_that_was_trained(exported: Export, witness: Path) -> None:
-    steps: set[str] = set()
-    done = certify_in_fresh_process(exported, witness, lambda *step: steps.add(step[0]))
-    done.verify()
-    certificate = certificate_of(done)
-    certificate.require_vouching(done.fingerprint, Export.load(done.path).files, "certificate.json")
-    assert certificate.tensors_compared == len(Witness.load(witness).tensors)
-    assert {"tensors compared", "probes compared"} <= steps
 
 
 @pytest.mark.parametrize("version", ["v1.0", "v1.1"])
@@ -276,23 +259,18 @@ def test_a_file_changed_since_the_export_is_named_and_its_certificate_not_reused
             attempt(exported, witness)
 
 
-def test_one_flipped_bit_of_a_weight_is_refused_with_the_name_of_its_tensor(exported: Export, witness: Path) -> None:
+def test_one_flipped_bit_of_a_weight_is_refused_with_the_name_of_its_tensor(
+    make_export: MakeExport, witness: Path
+) -> None:
+    exported = make_export()
     name = "decoder.block.0.layer.0.SelfAttention.q.weight"
     flip_a_bit(exported, name)
     with pytest.raises(CertificationError, match=f"1 tensor unlike the recorded fp32 masters: {name}"):
         certify(exported.path, witness)
-    assert not (exported.path / "certificate.json").exists()
+    assert not (exported.path / "certificate.json").exists(), "the earlier one does not hold any more"
     failed = json.loads((exported.path.parent / "certificate.failed.json").read_text())
     assert failed["passed"] is False
     assert failed["differences"]
-
-
-def test_a_failed_certification_removes_the_existing_certificate(make_export: MakeExport, witness: Path) -> None:
-    exported = make_export()
-    rewrite_json(witness / "witness.json", num_parameters=1)
-    with pytest.raises(CertificationError, match=r"manifest\.json, counts: num_parameters is \d+ instead of 1"):
-        certify(exported.path, witness)
-    assert not (exported.path / "certificate.json").exists()
 
 
 def without_a_tensor(exported: Export) -> None:
@@ -303,22 +281,11 @@ def with_another_tensor(exported: Export) -> None:
     change_tensors(exported.path, lambda tensors: tensors.update(stowaway=torch.zeros(2)))
 
 
-def in_lower_precision(exported: Export, loaded_as: str) -> None:
+def in_lower_precision(exported: Export) -> None:
     def lower(tensors: dict[str, torch.Tensor]) -> None:
         tensors.update({name: each.bfloat16() for name, each in tensors.items()})
 
-    update_setting(exported.path, dtype=loaded_as)
     change_tensors(exported.path, lower)
-
-
-def with_another_picture(exported: Export) -> None:
-    picture = exported.path / "loss_curve.png"
-    content = picture.read_bytes()
-    picture.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    reseal(exported, "loss_curve.png")
-
-
-NOT_AS_RECORDED = r"BF16 \[.*\] is not an fp32 tensor that training recorded"
 
 
 @pytest.mark.parametrize(
@@ -326,13 +293,10 @@ NOT_AS_RECORDED = r"BF16 \[.*\] is not an fp32 tensor that training recorded"
     [
         (without_a_tensor, r"1 recorded tensor missing from the weight files: encoder\.final_layer_norm\.weight"),
         (with_another_tensor, r"stowaway F32 \[2\] is not an fp32 tensor that training recorded"),
-        (lambda exported: in_lower_precision(exported, "float32"), NOT_AS_RECORDED),
-        (lambda exported: in_lower_precision(exported, "bfloat16"), NOT_AS_RECORDED),
-        (with_another_picture, r"loss_curve\.png is not the picture of the recorded losses"),
+        (in_lower_precision, r"BF16 \[.*\] is not an fp32 tensor that training recorded"),
     ],
-    ids=["no tensor", "another tensor", "bf16 as fp32", "bf16", "picture"],
 )
-def test_an_export_with_another_content_is_refused_and_the_difference_named(
+def test_an_export_of_other_tensors_is_refused_and_the_difference_named(
     exported: Export, witness: Path, damage: Callable[[Export], None], found: str
 ) -> None:
     damage(exported)
@@ -419,36 +383,7 @@ def test_an_export_by_another_version_of_transformers_is_refused_with_both_versi
         certify(exported.path, witness)
 
 
-def test_an_error_that_ends_the_fresh_process_is_reported(
-    exported: Export, witness: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fault = "from t5train.records.witness import Witness\nWitness.load = lambda folder: 1 / 0\n"
-    monkeypatch.setenv("PYTHONPATH", with_first_import(fault, tmp_path / "fault"))
-    problem = r"export could not be compared with .*witness \(division by zero.*see .*certify\.log"
-    with pytest.raises(CertificationError, match=problem):
-        certify_in_fresh_process(exported, witness)
-    assert "ZeroDivisionError" in (exported.path.parent / "certify.log").read_text()
-
-
-def test_a_fresh_process_that_ends_without_a_message_is_reported_with_its_exit_code(
-    exported: Export, witness: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(CertificationError, match=r"\(exit status 1\)\. .*certify\.log can show why"):
-        certify_in_fresh_process(exported, witness)
-
-
-def test_a_process_whose_parent_has_ended_ends_quietly(exported: Export, witness: Path) -> None:
-    command = [sys.executable, "-m", "t5train.release.certification", exported.path, witness]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.close()
-        said = process.stderr.read()
-    assert "Traceback" not in said
-    assert "BrokenPipeError" not in said
-    assert process.returncode == 1
-
-
-def test_a_missing_loss_curve_and_one_that_was_not_recorded_are_refused(exported: Export, witness: Path) -> None:
+def test_a_loss_curve_that_is_missing_changed_or_not_recorded_is_refused(exported: Export, witness: Path) -> None:
     picture = exported.path / "loss_curve.png"
     content = picture.read_bytes()
     picture.unlink()
@@ -456,8 +391,10 @@ def test_a_missing_loss_curve_and_one_that_was_not_recorded_are_refused(exported
     without = exported.model_copy(update={"files": files}).commit()
     with pytest.raises(CertificationError, match=r"files that are missing: loss_curve\.png"):
         certify(exported.path, witness)
-    picture.write_bytes(content)
+    picture.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     reseal(without, "loss_curve.png")
+    with pytest.raises(CertificationError, match=r"loss_curve\.png is not the picture of the recorded losses"):
+        certify(exported.path, witness)
     rewrite_json(witness / "witness.json", curve={})
     with pytest.raises(CertificationError, match=r"do not belong to an export: loss_curve\.png"):
         certify(exported.path, witness)

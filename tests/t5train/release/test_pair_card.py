@@ -10,6 +10,7 @@ from t5train.spec.recipes import smoke
 
 PREFIXES = {"reverse_digits": "reverse: ", "sort_digits": "order: "}
 COUNTS = {"train_pairs": 90, "validation_pairs": 5, "test_pairs": 6, "train_samples": 14, "test_cut": 2}
+COUNTS |= {"test_cut_targets": 1, "train_cut": 9, "train_cut_targets": 8}
 SORTED = {
     "test_pairs_of_task_1": 3,
     "test_exact_match_of_task_1": 0.75,
@@ -55,7 +56,8 @@ def test_the_card_states_tasks_prefixes_pairs_rates_and_measurements() -> None:
         '| `reverse_digits` | `"reverse: "` |',
         'tokenizer("reverse: ...", return_tensors="pt")',
         "| train | 90 |",
-        "2 pairs of the test split had a side that is longer than a row, and were shortened.",
+        "9 pairs of the train split had a side that is longer than a row, and were shortened.\n",
+        "2 pairs of the test split had a side that is longer than a row, and were shortened. Of these, 1 had a longer",
         "Training took 448 rows: 32.00 epochs over the 14 rows that hold the 90 pairs of the training split.",
         "| `reverse_digits` | 60 | 75.00% |",
         "label smoothing 0, z-loss 0.0001",

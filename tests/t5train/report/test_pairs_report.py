@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from t5train.data.pairs.pair_shards import build_pair_shards
 from t5train.data.pairs.pairs import build_pairs, count_of, read_pairs
 from t5train.data.passages import SPLITS
 from t5train.data.vocabulary.tokenizer import Tokenizer
@@ -65,6 +66,7 @@ def test_what_is_longer_than_a_row_is_counted_and_shown_as_it_is_cut(
     over = sum(len(ids) > 4 for ids in vocabulary.encode(targets, add_eos=True))
     assert f"- Warning: a: {over} targets of 300 ({over / 300:.2%}) have more than 4 tokens" in report
     assert becomes in report
+    assert ("held-out ones are no exact match" in report) is (too_long == "cut")
     samples = [line for line in report.splitlines() if line.startswith("a: `")]
     assert len(samples) == 2
     assert all(line.count("</s>") == 2 for line in samples)
@@ -74,7 +76,7 @@ def test_what_is_longer_than_a_row_is_counted_and_shown_as_it_is_cut(
 def test_unknown_pieces_and_their_characters_are_named(data_chain: DataChain, tmp_path: Path) -> None:
     spec, pairs = written(tmp_path)
     report = pairs_report(pairs, data_chain.tokenizer, spec)
-    (line,) = [each for each in report.splitlines() if "1 target (0.33%), which the model cannot write" in each]
+    (line,) = [each for each in report.splitlines() if "1 target (0.33%), of which the model cannot write" in each]
     assert "1 unknown piece (" in line
     assert "Characters without a piece: '\u4e2d' (U+4E2D) 1 time" in line
 
@@ -89,17 +91,23 @@ def test_a_sample_of_many_pairs_is_measured(
     assert " of 100 (" in report
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_the_report_shows_how_full_rows_are_and_recommends_the_best_where_others_are_set(
     data_chain: DataChain, tmp_path: Path
 ) -> None:
     spec, pairs = written(tmp_path)
     report = pairs_report(pairs, data_chain.tokenizer, spec)
-    ((own, share, longer),) = rows_of(report, "256 / 256")
+    ((own, share, longer, pairs_a_row),) = rows_of(report, "256 / 256")
     assert (own, longer) == ("256 / 256", "0.00%")
     assert 0.4 < float(share) < 0.8  # the targets are half as long as the sources
+    train_pairs = pairs.counts["train_pairs"]
+    (rows,) = re.findall(r"rows of 256 and 256 tokens, about (\d+) rows an epoch\.", report)
+    assert int(rows) == pytest.approx(train_pairs / float(pairs_a_row), abs=1)
+    shards = build_pair_shards(spec, pairs, data_chain.tokenizer, tmp_path, workers=1)
+    assert int(rows) == pytest.approx(shards.counts["train_rows"], rel=0.1)
     found = re.search(r"The best rows have pairs\.input_tokens=(\d+) and pairs\.target_tokens=(\d+)\.", report)
     assert found is not None
-    ((_, best, _),) = rows_of(report, f"{found[1]} / {found[2]}")
+    ((_, best, _, _),) = rows_of(report, f"{found[1]} / {found[2]}")
     assert float(best) > float(share)
     unpacked = spec.model_copy(update={"pack": False})
     assert "## Rows" not in pairs_report(pairs, data_chain.tokenizer, unpacked)

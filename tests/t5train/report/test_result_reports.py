@@ -23,7 +23,7 @@ from t5train.report.result_reports import (
 from t5train.spec.recipes import recipe
 
 
-@pytest.mark.parametrize("version", ["v1.0", "v1.1"])
+@pytest.mark.parametrize("version", ["v1.0", "v1.1", "lora"])
 def test_the_proof_has_the_counts_comparisons_and_digests_of_the_certificate(
     make_export: Callable[..., Export], version: str
 ) -> None:
@@ -38,6 +38,7 @@ def test_the_proof_has_the_counts_comparisons_and_digests_of_the_certificate(
     )
     report = proof_report(certificate, weights, exported)
     assert f"| {certificate.tensors_compared:,} tensors, {certificate.elements_compared:,} parameters |" in report
+    assert ("| the start model plus the product of the exported adapter | equal |" in report) is (version == "lora")
     assert "7 tensors with 1,234 parameters (4,936 bytes in fp32)" in report
     assert all(f"logits on probe {name}" in report for name in certificate.probes)
     assert report.count("| equal bits |") == len(certificate.probes) > 0

@@ -158,6 +158,20 @@ NEEDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         },
     ),
     ({"pairs.train": ["a.jsonl"], "pairs.test": ["b.jsonl"]}, {"pairs.remove": "contaminated"}),
+    (
+        {
+            "pairs.train": ["a.jsonl"],
+            "model.start_from": "/models/t5",
+            "optimizer.kind": "adamw",
+            "finetune.lora.rank": 8,
+        },
+        {
+            "finetune.lora.rank": 16,
+            "finetune.lora.alpha": 32,
+            "finetune.lora.targets": ["q", "k", "wi_0"],
+            "finetune.lora.dropout": 0.1,
+        },
+    ),
     # These cannot be combined with the values above.
     ({}, {"layout.pipeline_stages": 2, "corpus.mixed_with": ["more.txt"], "pairs.train": ["a.jsonl"]}),
 ]
@@ -222,6 +236,12 @@ def test_settings_without_an_effect_do_not_change_the_fingerprint() -> None:
     given = smoke().with_settings({"tokenizer.path": "spiece.model"})
     assert given.with_settings({"tokenizer.vocab_size": 5000}).fingerprint() == given.fingerprint()
     assert smoke().with_settings({"model.moe.capacity_factor": 3}).fingerprint() == smoke().fingerprint()
+
+
+def test_a_model_to_start_from_is_the_same_to_a_run_before_and_after_it_is_copied() -> None:
+    remote = recipe("finetune_base").with_settings({"model.start_from": "hf://someone/t5"})
+    copied = remote.with_settings({"model.start_from": "/starts/t5", "tokenizer.path": "/starts/t5"})
+    assert remote.run_name == copied.run_name
 
 
 @pytest.mark.parametrize(

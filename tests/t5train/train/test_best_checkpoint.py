@@ -58,6 +58,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pair_shards: PairShards) -
     jobs.append(job("relaid", "zero2-fp32", PAIRS, **scored, **other_layout))
     jobs.append(job("apart", "zero1-fp32", PAIRS, ranks_a_node=1, **scored))
     jobs.append(job("stopped", "zero1-fp32", PAIRS, sigterm_at=4, **scored))
+    for name, steps in (("ended", 4), ("continued", 9), ("unlimited", 9)):
+        settings = PAIRS | {"optimizer.schedule": "constant", "optimizer.num_steps": steps}
+        jobs.append(job(name, "zero1-fp32", settings, **scored))
+    jobs[-2] |= {"killed": f"{root}/ended", "resume_tag": "step-00000004"}
+    jobs.append(job("more-patient", "zero1-fp32", PAIRS, **scored))
+    jobs[-1] |= {"killed": f"{root}/patient", "resume_tag": "step-00000008"}
     return train(root, jobs, pair_shards)
 
 
@@ -94,6 +100,20 @@ def test_training_stops_when_the_metric_has_not_improved_for_too_long(trained: T
     assert trained.found("patient")["step"] == 8
     assert max(int(line["step"] or 0) for line in read(trained.root / "patient/metrics.jsonl")) == 8
     assert kept(trained, "patient") == ["step-00000004", "step-00000008"]
+
+
+@pytest.mark.parametrize(("continued", "whole"), [("continued", "unlimited"), ("more-patient", "whole")])
+def test_a_run_that_is_continued_beyond_its_end_ends_as_one_longer_run_would_have(
+    trained: Trained, continued: str, whole: str
+) -> None:
+    found = trained.found(continued)
+    assert found["step"] == 9
+    assert found["masters"] == trained.found(whole)["masters"]
+    assert kept(trained, continued) == kept(trained, whole)
+    bests = [Witness.load(trained.root / name / "checkpoints/step-00000004") for name in (continued, whole)]
+    assert bests[0].tensors == bests[1].tensors
+    last = [sidecar.read(trained.root / name / "checkpoints/step-00000009", 0).best for name in (continued, whole)]
+    assert last[0] == last[1] is not None
 
 
 def test_a_step_that_is_validated_is_judged_even_if_training_is_asked_to_end_there(trained: Trained) -> None:

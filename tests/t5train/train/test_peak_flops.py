@@ -4,9 +4,9 @@ import pytest
 from deepspeed.accelerator import get_accelerator
 
 from t5train.data.samples.span_corruption import geometry
-from t5train.model.flops import training_flops
 from t5train.model.model_shape import resolve
 from t5train.spec.recipes import recipe
+from t5train.train.flops import training_flops
 from t5train.train.peak_flops import accelerator_peak_flops, peak_flops, utilization
 
 

@@ -1,6 +1,7 @@
 """The witness that training writes, compared with what plain transformers computes from the same weights."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from t5train.data.pairs.pair_shards import build_pair_shards
 from t5train.engine.parameter_layout import huggingface_names
+from t5train.errors import RanksDisagree
 from t5train.model.initialization import initialise
+from t5train.model.lora import add_adapters, merged
 from t5train.model.model_shape import huggingface_config, resolve
 from t5train.model.t5 import T5
 from t5train.records.digests import digest_files
@@ -17,7 +20,7 @@ from t5train.records.stage_records import TokenizerFiles, TokenShards, Weights
 from t5train.release.certificate import Certificate
 from t5train.release.certification import certify
 from t5train.release.export import export
-from t5train.spec import RunSpec
+from t5train.spec import LoraSpec, RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
 from t5train.train import witness_recording
@@ -26,6 +29,7 @@ from t5train.train.datasets.pair_dataset import PairDataset
 from t5train.train.datasets.text_dataset import TextDataset
 from tests.support import synthetic_models
 from tests.support.made_pairs import made_pairs
+from tests.support.training.ragged_pairs import make_model
 
 FACTS = {"run_fingerprint": "3" * 64, "step": 7, "tag": "step-00000007", "validation": {"validation_loss": 4.5}}
 
@@ -110,3 +114,34 @@ def test_probes_of_pairs_are_certified_with_their_padding_masked(
     recorded = load_file(tmp_path / "witness/witness.safetensors")
     for probe in ("random", "heldout"):
         assert sorted(recorded[f"{probe}.attention_mask"].min(dim=1).values.tolist()) == [0, 1]
+
+
+class _Frozen(dict[str, torch.Tensor]):
+    """The start model's weights, as StoredTensors has them."""
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self[name]
+
+
+def test_frozen_weights_are_recorded_as_the_start_model_has_them_and_must_not_have_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, frozen = make_model("relu, tied"), _Frozen()
+    for name, parameter in model.named_parameters():
+        frozen[name] = parameter.detach().clone()
+    add_adapters(model, LoraSpec(rank=2, alpha=3.0))
+    model.bfloat16()
+    names = huggingface_names(model, expert_rank=0)
+    masters = {names[name]: torch.randn(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    monkeypatch.setattr(witness_recording, "full_masters", lambda _engine: masters.items())
+    monkeypatch.setattr(witness_recording, "rank", lambda: 0)
+    engine: Any = SimpleNamespace(module=model)
+    found = dict(witness_recording.merged_masters(engine, frozen, 1.5))  # type: ignore[arg-type]  # stands in for it
+    assert found.keys() == frozen.keys()
+    for name, weight in frozen.items():
+        is_adapted = f"{name}.lora_a" in masters
+        expected = merged(weight, masters[f"{name}.lora_a"], masters[f"{name}.lora_b"], 1.5) if is_adapted else weight
+        assert torch.equal(found[name], expected)
+    model.shared.weight.data[3, 4] += 1
+    with pytest.raises(RanksDisagree, match=r"shared\.weight is frozen, but no longer has the values"):
+        list(witness_recording.merged_masters(engine, frozen, 1.5))  # type: ignore[arg-type]  # stands in for it

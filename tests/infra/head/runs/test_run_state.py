@@ -97,6 +97,13 @@ def test_a_run_ends_as_its_last_start_did(run: Path) -> None:
     assert run_state(run).published == "s3://there/mine"
     end_with(run, InputError("no such file"))
     assert told(run) == (State.PUBLISHED, None), "a later command that fails unpublishes nothing"
+    (run / "manifest.json").unlink()
+    end_with(run, KeyboardInterrupt())
+    again = run_state(run)
+    assert (again.state, again.stage, again.has_ended_early) == (State.INTERRUPTED, None, False), (
+        "trained beyond its end"
+    )
+    assert again.published == "s3://there/mine"
 
 
 def test_a_run_that_was_published_and_begins_again_is_no_longer_published(run: Path) -> None:

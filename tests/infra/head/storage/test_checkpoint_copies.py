@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -342,3 +343,58 @@ def test_a_url_without_a_run_is_refused(make_spec: Make, destination: str, reade
     reader.put(f"{destination}/moved", RUN, reader.content(str(spec.checkpoints_url), RUN))
     with pytest.raises(errors.InputError, match=r"of the run 'wiki', so the last part of the URL must be 'wiki'"):
         stored_run(f"{destination}/moved")
+
+
+def test_the_best_checkpoint_is_stored_before_the_newest_and_stays_as_long(make_spec: Make) -> None:
+    spec = make_spec(**{"storage.keep_last": 1})
+    for step, best in ((100, 100), (200, 100)):
+        small_tags.save_judged(spec.run_folder / CHECKPOINTS, step, best)
+    copies = copies_of(spec)
+    copies.catch_up(silent)
+    assert stored_tags(spec) == ["step-00000100", "step-00000200"]
+    small_tags.save_judged(spec.run_folder / CHECKPOINTS, 300, 100)
+    copies.catch_up(silent)
+    assert stored_tags(spec) == ["step-00000100", "step-00000300"]
+    small_tags.save_judged(spec.run_folder / CHECKPOINTS, 400, 400)
+    copies.catch_up(silent)
+    assert stored_tags(spec) == ["step-00000400"]
+    copies.end()
+
+
+def test_the_best_checkpoint_is_restored_with_the_newest_which_is_not_resumed_from_without_it(
+    make_spec: Make, reader: Reader
+) -> None:
+    spec, fresh = make_spec(**{"storage.keep_last": 2}), make_spec("fresh")
+    copies = copies_of(spec)
+    for step, best in ((100, 100), (200, 200), (300, 100), (400, 200)):
+        small_tags.save_judged(spec.run_folder / CHECKPOINTS, step, best)
+        copies.catch_up(silent)
+    copies.end()
+    url = str(spec.checkpoints_url)
+    assert stored_tags(spec) == [f"step-00000{step}" for step in (100, 200, 300, 400)]
+    take_identity(fresh, stored_run(url))
+    continued = copies_of(fresh)
+    continued.prepare(silent)
+    restored = fresh.run_folder / CHECKPOINTS
+    assert tags.complete_tags(restored) == ["step-00000400", "step-00000200"]
+    shutil.rmtree(restored / "step-00000200")  # as if the head had been killed before it was restored
+    continued.prepare(silent)
+    assert tags.complete_tags(restored) == ["step-00000400", "step-00000200"]
+    shutil.rmtree(restored)
+    name = next(name for name in reader.keys(url) if name.startswith("step-00000200") and name.endswith("part0.pt"))
+    reader.put(url, name, bytes(100))
+    continued.prepare(silent)
+    assert resume_tag(fresh.run_folder) == "step-00000300"
+    continued.end()
+
+
+def test_the_newest_checkpoint_is_not_stored_without_the_best_one(make_spec: Make) -> None:
+    spec = make_spec()
+    damaged = small_tags.save_judged(spec.run_folder / CHECKPOINTS, 100, 100)
+    (damaged / "part0.pt").write_bytes(b"x" * 100)
+    small_tags.save_judged(spec.run_folder / CHECKPOINTS, 200, 100)
+    copies = copies_of(spec)
+    with pytest.raises(errors.PublicationError, match=r"step-00000100/part0\.pt has sha256"):
+        copies.catch_up(silent)
+    assert stored_tags(spec) == []
+    copies.end()

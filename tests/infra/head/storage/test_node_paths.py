@@ -33,3 +33,12 @@ def test_the_job_names_starting_weights_by_the_path_where_they_are_staged(run: N
     spec = recipe("smoke").with_settings({"model.start_from": '"/models/t5"'})
     node_job = run.job_on_nodes(job(spec=spec, start_fingerprint="5" * 64))
     assert node_job.spec.model.start_from == str(node_path("scratch/staged/t5-555555555555"))
+
+
+def test_adapters_have_the_weights_they_are_for_also_when_they_resume(run: NodeRun) -> None:
+    start = {"model.start_from": '"/models/t5"'}
+    lora = {"pairs.train": ["a.jsonl"], "optimizer.kind": "adamw", "finetune.lora.rank": 8}
+    for settings, expected in ((start, "/models/t5"), (start | lora, str(node_path("scratch/staged/t5-555555555555")))):
+        spec = recipe("smoke").with_settings(settings)
+        resumed = job(spec=spec, start_fingerprint="5" * 64, resume_tag="step-00000008")
+        assert run.job_on_nodes(resumed).spec.model.start_from == expected

@@ -16,6 +16,7 @@ from t5train.errors import WorkerLost
 from tests.infra.head.tokenising.conftest import Site, hosts_of_this_machine
 from tests.support.waiting import await_that
 
+pytestmark = pytest.mark.slow
 HANG_SECONDS = 12.0
 SICK = 'case "$4" in sick*) export SICK=1;; esac'
 SCHEDULER = "the scheduler hangs"
@@ -83,7 +84,6 @@ def suspend_the_scheduler() -> None:
     scheduler.suspend()
 
 
-@pytest.mark.slow
 def test_jobs_of_a_host_on_which_they_hang_are_done_by_the_other(tried: Tried) -> None:
     results = tried.outcomes["a host hangs"].result()
     assert sorted(str(each["number"]) for each in results) == ["0", "1", "2", "3"]

@@ -71,7 +71,8 @@ def test_no_row_is_suggested_that_the_settings_refuse() -> None:
 
 
 def test_of_rows_that_are_about_as_full_the_smallest_is_suggested() -> None:
-    small, large, leaky = RowShape(128, 128, 0.95, 0.0), RowShape(512, 512, 0.955, 0.0), RowShape(64, 64, 0.99, 0.2)
+    shapes = [(128, 128, 0.95, 0.0), (512, 512, 0.955, 0.0), (64, 64, 0.99, 0.2)]
+    small, large, leaky = (RowShape(*shape, pairs=1) for shape in shapes)
     assert best_shape([large, small, leaky]) == small
     assert best_shape([large, leaky]) == large
     assert best_shape([leaky]) == leaky

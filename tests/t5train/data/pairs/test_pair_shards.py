@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from t5train.data.pairs import pair_shards
+from t5train.data.pairs.pair_samples import PairSamples
 from t5train.data.pairs.pair_shard_worker import encode_pairs
 from t5train.data.pairs.pair_shards import build_pair_shards, shard_file, task_names
 from t5train.data.pairs.pairs import build_pairs
@@ -165,6 +166,17 @@ def test_finished_shards_are_reused_and_a_killed_stage_leaves_nothing_that_count
     assert build(pairs, ROW | {"too_long": "drop"}).path != shards.path
 
 
+def test_shards_of_a_version_that_did_not_list_cut_targets_are_made_again_for_the_same_runs(
+    build: Build, tmp_path: Path
+) -> None:
+    made = build(pairs := made_pairs(tmp_path / "long", {"long": LONG | {"test": LONG["train"]}}))
+    counts = {name: count for name, count in made.counts.items() if "cut_targets" not in name}
+    files = {name: digest for name, digest in made.files.items() if not name.endswith(".cut")}
+    made.model_copy(update={"counts": counts, "files": files}).commit()
+    again = build(pairs)
+    assert (again.counts, again.files, again.fingerprint) == (made.counts, made.files, made.fingerprint)
+
+
 def test_a_full_disk_is_reported_as_such(pairs: Pairs, data_chain: DataChain) -> None:
     path = pairs.path / "train-000.jsonl"
     job = {"path": str(path), "start": 0, "size": path.stat().st_size, "first": 0, "row": [40, 24], "too_long": "cut"}
@@ -201,6 +213,19 @@ def test_a_cut_pair_keeps_the_eos_of_both_sides_and_more_than_one_percent_is_a_w
     caplog.clear()
     build(long)  # reused
     assert expected in caplog.text
+
+
+def test_held_out_pairs_whose_target_was_cut_are_known_wherever_stretches_end(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits, long = some_pairs(5, 6, 1), [(WORDS[0] * 30, "short"), ("short", WORDS[1] * 30)]
+    tasks = {"one": {"train": LONG["train"], "validation": fits, "test": [*fits, *long]}, "two": LONG}
+    monkeypatch.setattr(pair_shards, "_STRETCH_BYTES", 100)
+    shards = build(made_pairs(tmp_path / "long", tasks))
+    test = PairSamples(shards, "test", PairsSpec(**ROW), 0)
+    assert np.flatnonzero(test.have_cut_targets(np.arange(test.num_samples))).tolist() == [6]
+    assert [name for name in shards.files if name.endswith(".cut")] == ["test-00000.cut"]
+    assert (shards.counts["test_cut"], shards.counts["test_cut_targets_of_task_0"]) == (2, 1)
 
 
 def test_dropped_pairs_are_counted_and_the_others_keep_their_numbers(build: Build, tmp_path: Path) -> None:

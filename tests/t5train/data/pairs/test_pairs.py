@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from t5train.data.pairs import pairs as stage
+from t5train.data.pairs.pair_sources import require_pair_source
 from t5train.data.pairs.pairs import Pair, build_pairs, count_of, normalised, read_pairs, tasks_of
-from t5train.data.passages import SPLITS
+from t5train.data.passages import ODDITIES, SPLITS
 from t5train.errors import InputError, SpecError
 from t5train.progress import silent
 from t5train.records.stage_records import Pairs
@@ -81,6 +83,30 @@ def test_equal_sources_are_in_one_split_whatever_their_task(tmp_path: Path) -> N
         assert one == other
 
 
+def test_pairs_whose_reverse_is_held_out_are_counted_and_removed_on_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a.jsonl", [(f"Source {number}", f"Target {number}") for number in range(2000)])
+    directions = [f"{path}#task=there", f"{path}#task=back&source=target&target=source"]
+
+    def leaked(made: Pairs) -> list[int]:
+        there, back = (
+            {split: {frozenset(pair) for pair in pairs} for split, pairs in all_pairs(made, task).items()}
+            for task in (0, 1)
+        )
+        return [len(one["train"] & (two["validation"] | two["test"])) for one, two in ((there, back), (back, there))]
+
+    kept = build_pairs(spec_of(train=directions), tmp_path)
+    assert leaked(kept) == [count_of(kept, "contaminated_pairs", task) for task in (0, 1)]
+    assert min(leaked(kept)) > 50
+    assert "or are held out of the task of the other direction" in caplog.text
+    cleaned = build_pairs(spec_of(train=directions, remove="contaminated"), tmp_path)
+    assert leaked(cleaned) == [0, 0]
+    assert [count_of(cleaned, "removed_pairs", task) for task in (0, 1)] == leaked(kept)
+    for split in ("validation", "test"):
+        assert [list(read_pairs(made, split, 1)) for made in (kept, cleaned)] == [all_pairs(kept, 1)[split]] * 2
+
+
 def test_files_of_a_split_are_taken_as_they_are_and_their_share_is_trained_on(tmp_path: Path) -> None:
     train, held_out = write(tmp_path / "a.jsonl", numbered(300)), write(tmp_path / "b.jsonl", numbered(50, 1000))
     found = all_pairs(build_pairs(spec_of(train=f"{train}#prefix=p ", validation=held_out), tmp_path))
@@ -135,11 +161,21 @@ def test_what_may_be_wrong_with_pairs_is_counted_and_shown(tmp_path: Path, caplo
     assert "task 'a': 1 of the other tasks cannot be told apart from it" in caplog.text
 
 
+def test_no_odd_character_is_overlooked_by_the_quick_look_for_all_of_them(tmp_path: Path) -> None:
+    characters = [chr(number) for number in range(0x250) if chr(number) not in "\t\n\r"] + ["\ufffd", "<pad>"]
+    made = build_pairs(
+        spec_of(train=write(tmp_path / "a.jsonl", [(f"a{each}b", "c") for each in characters])), tmp_path
+    )
+    for name, oddity in ODDITIES.items():
+        odd = [each for each in characters if oddity.pattern.search(f"a{each}b".encode())]
+        assert count_of(made, name, 0) == len(odd) > 0
+
+
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
         ([], {}, "the files of task 'a' have no pairs. Name files with pairs in pairs.train"),
-        ([("", "x"), ("x", "")], {}, "task 'a' has no pairs in the train split: read were 2 pairs, of which 2 are"),
+        ([("", "x"), ("x", "")], {}, "task 'a' has no pairs in the train split: of 2 pairs, 2 are empty"),
         ([("x", "y")] * 50, {}, "Add pairs, raise the share of validation (pairs.split), or name files in pairs.valid"),
         (numbered(9), {"test": [("source 1", " ")]}, "no pairs in the test split"),
         (
@@ -256,16 +292,28 @@ def test_json_lines_in_a_json_file_and_files_of_a_folder_are_read(tmp_path: Path
     assert [count_of(made, "read_pairs", task) for task in (0, 1)] == [300, 300]
 
 
+def test_several_and_remote_json_files_are_read_as_other_files_are(tmp_path: Path) -> None:
+    for number in range(2):
+        write(tmp_path / f"{number}.json", numbered(100, 100 * number))
+    remote = fsspec.filesystem("memory")
+    remote.pipe("/of-pairs/a.json", (tmp_path / "0.json").read_bytes())
+    train = [f"{tmp_path}/*.json#task=a", "memory://of-pairs/a.json#task=b"]
+    for named in spec_of(train=train).tasks():
+        assert require_pair_source("pairs.train", named, tmp_path)
+    made = build_pairs(spec_of(train=train), tmp_path / "root")
+    assert [count_of(made, "read_pairs", task) for task in (0, 1)] == [200, 100]
+
+
 def test_errors_of_files_name_the_setting(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", numbered(100))
-    write(tmp_path / "c.json", numbered(100))
+    (tmp_path / "c.yaml").touch()
+    (tmp_path / "json").mkdir()
+    write(tmp_path / "json/c.json", numbered(100))
     for settings, message in [
         ({"train": f"{tmp_path}/b.jsonl"}, "pairs.train '"),
         ({"train": f"{tmp_path}/a.jsonl", "test": f"{tmp_path}/*.tsv"}, "pairs.test '"),
-        (
-            {"train": f"{tmp_path}/*.json"},
-            "Set pairs.train to .jsonl, .tsv, .csv, .parquet files only. Of .json files, ",
-        ),
+        ({"train": f"{tmp_path}/*.yaml"}, "Set pairs.train to .jsonl, .tsv, .csv, .parquet files only"),
+        ({"train": f"{tmp_path}/json"}, "To read .json files, name them, as in 'FOLDER/*.json'"),
     ]:
         with pytest.raises(InputError) as refused:
             build_pairs(spec_of(**settings), tmp_path)

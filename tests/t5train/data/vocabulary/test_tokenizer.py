@@ -172,9 +172,8 @@ def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
             given_tokenizer(tmp_path / "spiece.model", tmp_path)
 
 
-def test_a_folder_without_a_spiece_model_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(SpecError, match=r"has no spiece\.model\. Copy the spiece\.model"):
+def test_a_folder_without_a_vocabulary_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"has neither spiece\.model nor tokenizer\.json\. Copy the spiece\.model"):
         given_tokenizer(tmp_path, tmp_path)
     with pytest.raises(SpecError, match="no such file or folder"):
         given_tokenizer(tmp_path / "absent", tmp_path)

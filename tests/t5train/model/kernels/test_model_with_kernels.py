@@ -13,13 +13,14 @@ from t5train.data.samples.span_corruption import Geometry
 from t5train.engine.forward_backward import rows_of
 from t5train.model import attention
 from t5train.model.activation_checkpointing import checkpoint_activations
-from t5train.model.initialization import initialise
+from t5train.model.lora import add_adapters
 from t5train.model.model_shape import T5Shape, resolve
+from t5train.model.parameters import name_of_factor
 from t5train.model.pipeline import pipeline_model
 from t5train.model.t5 import T5, PairRows
-from t5train.spec import ModelSpec
+from t5train.spec import LoraSpec, ModelSpec
 from tests.support.needed_triton import require_triton
-from tests.support.training.ragged_pairs import PACKED, batch_of, make_pairs
+from tests.support.training.ragged_pairs import PACKED, batch_of, fill, make_pairs
 
 HAS_GPU = torch.cuda.is_available()
 require_triton()
@@ -33,6 +34,9 @@ BOUND = 2e-5
 """Largest relative distance, ||with - without|| / ||without||, of the loss and of each parameter's gradient."""
 VERSIONS = ("v1.0", "v1.1")
 VOCABULARY, SAMPLES = 300, 2
+NO_LORA = LoraSpec()
+LORA = LoraSpec(rank=3, alpha=6.0, targets=("q", "v", "o", "wi", "wi_1"), dropout=0.2)
+"""Some layers of each joint projection have adapters, and some have none."""
 LENGTHS, FEWER = (130, 20), (20, 9)
 """Tokens of inputs and targets. With 130, some tiles lie beyond the farthest distance that the bias tells apart."""
 
@@ -52,10 +56,11 @@ def _shape(version: str, num_layers: int = 1, num_heads: int = 1, dropout_rate: 
     return resolve(ModelSpec.model_validate(settings), VOCABULARY)
 
 
-def _model(shape: T5Shape) -> T5:
+def _model(shape: T5Shape, lora: LoraSpec = NO_LORA) -> T5:
     model = T5(shape, decoder_start_id=0)
+    add_adapters(model, lora)
     for name, parameter in model.named_parameters():
-        initialise(name, parameter, shape, seed=3)
+        fill(name_of_factor(name), parameter, shape)
     return model
 
 
@@ -79,7 +84,7 @@ def _pairs(has_keys: bool, lengths: tuple[int, int] = (18, 19)) -> tuple[Tensor,
 
 
 def _pass(model: nn.Module, lengths: tuple[int, int] = FEWER) -> dict[str, Tensor]:
-    """The loss and the gradients of all parameters."""
+    """The loss and the gradients of all parameters that are trained."""
     return _pass_of(model, _batch(lengths))
 
 
@@ -87,7 +92,7 @@ def _pass_of(model: nn.Module, batch: tuple[Any, ...]) -> dict[str, Tensor]:
     loss = model(*batch)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert len(gradients) == len([*model.parameters()])
+    assert gradients.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {"loss": loss.detach(), **gradients}
 
 
@@ -107,11 +112,20 @@ def test_loss_and_gradients_are_those_without_kernels(version: str, num_layers: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("version", "rate"), [("v1.0", 0.1), ("v1.1", 0.1), ("v1.1", 0.0)])
-def test_loss_and_gradients_of_pairs_are_those_without_kernels(version: str, rate: float) -> None:
-    """With the masks of dropout that are drawn without kernels."""
-    shape, batch = _shape(version, 2, 2, rate), _pairs(has_keys=rate > 0, lengths=(70, 19))
-    expected, found = _pass_of(_model(shape), batch), _pass_of(_with_kernels(_model(shape)), batch)
+@pytest.mark.parametrize(
+    ("version", "rate", "lora"),
+    [
+        ("v1.0", 0.1, NO_LORA),
+        ("v1.1", 0.1, NO_LORA),
+        ("v1.1", 0.0, NO_LORA),
+        pytest.param("v1.0", 0.1, LORA, id="v1.0-0.1-LoRA"),
+        pytest.param("v1.1", 0.0, LORA, id="v1.1-0.0-LoRA"),
+    ],
+)
+def test_loss_and_gradients_of_pairs_are_those_without_kernels(version: str, rate: float, lora: LoraSpec) -> None:
+    """With the masks of dropout that are drawn without kernels, also of adapters alone."""
+    shape, batch = _shape(version, 2, 2, rate), _pairs(has_keys=rate + lora.dropout > 0, lengths=(70, 19))
+    expected, found = _pass_of(_model(shape, lora), batch), _pass_of(_with_kernels(_model(shape, lora)), batch)
     _require_close(found, expected)
     assert any(not torch.equal(found[name], each) for name, each in expected.items()), "no kernel was used"
 
@@ -152,10 +166,14 @@ def test_evaluation_does_not_use_the_kernels(version: str) -> None:
 # torch's compiler looks at gradients of tensors that are not leaves.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("batch", [_batch(FEWER), _pairs(has_keys=True)], ids=["text", "pairs"])
-def test_a_recomputed_and_a_compiled_pass_are_those_of_the_kernels(batch: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(
+    ("batch", "lora"),
+    [(_batch(FEWER), NO_LORA), (_pairs(has_keys=True), NO_LORA), (_pairs(has_keys=True), LORA)],
+    ids=["text", "pairs", "pairs, LoRA"],
+)
+def test_a_recomputed_and_a_compiled_pass_are_those_of_the_kernels(batch: tuple[Any, ...], lora: LoraSpec) -> None:
     shape = _shape("v1.1", dropout_rate=0.1 if len(batch) > 2 else 0.0)
-    eager, recomputed, compiled = (_with_kernels(_model(shape)) for _ in range(3))
+    eager, recomputed, compiled = (_with_kernels(_model(shape, lora)) for _ in range(3))
     checkpoint_activations(recomputed)
     compiled.compile(backend="aot_eager", fullgraph=True)
     expected = _pass_of(eager, batch)
@@ -224,7 +242,7 @@ def test_the_attention_operators_keep_the_rules_of_torch(name: str) -> None:
     table = None if name == "cross" else biased_attention.table_of(noise(1, 49)).requires_grad_()
     segments, keys = torch.tensor([[1, 1, 2, 2, 0]], dtype=torch.int32), torch.arange(5)[None]
     known = attention.AttentionRows(segments, segments, keys, keys) if name == "pairs" else None
-    rows = biased_attention._tensors(packed, table, False, known)
+    rows = biased_attention._tensors(packed, table, False, known, 0.1)
     _opcheck(biased_attention._attention, (query, packed, table, rows, False, 0.1), name)
     out, lse = (each.detach() for each in biased_attention._attention(query, packed, table, rows, False, 0.1))
     saved = (each if each is None else each.detach() for each in (query, packed, table))

@@ -1,6 +1,7 @@
 """Measurements on held-out pairs, which are those of plain arithmetic on any number of ranks."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from t5train.data.samples.loader import Batch, Segments
+from t5train.data.vocabulary.sentencepiece_model import UNK_ID
 from t5train.records.stage_records import PairShards
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
@@ -18,6 +20,8 @@ from t5train.train.datasets.pair_dataset import PairDataset
 TOKENS = [3, 1, 2, 4, 1]
 """Target tokens of each held-out pair, of task 0, 1, 0, 1, 0."""
 LOSSES = [[1.0, 2.0, 3.0], [5.0], [1.0, 1.0], [0.5, 0.5, 0.5, 0.5], [4.0]]
+UNKNOWN, CUT = 4, 2
+"""The pairs, of all of whose tokens the model is right in one test, whose target has an unknown piece, or was cut."""
 HITS = [[True, False, True], [True], [True, True], [True, True, True, False], [False]]
 
 
@@ -25,6 +29,8 @@ class HeldOut:
     """Five pairs, which repeat."""
 
     num_samples = len(TOKENS)
+    first_ids: Mapping[int, int] = {}
+    """Those of targets that do not begin with 1."""
 
     def __init__(self, *_arguments: object) -> None:
         """Take what PairSamples take."""
@@ -33,8 +39,13 @@ class HeldOut:
         assert not shuffled
         ids = np.arange(start, start + count) % self.num_samples
         width = max(TOKENS[each] for each in ids)
-        targets = np.array([[1] * TOKENS[each] + [0] * (width - TOKENS[each]) for each in ids])
-        return Batch(ids, np.zeros(count, int), targets, targets, Segments(targets, targets, None, None, 0))
+        is_real = np.array([[1] * TOKENS[each] + [0] * (width - TOKENS[each]) for each in ids])
+        targets = is_real.copy()
+        targets[:, 0] = [self.first_ids.get(each, 1) for each in ids]
+        return Batch(ids, np.zeros(count, int), targets, targets, Segments(is_real, is_real, None, None, 0))
+
+    def have_cut_targets(self, sample_ids: np.ndarray) -> np.ndarray:
+        return np.zeros(len(sample_ids), bool)
 
     def task_of(self, sample_ids: np.ndarray) -> np.ndarray:
         return sample_ids % 2
@@ -92,6 +103,20 @@ def test_loss_accuracy_and_exact_match_count_each_real_token_and_pair_once_on_an
     counts = {"validation_pairs": 5, "validation_target_tokens": 11}
     counts |= {"validation_pairs_of_task_0": 3, "validation_target_tokens_of_task_0": 6}
     assert found.counts == counts | {"validation_pairs_of_task_1": 2, "validation_target_tokens_of_task_1": 5}
+
+
+def test_a_target_that_was_cut_or_has_an_unknown_piece_is_no_exact_match(
+    dataset: PairDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair_dataset, "gather_floats", lambda sums: [sums])
+    monkeypatch.setattr(validation, "data_rank", lambda _spec: 0)
+    monkeypatch.setattr(sys.modules[__name__], "HITS", [[True] * tokens for tokens in TOKENS])
+    assert dataset.validate(cast(Any, Predictions())).values["validation_exact_match"] == 1
+    monkeypatch.setattr(HeldOut, "have_cut_targets", lambda _self, ids: ids % len(TOKENS) == CUT)
+    assert dataset.validate(cast(Any, Predictions())).values["validation_exact_match"] == 4 / 5
+    monkeypatch.setattr(HeldOut, "first_ids", {UNKNOWN: UNK_ID})
+    found = dataset.validate(cast(Any, Predictions())).values
+    assert (found["validation_exact_match"], found["validation_token_accuracy"]) == (3 / 5, 1)
 
 
 def test_a_test_split_without_pairs_is_not_measured(dataset: PairDataset) -> None:

@@ -7,19 +7,23 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from t5train.model.flops import flops_per_token, training_flops
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec.recipes import recipe
+from t5train.train.flops import flops_per_token, training_flops
 
 
-@pytest.mark.parametrize("settings", [{}, {"model.version": "v1.0", "model.num_decoder_layers": 3}])
-def test_flops_agree_with_the_count_of_torch(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "is_frozen"),
+    [({}, False), ({}, True), ({"model.version": "v1.0", "model.num_decoder_layers": 3}, False)],
+)
+def test_flops_agree_with_the_count_of_torch(settings: dict[str, Any], is_frozen: bool) -> None:
     shape = resolve(recipe("smoke").with_settings(settings).model, 500)
-    model = T5(shape, decoder_start_id=0)
+    model = T5(shape, decoder_start_id=0).requires_grad_(not is_frozen)
+    model.shared.requires_grad_()  # so that gradients reach all activations
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(torch.zeros((2, 64), dtype=torch.int64), torch.zeros((2, 20), dtype=torch.int64)).backward()
-    assert counter.get_total_flops() == 2 * training_flops(shape, 64, 20)
+    assert counter.get_total_flops() == 2 * training_flops(shape, 64, 20, is_frozen)
 
 
 @pytest.mark.parametrize(("tokens_per_second", "mfu"), [(181e3, 0.156), (351e3, 0.302), (391e3, 0.336)])

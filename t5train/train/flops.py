@@ -5,7 +5,7 @@ from t5train.model.model_shape import T5Shape
 from t5train.spec import ObjectiveSpec
 
 
-def training_flops(shape: T5Shape, input_tokens: int, target_tokens: int) -> int:
+def training_flops(shape: T5Shape, input_tokens: int, target_tokens: int, is_frozen: bool = False) -> int:
     """Return the FLOPs of the matrix products of one sequence, forward and backward.
 
     The convention is that of Kaplan et al. 2020 (section 2.1) and of model FLOPs utilization in PaLM (Chowdhery et al.
@@ -13,7 +13,8 @@ def training_flops(shape: T5Shape, input_tokens: int, target_tokens: int) -> int
     attend and each dimension of the heads; a causal mask saves nothing. A T5 has two kinds of tokens, so each weight
     counts for the tokens that it multiplies: keys and values of cross-attention for the encoder's tokens, the logits
     for the decoder's. Of the experts, only the ``top_k`` that a token is routed to count, and the router. Norms,
-    softmax, the optimizer's update, and what activation checkpointing computes again are left out.
+    softmax, the optimizer's update, and what activation checkpointing computes again are left out. Weights that are
+    frozen, beside adapters, count 4, as they have no gradients; adapters are left out.
     """
     projection = shape.d_model * shape.inner
     feed_forward = (3 if shape.gated else 2) * shape.d_model * shape.d_ff
@@ -24,7 +25,7 @@ def training_flops(shape: T5Shape, input_tokens: int, target_tokens: int) -> int
     weights = (encoder + keys_and_values) * input_tokens + decoder * target_tokens
     pairs = shape.num_layers * input_tokens**2
     pairs += shape.num_decoder_layers * target_tokens * (target_tokens + input_tokens)
-    return 6 * weights + 12 * shape.inner * pairs
+    return (4 if is_frozen else 6) * weights + 12 * shape.inner * pairs
 
 
 def flops_per_token(shape: T5Shape, objective: ObjectiveSpec) -> float:
