@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.pair_attention [--preset base] [--rows 64] [--input-tokens 256] [--target-tokens 256]
-        [--dropout 0.1] [--mean-tokens 20] [--passes 20]
+        [--dropout 0.1] [--mean-tokens 20] [--layers 3] [--passes 20]
 
 Both train the same T5 v1.1, compiled with CUDA graphs as an engine compiles it, on the same random rows: pairs with
 lengths of an exponential distribution, packed in order. Both use the kernel of the gated GELU. torch's attention reads
@@ -58,12 +58,21 @@ def main() -> None:
     parser.add_argument("--target-tokens", type=int, default=256)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--mean-tokens", type=int, default=20, help="of a source, and of a target")
+    parser.add_argument("--layers", type=int, default=3, help="of the encoder, and of the decoder; more compile longer")
     parser.add_argument("--passes", type=int, default=20)
     add_into(parser)
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.pair_attention needs an NVIDIA GPU: torch finds none on this machine")
-    shape = resolve(ModelSpec(preset=given.preset, dropout_rate=given.dropout), VOCABULARY)
+    shape = resolve(
+        ModelSpec(
+            preset=given.preset,
+            dropout_rate=given.dropout,
+            num_layers=given.layers,
+            num_decoder_layers=given.layers,
+        ),
+        VOCABULARY,
+    )
     generator = np.random.default_rng(1)
     lengths = given.input_tokens, given.target_tokens
     batches = [_batch(generator, given.rows, lengths, given.mean_tokens, given.dropout > 0) for _ in range(BATCHES)]
@@ -84,7 +93,8 @@ def main() -> None:
     ]
     share = tokens / (given.rows * sum(lengths))
     notes = (
-        f"{given.preset}, {given.rows} rows of {lengths}, dropout {given.dropout}; {share:.2f} of the tokens are real."
+        f"{given.preset} with {given.layers} layers a side, {given.rows} rows of {lengths}, dropout {given.dropout}; "
+        f"{share:.2f} of the tokens are real."
     )
     measured_here("Passes over rows of pairs, by attention", rows, notes).show(given.into)
 

@@ -221,18 +221,23 @@ def _options(d: int, rows: _Rows = _TEXT) -> dict[str, dict[str, Any]]:
     On other GPUs, registers are left to the compiler, and fewer tiles are fetched ahead: there may be only 99 KiB of
     shared memory, before Hopper (8.6) and after it (12.0). Before it, Triton replaces descriptors by ordinary loads.
 
-    For rows of pairs, none was tried: narrow tiles leave more out, the numbers of tiles take stages of their own, and
-    the hashes of dropout would not fit into 168 registers.
+    For rows of pairs, the list of tiles takes stages of its own, and the hashes of dropout take registers.
     """
-    small, is_hopper, is_text = d <= 64, capability() // 10 == HOPPER, rows.segments is None
+    small, is_hopper, has_dropout = d <= 64, capability() // 10 == HOPPER, rows.dropout is not None
     capped = small and is_hopper
     options: dict[str, dict[str, Any]] = {
-        "forward": {"BK": 128, "STAGES": 2} if small and is_text else {"BK": 64, "STAGES": 3},
+        "forward": {"BK": 128, "STAGES": 2} if small and not has_dropout else {"BK": 64, "STAGES": 2 if small else 3},
         "dq": {"STAGES": 2, "maxnreg": 128 if capped else None},
-        "dkdv": {"STAGES": 3 if capped else 2, "maxnreg": 168 if capped and rows.dropout is None else None},
-        "tiles": {"STAGES": (3 if is_text else 5) if is_hopper else 2},
+        "dkdv": {"STAGES": 3, "maxnreg": 168} if capped and not has_dropout else {"STAGES": 2},
+        "tiles": {"STAGES": _tile_stages(rows) if is_hopper else 2},
     }
     return {kernel: {"num_warps": 4, **ROUNDING, **chosen} for kernel, chosen in options.items()}
+
+
+def _tile_stages(rows: _Rows) -> int:
+    if rows.dropout is not None:
+        return 2
+    return 3 if rows.segments is None else 5
 
 
 def capability() -> int:

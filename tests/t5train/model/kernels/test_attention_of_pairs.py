@@ -69,6 +69,8 @@ GPU_CASES = {
     for dtype in (torch.float16, torch.bfloat16)
     for name, case in {
         **CASES,
+        # With a near end, most of a query's keys would share an entry, and their gradients cancel but for rounding.
+        "cross, with a bias": CASES["cross, with a bias"]._replace(far=128),
         "encoder of packed rows": Case(512, (tuple(range(1, 31)), (17,) * 30, (256, 256)) * 3, heads=12, d=64, far=128),
         "decoder of packed rows": Case(
             256, (tuple(range(1, 22)), (17,) * 15, (250,)) * 3, causal=True, heads=12, d=64, far=128
