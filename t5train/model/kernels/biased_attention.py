@@ -142,8 +142,9 @@ def _attention_backward(  # noqa: PLR0913, PLR0917 - see above
     lse: Tensor,
     causal: bool,
     dropout_rate: float,
+    is_bias_frozen: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, packed and table; those of what is not there are empty."""
+    """Return the gradients of query, packed and table; those of what is not there, or is frozen, are empty."""
     dquery = packed.new_empty(0) if query is None else query.new_empty(query.shape)
     dpacked = packed.new_empty(packed.shape)
     q, k, v = _unpacked(query, packed)
@@ -164,7 +165,7 @@ def _attention_backward(  # noqa: PLR0913, PLR0917 - see above
         *tiles, _rows(dk), _rows(dv), _line(lse), _line(delta), table, *known.visited(known.of_keys), *sizes[:3],
         **blocked, **options["dkdv"],
     )  # fmt: skip
-    if table is None:
+    if table is None or is_bias_frozen:
         return dquery, dpacked, lse.new_empty(0)
     offsets = _offsets(nq, nk, far, causal)
     part = max(b * h * len(offsets) // _PROGRAMS, triton.cdiv(8, blocks))
@@ -184,11 +185,13 @@ def _attention_backward(  # noqa: PLR0913, PLR0917 - see above
 
 @_attention_backward.register_fake
 def _(
-    _dout: Tensor, query: Tensor | None, packed: Tensor, table: Tensor | None, *_others: Any
+    _dout: Tensor, query: Tensor | None, packed: Tensor, table: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dquery = packed.new_empty(0) if query is None else query.new_empty(query.shape)
-    dtable = packed.new_empty(0, dtype=torch.float32) if table is None else torch.empty_like(table)
-    return dquery, packed.new_empty(packed.shape), dtable
+    is_bias_frozen = others[-1]
+    if table is None or is_bias_frozen:
+        return dquery, packed.new_empty(packed.shape), packed.new_empty(0, dtype=torch.float32)
+    return dquery, packed.new_empty(packed.shape), torch.empty_like(table)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -199,10 +202,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
     query, packed, table, out, lse, *rows = ctx.saved_tensors
+    learns_bias = ctx.needs_input_grad[2]  # not if only adapters learn
     dquery, dpacked, dtable = _attention_backward(
-        dout, query, packed, table, rows, out, lse, ctx.causal, ctx.dropout_rate
+        dout, query, packed, table, rows, out, lse, ctx.causal, ctx.dropout_rate, not learns_bias
     )
-    of_inputs = None if query is None else dquery, dpacked, None if table is None else dtable
+    of_inputs = None if query is None else dquery, dpacked, dtable if learns_bias else None
     return *of_inputs, [None] * len(rows), None, None
 
 

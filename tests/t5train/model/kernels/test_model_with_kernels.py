@@ -246,7 +246,9 @@ def test_the_attention_operators_keep_the_rules_of_torch(name: str) -> None:
     _opcheck(biased_attention._attention, (query, packed, table, rows, False, 0.1), name)
     out, lse = (each.detach() for each in biased_attention._attention(query, packed, table, rows, False, 0.1))
     saved = (each if each is None else each.detach() for each in (query, packed, table))
-    _opcheck(biased_attention._attention_backward, (noise(*out.shape), *saved, rows, out, lse, False, 0.1), name)
+    is_frozen = name == "pairs"
+    given = (noise(*out.shape), *saved, rows, out, lse, False, 0.1, is_frozen)
+    _opcheck(biased_attention._attention_backward, given, name)
 
 
 def _opcheck(operator: Any, arguments: tuple[Any, ...], name: str) -> None:
