@@ -210,7 +210,7 @@ def _can_fuse_parts(engine: Any) -> bool:
 def _use_kernels(model: "T5 | T5Pipeline", spec: RunSpec, shape: T5Shape) -> None:
     """Let the model train with our kernels where they can replace torch's: in 16 bits, on NVIDIA GPUs.
 
-    Attention with dropout, on rows of pairs, or with heads of another width, stays torch's.
+    Attention with heads of another width stays torch's, and on text with dropout, whose masks a generator draws.
     """
     if spec.optimizer.precision == "fp32" or not _has_kernels():
         return
@@ -219,8 +219,7 @@ def _use_kernels(model: "T5 | T5Pipeline", spec: RunSpec, shape: T5Shape) -> Non
     gated_gelu.use_in(model)
     for _, layer in model.sparse_layers():
         layer.dispatch = _dispatch(spec, shape, biased_attention.capability())
-    # The kernel knows no segments of rows.
-    if shape.dropout_rate == 0 and shape.d_kv in KERNEL_HEAD_WIDTHS and not spec.is_fine_tuning:
+    if shape.d_kv in KERNEL_HEAD_WIDTHS and (shape.dropout_rate == 0 or spec.is_fine_tuning):
         biased_attention.use_in(model)
 
 

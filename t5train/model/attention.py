@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,44 @@ from t5train.model.model_shape import RELATIVE_BUCKETS, RELATIVE_MAX_DISTANCE, T
 
 KERNEL_HEAD_WIDTHS = (32, 64, 128)
 """The values of d_kv that the kernels of ``biased_attention`` support."""
-Kernel = Callable[[Tensor | None, Tensor, Tensor | None, bool], Tensor]
-"""Takes queries, packed keys and values, a table of the bias, and whether to mask the future (``biased_attention``)."""
+
+
+class AttentionRows(NamedTuple):
+    """What attention must know of tokens [b, q] and of its memory [b, k] in rows of pairs: segments, keys of dropout.
+
+    Segments are int32, 0 for padding. Keys are int64; None without dropout.
+    """
+
+    segments: Tensor
+    memory_segments: Tensor
+    keys: Tensor | None
+    memory_keys: Tensor | None
+
+    def of_itself(self) -> "AttentionRows":
+        """Return those of tokens that attend to each other."""
+        return AttentionRows(self.segments, self.segments, self.keys, self.keys)
+
+    def below(self, number: int) -> "AttentionRows":
+        """Return those of a place below, by its number there: keys branch there; the memory's are the same."""
+        return self._replace(keys=branch(self.keys, number))
+
+
+class Kernel(Protocol):
+    """Takes queries, packed keys and values, a table of the bias, and whether to mask the future.
+
+    See ``t5train.model.kernels.biased_attention``.
+    """
+
+    def __call__(
+        self,
+        query: Tensor | None,
+        packed: Tensor,
+        table: Tensor | None,
+        causal: bool,
+        rows: AttentionRows | None,
+        dropout_rate: float,
+    ) -> Tensor:
+        """Return what each head attends to, [b, q, heads, d_kv]."""
 
 
 class Attention(nn.Module):
@@ -36,20 +73,16 @@ class Attention(nn.Module):
         if position_bias is not None:
             self.relative_attention_bias = position_bias
 
-    def forward(
-        self,
-        hidden: Tensor,
-        memory: Tensor,
-        bias: Tensor | None,
-        keys: Tensor | None = None,
-        memory_keys: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, memory: Tensor, bias: Tensor | None, rows: AttentionRows | None = None) -> Tensor:
         """``hidden`` [b, q, d_model] attends to ``memory`` [b, k, d_model]; a ``bias`` of PositionBias is added.
 
-        In training, ``keys`` [b, q] and ``memory_keys`` [b, k] decide which weights dropout drops, if they are given.
+        In training, keys of ``rows`` decide what dropout drops, of weights and before adapters, if there are any.
+        Without a kernel, the bias masks other segments.
         """
+        keys, memory_keys = (None, None) if rows is None else (rows.keys, rows.memory_keys)
         if self.kernel is not None and self.training:
-            mixed = self.kernel(*self._packed(hidden, memory, keys, memory_keys), bias, self.causal)
+            packed = self._packed(hidden, memory, keys, memory_keys)
+            mixed = self.kernel(*packed, bias, self.causal, rows, self.dropout_rate)
         else:
             mixed = self._mix(hidden, memory, bias, keys, memory_keys).transpose(1, 2)
         return projected(self.o, mixed.reshape(*hidden.shape[:-1], -1), keys)
@@ -101,13 +134,18 @@ class PositionBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(RELATIVE_BUCKETS, shape.num_heads))
         self.causal = causal
 
+    @property
+    def by_distance(self) -> bool:
+        """Whether ``forward`` returns the table of a kernel, which masks other segments itself."""
+        return self.table_of is not None and self.training
+
     def forward(self, length: int, segments: Tensor | None = None) -> Tensor:
         """Return the bias [1, heads, length, length] of pairs of positions; the lowest finite number where masked.
 
         With ``segments`` [b, length], it is [b, heads, length, length], and other segments are masked, too. For a
-        kernel, return its table of the bias instead; the kernel masks the future itself.
+        kernel, return its table of the bias instead; the kernel masks the future and other segments itself.
         """
-        if self.table_of is not None and self.training and segments is None:
+        if self.by_distance and self.table_of is not None:
             return self.table_of(self._by_distance())
         positions = torch.arange(length, device=self.weight.device)
         distance = positions[None, :] - positions[:, None]

@@ -38,8 +38,12 @@ def dropped(values: Tensor, rate: float, keys: Tensor, columns: Tensor) -> Tenso
     hashed = (hashed ^ _shifted(hashed, 16)) * (0x85EBCA6B - (1 << 32))
     hashed = (hashed ^ _shifted(hashed, 13)) * (0xC2B2AE35 - (1 << 32))
     hashed = hashed ^ _shifted(hashed, 16)
-    is_kept = hashed >= round(rate * (1 << 32)) - (1 << 31)
-    return torch.where(is_kept, values / (1 - rate), 0)
+    return torch.where(hashed >= lowest_kept(rate), values / (1 - rate), 0)
+
+
+def lowest_kept(rate: float) -> int:
+    """Return the lowest hash, as a signed number of 32 bits, of a value that is not dropped."""
+    return round(rate * (1 << 32)) - (1 << 31)
 
 
 @overload

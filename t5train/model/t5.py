@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from t5train.model.activation_checkpointing import Recomputable, recomputed
-from t5train.model.attention import Attention, PositionBias, sees
+from t5train.model.attention import Attention, AttentionRows, PositionBias, sees
 from t5train.model.counted_dropout import CountedDropout, branch
 from t5train.model.feed_forward import FeedForward, GatedFeedForward
 from t5train.model.model_shape import LAYER_NORM_EPSILON, T5Shape
@@ -41,20 +41,6 @@ class PairRows(NamedTuple):
     input_keys: Tensor | None
     target_keys: Tensor | None
     scale: Tensor
-
-
-class BlockRows(NamedTuple):
-    """What a block must know of rows of pairs: the ``mask`` [b, 1, n, m] of its attention to the memory, and keys.
-
-    ``keys`` [b, n] of its dropout are its own, ``memory_keys`` [b, m] those of the memory's tokens.
-    """
-
-    mask: Tensor | None = None
-    keys: Tensor | None = None
-    memory_keys: Tensor | None = None
-
-
-_NO_ROWS = BlockRows()
 
 
 class T5(nn.Module):
@@ -208,14 +194,15 @@ class Stack(nn.Module):
     def _forward_rows(self, embedded: Tensor, memory: Tensor | None, rows: PairRows) -> Tensor:
         segments = rows.target_segments if self.is_decoder else rows.input_segments
         keys = rows.target_keys if self.is_decoder else rows.input_keys
-        bias = cast(Block, self.block[0]).position_bias(embedded.shape[1], segments)
-        mask = None
-        if memory is not None:
+        position_bias = cast(Block, self.block[0]).position_bias
+        bias, mask = position_bias(embedded.shape[1], segments), None
+        if memory is not None and not position_bias.by_distance:
             lowest = torch.finfo(memory.dtype).min
             mask = torch.where(sees(segments, rows.input_segments), memory.new_zeros(()), lowest)
         hidden = self.dropout(embedded, branch(keys, _EMBEDDED))
+        known = AttentionRows(segments, rows.input_segments, keys, rows.input_keys)
         for number, block in enumerate(self.block):
-            hidden = block(hidden, bias, memory, BlockRows(mask, branch(keys, _BLOCKS + number), rows.input_keys))
+            hidden = block(hidden, bias, memory, mask, known.below(_BLOCKS + number))
         return cast(Tensor, self.dropout(self.final_layer_norm(hidden), branch(keys, _FINAL)))
 
 
@@ -246,32 +233,40 @@ class Block(Recomputable):
         """The stack's position bias, which its first block owns."""
         return cast(SelfAttentionStep, self.layer[0]).SelfAttention.relative_attention_bias
 
-    def forward(self, hidden: Tensor, bias: Tensor, memory: Tensor | None, rows: BlockRows = _NO_ROWS) -> Tensor:
-        """Run the block; shapes as in Stack.
+    def forward(
+        self,
+        hidden: Tensor,
+        bias: Tensor,
+        memory: Tensor | None,
+        mask: Tensor | None = None,
+        rows: AttentionRows | None = None,
+    ) -> Tensor:
+        """Run the block; shapes as in Stack. In rows of pairs, ``mask`` is that of CrossAttentionStep.
 
         With recomputation, activations of experts are still kept: a second pass would count their tokens twice, and
         all ranks must exchange tokens in the same order.
         """
         if not self.recompute:
-            return self._whole(hidden, bias, memory, *rows)
+            return self._whole(hidden, bias, memory, mask, rows)
         if self.is_sparse:
-            return self._feed_forward(recomputed(self._attend, hidden, bias, memory, *rows), rows.keys)
-        return recomputed(self._whole, hidden, bias, memory, *rows)
+            return self._feed_forward(recomputed(self._attend, hidden, bias, memory, mask, rows), rows)
+        return recomputed(self._whole, hidden, bias, memory, mask, rows)
 
-    def _whole(self, hidden: Tensor, bias: Tensor, memory: Tensor | None, *rows: Tensor | None) -> Tensor:
-        return self._feed_forward(self._attend(hidden, bias, memory, *rows), BlockRows(*rows).keys)
+    def _whole(
+        self, hidden: Tensor, bias: Tensor, memory: Tensor | None, mask: Tensor | None, rows: AttentionRows | None
+    ) -> Tensor:
+        return self._feed_forward(self._attend(hidden, bias, memory, mask, rows), rows)
 
-    def _attend(self, hidden: Tensor, bias: Tensor, memory: Tensor | None, *rows: Tensor | None) -> Tensor:
-        mask, keys, memory_keys = BlockRows(*rows)
-        hidden = self.layer[0](hidden, bias, branch(keys, 0))
-        return (
-            hidden
-            if memory is None
-            else cast(Tensor, self.layer[1](hidden, memory, mask, branch(keys, 1), memory_keys))
-        )
+    def _attend(
+        self, hidden: Tensor, bias: Tensor, memory: Tensor | None, mask: Tensor | None, rows: AttentionRows | None
+    ) -> Tensor:
+        hidden = self.layer[0](hidden, bias, None if rows is None else rows.below(0).of_itself())
+        if memory is None:
+            return hidden
+        return cast(Tensor, self.layer[1](hidden, memory, mask, None if rows is None else rows.below(1)))
 
-    def _feed_forward(self, hidden: Tensor, keys: Tensor | None) -> Tensor:
-        return cast(Tensor, self.layer[-1](hidden, branch(keys, 2)))
+    def _feed_forward(self, hidden: Tensor, rows: AttentionRows | None) -> Tensor:
+        return cast(Tensor, self.layer[-1](hidden, None if rows is None else branch(rows.keys, 2)))
 
 
 class SelfAttentionStep(nn.Module):
@@ -283,11 +278,13 @@ class SelfAttentionStep(nn.Module):
         self.layer_norm = RMSNorm(shape.d_model)
         self.dropout = CountedDropout(shape.dropout_rate)
 
-    def forward(self, hidden: Tensor, bias: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Shapes as in Attention."""
+    def forward(self, hidden: Tensor, bias: Tensor, rows: AttentionRows | None = None) -> Tensor:
+        """Shapes as in Attention; keys of ``rows`` are those of this step."""
         normed = self.layer_norm(hidden)
-        attention = self.SelfAttention(normed, normed, bias, branch(keys, _INNER), keys)
-        return cast(Tensor, hidden + self.dropout(attention, branch(keys, _OUTPUT)))
+        if rows is None:
+            return cast(Tensor, hidden + self.dropout(self.SelfAttention(normed, normed, bias)))
+        attention = self.SelfAttention(normed, normed, bias, rows.below(_INNER))
+        return cast(Tensor, hidden + self.dropout(attention, branch(rows.keys, _OUTPUT)))
 
 
 class CrossAttentionStep(nn.Module):
@@ -304,13 +301,14 @@ class CrossAttentionStep(nn.Module):
         hidden: Tensor,
         memory: Tensor,
         mask: Tensor | None = None,
-        keys: Tensor | None = None,
-        memory_keys: Tensor | None = None,
+        rows: AttentionRows | None = None,
     ) -> Tensor:
-        """Shapes as in Attention; ``mask`` [b, 1, q, k] is added to the scores."""
+        """Shapes as in Attention; ``mask`` [b, 1, q, k], of rows of pairs without kernels, is added to the scores."""
         bias = self._bias(hidden, memory) if mask is None else mask
-        attention = self.EncDecAttention(self.layer_norm(hidden), memory, bias, branch(keys, _INNER), memory_keys)
-        return cast(Tensor, hidden + self.dropout(attention, branch(keys, _OUTPUT)))
+        if rows is None:
+            return cast(Tensor, hidden + self.dropout(self.EncDecAttention(self.layer_norm(hidden), memory, bias)))
+        attention = self.EncDecAttention(self.layer_norm(hidden), memory, bias, rows.below(_INNER))
+        return cast(Tensor, hidden + self.dropout(attention, branch(rows.keys, _OUTPUT)))
 
     def _bias(self, hidden: Tensor, memory: Tensor) -> Tensor | None:
         """Return None in training, which is faster, and zeros otherwise, because Hugging Face's model has a bias.

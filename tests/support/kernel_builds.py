@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from t5train.engine.optimizer import Partition, Segment
 from t5train.engine.partition_update import Chunks, Gradients, Settings, squares, update
+from t5train.model.attention import AttentionRows
 from t5train.model.kernels import biased_attention, gated_gelu
 
 
@@ -53,12 +54,17 @@ def _shared_memory(kernel: Any, capability: int, arguments: tuple[Any, ...], opt
     return int(built.metadata.shared)
 
 
-def _attention(d: int, causal: bool, is_padded: bool) -> Callable[[], None]:
+def _attention(d: int, causal: bool, rate: float | None = None) -> Callable[[], None]:
+    """Launches of attention on text, or with a ``rate`` of dropout on pairs."""
+
     def launch() -> None:
-        packed = torch.zeros(2, 128, 3, 2, d, dtype=torch.bfloat16, requires_grad=True)
+        packed = torch.zeros(2, 100, 3, 2, d, dtype=torch.bfloat16, requires_grad=True)
         table = biased_attention.table_of(torch.zeros(2, 257)).requires_grad_()
-        lengths = torch.full((2,), 100, dtype=torch.int32) if is_padded else None
-        biased_attention.biased_attention(None, packed, table, causal, lengths).sum().backward()
+        segments, keys = torch.ones(2, 100, dtype=torch.int32), torch.zeros(2, 100, dtype=torch.int64)
+        rows = AttentionRows(segments, segments, keys if rate else None, keys if rate else None)
+        biased_attention.biased_attention(
+            None, packed, table, causal, None if rate is None else rows, rate or 0.0
+        ).sum().backward()
 
     return launch
 
@@ -78,13 +84,16 @@ def _update() -> None:
 
 
 CASES = {
-    "64, causal, with lengths": _attention(64, causal=True, is_padded=True),
-    "128": _attention(128, causal=False, is_padded=False),
-    "128, causal, with lengths": _attention(128, causal=True, is_padded=True),
+    "64, causal": _attention(64, causal=True),
+    "64, causal, pairs": _attention(64, causal=True, rate=0.0),
+    "64, pairs with dropout": _attention(64, causal=False, rate=0.1),
+    "128": _attention(128, causal=False),
+    "128, causal": _attention(128, causal=True),
+    "128, causal, pairs with dropout": _attention(128, causal=True, rate=0.1),
     "gated GELU": _gelu,
     "update": _update,
 }
-EVERYWHERE = ("64, causal, with lengths", "128", "gated GELU", "update")
+EVERYWHERE = ("64, causal", "128", "128, causal, pairs with dropout", "gated GELU", "update")
 """The cases that are compiled for each kind of GPU; all of them would take minutes."""
 
 if __name__ == "__main__":

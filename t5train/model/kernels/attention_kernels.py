@@ -17,14 +17,30 @@ Backward; dscores = p * (dout . v - delta), where delta[i] = out[i] . dout[i]:
 
 Descriptors (the copy engine's on Hopper) pad sequences to whole tiles: rows past the end read as zeros and are not
 written. A query past the end has q = dout = delta = 0, so it adds nothing to any gradient; keys past it are masked.
+
+Rows of pairs: a query sees the keys of its own segment, and ``segment_tiles`` says which tiles share one; no others are
+read. Padding sees nothing and gives 0. Dropout hashes keys of tokens as ``t5train.model.counted_dropout`` does, in each
+kernel again: m = 0 or 1 / (1 - rate) for each probability. Then out = (m p) v and dv = (m p)^T dout, and
+dscores = p (m (dout . v) - delta) with the same delta.
 """
 
 import triton
 import triton.language as tl
 
+from t5train.model.kernels.pair_kernels import (
+    dropout_of_keys,
+    dropout_of_queries,
+    kept_of,
+    of_tokens,
+    segments_of_queries,
+    visited,
+)
+
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 PAD: tl.constexpr = tl.constexpr(256)
 """Distances beyond the farthest in the table of the bias: every tile with a nearer one stays within."""
+UNSEEN: tl.constexpr = tl.constexpr(-1e30)
+"""Below any score; the highest score of a query that sees nothing. Infinity minus infinity would not be a number."""
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -85,32 +101,37 @@ def _bias(
 
 
 @triton.jit
-def _place(blocks, heads, lengths, nk):
-    """This program's (batch, head), its batch, head and block, and the number of keys."""
+def _place(blocks, heads):
+    """This program's (batch, head), its batch, head and block."""
     pair = tl.program_id(0) // blocks
-    if lengths is not None:
-        nk = tl.load(lengths + pair // heads)
-    return pair, pair // heads, pair % heads, tl.program_id(0) % blocks, nk
+    return pair, pair // heads, pair % heads, tl.program_id(0) % blocks
 
 
 @triton.jit
 def queries_forward(
-    q_rows, k_rows, v_rows, out_rows, table, lengths, lse_base, heads, nq, nk, padded,
+    q_rows, k_rows, v_rows, out_rows, table, segments, memory_segments, seen, dropout, memory_dropout, lse_base,
+    heads, nq, nk, padded,
     FAR: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, LOWEST: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the output and the log-sum-exp of a block of queries."""
-    pair, b, h, block, nk = _place(tl.cdiv(nq, BQ), heads, lengths, nk)
+    pair, b, h, block = _place(tl.cdiv(nq, BQ), heads)
     if table is not None:
         table = _of_head(table, h, FAR)
     first_q = block * BQ
     queries = first_q + tl.arange(0, BQ)
     q = _load(q_rows, b, h, first_q, BQ, D)
-    highest = tl.full([BQ], float("-inf"), tl.float32)  # of the scores so far, times log2(e)
+    highest = tl.full([BQ], float("-inf") if segments is None else UNSEEN, tl.float32)  # score so far, times log2(e)
     total = tl.zeros([BQ], tl.float32)
     acc = tl.zeros([BQ, D], tl.float32)
-    end = tl.minimum(nk, first_q + BQ) if CAUSAL else nk
-    for first_k in tl.range(0, end, BK, num_stages=STAGES):
+    begin, end = visited(seen, b, block, tl.cdiv(nq, BQ), nk)
+    if CAUSAL:
+        end = tl.minimum(end, first_q + BQ)
+    if segments is not None:
+        mine = segments_of_queries(segments, b, nq, queries)
+    if dropout is not None:
+        low, high = dropout_of_queries(dropout, b, nq, queries, h)
+    for first_k in tl.range(begin, end, BK, num_stages=STAGES):
         k = _load(k_rows, b, h, first_k, BK, D)
         s = tl.dot(q, tl.trans(k))
         if table is not None:
@@ -120,26 +141,34 @@ def queries_forward(
             s = tl.where(keys[None, :] <= queries[:, None], s, float("-inf"))
         if not EVEN:
             s = tl.where(keys[None, :] < nk, s, float("-inf"))
+        if segments is not None:
+            s = tl.where(mine[:, None] == of_tokens(memory_segments, b, nk, keys)[None, :], s, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(s, 1) * LOG2E)
         p = tl.exp2(s * LOG2E - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
         total = total * shrink + tl.sum(p, 1)
+        if dropout is not None:
+            columns = dropout_of_keys(memory_dropout, b, nk, keys)
+            p = tl.where(kept_of(low[:, None], high[:, None], columns[None, :], LOWEST), p, 0.0)
         v = _load(v_rows, b, h, first_k, BK, D)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
         highest = new_highest
-    _store(out_rows, acc * (1 / total)[:, None], b, h, first_q, BQ, D)
+    if segments is not None:
+        highest = tl.where(total > 0, highest, float("inf"))  # what sees nothing has the probability 0 of anything
+        total = tl.where(total > 0, total, 1.0)
+    _store(out_rows, acc * (SCALE / total)[:, None], b, h, first_q, BQ, D)
     tl.store(lse_base + pair * padded + queries, highest + tl.log2(total))
 
 
 @triton.jit
 def queries_backward(
-    q_rows, k_rows, v_rows, out_base, dout_rows, dq_rows, table, lengths, lse_base, delta_base, far_base,
-    heads, nq, nk, padded,
+    q_rows, k_rows, v_rows, out_base, dout_rows, dq_rows, table, segments, memory_segments, seen, dropout,
+    memory_dropout, lse_base, delta_base, far_base, heads, nq, nk, padded,
     FAR: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, LOWEST: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write delta, dq and the sums beyond the farthest distance of a block of queries."""
-    pair, b, h, block, nk = _place(tl.cdiv(nq, BQ), heads, lengths, nk)
+    pair, b, h, block = _place(tl.cdiv(nq, BQ), heads)
     if table is not None:
         table = _of_head(table, h, FAR)
     first_q = block * BQ
@@ -155,8 +184,14 @@ def queries_backward(
     dq = tl.zeros([BQ, D], tl.float32)
     before = tl.zeros([BQ], tl.float32)  # sums of the tiles far before and far after the query
     after = tl.zeros([BQ], tl.float32)
-    end = tl.minimum(nk, first_q + BQ) if CAUSAL else nk
-    for first_k in tl.range(0, end, BK, num_stages=STAGES):
+    begin, end = visited(seen, b, block, tl.cdiv(nq, BQ), nk)
+    if CAUSAL:
+        end = tl.minimum(end, first_q + BQ)
+    if segments is not None:
+        mine = segments_of_queries(segments, b, nq, queries)
+    if dropout is not None:
+        low, high = dropout_of_queries(dropout, b, nq, queries, h)
+    for first_k in tl.range(begin, end, BK, num_stages=STAGES):
         k = _load(k_rows, b, h, first_k, BK, D)
         v = _load(v_rows, b, h, first_k, BK, D)
         s = tl.dot(q, tl.trans(k))
@@ -169,7 +204,13 @@ def queries_backward(
             p = tl.where(keys[None, :] <= queries[:, None], p, 0.0)
         if not EVEN:
             p = tl.where(keys[None, :] < nk, p, 0.0)
-        ds = p * (tl.dot(dout, tl.trans(v)) - delta[:, None])
+        if segments is not None:
+            p = tl.where(mine[:, None] == of_tokens(memory_segments, b, nk, keys)[None, :], p, 0.0)
+        dp = tl.dot(dout, tl.trans(v))
+        if dropout is not None:
+            columns = dropout_of_keys(memory_dropout, b, nk, keys)
+            dp = tl.where(kept_of(low[:, None], high[:, None], columns[None, :], LOWEST), dp * SCALE, 0.0)
+        ds = p * (dp - delta[:, None])
         if table is not None:
             if shift + (BK - 1) <= -FAR:
                 before += tl.sum(ds, 1)
@@ -186,15 +227,16 @@ def queries_backward(
 
 @triton.jit
 def keys_backward(
-    q_rows, k_rows, v_rows, dout_rows, dk_rows, dv_rows, lse_rows, delta_rows, table, lengths, heads, nq, nk,
+    q_rows, k_rows, v_rows, dout_rows, dk_rows, dv_rows, lse_rows, delta_rows, table, segments, memory_segments, seen,
+    dropout, memory_dropout, heads, nq, nk,
     FAR: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, LOWEST: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of a block of keys.
 
     Tiles are [keys, queries] here: p and ds are left operands of the products and so need not leave the registers.
     """
-    pair, b, h, block, nk = _place(tl.cdiv(nk, BK), heads, lengths, nk)
+    pair, b, h, block = _place(tl.cdiv(nk, BK), heads)
     if table is not None:
         table = _of_head(table, h, FAR)
     first_k = block * BK
@@ -203,7 +245,14 @@ def keys_backward(
     v = _load(v_rows, b, h, first_k, BK, D)
     dk = tl.zeros([BK, D], tl.float32)
     dv = tl.zeros([BK, D], tl.float32)
-    for first_q in tl.range((first_k // BQ) * BQ if CAUSAL else 0, nq, BQ, num_stages=STAGES):
+    begin, end = visited(seen, b, block, tl.cdiv(nk, BK), nq)
+    if CAUSAL:
+        begin = (first_k // BQ) * BQ if seen is None else tl.maximum(begin, (first_k // BQ) * BQ)
+    if segments is not None:
+        mine = of_tokens(memory_segments, b, nk, keys)
+    if dropout is not None:
+        columns = dropout_of_keys(memory_dropout, b, nk, keys)
+    for first_q in tl.range(begin, end, BQ, num_stages=STAGES):
         q = _load(q_rows, b, h, first_q, BQ, D)
         dout = _load(dout_rows, b, h, first_q, BQ, D)
         queries = first_q + tl.arange(0, BQ)
@@ -216,30 +265,53 @@ def keys_backward(
             p = tl.where(keys[:, None] <= queries[None, :], p, 0.0)
         if not EVEN:
             p = tl.where(keys[:, None] < nk, p, 0.0)
-        dv = tl.dot(p.to(q.dtype), dout, dv)
-        ds = p * (tl.dot(v, tl.trans(dout)) - delta[None, :])
+        if segments is not None:
+            p = tl.where(mine[:, None] == segments_of_queries(segments, b, nq, queries)[None, :], p, 0.0)
+        kept_p = p
+        if dropout is not None:
+            low, high = dropout_of_queries(dropout, b, nq, queries, h)
+            kept = kept_of(low[None, :], high[None, :], columns[:, None], LOWEST)
+            kept_p = tl.where(kept, p, 0.0)
+        dv = tl.dot(kept_p.to(q.dtype), dout, dv)
+        dp = tl.dot(v, tl.trans(dout))
+        if dropout is not None:
+            dp = tl.where(kept, dp * SCALE, 0.0)
+        ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk)
     _store(dk_rows, dk, b, h, first_k, BK, D)
-    _store(dv_rows, dv, b, h, first_k, BK, D)
+    _store(dv_rows, dv * SCALE if dropout is not None else dv, b, h, first_k, BK, D)
 
 
 @triton.jit
 def bias_tiles(
-    q_rows, k_rows, v_rows, dout_rows, table, lengths, lse_base, delta_base, tiles_base,
-    batch, heads, nq, nk_all, padded, first_offset, part,
-    FAR: tl.constexpr, D: tl.constexpr, B: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    q_rows, k_rows, v_rows, dout_rows, table, segments, memory_segments, near, dropout, memory_dropout, num_near,
+    lse_base, delta_base, tiles_base, batch, heads, nq, nk, padded, first_offset, part,
+    FAR: tl.constexpr, D: tl.constexpr, B: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
+    LOWEST: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds up, over a part of the batch, one head's tiles whose key block lies ``offset`` after the query block."""
+    """Adds up, over a part of the batch, one head's tiles whose key block lies ``offset`` after the query block.
+
+    In rows of pairs, the part is one of the tiles that share a segment.
+    """
     index, offsets, h = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     offset = first_offset + index
     low = tl.maximum(-offset, 0)  # the first query block that has such a tile
-    count = tl.minimum(tl.cdiv(nq, B), tl.cdiv(nk_all, B) - offset) - low
+    count = tl.minimum(tl.cdiv(nq, B), tl.cdiv(nk, B) - offset) - low
     first_b = tl.program_id(2) * part
     bias = _near_bias(_of_head(table, h, FAR), offset * B, B, B, False)
     total = tl.zeros([B, B], tl.float32)
-    for step in tl.range(0, (tl.minimum(first_b + part, batch) - first_b) * count, num_stages=STAGES):
-        b = first_b + step // count
-        first_q = (low + step % count) * B
+    if near is None:
+        begin, end = 0, (tl.minimum(first_b + part, batch) - first_b) * count
+    else:
+        num, parts = tl.load(num_near + index), tl.num_programs(2)
+        begin, end = num * tl.program_id(2) // parts, num * (tl.program_id(2) + 1) // parts
+    for step in tl.range(begin, end, num_stages=STAGES):
+        if near is None:
+            b = first_b + step // count
+            first_q = (low + step % count) * B
+        else:
+            tile = tl.load(near + index * batch * tl.cdiv(nq, B) + step)
+            b, first_q = tile // tl.cdiv(nq, B), tile % tl.cdiv(nq, B) * B
         first_k = first_q + offset * B
         q = _load(q_rows, b, h, first_q, B, D)
         k = _load(k_rows, b, h, first_k, B, D)
@@ -251,9 +323,16 @@ def bias_tiles(
         if CAUSAL:
             p = tl.where(keys[None, :] <= queries[:, None], p, 0.0)
         if not EVEN:
-            nk = tl.load(lengths + b) if lengths is not None else nk_all
             p = tl.where(keys[None, :] < nk, p, 0.0)
-        total += p * (tl.dot(dout, tl.trans(v)) - tl.load(delta_base + at)[:, None])
+        if segments is not None:
+            mine = segments_of_queries(segments, b, nq, queries)
+            p = tl.where(mine[:, None] == of_tokens(memory_segments, b, nk, keys)[None, :], p, 0.0)
+        dp = tl.dot(dout, tl.trans(v))
+        if dropout is not None:
+            low_half, high_half = dropout_of_queries(dropout, b, nq, queries, h)
+            columns = dropout_of_keys(memory_dropout, b, nk, keys)
+            dp = tl.where(kept_of(low_half[:, None], high_half[:, None], columns[None, :], LOWEST), dp * SCALE, 0.0)
+        total += p * (dp - tl.load(delta_base + at)[:, None])
     at = ((tl.program_id(2) * heads + h) * offsets + index).to(tl.int64) * B * B
     tl.store(tiles_base + at + tl.arange(0, B)[:, None] * B + tl.arange(0, B)[None, :], total)
 

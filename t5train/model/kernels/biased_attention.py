@@ -5,7 +5,8 @@ each head and return its gradient; on an H200 a layer of T5 base takes a third o
 operators, so ``torch.compile`` keeps the graph whole.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from t5train.model.attention import Attention, PositionBias
+from t5train.model.attention import Attention, AttentionRows, PositionBias
+from t5train.model.counted_dropout import lowest_kept
 from t5train.model.kernels import attention_kernels
 from t5train.model.kernels.operators import HOPPER, ROUNDING, operator
+from t5train.model.kernels.segment_tiles import BLOCK as _BLOCK
+from t5train.model.kernels.segment_tiles import segment_tiles
 
-_BLOCK = 64  # rows of queries and of keys in a tile
 _PROGRAMS = 1900  # about, of bias_tiles; a constant, because the order of the sums over the batch depends on it
 _DIAGONAL_WIDTH = 1024
 
@@ -41,32 +44,81 @@ def table_of(bias: Tensor) -> Tensor:
 
 
 def biased_attention(
-    query: Tensor | None, packed: Tensor, table: Tensor | None, causal: bool = False, lengths: Tensor | None = None
+    query: Tensor | None,
+    packed: Tensor,
+    table: Tensor | None,
+    causal: bool = False,
+    rows: AttentionRows | None = None,
+    dropout_rate: float = 0.0,
 ) -> Tensor:
     """Return softmax(q k^T + bias) v, [b, nq, heads, d].
 
     ``query`` is [b, nq, heads, d] and ``packed`` [b, nk, 2, heads, d] holds keys and values; without ``query``,
-    ``packed`` [b, n, 3, heads, d] holds queries, too. ``table`` is that of ``table_of``; None for no bias. ``lengths``
-    [b], int32, at least 1, is the number of keys of each sequence that are no padding. The tensors are bf16 or fp16,
-    and d is one of KERNEL_HEAD_WIDTHS. Two calls give the same bits.
+    ``packed`` [b, n, 3, heads, d] holds queries, too. ``table`` is that of ``table_of``; None for no bias. With
+    ``rows``, a query sees the keys of its segment; padding, and a segment without keys, gives 0. If they have keys of
+    dropout, a share ``dropout_rate`` of the probabilities is dropped, the same as without kernels. The tensors are bf16
+    or fp16, and d is one of KERNEL_HEAD_WIDTHS. Two calls give the same bits.
     """
-    output: Tensor = _attention(query, packed, table, lengths, causal)[0]
+    known = _tensors(packed, table, causal, rows, dropout_rate)
+    output: Tensor = _attention(query, packed, table, known, causal, dropout_rate)[0]
     return output
+
+
+class _Rows(NamedTuple):
+    """The tensors of AttentionRows and SegmentTiles, all None without rows of pairs, and those of dropout without it.
+
+    They are made outside the operators, where ``torch.compile`` makes them once for all layers.
+    """
+
+    segments: Tensor | None = None
+    memory_segments: Tensor | None = None
+    of_queries: Tensor | None = None
+    of_keys: Tensor | None = None
+    near: Tensor | None = None
+    num_near: Tensor | None = None
+    dropout: Tensor | None = None
+    memory_dropout: Tensor | None = None
+
+    def visited(self, seen: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the arguments of a kernel whose blocks visit what ``seen`` says."""
+        return self.segments, self.memory_segments, seen, self.dropout, self.memory_dropout
+
+
+_TEXT = _Rows()
+
+
+def _tensors(
+    packed: Tensor, table: Tensor | None, causal: bool, rows: AttentionRows | None, dropout_rate: float
+) -> list[Tensor]:
+    """Return the leading fields of _Rows that are there. Keys may be for the dropout of adapters alone."""
+    if rows is None:
+        return []
+    nq, nk = rows.segments.shape[1], packed.shape[1]
+    offsets = range(0) if table is None else _offsets(nq, nk, _far(table), causal)
+    tiles = segment_tiles(rows.segments, rows.memory_segments, offsets)
+    keys = [each.contiguous() for each in (rows.keys, rows.memory_keys) if dropout_rate and each is not None]
+    return [rows.segments.contiguous(), rows.memory_segments.contiguous(), *tiles, *keys]
 
 
 @operator
 def _attention(
-    query: Tensor | None, packed: Tensor, table: Tensor | None, lengths: Tensor | None, causal: bool
+    query: Tensor | None,
+    packed: Tensor,
+    table: Tensor | None,
+    rows: Sequence[Tensor],
+    causal: bool,
+    dropout_rate: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exp of each query's scores in base 2, [b, heads, whole blocks], fp32."""
     q, k, v = _unpacked(query, packed)
-    (b, nq, h, d), nk = q.shape, k.shape[1]
-    options = _options(d)["forward"]
+    (b, nq, h, d), nk, known = q.shape, k.shape[1], _Rows(*rows)
+    options = _options(d, known)["forward"]
     padded, keys = _padded(nq), options["BK"]
     out, lse = q.new_empty(b, nq, h, d), q.new_empty(b, h, padded, dtype=torch.float32)
     attention_kernels.queries_forward[(padded // _BLOCK * b * h,)](
-        _rows(q), _rows(k, keys), _rows(v, keys), _rows(out), table, lengths, lse, h, nq, nk, padded, FAR=_far(table),
-        D=d, BQ=_BLOCK, CAUSAL=causal, EVEN=nk % keys == 0 and lengths is None, **options,
+        _rows(q), _rows(k, keys), _rows(v, keys), _rows(out), table, *known.visited(known.of_queries), lse, h, nq, nk,
+        padded, FAR=_far(table), D=d, BQ=_BLOCK, CAUSAL=causal, **_masks(known, nk % keys == 0, dropout_rate),
+        **options,
     )  # fmt: skip
     return out, lse
 
@@ -85,39 +137,42 @@ def _attention_backward(  # noqa: PLR0913, PLR0917 - see above
     query: Tensor | None,
     packed: Tensor,
     table: Tensor | None,
-    lengths: Tensor | None,
+    rows: Sequence[Tensor],
     out: Tensor,
     lse: Tensor,
     causal: bool,
+    dropout_rate: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, packed and table; those of what is not there are empty."""
     dquery = packed.new_empty(0) if query is None else query.new_empty(query.shape)
     dpacked = packed.new_empty(packed.shape)
     q, k, v = _unpacked(query, packed)
     dq, dk, dv = _unpacked(None if query is None else dquery, dpacked)
-    (b, nq, h, d), nk, padded, far = q.shape, k.shape[1], lse.shape[2], _far(table)
+    (b, nq, h, d), nk, padded, far, known = q.shape, k.shape[1], lse.shape[2], _far(table), _Rows(*rows)
     dout, out, delta = _readable(dout), out.contiguous(), torch.empty_like(lse)
-    options, blocks = _options(d), padded // _BLOCK
+    options, blocks = _options(d, known), padded // _BLOCK
     beyond = lse.new_empty(b, h, blocks, 2)
     sizes = (h, nq, nk, padded)
-    flags: dict[str, Any] = {"D": d, "CAUSAL": causal, "EVEN": nk % _BLOCK == 0 and lengths is None}
+    flags: dict[str, Any] = {"D": d, "CAUSAL": causal, **_masks(known, nk % _BLOCK == 0, dropout_rate)}
     blocked = {"FAR": far, "BQ": _BLOCK, "BK": _BLOCK, **flags}
     tiles = [_rows(x) for x in (q, k, v, dout)]
     attention_kernels.queries_backward[(blocks * b * h,)](
-        *tiles[:3], out, tiles[3], _rows(dq), table, lengths, lse, delta, beyond, *sizes, **blocked, **options["dq"]
-    )
+        *tiles[:3], out, tiles[3], _rows(dq), table, *known.visited(known.of_queries), lse, delta, beyond, *sizes,
+        **blocked, **options["dq"],
+    )  # fmt: skip
     attention_kernels.keys_backward[(triton.cdiv(nk, _BLOCK) * b * h,)](
-        *tiles, _rows(dk), _rows(dv), _line(lse), _line(delta), table, lengths, *sizes[:3], **blocked, **options["dkdv"]
-    )
+        *tiles, _rows(dk), _rows(dv), _line(lse), _line(delta), table, *known.visited(known.of_keys), *sizes[:3],
+        **blocked, **options["dkdv"],
+    )  # fmt: skip
     if table is None:
         return dquery, dpacked, lse.new_empty(0)
-    offsets = _offsets(blocks, triton.cdiv(nk, _BLOCK), far, causal)
+    offsets = _offsets(nq, nk, far, causal)
     part = max(b * h * len(offsets) // _PROGRAMS, triton.cdiv(8, blocks))
     parts = triton.cdiv(b, part)
     sums = lse.new_empty(parts, h, len(offsets), _BLOCK, _BLOCK)
     attention_kernels.bias_tiles[(len(offsets), h, parts)](
-        *tiles, table, lengths, lse, delta, sums, b, h, nq, nk, padded, offsets.start, part, B=_BLOCK, FAR=far,
-        **flags, **options["tiles"],
+        *tiles, table, *known.visited(known.near), known.num_near, lse, delta, sums, b, *sizes, offsets.start, part,
+        B=_BLOCK, FAR=far, **flags, **options["tiles"],
     )  # fmt: skip
     dtable = torch.zeros_like(table)
     attention_kernels.bias_diagonals[(h, 2 * far + 1)](
@@ -137,33 +192,45 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.causal = inputs
-    ctx.save_for_backward(*tensors, *output)
+    query, packed, table, rows, ctx.causal, ctx.dropout_rate = inputs
+    ctx.save_for_backward(query, packed, table, *output, *rows)
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, packed, table, lengths, out, lse = ctx.saved_tensors
-    dquery, dpacked, dtable = _attention_backward(dout, query, packed, table, lengths, out, lse, ctx.causal)
-    return None if query is None else dquery, dpacked, None if table is None else dtable, None, None
+def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
+    query, packed, table, out, lse, *rows = ctx.saved_tensors
+    dquery, dpacked, dtable = _attention_backward(
+        dout, query, packed, table, rows, out, lse, ctx.causal, ctx.dropout_rate
+    )
+    of_inputs = None if query is None else dquery, dpacked, None if table is None else dtable
+    return *of_inputs, [None] * len(rows), None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
 
 
-def _options(d: int) -> dict[str, dict[str, Any]]:
+def _masks(rows: _Rows, is_even: bool, dropout_rate: float) -> dict[str, Any]:
+    """Return the settings of a kernel's masks; ``is_even`` if keys fill their tiles. Segments mask what lies past."""
+    rate = 0.0 if rows.dropout is None else dropout_rate
+    return {"EVEN": is_even or rows.segments is not None, "LOWEST": lowest_kept(rate), "SCALE": 1 / (1 - rate)}
+
+
+def _options(d: int, rows: _Rows = _TEXT) -> dict[str, dict[str, Any]]:
     """Return the fastest of the shapes tried on an H200; fewer registers a thread let more programs run at a time.
 
     On other GPUs, registers are left to the compiler, and fewer tiles are fetched ahead: there may be only 99 KiB of
     shared memory, before Hopper (8.6) and after it (12.0). Before it, Triton replaces descriptors by ordinary loads.
+
+    For rows of pairs, none was tried: narrow tiles leave more out, the numbers of tiles take stages of their own, and
+    the hashes of dropout would not fit into 168 registers.
     """
-    small, is_hopper = d <= 64, capability() // 10 == HOPPER
+    small, is_hopper, is_text = d <= 64, capability() // 10 == HOPPER, rows.segments is None
     capped = small and is_hopper
     options: dict[str, dict[str, Any]] = {
-        "forward": {"BK": 128 if small else 64, "STAGES": 2 if small else 3},
+        "forward": {"BK": 128, "STAGES": 2} if small and is_text else {"BK": 64, "STAGES": 3},
         "dq": {"STAGES": 2, "maxnreg": 128 if capped else None},
-        "dkdv": {"STAGES": 3 if capped else 2, "maxnreg": 168 if capped else None},
-        "tiles": {"STAGES": 3 if is_hopper else 2},
+        "dkdv": {"STAGES": 3 if capped else 2, "maxnreg": 168 if capped and rows.dropout is None else None},
+        "tiles": {"STAGES": (3 if is_text else 5) if is_hopper else 2},
     }
     return {kernel: {"num_warps": 4, **ROUNDING, **chosen} for kernel, chosen in options.items()}
 
@@ -173,8 +240,9 @@ def capability() -> int:
     return 90 if attention_kernels.INTERPRETED.value else int(triton.runtime.driver.active.get_current_target().arch)
 
 
-def _offsets(query_blocks: int, key_blocks: int, far: int, causal: bool) -> range:
+def _offsets(nq: int, nk: int, far: int, causal: bool) -> range:
     """Return how many blocks after their queries those keys lie whose distances the bias tells apart."""
+    query_blocks, key_blocks = _padded(nq) // _BLOCK, _padded(nk) // _BLOCK
     nearest = (far - 2) // _BLOCK + 1  # a block this far off the diagonal still holds a distance below far
     return range(max(1 - query_blocks, -nearest), min(1 if causal else key_blocks, nearest + 1))
 

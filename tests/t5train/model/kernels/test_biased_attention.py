@@ -29,7 +29,6 @@ class Case(NamedTuple):
     d: int
     causal: bool = False
     has_bias: bool = True
-    is_padded: bool = False
     dtype: torch.dtype = torch.float16
     far: int = 128
     """The farthest distance with a bias of its own. A bias takes 2 * far + 3 programs, each ten milliseconds."""
@@ -41,10 +40,10 @@ CASES = {
     "causal, one past a block": Case(2, 1, 65, 65, 32, causal=True, far=16),
     "far beyond the farthest distance": Case(1, 1, 205, 205, 32),
     "causal, far beyond": Case(1, 1, 205, 205, 32, causal=True),
-    "more keys than queries, padded": Case(2, 1, 70, 200, 64, is_padded=True, far=64),
+    "more keys than queries": Case(2, 1, 70, 200, 64, far=64),
     "more queries than keys": Case(1, 1, 200, 70, 64, far=64),
     "cross-attention without a bias": Case(2, 2, 40, 130, 64, has_bias=False),
-    "128 wide, causal, padded": Case(2, 1, 130, 130, 128, causal=True, is_padded=True, far=64),
+    "128 wide, causal": Case(2, 1, 130, 130, 128, causal=True, far=64),
 }
 GPU_CASES = {
     f"{name}, {dtype}".replace("torch.", ""): case._replace(dtype=dtype)
@@ -64,7 +63,6 @@ class Inputs(NamedTuple):
     query: Tensor | None
     packed: Tensor
     bias: Tensor | None
-    lengths: Tensor | None
     slope: Tensor
 
     @classmethod
@@ -79,9 +77,8 @@ class Inputs(NamedTuple):
         packed = noise(b, case.keys, 3 if query is None else 2, h, d).to(case.dtype)
         packed = (packed * torch.tensor([0.3, 0.3, 1.0], device=DEVICE)[-packed.shape[2] :, None, None]).to(case.dtype)
         bias = noise(h, 2 * case.far + 1).requires_grad_() if case.has_bias else None
-        lengths = torch.randint(1, case.keys + 1, (b,), generator=generator, dtype=torch.int32).to(DEVICE)
         slope = noise(b, case.queries, h, d).to(case.dtype)
-        return cls(query, packed.requires_grad_(), bias, lengths if case.is_padded else None, slope)
+        return cls(query, packed.requires_grad_(), bias, slope)
 
     def differentiated(self) -> list[Tensor]:
         return [each for each in (self.query, self.packed, self.bias) if each is not None]
@@ -99,16 +96,13 @@ def _expected(inputs: Inputs, causal: bool, far: int) -> list[Tensor]:
         scores = scores + leaves[id(inputs.bias)][:, distance.clamp(-far, far) + far]
     if causal:
         scores = scores.masked_fill((distance > 0).to(DEVICE), float("-inf"))
-    if inputs.lengths is not None:
-        padding = torch.arange(k.shape[2], device=DEVICE)[None, :] >= inputs.lengths[:, None]
-        scores = scores.masked_fill(padding[:, None, None, :], float("-inf"))
     output = (functional.softmax(scores, -1) @ v).transpose(1, 2)
     return [output.detach(), *torch.autograd.grad(output, [*leaves.values()], inputs.slope.double())]
 
 
 def _mixed(inputs: Inputs, causal: bool) -> Tensor:
     table = None if inputs.bias is None else table_of(inputs.bias)
-    return biased_attention(inputs.query, inputs.packed, table, causal, inputs.lengths)
+    return biased_attention(inputs.query, inputs.packed, table, causal)
 
 
 def _computed(inputs: Inputs, causal: bool) -> list[Tensor]:
@@ -131,9 +125,7 @@ def _check(case: Case) -> None:
         assert all(map(torch.equal, computed, _computed(inputs, case.causal))), "two calls give different bits"
 
 
-@pytest.mark.parametrize(
-    "case", [Case(1, 1, 3, 3, 32, far=16), Case(2, 1, 3, 5, 32, is_padded=True, far=16)], ids=["self", "cross"]
-)
+@pytest.mark.parametrize("case", [Case(1, 1, 3, 3, 32, far=16), Case(2, 1, 3, 5, 32, far=16)], ids=["self", "cross"])
 def test_the_compiler_keeps_the_graph_whole(case: Case) -> None:
     inputs = Inputs.of(case)
     compiled = torch.compile(_mixed, fullgraph=True, backend="aot_eager")

@@ -6,16 +6,21 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from t5train.data.samples.span_corruption import Geometry
+from t5train.engine.forward_backward import rows_of
 from t5train.model import attention
 from t5train.model.activation_checkpointing import checkpoint_activations
-from t5train.model.initialization import initialise
+from t5train.model.lora import add_adapters
 from t5train.model.model_shape import T5Shape, resolve
+from t5train.model.parameters import name_of_factor
 from t5train.model.pipeline import pipeline_model
-from t5train.model.t5 import T5
-from t5train.spec import ModelSpec
+from t5train.model.t5 import T5, PairRows
+from t5train.spec import LoraSpec, ModelSpec
 from tests.support.needed_triton import require_triton
+from tests.support.training.ragged_pairs import PACKED, batch_of, fill, make_pairs
 
 HAS_GPU = torch.cuda.is_available()
 require_triton()
@@ -29,6 +34,9 @@ BOUND = 2e-5
 """Largest relative distance, ||with - without|| / ||without||, of the loss and of each parameter's gradient."""
 VERSIONS = ("v1.0", "v1.1")
 VOCABULARY, SAMPLES = 300, 2
+NO_LORA = LoraSpec()
+LORA = LoraSpec(rank=3, alpha=6.0, targets=("q", "v", "o", "wi", "wi_1"), dropout=0.2)
+"""Some layers of each joint projection have adapters, and some have none."""
 LENGTHS, FEWER = (130, 20), (20, 9)
 """Tokens of inputs and targets. With 130, some tiles lie beyond the farthest distance that the bias tells apart."""
 
@@ -42,15 +50,17 @@ def few_distances(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "RELATIVE_MAX_DISTANCE", 24)
 
 
-def _shape(version: str, num_layers: int = 1, num_heads: int = 1) -> T5Shape:
+def _shape(version: str, num_layers: int = 1, num_heads: int = 1, dropout_rate: float = 0.0) -> T5Shape:
     settings = {"preset": "smoke", "num_layers": num_layers, "num_decoder_layers": 1, "d_model": 64, "d_kv": 32}
-    return resolve(ModelSpec.model_validate({**settings, "num_heads": num_heads, "version": version}), VOCABULARY)
+    settings |= {"num_heads": num_heads, "version": version, "dropout_rate": dropout_rate}
+    return resolve(ModelSpec.model_validate(settings), VOCABULARY)
 
 
-def _model(shape: T5Shape) -> T5:
+def _model(shape: T5Shape, lora: LoraSpec = NO_LORA) -> T5:
     model = T5(shape, decoder_start_id=0)
+    add_adapters(model, lora)
     for name, parameter in model.named_parameters():
-        initialise(name, parameter, shape, seed=3)
+        fill(name_of_factor(name), parameter, shape)
     return model
 
 
@@ -66,12 +76,23 @@ def _batch(lengths: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
+def _pairs(has_keys: bool, lengths: tuple[int, int] = (18, 19)) -> tuple[Tensor, Tensor, PairRows]:
+    """Rows that hold several pairs; one holds none."""
+    batch = batch_of((*PACKED, ()), make_pairs(), lengths, has_keys)
+    assert batch.segments is not None
+    return *(torch.from_numpy(each).long() for each in (batch.inputs, batch.targets)), rows_of(batch.segments, 1)
+
+
 def _pass(model: nn.Module, lengths: tuple[int, int] = FEWER) -> dict[str, Tensor]:
-    """The loss and the gradients of all parameters."""
-    loss = model(*_batch(lengths))
+    """The loss and the gradients of all parameters that are trained."""
+    return _pass_of(model, _batch(lengths))
+
+
+def _pass_of(model: nn.Module, batch: tuple[Any, ...]) -> dict[str, Tensor]:
+    loss = model(*batch)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert len(gradients) == len([*model.parameters()])
+    assert gradients.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {"loss": loss.detach(), **gradients}
 
 
@@ -90,6 +111,49 @@ def test_loss_and_gradients_are_those_without_kernels(version: str, num_layers: 
     assert any(not torch.equal(found[name], each) for name, each in expected.items()), "no kernel was used"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("version", "rate", "lora"),
+    [
+        ("v1.0", 0.1, NO_LORA),
+        ("v1.1", 0.1, NO_LORA),
+        ("v1.1", 0.0, NO_LORA),
+        pytest.param("v1.0", 0.1, LORA, id="v1.0-0.1-LoRA"),
+        pytest.param("v1.1", 0.0, LORA, id="v1.1-0.0-LoRA"),
+    ],
+)
+def test_loss_and_gradients_of_pairs_are_those_without_kernels(version: str, rate: float, lora: LoraSpec) -> None:
+    """With the masks of dropout that are drawn without kernels, also of adapters alone."""
+    shape, batch = _shape(version, 2, 2, rate), _pairs(has_keys=rate + lora.dropout > 0, lengths=(70, 19))
+    expected, found = _pass_of(_model(shape, lora), batch), _pass_of(_with_kernels(_model(shape, lora)), batch)
+    _require_close(found, expected)
+    assert any(not torch.equal(found[name], each) for name, each in expected.items()), "no kernel was used"
+
+
+def test_no_tensor_has_numbers_for_all_queries_and_keys() -> None:
+    """In training on pairs, the lengths of sources and targets are never both in the shape of one tensor."""
+    model = _with_kernels(_model(_shape("v1.1", dropout_rate=0.1)))
+    with _Shapes() as seen:
+        _pass_of(model, _pairs(has_keys=True, lengths=(37, 41)))
+    assert {shape for shape in seen.shapes if sum(n in {37, 41} for n in shape) > 1} == set()
+    with _Shapes() as seen:
+        _pass_of(_model(_shape("v1.1", dropout_rate=0.1)), _pairs(has_keys=True, lengths=(37, 41)))
+    assert {(5, 1, 37, 37), (5, 1, 41, 41), (5, 1, 41, 37)} <= seen.shapes
+
+
+class _Shapes(TorchDispatchMode):
+    """Collects the shapes of all results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes = set[tuple[int, ...]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.shapes |= {tuple(each.shape) for each in tree_leaves(result) if isinstance(each, Tensor)}
+        return result
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_evaluation_does_not_use_the_kernels(version: str) -> None:
     plain, ours = _model(_shape(version, 2, 2)).eval(), _with_kernels(_model(_shape(version, 2, 2))).eval()
@@ -102,13 +166,19 @@ def test_evaluation_does_not_use_the_kernels(version: str) -> None:
 # torch's compiler looks at gradients of tensors that are not leaves.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_recomputed_and_a_compiled_pass_are_those_of_the_kernels() -> None:
-    eager, recomputed, compiled = (_with_kernels(_model(_shape("v1.1"))) for _ in range(3))
+@pytest.mark.parametrize(
+    ("batch", "lora"),
+    [(_batch(FEWER), NO_LORA), (_pairs(has_keys=True), NO_LORA), (_pairs(has_keys=True), LORA)],
+    ids=["text", "pairs", "pairs, LoRA"],
+)
+def test_a_recomputed_and_a_compiled_pass_are_those_of_the_kernels(batch: tuple[Any, ...], lora: LoraSpec) -> None:
+    shape = _shape("v1.1", dropout_rate=0.1 if len(batch) > 2 else 0.0)
+    eager, recomputed, compiled = (_with_kernels(_model(shape, lora)) for _ in range(3))
     checkpoint_activations(recomputed)
     compiled.compile(backend="aot_eager", fullgraph=True)
-    expected = _pass(eager)
-    assert all(torch.equal(each, expected[name]) for name, each in _pass(recomputed).items())
-    _require_close(_pass(compiled), expected)
+    expected = _pass_of(eager, batch)
+    assert all(torch.equal(each, expected[name]) for name, each in _pass_of(recomputed, batch).items())
+    _require_close(_pass_of(compiled, batch), expected)
 
 
 class OneProcess(nn.Module):
@@ -156,24 +226,27 @@ def test_a_pipeline_trains_with_the_kernels_alike() -> None:
 
 
 QUICK = ("test_schema", "test_autograd_registration", "test_faketensor")
-TESTS = {"self": QUICK, "cross": (*QUICK, "test_aot_dispatch_dynamic")}
+TESTS = {"self": QUICK, "pairs": QUICK, "cross": (*QUICK, "test_aot_dispatch_dynamic")}
 """The tests of opcheck; with a bias, the fourth would take much longer."""
 
 
-@pytest.mark.parametrize("name", ["self", "cross"])
+@pytest.mark.parametrize("name", TESTS)
 def test_the_attention_operators_keep_the_rules_of_torch(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    query, parts = (None, 3) if name == "self" else (noise(1, 3, 1, 32).requires_grad_(), 2)
+    query, parts = (noise(1, 3, 1, 32).requires_grad_(), 2) if name == "cross" else (None, 3)
     packed = noise(1, 5, parts, 1, 32).requires_grad_()
-    table = biased_attention.table_of(noise(1, 49)).requires_grad_() if name == "self" else None
-    _opcheck(biased_attention._attention, (query, packed, table, None, False), name)
-    out, lse = (each.detach() for each in biased_attention._attention(query, packed, table, None, False))
+    table = None if name == "cross" else biased_attention.table_of(noise(1, 49)).requires_grad_()
+    segments, keys = torch.tensor([[1, 1, 2, 2, 0]], dtype=torch.int32), torch.arange(5)[None]
+    known = attention.AttentionRows(segments, segments, keys, keys) if name == "pairs" else None
+    rows = biased_attention._tensors(packed, table, False, known, 0.1)
+    _opcheck(biased_attention._attention, (query, packed, table, rows, False, 0.1), name)
+    out, lse = (each.detach() for each in biased_attention._attention(query, packed, table, rows, False, 0.1))
     saved = (each if each is None else each.detach() for each in (query, packed, table))
-    _opcheck(biased_attention._attention_backward, (noise(*out.shape), *saved, None, out, lse, False), name)
+    _opcheck(biased_attention._attention_backward, (noise(*out.shape), *saved, rows, out, lse, False, 0.1), name)
 
 
 def _opcheck(operator: Any, arguments: tuple[Any, ...], name: str) -> None:
