@@ -14,11 +14,14 @@ from infra.node.attempts.attempt import attempt_folder, rank_name, read
 from infra.node.processes import find, in_run
 from t5train.checkpoint.consolidate import consolidate
 from t5train.data.corpus import build_corpus
+from t5train.data.pairs.pair_shards import build_pair_shards
+from t5train.data.pairs.pairs import build_pairs
+from t5train.data.pairs.pairs_tokenizer import build_pairs_tokenizer
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.errors import LaunchError, NonFiniteLoss, TooManySkippedSteps
 from t5train.records import metrics
-from t5train.records.stage_records import Checkpoint, TokenizerFiles, TokenShards
+from t5train.records.stage_records import Checkpoint, Export, PairShards, TokenizerFiles, TokenShards
 from t5train.release.certification import certify
 from t5train.release.export import export
 from t5train.spec import RunSpec
@@ -96,7 +99,7 @@ def _spec(root: Path, **settings: Any) -> RunSpec:
     )
 
 
-def _train(spec: RunSpec, shards: TokenShards) -> Checkpoint:
+def _train(spec: RunSpec, shards: TokenShards | PairShards) -> Checkpoint:
     with hold_run(spec.run_folder) as run:
         return train_run(spec, shards, run)
 
@@ -110,17 +113,23 @@ def _losses(spec: RunSpec) -> dict[int, float]:
 def test_a_model_trained_on_an_accelerator_is_certified_there(
     tmp_path: Path, data: tuple[TokenizerFiles, TokenShards], layout: str
 ) -> None:
-    tokenizer, shards = data
     spec = _spec(tmp_path, **LAYOUTS[layout])
+    _train_and_certify(spec, *data, tmp_path)
+    losses = _losses(spec)
+    assert losses[20] < losses[1] - 1
+
+
+def _train_and_certify(
+    spec: RunSpec, tokenizer: TokenizerFiles, shards: TokenShards | PairShards, folder: Path, start: str | None = None
+) -> Export:
     checkpoint = _train(spec, shards)
-    weights = consolidate(spec.run_folder / "checkpoints", tmp_path / "weights", tag=checkpoint.tag)
-    exported = export(weights, tokenizer, spec.run_folder / "witness", spec, tmp_path / "export")
-    certificate = certify(exported.path, spec.run_folder / "witness")
+    weights = consolidate(spec.run_folder / "checkpoints", folder / "weights", tag=checkpoint.tag, start_from=start)
+    exported = export(weights, tokenizer, spec.run_folder / "witness", spec, folder / "export")
+    certificate = certify(exported.path, spec.run_folder / "witness", start_from=start)
     assert certificate.passed
     assert certificate.device == certificate.witness_device != "cpu"
     assert certificate.relative_tolerance == (1e-5 if spec.model.moe.num_experts else 0)
-    losses = _losses(spec)
-    assert losses[20] < losses[1] - 1
+    return exported
 
 
 @pytest.mark.parametrize("layout", ["fp16-zero1", "fp16-zero3", "fp16-experts-spread"])
@@ -154,7 +163,10 @@ KILLED = [
 def test_a_killed_rank_ends_the_others_and_the_run_resumes_from_its_last_checkpoint(
     tmp_path: Path, data: tuple[TokenizerFiles, TokenShards], layout: str
 ) -> None:
-    spec = _spec(tmp_path, **LAYOUTS[layout], optimizer__num_steps=80)
+    _kill_and_resume(_spec(tmp_path, **LAYOUTS[layout], optimizer__num_steps=80), data[1])
+
+
+def _kill_and_resume(spec: RunSpec, shards: TokenShards | PairShards) -> None:
     attempt = attempt_folder(spec.run_folder, 1)
     victim = attempt / f"{rank_name(spec.cluster.ranks - 1)}.pid"
 
@@ -164,12 +176,49 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes_from_its_last_checkpo
             (attempt / "killed").touch()
 
     with hold_run(spec.run_folder) as run, pytest.raises(LaunchError, match="SIGKILL"):
-        train_run(spec, data[1], run, kill_after_a_checkpoint)
+        train_run(spec, shards, run, kill_after_a_checkpoint)
     assert not find(in_run(read(attempt).run_id))
     first_losses = _losses(spec)
-    assert _train(spec, data[1]).step == 80
+    assert _train(spec, shards).step == 80
     second_job = json.loads((attempt_folder(spec.run_folder, 2) / "spec.json").read_text())
     resumed = int(second_job["resume_tag"].removeprefix("step-"))
     repeated = {step: loss for step, loss in first_losses.items() if step > resumed}
     # Accelerator kernels sum in no fixed order, so losses are not bit-identical.
     assert {step: _losses(spec)[step] for step in repeated} == pytest.approx(repeated, rel=0.01)
+
+
+PAIRS = {
+    "pairs__train": ["reverse_digits", "sort_digits"],
+    "tokenizer__vocab_size": 30,
+    "pairs__input_tokens": 128,
+    "pairs__target_tokens": 128,
+    "model__dropout_rate": 0.1,
+    "optimizer__kind": "adamw",
+}
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[TokenizerFiles, PairShards]:
+    root = tmp_path_factory.mktemp("pairs")
+    spec = _spec(root, **PAIRS)
+    built = build_pairs(spec.pairs, root)
+    tokenizer = build_pairs_tokenizer(spec.tokenizer, built, root)
+    return tokenizer, build_pair_shards(spec.pairs, built, tokenizer, root)
+
+
+def test_a_model_fine_tuned_on_pairs_is_certified_on_an_accelerator_and_so_are_adapters_on_it(
+    tmp_path: Path, pairs: tuple[TokenizerFiles, PairShards]
+) -> None:
+    """With the attention kernels of pairs, dropout, and CUDA graphs; for adapters at ZeRO 3, without graphs."""
+    whole = _spec(tmp_path, **PAIRS, **LAYOUTS["bf16-zero2-compiled"])
+    exported = _train_and_certify(whole, *pairs, tmp_path)
+    lora = {"finetune__lora__rank": 4, "finetune__lora__dropout": 0.1, "model__start_from": str(exported.path)}
+    adapted = _spec(tmp_path, **PAIRS, **LAYOUTS["bf16-zero3"], **lora, name="adapted")
+    (tmp_path / "adapted").mkdir()
+    _train_and_certify(adapted, *pairs, tmp_path / "adapted", str(exported.path))
+
+
+def test_a_killed_rank_on_pairs_resumes_from_its_last_checkpoint(
+    tmp_path: Path, pairs: tuple[TokenizerFiles, PairShards]
+) -> None:
+    _kill_and_resume(_spec(tmp_path, **PAIRS, **LAYOUTS["bf16-zero2-compiled"], optimizer__num_steps=80), pairs[1])
