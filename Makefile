@@ -21,7 +21,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-matrix test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations test-durations test-runs prove bench-consolidate bench-publish variants-table faults resumes kills finetuning-trial upload-faults operation-faults regression-faults regression-quiet io-faults results-page settings-page recording up clean
+.PHONY: help setup demo demo-cluster test test-fast test-matrix test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations test-durations test-runs prove bench-consolidate bench-publish variants-table faults resumes kills pretraining-kills finetuning-kills finetuning-trial upload-faults operation-faults regression-faults regression-quiet io-faults results-page settings-page recording up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -106,11 +106,15 @@ faults: setup ## Inject every fault into runs on the test cluster (needs root), 
 resumes: setup ## Resume runs after every kind of damage (needs root), and write the table in docs/evidence/resumes.md
 	@$(BIN)/python -m tests.acceptance.resume_table --into docs/evidence/resumes.md
 
-kills: setup ## Kill processes that save, gather, consolidate, publish and tokenise, 300 times at random moments
+kills: pretraining-kills finetuning-kills ## Kill processes that save, gather, consolidate, publish and tokenise, 300 times at random moments
+
+pretraining-kills: setup ## The part of `make kills` with runs on text, and tokenising
 	@$(BIN)/python -m tests.acceptance.kills.kill_all
-	$(BIN)/python -m tests.acceptance.kills.kill_all --recipe reverse_and_sort --kills 10
-	$(BIN)/python -m tests.acceptance.kills.kill_all --recipe reverse_and_sort --kills 10 --lora
 	$(BIN)/python -m tests.acceptance.kills.kill_tokenising
+
+finetuning-kills: setup ## The part of `make kills` with runs on pairs, of all weights and of adapters
+	@$(BIN)/python -m tests.acceptance.kills.kill_all --recipe reverse_and_sort --kills 10
+	$(BIN)/python -m tests.acceptance.kills.kill_all --recipe reverse_and_sort --kills 10 --lora
 
 finetuning-trial: setup ## Fine-tune with three seeds, and once more with three kills of everything; ten minutes
 	@$(BIN)/python -m tests.acceptance.finetuning_trial --into benchmarks/results/finetuning_trial.json

@@ -315,7 +315,9 @@ def _first(error: ValidationError) -> str:
     """The first validation error in one line; pydantic's own text has many lines."""
     detail = error.errors()[0]
     if detail["type"] == "literal_error" and detail["loc"] == ("kind",):
-        return f"its kind is {detail['input']!r}"
+        kind = detail["input"]
+        other = ": name the folder `export` of its run, or compare it with its manifest with `t5-pretrain verify`"
+        return f"its kind is {kind!r}{other if kind == 'publication' else ''}"
     return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}".removeprefix(": ")
 
 

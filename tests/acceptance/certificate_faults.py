@@ -4,8 +4,8 @@
 
 Each fault changes one parsed value of a published file before certification. The digests in the manifest and in the
 model card are rewritten to match, as if the export had made the file so: only a comparison with what training recorded
-can refuse the fault. A fault that changes no parsed value is not counted. The command prints
-the planted and refused faults by file and kind. It fails unless every fault is refused and every sound export is
+can refuse the fault. A fault that changes no parsed value is not counted. The command prints the planted and refused
+faults by file and kind, and by kind of model. It fails unless every fault is refused and every sound export is
 certified. Any value of any document may be chosen; the seed decides which.
 """
 
@@ -44,8 +44,8 @@ class IntactExport(NamedTuple):
         certify(self.exported.path, self.witness, start_from=self.start)
 
 
-Table = dict[tuple[str, str], Counter[str]]
-"""Faults planted and refused, by file and kind."""
+Table = dict[tuple[str, str, str], Counter[str]]
+"""Faults planted and refused, by kind of model, file and kind of fault."""
 
 
 def campaign(folder: Path, trials: int, seed: int, only: str | None = None) -> tuple[Table, list[str]]:
@@ -63,7 +63,7 @@ def campaign(folder: Path, trials: int, seed: int, only: str | None = None) -> t
         with _planted(intact[version].exported, name, kind, generator) as described:
             if described is None:
                 continue
-            count = table.setdefault((_file_kind(name), kind), Counter(planted=0, refused=0))
+            count = table.setdefault((version, _file_kind(name), kind), Counter(planted=0, refused=0))
             count["planted"] += 1
             refused = _is_refused(intact[version])
             count["refused"] += refused
@@ -133,11 +133,14 @@ def _is_refused(intact: IntactExport) -> bool:
 
 
 def _lines(table: Table) -> Iterator[str]:
+    by_fault, by_family, total = dict[str, Counter[str]](), dict[str, Counter[str]](), Counter[str]()
+    for (family, file, kind), count in sorted(table.items(), key=lambda item: item[0][1:]):
+        by_fault.setdefault(f"{file:32}{kind}", Counter()).update(count)
+        by_family.setdefault(f"all of {family}", Counter()).update(count)
+        total.update(count)
     yield f"{'file':32}{'fault':28}{'planted':>8}{'refused':>8}"
-    for (file, kind), count in sorted(table.items()):
-        yield f"{file:32}{kind:28}{count['planted']:8}{count['refused']:8}"
-    total = sum(table.values(), Counter())
-    yield f"{'all':60}{total['planted']:8}{total['refused']:8}"
+    for name, count in (by_fault | by_family | {"all": total}).items():
+        yield f"{name:60}{count['planted']:8}{count['refused']:8}"
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ PASSED = "passed"
 _REPORTS = ("t5train/files/heartbeat.py", "t5train/files/error_report.py")
 _HOSTS = ("infra", *_REPORTS, "t5train/train", "t5train/checkpoint", "tests/support")
 _RUNS = (*_HOSTS, "t5train/engine", "t5train/data/samples", "t5train/release", "t5train/files")
+_KILLED = (*_RUNS, "t5train/data", "tests/acceptance/kills")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ PROOFS = (
     Proof("mutations", ("t5train", "infra", "flows", "tasks", "tests")),
     Proof("faults", (*_HOSTS, "tests/acceptance/fault_table.py", "tests/acceptance/fault_cases.py")),
     Proof("resumes", (*_HOSTS, "tests/acceptance/resume_table.py", "tests/acceptance/resume_cases.py")),
-    Proof("kills", (*_RUNS, "t5train/data", "tests/acceptance/kills")),
+    Proof("pretraining-kills", _KILLED),
+    Proof("finetuning-kills", (*_KILLED, "t5train/model")),
     Proof(
         "finetuning-trial",
         (*_RUNS, "t5train/data", "t5train/model", "t5train/spec", "flows", "tests/acceptance/finetuning_trial.py"),

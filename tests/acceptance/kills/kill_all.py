@@ -51,12 +51,10 @@ def train_with_kills(site: Site, folder: Path, seed: int, kills: int) -> Tally:
     return tally
 
 
-def certify_run(site: Site, tokenizer: TokenizerFiles, folder: Path) -> Export:
-    """Gather, consolidate, export and certify the run without kills."""
-    site.storage.take_home()
-    conclude(site.spec, site.shards)
+def certify_run(site: Site, tag: str, tokenizer: TokenizerFiles, folder: Path) -> Export:
+    """Consolidate, export and certify a checkpoint without kills."""
     start, witness = site.spec.model.start_from, site.run.folder / "witness"
-    weights = consolidate(site.checkpoints, folder / "weights", start_from=start)
+    weights = consolidate(site.checkpoints, folder / "weights", tag=tag, start_from=start)
     exported = export(weights, tokenizer, witness, site.spec, folder / "export")
     return certify_in_fresh_process(exported, witness, start_from=start)
 
@@ -66,13 +64,16 @@ def kill_all(folder: Path, seed: int, kills: int, recipe: str, *, lora: bool) ->
     site, tokenizer = make_site(folder, recipe, num_steps=3 * kills // 2 + 6, lora=lora)
     tallies, trial = [train_with_kills(site, folder, seed, kills)], folder / "trial"
     tallies.append(kill_stage("gather", seed, kills, trial, lambda into: GatherTrial(site, into)))
-    exported = certify_run(site, tokenizer, folder)
+    site.storage.take_home()
+    tag = conclude(site.spec, site.shards).tag
+    exported = certify_run(site, tag, tokenizer, folder)
     before = contents(site.checkpoint_folders)
-    tallies.append(kill_stage("consolidate", seed, kills, trial, lambda into: ConsolidateTrial(site, before, into)))
+    consolidating = partial(ConsolidateTrial, site, tag, before)
+    tallies.append(kill_stage("consolidate", seed, kills, trial, consolidating))
     before = contents([exported.path])
     for to_store, stage in ((False, "publish, to a folder"), (True, "publish, to a store")):
-        new_trial = partial(PublishTrial, site, exported, before, to_store=to_store)
-        tallies.append(kill_stage(stage, seed, -(-kills // 2) if to_store else kills // 2, trial, new_trial))
+        publishing = partial(PublishTrial, site, exported, before, to_store=to_store)
+        tallies.append(kill_stage(stage, seed, -(-kills // 2) if to_store else kills // 2, trial, publishing))
     return tallies
 
 

@@ -41,9 +41,9 @@ RECIPES = {
         "model.d_ff": 256,
         "objective.input_tokens": 32,
     },
-    "reverse_and_sort": {},
+    "reverse_and_sort": {"evaluate.best_metric": "validation_token_accuracy", "storage.validate_every_steps": 3},
 }
-"""The recipes of runs that are killed, and settings of each."""
+"""The recipes of runs that are killed, and settings of each. On pairs, the best checkpoint is kept and published."""
 ADAPTERS = {"optimizer.kind": "adamw", "finetune.lora.rank": 4, "finetune.lora.dropout": 0.1}
 """Settings with which a run on pairs trains adapters of a random model."""
 SETTINGS = {

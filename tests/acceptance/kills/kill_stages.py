@@ -139,12 +139,12 @@ class _StageOfRun:
 
 
 class ConsolidateTrial(_StageOfRun):
-    """The head's newest checkpoint is consolidated into fp32 weights and moments."""
+    """The checkpoint to publish is consolidated into fp32 weights and moments."""
 
-    def __init__(self, site: Site, before: Content, folder: Path) -> None:
+    def __init__(self, site: Site, tag: str, before: Content, folder: Path) -> None:
         super().__init__(site, site.checkpoint_folders, before)
         self._out = folder / "weights"
-        self.work, self.arguments = _consolidate, (site.checkpoints, self._out, site.spec.model.start_from)
+        self.work, self.arguments = _consolidate, (site.checkpoints, tag, self._out, site.spec.model.start_from)
 
     def content(self) -> Content:
         return _visible_files(self._out)
@@ -177,8 +177,8 @@ class PublishTrial(_StageOfRun):
         publish(*self.arguments)
 
 
-def _consolidate(checkpoints: Path, out: Path, start_from: str | None) -> None:
-    consolidate(checkpoints, out, moments=True, start_from=start_from)
+def _consolidate(checkpoints: Path, tag: str, out: Path, start_from: str | None) -> None:
+    consolidate(checkpoints, out, tag=tag, moments=True, start_from=start_from)
 
 
 def _hard_link(source: str, target: str) -> None:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from t5train.errors import DigestMismatch, RecordError, UnknownVersion, Unreadable
 from t5train.records.digests import FileDigest, digest_file, digest_files
 from t5train.records.identity import fingerprint
-from t5train.records.stage_records import MANIFEST, Corpus, TokenShards, reusable
+from t5train.records.stage_records import MANIFEST, Corpus, Export, Publication, TokenShards, reusable
 from t5train.release.verification import verify
 
 FINGERPRINT = "f" * 64
@@ -156,6 +156,14 @@ def test_a_manifest_of_another_kind_is_refused(tmp_path: Path) -> None:
     said = r"is not the manifest of a finished shards folder: its kind is 'corpus'$"
     with pytest.raises(RecordError, match=said):
         TokenShards.load(tmp_path / "corpus")
+
+
+def test_a_publication_in_place_of_its_export_is_refused_with_what_to_name_instead(tmp_path: Path) -> None:
+    Publication(path=tmp_path, fingerprint=FINGERPRINT, files={}, url=str(tmp_path)).commit()
+    with pytest.raises(
+        RecordError, match=r"its kind is 'publication': name the folder `export` of its run, or .*verify`"
+    ):
+        Export.load(tmp_path)
 
 
 def test_an_intact_manifest_of_another_version_is_refused_and_not_made_again(tmp_path: Path) -> None:
