@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -136,6 +137,21 @@ def test_a_run_whose_checkpoint_does_not_verify_stays_as_it_ended_when_it_is_to_
         resume(spec.with_settings({"optimizer.num_steps": 200}), shards)
     assert {name: (spec.run_folder / name).read_bytes() for name in before} == before
     require_same_settings(spec)
+
+
+def test_a_run_that_is_killed_while_it_is_reopened_goes_on_with_either_end(
+    tmp_path: Path, shards: PairShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ended(tmp_path, shards)
+    longer = spec.with_settings({"optimizer.num_steps": 200})
+    with monkeypatch.context() as patch:
+        patch.setattr("t5train.checkpoint.resume.write_json", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            resume(longer, shards)
+    for asked in (spec, longer):
+        assert not has_finished(asked)
+        resume(asked, shards)
+        assert load_run_spec(spec.run_folder).optimizer.num_steps == asked.optimizer.num_steps
 
 
 @pytest.mark.parametrize("is_here", [True, False])
