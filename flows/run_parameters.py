@@ -257,6 +257,13 @@ class RunParameters(BaseModel):
             self._require_one("root", "storage.root", settings)
         self._require_one("run_name", "name", self.settings or {})
         used, changes = self.used(), self._changes()
+        rank = changes.get("finetune.lora.rank")
+        if self.trial and rank is not None and changes.get("model.start_from", "") is None:
+            raise SpecError(
+                f"finetune.lora.rank is {rank}, but a trial draws the weights of its tiny model, and adapters need one "
+                "to start from. Run the trial without finetune.lora first, and then set model.start_from to the folder "
+                "that it is published to"
+            )
         spec = resolve(self.recipe, changes, root=self.root, run_name=used.run_name)
         if used.publish_under is None:
             return spec

@@ -61,19 +61,20 @@ def refuse_changes(begun: RunSpec, spec: RunSpec) -> None:
             "another --name"
         )
     if any(later_ends(begun, spec)):
-        _require_effect(begun, spec)
+        require_effect(begun, spec)
 
 
-def _require_effect(begun: RunSpec, spec: RunSpec) -> None:
+def require_effect(begun: RunSpec, spec: RunSpec) -> None:
     """Raise RunChanged if one longer run would not have gone on from the newest checkpoint, or not from the same one.
 
-    With a metric for the best checkpoint, the last step is judged even if it is not validated in a longer run.
+    With a metric for the best checkpoint, the last step is judged even if it is not validated in a longer run. Nothing
+    is raised while the checkpoint is only on hosts or in a bucket.
     """
     last = last_complete(spec.run_folder)
     try:
         newest = sidecar.read(spec.run_folder / CHECKPOINTS / last.tag, 0) if last else None
     except IncompleteCheckpoint:
-        return  # to resume from it is refused with the reason
+        return  # it is not on this machine yet, or to resume from it is refused with the reason
     if newest is None or newest.best is None:
         return
     if spec.evaluate.ends_training(newest.best):

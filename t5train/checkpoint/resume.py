@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from t5train.checkpoint import sidecar, tags
-from t5train.checkpoint.continuation import later_ends, name_of_version, refuse_changes, with_ends_of
+from t5train.checkpoint.continuation import later_ends, name_of_version, refuse_changes, require_effect, with_ends_of
 from t5train.checkpoint.reshard import consolidated_for, discard_consolidated
 from t5train.checkpoint.resume_point import is_asked_to_begin_again, resume_tag, tags_in
 from t5train.data.samples.loader import ORDER_VERSION
@@ -75,9 +75,8 @@ def decays_all(spec: RunSpec) -> bool:
 def open_run(spec: RunSpec, shards: Shards, progress: Progress = silent) -> None:
     """Create the run's folder, or check that the existing one was begun with the same identity.
 
-    A run that has ended is reopened if the spec continues it. Raises RunChanged, naming every field that differs with
-    both values, if it was begun with another identity; the folder stays unchanged.
-    Raises the errors of ``require_fit`` if the model to start from does not fit the spec.
+    Raises RunChanged, naming every field that differs with both values, if it was begun with another identity; the
+    folder stays unchanged. Raises the errors of ``require_fit`` if the model to start from does not fit the spec.
     """
     path = spec.run_folder / RUN
     if start_fingerprint(spec.model, progress):
@@ -92,20 +91,27 @@ def open_run(spec: RunSpec, shards: Shards, progress: Progress = silent) -> None
         return
     require_same_settings(spec)
     require_same(spec.run_name, path, run_identity(spec, shards))
-    _continue(spec, path)
     if unique_id(spec.run_folder) is None:  # begun by a version without unique ids
         write_json(path, json.loads(path.read_text("utf-8")) | {"unique_id": secrets.token_hex(16)})
 
 
-def _continue(spec: RunSpec, path: Path) -> None:
-    """Record when training ends now. Without its manifest, a run that has ended goes on."""
-    if not (ends := [*later_ends(load_run_spec(spec.run_folder), spec)]):
-        return
+def _continue(spec: RunSpec) -> None:
+    """Record when training ends now, once the checkpoint that it resumes from is on this machine and verified.
+
+    Without its manifest, a run that has ended goes on. Raises RunChanged if more training would not continue the run.
+    """
+    path, begun = spec.run_folder / RUN, load_run_spec(spec.run_folder)
+    require_effect(begun, spec)
     (spec.run_folder / MANIFEST).unlink(missing_ok=True)  # first, as the run would otherwise count as longer and ended
     run = _begun(path, dict)
-    for part, name in ends:
+    for part, name in later_ends(begun, spec):
         run["spec"][part][name] = getattr(getattr(spec, part), name)
     write_json(path, run)
+
+
+def _is_continued(spec: RunSpec) -> bool:
+    folder = spec.run_folder
+    return is_there(folder / RUN) and any(later_ends(load_run_spec(folder), spec))
 
 
 def published_name(spec: RunSpec) -> str:
@@ -166,7 +172,7 @@ def has_finished(spec: RunSpec) -> bool:
         has_ended = Checkpoint.load(folder).fingerprint == begun_fingerprint(folder)
     except RecordError:
         return False
-    return has_ended and not any(later_ends(load_run_spec(folder), spec))
+    return has_ended and not _is_continued(spec)
 
 
 def load_run_spec(run_folder: Path) -> RunSpec:
@@ -236,16 +242,22 @@ def _identity(begun: Any) -> dict[str, Any]:
 
 
 def finished(spec: RunSpec, shards: Shards, progress: Progress = silent) -> Checkpoint | None:
-    """The record of the run's last checkpoint if training has ended and all of its files verify, else None."""
+    """The record of the run's last checkpoint if training has ended and all of its files verify, else None.
+
+    None also if the spec continues the run.
+    """
+    if _is_continued(spec):
+        return None
     return reusable(Checkpoint, spec.run_folder, run_fingerprint(spec, shards), progress)
 
 
 def write_job(spec: RunSpec, shards: Shards, attempt_folder: Path, progress: Progress = silent) -> Path:
     """Choose the newest complete checkpoint, verify it, and write the job file for the ranks.
 
-    A checkpoint that was written in another layout than the spec's is consolidated first. If the user asked to begin
-    again, all checkpoints are moved aside unread. Raises RunChanged if there is a checkpoint of another run, and the
-    errors of ``newest_verified_tag``.
+    A checkpoint that was written in another layout than the spec's is consolidated first. A run that has ended is
+    reopened if the spec continues it. If the user asked to begin again, all checkpoints are moved aside unread. Raises
+    RunChanged if there is a checkpoint of another run, or if more training would not continue the run, and the errors
+    of ``newest_verified_tag``.
     """
     if not is_asked_to_begin_again(spec.run_folder):
         _require_own_checkpoints(spec, shards)
@@ -261,6 +273,8 @@ def write_job(spec: RunSpec, shards: Shards, attempt_folder: Path, progress: Pro
     if tag is not None:
         _log.info("resuming %s from %s", spec.run_name, tag)
         consolidated = consolidated_for(spec, tag, progress)
+    if _is_continued(spec):
+        _continue(spec)
     job = TrainJob(
         spec=spec,
         run_fingerprint=run_fingerprint(spec, shards),

@@ -35,6 +35,8 @@ class Adapter(NamedTuple):
 class LoraLinear(nn.Linear):
     """A frozen linear layer without offset, and its adapter. ``path`` is that of the layer in the model."""
 
+    branch: Tensor
+
     def __init__(self, frozen: nn.Linear, lora: LoraSpec, rank: int, path: str) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate another weight
         self.in_features, self.out_features = frozen.in_features, frozen.out_features
@@ -43,11 +45,12 @@ class LoraLinear(nn.Linear):
         self.lora_a = nn.Parameter(torch.empty(rank, self.in_features))
         self.lora_b = nn.Parameter(torch.empty(self.out_features, rank))
         self.scaling, self.dropout = lora.scaling, CountedDropout(lora.dropout)
-        self._branch = _hashed(path)  # the keys of several layers may be the same
+        # The keys of several layers may be the same. A tensor, as code is compiled for one value of a number.
+        self.register_buffer("branch", torch.tensor(_hashed(path)), persistent=False)
 
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
         """Map [..., in] to [..., out]; ``keys`` int64 [...] of the tokens decide what dropout drops."""
-        kept = self.dropout(hidden, branch(keys, self._branch)) if self.dropout.p else hidden
+        kept = self.dropout(hidden, branch(keys, self.branch)) if self.dropout.p else hidden
         inner = functional.linear(kept, self.lora_a)
         return functional.linear(hidden, self.weight) + self.scaling * functional.linear(inner, self.lora_b)
 

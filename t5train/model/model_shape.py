@@ -117,6 +117,18 @@ def preset_of(version: str, sizes: Sequence[Any]) -> str | None:
     return next((preset for preset, size in wanted.items() if size == tuple(sizes)), None)
 
 
+def sparse_step(layers: Sequence[int], sparse: Sequence[int]) -> int | None:
+    """Return n if every n-th layer of both stacks has experts, given the number of their layers and of sparse ones.
+
+    None if there is no such n.
+    """
+    step = layers[0] // sparse[0]
+    is_regular = step > 0 and all(
+        len(range(1 % step, count, step)) == found for count, found in zip(layers, sparse, strict=True)
+    )
+    return step if is_regular else None
+
+
 def _require_switch_can_count(shape: T5Shape, setting: str) -> None:
     """Raise SpecError if Hugging Face's configuration cannot express which layers are sparse.
 

@@ -17,7 +17,7 @@ from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, Tokenizer,
 from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.confined import child
 from t5train.locations import local_folder
-from t5train.model.model_shape import T5Shape, huggingface_config, preset_of, resolve
+from t5train.model.model_shape import T5Shape, huggingface_config, preset_of, resolve, sparse_step
 from t5train.model.parameters import parameter_shapes
 from t5train.model.tensor_files import FLOATING, StoredTensor, StoredTensors, list_tensors
 from t5train.progress import Progress, silent
@@ -110,12 +110,13 @@ def _settings(expected: Mapping[str, Any], described: Mapping[str, Any]) -> dict
     if (
         described["feed_forward_proj"] not in _FEED_FORWARDS
         or pad_vocabulary(described["vocab_size"]) > described["vocab_size"]
+        or (experts := _experts(expected, described)) is None
     ):
         return {}
     found: dict[str, Any] = {} if expected[_SCALED] == described[_SCALED] else {"model.version": version}
     if described["feed_forward_proj"] not in (feed_forward, expected["feed_forward_proj"]):
         found["model.feed_forward"] = described["feed_forward_proj"]
-    found |= _experts(expected, described)
+    found |= experts
     if found or any(expected[name] != described[name] for name in _SIZES):
         preset = preset_of(version, [described[name] for name in _SIZES])
         found |= {"model.preset": preset} if preset else {f"model.{name}": described[name] for name in _SIZES}
@@ -124,13 +125,14 @@ def _settings(expected: Mapping[str, Any], described: Mapping[str, Any]) -> dict
     )
 
 
-def _experts(expected: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(expected: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return changes after which the settings have the same experts; None if there are none."""
     if described["model_type"] == "t5":
         return {} if expected["model_type"] == "t5" else {"model.moe.num_experts": 0}
     if all(expected.get(name) == described[name] for name in _SPARSE):
         return {}
-    step = described["num_layers"] // described["num_sparse_encoder_layers"]
-    return {"model.moe.num_experts": described["num_experts"], "model.moe.every_n_layers": step}
+    step = sparse_step([described[name] for name in _SIZES[-2:]], [described[name] for name in _SPARSE[1:]])
+    return {"model.moe.num_experts": described["num_experts"], "model.moe.every_n_layers": step} if step else None
 
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

@@ -4,9 +4,11 @@
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from t5train.errors import InputError
+from t5train.files.atomic import discard
 from t5train.locations import hub_model, is_remote_model
 from t5train.records.stage_records import MANIFEST
 
@@ -42,3 +44,12 @@ def origin(folder: Path) -> str | None:
         raise InputError(f"{note} is damaged ({error}). Remove {folder}, and start again") from None
     named = hub_model(start)
     return start if named is None else f"hf://{named[0]}@{revision}"
+
+
+def remove(copy: Path) -> None:
+    """Remove a copy, which may be unfinished. If a run names the model again, the newest revision is asked for."""
+    for pin in copy.parent.glob(".*.json"):
+        with suppress(ValueError):
+            if json.loads(pin.read_bytes()).get("folder") == copy.name:
+                pin.unlink()
+    discard(copy)

@@ -92,6 +92,8 @@ def certify_in_fresh_process(
     if _is_certified(export, witness):
         if not export.reused:  # otherwise every byte has just been compared
             export.verify(progress)
+        if recorded.trained.lora and start_from is not None:  # not needed any more, but it may be another model
+            start_model(recorded, start_from, progress)
         return export.model_copy(update={"reused": True})
     _run_certifier(export.path, witness, progress, start_from)
     files = _uncertified_files(export)

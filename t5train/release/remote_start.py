@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from t5train.data.download.hub_model import HubModel
 from t5train.data.download.kept_downloads import locked
-from t5train.errors import InputError, RecordError
+from t5train.errors import InputError, RecordError, StorageError
 from t5train.files.atomic import write_json
 from t5train.files.confined import child
+from t5train.files.os_errors import explain
 from t5train.locations import hub_model
 from t5train.model.starting_model import CONFIG, INDEX, WEIGHTS, listed_files
 from t5train.progress import Progress, silent
@@ -98,8 +99,11 @@ class _InBucket(NamedTuple):
 
     def copy(self, names: Sequence[str], folder: Path, progress: Progress) -> Mapping[str, FileDigest]:
         require_names_for(folder, self.published, self.bucket)
-        with locked(folder):
-            copy_files(self.bucket, self.published, names, folder, progress)
+        try:
+            with locked(folder):
+                copy_files(self.bucket, self.published, names, folder, progress)
+        except OSError as error:
+            raise StorageError(f"{folder} cannot be written: {explain(error)}") from error
         return {name: self.published.files[name] for name in names}
 
 
@@ -112,7 +116,8 @@ def begin(start: str, root: Path, progress: Progress = silent) -> Path:
     starts = root.absolute() / STARTS
     pin = starts / f".{hashlib.sha256(start.encode()).hexdigest()[:16]}.json"
     pinned = _read(pin) if pin.exists() else {}
-    name = pinned.get("folder") or start.removeprefix("hf://").replace("/", "--")  # that of a commit of the Hub
+    # Of a commit of the Hub, the name of the folder is known. No folder has a name as long as URLs can be.
+    name = pinned.get("folder") or start.removeprefix("hf://").replace("/", "--").encode()[:200].decode(errors="ignore")
     if (starts / name / START_NOTE).exists():
         return child(starts, name, str(pin), InputError)
     source = _source(start, pinned.get("revision", ""))

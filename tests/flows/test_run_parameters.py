@@ -250,3 +250,13 @@ def test_a_trial_on_pairs_keeps_the_recipes_dropout_and_the_given_pairs() -> Non
     spec = parameters("finetune_base", trial=True, deployed_settings=deployed).possible_spec()
     assert (spec.pairs.train, spec.optimizer.seed) == (("/data/a.jsonl",), 0)
     assert (trial.spec().tokenizer.vocab_size, spec.tokenizer.vocab_size) == (31, 2000)  # digits, or any text
+
+
+def test_a_trial_of_adapters_starts_from_the_model_of_another_trial() -> None:
+    lora = {"finetune.lora.rank": "4", "optimizer.kind": "adamw"}
+    with pytest.raises(
+        SpecError, match=r"lora\.rank is 4, but a trial draws .* Run the trial without finetune\.lora first"
+    ):
+        parameters("finetune_base", trial=True, settings=lora).spec()
+    spec = parameters("finetune_base", trial=True, settings=lora | {"model.start_from": "/published/start"}).spec()
+    assert (spec.model.start_from, spec.model.preset) == ("/published/start", "smoke")

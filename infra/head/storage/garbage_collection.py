@@ -17,14 +17,16 @@ from infra.node.node_folders import heads_folder, name_on_nodes
 from infra.node.storage.garbage import KEPT_ASIDE, FindGarbage, Finished, FreeGarbage, Garbage, HeadRuns, size_of
 from infra.node.storage.left_attempts import KnownAttempts, left_attempts
 from infra.node.storage.stored_checkpoints import HEAD, inventory_of
-from t5train.checkpoint.resume import unique_id
+from t5train.checkpoint.resume import load_run_spec, unique_id
 from t5train.errors import HostError, RecordError, RunLocked, T5TrainError, UnknownVersion, Unreadable
 from t5train.files.atomic import discard, remove_folder
-from t5train.files.presence import names_in, visible_in
-from t5train.files.run_folder import ATTEMPTS, CHECKPOINTS, RUNS, SET_ASIDE, discarded, removing
+from t5train.files.presence import is_there, names_in, visible_in
+from t5train.files.run_folder import ATTEMPTS, CHECKPOINTS, RUN, RUNS, SET_ASIDE, discarded, removing
 from t5train.progress import Progress
 from t5train.quantities import quantity
+from t5train.records import start_copy
 from t5train.records.stage_records import Checkpoint
+from t5train.records.start_copy import START_NOTE, STARTS
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +158,10 @@ def free_of_heads(attempts: KnownAttempts, found: Sequence[Garbage]) -> list[str
 
 
 def garbage_under(root: Path) -> Iterator[Garbage]:
-    """Yield incomplete checkpoints under a root that no run needs, what is left of deleted runs, and kept folders."""
+    """Yield incomplete checkpoints and copies of models under a root that no run needs, and what deleted runs left.
+
+    Kept folders are included.
+    """
     for run in idle_runs(root):
         yield from _garbage_in(root, run)
     for hidden in _deleted(root, discarded):
@@ -165,6 +170,8 @@ def garbage_under(root: Path) -> Iterator[Garbage]:
         run_name = hidden.name.removeprefix(".").rpartition(".")[0]
         why = f"kept: the removal was interrupted; finish it with `t5-pretrain rm {run_name} --root {quote(str(root))}`"
         yield Garbage(str(hidden.relative_to(root)), size_of(hidden), why, is_kept=True)
+    for copy in _unused_starts(root):
+        yield Garbage(str(copy.relative_to(root)), size_of(copy), "a copy of a model that no run starts from")
 
 
 def free_under(root: Path, found: Sequence[Garbage]) -> list[str]:
@@ -180,7 +187,30 @@ def free_under(root: Path, found: Sequence[Garbage]) -> list[str]:
         if (relative_path := str(hidden.relative_to(root))) in asked:
             remove_folder(hidden)
             freed.append(relative_path)
+    for copy in _unused_starts(root):
+        if (relative_path := str(copy.relative_to(root))) in asked:
+            start_copy.remove(copy)
+            freed.append(relative_path)
     return freed
+
+
+def _unused_starts(root: Path) -> list[Path]:
+    """Return copies of models that no run under the root starts from, and what interrupted removals left of them.
+
+    None as long as a run has not begun to train, as only then its settings are recorded.
+    """
+    runs = _folders(root)
+    if not all(is_there(run / RUN) for run in runs):
+        return []
+    try:
+        specs = [load_run_spec(run) for run in runs]
+    except T5TrainError as error:
+        _log.warning("keeping all copies of models that runs start from: %s", error)
+        return []
+    named = (path for spec in specs for path in (spec.model.start_from, spec.tokenizer.path))
+    used = {Path(path).name for path in named if path is not None}
+    copies = [each for each in visible_in(root / STARTS) if is_there(each / START_NOTE) and each.name not in used]
+    return [*copies, *sorted((root / STARTS).glob(".*.discarded"))]
 
 
 def _deleted(root: Path, renamed: Callable[[Path], Path]) -> list[Path]:

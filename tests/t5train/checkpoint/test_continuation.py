@@ -3,19 +3,22 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from t5train.checkpoint import resume_point
 from t5train.checkpoint.resume import (
+    finished,
     has_finished,
     load_run_spec,
     open_run,
     published_name,
     require_same_settings,
     run_fingerprint,
+    write_job,
 )
-from t5train.errors import RunChanged, SpecError
+from t5train.errors import NothingVerifies, RunChanged, SpecError
 from t5train.files.run_folder import CHECKPOINTS, RUN
 from t5train.records.best_so_far import BestSoFar
 from t5train.records.stage_records import MANIFEST, Checkpoint, PairShards
@@ -34,14 +37,22 @@ def shards(tmp_path: Path) -> PairShards:
 def ended(root: Path, shards: PairShards, step: int = 100, best: BestSoFar | None = None, **settings: Any) -> RunSpec:
     """A run of 100 steps on pairs that has ended at a step."""
     steps = {"optimizer.num_steps": 100, "optimizer.warmup_steps": 10, "optimizer.schedule": "constant"}
-    named = {"storage.root": json.dumps(str(root)), "name": "it", "pairs.train": ["sort_digits"]}
+    named = {"storage.root": json.dumps(str(root)), "name": "it", "pairs.train": ["sort_digits"], "cluster.ranks": 1}
     spec = recipe("smoke").with_settings({**named, **steps, **settings})
     open_run(spec, shards)
-    tag = small_tags.save(spec.run_folder / CHECKPOINTS, step, ranks=1, best=best).name
-    resume_point.note_complete(spec.run_folder, tag)
     fingerprint = run_fingerprint(spec, shards)
+    for at in sorted({step, best.step if best and best.step else step}):
+        tag = small_tags.save(spec.run_folder / CHECKPOINTS, at, ranks=1, best=best, run_fingerprint=fingerprint).name
+    resume_point.note_complete(spec.run_folder, tag)
     Checkpoint(path=spec.run_folder, fingerprint=fingerprint, files={}, step=step, tag=tag).commit()
     return spec
+
+
+def resume(spec: RunSpec, shards: PairShards) -> None:
+    """Do what a start does until its ranks begin."""
+    open_run(spec, shards)
+    assert finished(spec, shards) is None
+    write_job(spec, shards, spec.run_folder)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "inverse-sqrt"])
@@ -55,11 +66,11 @@ def test_more_steps_reopen_a_run_that_has_ended_and_its_checkpoints_stay_its_own
     for asked in (longer, longer.with_settings({"optimizer.num_steps": 300})):
         require_same_settings(asked)
         assert not has_finished(asked)
-        open_run(asked, shards)
+        resume(asked, shards)
         assert run_fingerprint(asked, shards) == before
         assert load_run_spec(spec.run_folder).optimizer.num_steps == asked.optimizer.num_steps
         assert not (spec.run_folder / MANIFEST).exists()
-        open_run(asked, shards)
+        resume(asked, shards)
     for look in (require_same_settings, lambda changed: open_run(changed, shards)):
         with pytest.raises(RunChanged, match=r"optimizer\.num_steps: 300 -> 200\)\. Set these back"):
             look(longer)
@@ -69,7 +80,7 @@ def test_a_continued_run_is_published_beside_its_earlier_version(tmp_path: Path,
     spec = ended(tmp_path, shards)
     longer = spec.with_settings({"optimizer.num_steps": 200})
     assert [published_name(each) for each in (spec, longer)] == ["it", "it-200-steps"]
-    open_run(longer, shards)
+    resume(longer, shards)
     assert published_name(longer) == "it-200-steps"
     assert published_name(longer.with_settings({"name": "other"})) == "other"
 
@@ -99,7 +110,7 @@ def test_a_run_that_patience_has_ended_is_continued_by_more_patience_and_not_by_
     for patience, name in ((3, "it-patience-3"), (None, "it-patience-none")):
         more = spec.with_settings({"evaluate.patience": patience})
         require_same_settings(more)
-        open_run(more, shards)
+        resume(more, shards)
         assert run_fingerprint(more, shards) == run_fingerprint(spec, shards)
         assert published_name(more) == name
         assert not has_finished(more)
@@ -116,14 +127,49 @@ def test_more_steps_for_a_run_that_patience_has_ended_are_refused_with_the_patie
     require_same_settings(longer.with_settings({"evaluate.patience": 3}))
 
 
-def test_a_last_step_that_was_judged_only_because_it_was_the_last_is_not_continued(
+def test_a_run_whose_checkpoint_does_not_verify_stays_as_it_ended_when_it_is_to_be_continued(
     tmp_path: Path, shards: PairShards
+) -> None:
+    spec = ended(tmp_path, shards)
+    (spec.run_folder / CHECKPOINTS / "step-00000100/part0.pt").write_bytes(b"damaged")
+    before = {name: (spec.run_folder / name).read_bytes() for name in (RUN, MANIFEST)}
+    with pytest.raises(NothingVerifies):
+        resume(spec.with_settings({"optimizer.num_steps": 200}), shards)
+    assert {name: (spec.run_folder / name).read_bytes() for name in before} == before
+    require_same_settings(spec)
+
+
+def test_a_run_that_is_killed_while_it_is_reopened_goes_on_with_either_end(
+    tmp_path: Path, shards: PairShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ended(tmp_path, shards)
+    longer = spec.with_settings({"optimizer.num_steps": 200})
+    with monkeypatch.context() as patch:
+        patch.setattr("t5train.checkpoint.resume.write_json", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            resume(longer, shards)
+    for asked in (spec, longer):
+        assert not has_finished(asked)
+        resume(asked, shards)
+        assert load_run_spec(spec.run_folder).optimizer.num_steps == asked.optimizer.num_steps
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_last_step_that_was_judged_only_because_it_was_the_last_is_not_continued(
+    tmp_path: Path, shards: PairShards, is_here: bool
 ) -> None:
     judged = BestSoFar(step=60, value=1.0)
     spec = ended(tmp_path, shards, best=judged, **JUDGED | {"storage.validate_every_steps": 60})
     longer = spec.with_settings({"optimizer.num_steps": 200})
-    with pytest.raises(RunChanged, match=r"its last step, 100, was judged .* storage\.validate_every_steps is 60"):
+    checkpoints, elsewhere = spec.run_folder / CHECKPOINTS, tmp_path / "checkpoints"
+    if not is_here:  # but on hosts or in a bucket
+        checkpoints.rename(elsewhere)
         require_same_settings(longer)
+        elsewhere.rename(checkpoints)
+    words = r"its last step, 100, was judged .* storage\.validate_every_steps is 60"
+    with pytest.raises(RunChanged, match=words):
+        require_same_settings(longer) if is_here else write_job(longer, shards, spec.run_folder)
+    assert has_finished(spec)
 
 
 @pytest.mark.parametrize("damaged", [{}, {"optimizer": {}}, {"optimizer": 3}])

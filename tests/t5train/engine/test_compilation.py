@@ -15,7 +15,7 @@ from t5train.engine.forward_backward import WholePasses, rows_of
 from t5train.model.activation_checkpointing import checkpoint_activations
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
-from t5train.spec import ModelSpec
+from t5train.spec import LoraSpec, ModelSpec
 from tests.support.training.ragged_pairs import PACKED, batch_of, make_model, make_pairs
 
 # torch's compiler imports functions that torch deprecates.
@@ -110,9 +110,10 @@ def test_rows_of_pairs_with_dropout_compile_to_one_graph(recomputed: bool) -> No
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_code_of_a_block_with_dropout_by_keys_serves_all_blocks() -> None:
+@pytest.mark.parametrize("lora", [LoraSpec(), LoraSpec(rank=3, targets=("q", "wo"), dropout=0.3)])
+def test_code_of_a_block_with_dropout_by_keys_serves_all_blocks(lora: LoraSpec) -> None:
     torch._dynamo.reset()  # what earlier tests have compiled of blocks would count
-    model = make_model("relu, tied", dropout_rate=0.1)
+    model = make_model("relu, tied", dropout_rate=0.1, lora=lora)
     plain = _train_pairs(model, seed=1)
     with torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True):
         compile_gathered(model, fullgraph=True, backend="aot_eager")

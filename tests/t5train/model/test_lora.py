@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from t5train.engine.forward_backward import rows_of
+from t5train.model.counted_dropout import CountedDropout, branch
 from t5train.model.lora import Adapter, LoraLinear, Merging, first_factor, merged, product
 from t5train.model.parameters import count_trained
 from t5train.model.t5 import T5
@@ -103,6 +104,17 @@ def test_dropout_of_adapters_follows_the_pair_and_differs_between_layers() -> No
         each.lora_b.data.zero_()[:3] = torch.eye(3)
     first, second = (each(ones, keys) for each in same)
     assert not torch.equal(first[:, :3], second[:, :3])
+
+
+def test_what_dropout_of_an_adapter_drops_follows_from_the_path_of_its_layer_also_in_16_bits() -> None:
+    layer = LoraLinear(nn.Linear(8, 8, bias=False), _lora("relu, tied", dropout=0.5), 3, "decoder.q").bfloat16()
+    nn.init.zeros_(layer.weight)
+    for factor in (layer.lora_a, layer.lora_b):
+        nn.init.eye_(factor)
+    keys, number = torch.arange(64) * 2**58, 0x66E840BCFD2A3A28  # of SHA-256
+    kept = CountedDropout(0.5)(torch.ones(64, 8), branch(keys, number))
+    assert torch.equal(layer(torch.ones(64, 8).bfloat16(), keys)[:, :3], 2 * kept[:, :3])
+    assert not any("branch" in name for name in layer.state_dict())
 
 
 def test_an_adapter_starts_at_zero_and_follows_from_seed_and_name_only() -> None:

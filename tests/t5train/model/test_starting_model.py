@@ -162,6 +162,16 @@ def test_a_model_that_differs_from_the_settings_is_refused_with_the_settings_to_
     assert remedy in str(refused.value)
 
 
+@pytest.mark.parametrize("sparse", [(3, 1), (1, 3), (2, 1)])
+def test_no_settings_are_named_for_experts_that_none_describe(tmp_path: Path, sparse: tuple[int, int]) -> None:
+    _switch(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    counts = dict(zip(("num_sparse_encoder_layers", "num_sparse_decoder_layers"), sparse, strict=True))
+    (tmp_path / "config.json").write_text(json.dumps(config | counts))
+    with pytest.raises(SpecError, match=r"describes another model .* No settings describe such a model"):
+        require_fit(_spec(tmp_path, SWITCH), IDS)
+
+
 def test_the_refusal_of_a_published_model_names_its_preset(tmp_path: Path) -> None:
     config = T5Config(vocab_size=32128, d_model=512, d_kv=64, d_ff=2048, num_heads=8, num_layers=6).to_dict()
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")

@@ -19,7 +19,7 @@ from t5train.records.digests import digest_files
 from t5train.records.stage_records import Export
 from t5train.records.witness import Witness
 from t5train.release.certificate import Certificate
-from t5train.release.certification import certify
+from t5train.release.certification import certify, certify_in_fresh_process
 from t5train.release.export import ADAPTER_WEIGHTS, adapter_config, export
 from t5train.release.model_comparison import differing_adapter
 from tests.support.synthetic_models import Trained
@@ -132,6 +132,17 @@ def test_an_adapter_is_not_certified_without_its_start_model(
         change(tmp_path / other / "model.safetensors", lambda tensors: tensors["shared.weight"].mul_(2))
     with pytest.raises(InputError, match=found):
         certify(exported.path, witness, start_from=other and str(tmp_path / other))
+
+
+def test_a_certificate_is_not_reused_for_another_start_model_than_that_of_the_run(
+    make_export: MakeExport, witness: Path, tmp_path: Path, start: str
+) -> None:
+    exported = make_export("lora")
+    assert certify_in_fresh_process(exported, witness, start_from=start).reused
+    change(Path(start) / "model.safetensors", lambda tensors: tensors["shared.weight"].mul_(2))
+    for other, found in ((start, "not the model that run made started from"), (str(tmp_path / "no"), "not a folder")):
+        with pytest.raises(InputError, match=found):
+            certify_in_fresh_process(exported, witness, start_from=other)
 
 
 def test_the_start_model_of_an_adapter_is_certified_from_its_copy(make_export: MakeExport, witness: Path) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from t5train.errors import DigestMismatch, InputError, RecordError
+from t5train.errors import DigestMismatch, InputError, RecordError, StorageError, T5TrainError
 from t5train.records.stage_records import Export, StartingModelFiles
+from t5train.records.start_copy import is_awaited
 from t5train.release.object_store.bucket import BucketFolder
 from t5train.release.publication import publish
 from t5train.release.remote_start import begin, complete
@@ -67,3 +68,32 @@ def test_a_damaged_object_is_refused(destination: str, tmp_path: Path) -> None:
     with pytest.raises(DigestMismatch, match=r"model\.safetensors"):
         complete(folder)
     assert not (folder / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("left", [None, bytes(1000)])
+def test_a_publication_of_which_an_object_is_missing_or_shorter_is_refused(
+    destination: str, tmp_path: Path, left: bytes | None
+) -> None:
+    folder = begin(destination, tmp_path)
+    bucket = BucketFolder(destination)
+    (name,) = [each for each in bucket.names() if each.endswith("model.safetensors")]
+    bucket.call("delete_object", name)
+    if left is not None:
+        bucket.put(name, left)
+    with pytest.raises((DigestMismatch, InputError), match=r"model\.safetensors"):
+        complete(folder)
+    assert is_awaited(folder)
+
+
+@pytest.mark.parametrize("length", [300, 1100])
+def test_a_url_that_is_too_long_is_refused_in_one_line(s3: ObjectServer, tmp_path: Path, length: int) -> None:
+    with pytest.raises(T5TrainError) as refused:
+        begin(f"{s3.url}/{'é' * length}", tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_that_cannot_be_written_is_named(destination: str, tmp_path: Path) -> None:
+    folder = begin(destination, tmp_path)
+    (folder / "model.safetensors").mkdir()
+    with pytest.raises(StorageError, match=r"t5@[0-9a-f]{12} cannot be written: .*model\.safetensors"):
+        complete(folder)

@@ -1,4 +1,4 @@
-"""Settings of runs that start from a model on the Hub: an mT5 in several files, with a vocabulary like mT5's."""
+"""Deployed runs that start from a model on the Hub: an mT5 in several files, with a vocabulary like mT5's."""
 
 import json
 import sys
@@ -19,9 +19,8 @@ SETTLE = """
 import json, sys
 from pathlib import Path
 
-from flows.spec_from_recipe import resolve
-from infra.head.preflight.remote_starts import complete_start, with_start_here
-from infra.head.preflight.run_checks import require_possible
+from flows.run_parameters import RunParameters
+from infra.head.preflight.remote_starts import complete_start
 from t5train.errors import T5TrainError
 from t5train.model.model_shape import resolve as resolve_shape
 from t5train.records.start_copy import origin
@@ -30,8 +29,7 @@ from t5train.progress import silent
 
 recipe, settings, root = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
 try:
-    spec = with_start_here(resolve(recipe, settings, root=root))
-    require_possible(spec)
+    spec = RunParameters(recipe=recipe, root=root, deployed_settings=settings).spec_for_this_machine()
     folder = Path(spec.model.start_from)
     before = sorted(path.name for path in folder.glob("*.safetensors"))
     complete_start(spec, silent)
@@ -62,7 +60,7 @@ def mt5(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory, mt5: dict[str, bytes]) -> Iterator[Hub]:
-    modules = ["flows.spec_from_recipe", "infra.head.preflight.remote_starts"]
+    modules = ["flows.run_parameters", "infra.head.preflight.remote_starts"]
     with (
         prepared_site(tmp_path_factory.mktemp("python"), modules) as (site, python),
         pytest.MonkeyPatch.context() as patch,

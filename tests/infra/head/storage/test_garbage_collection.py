@@ -34,6 +34,7 @@ from t5train.files.run_folder import tag_of
 from t5train.progress import silent
 from t5train.records.digests import digest_files
 from t5train.records.stage_records import Checkpoint
+from t5train.spec.recipes import recipe
 from tests.support.simulated_nodes import RUN, Site, flip_bit
 
 SHARDS = "shards/deadbeef"
@@ -203,3 +204,27 @@ def test_under_the_root_only_files_older_than_a_checkpoint_are_freed(site: Site,
     assert {Path(each.relative_path).name for each in found} == old
     assert len(free_under(site.root, found)) == 3
     assert {path.name for path in site.checkpoints.iterdir()} == {tag_of(8), tag_of(16), "a copy"}
+
+
+def test_copies_of_models_are_freed_if_all_runs_have_begun_and_none_starts_from_them(tmp_path: Path) -> None:
+    starts, runs = tmp_path / "starts", tmp_path / "runs"
+    for name in ("weights@1", "vocabulary@1", "unused@1", "a user's"):
+        (starts / name).mkdir(parents=True)
+        (starts / f".{name}.json").write_text(json.dumps({"folder": name}))
+        if name != "a user's":
+            (starts / name / "remote-start.json").write_text("{}")
+    (starts / ".half@1.discarded").mkdir()
+    for setting, name in {"model.start_from": "weights@1", "tokenizer.path": "vocabulary@1"}.items():
+        spec = recipe("smoke").with_settings({setting: str(starts / name)})
+        (runs / name).mkdir(parents=True)
+        (runs / name / "run.json").write_text(json.dumps({"spec": spec.model_dump(mode="json")}))
+    (runs / "prepared").mkdir()
+    assert not list(garbage_under(tmp_path))
+    (runs / "prepared").rmdir()
+    found = list(garbage_under(tmp_path))
+    assert [each.relative_path for each in found] == ["starts/unused@1", "starts/.half@1.discarded"]
+    left = {path.name for path in starts.iterdir()}
+    assert len(free_under(tmp_path, found)) == 2
+    assert left - {path.name for path in starts.iterdir()} == {"unused@1", ".unused@1.json", ".half@1.discarded"}
+    (runs / "weights@1/run.json").write_text("{")
+    assert not list(garbage_under(tmp_path))

@@ -10,11 +10,18 @@ from infra.head.stop_signal import Stopped
 from infra.head.storage import checkpoint_sync
 from infra.head.storage.claim import Claim
 from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.provisioning import provide
 from infra.head.storage.run_storage import NodeLocalStorage
+from infra.head.storage.staged_bytes import StagedBytes
+from infra.node.node_folders import node_path
 from t5train.checkpoint import tags
 from t5train.errors import NotGathered, RankKilled
 from t5train.files.run_folder import tag_of
 from t5train.progress import Progress, relayed, silent
+from t5train.records.stage_records import StartingModelFiles, TokenShards
+from t5train.records.start_copy import START_NOTE, is_awaited
+from t5train.spec.rank_job import TrainJob
+from t5train.spec.recipes import recipe
 from tests.support.simulated_nodes import Site, Unsteady
 from tests.support.waiting import await_that
 
@@ -96,3 +103,32 @@ def test_the_job_is_written_only_after_its_checkpoint_is_gathered(run: NodeRun, 
     with pytest.raises(RankKilled):
         NodeLocalStorage(run, write_job, silent, Claim()).make_ready(tmp_path)
     assert gathered_tags == [tag_of(8)]
+
+
+def test_the_copy_of_a_model_from_the_hub_is_where_the_ranks_of_each_node_look_for_it(
+    run: NodeRun, site: Site, tmp_path: Path
+) -> None:
+    copy, shards = tmp_path / "starts" / f"someone--t5@{'0a' * 20}", tmp_path / "shards"
+    for folder in (copy, shards):
+        folder.mkdir(parents=True)
+    names = {"config.json", "model.safetensors", START_NOTE}
+    for name in names:
+        (copy / name).write_text("{}")
+    StartingModelFiles(path=copy, fingerprint="5" * 64, files={}, inputs={}).commit()
+    TokenShards(path=shards, fingerprint="6" * 64, files={}).commit()
+    spec = recipe("smoke").with_settings({"model.start_from": str(copy)})
+    run.folder.mkdir(parents=True, exist_ok=True)
+    job = TrainJob(
+        spec=spec,
+        run_fingerprint="f" * 64,
+        run_folder=run.folder,
+        shards_folder=shards,
+        resume_tag=None,
+        start_fingerprint="5" * 64,
+    )
+    provide(run, job, silent, StagedBytes())
+    begins_from = Path(str(run.job_on_nodes(job).spec.model.start_from))
+    for host in run.nodes.hosts:
+        staged = site.scratch(host) / begins_from.relative_to(node_path("scratch"))
+        assert {path.name for path in staged.iterdir()} >= names
+        assert not is_awaited(staged)
