@@ -194,9 +194,9 @@ class TrainingHostOptions(HostOptions):
     ] = None
 
 
-def require_writable_names(out: Path | None = None, plot: Path | None = None) -> None:
+def require_writable_names(out: Path | None = None, plot: Path | None = None, report: Path | None = None) -> None:
     """Raise an error if a result could not be written in the end."""
-    for option, path, suffix in (("--out", out, ".jsonl"), ("--plot", plot, ".png")):
+    for option, path, suffix in (("--out", out, ".jsonl"), ("--plot", plot, ".png"), ("--report", report, ".md")):
         if path is None:
             continue
         if path.suffix.lower() != suffix:
