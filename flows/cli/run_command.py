@@ -44,6 +44,7 @@ from t5train.records.metrics import loss_lines, read
 from t5train.records.stage_records import Publication
 from t5train.records.witness import Witness
 from t5train.report.result_reports import earlier_lines
+from t5train.spec import RunSpec
 from t5train.spec.config_file import recipe_text
 from t5train.spec.recipes import RECIPES, TRIAL_STEPS, summary
 from t5train.spec.recipes import recipe as recipe_spec
@@ -162,7 +163,7 @@ def _execute(parameters: RunParameters, lost: StoredRun | None, begin_again: boo
     ):
         if begin_again:
             train_again(spec, held)
-        complain(f"{_server_stage()}: watch the run at {api_url.removesuffix('/api')}{_login(api_url)}")
+        complain(f"{_server_stage(spec)}: watch the run at {api_url.removesuffix('/api')}{_login(api_url)}")
         asyncio.run(_close_killed_runs())
         publication = _run_flow(held, parameters, progress, adopt, fine_tuning=spec.is_fine_tuning)
     witness, is_trial = Witness.load(spec.run_folder / WITNESS_FOLDER), spec.optimizer.num_steps <= TRIAL_STEPS
@@ -184,10 +185,10 @@ def _login(api_url: str) -> str:
     return f" (to log in: cat {shlex.quote(str(key))})" if key is not None else ""
 
 
-def _server_stage() -> str:
+def _server_stage(spec: RunSpec) -> str:
     from tasks.stages import SERVER, numbered  # imports Prefect, as below
 
-    return numbered(SERVER)
+    return numbered(SERVER, predicts=spec.predicts_held_out)
 
 
 async def _close_killed_runs() -> None:
