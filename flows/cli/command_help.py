@@ -45,6 +45,7 @@ COMMANDS: Mapping[str, Command | CommandGroup] = {
     "board": Command("operate.board_command", _TRAIN),
     "rm": Command("operate.removal_commands", _TRAIN),
     "generate": Command("models.model_commands", _TRAIN),
+    "predict": Command("models.prediction_command", _TRAIN),
     "evaluate": Command("models.model_commands", _TRAIN),
     "score": Command("models.score_command", _TRAIN),
     "preflight": Command("operate.host_commands", _TRAIN),
