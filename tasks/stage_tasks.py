@@ -145,7 +145,7 @@ def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles, wat
 def evaluate_on_pairs(spec: RunSpec, exported: Export, pairs: Pairs, watcher: Progress = silent) -> Export:
     """Predict held-out pairs with the export, add predictions and metrics to it, and report on them."""
     progress = StageProgress(stages.EVALUATE, watcher)
-    evaluated = evaluate_export(exported, pairs, spec, spec.run_folder / run_folder.WITNESS_FOLDER, progress)
+    evaluated = evaluate_export(exported, pairs, spec, spec.run_folder, progress)
     reports.show_evaluation(spec, evaluated)
     return evaluated
 

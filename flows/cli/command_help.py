@@ -80,6 +80,7 @@ COMMANDS: Mapping[str, Command | CommandGroup] = {
     "train": Command("stage_commands", _STAGES),
     "consolidate": Command("stage_commands", _STAGES),
     "export": Command("stage_commands", _STAGES),
+    "measure": Command("models.measure_command", _STAGES),
     "certify": Command("stage_commands", _STAGES),
     "publish": Command("stage_commands", _STAGES),
     "verify": Command("stage_commands", _STAGES),

@@ -64,8 +64,10 @@ class Predicting(_Part):
 
     max_pairs: int
     num_beams: int
-    max_new_tokens: int
+    max_new_tokens: int | None
     length_penalty: float
+    most_tokens: int
+    """So many tokens were allowed: ``max_new_tokens`` or, if it was not set, as many as the references need."""
     device: str
     dtype: str
 

@@ -54,7 +54,7 @@ _OF_TASKS = ("pairs", "exact_match", "token_accuracy", "loss")
 _EVALUATION = """\
 ## Predictions of held-out pairs
 
-{amounts}, chosen by a hash of their source, were predicted {how}, with at most {max_new_tokens:,} new tokens, in \
+{amounts}, chosen by a hash of their source, were predicted {how}, with at most {most_tokens:,} new tokens, in \
 {dtype} on {device}. Metrics are from 0 to 100, and higher is better. In brackets are 95% intervals by bootstrap.
 
 {scores}
@@ -159,7 +159,7 @@ def evaluation_section(evaluation: EvaluationMetrics) -> str:
     return _EVALUATION.format(
         amounts=_amounts(evaluation),
         how=how,
-        max_new_tokens=decoding.max_new_tokens,
+        most_tokens=decoding.most_tokens,
         dtype=decoding.dtype,
         device=escaped(decoding.device),
         scores=table(("split", "task", "what is measured", *(SHOWN_METRICS[name] for name in columns)), scores),

@@ -39,7 +39,8 @@ class EvaluateSpec(SpecPart):
     max_new_tokens: int | None = Field(
         None,
         ge=1,
-        description="At most so many tokens for each of these predictions. null: pairs.target_tokens",
+        description="At most so many tokens for each of these predictions. null: a quarter more than the longest of "
+        "their references has",
     )
     length_penalty: float = Field(
         1.0, description="With several beams: above 1, longer predictions are preferred; below 1, shorter ones"
