@@ -138,8 +138,9 @@ def _scores(rows: Sequence[Prediction]) -> tuple[dict[str | None, _Metrics], dic
     found = dict[str | None, _Metrics]()
     for each in scored.scores:
         task = each.task if len(scored.groups) > 1 else last  # of a single task, all rows are its own
-        low, high = _rounded(each.mean - each.half_interval), _rounded(each.mean + each.half_interval)
-        found.setdefault(task, {})[each.metric] = Metric(value=_rounded(each.score), low=low, high=high)
+        low, high = max(0.0, each.mean - each.half_interval), min(100.0, each.mean + each.half_interval)
+        metric = Metric(value=_rounded(each.score), low=_rounded(low), high=_rounded(high))
+        found.setdefault(task, {})[each.metric] = metric
     return found, {each.metric: each.signature for each in scored.scores}
 
 

@@ -58,9 +58,7 @@ _EVALUATION = """\
 {dtype} on {device}. Metrics are from 0 to 100, and higher is better. In brackets are 95% intervals by bootstrap.
 
 {scores}
-
 {remarks}
-
 `evaluation/metrics.json` has all metrics with their intervals, and `evaluation/predictions.jsonl` what they were \
 computed from: certification computed them again. It did not predict again.
 
@@ -163,7 +161,7 @@ def evaluation_section(evaluation: EvaluationMetrics) -> str:
         dtype=decoding.dtype,
         device=escaped(decoding.device),
         scores=table(("split", "task", "what is measured", *(SHOWN_METRICS[name] for name in columns)), scores),
-        remarks="\n".join(f"- {each}" for each in _remarks(evaluation)),
+        remarks="".join(f"\n- {each}" for each in _remarks(evaluation)) + "\n",
         signatures=table(
             ("metric", "signature"), [(code(name), code(each)) for name, each in evaluation.signatures.items()]
         ),

@@ -124,7 +124,7 @@ def metrics_lines(metrics: EvaluationMetrics) -> list[str]:
     """Return the metrics of each split and system, of all tasks together, one line each."""
     wholes = [group for group in metrics.groups if group.task is None] or metrics.groups
     return [
-        f"{quantity(group.pairs, 'pair')} of the {group.split} split, predicted by {what}: "
+        f"{quantity(group.pairs, 'pair')} of the {group.split} split, {what}: "
         + ", ".join(f"{label} {found[name].value:.2f}" for name, label in SHOWN_METRICS.items() if name in found)
         for group in wholes
         for system, what in SYSTEMS.items()
