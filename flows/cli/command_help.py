@@ -45,6 +45,7 @@ COMMANDS: Mapping[str, Command | CommandGroup] = {
     "board": Command("operate.board_command", _TRAIN),
     "rm": Command("operate.removal_commands", _TRAIN),
     "generate": Command("model_commands", _TRAIN),
+    "predict": Command("prediction_command", _TRAIN),
     "evaluate": Command("model_commands", _TRAIN),
     "preflight": Command("operate.host_commands", _TRAIN),
     "bench": Command("bench_command", _TRAIN),
