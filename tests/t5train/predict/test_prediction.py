@@ -18,6 +18,7 @@ from t5train.predict.decoding import Decoder
 from t5train.predict.prediction import PredictJob, predict
 from t5train.predict.prediction_worker import predict_parts
 from t5train.predict.predictions import PREDICTION, PREDICTIONS, read_predictions
+from t5train.records.witness import LONGEST_TRAIN_TARGET
 from t5train.release.inference.generation import GenerationSpec
 from t5train.release.inference.model_folder import ModelFolder
 
@@ -122,7 +123,12 @@ def test_the_most_tokens_are_set_or_from_references_or_from_training(
         ("set", {}, (6, "setting")),
         ("references", {"decoding": unlimited}, (longest + max(8, longest // 4), "references")),
         ("training", {"decoding": unlimited, "files": lines}, (9, "training")),
+        ("recorded", {"decoding": unlimited, "files": lines}, (50, "training")),
     ):
+        if out == "recorded":  # by this version, but not by earlier ones
+            monkeypatch.setattr(
+                ModelFolder, "run", ModelFolder.open(model).run._replace(data={LONGEST_TRAIN_TARGET: 40})
+            )
         found = run(out, **changes)
         assert (found.max_new_tokens, found.max_new_tokens_from) == expected
     monkeypatch.setattr(ModelFolder, "target_tokens", 0)
