@@ -101,10 +101,15 @@ def test_an_interrupted_job_predicts_only_the_other_parts_and_the_same_file(run:
 
 def test_another_result_and_a_changed_one_are_not_overwritten(run: Run, tmp_path: Path) -> None:
     run()
-    before = (tmp_path / "out" / PREDICTIONS).read_bytes()
+    before, rows_before = (tmp_path / "out" / PREDICTIONS).read_bytes(), (tmp_path / "rows.jsonl").read_bytes()
     for changed in ({"decoding": SHORT._replace(num_beams=2)}, {"batch_tokens": 500}):
         with pytest.raises(StorageError, match="holds a result of other inputs or settings"):
             run(**changed)
+    with open(tmp_path / "rows.jsonl", "a", encoding="utf-8") as rows:
+        rows.write('{"source": "one more", "target": ""}\n')
+    with pytest.raises(StorageError, match="holds a result of other inputs or settings"):
+        run()
+    (tmp_path / "rows.jsonl").write_bytes(rows_before)
     assert (tmp_path / "out" / PREDICTIONS).read_bytes() == before
     (tmp_path / "out" / PREDICTIONS).write_bytes(before + b"\n")
     with pytest.raises(StorageError, match="was changed since"):
