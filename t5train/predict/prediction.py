@@ -39,6 +39,7 @@ from t5train.progress import Progress, adding, silent
 from t5train.quantities import quantity
 from t5train.records.digests import FileDigest, digest_file
 from t5train.records.identity import fingerprint, installed_versions
+from t5train.records.witness import LONGEST_TRAIN_TARGET
 from t5train.release.inference.generation import GenerationSpec
 from t5train.release.inference.model_folder import ModelFolder, chosen_device
 from t5train.spec import StorageSpec
@@ -53,8 +54,8 @@ _LEAST_MARGIN_TOKENS = 8
 _COPIES = 2  # of the weights in memory while a process loads them
 _FROM = {
     "setting": "--max-new-tokens",
-    "references": "those of the longest reference, and a quarter more",
-    "training": "those of the longest targets in training",
+    "references": "those of the longest reference, and a quarter",
+    "training": "by the longest targets in training",
 }
 _log = logging.getLogger(__name__)
 
@@ -262,16 +263,22 @@ def _predicted(
 def _limit(prepared: _Prepared, rows: _Rows) -> tuple[int, str]:
     """Return the most tokens of a hypothesis, and what says so.
 
-    With references, a hypothesis may be a quarter longer than the longest one, and 8 tokens at least. What is longer
-    than all references by more is hardly ever right, and costs little where it does not occur: a batch ends when all
-    of its hypotheses have.
+    A hypothesis may be a quarter longer than the longest reference or, without references, target of training, and 8
+    tokens at least. What is longer by more is hardly ever right, and allowing this much costs nothing where it does not
+    occur: a batch ends when all of its hypotheses have. Exports that do not record the longest target record the length
+    that targets were cut to.
     """
     if (chosen := prepared.job.decoding.max_new_tokens) is not None:
         return chosen, "setting"
     if all(each.has_references for each in prepared.inputs):
-        longest = rows.longest_reference
-        return longest + max(_LEAST_MARGIN_TOKENS, longest // 4), "references"
-    return prepared.folder.target_tokens, "training"
+        return _with_margin(rows.longest_reference), "references"
+    folder = prepared.folder
+    recorded = folder.run.data.get(LONGEST_TRAIN_TARGET)
+    return (folder.target_tokens if recorded is None else _with_margin(int(recorded))), "training"
+
+
+def _with_margin(longest: int) -> int:
+    return longest + max(_LEAST_MARGIN_TOKENS, longest // 4)
 
 
 def _predict_parts(prepared: _Prepared, plan: BatchPlan, limit: int, progress: Progress, workers: Workers) -> None:

@@ -66,9 +66,9 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
 ) -> None:
     """Predict what a model writes for each row of files, on all devices. The same command continues after a kill.
 
-    $ t5-pretrain predict work/published/digits 'test.jsonl#task=reverse_digits' --out predictions
-    $ t5-pretrain predict MODEL 'wmt.tsv#source=en&target=de&prefix=translate English to German: ' --num-beams 4
-    $ t5-pretrain predict MODEL - --max-new-tokens 100 < sources.txt > predictions.jsonl
+    $ t5-pretrain predict work/published/digits 'rows.txt#task=sort_digits'
+    $ t5-pretrain predict MODEL 'wmt.tsv#source=en&target=de' --out predicted
+    $ t5-pretrain predict MODEL - --num-beams 4 --max-new-tokens 100 < rows.txt
     """
     require_finished(os.fspath(path.absolute()))
     from t5train.predict.prediction import PredictJob  # imports numpy and more

@@ -12,6 +12,7 @@ from t5train.predict.prediction_worker import predict_parts
 from t5train.predict.predictions import read_predictions
 from t5train.release.export import export
 from t5train.release.model_card import RecordedRun
+from tests.support.documented_json import require_documented
 from tests.support.synthetic_models import make_trained
 
 T5Pretrain = Callable[..., int]
@@ -36,10 +37,12 @@ def test_predict_writes_a_folder_and_says_where(
     file = "rows.tsv#source=en&target=de&task=reverse_digits"
     assert t5_pretrain("predict", model, file, "--out", "made-here", "--num-beams", "2", *SHORT) == 0
     assert capsys.readouterr().out == "1 predictions: made-here/predictions.jsonl\n"
-    (found,) = read_predictions(tmp_path / "made-here")
-    assert (found.source, found.reference) == ("reverse: 3 1 2", "2 1 3")
+    (row,) = read_predictions(tmp_path / "made-here")
+    assert (row.source, row.reference) == ("reverse: 3 1 2", "2 1 3")
     assert t5_pretrain("predict", model, file, "--out", "made-here", "--num-beams", "2", *SHORT, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["decoding"] == {"num_beams": 2, "length_penalty": 1.0}
+    found = json.loads(capsys.readouterr().out)
+    require_documented("predict", found)
+    assert found["decoding"] == {"num_beams": 2, "length_penalty": 1.0}
 
 
 @pytest.mark.parametrize(

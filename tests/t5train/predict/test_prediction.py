@@ -18,6 +18,7 @@ from t5train.predict.decoding import Decoder
 from t5train.predict.prediction import PredictJob, predict
 from t5train.predict.prediction_worker import predict_parts
 from t5train.predict.predictions import PREDICTION, PREDICTIONS, read_predictions
+from t5train.records.witness import LONGEST_TRAIN_TARGET
 from t5train.release.inference.generation import GenerationSpec
 from t5train.release.inference.model_folder import ModelFolder
 
@@ -100,10 +101,15 @@ def test_an_interrupted_job_predicts_only_the_other_parts_and_the_same_file(run:
 
 def test_another_result_and_a_changed_one_are_not_overwritten(run: Run, tmp_path: Path) -> None:
     run()
-    before = (tmp_path / "out" / PREDICTIONS).read_bytes()
+    before, rows_before = (tmp_path / "out" / PREDICTIONS).read_bytes(), (tmp_path / "rows.jsonl").read_bytes()
     for changed in ({"decoding": SHORT._replace(num_beams=2)}, {"batch_tokens": 500}):
         with pytest.raises(StorageError, match="holds a result of other inputs or settings"):
             run(**changed)
+    with open(tmp_path / "rows.jsonl", "a", encoding="utf-8") as rows:
+        rows.write('{"source": "one more", "target": ""}\n')
+    with pytest.raises(StorageError, match="holds a result of other inputs or settings"):
+        run()
+    (tmp_path / "rows.jsonl").write_bytes(rows_before)
     assert (tmp_path / "out" / PREDICTIONS).read_bytes() == before
     (tmp_path / "out" / PREDICTIONS).write_bytes(before + b"\n")
     with pytest.raises(StorageError, match="was changed since"):
@@ -122,7 +128,12 @@ def test_the_most_tokens_are_set_or_from_references_or_from_training(
         ("set", {}, (6, "setting")),
         ("references", {"decoding": unlimited}, (longest + max(8, longest // 4), "references")),
         ("training", {"decoding": unlimited, "files": lines}, (9, "training")),
+        ("recorded", {"decoding": unlimited, "files": lines}, (50, "training")),
     ):
+        if out == "recorded":  # by this version, but not by earlier ones
+            monkeypatch.setattr(
+                ModelFolder, "run", ModelFolder.open(model).run._replace(data={LONGEST_TRAIN_TARGET: 40})
+            )
         found = run(out, **changes)
         assert (found.max_new_tokens, found.max_new_tokens_from) == expected
     monkeypatch.setattr(ModelFolder, "target_tokens", 0)
