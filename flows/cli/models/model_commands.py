@@ -180,6 +180,12 @@ def _show_evaluation(result: "Evaluation") -> None:
     say(f"loss: {result.loss:.4f} nats per masked token (perplexity {result.perplexity:,.1f})")
     say(f"      {result.all_targets_loss:.4f} nats per target token, with sentinels and the end of the text")
     say(f"      {result.unigram_loss:.4f} nats per masked token if only the frequency of tokens in the text is known")
+    if result.loss_per_byte is not None:
+        bits, span = f"{result.bits_per_byte:.4f} bits", f"{result.masked_bytes / result.spans:.1f} bytes"
+        say(f"      {result.loss_per_byte:.4f} nats ({bits}) per byte of masked text, in spans of {span} on average")
+    if result.unknown_tokens:
+        share = f"{result.unknown_tokens / result.tokens:.2%}"
+        say(f"      {share} of masked tokens are unknown pieces, which the loss per byte leaves out")
     say(f"accuracy: {result.token_accuracy:.2%} of masked tokens, {result.span_accuracy:.2%} of whole spans")
     if result.loss >= result.unigram_loss:
         say("On this text, the model predicts no better than the frequencies of tokens do.")

@@ -58,22 +58,32 @@ class Evaluation(NamedTuple):
 
     All are of masked tokens, so without sentinels and the closing EOS, except ``all_targets_loss``. ``unigram_loss`` is
     the unigram baseline: the loss of a model that knows only how often each token occurs in the rest of the text.
-    ``span_accuracy`` is the share of masked spans of which every token is predicted rightly. ``split_as_trained`` is
-    whether the validation or test split has as many tokens as it had in training: if not, its text is different, and
-    training may have used some of its passages. It is None for other text, and if the folder does not record that
-    number.
+    ``span_accuracy`` is the share of masked spans of which every token is predicted rightly.
+
+    ``loss_per_byte`` can be compared between vocabularies. It is the sum of the losses of the masked tokens that spell
+    text, in nats, divided by ``masked_bytes``: the bytes that they spell in UTF-8, after the vocabulary's
+    normalisation, with each ``\u2581`` as a space. Ends of documents and the ``unknown_tokens`` spell nothing, and
+    count in neither. It is None if nothing was spelled. ``bits_per_byte`` is the same in bits.
+
+    ``split_as_trained`` is whether the validation or test split has as many tokens as it had in training: if not, its
+    text is different, and training may have used some of its passages. It is None for other text, and if the folder
+    does not record that number.
     """
 
     loss: float
     perplexity: float
     all_targets_loss: float
     unigram_loss: float
+    loss_per_byte: float | None
+    bits_per_byte: float | None
     token_accuracy: float
     span_accuracy: float
     sequences: int
     tokens: int
     spans: int
     mean_span_tokens: float
+    masked_bytes: int
+    unknown_tokens: int
     passages: int
     split: Split | None
     split_as_trained: bool | None
@@ -134,12 +144,16 @@ def evaluate(
         perplexity=math.exp(min(sums.loss, 700.0)),
         all_targets_loss=sums.all_targets / sums.targets,
         unigram_loss=sums.unigram / sums.tokens,
+        loss_per_byte=sums.loss_per_byte,
+        bits_per_byte=None if sums.loss_per_byte is None else sums.loss_per_byte / math.log(2),
         token_accuracy=sums.right / sums.tokens,
         span_accuracy=sums.right_spans / sums.spans,
         sequences=sums.sequences,
         tokens=sums.tokens,
         spans=sums.spans,
         mean_span_tokens=sums.tokens / sums.spans,
+        masked_bytes=sums.bytes,
+        unknown_tokens=sums.unknown,
         passages=text.passages,
         split=spec.split,
         split_as_trained=_split_as_trained(folder.run, spec.split, text),
@@ -247,20 +261,27 @@ class _Sums:
     """What is added up over batches."""
 
     def __init__(self, vocabulary: Vocabulary, text: EvaluationText) -> None:
-        self._first_sentinel_id = vocabulary.first_sentinel_id
+        self._vocabulary = vocabulary
         # Each token is predicted from the rest of the text: its own occurrence does not count, every id counts once.
         self._unigram = -np.log(np.maximum(text.counts, 1) / (text.counts.sum() - 1 + vocabulary.size))
-        self.all_targets = self.content = self.unigram = 0.0
+        self.all_targets = self.content = self.unigram = self.spelled = 0.0
         self.sequences = self.targets = self.tokens = self.right = self.spans = self.right_spans = 0
+        self.bytes = self.unknown = 0
 
     @property
     def loss(self) -> float:
         """The loss of the content so far."""
         return self.content / self.tokens
 
+    @property
+    def loss_per_byte(self) -> float | None:
+        """The loss of the tokens that spell text so far, for each byte of it."""
+        return self.spelled / self.bytes if self.bytes else None
+
     def add(self, targets: np.ndarray, losses: np.ndarray, right: np.ndarray) -> None:
         """Add a batch, all arrays [n, t]."""
-        content = is_content(targets, self._first_sentinel_id)
+        content = is_content(targets, self._vocabulary.first_sentinel_id)
+        in_bytes = self._vocabulary.spelled_bytes[targets] * content
         self.sequences += len(targets)
         self.all_targets += float(losses.sum())
         self.targets += losses.size
@@ -268,6 +289,9 @@ class _Sums:
         self.unigram += float(self._unigram[targets[content]].sum())
         self.tokens += int(content.sum())
         self.right += int((right & content).sum())
+        self.spelled += float(losses[in_bytes > 0].sum())
+        self.bytes += int(in_bytes.sum())
+        self.unknown += int((content & (in_bytes == 0) & (targets != self._vocabulary.eos_id)).sum())
         self._add_spans(content, right)
 
     def _add_spans(self, content: np.ndarray, right: np.ndarray) -> None:

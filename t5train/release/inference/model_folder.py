@@ -6,7 +6,7 @@ used with the library ``tokenizers``; control ids that it finds in a text are dr
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from t5train.data.vocabulary.sentencepiece_model import SPACE, SPECIAL_PIECES
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, open_given
 from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.run_folder import EXPORT
@@ -28,6 +29,7 @@ from t5train.spec import NUM_SENTINELS
 
 PATH = "PATH"
 _log = logging.getLogger(__name__)
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 _TRAINED_TOKENS = 512  # T5's own input length, where a folder does not say otherwise
 
 
@@ -43,12 +45,15 @@ class Vocabulary(NamedTuple):
     """The vocabulary of a folder, for text that is evaluated.
 
     ``encode`` returns the int32 ids of each text, followed by EOS. Sentinels count down from the first.
+    ``spelled_bytes`` int64 [size] is how many bytes of text each id spells, in UTF-8; 0 if it spells none: of control
+    ids, sentinels, and the unknown piece.
     """
 
     size: int
     first_sentinel_id: int
     eos_id: int
     encode: Callable[[list[str]], list[np.ndarray]]
+    spelled_bytes: np.ndarray
 
     @classmethod
     def of(cls, folder: Path) -> Self:
@@ -66,11 +71,13 @@ class Vocabulary(NamedTuple):
             first_sentinel_id=tokenizer.sentinel_ids[0],
             eos_id=tokenizer.eos_id,
             encode=lambda texts: tokenizer.encode(texts, add_eos=True),
+            spelled_bytes=_spelled_bytes(tokenizer.pieces, SPECIAL_PIECES, tokenizer.vocab_size, _utf8_bytes),
         )
 
     @classmethod
     def _fast(cls, file: Path) -> Self:
         from tokenizers import Tokenizer as FastTokenizer
+        from tokenizers.decoders import ByteLevel
 
         try:
             tokenizer = FastTokenizer.from_file(str(file))
@@ -91,7 +98,25 @@ class Vocabulary(NamedTuple):
             found = (np.array(each.ids, np.int32) for each in tokenizer.encode_batch(texts, add_special_tokens=False))
             return [np.append(each[~np.isin(each, known)], np.int32(eos_id)) for each in found]
 
-        return cls(size=tokenizer.get_vocab_size(), first_sentinel_id=first_sentinel_id, eos_id=eos_id, encode=encode)
+        size = tokenizer.get_vocab_size()
+        pieces = [tokenizer.id_to_token(number) or "" for number in range(size)]
+        # A byte-level vocabulary writes each byte as one character.
+        count = len if isinstance(tokenizer.decoder, ByteLevel) else _utf8_bytes
+        spelled = _spelled_bytes(pieces, {*names, *SPECIAL_PIECES}, size, count)
+        return cls(size, first_sentinel_id, eos_id, encode, spelled)
+
+
+def _spelled_bytes(
+    pieces: Sequence[str], special: Collection[str], size: int, count: Callable[[str], int]
+) -> np.ndarray:
+    """Return how many bytes each of ``size`` ids spells: none if it has no piece, or a special one."""
+    spelled = np.zeros(size, np.int64)
+    spelled[: len(pieces)] = [0 if piece in special else count(piece) for piece in pieces]
+    return spelled
+
+
+def _utf8_bytes(piece: str) -> int:
+    return 1 if _BYTE_PIECE.fullmatch(piece) else len(piece.replace(SPACE, " ").encode())
 
 
 class ModelFolder(NamedTuple):

@@ -126,7 +126,7 @@ def test_a_list_of_commands_and_the_versions_import_next_to_nothing(
     modules = run_python(IMPORTED, *words).stdout.rpartition("imported: ")[2].split()
     own = [module for module in modules if module.partition(".")[0] in OWN]
     assert "flows.cli.command_help" in own
-    assert not {"prefect", "torch", "transformers", "deepspeed", "pyarrow", "numpy", "fsspec"} & {*modules}
+    assert not {"prefect", "torch", "transformers", "deepspeed", "pyarrow", "numpy", "fsspec", "sacrebleu"} & {*modules}
     assert len(own) <= 30, own
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from t5train.release.export import export
+from tests.support.documented_json import require_documented
 from tests.support.synthetic_models import make_trained
 
 T5Pretrain = Callable[..., int]
@@ -79,12 +80,14 @@ def test_evaluate_prints_loss_baseline_and_accuracy(printed: Callable[..., str],
     arguments = ("evaluate", model, "--corpus", str(tmp_path / "text.txt"), "--device", "cpu")
     said = printed(*arguments)
     assert "nats per masked token (perplexity " in said
+    assert " bits) per byte of masked text, in spans of " in said
     assert "if only the frequency of tokens in the text is known" in said
     assert "of masked tokens, " in said
     assert "predicts no better than the frequencies of tokens do" in said
     found = json.loads(printed(*arguments, "--json", "--split", "train", "--seed", "3", "--max-sequences", "2"))
     assert (found["split"], found["seed"], found["sequences"], found["device"]) == ("train", 3, 2, "cpu")
     assert found["loss"] > found["unigram_loss"]
+    require_documented("evaluate", found)
 
 
 @pytest.mark.parametrize(

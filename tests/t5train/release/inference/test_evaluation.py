@@ -166,7 +166,7 @@ def test_a_text_larger_than_memory_can_be_evaluated() -> None:
     passages = (Passage(str(number), "", "x" * (number % 50)) for number in range(20_000))
     tracemalloc.start()
     try:
-        found = read_windows([passages], Vocabulary(400, 399, 1, encode), window_tokens=128)
+        found = read_windows([passages], Vocabulary(400, 399, 1, encode, np.zeros(400)), window_tokens=128)
         assert tracemalloc.get_traced_memory()[1] < found.windows.nbytes / 4
     finally:
         tracemalloc.stop()
@@ -184,6 +184,8 @@ def test_the_folders_of_others_are_evaluated_with_t5s_objective(
     assert (found.input_tokens, found.noise_density, found.seed) == (512, 0.15, 0)
     ours = evaluate(folder.parent / "model", text, EvaluationSpec(0.15, 3.0, 512, seed=0))
     assert found.loss == pytest.approx(ours.loss, rel=1e-6)
+    assert found.loss_per_byte == pytest.approx(ours.loss_per_byte, rel=1e-6)
+    assert (found.masked_bytes, found.unknown_tokens) == (ours.masked_bytes, ours.unknown_tokens)
 
 
 @pytest.mark.parametrize("vocabulary", ["spiece.model", "tokenizer.json"])
