@@ -9,6 +9,8 @@ import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
+from flows.cli.models import measure_command
+from infra.head.runs.run_state import last_finished_stage
 from t5train.errors import InputError
 from t5train.evaluation import export_evaluation
 from t5train.evaluation.held_out_sample import sampled_pairs
@@ -16,6 +18,7 @@ from t5train.predict.predictions import read_predictions
 from t5train.records.stage_records import Export, TokenizerFiles, Weights
 from t5train.release.export import export
 from t5train.release.model_card import read_front_matter
+from t5train.spec.recipes import recipe
 from tests.t5train.evaluation.conftest import Evaluable, evaluable
 
 PREDICTIONS, METRICS = "evaluation/predictions.jsonl", "evaluation/metrics.json"
@@ -164,3 +167,24 @@ def test_a_model_that_cannot_predict_names_the_setting_that_publishes_without(
     monkeypatch.setattr(export_evaluation, "predict", fail)
     with pytest.raises(InputError, match=r"memory\. To publish without predictions, set evaluate\.max_pairs=0"):
         of_pairs.evaluate()
+
+
+def test_the_command_measure_does_the_stage_alone_and_refuses_a_run_without_pairs(
+    of_pairs: Evaluable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure_command, "load_run_spec", lambda _: of_pairs.spec)
+    monkeypatch.setattr(measure_command.Pairs, "load", lambda _: of_pairs.pairs)
+    for reused in ("", " (reused)"):
+        measure_command.measure(of_pairs.folder, of_pairs.pairs.path, of_pairs.run)
+        said = capsys.readouterr().out.splitlines()
+        assert said[0].startswith("6 pairs of the validation split, this model: exact match 0.00, chrF ")
+        assert said[-1] == f"export: {of_pairs.folder}{reused}"
+    of_text = recipe("smoke")
+    monkeypatch.setattr(measure_command, "load_run_spec", lambda _: of_text)
+    with pytest.raises(InputError, match=r"has no held-out pairs to predict: .*Name the folder of a run of `finetune`"):
+        measure_command.measure(of_pairs.folder, of_pairs.pairs.path, of_pairs.run)
+
+
+def test_the_evaluation_is_a_stage_of_status(evaluated: Evaluable) -> None:
+    (evaluated.run / "manifest.json").write_text("{}")
+    assert last_finished_stage(evaluated.run) == "evaluated"
