@@ -40,6 +40,8 @@ from t5train.spec import EvaluateSpec, RunSpec
 from t5train.spec.evaluate_spec import PREDICTION
 
 _SAMPLE = "sample.jsonl"
+_BATCH_TOKENS = 1 << 13
+"""A sample is small: in batches of this size, several accelerators share it, and a killed stage loses little."""
 _log = logging.getLogger(__name__)
 
 
@@ -92,6 +94,7 @@ def _evaluated(export: Export, pairs: Pairs, spec: RunSpec, folder: Path, progre
         files=[f"{folder / _SAMPLE}#prefix="],  # sources have theirs
         out=folder / "model",
         decoding=_decoding(spec.evaluate),
+        batch_tokens=_BATCH_TOKENS,
         device="cpu" if spec.cluster.accelerator == "cpu" else None,
         root=spec.storage.root,
     )
