@@ -23,7 +23,7 @@ from infra.head.runs.run_state import what_is_saved
 from infra.head.training_run import hold_ready_run
 from t5train.files.os_errors import as_storage_errors
 from t5train.progress import Progress, silent
-from t5train.records.stage_records import PairShards, Publication, TokenizerFiles, TokenShards
+from t5train.records.stage_records import Pairs, PairShards, Publication, TokenizerFiles, TokenShards
 from t5train.spec import RunSpec
 from tasks import stages
 from tasks.prefect_log import REPEATED_AT_THE_END, library_log, prepare_run_logs
@@ -33,6 +33,7 @@ from tasks.shown_failures import naming_run_folder, showing_failures
 from tasks.stage_tasks import (
     certify_export,
     consolidate_weights,
+    evaluate_on_pairs,
     export_model,
     make_corpus,
     make_pair_shards,
@@ -117,13 +118,16 @@ def _show_parameters(used: run_parameters.RunParameters, adopt: bool) -> None:
 
 
 def _stages(spec: RunSpec, run: HeldRun, progress: Progress, adopt: bool) -> Publication:
-    table = StageTable(run.folder)
+    table = StageTable(run.folder, predicts=spec.predicts_held_out)
     with naming_run_folder(run.folder):
         tokenizer, shards = (_from_pairs if spec.is_fine_tuning else _from_text)(spec, table, progress)
         retried = train.with_options(retries=spec.cluster.retries)
         checkpoint = table.add(stages.TRAIN, retried(spec, shards, run, progress, adopt))
         weights = table.add(stages.CONSOLIDATE, consolidate_weights(spec, checkpoint, progress))
         exported = table.add(stages.EXPORT, export_model(spec, weights, tokenizer, progress))
+        pairs = table.records.get(stages.PAIRS.title)
+        if isinstance(pairs, Pairs) and spec.predicts_held_out:
+            exported = table.add(stages.EVALUATE, evaluate_on_pairs(spec, exported, pairs, progress))
         certified = table.add(stages.CERTIFY, certify_export(spec, weights, exported, progress))
         run.confirm_held()
         publication = publish_export(spec, certified, publish_url(spec), _while_held(run, progress))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from t5train.data.shards import build_shards
     from t5train.data.vocabulary.tokenizer import build_tokenizer
     from t5train.errors import T5TrainError
+    from t5train.evaluation.export_evaluation import evaluate_export
     from t5train.release.certification import certify_in_fresh_process as certify
     from t5train.release.export import export
     from t5train.release.fetching import fetch
@@ -47,6 +48,7 @@ _SOURCES = {
     "certify": "t5train.release.certification:certify_in_fresh_process",
     "consolidate": "t5train.checkpoint.consolidate.consolidation:consolidate",
     "evaluate": "t5train.release.inference.evaluation:evaluate",
+    "evaluate_export": "t5train.evaluation.export_evaluation:evaluate_export",
     "export": "t5train.release.export:export",
     "fetch": "t5train.release.fetching:fetch",
     "generate": "t5train.release.inference.generation:generate",
@@ -66,6 +68,7 @@ __all__ = [
     "certify",
     "consolidate",
     "evaluate",
+    "evaluate_export",
     "export",
     "fetch",
     "generate",

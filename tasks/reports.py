@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from t5train.data.pairs.task_rates import task_shares
-from t5train.files.run_folder import METRICS, WITNESS_FOLDER
+from t5train.files.run_folder import EXPORT, METRICS, WITNESS_FOLDER
 from t5train.locations import shown_text
+from t5train.records.evaluation_metrics import recorded_metrics
 from t5train.records.metrics import loss_lines, read
 from t5train.records.stage_records import (
     Corpus,
@@ -27,6 +28,7 @@ from t5train.report.data_statistics import train_split_facts
 from t5train.report.pairs_report import pairs_report, share_line
 from t5train.report.report_folder import (
     DATA,
+    EVALUATION,
     PROOF,
     PUBLICATION,
     STAGES,
@@ -41,6 +43,8 @@ from t5train.report.result_reports import (
     counts_text,
     data_wait_line,
     earlier_lines,
+    evaluation_report,
+    metrics_lines,
     proof_report,
     publication_report,
     saving_line,
@@ -51,7 +55,8 @@ from t5train.spec.recipes import TRIAL_STEPS
 from tasks.run_page import artifact_pages, data_url, not_disturbing, shown_markdown, shown_table
 from tasks.stages import Stage, numbered
 
-_PAGES = {"data": "Data", "training": "Plot of training", "proof": "Proof", "published": "Published model"}
+_PAGES = {"data": "Data", "training": "Plot of training", "evaluation": "Evaluation", "proof": "Proof"}
+_PAGES |= {"published": "Published model"}
 _FILES = {"Data": DATA, "Plot of training": TRAINING, "Proof": PROOF, "Published model": PUBLICATION}
 _TITLE = "Result of each stage"
 R = TypeVar("R", bound=Record)
@@ -80,6 +85,19 @@ def show_pairs(spec: RunSpec, pairs: Pairs, tokenizer: TokenizerFiles, shards: P
         text = pairs_report(pairs, tokenizer, spec.pairs, shares)
         write_report(spec.run_folder, DATA, text)
         shown_markdown("data").show(text, "Pairs, vocabulary and rows")
+
+
+def show_evaluation(spec: RunSpec, exported: Export) -> None:
+    """Report on what the export predicts for held-out pairs."""
+    with not_disturbing("the evaluation"):
+        metrics = recorded_metrics(exported.path, exported.files)
+        if metrics is None:
+            return
+        for line in metrics_lines(metrics):
+            _log.info("%s", line)
+        text = evaluation_report(metrics)
+        write_report(spec.run_folder, EVALUATION, text)
+        shown_markdown("evaluation").show(text, "Predictions of held-out pairs")
 
 
 def show_proof(spec: RunSpec, weights: Weights, exported: Export) -> None:
@@ -112,8 +130,11 @@ def show_summary(spec: RunSpec, stages: dict[str, Record], publication: Publicat
     ]
     for line in results:
         _log.info("%s", line)
+    evaluated = recorded_metrics(spec.run_folder / EXPORT, publication.files)
+    results += metrics_lines(evaluated) if evaluated is not None else []
     with not_disturbing("the summary"):
-        text = summary_report(spec, stages, publication, results, TRAINING, _FILES)
+        files = _FILES | ({"Evaluation": EVALUATION} if evaluated is not None else {})
+        text = summary_report(spec, stages, publication, results, TRAINING, files)
         write_report(spec.run_folder, SUMMARY, text)
         remove_failure(spec.run_folder)
         plot = data_url(report_path(spec.run_folder, TRAINING).read_bytes())
@@ -127,8 +148,9 @@ def show_summary(spec: RunSpec, stages: dict[str, Record], publication: Publicat
 class StageTable:
     """Collects the records of a flow run by the title of their stage, in the order of the stages, and shows them."""
 
-    def __init__(self, run_folder: Path) -> None:
-        self._run_folder = run_folder
+    def __init__(self, run_folder: Path, *, predicts: bool = False) -> None:
+        """``predicts`` is as in ``stages.numbered``."""
+        self._run_folder, self._predicts = run_folder, predicts
         self.records: dict[str, Record] = {}
         self._rows: list[dict[str, Any]] = []
         self._added_at = time.monotonic()
@@ -139,7 +161,7 @@ class StageTable:
         now = time.monotonic()
         self.records[stage.title] = record
         self._rows.append(line := row(stage, record, now - self._added_at))
-        _log.info("%s: %s %s", numbered(stage), line["result"], record.location)
+        _log.info("%s: %s %s", numbered(stage, predicts=self._predicts), line["result"], record.location)
         self._added_at = now
         with not_disturbing("the stages in the run's folder"):
             write_table(self._run_folder, STAGES, _TITLE, self._rows)

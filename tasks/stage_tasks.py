@@ -22,6 +22,7 @@ from t5train.data.pairs.pairs_tokenizer import build_pairs_tokenizer
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.errors import T5TrainError
+from t5train.evaluation.export_evaluation import evaluate_export
 from t5train.files import run_folder
 from t5train.files.atomic import write_json
 from t5train.progress import Progress, silent
@@ -138,6 +139,15 @@ def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles, wat
     witness, out = spec.run_folder / run_folder.WITNESS_FOLDER, spec.run_folder / run_folder.EXPORT
     set_damaged_aside(out)
     return export(weights, tokenizer, witness, spec, out, StageProgress(stages.EXPORT, watcher))
+
+
+@stage_task(stages.EVALUATE)
+def evaluate_on_pairs(spec: RunSpec, exported: Export, pairs: Pairs, watcher: Progress = silent) -> Export:
+    """Predict held-out pairs with the export, add predictions and metrics to it, and report on them."""
+    progress = StageProgress(stages.EVALUATE, watcher)
+    evaluated = evaluate_export(exported, pairs, spec, spec.run_folder, progress)
+    reports.show_evaluation(spec, evaluated)
+    return evaluated
 
 
 @stage_task(stages.CERTIFY)

@@ -58,17 +58,22 @@ PAIR_SHARDS = Stage("pair-shards", "Tokenise and pack")
 TRAIN = Stage("train", "Train")
 CONSOLIDATE = Stage("consolidate", "Consolidate to fp32")
 EXPORT = Stage("export", "Export to Hugging Face")
+EVALUATE = Stage("evaluate", "Evaluate on held-out pairs")
 CERTIFY = Stage("certify", "Certify")
 PUBLISH = Stage("publish", "Publish")
 SUMMARY = Stage("summary", "Summary")
-_OF_MODEL = (TRAIN, CONSOLIDATE, EXPORT, CERTIFY, PUBLISH)
+_OF_MODEL = (TRAIN, CONSOLIDATE, EXPORT, EVALUATE, CERTIFY, PUBLISH)
 _PRETRAINING = (SERVER, CORPUS, TOKENIZER, SHARDS, *_OF_MODEL)
 _FINE_TUNING = (SERVER, PAIRS, TOKENIZER, PAIR_SHARDS, *_OF_MODEL)
 
 
-def numbered(stage: Stage) -> str:
-    """Return the title of a stage with its number, such as ``5/9 Train``."""
-    of_flow = _PRETRAINING if stage in _PRETRAINING else _FINE_TUNING  # what both have is at the same place
+def numbered(stage: Stage, *, predicts: bool) -> str:
+    """Return the title of a stage with its number, such as ``5/9 Train``.
+
+    ``predicts`` is whether the run is evaluated on held-out pairs, ``RunSpec.predicts_held_out``.
+    """
+    every = _PRETRAINING if stage in _PRETRAINING else _FINE_TUNING  # what both have is at the same place
+    of_flow = [each for each in every if predicts or each != EVALUATE]
     return f"{of_flow.index(stage) + 1}/{len(of_flow)} {stage.title}"
 
 

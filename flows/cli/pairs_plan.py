@@ -6,6 +6,7 @@ from infra.head.preflight.text_checks import TextFacts
 from infra.node.node_folders import PAIR_SHARDS
 from t5train.checkpoint.resume import begun_shards
 from t5train.errors import RecordError, UnknownVersion, Unreadable
+from t5train.evaluation.held_out_metrics import can_score
 from t5train.files.presence import visible_in
 from t5train.locations import redacted
 from t5train.model.model_shape import T5Shape
@@ -31,7 +32,17 @@ def pairs_rows(spec: RunSpec, files: TextFacts | None) -> dict[str, str]:
                 ("train", "validation", "test"), ((), pairs.validation, pairs.test), pairs.shares(), strict=True
             )
         ),
+        **({"evaluation": _evaluation_said(spec)} if spec.predicts_held_out else {}),
     }
+
+
+def _evaluation_said(spec: RunSpec) -> str:
+    evaluate = spec.evaluate
+    how = "greedily" if evaluate.num_beams == 1 else f"with {evaluate.num_beams} beams"
+    lacking = "" if can_score() else ", measured by exact match only, as t5-pretrain[score] is not installed"
+    by_start = ", also by the start model" if spec.model.start_from is not None else ""
+    amount = f"at most {quantity(evaluate.max_pairs, 'pair')} of each held-out split"
+    return f"{amount} are predicted {how} after the export{by_start}{lacking}"
 
 
 def _task_said(task: PairSource) -> str:

@@ -38,12 +38,14 @@ from infra.head.launch.held_run import HeldRun
 from infra.head.storage.continued_run import StoredRun, config_file, require_own_settings, stored_run, take_identity
 from infra.head.training_run import hold_ready_run, train_again
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
-from t5train.files.run_folder import METRICS, WITNESS_FOLDER
+from t5train.files.run_folder import EXPORT, METRICS, WITNESS_FOLDER
 from t5train.progress import Progress, silent
+from t5train.records.evaluation_metrics import recorded_metrics
 from t5train.records.metrics import loss_lines, read
 from t5train.records.stage_records import Publication
 from t5train.records.witness import Witness
-from t5train.report.result_reports import earlier_lines
+from t5train.report.result_reports import earlier_lines, metrics_lines
+from t5train.spec import RunSpec
 from t5train.spec.config_file import recipe_text
 from t5train.spec.recipes import RECIPES, TRIAL_STEPS, summary
 from t5train.spec.recipes import recipe as recipe_spec
@@ -162,13 +164,16 @@ def _execute(parameters: RunParameters, lost: StoredRun | None, begin_again: boo
     ):
         if begin_again:
             train_again(spec, held)
-        complain(f"{_server_stage()}: watch the run at {api_url.removesuffix('/api')}{_login(api_url)}")
+        complain(f"{_server_stage(spec)}: watch the run at {api_url.removesuffix('/api')}{_login(api_url)}")
         asyncio.run(_close_killed_runs())
         publication = _run_flow(held, parameters, progress, adopt, fine_tuning=spec.is_fine_tuning)
     witness, is_trial = Witness.load(spec.run_folder / WITNESS_FOLDER), spec.optimizer.num_steps <= TRIAL_STEPS
     for line in loss_lines(witness.validation, witness.trained.task_names, is_trial=is_trial):
         say(line)
     for line in earlier_lines(witness.validation, read(spec.run_folder / METRICS)):
+        say(line)
+    metrics = recorded_metrics(spec.run_folder / EXPORT, publication.files)
+    for line in metrics_lines(metrics) if metrics is not None else []:
         say(line)
     say(f"published: {publication.url}")
 
@@ -184,10 +189,10 @@ def _login(api_url: str) -> str:
     return f" (to log in: cat {shlex.quote(str(key))})" if key is not None else ""
 
 
-def _server_stage() -> str:
+def _server_stage(spec: RunSpec) -> str:
     from tasks.stages import SERVER, numbered  # imports Prefect, as below
 
-    return numbered(SERVER)
+    return numbered(SERVER, predicts=spec.predicts_held_out)
 
 
 async def _close_killed_runs() -> None:

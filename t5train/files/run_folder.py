@@ -42,6 +42,7 @@ ATTEMPT_SPEC = "spec.json"  # in the folder of an attempt: the job of its ranks
 WITNESS_FOLDER = "witness"  # folder with the witness: what the engine recorded of its own weights at the last step
 WEIGHTS = "weights"  # folder with one folder of safetensors files for each consolidated checkpoint
 EXPORT = "export"  # the Hugging Face folder
+PREDICTIONS = "predictions"  # folder with what was predicted for held-out pairs, of which the export has the result
 PUBLISHED = "published.json"  # where the run was published last
 REPORT = "report"
 """Folder with what people read about the run: its data, plot of training, proof, summary, and last failure."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -30,6 +31,40 @@ class Prediction(BaseModel):
     def line(self) -> bytes:
         """Return the prediction as a line of a file of predictions."""
         return orjson.dumps(self.model_dump(), option=orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
+
+
+class Predicted(BaseModel):
+    """The content of ``prediction.json``: how predictions were made, and what they amount to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    fingerprint: str
+    """Of the model, the rows, and all settings that decide the predictions."""
+    model: str
+    """The name of the model's folder."""
+    weights: dict[str, str]
+    """The digest of each file with weights."""
+    tasks: dict[str, str]
+    """The prefix of each task that was predicted, by its name."""
+    decoding: dict[str, Any]
+    """``num_beams`` and, of several, ``length_penalty``; with ``sample``, ``temperature``, ``top_p`` and ``seed``."""
+    max_new_tokens: int
+    max_new_tokens_from: Literal["setting", "references", "training"]
+    batch_tokens: int
+    device: str
+    """Its kind, such as cpu."""
+    dtype: Literal["float32"] = "float32"
+    versions: dict[str, str]
+    rows: int
+    long_sources: int
+    """Sources with more tokens than those of training, which were read whole."""
+    doubled_prefixes: int
+    """Sources that began with the prefix of their task already, and have it twice."""
+    missing_prefixes: int
+    """Sources that begin with no prefix of the tasks that the model was fine-tuned on."""
+    not_ended: int
+    """Hypotheses that were cut at ``max_new_tokens``."""
+    sha256: str
+    """Of the file of predictions."""
 
 
 def read_predictions(path: Path) -> Iterator[Prediction]:

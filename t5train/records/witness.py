@@ -41,6 +41,10 @@ class EncodedPassage(BaseModel):
     ids: list[int] = Field(min_length=1)
 
 
+LONGEST_TRAIN_TARGET = "longest_train_target"
+"""Among the ``data`` of a run on pairs: the number of tokens of the longest target that was trained on, with EOS."""
+
+
 class TrainedTask(BaseModel):
     """A task that a model was fine-tuned on: its name, and the text that precedes each of its sources."""
 

@@ -45,11 +45,19 @@ class MergedAdapter(BaseModel):
     tensors_unchanged: int
 
 
+class EvaluationComparison(BaseModel):
+    """Metrics that were computed again from the predictions in the export. The predictions were not made again."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    predictions: int
+    metrics: int
+
+
 class Certificate(BaseModel):
     """What was compared, with which versions, and the result. Tolerance 0 requires equal bits.
 
     If the files already differ from their expected content, nothing is loaded, and ``probes`` is empty. ``adapter`` is
-    of a run with LoRA; otherwise it is left out of the file.
+    of a run with LoRA, and ``evaluation`` of an export with predictions; otherwise they are left out of the file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,6 +78,7 @@ class Certificate(BaseModel):
     probes: dict[str, ProbeComparison]
     generation: GenerationComparison | None
     adapter: MergedAdapter | None = None
+    evaluation: EvaluationComparison | None = None
     relative_tolerance: float
     tolerance_reason: str = ""
     witness_device: str
@@ -78,9 +87,9 @@ class Certificate(BaseModel):
     provenance: Provenance
 
     @model_serializer(mode="wrap")
-    def _without_an_absent_adapter(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_absent_comparisons(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         document: dict[str, Any] = serialize(self)
-        return {name: value for name, value in document.items() if name != "adapter" or value}
+        return {name: value for name, value in document.items() if name not in {"adapter", "evaluation"} or value}
 
     @classmethod
     def parse(cls, content: bytes, where: str) -> Self:

@@ -1,6 +1,6 @@
 """Certification: proof, by a process that uses only plain ``transformers``, that an export is the trained model.
 
-``python -m t5train.release.certification EXPORT WITNESS [START]`` writes ``certificate.json`` into the export and exits
+``python -m t5train.evaluation.certifier EXPORT WITNESS [START]`` writes ``certificate.json`` into the export and exits
 with 0, or writes ``certificate.failed.json`` beside the export and exits with 1. It reports progress as JSON lines on
 standard output. If its parent process dies, the next line cannot be written, and this process exits, too.
 """
@@ -10,18 +10,18 @@ import logging
 import os
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from t5train.data.vocabulary.tokenizer import SPIECE
-from t5train.errors import CertificationError, InputError, T5TrainError
+from t5train.errors import CertificationError, InputError
 from t5train.files.atomic import write_text
-from t5train.files.os_errors import explain, in_one_line
+from t5train.files.os_errors import explain
 from t5train.files.presence import ABSENT
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files
+from t5train.records.evaluation_metrics import EVALUATION_METRICS, EvaluationMetrics, recorded_metrics
 from t5train.records.identity import current_provenance
 from t5train.records.stage_records import Export
 from t5train.records.witness import (
@@ -34,6 +34,7 @@ from t5train.records.witness import (
 from t5train.release.certificate import (
     CERTIFICATE,
     Certificate,
+    EvaluationComparison,
     GenerationComparison,
     MergedAdapter,
     ProbeComparison,
@@ -59,6 +60,8 @@ from t5train.release.model_comparison import (
 
 FAILED_CERTIFICATE = "certificate.failed.json"
 LOG = "certify.log"
+_CERTIFIER = "t5train.evaluation.certifier"
+"""The program of the new process. It is above this package, as it computes the metrics of predictions, too."""
 # Relative to the largest logit. On the same hardware with the same libraries, a dense model's bits must be equal.
 OTHER_DEVICE_TOLERANCE = 1e-3
 EXPERTS_TOLERANCE = 1e-5
@@ -108,12 +111,28 @@ def certify_in_fresh_process(
     return export.model_copy(update={"files": {**files, CERTIFICATE: digest_file(export.path / CERTIFICATE)}}).commit()
 
 
+CompareMetrics = Callable[[Export, EvaluationMetrics, Witness], tuple[list[str], EvaluationComparison]]
+"""Computes the recorded metrics of an export again from its predictions: what differs, and how much was compared.
+
+Raises InputError if that is not possible here.
+"""
+
+
+def _compare_no_metrics(export: Export, _: EvaluationMetrics, __: Witness) -> tuple[list[str], EvaluationComparison]:
+    raise InputError(f"{export.path} has predictions. Certify it with `certify_in_fresh_process`, which compares them")
+
+
 def certify(
-    export_folder: Path, witness: Path, progress: Progress = silent, start_from: str | None = None
+    export_folder: Path,
+    witness: Path,
+    progress: Progress = silent,
+    start_from: str | None = None,
+    compare_metrics: CompareMetrics = _compare_no_metrics,
 ) -> Certificate:
     """Load the export, compare it with the witness in the folder ``witness``, and write ``certificate.json``.
 
-    ``start_from`` is as in ``certify_in_fresh_process``. Raises InputError if the witness is of another run, or
+    ``start_from`` is as in ``certify_in_fresh_process``; an export with predictions needs ``compare_metrics``.
+    Raises InputError if the witness is of another run, or
     ``start_from`` of another model, and DigestMismatch if a file of the export differs from its manifest. If the model
     differs, writes ``certificate.failed.json`` beside the export instead, and raises CertificationError, which lists
     the differences.
@@ -123,7 +142,7 @@ def certify(
     _require_same_versions(export)
     files = _uncertified_files(export)
     export.model_copy(update={"files": files}).verify(progress)
-    certificate, is_as_recorded = _compare(export, files, witness, start_from, progress)
+    certificate, is_as_recorded = _compare(export, files, witness, start_from, compare_metrics, progress)
     text = certificate.model_dump_json(indent=1) + "\n"
     if not certificate.passed:
         failed = export_folder.absolute().parent / FAILED_CERTIFICATE
@@ -161,7 +180,12 @@ def _refusal(export: Path, certificate: Certificate, is_as_recorded: bool, faile
 
 
 def _compare(
-    export: Export, files: dict[str, FileDigest], folder: Path, start_from: str | None, progress: Progress
+    export: Export,
+    files: dict[str, FileDigest],
+    folder: Path,
+    start_from: str | None,
+    compare_metrics: CompareMetrics,
+    progress: Progress,
 ) -> tuple[Certificate, bool]:
     """Return the certificate, and whether all that was recorded is as it was recorded, whatever is computed from it."""
     witness = Witness.load(folder)
@@ -171,6 +195,10 @@ def _compare(
     differences, computed = differing_folder(export, witness), list[str]()
     probes: dict[str, ProbeComparison] = {}
     generation: GenerationComparison | None = None
+    evaluation: EvaluationComparison | None = None
+    if not differences and (metrics := recorded_metrics(export.path, files)) is not None:
+        progress("metrics compared", 0, None)
+        differences, evaluation = compare_metrics(export, metrics, witness)
     if not differences:  # otherwise it is not safe to load
         model, differences = _compare_loaded(export.path, witness, progress)
         differences += differing_adapter(export.path, start, witness, progress) if start is not None else []
@@ -194,11 +222,13 @@ def _compare(
             *(*DOCUMENTS, README),
             *([LOSS_CURVE] if witness.curve else []),
             *([ADAPTER_CONFIG] if witness.trained.lora else []),
+            *([EVALUATION_METRICS] if evaluation is not None else []),
         ),
         passages_compared=len(witness.passages),
         probes=probes,
         generation=generation,
         adapter=_merged(witness) if start is not None else None,
+        evaluation=evaluation,
         relative_tolerance=tolerance,
         tolerance_reason=reason,
         witness_device=witness.device_type,
@@ -305,13 +335,13 @@ def _witness_digests(folder: Path) -> dict[str, FileDigest]:
 
 
 def _run_certifier(export_folder: Path, witness: Path, progress: Progress, start_from: str | None) -> None:
-    """Run this module's ``main`` in a new process, relay its progress, and raise the error that it reports."""
+    """Run ``main`` in a new process, relay its progress, and raise the error that it reports."""
     # -P keeps modules in the current folder from shadowing libraries.
     command = [
         sys.executable,
         "-P",
         "-m",
-        "t5train.release.certification",
+        _CERTIFIER,
         os.fspath(export_folder),
         os.fspath(witness),
         *([] if start_from is None else [start_from]),
@@ -336,47 +366,3 @@ def _run_certifier(export_folder: Path, witness: Path, progress: Progress, start
             or f"the process that certifies {export_folder} ended without a result (exit status {process.returncode}). "
             f"{log_path} can show why; if memory ran out, free some and certify again"
         )
-
-
-def main(arguments: list[str]) -> int:
-    """Certify in this new process, and report on the original standard output. Returns the exit code."""
-    try:
-        return _certify_and_report(arguments, _reporter())
-    except BrokenPipeError:  # the parent, which alone reads the reports, has ended
-        return 1
-
-
-def _certify_and_report(arguments: list[str], report: Callable[..., None]) -> int:
-    export_folder, witness, start_from = Path(arguments[0]), Path(arguments[1]), next(iter(arguments[2:]), None)
-    try:
-        certify(export_folder, witness, lambda what, done, total: report(what=what, done=done, total=total), start_from)
-    except T5TrainError as error:
-        report(error=str(error))
-        return 1
-    except BrokenPipeError:
-        raise
-    except Exception as error:  # libraries' errors often do not name the file
-        traceback.print_exc()
-        report(
-            error=f"{export_folder} could not be compared with {witness} ({in_one_line(error)}). "
-            f"For details, see {export_folder.absolute().parent / LOG}"
-        )
-        return 1
-    return 0
-
-
-def _reporter() -> Callable[..., None]:
-    """Return a function that writes JSON lines to standard output. All other output goes to standard error."""
-    channel = os.dup(1)  # written without a buffer, so that nothing is left to flush at the exit
-    os.dup2(2, 1)
-
-    def report(**fact: Any) -> None:
-        rest = memoryview(json.dumps(fact).encode() + b"\n")
-        while rest:  # a signal can cut a write short
-            rest = rest[os.write(channel, rest) :]
-
-    return report
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

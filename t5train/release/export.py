@@ -15,6 +15,7 @@ from t5train.files.presence import files_below
 from t5train.progress import Progress, silent
 from t5train.records.changed_files import changed_files
 from t5train.records.digests import digest_files, verify_file
+from t5train.records.evaluation_metrics import EVALUATION_FILES, EvaluationMetrics, recorded_metrics
 from t5train.records.identity import current_provenance, fingerprint
 from t5train.records.stage_records import Export, Record, TokenizerFiles, Weights, reusable
 from t5train.records.witness import TrainedModel, Witness
@@ -88,15 +89,46 @@ def export(
             counts=export_counts(seen),
             provenance=provenance,
         ).commit(folder)
-        _give_way(out)
+        _give_way(out, "which has other weights of this run or is from another version")
+    return record
+
+
+def with_evaluation(export: Export, made: Mapping[str, Path], witness: Witness) -> Export:
+    """Add the files of an evaluation, by their names in the export, and replace those of another one.
+
+    The card then has the metrics. A kill leaves the export as it was, or complete, or, for an instant, absent.
+    Raises StorageError if it cannot be written.
+    """
+    with filling(export.path) as folder:
+        kept = {n: digest for n, digest in export.files.items() if n != README and n not in EVALUATION_FILES}
+        for name in kept:
+            _link(export.path / name, folder / name)
+        for name, source in made.items():
+            _link(source, folder / name)
+        record = export.model_copy(update={"files": kept | digest_files(folder, made), "reused": False})
+        write_text(folder / README, card_of(record.model_copy(update={"path": folder}), witness))
+        files = record.files | digest_files(folder, [README])
+        record = record.model_copy(update={"files": files}).commit(folder)
+        _give_way(export.path)
     return record
 
 
 def _has_current_card(export: Export, witness: Witness) -> bool:
     """Whether the card has the words of this version, as certification requires."""
-    others = {name: digest for name, digest in export.files.items() if name != README}
-    card = model_card(witness, export.inputs, others, export.provenance)
-    return (export.path / README).read_bytes() == card.encode("utf-8")
+    try:
+        return (export.path / README).read_bytes() == card_of(export, witness).encode("utf-8")
+    except RecordError:  # its metrics are of another version
+        return False
+
+
+def card_of(export: Export, witness: Witness) -> str:
+    """Return the model card of an export with its present files, of which the metrics are read.
+
+    Raises RecordError if they cannot be parsed.
+    """
+    others = {name: digest for name, digest in export.files.items() if name not in {README, CERTIFICATE}}
+    evaluation = recorded_metrics(export.path, export.files)
+    return model_card(witness, export.inputs, others, export.provenance, evaluation)
 
 
 def require_exportable(model: ModelSpec) -> None:
@@ -118,11 +150,12 @@ def export_counts(witness: Witness) -> dict[str, int]:
     return {"num_parameters": witness.num_parameters, "step": witness.step, "tensors": len(witness.tensors)}
 
 
-def export_names(weights: Iterable[str], witness: Witness) -> set[str]:
-    """Return the names of all files of an uncertified export with these weight files."""
+def export_names(weights: Iterable[str], witness: Witness, evaluation: EvaluationMetrics | None) -> set[str]:
+    """Return the names of all files of an uncertified export with these weight files and these metrics, if any."""
     curve = {LOSS_CURVE} if witness.curve else set()
     adapter = {ADAPTER_WEIGHTS, ADAPTER_CONFIG} if witness.trained.lora else set()
-    return {*weights, CONFIG, GENERATION_CONFIG, SPIECE, *HUGGING_FACE_FILES, README, *curve, *adapter}
+    evaluated = evaluation.names if evaluation is not None else set()
+    return {*weights, CONFIG, GENERATION_CONFIG, SPIECE, *HUGGING_FACE_FILES, README, *curve, *adapter, *evaluated}
 
 
 def _require_its_weights(weights: Weights, witness: Witness) -> None:
@@ -196,14 +229,23 @@ def _take_files(record: Record, names: Iterable[str], folder: Path, progress: Pr
     for name in names:
         source, target = record.path / name, folder / Path(name).name
         try:
-            os.link(source, target, follow_symlinks=True)
+            _link(source, target)
         except FileNotFoundError:
             raise InputError(f"{source} is missing. Make the {record.kind} again, in {record.path}") from None
-        except OSError:  # another disk, or a file system without hard links
-            copy_durably(source, target)
         verify_file(target, record.files[name])
         done += record.files[name].size
         progress(f"bytes of {record.kind} exported", done, total)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Hard-link or copy a file to a name in a folder, which is made if it is missing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target, follow_symlinks=True)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another disk, or a file system without hard links
+        copy_durably(source, target)
 
 
 def write_model_files(witness: Witness, folder: Path) -> None:
@@ -290,7 +332,7 @@ def _require_replaceable(out: Path, witness: Witness) -> None:
         )
 
 
-def _give_way(out: Path) -> None:
+def _give_way(out: Path, why: str | None = None) -> None:
     """Clear ``out``: an unchanged export is removed, one with added or changed files is moved aside."""
     if not out.exists() or not any(out.iterdir()):
         return
@@ -301,5 +343,6 @@ def _give_way(out: Path) -> None:
             out, aside, ", ".join(changed[:5]),
         )  # fmt: skip
     else:
-        _log.warning("replacing the export in %s, which has other weights of this run or is from another version", out)
+        if why is not None:
+            _log.warning("replacing the export in %s, %s", out, why)
         discard(out)

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from t5train.data.vocabulary.tokenizer import HUGGING_FACE_FILES, SPIECE
+from t5train.errors import RecordError
 from t5train.files.atomic import copy_durably
 from t5train.quantities import quantity
 from t5train.records.changed_files import unlisted_files
 from t5train.records.digests import FileDigest
+from t5train.records.evaluation_metrics import recorded_metrics
 from t5train.records.stage_records import Export
 from t5train.records.witness import TensorDigest, Witness
 from t5train.release.certificate import CERTIFICATE
@@ -28,13 +30,14 @@ from t5train.release.export import (
     GENERATION_CONFIG,
     INDEX,
     adapter_config,
+    card_of,
     export_counts,
     export_fingerprint,
     export_names,
     peft_name,
     write_model_files,
 )
-from t5train.release.model_card import FACTS, LOSS_CURVE, README, loss_curve, model_card, read_front_matter
+from t5train.release.model_card import FACTS, LOSS_CURVE, README, loss_curve, read_front_matter
 
 DOCUMENTS = (CONFIG, GENERATION_CONFIG, *HUGGING_FACE_FILES)
 NOT_COMPARED = {"spec", "weights"}
@@ -46,6 +49,10 @@ _MOST_SHOWN = 5
 def differing_folder(export: Export, witness: Witness) -> list[str]:
     """Return all differences between the folder of an export and the witness."""
     files = {name: digest for name, digest in export.files.items() if name != CERTIFICATE}
+    try:
+        recorded_metrics(export.path, files)
+    except (RecordError, OSError) as error:
+        return [str(error)]
     if found := [*_differing_names(export, files, witness), *_differing_vocabulary(files, witness)]:
         return found
     return [
@@ -54,14 +61,15 @@ def differing_folder(export: Export, witness: Witness) -> list[str]:
         *_differing_weights(export.path, files, witness),
         *(_differing_adapter(export.path, witness) if witness.trained.lora else ()),
         *_differing_curve(export.path, witness),
-        *_differing_card(export, files, witness),
+        *_differing_card(export, witness),
     ]
 
 
 def _differing_names(export: Export, files: Mapping[str, FileDigest], witness: Witness) -> Iterator[str]:
     """Yield extra and missing files: transformers might read an extra one, and use defaults for a missing one."""
     weights = {name for name in files if _WEIGHTS.fullmatch(name)}
-    expected = export_names(weights | ({INDEX} if len(weights) > 1 else set()), witness)
+    evaluation = recorded_metrics(export.path, files)
+    expected = export_names(weights | ({INDEX} if len(weights) > 1 else set()), witness, evaluation)
     if extra := sorted({*(files.keys() - expected), *unlisted_files(export)} - {CERTIFICATE}):
         yield f"files that do not belong to an export: {first_of(extra)}"
     if missing := sorted(expected - files.keys()):
@@ -135,9 +143,8 @@ def _differing_curve(folder: Path, witness: Witness) -> Iterator[str]:
         yield f"{LOSS_CURVE} is not the picture of the recorded losses"
 
 
-def _differing_card(export: Export, files: Mapping[str, FileDigest], witness: Witness) -> Iterator[str]:
-    others = {name: digest for name, digest in files.items() if name != README}
-    expected = model_card(witness, export.inputs, others, export.provenance)
+def _differing_card(export: Export, witness: Witness) -> Iterator[str]:
+    expected = card_of(export, witness)
     content = (export.path / README).read_bytes()
     if content == expected.encode("utf-8"):
         return

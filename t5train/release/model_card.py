@@ -16,6 +16,7 @@ import yaml
 from t5train.files.atomic import replacing
 from t5train.quantities import quantity
 from t5train.records.digests import FileDigest
+from t5train.records.evaluation_metrics import EvaluationMetrics
 from t5train.records.identity import Provenance
 from t5train.records.metrics import beside_baseline
 from t5train.records.witness import Witness
@@ -86,7 +87,7 @@ Losses are in nats per token, and lower is better. Each target token is predicte
 before it. {measured}
 
 {measurements}
-
+{evaluation}
 ## Lineage
 
 Recipe `{recipe}`. Each fingerprint is a sha256 over the settings and the inputs of its stage.
@@ -152,13 +153,20 @@ _FEW_POINTS = 60
 
 
 def model_card(
-    witness: Witness, lineage: Mapping[str, str], files: Mapping[str, FileDigest], provenance: Provenance
+    witness: Witness,
+    lineage: Mapping[str, str],
+    files: Mapping[str, FileDigest],
+    provenance: Provenance,
+    evaluation: EvaluationMetrics | None = None,
 ) -> str:
-    """Return the card as Markdown. ``files`` are those of the export, without the card and the certificate."""
+    """Return the card as Markdown. ``files`` are those of the export, without the card and the certificate.
+
+    ``evaluation`` are the metrics among them, if held-out pairs were predicted.
+    """
     trained, words = witness.trained, pair_card.words if witness.trained.tasks else _words
     versions = dict(provenance.versions) | ({"commit": provenance.git_commit} if provenance.git_commit else {})
     return _CARD.format(
-        front_matter="\n".join(_yaml_lines(_hub(witness) | {FACTS: _facts(witness, lineage, files)})),
+        front_matter="\n".join(_yaml_lines(_hub(witness, evaluation) | {FACTS: _facts(witness, lineage, files)})),
         name=trained.run_name,
         family=_family(witness),
         num_parameters=witness.num_parameters,
@@ -171,6 +179,7 @@ def model_card(
         measurements="\n\n".join(
             filter(None, (measurements(witness.validation), pair_card.measurements_of_tasks(witness)))
         ),
+        evaluation="" if evaluation is None else f"\n{pair_card.evaluation_section(evaluation)}\n",
         recipe=trained.recipe,
         lineage=table(("stage", ""), lineage.items()),
         settings=json.dumps(trained.settings, indent=1, sort_keys=True, ensure_ascii=False),
@@ -192,13 +201,14 @@ def _words(witness: Witness, origin: str, steps: str) -> Words:
     )
 
 
-def _hub(witness: Witness) -> dict[str, Any]:
+def _hub(witness: Witness, evaluation: EvaluationMetrics | None) -> dict[str, Any]:
     """Return the fields that the Hugging Face Hub reads."""
     return {
         **_HUB,
         **({"tags": pair_card.TAGS} if witness.trained.tasks else {}),
         **hub_licence(witness.trained.license),
         **({"language": list(witness.trained.languages)} if witness.trained.languages else {}),
+        **({"model-index": pair_card.model_index(witness.trained.run_name, evaluation)} if evaluation else {}),
     }
 
 

@@ -2,15 +2,16 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from t5train.data.samples.mixture import rates
 from t5train.quantities import quantity
+from t5train.records.evaluation_metrics import SYSTEMS, EvaluationMetrics, GroupMetrics, Metric
 from t5train.records.metrics import of_task
 from t5train.records.witness import TrainedModel, Witness
 from t5train.release.card_sections import Words, cell, languages, licence
-from t5train.release.markdown import code, table
+from t5train.release.markdown import code, escaped, table
 from t5train.spec import PairsSpec
 from t5train.spec.pairs_spec import location_of
 
@@ -50,6 +51,25 @@ model = PeftModel.from_pretrained(start, "path/to/this/folder/adapter")
 `model.merge_and_unload()` is the model in this folder within rounding, as PEFT sums products in another order."""
 _MEASURED = "All target tokens count, also the one that ends a target."
 _OF_TASKS = ("pairs", "exact_match", "token_accuracy", "loss")
+_EVALUATION = """\
+## Predictions of held-out pairs
+
+{amounts}, chosen by a hash of their source, were predicted {how}, with at most {most_tokens:,} new tokens, in \
+{dtype} on {device}. Metrics are from 0 to 100, and higher is better. In brackets are 95% intervals by bootstrap.
+
+{scores}
+{remarks}
+`evaluation/metrics.json` has all metrics with their intervals, and `evaluation/predictions.jsonl` what they were \
+computed from: certification computed them again. It did not predict again.
+
+{signatures}
+
+### Examples
+
+{examples}"""
+SHOWN_METRICS = {"exact_match": "exact match", "chrf": "chrF", "bleu": "BLEU", "rougeL": "ROUGE-L"}
+"""The metrics that people are shown, and how they are called."""
+_HUB_METRICS = {"rougeL": "rouge"}
 
 
 def words(witness: Witness, origin: str, steps: str) -> Words:
@@ -123,6 +143,86 @@ def measurements_of_tasks(witness: Witness) -> str:
             rows.append((code(task), split, *("not measured" if value is None else cell(value) for value in values)))
     header = ("task", "split", *(what.replace("_", " ") for what in _OF_TASKS))
     return table(header, rows) if len(witness.trained.tasks) > 1 else ""
+
+
+def evaluation_section(evaluation: EvaluationMetrics) -> str:
+    """Return what the model and others predict for held-out pairs: metrics, how they are computed, and examples."""
+    decoding = evaluation.predicting
+    how = "greedily" if decoding.num_beams == 1 else f"with {decoding.num_beams} beams"
+    if decoding.length_penalty != 1:
+        how += f" and a length penalty of {decoding.length_penalty:g}"
+    columns = [name for name in SHOWN_METRICS if name in evaluation.signatures]
+    scores = [row for group in evaluation.groups for row in _score_rows(group, columns)]
+    examples = [[*map(_code, (each.source, each.reference, each.hypothesis))] for each in evaluation.examples]
+    return _EVALUATION.format(
+        amounts=_amounts(evaluation),
+        how=how,
+        most_tokens=decoding.most_tokens,
+        dtype=decoding.dtype,
+        device=escaped(decoding.device),
+        scores=table(("split", "task", "what is measured", *(SHOWN_METRICS[name] for name in columns)), scores),
+        remarks="".join(f"\n- {each}" for each in _remarks(evaluation)) + "\n",
+        signatures=table(
+            ("metric", "signature"), [(code(name), code(each)) for name, each in evaluation.signatures.items()]
+        ),
+        examples=table(("source", "reference", "prediction"), examples),
+    )
+
+
+def _code(text: str) -> str:
+    return code(text) if text else "(nothing)"
+
+
+def _amounts(evaluation: EvaluationMetrics) -> str:
+    groups = [group for group in evaluation.groups if group.task is not None]
+    predicted = {split: sum(group.pairs for group in groups if group.split == split) for split in _SPLITS[1:]}
+    return " and ".join(
+        f"{predicted[split]:,} of the {quantity(evaluation.held_out[split], 'pair')} of the {split} split"
+        for split in predicted
+        if split in evaluation.held_out
+    )
+
+
+def _score_rows(group: GroupMetrics, columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    task = "all" if group.task is None else code(group.task)
+    for system, what in SYSTEMS.items():
+        if (metrics := group.systems.get(system)) is not None:
+            yield group.split, task, what, *(_with_interval(metrics[name]) for name in columns)
+
+
+def _with_interval(metric: Metric) -> str:
+    return f"{metric.value:.2f}" + ("" if metric.low is None else f" ({metric.low:.2f} to {metric.high:.2f})")
+
+
+def _remarks(evaluation: EvaluationMetrics) -> Iterator[str]:
+    """Yield what limits the metrics."""
+    if "bleu" not in evaluation.signatures:
+        yield "Only exact match was measured: the others need the packages of t5-pretrain[score]."
+    for group in evaluation.groups:
+        if group.task is not None:
+            where = f"of {quantity(group.pairs, 'prediction')} for {code(group.task)} in the {group.split} split"
+            if group.not_ended:
+                yield f"{group.not_ended:,} {where} were cut off at the most tokens that were allowed."
+            if group.unknown:
+                yield f"{group.unknown:,} {where} cannot be exact: their references have an unknown piece."
+
+
+def model_index(name: str, evaluation: EvaluationMetrics) -> list[dict[str, Any]]:
+    """Return the metrics of the model for each task and split, in the format of the Hub."""
+    results = [
+        {
+            "task": {"type": "text2text-generation"},
+            "dataset": {"type": group.task, "name": f"{group.task}, {group.split} split", "split": group.split},
+            "metrics": [
+                {"type": _HUB_METRICS.get(metric, metric), "name": label, "value": group.systems["model"][metric].value}
+                for metric, label in SHOWN_METRICS.items()
+                if metric in group.systems["model"]
+            ],
+        }
+        for group in evaluation.groups
+        if group.task is not None
+    ]
+    return [{"name": name, "results": results}]
 
 
 def _longer(counts: Mapping[str, int]) -> Iterator[str]:

@@ -6,11 +6,13 @@ from typing import Any
 
 from t5train.locations import local_folder
 from t5train.quantities import quantity
+from t5train.records.evaluation_metrics import SYSTEMS, EvaluationMetrics
 from t5train.records.metrics import OF_ONE_TASK, UNIGRAM_OF_TARGETS, VALIDATION_OF_TARGETS, Values
 from t5train.records.stage_records import Export, Publication, Record, Weights
 from t5train.release.certificate import CERTIFICATE, Certificate, ProbeComparison
 from t5train.release.markdown import code, code_block, escaped, page, table
 from t5train.release.object_store.bucket import is_in_s3
+from t5train.release.pair_card import SHOWN_METRICS, evaluation_section
 from t5train.spec import RunSpec
 
 _LOADS = """\
@@ -54,6 +56,9 @@ def _comparisons(certificate: Certificate) -> Iterator[tuple[str, str, str]]:
     if (adapter := certificate.adapter) is not None:
         merged = f"{quantity(adapter.tensors_merged, 'tensor')} with an adapter, {adapter.tensors_unchanged:,} without"
         yield merged, "the start model plus the product of the exported adapter", "equal"
+    if (evaluation := certificate.evaluation) is not None:
+        computed = f"{quantity(evaluation.metrics, 'metric')} of held-out pairs"
+        yield computed, "what the exported predictions give", "equal"
     for name, probe in certificate.probes.items():
         shape = " x ".join(map(str, probe.shape))
         yield f"logits on probe {name} ({shape})", "logits of the engine's masters", _closeness(probe)
@@ -76,6 +81,11 @@ def _left_out(certificate: Certificate) -> Iterator[str]:
         "as probable."
     )
     yield "Of passages with unknown characters, the ids are compared, but not the text that they are decoded to."
+    if certificate.evaluation is not None:
+        yield (
+            f"{quantity(certificate.evaluation.predictions, 'prediction')} of held-out pairs were not made again, and "
+            "the pairs not compared with their files. Their metrics were computed again."
+        )
     if certificate.generation is not None:
         yield (
             "A generated sequence is compared up to the first choice that was too close to be reproducible, so "
@@ -103,6 +113,23 @@ def _digests(certificate: Certificate, exported: Export) -> Iterator[tuple[str, 
     yield "fingerprint of the run", code(certificate.run_fingerprint)
     yield "fingerprint of the consolidated weights", code(certificate.weights_fingerprint)
     yield "fingerprint of the export", code(certificate.export_fingerprint)
+
+
+def evaluation_report(metrics: EvaluationMetrics) -> str:
+    """Return what the export predicts for held-out pairs, as Markdown."""
+    return page("# Evaluation", evaluation_section(metrics))
+
+
+def metrics_lines(metrics: EvaluationMetrics) -> list[str]:
+    """Return the metrics of each split and system, of all tasks together, one line each."""
+    wholes = [group for group in metrics.groups if group.task is None] or metrics.groups
+    return [
+        f"{quantity(group.pairs, 'pair')} of the {group.split} split, {what}: "
+        + ", ".join(f"{label} {found[name].value:.2f}" for name, label in SHOWN_METRICS.items() if name in found)
+        for group in wholes
+        for system, what in SYSTEMS.items()
+        if (found := group.systems.get(system)) is not None
+    ]
 
 
 def publication_report(publication: Publication, run_name: str) -> str:

@@ -1,4 +1,4 @@
-"""Settings of what a run's validations decide: which checkpoint is its result, and when training stops."""
+"""Settings of evaluation: what a run's validations decide, and how held-out pairs are predicted after the export."""
 
 from typing import Any, Literal
 
@@ -7,9 +7,14 @@ from pydantic import Field
 from t5train.records.best_so_far import BestSoFar
 from t5train.spec.settings import SpecPart, check
 
+PREDICTION = ("max_pairs", "num_beams", "max_new_tokens", "length_penalty")
+"""The settings of predictions, which only runs on pairs make. They do not change the model."""
+
 
 class EvaluateSpec(SpecPart):
-    """Which checkpoint is the result of a run, and when training stops before its last step."""
+    """Which checkpoint is the result of a run, when training stops early, and what the result is measured on."""
+
+    execution = frozenset(PREDICTION)
 
     best_metric: Literal["validation_loss", "validation_token_accuracy", "validation_exact_match"] | None = Field(
         None,
@@ -22,6 +27,23 @@ class EvaluateSpec(SpecPart):
         ge=1,
         description="Stop training after so many validations in a row without a better evaluate.best_metric. null: "
         "train to the last step",
+    )
+
+    max_pairs: int = Field(
+        1000,
+        ge=0,
+        description="After the export of a run on pairs, predict at most so many pairs of each of validation and test, "
+        "in equal parts of the tasks, chosen by a hash of their source. 0: predict none",
+    )
+    num_beams: int = Field(1, ge=1, le=64, description="Beams of these predictions. 1: greedy")
+    max_new_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="At most so many tokens for each of these predictions. null: a quarter more than the longest of "
+        "their references has",
+    )
+    length_penalty: float = Field(
+        1.0, description="With several beams: above 1, longer predictions are preferred; below 1, shorter ones"
     )
 
     @check

@@ -188,6 +188,7 @@ def reverse_and_sort() -> RunSpec:
             num_steps=1000,
             precision="fp32",
         ),
+        evaluate=EvaluateSpec(max_pairs=200),
         layout=LayoutSpec(zero_stage=1, micro_batch_sequences=4),
         storage=StorageSpec(checkpoint_every_steps=250, validate_every_steps=250, validate_sequences=512),
         cluster=ClusterSpec(ranks=2, accelerator="cpu"),
@@ -310,6 +311,7 @@ def _tiny_pairs(own_pairs: bool) -> dict[str, Any]:
         "tokenizer.vocab_size": tokenizer.vocab_size,
         "tokenizer.character_coverage": tokenizer.character_coverage,
         "model.start_from": None,
+        "evaluate.max_pairs": 64,
     }
 
 

@@ -12,7 +12,7 @@ from t5train.locations import is_remote_model
 from t5train.records.identity import fingerprint
 from t5train.spec.cluster_spec import ClusterSpec
 from t5train.spec.data_spec import CorpusSpec, ShardsSpec, TokenizerSpec
-from t5train.spec.evaluate_spec import EvaluateSpec
+from t5train.spec.evaluate_spec import PREDICTION, EvaluateSpec
 from t5train.spec.lora_spec import FinetuneSpec
 from t5train.spec.model_spec import ModelSpec
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
@@ -96,6 +96,15 @@ class RunSpec(SpecPart):
             raise ValueError(
                 f"evaluate.best_metric is {metric}, but only fine-tuning measures it: set "
                 "evaluate.best_metric=validation_loss, or name pairs to train on (pairs.train)"
+            )
+
+    @check
+    def _predictions_are_of_pairs(self) -> None:
+        chosen = [name for name in PREDICTION if getattr(self.evaluate, name) != getattr(EvaluateSpec(), name)]
+        if chosen and not self.is_fine_tuning:
+            raise ValueError(
+                f"evaluate.{chosen[0]} is {getattr(self.evaluate, chosen[0])}, but only fine-tuning predicts held-out "
+                f"pairs: leave evaluate.{chosen[0]} out, or name pairs to train on (pairs.train)"
             )
 
     @check
@@ -254,6 +263,11 @@ class RunSpec(SpecPart):
     def is_fine_tuning(self) -> bool:
         """Whether the run trains on pairs, and not on text."""
         return bool(self.pairs.train)
+
+    @property
+    def predicts_held_out(self) -> bool:
+        """Whether held-out pairs are predicted after the export."""
+        return self.is_fine_tuning and self.evaluate.max_pairs > 0
 
     @property
     def has_dropout(self) -> bool:

@@ -11,7 +11,19 @@ from t5train.errors import InputError
 from t5train.report.failure_report import Failure
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
-from tasks.stages import CORPUS, PAIR_SHARDS, PAIRS, PUBLISH, SHARDS, TRAIN, numbered, stage_task
+from tasks.stages import (
+    CERTIFY,
+    CORPUS,
+    EVALUATE,
+    EXPORT,
+    PAIR_SHARDS,
+    PAIRS,
+    PUBLISH,
+    SHARDS,
+    TRAIN,
+    numbered,
+    stage_task,
+)
 
 
 @stage_task(CORPUS)
@@ -47,6 +59,12 @@ def test_the_record_of_the_start_names_the_stage_that_works(tmp_path: Path) -> N
 
 
 def test_stages_of_both_flows_are_numbered_alike() -> None:
-    assert [numbered(stage) for stage in (CORPUS, SHARDS)] == ["2/9 Get the text", "4/9 Tokenise"]
-    assert [numbered(stage) for stage in (PAIRS, PAIR_SHARDS)] == ["2/9 Get the pairs", "4/9 Tokenise and pack"]
-    assert [numbered(stage) for stage in (TRAIN, PUBLISH)] == ["5/9 Train", "9/9 Publish"]
+    stages = (CORPUS, SHARDS, PAIRS, PAIR_SHARDS, TRAIN, PUBLISH)
+    of_text, of_pairs = ["2/9 Get the text", "4/9 Tokenise"], ["2/9 Get the pairs", "4/9 Tokenise and pack"]
+    found = [numbered(stage, predicts=False) for stage in stages]
+    assert found == [*of_text, *of_pairs, "5/9 Train", "9/9 Publish"]
+
+
+def test_a_run_that_predicts_held_out_pairs_has_one_stage_more() -> None:
+    found = [numbered(stage, predicts=True) for stage in (PAIRS, EXPORT, EVALUATE, CERTIFY, PUBLISH)]
+    assert [each.split()[0] for each in found] == ["2/10", "7/10", "8/10", "9/10", "10/10"]

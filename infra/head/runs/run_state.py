@@ -34,6 +34,7 @@ from t5train.files.run_folder import (
     step_of,
     tag_of,
 )
+from t5train.records.evaluation_metrics import EVALUATION_METRICS
 from t5train.records.metrics import Values, last_metrics, recent_metrics
 from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
@@ -138,6 +139,7 @@ def last_finished_stage(folder: Path) -> str | None:
     signs = {
         "published": [folder / PUBLISHED],
         "certified": [folder / EXPORT / CERTIFICATE],
+        "evaluated": [folder / EXPORT / EVALUATION_METRICS],
         "exported": [folder / EXPORT / MANIFEST],
         "consolidated": consolidated,
     }

@@ -59,6 +59,11 @@ class _Shard:
     def __len__(self) -> int:
         return len(self._rows) - 1
 
+    @property
+    def longest_target(self) -> int:
+        """The number of tokens of the longest target."""
+        return int(self._lengths[:, TARGET].max(initial=0))
+
     def target_tokens(self, rows: np.ndarray) -> int:
         """Return the number of target tokens in rows [n]."""
         return int((self._rows[rows + 1, 2] - self._rows[rows, 2]).sum())
@@ -135,6 +140,11 @@ class PairSamples:
     def num_samples(self) -> int:
         """The number of different samples: rows to train on; pairs of another split, which are not packed."""
         return int(self._ends[-1])
+
+    @property
+    def longest_target(self) -> int:
+        """The number of tokens of the longest target of all tasks, with EOS, as it was cut."""
+        return max(shard.longest_target for shard in self._shards)
 
     def batch(self, start: int, count: int, *, shuffled: bool = False) -> Batch:
         """Return samples ``start`` to ``start + count`` (exclusive) of the endless sequence.

@@ -21,7 +21,7 @@ from t5train.files.run_folder import EXPORT
 from t5train.host_resources import num_cores
 from t5train.model.starting_model import CONFIG, HuggingFaceFolder, require_family
 from t5train.records.changed_files import recorded_files
-from t5train.records.digests import FileDigest, SafetensorsDigest, verify_file
+from t5train.records.digests import FileDigest, SafetensorsDigest, digest_file, digest_safetensors, verify_file
 from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.model_card import CARD_FILES, README, RecordedRun, recorded_run
@@ -161,6 +161,11 @@ class ModelFolder(NamedTuple):
             )
         return cls(path, folder.config, run, recorded)
 
+    def digests(self) -> dict[str, FileDigest | SafetensorsDigest]:
+        """Return the digests of all files that transformers reads: the recorded ones, or else computed."""
+        names = sorted(each.name for each in self.path.iterdir() if _READ.fullmatch(each.name) and each.is_file())
+        return {name: self.recorded.get(name) or _digest(self.path / name) for name in names}
+
     @property
     def trained_tokens(self) -> int:
         """The number of input tokens that the model was trained with, as far as the folder says."""
@@ -256,6 +261,10 @@ def _warn_if_changed(path: Path, digest: FileDigest | SafetensorsDigest) -> None
     except DigestMismatch as error:
         read = ", but `evaluate` masks spans by the settings that the card has" if path.name == README else ""
         _log.warning("%s. The model is used all the same: transformers does not read this file%s", error, read)
+
+
+def _digest(path: Path) -> FileDigest | SafetensorsDigest:
+    return digest_safetensors(path) if _is_weights(path.name) else digest_file(path)
 
 
 def _is_weights(name: str) -> bool:

@@ -21,7 +21,7 @@ from t5train.engine.forward_backward import Passes
 from t5train.locations import shareable_source
 from t5train.records.metrics import SHUFFLED_OF_TARGETS, UNIGRAM_OF_TARGETS, Values, of_task
 from t5train.records.stage_records import PairShards
-from t5train.records.witness import TrainedTask
+from t5train.records.witness import LONGEST_TRAIN_TARGET, TrainedTask
 from t5train.spec import RunSpec
 from t5train.spec.pairs_spec import location_of
 from t5train.train.datasets.dataset import Measured
@@ -68,6 +68,7 @@ class PairDataset:
         units = ("pairs", "rows", "tokens", "cut", "cut_targets", "dropped")
         names = [f"{split}_{unit}{task}" for split in SPLITS for unit in units for task in ("", *self._tasks())]
         counts = {name: int(self.shards.counts[name]) for name in names if name in self.shards.counts}
+        counts[LONGEST_TRAIN_TARGET] = self.train.longest_target
         return {
             "settings": settings,
             "data": {**counts, **recorded_unknown(self.shards.counts), "train_samples": self.train.num_samples},

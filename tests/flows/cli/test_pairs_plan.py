@@ -22,3 +22,15 @@ def test_epochs_are_those_of_the_shards_that_a_run_has_begun_with_and_unknown_wh
     for content in (b"{", None):
         (shards.path / MANIFEST).unlink() if content is None else (shards.path / MANIFEST).write_bytes(content)
         assert pairs_plan.epochs_of_pairs(spec)[0] is None
+
+
+def test_the_plan_says_what_is_predicted_after_the_export_and_which_extra_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pairs_plan, "can_score", lambda: False)
+    spec = recipe("reverse_and_sort").with_settings({"evaluate.num_beams": 4})
+    assert pairs_plan.pairs_rows(spec, None)["evaluation"] == (
+        "at most 200 pairs of each held-out split are predicted with 4 beams after the export, measured by exact match "
+        "only, as t5-pretrain[score] is not installed"
+    )
+    assert "evaluation" not in pairs_plan.pairs_rows(spec.with_settings({"evaluate.max_pairs": 0}), None)

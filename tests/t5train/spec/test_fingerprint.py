@@ -142,6 +142,15 @@ NEEDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"pairs.train": ["pairs.jsonl"]}, {"optimizer.label_smoothing": 0.1, "optimizer.z_loss": 1e-4}),
     (
+        {"pairs.train": ["pairs.jsonl"], "evaluate.best_metric": "validation_loss"},
+        {
+            "evaluate.max_pairs": 50,
+            "evaluate.num_beams": 4,
+            "evaluate.max_new_tokens": 64,
+            "evaluate.length_penalty": 0.6,
+        },
+    ),
+    (
         {"pairs.train": ["a.jsonl", "b.jsonl"]},
         {
             "pairs.validation": ["c.jsonl", "d.jsonl"],
@@ -188,6 +197,10 @@ EXECUTION = {
     "shards.executor",
     "model.activation_checkpointing",
     "model.compile",
+    "evaluate.max_pairs",
+    "evaluate.num_beams",
+    "evaluate.max_new_tokens",
+    "evaluate.length_penalty",
     *(name for name in EVERY if name.startswith(("layout.", "storage.", "cluster.", "monitor.", "profile."))),
 }
 

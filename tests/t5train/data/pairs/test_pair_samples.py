@@ -247,3 +247,8 @@ def test_a_split_without_pairs_and_a_damaged_file_are_refused(tmp_path: Path) ->
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(DigestMismatch, match=r"train-00001\.lengths is damaged: it has 232 bytes, but 240"):
         PairSamples(shards, "train", SPEC, 0)
+
+
+def test_the_longest_target_is_that_of_any_task(shards: PairShards, tasks: list[dict[str, list[IdsOfPair]]]) -> None:
+    longest = max(len(target) for task in tasks for _, target in task["train"])
+    assert PairSamples(shards, "train", SPEC, 1).longest_target == longest

@@ -29,6 +29,7 @@ class HeldOut:
     """Five pairs, which repeat."""
 
     num_samples = len(TOKENS)
+    longest_target = max(TOKENS)
     first_ids: Mapping[int, int] = {}
     """Those of targets that do not begin with 1."""
 
@@ -123,8 +124,9 @@ def test_a_test_split_without_pairs_is_not_measured(dataset: PairDataset) -> Non
     assert dataset.test(cast(Any, Predictions())) == {}
 
 
-def test_what_was_cut_is_recorded(dataset: PairDataset) -> None:
+def test_what_was_cut_and_the_longest_target_are_recorded(dataset: PairDataset) -> None:
     assert dataset.described()["data"]["validation_cut"] == 3
+    assert dataset.described()["data"]["longest_train_target"] == 4
 
 
 def test_files_of_pairs_are_named_without_local_folders_and_credentials(

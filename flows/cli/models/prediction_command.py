@@ -1,0 +1,115 @@
+"""``predict``: what a model writes for each row of files."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from flows.cli.models.model_commands import DeviceOption, ModelArgument
+from flows.cli.options import JsonOption, RootOption
+from flows.cli.stage_commands import require_finished
+from flows.cli.terminal import say, stage_display
+from t5train.spec.pairs_spec import location_of
+
+_STANDARD = ("-", "/dev/stdin")
+"""Names of standard input. The shell's words that begin with ``-#`` would be options."""
+
+
+def predict(  # noqa: PLR0913, PLR0917 - one for each option
+    path: ModelArgument,
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...",
+            help="Sources, with references or without: a path, pattern or URL, and columns, such as "
+            "'wmt.jsonl#source=en&target=de&task=en-de'; lines of a .txt; - or /dev/stdin",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the result", show_default="standard output", readable=False),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most tokens of a hypothesis",
+            show_default="those of the longest reference and a quarter, else those of targets in training",
+        ),
+    ] = None,
+    num_beams: Annotated[int, typer.Option(min=1, help="Beams to search with; 1 is greedy")] = 1,
+    length_penalty: Annotated[float, typer.Option(help="Of beams: more prefers longer texts")] = 1.0,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Sample tokens; implied by --temperature and --top-p")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.01, max=100, help="Of sampling; lower is less random", show_default="1.0")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.01, max=1, help="Sample from this share of probability", show_default="1.0")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of sampling; the same seed, the same result")] = 0,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens decoded at once, with padding, once for each beam")
+    ] = 32768,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes; changes no result", show_default="one for each accelerator, else core"),
+    ] = None,
+    device: DeviceOption = None,
+    root: RootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict what a model writes for each row of files, on all devices. The same command continues after a kill.
+
+    $ t5-pretrain predict work/published/digits 'rows.txt#task=sort_digits'
+    $ t5-pretrain predict MODEL 'wmt.tsv#source=en&target=de' --out predicted
+    $ t5-pretrain predict MODEL - --num-beams 4 --max-new-tokens 100 < rows.txt
+    """
+    require_finished(os.fspath(path.absolute()))
+    from t5train.predict.prediction import PredictJob  # imports numpy and more
+    from t5train.predict.prediction import predict as predict_rows
+    from t5train.predict.predictions import PREDICTIONS
+    from t5train.release.inference.generation import GenerationSpec
+
+    decoding = GenerationSpec(
+        max_new_tokens=max_new_tokens,
+        num_beams=num_beams,
+        sample=sample or temperature is not None or top_p is not None,
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        seed=seed,
+        length_penalty=length_penalty,
+    )
+    with TemporaryDirectory(prefix="t5-predict-") as temporary, stage_display() as progress:
+        folder = Path(temporary, "predictions") if out is None else out
+        named = [_without_standard_input(each, Path(temporary)) for each in files]
+        job = PredictJob(path, named, folder, decoding, batch_tokens, device, processes, root)
+        predicted = predict_rows(job, progress)
+        if out is None:
+            with open(folder / PREDICTIONS, "rb") as lines:
+                shutil.copyfileobj(lines, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+            return
+    if as_json:
+        say(predicted.model_dump_json(indent=1))
+    else:
+        say(f"{predicted.rows:,} predictions: {out / PREDICTIONS}")
+
+
+def _without_standard_input(named: str, folder: Path) -> str:
+    """Return the name of a file; that of standard input after copying it to a folder.
+
+    With a column (``/dev/stdin#source=en``), it has lines of JSON, else of text.
+    """
+    if (location := location_of(named)) not in _STANDARD:
+        return named
+    choices = named.removeprefix(location)
+    copied = folder / f"standard-input{'.jsonl' if 'source=' in choices else '.txt'}"
+    with open(copied, "wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+    return f"{copied}{choices}"

@@ -1,0 +1,97 @@
+"""``predict`` on the command line."""
+
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from t5train.data.worker_processes import Advance, Json
+from t5train.predict.prediction_worker import predict_parts
+from t5train.predict.predictions import read_predictions
+from t5train.release.export import export
+from t5train.release.model_card import RecordedRun
+from tests.support.documented_json import require_documented
+from tests.support.synthetic_models import make_trained
+
+T5Pretrain = Callable[..., int]
+SHORT = ("--max-new-tokens", "3", "--device", "cpu", "--processes", "1")
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model fine-tuned on two tasks, with which this process predicts."""
+
+    def here(function: str, jobs: Sequence[Json], workers: int, advance: Advance) -> Iterator[Json]:
+        return (predict_parts(job, advance) for job in jobs)
+
+    monkeypatch.setattr("t5train.predict.prediction.in_processes", here)
+    return str(export(*make_trained(tmp_path / "made", "pairs"), tmp_path / "model").path)
+
+
+def test_predict_writes_a_folder_and_says_where(
+    t5_pretrain: T5Pretrain, capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
+) -> None:
+    (tmp_path / "rows.tsv").write_text("en\tde\n3 1 2\t2 1 3\n")
+    file = "rows.tsv#source=en&target=de&task=reverse_digits"
+    assert t5_pretrain("predict", model, file, "--out", "made-here", "--num-beams", "2", *SHORT) == 0
+    assert capsys.readouterr().out == "1 predictions: made-here/predictions.jsonl\n"
+    (row,) = read_predictions(tmp_path / "made-here")
+    assert (row.source, row.reference) == ("reverse: 3 1 2", "2 1 3")
+    assert t5_pretrain("predict", model, file, "--out", "made-here", "--num-beams", "2", *SHORT, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    require_documented("predict", found)
+    assert found["decoding"] == {"num_beams": 2, "length_penalty": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("-", b"order: 2 1\norder: 3\r\n"),
+        ("/dev/stdin#prefix=", b"order: 2 1\norder: 3"),
+        ("/dev/stdin#task=sort_digits", b"2 1\n3"),
+        ("/dev/stdin#source=s&task=sort_digits", b'{"s": "2 1"}\n{"s": "3"}\n'),
+    ],
+)
+def test_predict_reads_standard_input_and_writes_standard_output(
+    t5_pretrain: T5Pretrain,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    model: str,
+    name: str,
+    given: bytes,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
+    if name == "-":  # of a model that records no tasks
+        monkeypatch.setattr("t5train.release.inference.model_folder.recorded_run", lambda _: RecordedRun({}, {}, {}))
+    assert t5_pretrain("predict", model, name, *SHORT) == 0
+    (tmp_path / "out.jsonl").write_bytes(capfdbinary.readouterr().out)
+    assert [each.source for each in read_predictions(tmp_path / "out.jsonl")] == ["order: 2 1", "order: 3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere", "rows.txt"), "PATH is nowhere"),
+        (("MODEL", "rows.txt"), "fine-tuned on 2 tasks (reverse_digits, sort_digits)"),
+        (("MODEL", "nowhere.txt#prefix="), "'nowhere.txt' does not exist"),
+        (("MODEL", "rows.txt#prefix=", "--out", "rows.txt"), "rows.txt"),
+        (("MODEL", "rows.txt#prefix=", "--out", "made"), "made is not empty and was not made by this stage"),
+    ],
+)
+def test_wrong_inputs_of_predict_are_refused_in_one_line(
+    t5_pretrain: T5Pretrain,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    model: str,
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    (tmp_path / "rows.txt").write_text("a\n")
+    assert t5_pretrain("predict", *(model if each == "MODEL" else each for each in arguments), *SHORT) != 0
+    output = capsys.readouterr()
+    assert output.err.count("\n") == 1
+    assert said in output.err
+    assert output.out == ""
