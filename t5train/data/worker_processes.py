@@ -139,7 +139,7 @@ def _obituary(worker: _Worker) -> str:
     if status < 0:
         return (
             f"a worker process was killed by {signal.Signals(-status).name}. If memory ran out (see `dmesg`), free "
-            "some, or lower the number of workers (corpus.workers, shards.workers or --workers)"
+            "some, or lower the number of workers (corpus.workers, shards.workers, --workers or --processes)"
         )
     return f"a worker process failed with exit status {status}. The standard error output of this program shows why"
 

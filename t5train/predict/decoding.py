@@ -33,8 +33,8 @@ class Decoder:
         """
         import torch  # slow to import, and read only here
 
-        inputs = self._tokenizer(list(sources), return_tensors="pt", padding=True).to(self._model.device)
         with quiet_transformers(), seeded(spec, self._model.device), torch.inference_mode():
+            inputs = self._tokenizer(list(sources), return_tensors="pt", padding=True).to(self._model.device)
             generated = self._model.generate(**inputs, **spec.options(max_new_tokens))
         return [self._hypothesis(ids[1:]) for ids in generated.tolist()]  # without the token that starts the decoder
 

@@ -8,6 +8,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from t5train.files.output_folder import making
 from t5train.host_resources import host_memory_bytes, num_cores, require_free_space, require_writable
 from t5train.predict.batch_plan import BatchPlan, batch_plan
 from t5train.predict.decoding import Hypothesis
-from t5train.predict.prediction_worker import OFFSETS, ORDER, ROWS, STARTS, part_name, read_part, write_plan
+from t5train.predict.prediction_worker import OFFSETS, ORDER, PARTS, ROWS, STARTS, part_name, read_part, write_plan
 from t5train.predict.predictions import PREDICTION, PREDICTIONS, Predicted, Prediction
 from t5train.predict.source_rows import (
     DOUBLED,
@@ -151,6 +152,10 @@ def predict(job: PredictJob, progress: Progress = silent, *, workers: Workers | 
             rows = _written_rows(prepared, progress)
             require_unchanged(stamps, digests)
             predicted = _predicted(prepared, rows, {"fingerprint": key, **identity}, progress, workers or _here)
+        for name in (ROWS, OFFSETS, ORDER, STARTS):
+            (job.out / name).unlink(missing_ok=True)
+        for part in job.out.glob(PARTS):
+            part.unlink()
     for line in _warnings(predicted, prepared.folder):
         _log.warning("%s", line)
     return predicted
@@ -189,22 +194,17 @@ def _devices(job: PredictJob, folder: ModelFolder) -> list[str]:
 
 def _finished(out: Path) -> Predicted | None:
     """Return what a finished result in a folder records. Raises StorageError if it was changed since."""
-    try:
+    if not (out / PREDICTION).exists():
+        return None
+    with suppress(FileNotFoundError, ValidationError):
         predicted = Predicted.model_validate_json((out / PREDICTION).read_bytes())
-        is_whole = digest_file(out / PREDICTIONS).sha256 == predicted.sha256
-    except FileNotFoundError:
-        if not (out / PREDICTION).exists():
-            return None
-        is_whole = False
-    except ValidationError:
-        is_whole = False
-    if not is_whole:
-        raise StorageError(
-            f"{out} holds predictions of this job, but {PREDICTION} or {PREDICTIONS} was changed since. Choose another "
-            "folder, or remove this one"
-        )
-    _log.info("%s has the predictions of this job already", out)
-    return predicted
+        if digest_file(out / PREDICTIONS).sha256 == predicted.sha256:
+            _log.info("%s has the predictions of this job already", out)
+            return predicted
+    raise StorageError(
+        f"{out} holds predictions of this job, but {PREDICTION} or {PREDICTIONS} was changed since. Choose another "
+        "folder, or remove this one"
+    )
 
 
 def _written_rows(prepared: _Prepared, progress: Progress) -> _Rows:
@@ -255,8 +255,6 @@ def _predicted(
         }
     )
     write_json(job.out / PREDICTION, predicted.model_dump(mode="json"))
-    for name in (ROWS, OFFSETS, ORDER, STARTS, *map(part_name, range(plan.num_parts))):
-        (job.out / name).unlink()
     return predicted
 
 

@@ -17,6 +17,8 @@ from t5train.release.inference.model_folder import ModelFolder
 
 ROWS, OFFSETS, ORDER, STARTS = "rows.jsonl", "offsets.npy", "order.npy", "starts.npy"
 """In the folder of predictions until it is complete: all rows, where each begins, and the two arrays of the plan."""
+PARTS = "part-*.jsonl"
+"""Matches the names of parts."""
 
 
 def part_name(part: int) -> str:
