@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from t5train.data.shards import build_shards
     from t5train.data.vocabulary.tokenizer import build_tokenizer
     from t5train.errors import T5TrainError
-    from t5train.evaluation.export_evaluation import evaluate_export
+    from t5train.inference.evaluation.export_evaluation import evaluate_export
+    from t5train.inference.text.evaluation import evaluate
+    from t5train.inference.text.generation import generate
     from t5train.release.certification import certify_in_fresh_process as certify
     from t5train.release.export import export
     from t5train.release.fetching import fetch
-    from t5train.release.inference.evaluation import evaluate
-    from t5train.release.inference.generation import generate
     from t5train.release.publication import publish
     from t5train.release.verification import verify
     from t5train.spec.recipes import recipe
@@ -47,11 +47,11 @@ _SOURCES = {
     "build_tokenizer": "t5train.data.vocabulary.tokenizer:build_tokenizer",
     "certify": "t5train.release.certification:certify_in_fresh_process",
     "consolidate": "t5train.checkpoint.consolidate.consolidation:consolidate",
-    "evaluate": "t5train.release.inference.evaluation:evaluate",
-    "evaluate_export": "t5train.evaluation.export_evaluation:evaluate_export",
+    "evaluate": "t5train.inference.text.evaluation:evaluate",
+    "evaluate_export": "t5train.inference.evaluation.export_evaluation:evaluate_export",
     "export": "t5train.release.export:export",
     "fetch": "t5train.release.fetching:fetch",
-    "generate": "t5train.release.inference.generation:generate",
+    "generate": "t5train.inference.text.generation:generate",
     "load_run_spec": "t5train.checkpoint.resume:load_run_spec",
     "publish": "t5train.release.publication:publish",
     "recipe": "t5train.spec.recipes:recipe",

@@ -22,9 +22,9 @@ from t5train.data.pairs.pairs_tokenizer import build_pairs_tokenizer
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.errors import T5TrainError
-from t5train.evaluation.export_evaluation import evaluate_export
 from t5train.files import run_folder
 from t5train.files.atomic import write_json
+from t5train.inference.evaluation.export_evaluation import evaluate_export
 from t5train.progress import Progress, silent
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import (

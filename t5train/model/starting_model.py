@@ -16,7 +16,7 @@ from t5train.data.vocabulary.t5_form import in_t5_form
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, Tokenizer, differing_piece
 from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.confined import child
-from t5train.locations import local_folder
+from t5train.files.locations import local_folder
 from t5train.model.model_shape import T5Shape, huggingface_config, preset_of, resolve, sparse_step
 from t5train.model.parameters import parameter_shapes
 from t5train.model.tensor_files import FLOATING, StoredTensor, StoredTensors, list_tensors

@@ -1,8 +1,8 @@
 """Certification: proof, by a process that uses only plain ``transformers``, that an export is the trained model.
 
-``python -m t5train.evaluation.certifier EXPORT WITNESS [START]`` writes ``certificate.json`` into the export and exits
-with 0, or writes ``certificate.failed.json`` beside the export and exits with 1. It reports progress as JSON lines on
-standard output. If its parent process dies, the next line cannot be written, and this process exits, too.
+``python -m t5train.inference.evaluation.certifier EXPORT WITNESS [START]`` writes ``certificate.json`` into the export
+and exits with 0, or writes ``certificate.failed.json`` beside the export and exits with 1. It reports progress as JSON
+lines on standard output. If its parent process dies, the next line cannot be written, and this process exits, too.
 """
 
 import json
@@ -60,7 +60,7 @@ from t5train.release.model_comparison import (
 
 FAILED_CERTIFICATE = "certificate.failed.json"
 LOG = "certify.log"
-_CERTIFIER = "t5train.evaluation.certifier"
+_CERTIFIER = "t5train.inference.evaluation.certifier"
 """The program of the new process. It is above this package, as it computes the metrics of predictions, too."""
 # Relative to the largest logit. On the same hardware with the same libraries, a dense model's bits must be equal.
 OTHER_DEVICE_TOLERANCE = 1e-3

@@ -17,8 +17,8 @@ from typing import Any
 from t5train.errors import CertificationError, DigestMismatch, PublicationError, StorageError
 from t5train.files.atomic import copy_durably, filling, try_writing
 from t5train.files.confined import require_distinct
+from t5train.files.locations import Counted, explained, local_folder, redacted, remote_folder, require_location
 from t5train.files.os_errors import explain
-from t5train.locations import Counted, explained, local_folder, redacted, remote_folder, require_location
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, verify_file
 from t5train.records.identity import current_provenance, fingerprint

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from t5train.inference.score.scores import PairedTest, Scores
 from t5train.quantities import quantity
 from t5train.release.markdown import code, escaped, page, table
-from t5train.score.scores import PairedTest, Scores
 
 ALL_ROWS = "all rows"
 SCORE_COLUMNS = ["task", "metric", "score", "interval of 95%"]

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from t5train.errors import SpecError
+from t5train.files.locations import is_remote_model
 from t5train.files.run_folder import RUNS
-from t5train.locations import is_remote_model
 from t5train.records.identity import fingerprint
 from t5train.spec.cluster_spec import ClusterSpec
 from t5train.spec.data_spec import CorpusSpec, ShardsSpec, TokenizerSpec

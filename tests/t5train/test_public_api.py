@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import t5train
+from t5train.inference.text.evaluation import EvaluationSpec
 from t5train.records.witness import Witness
-from t5train.release.inference.evaluation import EvaluationSpec
 
 STAGES = Path(__file__).parents[2] / "docs/reference/stages.md"
 SMALLER = {

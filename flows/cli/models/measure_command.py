@@ -9,7 +9,7 @@ from flows.cli.terminal import say, stage_display
 from infra.head.preflight.remote_starts import with_start_here
 from t5train.checkpoint.resume import load_run_spec
 from t5train.errors import InputError
-from t5train.evaluation.export_evaluation import evaluate_export
+from t5train.inference.evaluation.export_evaluation import evaluate_export
 from t5train.records.evaluation_metrics import recorded_metrics
 from t5train.records.stage_records import Export, Pairs
 from t5train.report.result_reports import metrics_lines

@@ -16,8 +16,8 @@ from t5train.data.passages import Split
 from t5train.errors import InputError
 
 if TYPE_CHECKING:
-    from t5train.release.inference.evaluation import Evaluation
-    from t5train.release.inference.generation import Generated
+    from t5train.inference.text.evaluation import Evaluation
+    from t5train.inference.text.generation import Generated
 
 
 ModelArgument = Annotated[
@@ -66,8 +66,8 @@ def generate(  # noqa: PLR0913, PLR0917 - one for each option
     $ t5-pretrain generate work/published/mine - --json < texts.txt
     """
     require_finished(os.fspath(path.absolute()))
-    from t5train.release.inference.generation import GenerationSpec
-    from t5train.release.inference.generation import generate as generate_texts
+    from t5train.inference.text.generation import GenerationSpec
+    from t5train.inference.text.generation import generate as generate_texts
 
     spec = GenerationSpec(
         max_new_tokens=max_new_tokens,
@@ -116,8 +116,8 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
     $ t5-pretrain evaluate MODEL --corpus '/data/*.txt' --split test --json
     """
     require_finished(os.fspath(path.absolute()))
-    from t5train.release.inference.evaluation import EvaluationSpec
-    from t5train.release.inference.evaluation import evaluate as evaluate_text
+    from t5train.inference.text.evaluation import EvaluationSpec
+    from t5train.inference.text.evaluation import evaluate as evaluate_text
 
     spec = EvaluationSpec(
         noise_density=noise_density,

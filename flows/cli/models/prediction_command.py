@@ -71,10 +71,10 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
     $ t5-pretrain predict MODEL - --num-beams 4 --max-new-tokens 100 < rows.txt
     """
     require_finished(os.fspath(path.absolute()))
-    from t5train.predict.prediction import PredictJob  # imports numpy and more
-    from t5train.predict.prediction import predict as predict_rows
-    from t5train.predict.predictions import PREDICTIONS
-    from t5train.release.inference.generation import GenerationSpec
+    from t5train.inference.predict.prediction import PredictJob  # imports numpy and more
+    from t5train.inference.predict.prediction import predict as predict_rows
+    from t5train.inference.predict.predictions import PREDICTIONS
+    from t5train.inference.text.generation import GenerationSpec
 
     decoding = GenerationSpec(
         max_new_tokens=max_new_tokens,

@@ -9,7 +9,9 @@ import typer
 from flows.cli.options import JsonOption, require_writable_names
 from flows.cli.terminal import say, show_json, show_table, stage_display
 from t5train.files.atomic import write_text
-from t5train.predict.predictions import read_predictions
+from t5train.inference.predict.predictions import read_predictions
+from t5train.inference.score.scores import Comparison, PairedTest, Scores, ScoreSpec, compare
+from t5train.inference.score.scores import score as scores_of
 from t5train.report.scores_report import (
     CLASS_COLUMNS,
     DIFFERENCE_COLUMNS,
@@ -21,8 +23,6 @@ from t5train.report.scores_report import (
     scores_report,
     signature_lines,
 )
-from t5train.score.scores import Comparison, PairedTest, Scores, ScoreSpec, compare
-from t5train.score.scores import score as scores_of
 
 _USUAL = ScoreSpec()
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from infra.head.preflight.run_checks import require_model
+from t5train.files.locations import is_remote_model
 from t5train.host_resources import make_root
-from t5train.locations import is_remote_model
 from t5train.progress import Progress, silent
 from t5train.records.start_copy import is_awaited
 from t5train.release import remote_start

@@ -17,7 +17,7 @@ _IMPORTED = [
         "t5train.checkpoint.resume",
         "t5train.checkpoint.consolidate",
         "t5train.release.export",
-        "t5train.evaluation.certifier",
+        "t5train.inference.evaluation.certifier",
     ),
     *(
         "t5train.release.publication",

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from t5train.data.worker_processes import Advance, Json
-from t5train.predict.prediction import BATCH_TOKENS
-from t5train.predict.prediction_worker import predict_parts
-from t5train.predict.predictions import read_predictions
+from t5train.inference.predict.prediction import BATCH_TOKENS
+from t5train.inference.predict.prediction_worker import predict_parts
+from t5train.inference.predict.predictions import read_predictions
 from t5train.release.export import export
 from t5train.release.model_card import RecordedRun
 from tests.support.documented_json import require_documented
@@ -27,7 +27,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     def here(function: str, jobs: Sequence[Json], workers: int, advance: Advance) -> Iterator[Json]:
         return (predict_parts(job, advance) for job in jobs)
 
-    monkeypatch.setattr("t5train.predict.prediction.in_processes", here)
+    monkeypatch.setattr("t5train.inference.predict.prediction.in_processes", here)
     return str(export(*make_trained(tmp_path / "made", "pairs"), tmp_path / "model").path)
 
 
@@ -67,7 +67,7 @@ def test_predict_reads_standard_input_and_writes_standard_output(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
     if name == "-":  # of a model that records no tasks
-        monkeypatch.setattr("t5train.release.inference.model_folder.recorded_run", lambda _: RecordedRun({}, {}, {}))
+        monkeypatch.setattr("t5train.inference.model_folder.recorded_run", lambda _: RecordedRun({}, {}, {}))
     assert t5_pretrain("predict", model, name, *SHORT) == 0
     (tmp_path / "out.jsonl").write_bytes(capfdbinary.readouterr().out)
     assert [each.source for each in read_predictions(tmp_path / "out.jsonl")] == ["order: 2 1", "order: 3"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from t5train.predict.predictions import PREDICTIONS, Prediction
+from t5train.inference.predict.predictions import PREDICTIONS, Prediction
 from tests.support.documented_json import require_documented
 
 QUICK = ("--resamples", "20")

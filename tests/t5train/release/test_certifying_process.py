@@ -57,7 +57,7 @@ def test_a_fresh_process_that_ends_without_a_message_is_reported_with_its_exit_c
 
 
 def test_a_process_whose_parent_has_ended_ends_quietly(exported: Export, witness: Path) -> None:
-    command = [sys.executable, "-m", "t5train.evaluation.certifier", exported.path, witness]
+    command = [sys.executable, "-m", "t5train.inference.evaluation.certifier", exported.path, witness]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         said = process.stderr.read()

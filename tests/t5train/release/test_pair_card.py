@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from t5train.inference.text.generation import _missing_prefix
 from t5train.records.identity import current_provenance
 from t5train.records.witness import EncodedPassage, TensorDigest, TrainedModel, TrainedTask, Witness
-from t5train.release.inference.generation import _missing_prefix
 from t5train.release.model_card import model_card, recorded_run
 from t5train.spec.recipes import smoke
 

@@ -1,0 +1,1 @@
+"""A model and a text: what it writes into gaps, and its loss on masked text."""

@@ -1,0 +1,237 @@
+"""Generation with a T5: what it puts into the gaps of a text."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from t5train.inference.model_folder import ModelFolder, chosen_device, quiet_transformers
+from t5train.spec import NUM_SENTINELS
+
+_LEAST_NEW_TOKENS, _TOKENS_A_SPAN = 64, 16
+_SENTINEL = re.compile("<extra_id_([0-9]+)>")
+_SPACE = "\u2581"  # SentencePiece's symbol for a space, with which a piece begins a word
+
+
+class GenerationSpec(NamedTuple):
+    """How to generate: greedily, with beams, or by sampling.
+
+    ``temperature`` and ``top_p`` count only with ``sample``. ``seed`` makes sampling reproducible: it is set before
+    each text.
+    """
+
+    max_new_tokens: int | None = None
+    """At most so many tokens. If left out: those of the longest targets of a model that was fine-tuned by this project,
+    otherwise 16 for each sentinel, and at least 64."""
+    num_beams: int = 1
+    sample: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    length_penalty: float = 1.0
+    """Exponent of the length by which beams divide their scores: more prefers longer texts. Of beams only."""
+
+    def options(self, usual_tokens: int) -> dict[str, Any]:
+        """Return the arguments of ``generate()`` of transformers, with at most ``usual_tokens`` if nothing is set."""
+        options: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens or usual_tokens,
+            "num_beams": self.num_beams,
+            "do_sample": self.sample,
+        }
+        options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": 0} if self.sample else {}
+        return options | ({"length_penalty": self.length_penalty} if self.num_beams > 1 else {})
+
+
+_USUAL = GenerationSpec()
+
+
+class Generated(NamedTuple):
+    """What a model generated for a text.
+
+    ``spans`` has the text for each sentinel of ``text``; None if the model generated none. ``filled`` is the text with
+    the spans put in, or the generated text if there were no sentinels. ``generated`` is all that was generated, with
+    sentinels. ``remarks`` are sentences about the text that explain a poor result.
+    """
+
+    text: str
+    spans: dict[str, str | None]
+    filled: str
+    generated: str
+    input_tokens: int
+    new_tokens: int
+    remarks: tuple[str, ...]
+
+
+def generate(
+    path: Path, texts: Iterable[str], spec: GenerationSpec = _USUAL, device: str | None = None
+) -> Iterator[Generated]:
+    """Load a T5, and yield for each text what the model puts into its gaps ``<extra_id_0>``, ``<extra_id_1>``, ...
+
+    The result equals that of ``generate()`` of transformers for each text alone, in fp32. If that ends before the last
+    gap, the text is generated again, with ``</s>`` allowed only after the last sentinel.
+
+    Args:
+        path: Folder with config.json, safetensors and a vocabulary: an export of this project, or any other T5.
+        texts: The texts. One is taken, and its result yielded, at a time.
+        spec: How to generate.
+        device: Device to use, such as ``cuda:1`` or ``cpu``; this machine's accelerator, if it has one, if left out.
+
+    Returns:
+        An iterator over the results, in the order of the texts.
+
+    Raises:
+        InputError: The folder is missing or incomplete, its weights are pickled, or the device is not available.
+        SpecError: The model is not a T5.
+
+    """
+    folder = ModelFolder.open(path)
+    return _generated(folder, texts, spec, chosen_device(device))
+
+
+def _generated(folder: ModelFolder, texts: Iterable[str], spec: GenerationSpec, device: str) -> Iterator[Generated]:
+    tokenizer, model = folder.load_tokenizer(), folder.load(device)
+    for text in texts:
+        yield _generate_one(folder, tokenizer, model, text, spec)
+
+
+def _generate_one(folder: ModelFolder, tokenizer: Any, model: Any, text: str, spec: GenerationSpec) -> Generated:
+    import torch
+
+    sentinels = sentinels_in(text)
+    usual = spec.options(folder.target_tokens or max(_LEAST_NEW_TOKENS, _TOKENS_A_SPAN * len(sentinels)))
+    with quiet_transformers():
+        inputs = tokenizer(text, return_tensors="pt").to(model.device)
+
+        def output_of(**options: Any) -> list[int]:
+            with seeded(spec, model.device), torch.inference_mode():
+                found: list[int] = model.generate(**inputs, **usual, **options)[0].tolist()
+            return found
+
+        output, ends_early = output_of(), None
+        if sentinels and is_as_trained(sentinels):
+            last, eos = tokenizer.convert_tokens_to_ids(sentinels[-1]), tokenizer.eos_token_id
+            if eos in output and last not in output:
+                again = output_of(logits_processor=[partial(_without_early_end, last=last, eos=eos)])
+                output, ends_early = (again, False) if last in again else (output, True)
+    # The model's vocabulary is padded: it may generate ids that stand for nothing.
+    pieces = [piece for piece in tokenizer.convert_ids_to_tokens(output) if piece is not None]
+    spans = spans_of(pieces, sentinels)
+    plain = tokenizer.decode(output, skip_special_tokens=True)
+    input_tokens = int(inputs["input_ids"].shape[1])
+    return Generated(
+        text=text,
+        spans={each: text_of(spans[each], tokenizer) if each in spans else None for each in sentinels},
+        filled=filled(text, spans, tokenizer) if sentinels else plain,
+        generated=text_of([piece for piece in pieces if piece not in ("<pad>", "</s>")], tokenizer),
+        input_tokens=input_tokens,
+        new_tokens=len(output) - 1,  # without the token that starts the decoder
+        remarks=tuple(_remarks(folder, text, sentinels, input_tokens, ends_early)),
+    )
+
+
+def _without_early_end(input_ids: Any, scores: Any, last: int, eos: int) -> Any:
+    """Forbid ``eos`` in the rows of ``input_ids`` [n, t] without ``last``; returns scores [n, vocabulary]."""
+    scores[(input_ids != last).all(1), eos] = float("-inf")
+    return scores
+
+
+@contextmanager
+def seeded(spec: GenerationSpec, device: Any) -> Iterator[None]:
+    """Seed torch within the block if tokens are sampled, and restore its generators afterwards."""
+    import torch
+
+    if not spec.sample:
+        yield
+        return
+    devices = [] if device.type == "cpu" else [device.index or 0]
+    kind = {} if device.type == "cpu" else {"device_type": device.type}
+    with torch.random.fork_rng(devices=devices, **kind):
+        torch.manual_seed(spec.seed)
+        yield
+
+
+def _remarks(
+    folder: ModelFolder, text: str, sentinels: list[str], input_tokens: int, ends_early: bool | None
+) -> Iterator[str]:
+    """Yield what explains a poor result. ``ends_early``: whether a second attempt also ended before the last gap."""
+    if folder.run.tasks:
+        yield from _missing_prefix(folder.run.tasks, text)
+    elif not sentinels:
+        yield (
+            "the text has no <extra_id_0>: a pre-trained T5 fills in gaps that are marked by <extra_id_0>, "
+            "<extra_id_1>, ..., and what it generates without one means little"
+        )
+    elif not is_as_trained(sentinels):
+        yield (
+            f"the text has the sentinels {', '.join(sentinels)}, but the model was trained with <extra_id_0>, "
+            "<extra_id_1>, ... in this order. Number them in this way"
+        )
+    if ends_early is not None:
+        result = "gaps stay unfilled, also without it" if ends_early else "the text was generated again without it"
+        yield f"the model wrote </s>, the end of a document, before the last gap ({sentinels[-1]}): {result}"
+    if input_tokens > folder.trained_tokens:
+        yield (
+            f"the text has {input_tokens} tokens, but the model was trained with at most {folder.trained_tokens}: the "
+            "result may be poor. Shorten the text"
+        )
+
+
+def _missing_prefix(tasks: Mapping[str, str], text: str) -> Iterator[str]:
+    """Yield a sentence if the text begins with none of the prefixes of ``tasks``, which may be empty."""
+    prefixes = list(map(str, tasks.values()))
+    if not text.startswith(tuple(prefixes)):
+        named = ", ".join(map(json.dumps, prefixes))
+        yield f"the text has no prefix that the model was fine-tuned with ({named}): begin it with that of its task"
+
+
+def sentinels_in(text: str) -> list[str]:
+    """Return the sentinels of a text in their order, each once."""
+    found = [match[0] for match in _SENTINEL.finditer(text) if int(match[1]) < NUM_SENTINELS]
+    return list(dict.fromkeys(found))
+
+
+def is_as_trained(sentinels: Sequence[str]) -> bool:
+    """Return whether sentinels count up from ``<extra_id_0>``, as in every text that a T5 was pre-trained with."""
+    return list(sentinels) == [f"<extra_id_{index}>" for index in range(len(sentinels))]
+
+
+def spans_of(pieces: Sequence[str], sentinels: Sequence[str]) -> dict[str, list[str]]:
+    """Return the pieces after each of ``sentinels`` in what a model generated, up to its next sentinel or its end.
+
+    A sentinel that was not generated is left out. Of one that was generated twice, the first counts.
+    """
+    spans: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for piece in pieces:
+        if piece in ("</s>", "<pad>"):
+            current = None
+        elif _SENTINEL.fullmatch(piece):
+            current = spans.setdefault(piece, []) if piece in sentinels and piece not in spans else None
+        elif current is not None:
+            current.append(piece)
+    return spans
+
+
+def filled(text: str, spans: Mapping[str, Sequence[str]], tokenizer: Any) -> str:
+    """Return the text with the spans in place of their sentinels. A sentinel without a span stays.
+
+    The space before a sentinel is dropped if its span continues the word before it, or is empty.
+    """
+
+    def replacement(match: re.Match[str]) -> str:
+        space, sentinel = match.groups()
+        if sentinel not in spans:
+            return match[0]
+        span = spans[sentinel]
+        begins_word = bool(span) and span[0].startswith(_SPACE)
+        return (space if begins_word else "") + text_of(span, tokenizer)
+
+    return re.sub(r"(\s*)(<extra_id_[0-9]+>)", replacement, text)
+
+
+def text_of(span: Sequence[str], tokenizer: Any) -> str:
+    """Return the text of a span of pieces."""
+    return str(tokenizer.convert_tokens_to_string(list(span))).strip() if span else ""
