@@ -31,6 +31,18 @@ class GenerationSpec(NamedTuple):
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0
+    length_penalty: float = 1.0
+    """Exponent of the length by which beams divide their scores: more prefers longer texts. Of beams only."""
+
+    def options(self, usual_tokens: int) -> dict[str, Any]:
+        """Return the arguments of ``generate()`` of transformers, with at most ``usual_tokens`` if nothing is set."""
+        options: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens or usual_tokens,
+            "num_beams": self.num_beams,
+            "do_sample": self.sample,
+        }
+        options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": 0} if self.sample else {}
+        return options | ({"length_penalty": self.length_penalty} if self.num_beams > 1 else {})
 
 
 _USUAL = GenerationSpec()
@@ -89,12 +101,12 @@ def _generate_one(folder: ModelFolder, tokenizer: Any, model: Any, text: str, sp
     import torch
 
     sentinels = sentinels_in(text)
-    usual = _options(spec, len(sentinels), folder.target_tokens)
+    usual = spec.options(folder.target_tokens or max(_LEAST_NEW_TOKENS, _TOKENS_A_SPAN * len(sentinels)))
     with quiet_transformers():
         inputs = tokenizer(text, return_tensors="pt").to(model.device)
 
         def output_of(**options: Any) -> list[int]:
-            with _seeded(spec, model.device), torch.inference_mode():
+            with seeded(spec, model.device), torch.inference_mode():
                 found: list[int] = model.generate(**inputs, **usual, **options)[0].tolist()
             return found
 
@@ -126,18 +138,8 @@ def _without_early_end(input_ids: Any, scores: Any, last: int, eos: int) -> Any:
     return scores
 
 
-def _options(spec: GenerationSpec, num_spans: int, target_tokens: int) -> dict[str, Any]:
-    usual = target_tokens or max(_LEAST_NEW_TOKENS, _TOKENS_A_SPAN * num_spans)
-    options: dict[str, Any] = {
-        "max_new_tokens": spec.max_new_tokens or usual,
-        "num_beams": spec.num_beams,
-        "do_sample": spec.sample,
-    }
-    return options | ({"temperature": spec.temperature, "top_p": spec.top_p, "top_k": 0} if spec.sample else {})
-
-
 @contextmanager
-def _seeded(spec: GenerationSpec, device: Any) -> Iterator[None]:
+def seeded(spec: GenerationSpec, device: Any) -> Iterator[None]:
     """Seed torch within the block if tokens are sampled, and restore its generators afterwards."""
     import torch
 

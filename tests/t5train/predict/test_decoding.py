@@ -1,0 +1,70 @@
+"""A batch is decoded as plain transformers decodes its sources one by one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from t5train.predict.decoding import Decoder, Hypothesis
+from t5train.release.inference.generation import GenerationSpec
+from t5train.release.inference.model_folder import ModelFolder
+
+MOST = 12
+NEAR_TIE = 1e-5
+"""Where two scores are this close, a batch may choose otherwise than a source alone: it is rounded otherwise."""
+SOURCES = [" ".join(text.split()[: 3 + number % 17]) for number, text in enumerate(list(topics.values())[:40])]
+
+
+class Plain:
+    """The script that people write: one source at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+    def generate(self, source: str, num_beams: int) -> tuple[str, float]:
+        """Return the text, and how close the best alternative came: of a token if greedy, else of the whole."""
+        inputs = self._tokenizer(source, return_tensors="pt")
+        options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": MOST}
+        found = self._model.generate(**inputs, **options, output_scores=True, return_dict_in_generate=True)
+        scores = torch.cat(found.scores) if num_beams == 1 else found.sequences_scores[None]
+        best = scores.topk(2).values
+        gap = (best[:, 0] - best[:, 1]) / scores.abs().amax(1)
+        return str(self._tokenizer.decode(found.sequences[0], skip_special_tokens=True)), float(gap.min())
+
+
+@pytest.mark.parametrize(
+    ("num_beams", "sources"), [(1, SOURCES[:20]), pytest.param(4, SOURCES, marks=pytest.mark.slow)]
+)
+def test_a_batch_is_decoded_as_plain_transformers_decodes_each_source_alone(
+    model: Path, num_beams: int, sources: list[str], record_property: Callable[[str, object], None]
+) -> None:
+    plain = Plain(model)
+    found = Decoder(ModelFolder.open(model), "cpu").decode(sources, GenerationSpec(num_beams=num_beams), MOST)
+    alone = [plain.generate(source, num_beams) for source in sources]
+    differing = {ours.text: theirs for ours, theirs in zip(found, alone, strict=True) if ours.text != theirs[0]}
+    record_property("near ties", f"{len(differing)} of {len(sources)}")
+    assert not {text: theirs for text, theirs in differing.items() if theirs[1] > NEAR_TIE}
+    assert len(differing) <= 1
+    assert {each.ended for each in found} == {True, False}
+    assert all(each.tokens == MOST for each in found if not each.ended)
+
+
+def test_tokens_count_eos_and_not_the_padding_after_it(model: Path) -> None:
+    decoder = Decoder(ModelFolder.open(model), "cpu")
+    ended = next(each for each in decoder.decode(SOURCES, GenerationSpec(), MOST) if each.ended and each.tokens < MOST)
+    source = SOURCES[decoder.decode(SOURCES, GenerationSpec(), MOST).index(ended)]
+    assert decoder.decode([source], GenerationSpec(), ended.tokens) == [ended]
+    (cut,) = decoder.decode([source], GenerationSpec(), ended.tokens - 1)
+    assert cut == Hypothesis(ended.text, ended.tokens - 1, ended=False)
+
+
+def test_sampling_a_batch_again_gives_the_same_and_another_seed_does_not(model: Path) -> None:
+    decoder, spec = Decoder(ModelFolder.open(model), "cpu"), GenerationSpec(sample=True, temperature=2.0, seed=3)
+    first = decoder.decode(SOURCES[:4], spec, MOST)
+    assert decoder.decode(SOURCES[:4], spec, MOST) == first
+    assert decoder.decode(SOURCES[:4], spec._replace(seed=4), MOST) != first
