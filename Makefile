@@ -156,7 +156,7 @@ clean: ## Remove .venv and what tools have cached; what runs have made stays
 	.ci/system-packages "$$python"
 	.ci/cluster-packages
 	"$$python" -m venv .venv
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[flows,s3,hub,wikipedia,vectors,dask,dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[flows,serve,s3,hub,wikipedia,vectors,dask,dev]'
 	touch $@
 
 # Without a GPU, tests interpret the kernels. Without Triton they are skipped, but not in continuous integration, where CI

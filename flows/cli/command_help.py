@@ -46,6 +46,7 @@ COMMANDS: Mapping[str, Command | CommandGroup] = {
     "rm": Command("operate.removal_commands", _TRAIN),
     "generate": Command("model_commands", _TRAIN),
     "evaluate": Command("model_commands", _TRAIN),
+    "serve": Command("serve_command", _TRAIN),
     "preflight": Command("operate.host_commands", _TRAIN),
     "bench": Command("bench_command", _TRAIN),
     "data": CommandGroup(
