@@ -72,7 +72,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one for each option
             f"warning: {address.ip} is not a loopback address, and texts and the key pass the network unencrypted: let "
             "the server listen on 127.0.0.1, behind a reverse proxy with TLS or an ssh tunnel"
         )
-    folder = ModelFolder.open(path)
+    folder, chosen = ModelFolder.open(path), chosen_device(device)
     limits = _USUAL._replace(
         input_tokens=max_input_tokens or folder.trained_tokens,
         new_tokens=max_new_tokens,
@@ -82,7 +82,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one for each option
     )
     with prefect_server.listening(address.port, address.ip) as bound:
         say(f"loading {path}")
-        model = ServedModel(folder, chosen_device(device), limits)
+        model = ServedModel(folder, chosen, limits)
         with TextQueue(model.decode, limits.batch_sequences, limits.waiting_texts) as queue:
             say(f"{path} is served at {address.url}. Ctrl-C ends it")
             http_server.serve(
