@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.acceptance.serve_load [--clients 64] [--seconds 120] [--model FOLDER]
+    python -m tests.acceptance.serve_load [--clients 64] [--seconds 120] [--model FOLDER] [--into JSON]
 
 Each client sends one request after another: one to three of 30 texts of various lengths, with one of three settings.
 Every request must be answered, in the order of its texts, with exactly the answers that each text gets alone. Meanwhile
@@ -15,6 +15,7 @@ import asyncio
 import os
 import random
 import secrets
+import shlex
 import signal
 import statistics
 import subprocess
@@ -29,10 +30,13 @@ from typing import Any
 
 import httpx
 
+from benchmarks.measured_conditions import commit
+from benchmarks.measured_result import Figure, Result, add_into
 from infra.node.ports import free_port
 from t5train.release.export import export
 from t5train.release.inference.generation import GenerationSpec, generate
 from t5train.serve.access import KEY_VARIABLE
+from tests.support.hardware import hardware
 from tests.support.synthetic_models import make_trained
 
 TEXTS, SEED = 30, 0
@@ -57,15 +61,19 @@ class Load:
     refusals: list[str] = field(default_factory=list)
     """One line for each client that must be refused."""
 
-    def lines(self, seconds: float) -> Iterator[str]:
-        """Yield what was seen."""
-        if self.latencies:
-            slowest = sorted(self.latencies)[int(0.99 * len(self.latencies))]
-            yield f"{len(self.latencies)} requests of {self.texts} texts: {self.texts / seconds:.0f} texts a second"
-            yield f"latency: median {statistics.median(self.latencies):.2f} s, 99th percentile {slowest:.2f} s"
-        yield from (f"refused: {each}" for each in self.refusals)
-        yield f"{len(self.wrong)} wrong answers or errors"
-        yield from self.wrong[:5]
+    def row(self, clients: int, seconds: float) -> dict[str, Figure]:
+        """Return what is measured."""
+        slowest = sorted(self.latencies)[int(0.99 * len(self.latencies))]
+        return {
+            "clients": clients,
+            "seconds": seconds,
+            "requests": len(self.latencies),
+            "texts": self.texts,
+            "texts a second": round(self.texts / seconds),
+            "median latency, s": round(statistics.median(self.latencies), 2),
+            "99th percentile, s": round(slowest, 2),
+            "wrong or refused": len(self.wrong),
+        }
 
 
 def made_texts() -> list[str]:
@@ -157,12 +165,20 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--model", type=Path, help="folder of a T5; random weights if left out")
+    add_into(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary)
         folder = options.model or export(*make_trained(made / "made"), made / "model").path
         load = run(folder, options.clients, options.seconds)
-    print(*load.lines(options.seconds), sep="\n")
+    Result(
+        what="A served model under load",
+        command=f"python -m tests.acceptance.serve_load {shlex.join(sys.argv[1:])}".rstrip(),
+        commit=commit(),
+        machine=hardware(),
+        notes=f"Load average {os.getloadavg()[0]:.1f}. Refused: {'; '.join(load.refusals)}. {'; '.join(load.wrong[:5])}",
+        rows=[load.row(options.clients, options.seconds)],
+    ).show(options.into)
     return 1 if load.wrong else 0
 
 
