@@ -44,9 +44,9 @@ COMMANDS: Mapping[str, Command | CommandGroup] = {
     "status": Command("status_command", _TRAIN),
     "board": Command("operate.board_command", _TRAIN),
     "rm": Command("operate.removal_commands", _TRAIN),
-    "generate": Command("model_commands", _TRAIN),
-    "evaluate": Command("model_commands", _TRAIN),
-    "serve": Command("serve_command", _TRAIN),
+    "generate": Command("models.model_commands", _TRAIN),
+    "evaluate": Command("models.model_commands", _TRAIN),
+    "serve": Command("models.serve_command", _TRAIN),
     "preflight": Command("operate.host_commands", _TRAIN),
     "bench": Command("bench_command", _TRAIN),
     "data": CommandGroup(

@@ -176,7 +176,7 @@ def main() -> int:
         command=f"python -m tests.acceptance.serve_load {shlex.join(sys.argv[1:])}".rstrip(),
         commit=commit(),
         machine=hardware(),
-        notes=f"Load average {os.getloadavg()[0]:.1f}. Refused: {'; '.join(load.refusals)}. {'; '.join(load.wrong[:5])}",
+        notes=f"Load average {os.getloadavg()[0]:.1f}. Refused: {'; '.join(load.refusals + load.wrong[:5])}",
         rows=[load.row(options.clients, options.seconds)],
     ).show(options.into)
     return 1 if load.wrong else 0

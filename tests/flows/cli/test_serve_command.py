@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flows.cli import serve_command
+from flows.cli.models import serve_command
 from t5train.release.export import export
 from t5train.serve.access import KEY_VARIABLE
 from tests.acceptance import serve_load

@@ -97,7 +97,7 @@ def test_a_text_that_the_model_would_read_wrongly_is_refused(
     assert message in str(refused.value)
 
 
-def test_a_text_may_have_as_many_tokens_as_the_limit_with_its_prefix_and_not_one_more(
+def test_a_text_may_have_as_many_tokens_as_the_limit_with_its_prefix(
     folder: Callable[[str], Path],
 ) -> None:
     found = ModelFolder.open(folder("pairs"))

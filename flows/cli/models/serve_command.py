@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flows.cli.interruption import interrupt_on_stop
-from flows.cli.model_commands import DeviceOption, ModelArgument
+from flows.cli.models.model_commands import DeviceOption, ModelArgument
 from flows.cli.stage_commands import require_finished
 from flows.cli.terminal import complain, say
 from flows.server import prefect_server
