@@ -133,7 +133,7 @@ BEGUN = "POST /generate HTTP/1.1\r\nHost: localhost\r\n"
 
 @pytest.mark.parametrize("sent", ["", BEGUN, f"{BEGUN}Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{{"])
 def test_a_slow_client_is_cut(hasty: StubServer, sent: str) -> None:
-    with closing(socket.create_connection(("127.0.0.1", httpx.URL(hasty.url).port or 0), 600)) as client:
+    with closing(socket.create_connection(("127.0.0.1", httpx.URL(hasty.url).port or 0), 60)) as client:
         client.sendall(sent.encode())
         head, _, body = client.makefile("rb").read().decode().partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 408 ")
@@ -141,7 +141,7 @@ def test_a_slow_client_is_cut(hasty: StubServer, sent: str) -> None:
 
 
 def test_a_slow_client_cannot_go_on_after_it_was_refused(hasty: StubServer) -> None:
-    with closing(socket.create_connection(("127.0.0.1", httpx.URL(hasty.url).port or 0), 600)) as client:
+    with closing(socket.create_connection(("127.0.0.1", httpx.URL(hasty.url).port or 0), 60)) as client:
         client.sendall(f"{BEGUN}Content-Type: text/plain\r\nContent-Length: 99\r\n\r\n{{".encode())
         answer = client.makefile("rb").read().decode()
     assert answer.startswith("HTTP/1.1 415 ")
@@ -149,7 +149,7 @@ def test_a_slow_client_cannot_go_on_after_it_was_refused(hasty: StubServer) -> N
 
 
 def test_what_is_no_http_is_refused_in_one_line(hasty: StubServer) -> None:
-    with closing(socket.create_connection(("127.0.0.1", httpx.URL(hasty.url).port or 0), 600)) as client:
+    with closing(socket.create_connection(("127.0.0.1", httpx.URL(hasty.url).port or 0), 60)) as client:
         client.sendall(b"hello\r\n\r\n")
         answer = client.makefile("rb").read().decode()
     assert answer.startswith("HTTP/1.1 400 ")
