@@ -21,7 +21,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-matrix test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations test-durations test-runs prove bench-consolidate bench-publish variants-table faults resumes kills pretraining-kills finetuning-kills finetuning-trial upload-faults operation-faults regression-faults regression-quiet io-faults results-page settings-page recording up clean
+.PHONY: help setup demo demo-cluster test test-fast test-matrix test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations test-durations test-runs prove bench-consolidate bench-publish variants-table faults resumes kills pretraining-kills finetuning-kills finetuning-trial serve-load upload-faults operation-faults regression-faults regression-quiet io-faults results-page settings-page recording up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -120,6 +120,10 @@ finetuning-trial: setup ## Fine-tune with three seeds, and once more with three 
 	@$(BIN)/python -m tests.acceptance.finetuning_trial --into benchmarks/results/finetuning_trial.json
 	$(BIN)/python -m benchmarks.results_page
 
+serve-load: setup ## Serve a model to 64 clients for two minutes, and compare each answer with that of generate
+	@$(BIN)/python -m tests.acceptance.serve_load --clients 64 --seconds 120 --into benchmarks/results/serve_load.json
+	$(BIN)/python -m benchmarks.results_page
+
 upload-faults: setup ## Kill and disturb uploads to an S3 server, kill the server, fill its disk, and let uploads race; half an hour
 	$(BIN)/python -m pytest -n 0 tests/t5train/release/object_store --kill-rounds 100
 
@@ -160,7 +164,7 @@ clean: ## Remove .venv and what tools have cached; what runs have made stays
 	.ci/system-packages "$$python"
 	.ci/cluster-packages
 	"$$python" -m venv .venv
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[flows,s3,hub,wikipedia,vectors,dask,dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[flows,serve,s3,hub,wikipedia,vectors,dask,dev]'
 	touch $@
 
 # Without a GPU, tests interpret the kernels. Without Triton they are skipped, but not in continuous integration, where CI

@@ -48,7 +48,7 @@ def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_only_the_tests_install_triton(checkout: Path) -> None:
     """A demo on a machine without a GPU does not download what it does not use."""
     add_program(checkout, "python3.11", "#!/bin/bash\nexit 0\n")
-    assert "--editable '.[flows,s3,hub,wikipedia,vectors,dask,dev]'" in make(checkout, "-n", "demo").stdout
+    assert "--editable '.[flows,serve,s3,hub,wikipedia,vectors,dask,dev]'" in make(checkout, "-n", "demo").stdout
     assert "kernels" not in make(checkout, "-n", "demo").stdout
     assert "--editable '.[kernels]'" in make(checkout, "-n", "test").stdout
     assert "triton" not in (checkout / "constraints.txt").read_text()

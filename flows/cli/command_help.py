@@ -48,6 +48,7 @@ COMMANDS: Mapping[str, Command | CommandGroup] = {
     "predict": Command("models.prediction_command", _TRAIN),
     "evaluate": Command("models.model_commands", _TRAIN),
     "score": Command("models.score_command", _TRAIN),
+    "serve": Command("models.serve_command", _TRAIN),
     "preflight": Command("operate.host_commands", _TRAIN),
     "bench": Command("bench_command", _TRAIN),
     "data": CommandGroup(

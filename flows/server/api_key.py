@@ -4,15 +4,14 @@ Anyone with the key can run code as the server's user. Therefore it is passed on
 environment of this user's own processes, never on a command line.
 """
 
-import os
 import re
 import secrets
-import stat
 from pathlib import Path
 
 from t5train.errors import StorageError
 from t5train.files import atomic
 from t5train.files.locks import private_folder
+from t5train.files.private_text import read_private
 
 _NAME = "api-key"
 _USER = "t5-pretrain"
@@ -49,21 +48,7 @@ def read(home: Path) -> str:
     """Read the key. Raises StorageError unless the file has one, belongs to this user, and is private."""
     path = path_of(home)
     private_folder(home)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}; fix its permissions, or {_MAKE_NEW}") from error
-    with open(descriptor, encoding="ascii", errors="replace") as file:
-        _require_private(path, os.fstat(descriptor))
-        key = file.read(1024).strip()
+    key = read_private(path, _MAKE_NEW)
     if not _KEY.fullmatch(key):
         raise StorageError(f"{path} holds no API key: {_MAKE_NEW}")
     return key
-
-
-def _require_private(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise StorageError(
-            f"{path} is not a private file of user {os.getuid()} (its owner is {found.st_uid}, its mode "
-            f"{stat.filemode(found.st_mode)}), so others may know the key: {_MAKE_NEW}"
-        )

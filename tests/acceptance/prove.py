@@ -44,6 +44,7 @@ PROOFS = (
         "finetuning-trial",
         (*_RUNS, "t5train/data", "t5train/model", "t5train/spec", "flows", "tests/acceptance/finetuning_trial.py"),
     ),
+    Proof("serve-load", ("t5train/inference/serve", "t5train/inference/text", "tests/acceptance/serve_load.py")),
     Proof("io-faults", (*_RUNS, "tests/acceptance/io_faults", "tests/acceptance/file_faults.py")),
     Proof("corruptions", ("t5train/checkpoint", "tests/acceptance/corruptions.py")),
     Proof("certificate-faults", ("t5train/release", "t5train/records", "tests/acceptance/certificate_faults.py")),

@@ -53,7 +53,8 @@ class Generated(NamedTuple):
 
     ``spans`` has the text for each sentinel of ``text``; None if the model generated none. ``filled`` is the text with
     the spans put in, or the generated text if there were no sentinels. ``generated`` is all that was generated, with
-    sentinels. ``remarks`` are sentences about the text that explain a poor result.
+    sentinels. ``ended`` is whether the model ended it, before the most tokens that were allowed. ``remarks`` are
+    sentences about the text that explain a poor result.
     """
 
     text: str
@@ -62,6 +63,7 @@ class Generated(NamedTuple):
     generated: str
     input_tokens: int
     new_tokens: int
+    ended: bool
     remarks: tuple[str, ...]
 
 
@@ -94,33 +96,68 @@ def generate(
 def _generated(folder: ModelFolder, texts: Iterable[str], spec: GenerationSpec, device: str) -> Iterator[Generated]:
     tokenizer, model = folder.load_tokenizer(), folder.load(device)
     for text in texts:
-        yield _generate_one(folder, tokenizer, model, text, spec)
+        each = spec._replace(max_new_tokens=spec.max_new_tokens or usual_new_tokens(folder, text))
+        yield from generate_batch(folder, tokenizer, model, [text], each)
 
 
-def _generate_one(folder: ModelFolder, tokenizer: Any, model: Any, text: str, spec: GenerationSpec) -> Generated:
+def usual_new_tokens(folder: ModelFolder, text: str) -> int:
+    """Return how many tokens are generated for a text at most, unless something else is asked for."""
+    return folder.target_tokens or max(_LEAST_NEW_TOKENS, _TOKENS_A_SPAN * len(sentinels_in(text)))
+
+
+def generate_batch(
+    folder: ModelFolder, tokenizer: Any, model: Any, texts: Sequence[str], spec: GenerationSpec
+) -> list[Generated]:
+    """Return what a loaded model generates for each text, with at most ``spec.max_new_tokens`` each.
+
+    Padding changes logits by rounding, so a result can differ from that for the text alone where two tokens are about
+    equally likely. With sampling, it depends on the other texts.
+    """
+    with quiet_transformers():
+        outputs, lengths = _outputs(tokenizer, model, texts, spec)
+        return [
+            _described(folder, tokenizer, text, *_until_last_gap(tokenizer, model, text, output, spec), input_tokens)
+            for text, output, input_tokens in zip(texts, outputs, lengths, strict=True)
+        ]
+
+
+def _outputs(
+    tokenizer: Any, model: Any, texts: Sequence[str], spec: GenerationSpec, **options: Any
+) -> tuple[list[list[int]], list[int]]:
+    """Return the ids that are generated for each text, from the one that starts the decoder to EOS; and its length."""
     import torch
 
+    inputs = tokenizer(list(texts), return_tensors="pt", padding=True).to(model.device)
+    with seeded(spec, model.device), torch.inference_mode():
+        outputs = model.generate(**inputs, **spec.options(_LEAST_NEW_TOKENS), **options).tolist()
+    eos = tokenizer.eos_token_id
+    ended = [output[: output.index(eos) + 1] if eos in output else output for output in outputs]
+    return ended, inputs["attention_mask"].sum(1).tolist()
+
+
+def _until_last_gap(
+    tokenizer: Any, model: Any, text: str, output: list[int], spec: GenerationSpec
+) -> tuple[list[int], bool | None]:
+    """Generate again if the output ends before the last gap. Returns whether that ends early, too; else None."""
     sentinels = sentinels_in(text)
-    usual = spec.options(folder.target_tokens or max(_LEAST_NEW_TOKENS, _TOKENS_A_SPAN * len(sentinels)))
-    with quiet_transformers():
-        inputs = tokenizer(text, return_tensors="pt").to(model.device)
+    if not (sentinels and is_as_trained(sentinels)):
+        return output, None
+    last, eos = tokenizer.convert_tokens_to_ids(sentinels[-1]), tokenizer.eos_token_id
+    if eos not in output or last in output:
+        return output, None
+    processors = [partial(_without_early_end, last=last, eos=eos)]
+    ((again,), _) = _outputs(tokenizer, model, [text], spec, logits_processor=processors)
+    return (again, False) if last in again else (output, True)
 
-        def output_of(**options: Any) -> list[int]:
-            with seeded(spec, model.device), torch.inference_mode():
-                found: list[int] = model.generate(**inputs, **usual, **options)[0].tolist()
-            return found
 
-        output, ends_early = output_of(), None
-        if sentinels and is_as_trained(sentinels):
-            last, eos = tokenizer.convert_tokens_to_ids(sentinels[-1]), tokenizer.eos_token_id
-            if eos in output and last not in output:
-                again = output_of(logits_processor=[partial(_without_early_end, last=last, eos=eos)])
-                output, ends_early = (again, False) if last in again else (output, True)
+def _described(
+    folder: ModelFolder, tokenizer: Any, text: str, output: list[int], ends_early: bool | None, input_tokens: int
+) -> Generated:
+    sentinels = sentinels_in(text)
     # The model's vocabulary is padded: it may generate ids that stand for nothing.
     pieces = [piece for piece in tokenizer.convert_ids_to_tokens(output) if piece is not None]
     spans = spans_of(pieces, sentinels)
     plain = tokenizer.decode(output, skip_special_tokens=True)
-    input_tokens = int(inputs["input_ids"].shape[1])
     return Generated(
         text=text,
         spans={each: text_of(spans[each], tokenizer) if each in spans else None for each in sentinels},
@@ -128,6 +165,7 @@ def _generate_one(folder: ModelFolder, tokenizer: Any, model: Any, text: str, sp
         generated=text_of([piece for piece in pieces if piece not in ("<pad>", "</s>")], tokenizer),
         input_tokens=input_tokens,
         new_tokens=len(output) - 1,  # without the token that starts the decoder
+        ended=tokenizer.eos_token_id in output,
         remarks=tuple(_remarks(folder, text, sentinels, input_tokens, ends_early)),
     )
 

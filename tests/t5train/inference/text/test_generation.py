@@ -96,6 +96,14 @@ def test_a_document_end_within_a_gap_does_not_end_the_filling(
     )
 
 
+def test_an_output_that_is_cut_has_not_ended(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    _scripted(monkeypatch, ["<extra_id_0>"], ["s"], ["</s>"])
+    folder = make_model("v1.1")
+    for most, ended in ((3, True), (2, False)):
+        (result,) = generate(folder, ["a <extra_id_0>"], GenerationSpec(max_new_tokens=most))
+        assert (result.new_tokens, result.ended) == (most, ended)
+
+
 def test_a_gap_that_the_model_never_comes_to_is_remarked(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

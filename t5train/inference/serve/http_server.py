@@ -1,0 +1,92 @@
+"""An HTTP server that cuts slow clients and, on SIGTERM, answers what it has taken before it ends.
+
+uvicorn is imported when a server starts.
+"""
+
+import json
+import logging
+import socket
+from asyncio import TimerHandle, Transport
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_HEADERS = [("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store")]
+
+
+def serve(app: "FastAPI", listening: socket.socket, read_seconds: float, answer_seconds: float) -> None:
+    """Serve on a bound socket until SIGTERM or Ctrl-C, which are raised again after the last answer.
+
+    A request, with its headers and its body, must be there within ``read_seconds``. Requests that were read are
+    answered, as the application does within ``answer_seconds``.
+    """
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        http=_protocol(read_seconds),
+        ws="none",
+        lifespan="off",
+        log_level=logging.ERROR,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        headers=_HEADERS,
+        timeout_graceful_shutdown=round(read_seconds + answer_seconds) + 1,
+    )
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def _protocol(read_seconds: float) -> "type[H11Protocol]":  # noqa: C901 - its methods are counted together
+    """Return uvicorn's protocol with a limit to the time of reading: uvicorn limits only idle time after an answer."""
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Timed(H11Protocol):
+        """A connection, whose timer runs while a request is awaited or incomplete."""
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self._timer: TimerHandle | None = None
+
+        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as in uvicorn
+            super().connection_made(transport)
+            self._start_timer()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            state, (next_request, _) = self.conn.their_state, self.conn.trailing_data
+            if state not in {h11.IDLE, h11.SEND_BODY}:
+                self._stop_timer()
+            elif self._timer is None or (state is h11.IDLE and not next_request):
+                self._start_timer()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse("400 Bad Request", msg)
+
+        def _start_timer(self) -> None:
+            self._stop_timer()
+            self._timer = self.loop.call_later(read_seconds, self._cut)
+
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _cut(self) -> None:
+            self._refuse("408 Request Timeout", f"the request was not complete within {read_seconds:g} seconds")
+
+        def _refuse(self, status: str, reason: str) -> None:
+            if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:  # no answer has begun
+                body = json.dumps({"error": reason})
+                head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
+                self.transport.write(f"HTTP/1.1 {status}\r\n{head}\r\n\r\n{body}".encode())
+            self.transport.close()
+
+    return Timed

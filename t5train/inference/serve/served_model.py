@@ -1,0 +1,64 @@
+"""The model of a server: reads questions, and generates for batches of texts."""
+
+from collections.abc import Sequence
+from threading import Lock
+
+from t5train.errors import InputError, T5TrainError
+from t5train.inference.model_folder import ModelFolder
+from t5train.inference.serve.limits import Limits
+from t5train.inference.serve.question import Question
+from t5train.inference.serve.text_queue import Asked
+from t5train.inference.text.generation import Generated, GenerationSpec, generate_batch, usual_new_tokens
+
+
+class ServedModel:
+    """A loaded model. Questions may be read by several threads at once, while one decodes."""
+
+    def __init__(self, folder: ModelFolder, device: str, limits: Limits) -> None:
+        """Load the model. Raises InputError if it is incomplete, and DigestMismatch if it is not as recorded."""
+        self._folder, self._limits = folder, limits
+        self._tokenizer, self._model = folder.load_tokenizer(), folder.load(device)
+        # Padding changes the state of a tokenizer, which fails while another thread uses it.
+        self._counting, self._lock = folder.load_tokenizer(), Lock()
+
+    def asked(self, question: Question) -> list[Asked]:
+        """Put the prefix of its task before each text.
+
+        Raises InputError if the model has no such task, if none is named and it has several, or if a text is too long.
+        """
+        texts = [self._with_prefix(text, question.task) for text in question.text]
+        with self._lock:
+            lengths = [len(ids) for ids in self._counting(texts, verbose=False)["input_ids"]]
+        most = self._limits.input_tokens
+        for number, length in enumerate(lengths, start=1):
+            if length > most:
+                raise InputError(f"text {number} has {length} tokens with its prefix: it must have at most {most}")
+        usual = [min(usual_new_tokens(self._folder, text), self._limits.new_tokens) for text in texts]
+        return [Asked(text, question.spec(tokens)) for text, tokens in zip(texts, usual, strict=True)]
+
+    def decode(self, texts: Sequence[str], spec: GenerationSpec) -> list[Generated]:
+        """Return what the model generates for each text. Raises T5TrainError if its device has too little memory."""
+        import torch
+
+        try:
+            return generate_batch(self._folder, self._tokenizer, self._model, texts, spec)
+        except torch.OutOfMemoryError as error:
+            raise T5TrainError(
+                f"{self._model.device} has too little memory for {len(texts)} texts at once: start the server with a "
+                "lower --batch-sequences"
+            ) from error
+
+    def _with_prefix(self, text: str, task: str | None) -> str:
+        """Return a text with the prefix of its task, unless it has it: the only task if none is named."""
+        tasks = self._folder.run.tasks
+        known = ", ".join(tasks)
+        if task is not None and task not in tasks:
+            has = f"must be one of {known}" if tasks else "must be left out: no task is recorded of this model"
+            raise InputError(f"task is {task!r}: it {has}")
+        if not tasks or text.startswith(tuple(tasks.values()) if task is None else tasks[task]):
+            return text
+        if task is None and len(tasks) > 1:
+            raise InputError(
+                f"the model has several tasks, and the text has the prefix of none: set task, to one of {known}"
+            )
+        return tasks[task or next(iter(tasks))] + text
