@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.t5train.evaluation.conftest import Evaluable
 
 from t5train.errors import CertificationError, InputError
 from t5train.inference.evaluation.metrics_comparison import compare_metrics
@@ -16,6 +15,7 @@ from t5train.records.witness import Witness
 from t5train.release.certificate import Certificate
 from t5train.release.certification import certify, certify_in_fresh_process
 from t5train.release.export import card_of
+from tests.t5train.inference.evaluation.conftest import Evaluable
 
 METRICS, PREDICTIONS = "evaluation/metrics.json", "evaluation/predictions.jsonl"
 Change = Callable[[Any], object]
