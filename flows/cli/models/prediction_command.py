@@ -70,6 +70,8 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
     $ t5-pretrain predict MODEL 'wmt.tsv#source=en&target=de' --out predicted
     $ t5-pretrain predict MODEL - --num-beams 4 --max-new-tokens 100 < rows.txt
     """
+    if as_json and out is None:
+        raise typer.BadParameter("it needs --out: without it, what is printed is JSON already", param_hint="--json")
     require_finished(os.fspath(path.absolute()))
     from t5train.inference.predict.prediction import PredictJob  # imports numpy and more
     from t5train.inference.predict.prediction import predict as predict_rows
