@@ -66,15 +66,15 @@ def generate(  # noqa: PLR0913, PLR0917 - one for each option
     $ t5-pretrain generate work/published/mine - --json < texts.txt
     """
     require_finished(os.fspath(path.absolute()))
-    from t5train.inference.text.generation import GenerationSpec
+    from t5train.inference.text.decoding import GenerationSpec
     from t5train.inference.text.generation import generate as generate_texts
 
-    spec = GenerationSpec(
+    spec = GenerationSpec.of(
         max_new_tokens=max_new_tokens,
         num_beams=num_beams,
-        sample=sample or temperature is not None or top_p is not None,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
+        sample=sample,
+        temperature=temperature,
+        top_p=top_p,
         seed=seed,
     )
     for number, result in enumerate(generate_texts(path, _lines(texts), spec, device)):

@@ -76,14 +76,14 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
     from t5train.inference.predict.prediction import PredictJob  # imports numpy and more
     from t5train.inference.predict.prediction import predict as predict_rows
     from t5train.inference.predict.predictions import PREDICTIONS
-    from t5train.inference.text.generation import GenerationSpec
+    from t5train.inference.text.decoding import GenerationSpec
 
-    decoding = GenerationSpec(
+    decoding = GenerationSpec.of(
         max_new_tokens=max_new_tokens,
         num_beams=num_beams,
-        sample=sample or temperature is not None or top_p is not None,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
+        sample=sample,
+        temperature=temperature,
+        top_p=top_p,
         seed=seed,
         length_penalty=length_penalty,
     )

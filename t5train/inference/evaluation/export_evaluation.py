@@ -20,7 +20,7 @@ from t5train.inference.evaluation.held_out_metrics import can_score, measure
 from t5train.inference.evaluation.held_out_sample import SampledPair, num_held_out, sampled_pairs
 from t5train.inference.predict.prediction import PredictJob, predict
 from t5train.inference.predict.predictions import Predicted, Prediction, read_predictions
-from t5train.inference.text.generation import GenerationSpec
+from t5train.inference.text.decoding import GenerationSpec
 from t5train.progress import Progress, silent
 from t5train.records.evaluation_metrics import (
     EVALUATION_METRICS,

@@ -26,7 +26,6 @@ from t5train.files.output_folder import making
 from t5train.host_resources import host_memory_bytes, num_cores, require_free_space, require_writable
 from t5train.inference.model_folder import ModelFolder, chosen_device
 from t5train.inference.predict.batch_plan import BatchPlan, batch_plan
-from t5train.inference.predict.decoding import Hypothesis
 from t5train.inference.predict.prediction_worker import (
     OFFSETS,
     ORDER,
@@ -46,7 +45,7 @@ from t5train.inference.predict.source_rows import (
     source_files,
     source_rows,
 )
-from t5train.inference.text.generation import GenerationSpec
+from t5train.inference.text.decoding import GenerationSpec, Hypothesis
 from t5train.progress import Progress, adding, silent
 from t5train.quantities import quantity
 from t5train.records.digests import FileDigest, digest_file
@@ -295,8 +294,7 @@ def _predict_parts(prepared: _Prepared, plan: BatchPlan, limit: int, progress: P
     common = {
         "model": str(prepared.job.model.absolute()),
         "folder": str(out.absolute()),
-        "spec": prepared.job.decoding._asdict(),
-        "max_new_tokens": limit,
+        "spec": prepared.job.decoding._replace(max_new_tokens=limit)._asdict(),
     }
     shares = [missing[number :: len(devices)] for number in range(len(devices))]
     jobs = [common | {"device": device, "parts": share} for device, share in zip(devices, shares, strict=True) if share]
