@@ -96,6 +96,8 @@ def _evaluated(export: Export, pairs: Pairs, spec: RunSpec, folder: Path, progre
         decoding=_decoding(spec.evaluate),
         batch_tokens=_BATCH_TOKENS,
         device="cpu" if spec.cluster.accelerator == "cpu" else None,
+        tokens_setting="evaluate.max_new_tokens",
+        less_memory="Set a lower evaluate.num_beams or evaluate.max_new_tokens",
         root=spec.storage.root,
     )
     predicted = _predict(job, progress)

@@ -55,7 +55,7 @@ def predict_parts(job: Json, advance: Advance) -> Json:
                 try:
                     found = decoder.decode([row.source for row in rows], of_batch)
                 except torch.OutOfMemoryError as error:
-                    raise InputError(_too_large(job["device"], rows)) from error
+                    raise InputError(_too_large(job["device"], rows, job["less_memory"])) from error
                 for number, hypothesis in zip(numbers.tolist(), found, strict=True):
                     written.write(orjson.dumps([number, *hypothesis], option=orjson.OPT_APPEND_NEWLINE))
                 advance(len(rows))
@@ -69,12 +69,12 @@ def _rows(file: Path, offsets: np.ndarray) -> Iterator[SourceRow]:
             yield SourceRow(*orjson.loads(rows.readline()))
 
 
-def _too_large(device: str, rows: list[SourceRow]) -> str:
+def _too_large(device: str, rows: list[SourceRow], less_memory: str) -> str:
     longest = max(rows, key=lambda row: len(row.source))
     if len(rows) == 1:
         alone = f"row {longest.id} alone, whose source has {len(longest.source):,} characters"
         return f"{device} has too little memory for {alone}. Shorten it"
-    return f"{device} has too little memory for {len(rows)} sources at once. Set a lower --batch-tokens"
+    return f"{device} has too little memory for {len(rows)} sources at once. {less_memory}"
 
 
 def read_part(file: Path) -> Iterator[tuple[int, Hypothesis]]:
