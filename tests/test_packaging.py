@@ -9,6 +9,7 @@ import venv
 from collections.abc import Iterator
 from importlib.metadata import distribution, packages_distributions, version
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
@@ -46,12 +47,12 @@ def test_every_package_that_is_needed_is_constrained() -> None:
     chosen_by_torch = {
         name for name in needed(Requirement("torch"), set()) if name.startswith(("nvidia-", "cuda-", "triton"))
     }
-    wanted = set(needed(Requirement("t5-pretrain[flows,serve,s3,hub,wikipedia,vectors,dask,dev]"), set()))
+    wanted = set(needed(Requirement("t5-pretrain[flows,serve,score,s3,hub,wikipedia,vectors,dask,dev]"), set()))
     assert wanted - constrained - chosen_by_torch <= {"t5-pretrain"}
 
 
 def test_every_constraint_is_for_a_needed_package() -> None:
-    wanted = set(needed(Requirement("t5-pretrain[flows,serve,s3,hub,wikipedia,vectors,dask,dev]"), set()))
+    wanted = set(needed(Requirement("t5-pretrain[flows,serve,score,s3,hub,wikipedia,vectors,dask,dev]"), set()))
     assert {canonicalize_name(constraint.name) for constraint in APPLICABLE} <= wanted
 
 
@@ -146,6 +147,18 @@ print(json.dumps([str(importlib.resources.files(name)) for name in packages]))
     assert "prefect.yaml" in contents["deployments"]
     for name, found in contents.items():
         assert {path.name for path in (ROOT / name).glob("*.py")} <= set(found)
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_page_of_the_server_and_no_tests(installed: Path) -> None:
+    (wheel,) = installed.parents[1].glob("*.whl")
+    with ZipFile(wheel) as opened:
+        names = opened.namelist()
+    assert "t5train/inference/serve/page.html" in names
+    top = {name.partition("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {
+        *("t5train", "infra", "tasks", "flows", "deployments")
+    }
 
 
 @pytest.mark.slow

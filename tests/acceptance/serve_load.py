@@ -34,7 +34,8 @@ from benchmarks.measured_conditions import commit
 from benchmarks.measured_result import Figure, Result, add_into
 from infra.node.ports import free_port
 from t5train.inference.serve.access import KEY_VARIABLE
-from t5train.inference.text.generation import GenerationSpec, generate
+from t5train.inference.text.decoding import GenerationSpec
+from t5train.inference.text.generation import generate
 from t5train.release.export import export
 from tests.support.hardware import hardware
 from tests.support.synthetic_models import make_trained

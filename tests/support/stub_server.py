@@ -24,7 +24,8 @@ from t5train.inference.serve.application import application
 from t5train.inference.serve.limits import Limits
 from t5train.inference.serve.question import Question
 from t5train.inference.serve.text_queue import Asked, TextQueue
-from t5train.inference.text.generation import Generated, GenerationSpec
+from t5train.inference.text.decoding import GenerationSpec
+from t5train.inference.text.generation import Generated
 
 ROOT = Path(__file__).parents[2]
 

@@ -26,6 +26,14 @@ ModelArgument = Annotated[
 DeviceOption = Annotated[
     str | None, typer.Option(metavar="DEVICE", help="Such as cuda:1 or cpu", show_default="the accelerator, if any")
 ]
+BeamsOption = Annotated[int, typer.Option(min=1, help="Beams to search with; 1 is greedy")]
+SampleOption = Annotated[bool, typer.Option("--sample", help="Sample tokens; implied by --temperature and --top-p")]
+TemperatureOption = Annotated[
+    float | None, typer.Option(min=0.01, max=100, help="Of sampling; lower is less random", show_default="1.0")
+]
+TopPOption = Annotated[
+    float | None, typer.Option(min=0.01, max=1, help="Sample from this share of probability", show_default="1.0")
+]
 
 
 def generate(  # noqa: PLR0913, PLR0917 - one for each option
@@ -44,16 +52,10 @@ def generate(  # noqa: PLR0913, PLR0917 - one for each option
             show_default="those of the longest targets of training on pairs, else 16 for each gap, at least 64",
         ),
     ] = None,
-    num_beams: Annotated[int, typer.Option(min=1, help="Beams to search with; 1 is greedy")] = 1,
-    sample: Annotated[
-        bool, typer.Option("--sample", help="Sample tokens; implied by --temperature and --top-p")
-    ] = False,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.01, max=100, help="Of sampling; lower is less random", show_default="1.0")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0.01, max=1, help="Sample from this share of probability", show_default="1.0")
-    ] = None,
+    num_beams: BeamsOption = 1,
+    sample: SampleOption = False,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling; the same seed gives the same result")] = 0,
     device: DeviceOption = None,
     as_json: JsonOption = False,
@@ -66,15 +68,15 @@ def generate(  # noqa: PLR0913, PLR0917 - one for each option
     $ t5-pretrain generate work/published/mine - --json < texts.txt
     """
     require_finished(os.fspath(path.absolute()))
-    from t5train.inference.text.generation import GenerationSpec
+    from t5train.inference.text.decoding import GenerationSpec
     from t5train.inference.text.generation import generate as generate_texts
 
-    spec = GenerationSpec(
+    spec = GenerationSpec.of(
         max_new_tokens=max_new_tokens,
         num_beams=num_beams,
-        sample=sample or temperature is not None or top_p is not None,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
+        sample=sample,
+        temperature=temperature,
+        top_p=top_p,
         seed=seed,
     )
     for number, result in enumerate(generate_texts(path, _lines(texts), spec, device)):

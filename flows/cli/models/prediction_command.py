@@ -9,7 +9,14 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.models.model_commands import DeviceOption, ModelArgument
+from flows.cli.models.model_commands import (
+    BeamsOption,
+    DeviceOption,
+    ModelArgument,
+    SampleOption,
+    TemperatureOption,
+    TopPOption,
+)
 from flows.cli.options import JsonOption, RootOption
 from flows.cli.stage_commands import require_finished
 from flows.cli.terminal import say, stage_display
@@ -41,17 +48,11 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
             show_default="those of the longest reference and a quarter, else those of targets in training",
         ),
     ] = None,
-    num_beams: Annotated[int, typer.Option(min=1, help="Beams to search with; 1 is greedy")] = 1,
+    num_beams: BeamsOption = 1,
     length_penalty: Annotated[float, typer.Option(help="Of beams: more prefers longer texts")] = 1.0,
-    sample: Annotated[
-        bool, typer.Option("--sample", help="Sample tokens; implied by --temperature and --top-p")
-    ] = False,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.01, max=100, help="Of sampling; lower is less random", show_default="1.0")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0.01, max=1, help="Sample from this share of probability", show_default="1.0")
-    ] = None,
+    sample: SampleOption = False,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of sampling; the same seed, the same result")] = 0,
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens decoded at once, with padding, once for each beam")
@@ -70,18 +71,20 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
     $ t5-pretrain predict MODEL 'wmt.tsv#source=en&target=de' --out predicted
     $ t5-pretrain predict MODEL - --num-beams 4 --max-new-tokens 100 < rows.txt
     """
+    if as_json and out is None:
+        raise typer.BadParameter("it needs --out: without it, what is printed is JSON already", param_hint="--json")
     require_finished(os.fspath(path.absolute()))
     from t5train.inference.predict.prediction import PredictJob  # imports numpy and more
     from t5train.inference.predict.prediction import predict as predict_rows
     from t5train.inference.predict.predictions import PREDICTIONS
-    from t5train.inference.text.generation import GenerationSpec
+    from t5train.inference.text.decoding import GenerationSpec
 
-    decoding = GenerationSpec(
+    decoding = GenerationSpec.of(
         max_new_tokens=max_new_tokens,
         num_beams=num_beams,
-        sample=sample or temperature is not None or top_p is not None,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
+        sample=sample,
+        temperature=temperature,
+        top_p=top_p,
         seed=seed,
         length_penalty=length_penalty,
     )

@@ -20,7 +20,7 @@ from t5train.inference.evaluation.held_out_metrics import can_score, measure
 from t5train.inference.evaluation.held_out_sample import SampledPair, num_held_out, sampled_pairs
 from t5train.inference.predict.prediction import PredictJob, predict
 from t5train.inference.predict.predictions import Predicted, Prediction, read_predictions
-from t5train.inference.text.generation import GenerationSpec
+from t5train.inference.text.decoding import GenerationSpec
 from t5train.progress import Progress, silent
 from t5train.records.evaluation_metrics import (
     EVALUATION_METRICS,
@@ -96,6 +96,8 @@ def _evaluated(export: Export, pairs: Pairs, spec: RunSpec, folder: Path, progre
         decoding=_decoding(spec.evaluate),
         batch_tokens=_BATCH_TOKENS,
         device="cpu" if spec.cluster.accelerator == "cpu" else None,
+        tokens_setting="evaluate.max_new_tokens",
+        less_memory="Set a lower evaluate.num_beams or evaluate.max_new_tokens",
         root=spec.storage.root,
     )
     predicted = _predict(job, progress)

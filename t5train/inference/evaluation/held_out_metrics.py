@@ -11,7 +11,7 @@ from typing import NamedTuple
 from t5train.data.vocabulary.sentencepiece_model import UNK_ID
 from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.inference.predict.predictions import Prediction
-from t5train.inference.score.row_statistics import EXACT_MATCH
+from t5train.inference.score.row_statistics import EXACT_MATCH, EXACT_SIGNATURE
 from t5train.inference.score.scores import score
 from t5train.progress import Progress, silent
 from t5train.records.evaluation_metrics import Example, GroupMetrics, Metric
@@ -21,7 +21,6 @@ _DECIMALS = 4
 _SHOWN_CHARACTERS = 300
 """Of each text of an example."""
 _SPLITS = ("validation", "test")
-_EXACT_SIGNATURE = "case:mixed|strip:ends"
 _Metrics = dict[str, Metric]
 
 
@@ -130,7 +129,7 @@ def _exact_matches(rows: Sequence[Prediction]) -> tuple[dict[str | None, _Metric
     for task, group in _groups(rows).items():
         right = sum(row.hypothesis.strip() == str(row.reference).strip() for row in group)
         found[task] = {EXACT_MATCH: Metric(value=_rounded(100 * right / len(group)))}
-    return found, {EXACT_MATCH: _EXACT_SIGNATURE}
+    return found, {EXACT_MATCH: EXACT_SIGNATURE}
 
 
 def _scores(rows: Sequence[Prediction]) -> tuple[dict[str | None, _Metrics], dict[str, str]]:

@@ -26,7 +26,6 @@ from t5train.files.output_folder import making
 from t5train.host_resources import host_memory_bytes, num_cores, require_free_space, require_writable
 from t5train.inference.model_folder import ModelFolder, chosen_device
 from t5train.inference.predict.batch_plan import BatchPlan, batch_plan
-from t5train.inference.predict.decoding import Hypothesis
 from t5train.inference.predict.prediction_worker import (
     OFFSETS,
     ORDER,
@@ -46,7 +45,7 @@ from t5train.inference.predict.source_rows import (
     source_files,
     source_rows,
 )
-from t5train.inference.text.generation import GenerationSpec
+from t5train.inference.text.decoding import GenerationSpec, Hypothesis
 from t5train.progress import Progress, adding, silent
 from t5train.quantities import quantity
 from t5train.records.digests import FileDigest, digest_file
@@ -63,7 +62,6 @@ _OF_SAMPLING = ("sample", "temperature", "top_p", "seed")
 _LEAST_MARGIN_TOKENS = 8
 _COPIES = 2  # of the weights in memory while a process loads them
 _FROM = {
-    "setting": "--max-new-tokens",
     "references": "those of the longest reference, and a quarter",
     "training": "by the longest targets in training",
 }
@@ -88,6 +86,10 @@ class PredictJob(NamedTuple):
     """One for each accelerator or, on a CPU, for each core as far as memory allows, if left out."""
     root: Path | None = None
     """Root folder, in whose ``cache`` remote files are kept; the default one if left out."""
+    tokens_setting: str = "--max-new-tokens"
+    """What sets the most tokens of a hypothesis, for messages."""
+    less_memory: str = "Set a lower --batch-tokens"
+    """What to do if a batch is too large for a device, for messages."""
 
 
 class _Prepared(NamedTuple):
@@ -165,7 +167,7 @@ def predict(job: PredictJob, progress: Progress = silent, *, workers: Workers | 
             (job.out / name).unlink(missing_ok=True)
         for part in job.out.glob(PARTS):
             part.unlink()
-    for line in _warnings(predicted, prepared.folder):
+    for line in _warnings(predicted, prepared.folder, job.tokens_setting):
         _log.warning("%s", line)
     return predicted
 
@@ -179,7 +181,7 @@ def _prepared(job: PredictJob, progress: Progress) -> _Prepared:
     if not (job.decoding.max_new_tokens or has_references or folder.target_tokens):
         raise SpecError(
             f"nothing says how long hypotheses may be: {job.model} does not record the lengths of targets in training, "
-            "and not all rows have references. Set --max-new-tokens"
+            f"and not all rows have references. Set {job.tokens_setting}"
         )
     return _Prepared(job, folder, inputs, _devices(job, folder))
 
@@ -295,8 +297,8 @@ def _predict_parts(prepared: _Prepared, plan: BatchPlan, limit: int, progress: P
     common = {
         "model": str(prepared.job.model.absolute()),
         "folder": str(out.absolute()),
-        "spec": prepared.job.decoding._asdict(),
-        "max_new_tokens": limit,
+        "spec": prepared.job.decoding._replace(max_new_tokens=limit)._asdict(),
+        "less_memory": prepared.job.less_memory,
     }
     shares = [missing[number :: len(devices)] for number in range(len(devices))]
     jobs = [common | {"device": device, "parts": share} for device, share in zip(devices, shares, strict=True) if share]
@@ -327,12 +329,12 @@ def _merge(out: Path, plan: BatchPlan) -> int:
     return sum(not each.ended for each in found.values())
 
 
-def _warnings(predicted: Predicted, folder: ModelFolder) -> Iterator[str]:
+def _warnings(predicted: Predicted, folder: ModelFolder, setting: str) -> Iterator[str]:
     """Yield what may make predictions worse than the model is."""
     if predicted.not_ended:
         yield (
             f"of {predicted.rows:,} hypotheses, {predicted.not_ended:,} were cut at {predicted.max_new_tokens:,} "
-            f"tokens ({_FROM[predicted.max_new_tokens_from]}). If they should be longer, set --max-new-tokens"
+            f"tokens ({_FROM.get(predicted.max_new_tokens_from, setting)}). If they should be longer, set {setting}"
         )
     if predicted.long_sources:
         yield (

@@ -11,9 +11,8 @@ from t5train.errors import InputError
 from t5train.files.atomic import replacing
 from t5train.inference.model_folder import ModelFolder
 from t5train.inference.predict.batch_plan import BatchPlan
-from t5train.inference.predict.decoding import Decoder, Hypothesis
 from t5train.inference.predict.source_rows import SourceRow
-from t5train.inference.text.generation import GenerationSpec
+from t5train.inference.text.decoding import Decoder, GenerationSpec, Hypothesis
 
 ROWS, OFFSETS, ORDER, STARTS = "rows.jsonl", "offsets.npy", "order.npy", "starts.npy"
 """In the folder of predictions until it is complete: all rows, where each begins, and the two arrays of the plan."""
@@ -45,10 +44,8 @@ def predict_parts(job: Json, advance: Advance) -> Json:
         torch.set_num_threads(1)
     folder, spec = Path(job["folder"]), GenerationSpec(**job["spec"])
     plan = BatchPlan(np.load(folder / ORDER, mmap_mode="r"), np.load(folder / STARTS))
-    offsets, decoder = (
-        np.load(folder / OFFSETS, mmap_mode="r"),
-        Decoder(ModelFolder.open(Path(job["model"])), job["device"]),
-    )
+    offsets = np.load(folder / OFFSETS, mmap_mode="r")
+    decoder = Decoder(ModelFolder.open(Path(job["model"])), job["device"])
     for part in job["parts"]:
         with replacing(folder / part_name(part)) as written:
             for batch in plan.batches_of(part):
@@ -56,9 +53,9 @@ def predict_parts(job: Json, advance: Advance) -> Json:
                 rows = list(_rows(folder / ROWS, offsets[numbers]))
                 of_batch = spec._replace(seed=(spec.seed << 32) + batch)
                 try:
-                    found = decoder.decode([row.source for row in rows], of_batch, job["max_new_tokens"])
+                    found = decoder.decode([row.source for row in rows], of_batch)
                 except torch.OutOfMemoryError as error:
-                    raise InputError(_too_large(job["device"], rows)) from error
+                    raise InputError(_too_large(job["device"], rows, job["less_memory"])) from error
                 for number, hypothesis in zip(numbers.tolist(), found, strict=True):
                     written.write(orjson.dumps([number, *hypothesis], option=orjson.OPT_APPEND_NEWLINE))
                 advance(len(rows))
@@ -72,12 +69,12 @@ def _rows(file: Path, offsets: np.ndarray) -> Iterator[SourceRow]:
             yield SourceRow(*orjson.loads(rows.readline()))
 
 
-def _too_large(device: str, rows: list[SourceRow]) -> str:
+def _too_large(device: str, rows: list[SourceRow], less_memory: str) -> str:
     longest = max(rows, key=lambda row: len(row.source))
     if len(rows) == 1:
         alone = f"row {longest.id} alone, whose source has {len(longest.source):,} characters"
         return f"{device} has too little memory for {alone}. Shorten it"
-    return f"{device} has too little memory for {len(rows)} sources at once. Set a lower --batch-tokens"
+    return f"{device} has too little memory for {len(rows)} sources at once. {less_memory}"
 
 
 def read_part(file: Path) -> Iterator[tuple[int, Hypothesis]]:

@@ -39,7 +39,7 @@ class SourceFiles(NamedTuple):
 
     files: list[SourceFile]
     columns: PairSource
-    """Its target is None's stand-in, the source again, if there are no references."""
+    """Without references, its target is the source again."""
     task: str | None
     prefix: str
     has_references: bool

@@ -16,7 +16,7 @@ import numpy as np
 from t5train.errors import InputError
 from t5train.progress import Progress
 
-EXACT_MATCH = "exact_match"
+EXACT_MATCH, EXACT_SIGNATURE = "exact_match", "case:mixed|strip:ends"
 _ONE = 1 << 30
 _ROWS_AT_ONCE = 1000
 _ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
@@ -59,7 +59,7 @@ def metrics_of(resamples: int, seed: int) -> list[Metric]:
     return [
         *(_of_sacrebleu(name, metric, resamples, seed) for name, metric in of_sacrebleu.items()),
         Metric(_ROUGE, rouge, len(_ROUGE), partial(_rouge_rows, RougeScorer(_ROUGE), RougeScorer(_ROUGE[:-1])), _means),
-        Metric((EXACT_MATCH,), "case:mixed|strip:ends", 1, _exact_rows, _means),
+        Metric((EXACT_MATCH,), EXACT_SIGNATURE, 1, _exact_rows, _means),
         Metric(("token_f1",), "case:lc|punctuation:no|articles:no|split:spaces", 1, _f1_rows, _means),
     ]
 

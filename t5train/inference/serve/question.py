@@ -7,7 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from t5train.errors import InputError
 from t5train.inference.serve.limits import Limits
-from t5train.inference.text.generation import GenerationSpec
+from t5train.inference.text.decoding import GenerationSpec
 from t5train.spec.settings import explain
 
 _EXAMPLE = 'an object such as {"text": "..."}'
@@ -57,11 +57,7 @@ class Question(BaseModel):
 
     def spec(self, usual_new_tokens: int) -> GenerationSpec:
         """Return how to generate for a text that needs so many new tokens unless the request says otherwise."""
-        return GenerationSpec(
+        return GenerationSpec.of(
             max_new_tokens=self.max_new_tokens or usual_new_tokens,
-            num_beams=self.num_beams,
-            sample=self.temperature is not None or self.top_p is not None,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
+            **self.model_dump(include={"num_beams", "temperature", "top_p", "seed"}),
         )

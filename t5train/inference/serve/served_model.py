@@ -8,7 +8,8 @@ from t5train.inference.model_folder import ModelFolder
 from t5train.inference.serve.limits import Limits
 from t5train.inference.serve.question import Question
 from t5train.inference.serve.text_queue import Asked
-from t5train.inference.text.generation import Generated, GenerationSpec, generate_batch, usual_new_tokens
+from t5train.inference.text.decoding import Decoder, GenerationSpec
+from t5train.inference.text.generation import Generated, generate_batch, usual_new_tokens
 
 
 class ServedModel:
@@ -17,7 +18,7 @@ class ServedModel:
     def __init__(self, folder: ModelFolder, device: str, limits: Limits) -> None:
         """Load the model. Raises InputError if it is incomplete, and DigestMismatch if it is not as recorded."""
         self._folder, self._limits = folder, limits
-        self._tokenizer, self._model = folder.load_tokenizer(), folder.load(device)
+        self._device, self._decoder = device, Decoder(folder, device)
         # Padding changes the state of a tokenizer, which fails while another thread uses it.
         self._counting, self._lock = folder.load_tokenizer(), Lock()
 
@@ -41,10 +42,10 @@ class ServedModel:
         import torch
 
         try:
-            return generate_batch(self._folder, self._tokenizer, self._model, texts, spec)
+            return generate_batch(self._decoder, texts, spec)
         except torch.OutOfMemoryError as error:
             raise T5TrainError(
-                f"{self._model.device} has too little memory for {len(texts)} texts at once: start the server with a "
+                f"{self._device} has too little memory for {len(texts)} texts at once: start the server with a "
                 "lower --batch-sequences"
             ) from error
 

@@ -6,7 +6,8 @@ from threading import Condition, Thread
 from typing import NamedTuple, Self
 
 from t5train.errors import T5TrainError
-from t5train.inference.text.generation import Generated, GenerationSpec
+from t5train.inference.text.decoding import GenerationSpec
+from t5train.inference.text.generation import Generated
 
 Decode = Callable[[Sequence[str], GenerationSpec], Sequence[Generated]]
 

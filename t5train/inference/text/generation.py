@@ -3,46 +3,17 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from t5train.inference.model_folder import ModelFolder, chosen_device, quiet_transformers
+from t5train.inference.model_folder import ModelFolder, chosen_device
+from t5train.inference.text.decoding import Decoder, GenerationSpec, Output
 from t5train.spec import NUM_SENTINELS
 
 _LEAST_NEW_TOKENS, _TOKENS_A_SPAN = 64, 16
 _SENTINEL = re.compile("<extra_id_([0-9]+)>")
 _SPACE = "\u2581"  # SentencePiece's symbol for a space, with which a piece begins a word
-
-
-class GenerationSpec(NamedTuple):
-    """How to generate: greedily, with beams, or by sampling.
-
-    ``temperature`` and ``top_p`` count only with ``sample``. ``seed`` makes sampling reproducible: it is set before
-    each text.
-    """
-
-    max_new_tokens: int | None = None
-    """At most so many tokens. If left out: those of the longest targets of a model that was fine-tuned by this project,
-    otherwise 16 for each sentinel, and at least 64."""
-    num_beams: int = 1
-    sample: bool = False
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
-    length_penalty: float = 1.0
-    """Exponent of the length by which beams divide their scores: more prefers longer texts. Of beams only."""
-
-    def options(self, usual_tokens: int) -> dict[str, Any]:
-        """Return the arguments of ``generate()`` of transformers, with at most ``usual_tokens`` if nothing is set."""
-        options: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens or usual_tokens,
-            "num_beams": self.num_beams,
-            "do_sample": self.sample,
-        }
-        options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": 0} if self.sample else {}
-        return options | ({"length_penalty": self.length_penalty} if self.num_beams > 1 else {})
 
 
 _USUAL = GenerationSpec()
@@ -78,7 +49,8 @@ def generate(
     Args:
         path: Folder with config.json, safetensors and a vocabulary: an export of this project, or any other T5.
         texts: The texts. One is taken, and its result yielded, at a time.
-        spec: How to generate.
+        spec: How to generate. The most tokens, if left out, are those of the longest targets of a model that was
+            fine-tuned by this project, otherwise 16 for each sentinel, and at least 64.
         device: Device to use, such as ``cuda:1`` or ``cpu``; this machine's accelerator, if it has one, if left out.
 
     Returns:
@@ -94,10 +66,10 @@ def generate(
 
 
 def _generated(folder: ModelFolder, texts: Iterable[str], spec: GenerationSpec, device: str) -> Iterator[Generated]:
-    tokenizer, model = folder.load_tokenizer(), folder.load(device)
+    decoder = Decoder(folder, device)
     for text in texts:
         each = spec._replace(max_new_tokens=spec.max_new_tokens or usual_new_tokens(folder, text))
-        yield from generate_batch(folder, tokenizer, model, [text], each)
+        yield from generate_batch(decoder, [text], each)
 
 
 def usual_new_tokens(folder: ModelFolder, text: str) -> int:
@@ -105,68 +77,46 @@ def usual_new_tokens(folder: ModelFolder, text: str) -> int:
     return folder.target_tokens or max(_LEAST_NEW_TOKENS, _TOKENS_A_SPAN * len(sentinels_in(text)))
 
 
-def generate_batch(
-    folder: ModelFolder, tokenizer: Any, model: Any, texts: Sequence[str], spec: GenerationSpec
-) -> list[Generated]:
+def generate_batch(decoder: Decoder, texts: Sequence[str], spec: GenerationSpec) -> list[Generated]:
     """Return what a loaded model generates for each text, with at most ``spec.max_new_tokens`` each.
 
     Padding changes logits by rounding, so a result can differ from that for the text alone where two tokens are about
     equally likely. With sampling, it depends on the other texts.
     """
-    with quiet_transformers():
-        outputs, lengths = _outputs(tokenizer, model, texts, spec)
-        return [
-            _described(folder, tokenizer, text, *_until_last_gap(tokenizer, model, text, output, spec), input_tokens)
-            for text, output, input_tokens in zip(texts, outputs, lengths, strict=True)
-        ]
+    outputs = decoder.outputs(texts, spec)
+    return [
+        _described(decoder, text, *_until_last_gap(decoder, text, output, spec))
+        for text, output in zip(texts, outputs, strict=True)
+    ]
 
 
-def _outputs(
-    tokenizer: Any, model: Any, texts: Sequence[str], spec: GenerationSpec, **options: Any
-) -> tuple[list[list[int]], list[int]]:
-    """Return the ids that are generated for each text, from the one that starts the decoder to EOS; and its length."""
-    import torch
-
-    inputs = tokenizer(list(texts), return_tensors="pt", padding=True).to(model.device)
-    with seeded(spec, model.device), torch.inference_mode():
-        outputs = model.generate(**inputs, **spec.options(_LEAST_NEW_TOKENS), **options).tolist()
-    eos = tokenizer.eos_token_id
-    ended = [output[: output.index(eos) + 1] if eos in output else output for output in outputs]
-    return ended, inputs["attention_mask"].sum(1).tolist()
-
-
-def _until_last_gap(
-    tokenizer: Any, model: Any, text: str, output: list[int], spec: GenerationSpec
-) -> tuple[list[int], bool | None]:
+def _until_last_gap(decoder: Decoder, text: str, output: Output, spec: GenerationSpec) -> tuple[Output, bool | None]:
     """Generate again if the output ends before the last gap. Returns whether that ends early, too; else None."""
     sentinels = sentinels_in(text)
     if not (sentinels and is_as_trained(sentinels)):
         return output, None
-    last, eos = tokenizer.convert_tokens_to_ids(sentinels[-1]), tokenizer.eos_token_id
-    if eos not in output or last in output:
+    last, eos = decoder.tokenizer.convert_tokens_to_ids(sentinels[-1]), decoder.tokenizer.eos_token_id
+    if not output.ended or last in output.ids:
         return output, None
     processors = [partial(_without_early_end, last=last, eos=eos)]
-    ((again,), _) = _outputs(tokenizer, model, [text], spec, logits_processor=processors)
-    return (again, False) if last in again else (output, True)
+    (again,) = decoder.outputs([text], spec, logits_processor=processors)
+    return (again, False) if last in again.ids else (output, True)
 
 
-def _described(
-    folder: ModelFolder, tokenizer: Any, text: str, output: list[int], ends_early: bool | None, input_tokens: int
-) -> Generated:
-    sentinels = sentinels_in(text)
+def _described(decoder: Decoder, text: str, output: Output, ends_early: bool | None) -> Generated:
+    sentinels, tokenizer = sentinels_in(text), decoder.tokenizer
     # The model's vocabulary is padded: it may generate ids that stand for nothing.
-    pieces = [piece for piece in tokenizer.convert_ids_to_tokens(output) if piece is not None]
+    pieces = [piece for piece in tokenizer.convert_ids_to_tokens(output.ids) if piece is not None]
     spans = spans_of(pieces, sentinels)
-    plain = tokenizer.decode(output, skip_special_tokens=True)
     return Generated(
         text=text,
         spans={each: text_of(spans[each], tokenizer) if each in spans else None for each in sentinels},
-        filled=filled(text, spans, tokenizer) if sentinels else plain,
+        filled=filled(text, spans, tokenizer) if sentinels else decoder.text_of(output.ids),
         generated=text_of([piece for piece in pieces if piece not in ("<pad>", "</s>")], tokenizer),
-        input_tokens=input_tokens,
-        new_tokens=len(output) - 1,  # without the token that starts the decoder
-        ended=tokenizer.eos_token_id in output,
-        remarks=tuple(_remarks(folder, text, sentinels, input_tokens, ends_early)),
+        input_tokens=output.input_tokens,
+        new_tokens=len(output.ids),
+        ended=output.ended,
+        remarks=tuple(_remarks(decoder.folder, text, sentinels, output.input_tokens, ends_early)),
     )
 
 
@@ -174,21 +124,6 @@ def _without_early_end(input_ids: Any, scores: Any, last: int, eos: int) -> Any:
     """Forbid ``eos`` in the rows of ``input_ids`` [n, t] without ``last``; returns scores [n, vocabulary]."""
     scores[(input_ids != last).all(1), eos] = float("-inf")
     return scores
-
-
-@contextmanager
-def seeded(spec: GenerationSpec, device: Any) -> Iterator[None]:
-    """Seed torch within the block if tokens are sampled, and restore its generators afterwards."""
-    import torch
-
-    if not spec.sample:
-        yield
-        return
-    devices = [] if device.type == "cpu" else [device.index or 0]
-    kind = {} if device.type == "cpu" else {"device_type": device.type}
-    with torch.random.fork_rng(devices=devices, **kind):
-        torch.manual_seed(spec.seed)
-        yield
 
 
 def _remarks(

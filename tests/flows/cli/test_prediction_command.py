@@ -77,6 +77,7 @@ def test_predict_reads_standard_input_and_writes_standard_output(
     ("arguments", "said"),
     [
         (("nowhere", "rows.txt"), "PATH is nowhere"),
+        (("MODEL", "rows.txt", "--json"), "it needs --out"),
         (("MODEL", "rows.txt"), "fine-tuned on 2 tasks (reverse_digits, sort_digits)"),
         (("MODEL", "nowhere.txt#prefix="), "'nowhere.txt' does not exist"),
         (("MODEL", "rows.txt#prefix=", "--out", "rows.txt"), "rows.txt"),

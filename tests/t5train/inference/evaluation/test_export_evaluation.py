@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from torch import OutOfMemoryError
 
 from flows.cli.models import measure_command
 from infra.head.runs.run_state import last_finished_stage
@@ -15,6 +16,7 @@ from t5train.errors import InputError
 from t5train.inference.evaluation import export_evaluation
 from t5train.inference.evaluation.held_out_sample import sampled_pairs
 from t5train.inference.predict.predictions import read_predictions
+from t5train.inference.text.decoding import Decoder
 from t5train.records.stage_records import Export, TokenizerFiles, Weights
 from t5train.release.export import export
 from t5train.release.model_card import read_front_matter
@@ -78,10 +80,11 @@ def test_the_card_has_metrics_that_the_hub_accepts(evaluated: Evaluable) -> None
 
 
 def test_an_evaluated_export_is_reused_and_evaluated_again_with_other_settings(
-    evaluated: Evaluable, monkeypatch: pytest.MonkeyPatch
+    evaluated: Evaluable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = evaluated.export
     again = evaluated.evaluate(max_new_tokens=3)
+    assert "tokens (evaluate.max_new_tokens). If they should be longer, set evaluate.max_new_tokens" in caplog.text
     assert not again.reused
     assert metrics_of(again)["predicting"]["most_tokens"] == 3
     again.verify()
@@ -162,10 +165,13 @@ def test_a_model_that_cannot_predict_names_the_setting_that_publishes_without(
     of_pairs: Evaluable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise InputError("cuda:0 has too little memory")
+        raise OutOfMemoryError
 
-    monkeypatch.setattr(export_evaluation, "predict", fail)
-    with pytest.raises(InputError, match=r"memory\. To publish without predictions, set evaluate\.max_pairs=0"):
+    monkeypatch.setattr(Decoder, "decode", fail)
+    remedies = (
+        r"Set a lower evaluate\.num_beams or evaluate\.max_new_tokens\. To publish without .* evaluate\.max_pairs=0"
+    )
+    with pytest.raises(InputError, match=f"too little memory for .* sources at once. {remedies}"):
         of_pairs.evaluate()
 
 

@@ -15,11 +15,10 @@ from t5train.data.worker_processes import Advance, Json
 from t5train.errors import InputError, SpecError, StorageError
 from t5train.inference.model_folder import ModelFolder
 from t5train.inference.predict import prediction
-from t5train.inference.predict.decoding import Decoder
 from t5train.inference.predict.prediction import PredictJob, predict
 from t5train.inference.predict.prediction_worker import predict_parts
 from t5train.inference.predict.predictions import PREDICTION, PREDICTIONS, read_predictions
-from t5train.inference.text.generation import GenerationSpec
+from t5train.inference.text.decoding import Decoder, GenerationSpec
 from t5train.records.witness import LONGEST_TRAIN_TARGET
 
 SOURCES = [" ".join(text.split()[: 1 + number % 9]) for number, text in enumerate(list(topics.values())[:40])]
@@ -74,7 +73,7 @@ def test_predictions_are_those_of_the_rows_one_by_one_in_their_order(run: Run, m
     assert [each.reference for each in found] == [f"{number} {source[:5]}" for number, source in enumerate(SOURCES)]
     assert {each.task for each in found} == {"sort_digits"}
     assert [each.id for each in found] == [str(number + 1) for number in range(len(SOURCES))]
-    alone = [decoder.decode([each.source], SHORT, 0)[0] for each in found]
+    alone = [decoder.decode([each.source], SHORT)[0] for each in found]
     assert [(each.hypothesis, each.tokens, each.ended) for each in found] == alone
     assert len({each.hypothesis for each in found}) > len(SOURCES) / 2
 

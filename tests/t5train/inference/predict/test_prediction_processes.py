@@ -14,7 +14,7 @@ import pytest
 
 from t5train.inference.predict.prediction import PredictJob, predict
 from t5train.inference.predict.predictions import PREDICTIONS
-from t5train.inference.text.generation import GenerationSpec
+from t5train.inference.text.decoding import GenerationSpec
 from tests.support.waiting import await_that
 
 ROWS = 600
@@ -22,7 +22,7 @@ PREDICT = """
 import sys
 from pathlib import Path
 from t5train.inference.predict.prediction import PredictJob, predict
-from t5train.inference.text.generation import GenerationSpec
+from t5train.inference.text.decoding import GenerationSpec
 
 model, file, out, batch_tokens, processes = sys.argv[1:]
 spec = GenerationSpec(max_new_tokens=8)

@@ -14,7 +14,8 @@ from t5train.inference.serve import served_model
 from t5train.inference.serve.limits import Limits
 from t5train.inference.serve.question import Question
 from t5train.inference.serve.served_model import ServedModel
-from t5train.inference.text.generation import GenerationSpec, generate
+from t5train.inference.text.decoding import GenerationSpec
+from t5train.inference.text.generation import generate
 from t5train.release.export import export
 from tests.support.synthetic_models import make_trained
 

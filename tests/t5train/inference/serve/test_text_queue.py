@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from t5train.inference.serve.text_queue import Asked, QueueFull, TextQueue
-from t5train.inference.text.generation import Generated, GenerationSpec
+from t5train.inference.text.decoding import GenerationSpec
+from t5train.inference.text.generation import Generated
 
 GREEDY, BEAMS = GenerationSpec(max_new_tokens=4), GenerationSpec(max_new_tokens=4, num_beams=2)
 SAMPLED = GenerationSpec(max_new_tokens=4, sample=True)

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from t5train.inference.model_folder import ModelFolder
-from t5train.inference.text.generation import GenerationSpec, generate
+from t5train.inference.text.decoding import GenerationSpec
+from t5train.inference.text.generation import generate
 
 MakeModel = Callable[..., Path]
 TEXT = "The <extra_id_0> of a list is <extra_id_1>."

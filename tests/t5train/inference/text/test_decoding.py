@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from t5train.inference.model_folder import ModelFolder
-from t5train.inference.predict.decoding import Decoder, Hypothesis
-from t5train.inference.text.generation import GenerationSpec
+from t5train.inference.text.decoding import Decoder, GenerationSpec, Hypothesis
 
 MOST = 12
 NEAR_TIE = 1e-5
@@ -44,7 +43,7 @@ def test_a_batch_is_decoded_as_plain_transformers_decodes_each_source_alone(
     model: Path, num_beams: int, sources: list[str], record_property: Callable[[str, object], None]
 ) -> None:
     plain = Plain(model)
-    found = Decoder(ModelFolder.open(model), "cpu").decode(sources, GenerationSpec(num_beams=num_beams), MOST)
+    found = Decoder(ModelFolder.open(model), "cpu").decode(sources, GenerationSpec(MOST, num_beams=num_beams))
     alone = [plain.generate(source, num_beams) for source in sources]
     differing = {ours.text: theirs for ours, theirs in zip(found, alone, strict=True) if ours.text != theirs[0]}
     record_property("near ties", f"{len(differing)} of {len(sources)}")
@@ -56,15 +55,15 @@ def test_a_batch_is_decoded_as_plain_transformers_decodes_each_source_alone(
 
 def test_tokens_count_eos_and_not_the_padding_after_it(model: Path) -> None:
     decoder = Decoder(ModelFolder.open(model), "cpu")
-    ended = next(each for each in decoder.decode(SOURCES, GenerationSpec(), MOST) if each.ended and each.tokens < MOST)
-    source = SOURCES[decoder.decode(SOURCES, GenerationSpec(), MOST).index(ended)]
-    assert decoder.decode([source], GenerationSpec(), ended.tokens) == [ended]
-    (cut,) = decoder.decode([source], GenerationSpec(), ended.tokens - 1)
+    ended = next(each for each in decoder.decode(SOURCES, GenerationSpec(MOST)) if each.ended and each.tokens < MOST)
+    source = SOURCES[decoder.decode(SOURCES, GenerationSpec(MOST)).index(ended)]
+    assert decoder.decode([source], GenerationSpec(ended.tokens)) == [ended]
+    (cut,) = decoder.decode([source], GenerationSpec(ended.tokens - 1))
     assert cut == Hypothesis(ended.text, ended.tokens - 1, ended=False)
 
 
 def test_sampling_a_batch_again_gives_the_same_and_another_seed_does_not(model: Path) -> None:
-    decoder, spec = Decoder(ModelFolder.open(model), "cpu"), GenerationSpec(sample=True, temperature=2.0, seed=3)
-    first = decoder.decode(SOURCES[:4], spec, MOST)
-    assert decoder.decode(SOURCES[:4], spec, MOST) == first
-    assert decoder.decode(SOURCES[:4], spec._replace(seed=4), MOST) != first
+    decoder, spec = Decoder(ModelFolder.open(model), "cpu"), GenerationSpec(MOST, sample=True, temperature=2.0, seed=3)
+    first = decoder.decode(SOURCES[:4], spec)
+    assert decoder.decode(SOURCES[:4], spec) == first
+    assert decoder.decode(SOURCES[:4], spec._replace(seed=4)) != first
