@@ -20,6 +20,7 @@ from flows.cli.models.model_commands import (
 from flows.cli.options import JsonOption, RootOption
 from flows.cli.stage_commands import require_finished
 from flows.cli.terminal import say, stage_display
+from t5train.errors import InputError, SpecError
 from t5train.spec.pairs_spec import location_of
 
 _STANDARD = ("-", "/dev/stdin")
@@ -74,6 +75,8 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
     if as_json and out is None:
         raise typer.BadParameter("it needs --out: without it, what is printed is JSON already", param_hint="--json")
     require_finished(os.fspath(path.absolute()))
+    if out is None and sys.stdout is None:  # it was closed when Python started
+        raise SpecError("predictions are written to standard output, but it is closed. Set --out to a folder")
     from t5train.inference.predict.prediction import PredictJob  # imports numpy and more
     from t5train.inference.predict.prediction import predict as predict_rows
     from t5train.inference.predict.predictions import PREDICTIONS
@@ -112,6 +115,8 @@ def _without_standard_input(named: str, folder: Path) -> str:
     if (location := location_of(named)) not in _STANDARD:
         return named
     choices = named.removeprefix(location)
+    if sys.stdin is None:  # it was closed when Python started
+        raise InputError(f"FILE is {location}, but standard input is closed. Redirect a file to it (< FILE)")
     copied = folder / f"standard-input{'.jsonl' if 'source=' in choices else '.txt'}"
     with open(copied, "wb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)

@@ -318,7 +318,15 @@ def _merge(out: Path, plan: BatchPlan) -> int:
     """Write the predictions in the order of the rows, and return how many have not ended."""
     found = dict[int, Hypothesis]()
     for part in range(plan.num_parts):
-        found.update(read_part(out / part_name(part)))
+        rows_of_part = dict[int, Hypothesis]()
+        with suppress(ValueError, TypeError):
+            rows_of_part = dict(read_part(out / part_name(part)))
+        if len(rows_of_part) != plan.rows_in(part):
+            raise StorageError(
+                f"{out / part_name(part)} is damaged. Remove it, and run the same command again: only this part is "
+                "predicted again"
+            )
+        found.update(rows_of_part)
     with open(out / ROWS, "rb") as rows, replacing(out / PREDICTIONS) as merged:
         for number, line in enumerate(rows):
             row, hypothesis = SourceRow(*orjson.loads(line)), found[number]

@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from t5train.errors import InputError
 from t5train.inference.serve.limits import Limits
@@ -11,6 +11,7 @@ from t5train.inference.text.decoding import GenerationSpec
 from t5train.spec.settings import explain
 
 _EXAMPLE = 'an object such as {"text": "..."}'
+_SHOWN = 60  # characters of an unknown name
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -22,7 +23,7 @@ class Question(BaseModel):
     """The body of a request: texts, and how to generate. Defaults are those of ``t5-pretrain generate``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    text: Annotated[list[Text], BeforeValidator(_as_list), Field(min_length=1)]
+    text: Annotated[list[Text], FailFast(), BeforeValidator(_as_list), Field(min_length=1)]
     """One text or several."""
     task: str | None = None
     """A task that the model was fine-tuned with: its prefix is put before each text that lacks it."""
@@ -42,6 +43,10 @@ class Question(BaseModel):
             raise InputError(f"the body is not JSON ({error.msg}): send {_EXAMPLE}") from error
         if not isinstance(found, dict):
             raise InputError(f"the body is not an object: send {_EXAMPLE}")
+        # A body has room for very many unknown names, and all other requests wait while an error describes them.
+        if unknown := found.keys() - cls.model_fields.keys():
+            name = f"{min(unknown)[:_SHOWN]!r}"
+            raise InputError(f"{name} is an unknown setting: it must be one of {', '.join(cls.model_fields)}")
         try:
             question = cls.model_validate(found)
         except ValidationError as error:

@@ -98,3 +98,22 @@ def test_wrong_inputs_of_predict_are_refused_in_one_line(
     assert output.err.count("\n") == 1
     assert said in output.err
     assert output.out == ""
+
+
+@pytest.mark.parametrize(
+    ("stream", "said"),
+    [("stdin", "FILE is -, but standard input is closed"), ("stdout", "standard output, but it is closed. Set --out")],
+)
+def test_closed_streams_are_refused_before_anything_is_predicted(
+    t5_pretrain: T5Pretrain,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    stream: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr(f"sys.{stream}", None)
+    assert t5_pretrain("predict", model, "-", *SHORT) != 0
+    output = capfd.readouterr()
+    assert said in output.err
+    assert output.err.count("\n") == 1

@@ -98,6 +98,19 @@ def test_an_interrupted_job_predicts_only_the_other_parts_and_the_same_file(run:
     assert {each.name for each in (tmp_path / "out").iterdir()} == {".claim", PREDICTIONS, PREDICTION}
 
 
+@pytest.mark.parametrize("damaged", [b"", b"[0,", b"[0]\n", b"\0" * 9, b'"a"\n'])
+def test_a_damaged_part_is_named_and_predicted_again_once_removed(run: Run, tmp_path: Path, damaged: bytes) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(workers=Here(most_rows=25))
+    part = next((tmp_path / "out").glob("part-*.jsonl"))
+    part.write_bytes(damaged)
+    with pytest.raises(StorageError, match=f"{part.name} is damaged. Remove it, and run the same command again"):
+        run()
+    part.unlink()
+    assert run(workers=(again := Here())) == run("whole")
+    assert again.parts == 1
+
+
 def test_another_result_and_a_changed_one_are_not_overwritten(run: Run, tmp_path: Path) -> None:
     run()
     before, rows_before = (tmp_path / "out" / PREDICTIONS).read_bytes(), (tmp_path / "rows.jsonl").read_bytes()

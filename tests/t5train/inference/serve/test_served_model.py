@@ -150,11 +150,14 @@ def test_too_little_memory_is_said_in_one_line(model: MakeModel, monkeypatch: py
         (b"{}", "text is missing: set it"),
         (b'{"text": []}', "text is []: it must be a list of at least 1 items"),
         (b'{"text": ["a", ""]}', "item 2 of text is ''"),
-        (b'{"text": "a", "num_beam": 2}', "num_beam is 2: unknown setting"),
+        (b'{"text": "a", "num_beam": 2}', "'num_beam' is an unknown setting: it must be one of text, task,"),
         (b'{"text": "a", "num_beams": "2"}', "num_beams is '2': it must be a whole number"),
         (b'{"text": "a", "num_beams": 9}', "num_beams is 9: it must be at most 8"),
         (b'{"text": "a", "max_new_tokens": 101}', "max_new_tokens is 101: it must be at most 100"),
         (json.dumps({"text": ["a"] * 65}).encode(), "the number of texts is 65: it must be at most 64"),
+        (b'{"text": [' + b"1," * 9999 + b"1]}", "item 1 of text is 1: it must be text"),
+        (json.dumps(dict.fromkeys(map(str, range(9999)))).encode(), "'0' is an unknown setting"),
+        (json.dumps({"k" * 9999: 1}).encode(), "kkk' is an unknown setting"),
     ],
 )
 def test_a_body_that_is_no_question_is_refused_with_what_is_wrong(body: bytes, message: str) -> None:
@@ -162,3 +165,4 @@ def test_a_body_that_is_no_question_is_refused_with_what_is_wrong(body: bytes, m
         Question.of(body, LIMITS)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 200
