@@ -64,7 +64,7 @@ def start_said(spec: RunSpec, shape: T5Shape) -> str:
     if (start := spec.model.start_from) is None:
         return ", drawn at random, as model.start_from is not set"
     lora = spec.finetune.lora
-    trained = f"; {count_trained(shape, lora):,} more, of adapters, are trained in their place" if lora.rank else ""
+    trained = f" and frozen; {count_trained(shape, lora):,} more, of adapters, are trained" if lora.rank else ""
     return f", from {origin(Path(start)) or redacted(start)}{trained}"
 
 

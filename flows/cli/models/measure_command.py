@@ -20,7 +20,7 @@ def measure(
     pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="Folder of the run's pairs", readable=False)],
     run: Annotated[Path, typer.Option(help="Folder of the run that trained it", readable=False)],
 ) -> None:
-    """Predict held-out pairs with an export that is not certified yet, and add predictions and metrics to it.
+    """Predict the held-out pairs of a run with its export, before `certify`, and add predictions and metrics to it.
 
     $ t5-pretrain measure model work/pairs/PAIRS --run work/runs/mine
     """

@@ -112,7 +112,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
     root: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure loss and accuracy of a model on text, next to the unigram baseline.
+    """Measure how well a model fills gaps of text: loss and accuracy. For pairs, use `predict` and `score`.
 
     $ t5-pretrain evaluate MODEL --corpus pydocs --max-sequences 1000
     $ t5-pretrain evaluate MODEL --corpus '/data/*.txt' --split test --json

@@ -74,7 +74,10 @@ def read_predictions(path: Path) -> Iterator[Prediction]:
     """
     file = path / PREDICTIONS if path.is_dir() else path
     if not file.is_file():
-        raise InputError(f"{file} is not a file of predictions. Name one, or the folder that `predict` wrote")
+        raise InputError(
+            f"{file} is not a file of predictions. Name one, the folder that `predict` wrote, or `evaluation` "
+            "in a model that was fine-tuned"
+        )
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             yield _parsed(file, number, line)
@@ -87,4 +90,4 @@ def _parsed(file: Path, number: int, line: bytes) -> Prediction:
         said = f"it is not JSON: {error.msg}, at column {error.colno}"
     except ValidationError as error:
         said = explain(error)
-    raise InputError(f"{file} line {number} is not a prediction ({said}). Predict again, or correct this line")
+    raise InputError(f"{file} line {number} is not what `predict` writes ({said}). Predict again, or correct this line")

@@ -83,7 +83,8 @@ def _task(named: str, task: str | None, has_prefix: bool, tasks: Mapping[str, st
     if task is None and len(tasks) > 1 and not has_prefix:
         raise SpecError(
             f"{FILE} is {named!r}, but the model was fine-tuned on {len(tasks)} tasks ({choices}). Name that of the "
-            "file (#task=), or give a prefix, which may be empty (#prefix=)"
+            "file (#task=NAME after it; of standard input, /dev/stdin#task=NAME), or give a prefix, which may be empty "
+            "(#prefix=)"
         )
     return task if task is not None or len(tasks) != 1 else next(iter(tasks))
 

@@ -125,7 +125,7 @@ def evaluate(
     if folder.run.tasks:
         _log.warning(
             "this model was fine-tuned on pairs (%s): what follows is how well it fills gaps, which it was not trained "
-            "for. Its card has the results of its tasks, and `t5-pretrain generate` gives targets",
+            "for. Its card has the results of its tasks; for other pairs, use `t5-pretrain predict` and `score`",
             ", ".join(folder.run.tasks),
         )
     objective = _objective(folder.run.settings, spec)

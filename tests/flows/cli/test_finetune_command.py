@@ -61,7 +61,7 @@ def test_a_dry_run_says_that_adapters_are_trained_in_place_of_the_weights() -> N
     spec = recipe("reverse_and_sort").with_settings(lora)
     of_q_and_v = (2 + 2 * 2) * 2 * 4 * (64 + 64)
     assert start_said(spec, resolve(spec.model, 32)) == (
-        f", from /models/t5; {of_q_and_v:,} more, of adapters, are trained in their place"
+        f", from /models/t5 and frozen; {of_q_and_v:,} more, of adapters, are trained"
     )
 
 

@@ -31,12 +31,12 @@ def test_predictions_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_the_line_that_is_not_a_prediction_is_named(tmp_path: Path, line: bytes, said: str) -> None:
     file = tmp_path / "other.jsonl"
     file.write_bytes(MADE.line() + line)
-    with pytest.raises(InputError, match=r"other\.jsonl line 2 is not a prediction") as raised:
+    with pytest.raises(InputError, match=r"other\.jsonl line 2 is not what `predict` writes") as raised:
         list(read_predictions(file))
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_a_folder_without_predictions_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is not a file of predictions"):
+    with pytest.raises(InputError, match=r"is not a file of predictions.* or `evaluation` in a model"):
         list(read_predictions(tmp_path))

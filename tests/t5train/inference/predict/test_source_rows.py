@@ -88,7 +88,11 @@ def test_sources_that_have_the_prefix_already_or_none_are_counted(tmp_path: Path
 @pytest.mark.parametrize(
     ("choices", "said"),
     [
-        ("", "the model was fine-tuned on 2 tasks (up, down). Name that of the file (#task=)"),
+        (
+            "",
+            "the model was fine-tuned on 2 tasks (up, down). Name that of the file (#task=NAME after it; of standard "
+            "input, /dev/stdin#task=NAME)",
+        ),
         ("#task=upp", "'upp' is none of the tasks that the model was fine-tuned on (up, down (did you mean 'up'?))"),
         ("#prefix=&source=x", "whose lines are sources: leave #source= out"),
         ("#prefix=&tusk=x", "but not 'tusk' (did you mean 'task'?)"),
