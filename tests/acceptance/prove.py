@@ -44,6 +44,10 @@ PROOFS = (
         "finetuning-trial",
         (*_RUNS, "t5train/data", "t5train/model", "t5train/spec", "flows", "tests/acceptance/finetuning_trial.py"),
     ),
+    Proof(
+        "prediction-equality",
+        ("t5train/inference/predict", "t5train/inference/text", "tests/acceptance/prediction_equality.py"),
+    ),
     Proof("serve-load", ("t5train/inference/serve", "t5train/inference/text", "tests/acceptance/serve_load.py")),
     Proof("io-faults", (*_RUNS, "tests/acceptance/io_faults", "tests/acceptance/file_faults.py")),
     Proof("corruptions", ("t5train/checkpoint", "tests/acceptance/corruptions.py")),
