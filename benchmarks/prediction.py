@@ -118,8 +118,9 @@ def by_loop(subject: Subject) -> Measured:
     if subject.device == "cpu":
         torch.set_num_threads(1)  # as predict does
     folder = ModelFolder.open(subject.model)
-    model, tokenizer = _loading(subject.dtype, [])(folder, subject.device), folder.load_tokenizer()
+    model = _loading(subject.dtype, [])(folder, subject.device)
     began = time.perf_counter()
+    tokenizer = folder.load_tokenizer()
     sources = [json.loads(line)["source"] for line in subject.rows.read_text("utf-8").splitlines()]
     texts, tokens, options = list[str](), 0, subject.spec.options(subject.most)
     for first in range(0, len(sources), LOOP_ROWS):
