@@ -8,8 +8,8 @@ from typing import Any
 from infra.head.hosts.hostfile import chosen_hosts
 from infra.head.launch.deepspeed_launcher import require_launchable
 from t5train.errors import SpecError
-from t5train.files.locations import local_folder
 from t5train.quantities import quantity
+from t5train.records.locations import local_folder
 from t5train.spec import RunSpec, setting_names
 from t5train.spec.config_file import data_setting
 from t5train.spec.recipes import RECIPES

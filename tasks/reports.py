@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from t5train.data.pairs.task_rates import task_shares
-from t5train.files.locations import shown_text
 from t5train.files.run_folder import EXPORT, METRICS, WITNESS_FOLDER
 from t5train.records.evaluation_metrics import recorded_metrics
+from t5train.records.locations import shown_text
 from t5train.records.metrics import loss_lines, read
 from t5train.records.stage_records import (
     Corpus,

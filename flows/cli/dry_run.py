@@ -33,13 +33,13 @@ from t5train.data.vocabulary.tokenizer import is_vocabulary_of
 from t5train.engine.deepspeed_config import deepspeed_config
 from t5train.engine.memory_estimate import Held, held_by_a_rank
 from t5train.errors import DigestMismatch, RecordError, T5TrainError, UnknownVersion, Unreadable
-from t5train.files.locations import redacted, shown_text
 from t5train.files.presence import visible_in
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS
 from t5train.host_resources import free_space_bytes
 from t5train.model.model_shape import T5Shape, count_parameters
 from t5train.quantities import format_bytes, quantity
 from t5train.records.identity import fingerprint
+from t5train.records.locations import redacted, shown_text
 from t5train.records.stage_records import MANIFEST, TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.known_texts import known_texts

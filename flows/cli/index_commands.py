@@ -15,7 +15,7 @@ from t5train.data.vectors.faiss_indexes import built_index, chosen_index, faiss_
 from t5train.data.vectors.index_check import Sample, check_index, given_index, recall_record
 from t5train.data.vectors.near_duplicates import Thresholds, find_near_duplicates
 from t5train.errors import InputError
-from t5train.files.locations import local_folder, redacted
+from t5train.records.locations import local_folder, redacted
 from t5train.report.vectors_report import (
     CHECK_COLUMNS,
     check_rows,

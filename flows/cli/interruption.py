@@ -13,7 +13,7 @@ from pathlib import Path
 from flows.cli.terminal import complain
 from infra.head.launch.start_record import PROGRAM
 from infra.head.runs.run_state import what_is_saved
-from t5train.files.locations import redacted
+from t5train.records.locations import redacted
 
 _BEGIN_AGAIN = "--begin-again"
 _CRASH = re.compile(

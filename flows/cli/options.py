@@ -13,9 +13,9 @@ import typer
 from flows.spec_from_recipe import resolve
 from t5train.errors import InputError, SpecError
 from t5train.files.atomic import replacing
-from t5train.files.locations import at_home
 from t5train.files.presence import is_folder, visible_in
 from t5train.files.run_folder import RUNS
+from t5train.records.locations import at_home
 from t5train.spec import RunSpec, StorageSpec, setting_names
 from t5train.spec.config_file import Configuration, read_config
 from t5train.spec.recipes import RECIPES, summary

@@ -6,12 +6,12 @@ from infra.head.preflight.text_checks import TextFacts
 from infra.node.node_folders import PAIR_SHARDS
 from t5train.checkpoint.resume import begun_shards
 from t5train.errors import RecordError, UnknownVersion, Unreadable
-from t5train.files.locations import redacted
 from t5train.files.presence import visible_in
 from t5train.inference.evaluation.held_out_metrics import can_score
 from t5train.model.model_shape import T5Shape
 from t5train.model.parameters import count_trained
 from t5train.quantities import format_bytes, quantity
+from t5train.records.locations import redacted
 from t5train.records.stage_records import PairShards
 from t5train.records.start_copy import origin
 from t5train.spec import RunSpec

@@ -42,10 +42,10 @@ from t5train.data.pairs.pairs_tokenizer import build_pairs_tokenizer
 from t5train.data.shards import build_shards, settings_of
 from t5train.data.vocabulary.tokenizer import build_tokenizer, given_tokenizer
 from t5train.errors import InputError, RecordError, SpecError
-from t5train.files.locations import local_folder, redacted, shareable_source, shown_text
 from t5train.files.presence import is_there, visible_in
 from t5train.files.run_folder import WITNESS_FOLDER
 from t5train.quantities import quantity
+from t5train.records.locations import local_folder, redacted, shareable_source, shown_text
 from t5train.records.metrics import loss_lines
 from t5train.records.stage_records import MANIFEST, Export, Record, TokenizerFiles, TokenShards, Weights
 from t5train.records.witness import Witness

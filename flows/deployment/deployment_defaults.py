@@ -12,7 +12,7 @@ from infra.head.preflight.run_checks import require_possible
 from t5train.data.corpus import of_part
 from t5train.data.sources import PYDOCS, require_source
 from t5train.errors import SpecError, T5TrainError
-from t5train.files.locations import without_secret
+from t5train.records.locations import without_secret
 from t5train.spec.recipes import recipe
 
 FLOW, FINE_TUNING = "t5-pretrain", "t5-finetune"

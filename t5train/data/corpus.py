@@ -30,7 +30,6 @@ from t5train.data.segments import SEGMENTS, FileSegments, read_segments, write_s
 from t5train.data.sources import PYDOCS, files_of_earlier_version, local_files, pydocs_files, write_pydocs
 from t5train.errors import InputError, RecordError, UnknownVersion, Unreadable
 from t5train.files.atomic import remove_folder
-from t5train.files.locations import hub_dataset_name, redacted
 from t5train.files.output_folder import making, stage_folder
 from t5train.host_resources import num_cores, require_writable
 from t5train.progress import Progress, silent
@@ -38,6 +37,7 @@ from t5train.quantities import quantity
 from t5train.records.changed_files import keep_changed_files
 from t5train.records.digests import FileDigest, digest_files
 from t5train.records.identity import fingerprint
+from t5train.records.locations import hub_dataset_name, redacted
 from t5train.records.stage_records import REMOVED, Corpus, reusable
 from t5train.spec import CorpusSpec
 from t5train.spec.data_spec import REPETITIONS, Repetition, TextSource

@@ -41,11 +41,11 @@ from t5train.data.readers import format_of
 from t5train.errors import InputError
 from t5train.files.atomic import replacing
 from t5train.files.confined import confined
-from t5train.files.locations import explained, redacted, require_utf8_names
 from t5train.host_resources import num_cores
 from t5train.progress import Progress, silent
 from t5train.quantities import quantity
 from t5train.records.digests import FileDigest
+from t5train.records.locations import explained, redacted, require_utf8_names
 from t5train.spec.data_spec import HubText, TextSource
 from t5train.spec.known_texts import BUILT_IN, KnownText, known_texts, location_of
 

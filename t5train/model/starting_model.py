@@ -16,7 +16,6 @@ from t5train.data.vocabulary.t5_form import in_t5_form
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, Tokenizer, differing_piece
 from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.confined import child
-from t5train.files.locations import local_folder
 from t5train.model.model_shape import T5Shape, huggingface_config, preset_of, resolve, sparse_step
 from t5train.model.parameters import parameter_shapes
 from t5train.model.tensor_files import FLOATING, StoredTensor, StoredTensors, list_tensors
@@ -24,6 +23,7 @@ from t5train.progress import Progress, silent
 from t5train.records.changed_files import recorded_files, require_as_recorded
 from t5train.records.digests import FileDigest, digest_file
 from t5train.records.identity import differences, fingerprint
+from t5train.records.locations import local_folder
 from t5train.records.stage_records import MANIFEST
 from t5train.records.start_copy import is_awaited, origin
 from t5train.spec import ModelSpec, pad_vocabulary

@@ -1,4 +1,4 @@
-"""The records of stages (``manifest.json``), their identities, digests, and the witness and metrics of training.
+"""The records of stages (``manifest.json``), their identities, digests and locations, the witness and the metrics.
 
 Not here: comparing a published folder with them (``t5train.release``).
 """

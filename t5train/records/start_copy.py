@@ -9,7 +9,7 @@ from pathlib import Path
 
 from t5train.errors import InputError
 from t5train.files.atomic import discard
-from t5train.files.locations import hub_model, is_remote_model
+from t5train.records.locations import hub_model, is_remote_model
 from t5train.records.stage_records import MANIFEST
 
 STARTS = "starts"

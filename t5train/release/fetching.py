@@ -12,11 +12,11 @@ from pathlib import Path
 from t5train.errors import InputError, PublicationError, RecordError, StorageError
 from t5train.files.atomic import filling
 from t5train.files.confined import confined, require_distinct
-from t5train.files.locations import redacted, require_location
 from t5train.files.os_errors import explain
 from t5train.files.presence import files_below, is_folder, is_there
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest
+from t5train.records.locations import redacted, require_location
 from t5train.records.stage_records import MANIFEST, Publication, Published
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.object_store.bucket import BucketFolder, is_in_s3

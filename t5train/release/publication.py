@@ -17,11 +17,11 @@ from typing import Any
 from t5train.errors import CertificationError, DigestMismatch, PublicationError, StorageError
 from t5train.files.atomic import copy_durably, filling, try_writing
 from t5train.files.confined import require_distinct
-from t5train.files.locations import Counted, explained, local_folder, redacted, remote_folder, require_location
 from t5train.files.os_errors import explain
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, verify_file
 from t5train.records.identity import current_provenance, fingerprint
+from t5train.records.locations import Counted, explained, local_folder, redacted, remote_folder, require_location
 from t5train.records.stage_records import MANIFEST, Export, Publication
 from t5train.release.certificate import CERTIFICATE, vouching_certificate
 from t5train.release.object_store.bucket import BucketFolder, InsistentBucket, is_in_s3

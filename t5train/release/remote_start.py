@@ -15,12 +15,12 @@ from t5train.data.download.kept_downloads import locked
 from t5train.errors import InputError, RecordError, StorageError
 from t5train.files.atomic import write_json
 from t5train.files.confined import child
-from t5train.files.locations import hub_model
 from t5train.files.os_errors import explain
 from t5train.model.starting_model import CONFIG, INDEX, WEIGHTS, listed_files
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest
 from t5train.records.identity import fingerprint
+from t5train.records.locations import hub_model
 from t5train.records.stage_records import Publication, StartingModelFiles
 from t5train.records.start_copy import START_NOTE, STARTS, is_awaited
 from t5train.release.certificate import CERTIFICATE

@@ -15,11 +15,11 @@ from t5train.errors import (
     T5TrainError,
 )
 from t5train.files.confined import confined
-from t5train.files.locations import explained, local_folder, redacted, remote_folder, require_location
 from t5train.files.presence import ABSENT, files_below, is_folder, is_there, names_in, reading
 from t5train.files.run_folder import RUN
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_safetensors_stream
+from t5train.records.locations import explained, local_folder, redacted, remote_folder, require_location
 from t5train.records.stage_records import MANIFEST, Publication, Published, Record, parse_manifest
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.object_store.bucket import BucketFolder, is_in_s3

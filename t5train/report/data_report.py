@@ -6,8 +6,8 @@ from t5train.data.samples.mixture import rates
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.held_out import tied_line
 from t5train.data.vocabulary.unknown_pieces import unknown_line
-from t5train.files.locations import shown_text
 from t5train.quantities import quantity
+from t5train.records.locations import shown_text
 from t5train.records.stage_records import (
     HELD_OUT_COMPARED,
     HELD_OUT_LEFT_OUT,

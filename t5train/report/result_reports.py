@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from t5train.files.locations import local_folder
 from t5train.quantities import quantity
 from t5train.records.evaluation_metrics import SYSTEMS, EvaluationMetrics
+from t5train.records.locations import local_folder
 from t5train.records.metrics import OF_ONE_TASK, UNIGRAM_OF_TARGETS, VALIDATION_OF_TARGETS, Values
 from t5train.records.stage_records import Export, Publication, Record, Weights
 from t5train.release.certificate import CERTIFICATE, Certificate, ProbeComparison

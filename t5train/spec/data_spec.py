@@ -6,7 +6,7 @@ from urllib.parse import unquote
 
 from pydantic import Field, field_validator
 
-from t5train.files.locations import at_home, hub_dataset_name, without_secret
+from t5train.records.locations import at_home, hub_dataset_name, without_secret
 from t5train.spec.known_texts import BUILT_IN, is_named_text
 from t5train.spec.settings import SpecPart, check
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from t5train.files.locations import local_folder
+from t5train.records.locations import local_folder
 
 BUILT_IN = "pydocs"
 """Python's documentation, which is made on this machine."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from t5train.files.locations import is_remote_model, local_folder, redacted
+from t5train.records.locations import is_remote_model, local_folder, redacted
 from t5train.spec.settings import SpecPart, check
 
 

@@ -12,7 +12,7 @@ from urllib.parse import unquote_to_bytes
 from pydantic import Field, field_validator
 
 from t5train.errors import encodable
-from t5train.files.locations import hub_dataset_name, local_folder, redacted, without_secret
+from t5train.records.locations import hub_dataset_name, local_folder, redacted, without_secret
 from t5train.spec.data_spec import HUB_SPLIT, dataset_at_revision, require_whole_split
 from t5train.spec.settings import check, nearest
 from t5train.spec.training_spec import MixingLimit, MixingSpec, MixingTemperature, MixingWeights

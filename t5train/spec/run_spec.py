@@ -7,19 +7,18 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from t5train.errors import SpecError
-from t5train.files.locations import is_remote_model
 from t5train.files.run_folder import RUNS
 from t5train.records.identity import fingerprint
+from t5train.records.locations import is_remote_model
 from t5train.spec.cluster_spec import ClusterSpec
 from t5train.spec.data_spec import CorpusSpec, ShardsSpec, TokenizerSpec
 from t5train.spec.evaluate_spec import PREDICTION, EvaluateSpec
-from t5train.spec.lora_spec import FinetuneSpec
 from t5train.spec.model_spec import ModelSpec
 from t5train.spec.monitor_spec import MonitorSpec, ProfileSpec
 from t5train.spec.pairs_spec import PairsSpec
 from t5train.spec.settings import SpecPart, change, check, explain, settings_of
 from t5train.spec.storage_spec import VALIDATIONS, StorageSpec
-from t5train.spec.training_spec import LOSS_TERMS, LayoutSpec, ObjectiveSpec, OptimizerSpec
+from t5train.spec.training_spec import LOSS_TERMS, FinetuneSpec, LayoutSpec, ObjectiveSpec, OptimizerSpec
 
 RUN_NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
 

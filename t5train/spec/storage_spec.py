@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from t5train.files.locations import at_home, without_secret
+from t5train.records.locations import at_home, without_secret
 from t5train.spec.settings import SpecPart, check
 
 HomePath = Annotated[Path, AfterValidator(at_home)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import pair_training
 from benchmarks.comparison import spec_for
 from benchmarks.peer_outcomes import ALONE, DENSE, OURS
 from benchmarks.training_peers import CONTENDERS
@@ -20,13 +21,17 @@ COMMANDS = [command for command in ALL_COMMANDS if command[0] != "whole_machine"
 
 
 def test_one_gpu_four_and_eight_are_documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {module for module, _ in COMMANDS} == {"training_peers", "training_scaling", "loss_curves"}
+    assert {module for module, _ in COMMANDS} == {
+        *("training_peers", "training_scaling", "loss_curves", "pair_training")
+    }
     (whole_machine,) = set(ALL_COMMANDS) - set(COMMANDS)
     monkeypatch.setattr(sys, "argv", [whole_machine[0], *shlex.split(whole_machine[1], comments=True)])
     given = whole_machine_arguments()
     assert (given.ranks, given.until_seconds) == (8, 540)
     assert len(given.only) == 7
-    assert {"base", "large", "moe", "t5_3b", "pipeline"} == {arguments.split()[0] for _, arguments in COMMANDS}
+    assert {"base", "large", "moe", "t5_3b", "pipeline", "finetune_base"} == {
+        arguments.split()[0] for _, arguments in COMMANDS
+    }
 
 
 @pytest.mark.parametrize(("module", "arguments"), COMMANDS)
@@ -42,6 +47,9 @@ def test_a_documented_command_is_valid(module: str, arguments: str, monkeypatch:
         alone = spec_for(spec, ALONE)
         assert alone.cluster.ranks * spec.cluster.ranks == 4
         assert alone.optimizer.global_batch_sequences * 4 == spec.optimizer.global_batch_sequences
+    if module == "pair_training":
+        assert {*given.only.split(",")} <= {*pair_training.CONTENDERS}
+        return
     for contender in (getattr(given, "only", None) or OURS).split(","):
         assert contender in CONTENDERS
         assert (spec_for(spec, contender).model.moe.num_experts > 0) == (given.recipe == "moe" and contender != DENSE)

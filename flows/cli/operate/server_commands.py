@@ -22,7 +22,7 @@ from flows.run_parameters import LOCATIONS, PATHS
 from flows.server import api_key, prefect_profile, prefect_server, team_server
 from flows.server.team_server import Address
 from t5train.errors import InputError, SpecError, StorageError
-from t5train.files.locations import local_folder
+from t5train.records.locations import local_folder
 from t5train.spec import RunSpec
 from t5train.spec.known_texts import is_named_text
 from t5train.spec.settings import parsed

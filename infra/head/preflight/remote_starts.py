@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from infra.head.preflight.run_checks import require_model
-from t5train.files.locations import is_remote_model
 from t5train.host_resources import make_root
 from t5train.progress import Progress, silent
+from t5train.records.locations import is_remote_model
 from t5train.records.start_copy import is_awaited
 from t5train.release import remote_start
 from t5train.spec import RunSpec

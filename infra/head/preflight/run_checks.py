@@ -13,12 +13,12 @@ from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.tokenizer import expected_vocab_size, given_proto, open_given
 from t5train.engine import memory_estimate
 from t5train.errors import SpecError
-from t5train.files.locations import is_remote_model
 from t5train.files.run_folder import CHECKPOINTS, PUBLICATIONS
 from t5train.host_resources import require_host_memory
 from t5train.model import model_shape, starting_model
 from t5train.model.model_shape import T5Shape
 from t5train.model.pipeline.pipeline_split import stage_bounds
+from t5train.records.locations import is_remote_model
 from t5train.release.export import require_exportable
 from t5train.spec import RunSpec
 

@@ -34,8 +34,8 @@ from t5train.data.sources import PYDOCS, SourceFacts, require_source
 from t5train.data.vocabulary.sentencepiece_model import num_pieces, train
 from t5train.data.vocabulary.tokenizer import given_proto
 from t5train.errors import InputError, SpecError
-from t5train.files.locations import redacted
 from t5train.quantities import format_bytes, quantity
+from t5train.records.locations import redacted
 from t5train.spec import CorpusSpec, RunSpec, TokenizerSpec
 
 LOOK_BYTES = 16 << 20

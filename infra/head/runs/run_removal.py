@@ -36,11 +36,11 @@ from infra.node.storage.garbage import Garbage, size_of
 from infra.node.storage.left_attempts import KnownAttempts
 from t5train.errors import HostError, InputError, RunLocked, SpecError, StorageError
 from t5train.files.atomic import discard, remove_folder, sync_folder
-from t5train.files.locations import local_folder
 from t5train.files.locks import flock
 from t5train.files.os_errors import explain as explain_os_error
 from t5train.files.presence import files_below, is_folder, is_there, visible_in
 from t5train.files.run_folder import PUBLISHED, RUN, RUNS, discarded, removing
+from t5train.records.locations import local_folder
 from t5train.records.stage_records import MANIFEST
 from t5train.release.publication import publication_at
 from t5train.spec import MachinesSpec

@@ -21,10 +21,10 @@ from t5train.data.sources import files_of_earlier_version, local_files
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
 from t5train.files.atomic import write_text
-from t5train.files.locations import redacted
 from t5train.host_resources import num_cores, require_free_space
 from t5train.progress import Progress, adding
 from t5train.quantities import quantity
+from t5train.records.locations import redacted
 from t5train.records.stage_records import REMOVED, REPEATED, SKIPPED, Corpus
 from t5train.spec import CorpusSpec
 from t5train.spec.data_spec import HubText, TextSource

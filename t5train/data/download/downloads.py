@@ -42,12 +42,12 @@ from t5train.data.download.remote_reading import (
 )
 from t5train.errors import InputError, StorageError
 from t5train.files.atomic import sync_folder, write_json
-from t5train.files.locations import Counted, redacted
 from t5train.files.os_errors import reason
 from t5train.host_resources import num_cores, require_free_space
 from t5train.progress import Progress
 from t5train.quantities import quantity
 from t5train.records.digests import FileDigest, digest_file
+from t5train.records.locations import Counted, redacted
 
 CONNECTIONS = 8
 BLOCK_BYTES = 16 << 20

@@ -16,7 +16,7 @@ from t5train.data.download.kept_downloads import locked
 from t5train.data.download.remote_reading import Backoff, is_interrupted, message_of, status_of
 from t5train.errors import InputError, T5TrainError
 from t5train.files.atomic import write_json
-from t5train.files.locations import redacted, without_queries
+from t5train.records.locations import redacted, without_queries
 
 _OFFLINE, _TRUE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), {"1", "ON", "YES", "TRUE"}
 _SHOWN_CHARACTERS = 500

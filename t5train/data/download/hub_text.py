@@ -42,11 +42,11 @@ from t5train.data.readers import SEGMENT_BYTES, require_short_text
 from t5train.data.worker_processes import Advance, InSteps, Json, in_processes
 from t5train.errors import InputError
 from t5train.files.atomic import replacing
-from t5train.files.locations import hub_dataset_name
 from t5train.host_resources import require_free_space
 from t5train.progress import Progress
 from t5train.quantities import quantity
 from t5train.records.digests import FileDigest, digest_file
+from t5train.records.locations import hub_dataset_name
 from t5train.spec.data_spec import HubText
 
 _STEP_ROWS = 10_000

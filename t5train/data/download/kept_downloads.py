@@ -18,11 +18,11 @@ from t5train.data.download.remote_reading import RemoteFile
 from t5train.errors import DigestMismatch, InputError
 from t5train.files.atomic import write_json
 from t5train.files.confined import confined, require_distinct
-from t5train.files.locations import redacted
 from t5train.files.output_folder import DOWNLOADED, lock_or_wait
 from t5train.host_resources import num_cores
 from t5train.quantities import quantity
 from t5train.records.digests import FileDigest, verify_file
+from t5train.records.locations import redacted
 
 _LISTING = ".downloaded-files.json"
 _log = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ from t5train.data.download.remote_reading import (
 from t5train.data.formats.wikipedia_dump import require_one_form
 from t5train.data.readers import FORMATS, format_of
 from t5train.errors import InputError, printable
-from t5train.files.locations import redacted
 from t5train.files.output_folder import MadeFiles
 from t5train.quantities import quantity
+from t5train.records.locations import redacted
 
 _SHOWN_NAMES = 5
 

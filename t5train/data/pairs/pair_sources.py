@@ -19,8 +19,8 @@ from t5train.data.passages import SPLITS, SourceFile, Split
 from t5train.data.readers import FORMATS, format_of
 from t5train.data.sources import SourceFacts, local_files, require_source
 from t5train.errors import InputError
-from t5train.files.locations import hub_dataset_name, local_folder, redacted
 from t5train.progress import Progress, silent
+from t5train.records.locations import hub_dataset_name, local_folder, redacted
 from t5train.spec import PairsSpec
 from t5train.spec.pairs_spec import GENERATED, PairSource
 

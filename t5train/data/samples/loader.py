@@ -22,8 +22,8 @@ from t5train.data.samples.span_corruption import corrupt, geometry
 from t5train.data.shards import read_description, tokens_name
 from t5train.data.vocabulary.held_out import read_held_out
 from t5train.errors import DigestMismatch, InputError
-from t5train.files.locations import redacted
 from t5train.quantities import quantity
+from t5train.records.locations import redacted
 from t5train.records.stage_records import TokenShards
 from t5train.spec import ObjectiveSpec, RunSpec
 

@@ -18,9 +18,9 @@ from t5train.data.formats.parquet import batches, open_parquet
 from t5train.data.passages import SourceFile
 from t5train.data.sources import require_source
 from t5train.errors import InputError
-from t5train.files.locations import redacted
 from t5train.progress import Progress, silent
 from t5train.quantities import quantity
+from t5train.records.locations import redacted
 from t5train.spec.known_texts import BUILT_IN
 
 COLUMN = "embeddings"

@@ -17,10 +17,10 @@ from t5train.data.sources import Downloads
 from t5train.data.vectors.embeddings import Embeddings, chunks, normalised, rows_at, spread_rows
 from t5train.errors import InputError
 from t5train.files.confined import confined
-from t5train.files.locations import explained, local_folder, redacted
 from t5train.host_resources import host_memory_bytes
 from t5train.progress import Progress, silent
 from t5train.quantities import format_bytes, quantity
+from t5train.records.locations import explained, local_folder, redacted
 from t5train.spec.known_texts import KnownIndex, known_indexes
 
 _METRICS = {0: "inner product", 1: "L2"}

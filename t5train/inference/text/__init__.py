@@ -1,1 +1,4 @@
-"""A model and a text: what it writes into gaps, and its loss on masked text."""
+"""A model and a text: what it writes into gaps, and its loss on masked text.
+
+Not here: predictions for the rows of a file (``t5train.inference.predict``).
+"""

@@ -232,7 +232,7 @@ def _options(d: int, rows: _Rows = _TEXT) -> dict[str, dict[str, Any]]:
     options: dict[str, dict[str, Any]] = {
         "forward": {"BK": 128, "STAGES": 2} if small and not has_dropout else {"BK": 64, "STAGES": 2 if small else 3},
         "dq": {"STAGES": 2, "maxnreg": 128 if capped else None},
-        "dkdv": {"STAGES": 3, "maxnreg": 168} if capped and not has_dropout else {"STAGES": 2},
+        "dkdv": {"STAGES": 3, "maxnreg": 168} if capped and not has_dropout else {"STAGES": 2, "maxnreg": None},
         "tiles": {"STAGES": _tile_stages(rows) if is_hopper else 2},
     }
     return {kernel: {"num_warps": 4, **ROUNDING, **chosen} for kernel, chosen in options.items()}

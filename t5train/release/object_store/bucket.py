@@ -19,7 +19,7 @@ from typing import Any
 
 from t5train.errors import DigestMismatch, PublicationError, StoreError
 from t5train.files.confined import confined
-from t5train.files.locations import redacted
+from t5train.records.locations import redacted
 from t5train.release.object_store.store_errors import (
     BEYOND_END,
     DAMAGED_ANSWER,

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from t5train.errors import DigestMismatch, PublicationError, RecordError
-from t5train.files.locations import redacted
 from t5train.records.digests import FileDigest
+from t5train.records.locations import redacted
 from t5train.records.stage_records import MANIFEST, Publication, Published, Record, parse_manifest
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.model_card import CARD_FILES

@@ -18,7 +18,7 @@ from t5train.data.vocabulary.sentencepiece_model import UNK_ID
 from t5train.data.vocabulary.unknown_pieces import recorded_unknown
 from t5train.engine.collectives import gather_floats
 from t5train.engine.forward_backward import Passes
-from t5train.files.locations import shareable_source
+from t5train.records.locations import shareable_source
 from t5train.records.metrics import SHUFFLED_OF_TARGETS, UNIGRAM_OF_TARGETS, Values, of_task
 from t5train.records.stage_records import PairShards
 from t5train.records.witness import LONGEST_TRAIN_TARGET, TrainedTask

@@ -8,7 +8,7 @@ from t5train.data.samples.loader import Samples, num_windows, require_batch, win
 from t5train.data.samples.span_corruption import geometry
 from t5train.data.vocabulary.unknown_pieces import counts_with_unknown, recorded_unknown
 from t5train.engine.forward_backward import Passes
-from t5train.files.locations import shareable_source
+from t5train.records.locations import shareable_source
 from t5train.records.metrics import UNIGRAM, Values
 from t5train.records.stage_records import OF_TEXT, REMOVED, REPEATED, TokenShards
 from t5train.spec import RunSpec

@@ -55,7 +55,8 @@ def test_any_change_to_the_modules_changes_the_digest(checkout: Path, change: Ca
 def test_this_projects_bundle_contains_every_file_of_t5train_and_infra() -> None:
     sources = json.loads(own_bundle().content)
     found = {path for top in ("t5train", "infra") for path in (ROOT / top).rglob("*") if path.is_file()}
-    # Hosts train and do not tokenise, so they need no segmenter.
-    found = {path for path in found if "__pycache__" not in path.parts and path.suffix not in {".h", ".cpp", ".so"}}
+    # Hosts train, and neither tokenise nor serve, so they need no segmenter and no page.
+    others = {".h", ".cpp", ".so", ".html"}
+    found = {path for path in found if "__pycache__" not in path.parts and path.suffix not in others}
     assert {ROOT / name for name in sources} == found, "files that are not modules are not sent to hosts"
     assert sources[GUARD] == (ROOT / GUARD).read_text("utf-8")

@@ -18,9 +18,9 @@ from t5train.data.download.source_listing import _may_be_named_in
 from t5train.data.segments import read_segments
 from t5train.data.sources import local_files, require_source
 from t5train.errors import InputError, StorageError
-from t5train.files.locations import redacted
 from t5train.progress import silent
 from t5train.records.digests import digest_file
+from t5train.records.locations import redacted
 from t5train.records.stage_records import Corpus
 from t5train.spec import CorpusSpec
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from t5train.files.locations import shareable_source
+from t5train.records.locations import shareable_source
 from t5train.records.stage_records import Export
 from t5train.records.witness import Witness
 from t5train.release.card_sections import MEANINGS, hub_licence

@@ -3,7 +3,7 @@
 import pytest
 
 from t5train.errors import SpecError
-from t5train.files.locations import hub_dataset_name
+from t5train.records.locations import hub_dataset_name
 from t5train.spec.data_spec import HubText
 from t5train.spec.recipes import smoke
 

@@ -3,7 +3,7 @@
 import pytest
 
 from t5train.errors import InputError
-from t5train.files.locations import hub_model, redacted, require_location, without_secret
+from t5train.records.locations import hub_model, redacted, require_location, without_secret
 
 KEPT_AND_SHOWN_WHOLE = [
     "/data/part-?.txt",
