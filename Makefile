@@ -21,7 +21,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-matrix test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations test-durations test-runs prove bench-consolidate bench-publish variants-table faults resumes kills pretraining-kills finetuning-kills finetuning-trial serve-load upload-faults operation-faults regression-faults regression-quiet io-faults results-page settings-page recording up clean
+.PHONY: help setup demo demo-cluster test test-fast test-matrix test-ui screenshots test-cluster test-slurm dockerfile-steps lint types bench corruptions certificate-faults mutations test-durations test-runs prove bench-consolidate bench-publish variants-table faults resumes kills pretraining-kills finetuning-kills finetuning-trial prediction-equality serve-load upload-faults operation-faults regression-faults regression-quiet io-faults results-page settings-page recording up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -118,6 +118,10 @@ finetuning-kills: setup ## The part of `make kills` with runs on pairs, of all w
 
 finetuning-trial: setup ## Fine-tune with three seeds, and once more with three kills of everything; ten minutes
 	@$(BIN)/python -m tests.acceptance.finetuning_trial --into benchmarks/results/finetuning_trial.json
+	$(BIN)/python -m benchmarks.results_page
+
+prediction-equality: setup ## Compare 500 predictions with those of a plain script, and kill predicting ten times; five minutes
+	@$(BIN)/python -m tests.acceptance.prediction_equality --into benchmarks/results/prediction_equality.json
 	$(BIN)/python -m benchmarks.results_page
 
 serve-load: setup ## Serve a model to 64 clients for two minutes, and compare each answer with that of generate

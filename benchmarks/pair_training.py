@@ -35,7 +35,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +43,7 @@ from benchmarks.comparison import Comparison, compare, parser, result
 from benchmarks.finished_rows import FinishedRow, FinishedRows
 from benchmarks.measured_result import Figure, spread
 from benchmarks.pair_trainer import PROGRAM, MeasuredOnPairs, PairTrainerJob
+from benchmarks.random_model import random_model
 from benchmarks.time_budget import NOT_FINISHED, OutOfTime
 from flows.cli.terminal import progress_display
 from flows.spec_from_recipe import resolve
@@ -51,15 +51,12 @@ from infra.head.benchmark_run import benchmark, measure_ranks
 from infra.head.training_run import hold_ready_run, train_run
 from t5train.data.pairs.pair_shards import build_pair_shards
 from t5train.data.pairs.pairs import build_pairs
-from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, given_tokenizer
+from t5train.data.vocabulary.tokenizer import TOKENIZER_JSON, given_tokenizer
 from t5train.errors import T5TrainError
-from t5train.files.atomic import write_json
 from t5train.files.run_folder import CHECKPOINTS, METRICS
-from t5train.model.model_shape import count_parameters, huggingface_config
+from t5train.model.model_shape import count_parameters
 from t5train.model.model_shape import resolve as resolve_shape
-from t5train.model.parameters import parameter_shapes
 from t5train.records import metrics
-from t5train.records.identity import fingerprint
 from t5train.records.stage_records import PairShards, TokenizerFiles
 from t5train.spec import RunSpec
 from t5train.train.step_benchmark import WARM_UP_STEPS, tokens_a_step
@@ -176,35 +173,9 @@ def _subjects(comparison: Comparison, text: RunSpec) -> Subjects:
     with progress_display() as progress:
         tokenizer = given_tokenizer(Path(spec.tokenizer.path), root, progress)
         shards = build_pair_shards(spec.pairs, build_pairs(spec.pairs, root, progress), tokenizer, root, progress)
-    start = _start_model(spec, shards, tokenizer, root)
+    start = random_model(spec, tokenizer, root)
     changed = spec.with_settings({"model.start_from": json.dumps(str(start)), "storage.root": json.dumps(str(root))})
     return Subjects(comparison._replace(spec=changed), shards, tokenizer, text)
-
-
-def _start_model(spec: RunSpec, shards: PairShards, tokenizer: TokenizerFiles, root: Path) -> Path:
-    """Return a folder with random weights, as transformers and this project read it."""
-    from safetensors.torch import save_file
-    from torch import Size
-
-    from t5train.model.initialization import filled, initialise
-
-    shape = resolve_shape(spec.model, int(shards.counts["vocab_size"]))
-    config = huggingface_config(shape, int(shards.counts["pad_id"]), int(shards.counts["eos_id"]))
-    identity = fingerprint({"config": config, "seed": spec.optimizer.seed, "tokenizer": tokenizer.fingerprint})
-    folder = root / f"start-{identity[:12]}"
-    if not folder.exists():
-        unfinished = folder.with_name(f".{folder.name}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        sizes = {name: Size(size) for name, size in parameter_shapes(shape).items()}
-        values = filled(sizes, partial(initialise, shape=shape, seed=spec.optimizer.seed))
-        tensors = dict(zip(sizes, values, strict=True))
-        save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
-        write_json(unfinished / "config.json", config)
-        for name in (SPIECE, TOKENIZER_JSON):
-            shutil.copyfile(tokenizer.path / name, unfinished / name)
-        unfinished.rename(folder)
-    return folder
 
 
 def _measure_all(subjects: Subjects, rows: FinishedRows[PairRow], planned: Sequence[tuple[str, int]]) -> int:

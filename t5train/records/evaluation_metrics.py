@@ -73,14 +73,16 @@ class Predicting(_Part):
 
 
 class EvaluationMetrics(_Part):
-    """The content of ``metrics.json``. All but the first four fields follow from the predictions and the vocabulary.
+    """The content of ``metrics.json``. All but the first five fields follow from the predictions and the vocabulary.
 
-    ``weights`` has the sha256 of each file of weights that predicted, ``held_out`` the number of pairs in each split,
-    predicted or not, and ``signatures`` what the metrics are, by name, with the versions of the packages.
+    ``weights`` has the sha256 of each file of weights that predicted, ``predictions`` that of each file of predictions
+    in the export, ``held_out`` the number of pairs in each split, predicted or not, and ``signatures`` what the metrics
+    are, by name, with the versions of the packages.
     """
 
     schema_version: Literal[1] = 1
     weights: dict[str, str]
+    predictions: dict[str, str]
     predicting: Predicting
     held_out: dict[str, int]
     signatures: dict[str, str]

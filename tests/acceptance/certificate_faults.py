@@ -4,9 +4,10 @@
 
 Each fault changes one parsed value of a published file before certification. The digests in the manifest and in the
 model card are rewritten to match, as if the export had made the file so: only a comparison with what training recorded
-can refuse the fault. A fault that changes no parsed value is not counted. The command prints the planted and refused
-faults by file and kind, and by kind of model. It fails unless every fault is refused and every sound export is
-certified. Any value of any document may be chosen; the seed decides which.
+can refuse the fault. The card's metrics, too, follow a changed ``metrics.json``, of which all that the certificate
+compares is changed; the digests in it are those of the evaluation. A fault that changes no parsed value is not counted.
+The command prints the planted and refused faults by file and kind, and by kind of model. It fails unless every fault is
+refused and every sound export is certified. Any value of any document may be chosen; the seed decides which.
 """
 
 import argparse
@@ -18,20 +19,28 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
-from t5train.errors import CertificationError, InputError
+from t5train.errors import CertificationError, InputError, RecordError
+from t5train.inference.evaluation import export_evaluation
+from t5train.inference.evaluation.metrics_comparison import compare_metrics
+from t5train.inference.predict.prediction import predict
 from t5train.records.digests import digest_file
+from t5train.records.evaluation_metrics import EVALUATION_METRICS
 from t5train.records.stage_records import Export
+from t5train.records.witness import Witness
 from t5train.release.certification import certify
-from t5train.release.export import export
+from t5train.release.export import card_of, export
 from t5train.release.model_card import README
 from tests.acceptance.file_faults import FAULTS, parsed
+from tests.support.evaluated_exports import evaluable, predict_here
 from tests.support.synthetic_models import make_trained
 
-FAMILIES = {"v1.0": 1, "v1.1": 1, "switch": 3, "pairs": 1, "lora": 1}
+FAMILIES = {"v1.0": 1, "v1.1": 1, "switch": 3, "pairs": 1, "lora": 1, "evaluated": 1}
 """The kinds of models, and the number of weight files of each."""
 
 
@@ -41,7 +50,7 @@ class IntactExport(NamedTuple):
     start: str | None
 
     def certify(self) -> None:
-        certify(self.exported.path, self.witness, start_from=self.start)
+        certify(self.exported.path, self.witness, start_from=self.start, compare_metrics=compare_metrics)
 
 
 Table = dict[tuple[str, str, str], Counter[str]]
@@ -60,7 +69,7 @@ def campaign(folder: Path, trials: int, seed: int, only: str | None = None) -> t
     choices = _choices(intact, only)
     for trial in range(trials):
         version, name, kind = choices[trial % len(choices)]
-        with _planted(intact[version].exported, name, kind, generator) as described:
+        with _planted(intact[version], name, kind, generator) as described:
             if described is None:
                 continue
             count = table.setdefault((version, _file_kind(name), kind), Counter(planted=0, refused=0))
@@ -73,6 +82,10 @@ def campaign(folder: Path, trials: int, seed: int, only: str | None = None) -> t
 
 
 def _make_intact(folder: Path, version: str, num_files: int) -> IntactExport:
+    if version == "evaluated":
+        made = evaluable(folder)
+        with mock.patch.object(export_evaluation, "predict", partial(predict, workers=predict_here)):
+            return IntactExport(made.evaluate(), made.run / "witness", None)
     trained = make_trained(folder, version, num_files)
     return IntactExport(export(*trained, folder / "export"), trained.witness, trained.spec.model.start_from)
 
@@ -96,11 +109,12 @@ def _file_kind(name: str) -> str:
 
 
 @contextmanager
-def _planted(exported: Export, name: str, kind: str, generator: random.Random) -> Iterator[str | None]:
+def _planted(intact: IntactExport, name: str, kind: str, generator: random.Random) -> Iterator[str | None]:
     """Plant a fault in the sealed export, and undo it afterwards.
 
     Yields its description, or None if nothing changed.
     """
+    exported = intact.exported
     path, card, manifest = (exported.path / each for each in (name, README, "manifest.json"))
     originals = {each: each.read_bytes() for each in (card, manifest, path)}
     content, described = FAULTS[_file_kind(name)][kind](originals[path], generator)
@@ -114,6 +128,11 @@ def _planted(exported: Export, name: str, kind: str, generator: random.Random) -
         if name != README:
             old, new = (files[name].sha256.encode() for files in (exported.files, changed))
             card.write_bytes(originals[card].replace(old, new))
+            if name == EVALUATION_METRICS:
+                with suppress(RecordError):  # it cannot be parsed
+                    files = exported.files | changed
+                    made = card_of(exported.model_copy(update={"files": files}), Witness.load(intact.witness))
+                    card.write_text(made, "utf-8")
             changed[README] = digest_file(card)
         exported.model_copy(update={"files": exported.files | changed}).commit()
         yield described

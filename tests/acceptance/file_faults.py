@@ -26,6 +26,8 @@ LOADED = {
     "torch_dtype": "float16", "_name_or_path": "elsewhere", "task_specific_params": {"x": {"prefix": "y"}},
     "chat_template": "{{ x }}", "is_encoder_decoder": False, "prefix": "say: ", "add_bos_token": True,
 }  # fmt: skip
+NOT_COMPARED = ("predicting", "held_out")
+"""Of metrics.json: how pairs were chosen and predicted, which nothing else records."""
 CARD = {"base_model": "somebody/model", "license": "mit", "datasets": ["c4"], "language": "fr"}
 
 
@@ -124,6 +126,11 @@ def _duplicate(document: Any, generator: random.Random) -> str:
     return f"{chosen[-1]!r} duplicated"[:200]
 
 
+def _append(lines: list[str], generator: random.Random) -> str:
+    lines.append(generator.choice(lines))
+    return f"{lines[-1]!r} duplicated"[:200]
+
+
 def _add(values: dict[str, Any]) -> Callable[[Any, random.Random], str]:
     def add(document: Any, generator: random.Random) -> str:
         key = generator.choice([key for key in values if document.get(key) != values[key]])
@@ -159,6 +166,48 @@ def _in_card(change: Callable[[Any, random.Random], str]) -> Change:
         document = yaml.safe_load(front_matter)
         described = change(document, generator)
         return f"---\n{yaml.safe_dump(document, sort_keys=False)}---\n{text}".encode(), described
+
+    return changed
+
+
+def _in_index(change: Callable[[Any, random.Random], str]) -> Change:
+    """Wrap a change, to apply it to the metrics in the front matter, if it has any."""
+    return _in_card(
+        lambda document, generator: change(document["model-index"], generator) if "model-index" in document else "none"
+    )
+
+
+def _in_metrics(change: Callable[[Any, random.Random], str]) -> Change:
+    """Wrap a change of JSON, to apply it to all that is compared."""
+
+    def changed(document: Any, generator: random.Random) -> str:
+        kept = {key: document.pop(key) for key in NOT_COMPARED}
+        described = change(document, generator)
+        document.update(kept)
+        return described
+
+    return _in_json(changed)
+
+
+def _in_a_line(change: Callable[[Any, random.Random], str]) -> Change:
+    """Wrap a change of JSON, to apply it to a line of several."""
+
+    def changed(content: bytes, generator: random.Random) -> tuple[bytes, str]:
+        lines = content.splitlines()
+        number = generator.randrange(len(lines))
+        lines[number], described = _in_json(change)(lines[number], generator)
+        return b"\n".join([*lines, b""]), f"line {number + 1}, {described}"
+
+    return changed
+
+
+def _in_lines(change: Callable[[Any, random.Random], str]) -> Change:
+    """Wrap a change of a list, to apply it to all lines."""
+
+    def changed(content: bytes, generator: random.Random) -> tuple[bytes, str]:
+        lines = [each.decode() for each in content.splitlines()]
+        described = change(lines, generator)
+        return "".join(f"{each}\n" for each in lines).encode(), described
 
     return changed
 
@@ -295,8 +344,15 @@ FAULTS: dict[str, dict[str, Change]] = {
     "spiece.model": {"vocabulary changed": _change_spiece},
     "loss_curve.png": {"picture changed": _change_picture},
     "adapter/adapter_config.json": _JSON,
+    "evaluation/metrics.json": {kind: _in_metrics(change) for kind, change in _IN_DOCUMENTS.items()},
+    "evaluation/predictions.jsonl": {
+        **{kind: _in_a_line(change) for kind, change in _IN_DOCUMENTS.items() if change != _duplicate},
+        **{f"line: {kind}": _in_lines(_IN_DOCUMENTS[kind]) for kind in ("value deleted", "values swapped")},
+        "line: item duplicated": _in_lines(_append),
+    },
     "README.md": {
         **{kind: _in_card(change) for kind, change in _IN_DOCUMENTS.items()},
+        **{f"metric: {kind}": _in_index(change) for kind, change in _IN_DOCUMENTS.items()},
         **{f"fact: {kind}": _in_facts(change) for kind, change in _IN_DOCUMENTS.items()},
         "key added": _in_card(_add(CARD)),
     },

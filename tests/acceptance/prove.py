@@ -44,10 +44,20 @@ PROOFS = (
         "finetuning-trial",
         (*_RUNS, "t5train/data", "t5train/model", "t5train/spec", "flows", "tests/acceptance/finetuning_trial.py"),
     ),
+    Proof(
+        "prediction-equality",
+        ("t5train/inference/predict", "t5train/inference/text", "tests/acceptance/prediction_equality.py"),
+    ),
     Proof("serve-load", ("t5train/inference/serve", "t5train/inference/text", "tests/acceptance/serve_load.py")),
     Proof("io-faults", (*_RUNS, "tests/acceptance/io_faults", "tests/acceptance/file_faults.py")),
     Proof("corruptions", ("t5train/checkpoint", "tests/acceptance/corruptions.py")),
-    Proof("certificate-faults", ("t5train/release", "t5train/records", "tests/acceptance/certificate_faults.py")),
+    Proof(
+        "certificate-faults",
+        (
+            *("t5train/release", "t5train/records", "t5train/inference/evaluation"),
+            *("tests/acceptance/certificate_faults.py", "tests/acceptance/file_faults.py"),
+        ),
+    ),
     Proof("upload-faults", ("t5train/release", "tests/t5train/release/object_store")),
     Proof("operation-faults", ("flows", "infra/head", "tests/acceptance/operation")),
     Proof("regression-faults", ("t5train", "infra/head/regression", "tests/acceptance/planted_faults.py")),

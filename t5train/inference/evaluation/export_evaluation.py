@@ -22,6 +22,7 @@ from t5train.inference.predict.prediction import PredictJob, predict
 from t5train.inference.predict.predictions import Predicted, Prediction, read_predictions
 from t5train.inference.text.decoding import GenerationSpec
 from t5train.progress import Progress, silent
+from t5train.records.digests import digest_file
 from t5train.records.evaluation_metrics import (
     EVALUATION_METRICS,
     PREDICTED,
@@ -112,7 +113,8 @@ def _evaluated(export: Export, pairs: Pairs, spec: RunSpec, folder: Path, progre
     for name, path in made.items():
         with replacing(path) as file:
             file.writelines(row.line() for row in rows[name])
-    metrics = _metrics(export, pairs, spec, predicted, rows, progress)
+    digests = {name: digest_file(path).sha256 for name, path in made.items()}
+    metrics = _metrics(export, pairs, spec, predicted, rows, digests, progress)
     made[EVALUATION_METRICS] = folder / "metrics.json"
     write_json(made[EVALUATION_METRICS], metrics.model_dump(mode="json"))
     return made
@@ -143,6 +145,7 @@ def _metrics(
     spec: RunSpec,
     predicted: Predicted,
     rows: dict[str, list[Prediction]],
+    digests: dict[str, str],
     progress: Progress,
 ) -> EvaluationMetrics:
     if only_exact := not can_score():
@@ -159,6 +162,7 @@ def _metrics(
     settings: dict[str, Any] = spec.evaluate.model_dump(include=set(PREDICTION))
     return EvaluationMetrics(
         weights={name: digest.sha256 for name, digest in export.files.items() if is_weights(name)},
+        predictions=digests,
         predicting=Predicting(
             **settings, most_tokens=predicted.max_new_tokens, device=predicted.device, dtype=predicted.dtype
         ),

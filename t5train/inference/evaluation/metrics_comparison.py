@@ -3,6 +3,7 @@
 The predictions themselves are not made again: the certificate covers their digests.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,7 +12,13 @@ from t5train.errors import InputError
 from t5train.inference.evaluation.held_out_metrics import measure
 from t5train.inference.predict.predictions import Prediction, read_predictions
 from t5train.inference.score.row_statistics import EXACT_MATCH
-from t5train.records.evaluation_metrics import PREDICTED, PREDICTED_BY_START, EvaluationMetrics, is_weights
+from t5train.records.evaluation_metrics import (
+    EVALUATION_METRICS,
+    PREDICTED,
+    PREDICTED_BY_START,
+    EvaluationMetrics,
+    is_weights,
+)
 from t5train.records.stage_records import Export
 from t5train.records.witness import Witness
 from t5train.release.certificate import EvaluationComparison
@@ -42,6 +49,9 @@ def _differing(
 ) -> Iterator[str]:
     if recorded.weights != {name: digest.sha256 for name, digest in export.files.items() if is_weights(name)}:
         yield f"{PREDICTED} was predicted with other weights than those in the folder"
+    predictions = {PREDICTED, PREDICTED_BY_START} & export.files.keys()
+    if recorded.predictions != {name: export.files[name].sha256 for name in predictions}:
+        yield "metrics.json is of other predictions than those in the folder"
     of_start, of_model = ([(row.id, row.source, row.reference) for row in rows] for rows in (by_start, predicted))
     if of_start and of_start != of_model:
         yield f"{PREDICTED_BY_START} is not of the same pairs as {PREDICTED}"
@@ -59,7 +69,7 @@ def _differing(
             f"the metrics of {export.path} are {there}, but the packages here compute {here}. Install the versions "
             "that the export was evaluated with, and certify again"
         )
-    document = recorded.model_dump(mode="json")
+    document = json.loads((export.path / EVALUATION_METRICS).read_bytes())  # where 0 is not 0.0
     expected = recorded.model_copy(update=again._asdict()).model_dump(mode="json")
     if every := list(differing_values(expected, document)):
         yield f"metrics.json is not what its predictions give: {first_of(every)}"

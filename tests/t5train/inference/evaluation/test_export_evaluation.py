@@ -21,7 +21,7 @@ from t5train.records.stage_records import Export, TokenizerFiles, Weights
 from t5train.release.export import export
 from t5train.release.model_card import read_front_matter
 from t5train.spec.recipes import recipe
-from tests.t5train.inference.evaluation.conftest import Evaluable, evaluable
+from tests.support.evaluated_exports import Evaluable, evaluable
 
 PREDICTIONS, METRICS = "evaluation/predictions.jsonl", "evaluation/metrics.json"
 GROUPS = [f"{split}/{task}" for split in ("validation", "test") for task in ("reverse_digits", "sort_digits")]
@@ -127,7 +127,7 @@ def test_a_killed_evaluation_leaves_the_export_as_it_was_and_continues(
             of_pairs.evaluate()
     assert of_pairs.export == before
     before.verify()
-    monkeypatch.setattr("tests.t5train.inference.evaluation.conftest.predict_parts", refuse)
+    monkeypatch.setattr("tests.support.evaluated_exports.predict_parts", refuse)
     assert of_pairs.evaluate().files.keys() >= {PREDICTIONS, METRICS}
 
 

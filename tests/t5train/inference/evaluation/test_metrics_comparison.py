@@ -15,7 +15,7 @@ from t5train.records.witness import Witness
 from t5train.release.certificate import Certificate
 from t5train.release.certification import certify, certify_in_fresh_process
 from t5train.release.export import card_of
-from tests.t5train.inference.evaluation.conftest import Evaluable
+from tests.support.evaluated_exports import Evaluable
 
 METRICS, PREDICTIONS = "evaluation/metrics.json", "evaluation/predictions.jsonl"
 Change = Callable[[Any], object]
@@ -64,8 +64,16 @@ def other_example(metrics: Any) -> None:
     metrics["examples"][0]["hypothesis"] = "better"
 
 
+def other_type(metrics: Any) -> None:
+    metrics["groups"][0]["pairs"] = float(metrics["groups"][0]["pairs"])
+
+
 def other_weights(metrics: Any) -> None:
     metrics["weights"]["model.safetensors"] = "0" * 64
+
+
+def fewer_tokens(rows: Any) -> None:
+    rows[0]["tokens"] -= 1
 
 
 def no_task(rows: Any) -> None:
@@ -85,9 +93,11 @@ def no_weights(metrics: Any) -> None:
             r"is not what its predictions give: groups\[0\]\.systems\.model\.chrf\.value is",
         ),
         (METRICS, other_example, r"examples\[0\]\.hypothesis is 'better' instead of"),
+        (METRICS, other_type, r"groups\[0\]\.pairs is 6\.0 instead of 6"),
         (METRICS, other_weights, "was predicted with other weights than those in the folder"),
         (METRICS, no_weights, "was predicted with other weights than those in the folder"),
         (PREDICTIONS, better_hypothesis, "is not what its predictions give"),
+        (PREDICTIONS, fewer_tokens, r"metrics\.json is of other predictions than those in the folder"),
         (PREDICTIONS, no_task, "has predictions of tasks that the model was not trained on: translate"),
     ],
 )
