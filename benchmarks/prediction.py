@@ -40,7 +40,7 @@ from t5train.inference.predict.prediction import BATCH_TOKENS, PredictJob, predi
 from t5train.inference.predict.prediction_worker import predict_parts
 from t5train.inference.predict.predictions import read_predictions
 from t5train.inference.predict.source_rows import source_files, source_rows
-from t5train.inference.text.generation import GenerationSpec
+from t5train.inference.text.decoding import GenerationSpec
 from t5train.progress import silent
 from t5train.spec.recipes import recipe
 
@@ -122,7 +122,7 @@ def by_loop(subject: Subject) -> Measured:
     began = time.perf_counter()
     tokenizer = folder.load_tokenizer()
     sources = [json.loads(line)["source"] for line in subject.rows.read_text("utf-8").splitlines()]
-    texts, tokens, options = list[str](), 0, subject.spec.options(subject.most)
+    texts, tokens, options = list[str](), 0, subject.spec.options()
     for first in range(0, len(sources), LOOP_ROWS):
         inputs = tokenizer(sources[first : first + LOOP_ROWS], return_tensors="pt", padding=True).to(subject.device)
         with quiet_transformers(), torch.inference_mode():

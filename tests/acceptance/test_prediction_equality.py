@@ -7,9 +7,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from t5train.inference.model_folder import ModelFolder
-from t5train.inference.predict.decoding import Decoder
 from t5train.inference.predict.predictions import Prediction
-from t5train.inference.text.generation import GenerationSpec
+from t5train.inference.text.decoding import Decoder, GenerationSpec
 from t5train.records.stage_records import MANIFEST
 from t5train.release.export import export
 from tests.acceptance.prediction_equality import BEAMS, Plain
@@ -29,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def predicted(model: Path, num_beams: int) -> list[Prediction]:
-    found = Decoder(ModelFolder.open(model), "cpu").decode(SOURCES, GenerationSpec(num_beams=num_beams), MOST)
+    found = Decoder(ModelFolder.open(model), "cpu").decode(SOURCES, GenerationSpec(MOST, num_beams))
     rows = [{"id": "1", "task": None, "source": each, "reference": None} for each in SOURCES]
     return [
         Prediction(**row, hypothesis=each.text, tokens=each.tokens, ended=each.ended)  # type: ignore[arg-type]  # mixed
