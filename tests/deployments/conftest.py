@@ -260,12 +260,11 @@ def team(postgresql: Callable[[str], str], tmp_path_factory: pytest.TempPathFact
         (smoke,) = team.ask("deployments/filter", {"deployments": {"name": {"any_": ["smoke"]}}})
         monthly = {"schedule": {"cron": "0 0 1 * *"}, "active": True}
         team.ask(f"deployments/{smoke['id']}/schedules", [monthly])
-        await_that(
-            lambda: bool(team.ask("flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}))
-        )
+        await_that(lambda: bool(team.scheduled()))
         key = (team.home / "api-key").read_text()
     with team.running():
         assert (team.home / "api-key").read_text() == key
+        team.scheduled_after_restart = team.scheduled()
         yield team
 
 

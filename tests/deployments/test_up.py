@@ -90,7 +90,7 @@ def second_up(
 
 
 @pytest.mark.slow
-def test_runs_that_lost_their_worker_or_their_process_are_closed(
+def test_runs_that_lost_their_worker_or_their_process_are_closed_and_sigterm_ends_server_and_worker(
     second_up: SecondUp, ask: Any, flow_process: Any
 ) -> None:
     assert f"run {second_up.run['name']!r} lost its worker" in second_up.first_line
@@ -103,10 +103,7 @@ def test_runs_that_lost_their_worker_or_their_process_are_closed(
     while ask(second_up.home, runs, _with_id(killed))[0]["state_type"] != "CRASHED":
         assert time.monotonic() < deadline
         time.sleep(0.5)
-
-
-@pytest.mark.slow  # the last test that uses ``second_up``, because it ends it
-def test_up_shuts_down_gracefully_when_a_service_manager_stops_it(second_up: SecondUp) -> None:
+    # In the same test, because it ends this server.
     assert second_up.process.stdout is not None
     assert "Prefect is at" in second_up.process.stdout.readline()
     server_and_worker = children(second_up.process.pid)

@@ -78,6 +78,8 @@ class Team:
     def __init__(self, root: Path, database: str | None) -> None:
         self.root, self.port, self._database = root, free_port(), database
         self.home, self.api_url = root / "server", f"http://127.0.0.1:{self.port}/api"
+        self.scheduled_after_restart: list[dict[str, Any]] = []
+        """The scheduled runs that the restarted server knew at once; deleting a schedule deletes them."""
 
     @property
     def command(self) -> list[str]:
@@ -122,6 +124,10 @@ class Team:
         with closing(HTTPConnection("127.0.0.1", self.port, timeout=prefect_servers.ANSWER_SECONDS)) as connection:
             connection.request("GET", f"/api/{path}", headers={"Authorization": f"Basic {key}"})
             return connection.getresponse().read().decode()
+
+    def scheduled(self) -> list[dict[str, Any]]:
+        """The runs that are scheduled."""
+        return list(self.ask("flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}))
 
     def start(self, state: str, **more: object) -> str:
         """Create a run of the deployment ``smoke`` in a state, and return its id."""
