@@ -5,7 +5,7 @@
 The true gradient is that of the mean loss of all target tokens of the batch, computed by Hugging Face's model from one
 pair at a time. A layout is the number of ranks, and of passes of each. The same 32 pairs of uneven lengths are the
 batch in every layout; the Trainer pads them, and this project packs two into a row. On the CPU, in fp32, with a small
-random model without dropout. Needs accelerate, which is not a dependency of this project.
+random model without dropout. Needs accelerate, which is in the extra dev.
 """
 
 import argparse

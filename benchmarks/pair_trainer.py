@@ -14,7 +14,7 @@ from t5train.host_resources import num_cores
 from t5train.records.stage_records import PairShards
 from t5train.train.learning_rate import learning_rate
 from t5train.train.step_benchmark import WARM_UP_STEPS
-from t5train.train.trainer_benchmark import MeasuredSteps, StepTimes, TrainerJob, run_rank
+from t5train.train.trainer_benchmark import ZERO_2, MeasuredSteps, StepTimes, TrainerJob, run_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,13 +104,13 @@ def _train(job: PairTrainerJob, model: Any, times: StepTimes, steps: list[_Step]
 
     passes = list[_Step]()
 
-    class Counting(Seq2SeqTrainer):  # type: ignore[misc]  # transformers loads it lazily, so it has no type
+    class Counting(Seq2SeqTrainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **more)
             passes.append(_counted(inputs, outputs.logits))
             return (loss, outputs) if return_outputs else loss
 
-    class Callback(TrainerCallback):  # type: ignore[misc]  # as above
+    class Callback(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             times.step_ended()
             step = _Step()
@@ -152,14 +152,7 @@ def _arguments(job: PairTrainerJob) -> dict[str, Any]:
         "disable_tqdm": True,
         "dataloader_num_workers": num_cores() // 4,
         "use_cpu": get_accelerator().device_name() == "cpu",
-        "deepspeed": {
-            "zero_optimization": {"stage": 2},
-            "bf16": {"enabled": "auto"},
-            "gradient_clipping": "auto",
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-        },
+        "deepspeed": ZERO_2,
     }
 
 

@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 LEARNING_RATE = 1e-4
 OUT_OF_MEMORY = 75
 """Exit code of a rank that ran out of memory."""
+ZERO_2: dict[str, Any] = {
+    "zero_optimization": {"stage": 2},
+    "bf16": {"enabled": "auto"},
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+"""DeepSpeed's configuration for trainers of Hugging Face; they fill in what is auto."""
 _BATCHES = 4
 
 
@@ -220,14 +229,7 @@ def _train(job: TrainerJob, model: "nn.Module", times: StepTimes, folder: Path) 
         report_to="none",
         disable_tqdm=True,
         use_cpu=get_accelerator().device_name() == "cpu",
-        deepspeed={
-            "zero_optimization": {"stage": 2},
-            "bf16": {"enabled": "auto"},
-            "gradient_clipping": "auto",
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-        },
+        deepspeed=ZERO_2,
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=_dataset(job), callbacks=[Callback()])
     trainer.train()

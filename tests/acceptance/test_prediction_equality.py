@@ -29,10 +29,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def predicted(model: Path, num_beams: int) -> list[Prediction]:
     found = Decoder(ModelFolder.open(model), "cpu").decode(SOURCES, GenerationSpec(MOST, num_beams))
-    rows = [{"id": "1", "task": None, "source": each, "reference": None} for each in SOURCES]
     return [
-        Prediction(**row, hypothesis=each.text, tokens=each.tokens, ended=each.ended)  # type: ignore[arg-type]  # mixed
-        for row, each in zip(rows, found, strict=True)
+        Prediction(
+            id="1",
+            task=None,
+            source=source,
+            reference=None,
+            hypothesis=each.text,
+            tokens=each.tokens,
+            ended=each.ended,
+        )
+        for source, each in zip(SOURCES, found, strict=True)
     ]
 
 

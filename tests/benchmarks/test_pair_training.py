@@ -3,7 +3,6 @@
 import json
 import random
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -35,8 +34,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_ranks")]
 def test_both_train_on_all_pairs_from_the_same_weights_and_are_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if find_spec("accelerate") is None:
-        pytest.skip("needs accelerate, which is not a dependency of this project")
     vocabulary = tmp_path / "spiece.model"
     pairs, into, root = tmp_path / "pairs.jsonl", tmp_path / "result.json", tmp_path / "root"
     draw = random.Random(1)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,8 +39,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_ranks")]
 
 @pytest.mark.parametrize("peer", ["pytorch", "deepspeed", "trainer"])
 def test_a_peer_trains_the_recipes_model(peer: str, tmp_path: Path) -> None:
-    if peer == "trainer" and find_spec("accelerate") is None:
-        pytest.skip("needs accelerate, which is not a dependency of this project")
     spec = recipe("smoke", TINY)
     facts = {"spec": spec, "vocab_size": expected_vocab_size(spec.tokenizer), "steps": 2}
     if peer == "trainer":

@@ -17,7 +17,7 @@ from tests.support.synthetic_models import OF_PAIRS, make_trained
 
 SETTINGS = {"evaluate.max_pairs": 6, "evaluate.max_new_tokens": 5}
 NUM_PAIRS = {"validation": 5, "test": 4}
-TASKS: list[dict[str, str]] = list(OF_PAIRS["tasks"])  # type: ignore[arg-type]  # the other value is a mapping
+TASKS = list(OF_PAIRS["tasks"])
 
 
 class Evaluable(NamedTuple):

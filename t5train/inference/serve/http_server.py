@@ -51,7 +51,7 @@ def _protocol(read_seconds: float) -> "type[H11Protocol]":  # noqa: C901 - its m
             super().__init__(*arguments, **named)
             self._timer: TimerHandle | None = None
 
-        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # uvicorn narrows it, too
             super().connection_made(transport)
             self._start_timer()
 
