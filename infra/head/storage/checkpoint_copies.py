@@ -267,6 +267,7 @@ class CheckpointCopies:
             self._failed[tag] = str(error)
             return True
         _log.info("%s is stored in %s", tag, claim.bucket.below(stored.folder).url)
+        self._discard_others(None)  # now: links of a run that ends here would keep a deleted checkpoint's bytes
         try:
             prune_store(claim, self._keep)
         except StoreError as error:
