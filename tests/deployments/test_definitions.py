@@ -203,6 +203,7 @@ def test_a_changed_or_removed_definition_changes_or_removes_what_it_made(deploye
     assert deployer.found()["a"]["updated"] == updated, "an update would remove its scheduled runs"
     deployer.deploy(definitions(deployment("a")))
     assert [each["slug"] for each in deployer.found()["a"]["schedules"]] == [None]
+    deployer.ask(f"deployments/{second['mine']['id']}", method="DELETE")  # for other tests, as `deploy` leaves it
 
 
 def test_a_run_without_heartbeats_is_lost_and_one_with_them_is_not(deployer: Deployer) -> None:

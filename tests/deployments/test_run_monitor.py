@@ -256,21 +256,26 @@ def test_a_cancelled_run_that_prefect_did_not_end_is_told_to_save_and_then_kille
 ) -> None:
     run = team.start("RUNNING", labels={WORKER_LABEL: "t5@gpu1"})
     others = team.start("RUNNING", labels={WORKER_LABEL: "t5@gpu1"})
-    command = ["sh", "-c", f"trap '{'' if is_stubborn else 'exit 7'}' TERM; while true; do sleep 0.1; done"]
-    processes = [subprocess.Popen(command, env={"PREFECT__FLOW_RUN_ID": each}) for each in (run, others)]
+    script = f"trap '{'' if is_stubborn else 'exit 7'}' TERM; echo; while true; do sleep 0.1; done"
+    processes = [
+        subprocess.Popen(["sh", "-c", script], env={"PREFECT__FLOW_RUN_ID": each}, stdout=subprocess.PIPE)
+        for each in (run, others)
+    ]
     cancelled, living = processes
     try:
+        assert cancelled.stdout is not None
+        assert cancelled.stdout.readline() == b"\n", "it has set its trap"
         team.set_state(run, state)
         call = monitor("t5@gpu1", "impatient")
         told, *_ = call("check")  # and a second line, if it has ended by then
         assert "is told to save and end" in told
-        await_that(lambda: bool(call("check")) or cancelled.poll() is not None, seconds=30)
-        assert cancelled.wait(10) == (-signal.SIGKILL if is_stubborn else 7)
+        await_that(lambda: bool(call("check")) or cancelled.poll() is not None)
+        assert cancelled.wait(300) == (-signal.SIGKILL if is_stubborn else 7)
         assert living.poll() is None
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
     for each in (run, others):
         team.set_state(each, "CANCELLED")
 

@@ -292,10 +292,7 @@ def test_a_server_ends_when_the_process_that_started_it_is_killed(
         assert answers(api_url)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        deadline = time.monotonic() + 20
-        while answers(api_url) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert not answers(api_url)
+        await_that(lambda: not answers(api_url))
 
 
 def test_a_permanent_error_is_tried_once_whatever_the_users_settings_are(

@@ -24,7 +24,7 @@ worker.STOP_SECONDS = worker.LOOK_SECONDS = 0.2
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 threading.Thread(target=worker.end_after, args=(os.getppid(),), daemon=True).start()
 print(os.getpid(), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 
@@ -54,7 +54,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_its_parent() -> None:
         os.kill(worker, signal.SIGTERM)
         assert not is_gone(worker, 1)
         parent.kill()
-        assert is_gone(worker, 10)
+        assert is_gone(worker, 300)
 
 
 class SecondUp(NamedTuple):
@@ -108,13 +108,13 @@ def test_runs_that_lost_their_worker_or_their_process_are_closed_and_sigterm_end
     assert "Prefect is at" in second_up.process.stdout.readline()
     server_and_worker = children(second_up.process.pid)
     assert len(server_and_worker) == 2
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not all(catches(pid, signal.SIGTERM) for pid in server_and_worker):
         assert time.monotonic() < deadline, "server or worker has no signal handler of its own"
         time.sleep(0.1)
     second_up.process.terminate()
-    assert second_up.process.wait(60) == 128 + signal.SIGINT
-    assert all(is_gone(pid, 1) for pid in server_and_worker)
+    assert second_up.process.wait(300) == 128 + signal.SIGINT
+    assert all(is_gone(pid, 300) for pid in server_and_worker)
 
 
 def _with_id(run: str) -> dict[str, object]:

@@ -178,7 +178,7 @@ def test_a_run_saves_on_sigterm_and_a_rank_stopped_by_sigstop_is_detected(
         # The stopped attempt's metrics stay until the next attempt has written its own.
         _wait_for(run, 3 + _last_step(run), 4)
         flow.terminate()
-        assert flow.wait(60) == -signal.SIGTERM
+        assert flow.wait(300) == -signal.SIGTERM
     with _started(root, settings, "train") as process:  # the stages that follow have no part in this
         _finish(process, root)
     output = (root / "output.log").read_text()
@@ -195,7 +195,7 @@ def test_a_run_saves_on_sigterm_and_a_rank_stopped_by_sigstop_is_detected(
 
 def _resumed_from(run: Path, number: int) -> int:
     """The step of the checkpoint that attempt ``number`` resumes from. Waits until the attempt has begun."""
-    spec, deadline = attempt_folder(run, number) / "spec.json", time.monotonic() + 120
+    spec, deadline = attempt_folder(run, number) / "spec.json", time.monotonic() + 300
     while not spec.exists():
         assert time.monotonic() < deadline, (
             f"{spec} was not written: {(run.parents[1] / 'output.log').read_text()[-4000:]}"
@@ -210,7 +210,7 @@ def _pid(attempt: Attempt, name: str, role: str) -> int:
 
 def test_a_second_start_is_refused_while_the_first_is_running(root: Path) -> None:
     with _started(root, {}) as flow:
-        await_that(lambda: str(flow.pid) in (holder(root / "runs" / RUN) or ""), 120)
+        await_that(lambda: str(flow.pid) in (holder(root / "runs" / RUN) or ""))
         command = _command(root, {})
         again = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
     assert again.returncode == 6

@@ -101,9 +101,10 @@ class Unsteady:
 
 
 def link_to_itself(path: Path) -> None:
-    """Replace a file with a link to itself: opening it then fails with ELOOP, not as if it were absent."""
-    path.unlink()
-    path.symlink_to(path.name)
+    """Replace a file with a link to itself: opening it then fails with ELOOP, and at no moment as if it were absent."""
+    link = path.with_name(f"{path.name}.link")
+    link.symlink_to(path.name)
+    link.replace(path)
 
 
 def flip_bit(path: Path) -> None:

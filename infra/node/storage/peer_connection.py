@@ -150,28 +150,26 @@ def _attend(connection: socket.socket, handshakes: _Handshakes, source: Source, 
     """Serve a peer that knows the token until it disconnects. Errors are ignored here; the peer reports them."""
     with connection, suppress(OSError, ValueError):
         try:
-            channel = _authenticated(connection, token)
+            channel, welcome = _authenticated(connection, token)
         finally:
             handshakes.end(connection)
-        if channel is None:
-            return
+        channel.send(welcome)  # after that: a peer that is welcome must not be hung up on when others connect
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         while (request := channel.receive(FileRange)) is not None:
             answer(channel, request, source)
 
 
-def _authenticated(connection: socket.socket, token: str) -> Channel | None:
-    """Return a channel once both sides have proved that they know the token; None if the peer does not know it."""
+def _authenticated(connection: socket.socket, token: str) -> tuple[Channel, Welcome]:
+    """Return a channel, and the reply to the peer's proof that it knows the token. Raises BrokenOff if it does not."""
     connection.settimeout(_HANDSHAKE_SECONDS)
     channel = _channel(connection)
     own = secrets.token_hex(_NONCE_BYTES)
     channel.send(Greeting(own))
     theirs = _received(channel, Introduction)
     if not _is_same(theirs.proof, _proof(token, "client", own, theirs.nonce)):
-        return None
-    channel.send(Welcome(_proof(token, "server", own, theirs.nonce)))
-    return channel
+        raise BrokenOff("the peer does not know the token of this run")
+    return channel, Welcome(_proof(token, "server", own, theirs.nonce))
 
 
 def _channel(connection: socket.socket) -> Channel:

@@ -6,8 +6,8 @@ import logging
 import os
 import shutil
 import stat
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -23,6 +23,7 @@ from t5train.records.digests import digest_file
 from t5train.records.locations import redacted
 from t5train.records.stage_records import Corpus
 from t5train.spec import CorpusSpec
+from tests.support.waiting import await_that
 
 pytestmark = pytest.mark.usefixtures("quick_workers")
 REMOTE = "memory://texts/a.txt"
@@ -272,9 +273,17 @@ def test_two_downloads_of_one_file_take_turns(
 ) -> None:
     other = os.open(downloaded[1].parent, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
-    threading.Timer(0.3, os.close, (other,)).start()
-    assert build(REMOTE, tmp_path).reused
-    assert "another process: waiting" in caplog.text
+
+    def release_when_awaited() -> None:
+        try:
+            await_that(lambda: "another process: waiting" in caplog.text)
+        finally:
+            os.close(other)
+
+    with ThreadPoolExecutor(1) as pool:
+        released = pool.submit(release_when_awaited)
+        assert build(REMOTE, tmp_path).reused
+        released.result()
 
 
 def test_a_named_pipe_in_a_text_folder_is_ignored(tmp_path: Path) -> None:

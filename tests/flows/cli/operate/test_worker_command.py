@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,16 +32,20 @@ def test_a_second_ctrl_c_while_runs_save_ends_the_worker_too(tmp_path: Path, mon
 def test_a_worker_ends_after_the_ranks_that_are_saving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def own() -> set[Path]:  # and not those that other tests stop at this time
+        return stopping_attempts() & {tmp_path}
+
     (tmp_path / STOP).touch()
-    guard = [sys.executable, "-c", "import time; time.sleep(2)", MODULE, str(tmp_path)]
+    guard = [sys.executable, "-c", "import sys; sys.stdin.read()", MODULE, str(tmp_path)]
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start([sys.executable, "-c", ""], **options))
-    monkeypatch.setattr(worker_command, "SAVE_LOOK_SECONDS", 0.1)
-    with start(guard) as saving:
-        await_that(stopping_attempts)
+    monkeypatch.setattr(worker_command, "stopping_attempts", own)
+    with start(guard, stdin=subprocess.PIPE) as saving:
+        await_that(own)
+        monkeypatch.setattr(worker_command, "time", SimpleNamespace(sleep=lambda _: saving.stdin.close()))
         with worker_process("me", tmp_path / "log"):
             pass
-        assert saving.poll() == 0
+        assert not own()
     assert f"waiting for ranks to save ({tmp_path})" in capsys.readouterr().out
 
 

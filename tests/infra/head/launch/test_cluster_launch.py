@@ -20,7 +20,8 @@ PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 signal.signal(signal.SIGTERM, lambda *_: Path(sys.argv[1], "signalled").touch())
-Path(sys.argv[1], "environment").write_text("\\n".join(sorted(os.environ)) + os.getcwd())
+Path(sys.argv[1], "new").write_text("\\n".join(sorted(os.environ)) + os.getcwd())
+Path(sys.argv[1], "new").rename(Path(sys.argv[1], "environment"))
 time.sleep(600)
 """
 

@@ -33,7 +33,7 @@ from infra.node.processes import ProcessIdentity
 from t5train.errors import DiskFailed, DiskFull, HostLost, LaunchError, RankKilled
 from t5train.files import heartbeat
 from t5train.files.heartbeat import Beat, beat_file
-from tests.support.simulated_nodes import LocalHosts, Unsteady
+from tests.support.simulated_nodes import LocalHosts, Unsteady, link_to_itself
 from tests.support.waiting import await_that
 
 HOSTS = {"a": (0,), "b": (0,)}
@@ -172,8 +172,7 @@ def test_a_host_whose_disk_cannot_be_written_is_named_at_once(
     supervision, lease = supervise(), local_hosts.attempt_folder("b", prepared.run_id) / head_lease.LEASE
     begun = lease.read_text()
     look_until(supervision, lambda: lease.read_text() != begun)
-    lease.unlink()
-    lease.symlink_to(lease.name)  # a link to itself cannot be opened
+    link_to_itself(lease)  # while the host writes it
     look_until(supervision, lambda: supervision.failed)
     assert type(supervision.failure) is DiskFailed
     assert str(supervision.failure).startswith(f"b: {lease}: Too many levels of symbolic links; ")

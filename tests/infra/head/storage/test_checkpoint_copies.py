@@ -89,8 +89,7 @@ def test_complete_checkpoints_are_copied_while_ranks_run_and_the_newest_ones_kep
     copies = copies_of(spec)
     copies.start()
     for step in (100, 200, 300):
-        unfinished = small_tags.save(spec.run_folder / CHECKPOINTS, step + 50)
-        (unfinished / "rank-00001.json").unlink()
+        small_tags.save(spec.run_folder / CHECKPOINTS, step + 50, ranks=1, world_size=2)  # it lacks rank 1
         small_tags.save(spec.run_folder / CHECKPOINTS, step)
         await_stored(spec, *[f"step-{one:08d}" for one in (100, 200, 300) if step - 200 < one <= step])
     copies.end()
@@ -353,11 +352,9 @@ def test_the_best_checkpoint_is_stored_before_the_newest_and_stays_as_long(make_
     copies.catch_up(silent)
     assert stored_tags(spec) == ["step-00000100", "step-00000200"]
     small_tags.save_judged(spec.run_folder / CHECKPOINTS, 300, 100)
-    copies.catch_up(silent)
-    assert stored_tags(spec) == ["step-00000100", "step-00000300"]
+    await_stored(spec, "step-00000100", "step-00000300")  # old ones go a moment after a new one is stored
     small_tags.save_judged(spec.run_folder / CHECKPOINTS, 400, 400)
-    copies.catch_up(silent)
-    assert stored_tags(spec) == ["step-00000400"]
+    await_stored(spec, "step-00000400")
     copies.end()
 
 

@@ -23,6 +23,7 @@ from infra.node.processes import ProcessIdentity
 from infra.node.storage import stored_checkpoints as stored
 from t5train.checkpoint import tags
 from t5train.errors import HostError, HostUnreachable, NothingVerifies, RemoteFailed, RunOwned
+from t5train.files.atomic import write_json
 from t5train.files.run_folder import tag_of
 from t5train.progress import silent
 from tests.infra.conftest import Start, Until
@@ -165,7 +166,7 @@ def test_a_head_notices_that_another_head_has_taken_over_its_run(site: Site, fir
     first.claimed()
     first.claim.require_kept()
     path = site.scratch("b") / first.run.relative_path / OWNER
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"unique_id": "2" * 32, "head": "other-head"}))
+    write_json(path, json.loads(path.read_text()) | {"unique_id": "2" * 32, "head": "other-head"})
     until(lambda: _is_lost(first.claim))
     with pytest.raises(RunOwned, match="on b are owned by head other-head"):
         first.claim.require_kept()

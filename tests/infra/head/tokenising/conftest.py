@@ -1,5 +1,4 @@
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from infra.head.tokenising.hosts_executor import workers_for
 from t5train.data.worker_processes import Workers
 from t5train.spec import ClusterSpec, ShardsSpec
+from tests.support.waiting import await_that
 
 ROOT = Path(__file__).parents[4]
 # In the place of ssh: a command runs on this machine, with the variable that sshd sets. {folder} gets a file of each
@@ -50,10 +50,13 @@ def die_once(job, advance):
     return {"number": job["number"]}
 
 def die_on_sick_host(job, advance):
-    time.sleep(0.1)
+    deaths = Path(job["folder"]) / "deaths"
     if "SICK" in os.environ:
+        with open(deaths, "a") as file:
+            print(job["number"], file=file)
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.4)
+    while not deaths.exists() or len(deaths.read_text().splitlines()) < 3:
+        time.sleep(0.05)  # or this host might do all jobs before the other has tried three
     return {"number": job["number"]}
 
 def hang_on_sick_host(job, advance):
@@ -94,10 +97,7 @@ class Site:
 
     def kill(self, *hosts: str, begun: int) -> None:
         """Kill all processes of hosts when so many jobs have begun."""
-        deadline = time.monotonic() + 60
-        while self.begun() < begun:
-            assert time.monotonic() < deadline, "no job has begun"
-            time.sleep(0.02)
+        await_that(lambda: self.begun() >= begun)
         for host in hosts:
             self._kill(host)
 

@@ -83,4 +83,4 @@ def test_a_slow_handshake_is_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 return True
             return False
 
-        until(is_refused, 10)
+        until(is_refused)

@@ -1,6 +1,5 @@
 """Samples in a keyed order, and batches prepared ahead."""
 
-import threading
 import time
 from collections.abc import Iterator
 
@@ -133,7 +132,6 @@ def test_no_more_batches_are_prepared_than_asked_for_and_closing_ends_the_thread
             taken.append(1)
             yield Batch(*(np.zeros(1),) * 4)
 
-    before = threading.active_count()
     with Prefetched(endless(), depth=4) as prepared:
         next(prepared)
         deadline = time.monotonic() + 60
@@ -141,7 +139,7 @@ def test_no_more_batches_are_prepared_than_asked_for_and_closing_ends_the_thread
             time.sleep(0.01)
         time.sleep(0.2)  # in which it would take more
         assert len(taken) == 5
-    assert threading.active_count() == before
+    assert not prepared._thread.is_alive()
 
 
 def test_waiting_time_is_measured() -> None:

@@ -129,6 +129,8 @@ def test_what_does_not_fit_is_refused_and_a_client_that_goes_makes_room(server: 
 
 
 BEGUN = "POST /generate HTTP/1.1\r\nHost: localhost\r\n"
+LATE = "HTTP/1.1 408 "
+"""What also a request gets that a busy machine has not sent in time."""
 
 
 @pytest.mark.parametrize("sent", ["", BEGUN, f"{BEGUN}Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{{"])
@@ -136,20 +138,22 @@ def test_a_slow_client_is_cut(hasty: StubServer, sent: str) -> None:
     with closing(socket.create_connection(("127.0.0.1", httpx.URL(hasty.url).port or 0), 60)) as client:
         client.sendall(sent.encode())
         head, _, body = client.makefile("rb").read().decode().partition("\r\n\r\n")
-    assert head.startswith("HTTP/1.1 408 ")
+    assert head.startswith(LATE)
     assert json.loads(body) == {"error": "the request was not complete within 0.2 seconds"}
 
 
 def test_a_slow_client_cannot_go_on_after_it_was_refused(hasty: StubServer) -> None:
-    with closing(socket.create_connection(("127.0.0.1", httpx.URL(hasty.url).port or 0), 60)) as client:
-        client.sendall(f"{BEGUN}Content-Type: text/plain\r\nContent-Length: 99\r\n\r\n{{".encode())
-        answer = client.makefile("rb").read().decode()
+    answer = LATE
+    while answer.startswith(LATE):
+        with closing(socket.create_connection(("127.0.0.1", httpx.URL(hasty.url).port or 0), 60)) as client:
+            client.sendall(f"{BEGUN}Content-Type: text/plain\r\nContent-Length: 99\r\n\r\n{{".encode())
+            answer = client.makefile("rb").read().decode()
     assert answer.startswith("HTTP/1.1 415 ")
     assert answer.count("HTTP/1.1") == 1
 
 
-def test_what_is_no_http_is_refused_in_one_line(hasty: StubServer) -> None:
-    with closing(socket.create_connection(("127.0.0.1", httpx.URL(hasty.url).port or 0), 60)) as client:
+def test_what_is_no_http_is_refused_in_one_line(server: StubServer) -> None:
+    with closing(socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), 60)) as client:
         client.sendall(b"hello\r\n\r\n")
         answer = client.makefile("rb").read().decode()
     assert answer.startswith("HTTP/1.1 400 ")
@@ -157,7 +161,8 @@ def test_what_is_no_http_is_refused_in_one_line(hasty: StubServer) -> None:
 
 
 def test_an_answer_that_takes_too_long_is_given_up(hasty: StubServer) -> None:
-    response = hasty.ask(hasty.hold("never"))
+    while (response := hasty.ask(hasty.hold("never"))).status_code == httpx.codes.REQUEST_TIMEOUT:
+        pass  # it was late itself
     (hasty.folder / "never").touch()
     assert refused(response, 503).startswith("no answer within 0.2 seconds")
 

@@ -83,6 +83,7 @@ def test_after_an_error_other_threads_do_not_wait_for_a_busy_store(monkeypatch: 
         raise StoreError("busy", code="SlowDown")
 
     monkeypatch.setattr(BucketFolder, "call", busy)
+    monkeypatch.setattr("t5train.release.object_store.bucket._FIRST_PAUSE_SECONDS", 120.0)  # ample, to be interrupted
     count = ByteCount("bytes", 0, silent, bucket.stopping)
 
     def fail() -> None:
