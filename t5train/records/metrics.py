@@ -218,6 +218,7 @@ COLUMNS = (
     "validate_seconds",
     *("real_tokens_per_second", "validation_token_accuracy", "validation_exact_match", "unigram_loss", "shuffled_loss"),
     *("test_token_accuracy", "test_exact_match"),
+    *("validation_bleu", "validation_chrf", "validation_rougeL", "validation_generated_exact_match", "predict_seconds"),
 )
 """The columns, in order. Later versions add new ones at the end only. Single experts and tasks have no column."""
 

@@ -7,19 +7,32 @@ from pydantic import Field
 from t5train.records.best_so_far import BestSoFar
 from t5train.spec.settings import SpecPart, check
 
-PREDICTION = ("max_pairs", "num_beams", "max_new_tokens", "length_penalty")
+Metric = Literal[
+    "validation_loss",
+    "validation_token_accuracy",
+    "validation_exact_match",
+    "validation_bleu",
+    "validation_chrf",
+    "validation_rougeL",
+    "validation_generated_exact_match",
+]
+GENERATED = ("validation_bleu", "validation_chrf", "validation_rougeL", "validation_generated_exact_match")
+"""The metrics of validations that are scores of generated text, from 0 to 100."""
+_DECODING = ("num_beams", "max_new_tokens", "length_penalty")
+PREDICTION = ("max_pairs", *_DECODING)
 """The settings of predictions, which only runs on pairs make. They do not change the model."""
 
 
 class EvaluateSpec(SpecPart):
     """Which checkpoint is the result of a run, when training stops early, and what the result is measured on."""
 
-    execution = frozenset(PREDICTION)
+    execution = frozenset((*PREDICTION, "best_pairs"))
 
-    best_metric: Literal["validation_loss", "validation_token_accuracy", "validation_exact_match"] | None = Field(
+    best_metric: Metric | None = Field(
         None,
         description="Metric of validations by which the best checkpoint is chosen, which is then the run's result; of "
         "equal ones it is the earlier. Every validation then also saves a checkpoint. Text has validation_loss only. "
+        "The last four are scores of text that the model generates in a pause of training (evaluate.best_pairs). "
         "null: the last checkpoint is the result",
     )
     patience: int | None = Field(
@@ -27,6 +40,13 @@ class EvaluateSpec(SpecPart):
         ge=1,
         description="Stop training after so many validations in a row without a better evaluate.best_metric. null: "
         "train to the last step",
+    )
+    best_pairs: int = Field(
+        100,
+        ge=1,
+        description="With an evaluate.best_metric of generated text, each validation predicts so many validation pairs "
+        "on rank 0, chosen by a hash, with the settings below, while the other ranks wait. This and "
+        "storage.validate_every_steps bound the share of the time that training pauses",
     )
 
     max_pairs: int = Field(
@@ -54,9 +74,24 @@ class EvaluateSpec(SpecPart):
                 "validation_loss, or leave evaluate.patience out"
             )
 
+    @check
+    def _best_pairs_are_predicted(self) -> None:
+        usual = type(self).model_fields["best_pairs"].default
+        if self.best_pairs != usual and not self.generates:
+            raise ValueError(
+                f"evaluate.best_pairs is {self.best_pairs}, but evaluate.best_metric is not a score of generated text: "
+                "set it, for instance to validation_chrf, or leave evaluate.best_pairs out"
+            )
+
     def identity(self) -> dict[str, Any]:
-        """Return the identity settings: those that are set."""
-        return {name: value for name, value in super().identity().items() if value is not None}
+        """Return the identity settings: those that are set. How text is generated counts if it decides."""
+        deciding = super().identity() | (self.model_dump(include={"best_pairs", *_DECODING}) if self.generates else {})
+        return {name: value for name, value in deciding.items() if value is not None}
+
+    @property
+    def generates(self) -> bool:
+        """Whether the best checkpoint is chosen by a score of generated text."""
+        return self.best_metric in GENERATED
 
     @property
     def is_higher_better(self) -> bool:

@@ -175,7 +175,7 @@ def record(
     model = T5(shape, decoder_start_id=huggingface_config["decoder_start_token_id"]) if rank() == 0 else None
     places = _places(model) if model is not None else {}
     digests = {}
-    for name, master in _published(engine, job, shape):
+    for name, master in published(engine, job, shape):
         if model is not None:
             places[name].data.copy_(master)
             digests[name] = _digest(master)
@@ -211,7 +211,7 @@ def _digest(master: Tensor) -> TensorDigest:
     return TensorDigest(shape=tuple(master.shape), sha256=digest_tensor(master))
 
 
-def _published(engine: Any, job: TrainJob, shape: T5Shape) -> Iterator[tuple[str, Tensor]]:
+def published(engine: Any, job: TrainJob, shape: T5Shape) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, fp32 value) of every parameter of the model that is published."""
     lora = job.spec.finetune.lora
     if lora.rank is None:

@@ -1,8 +1,8 @@
 """The program that ranks run in training tests: many small trainings per launch, as a launch takes seconds.
 
 ``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
-"resume_tag", "start_fingerprint", "killed", "fault", "other_layout", "other_tag", "scores", "sigterm_at"}]``, and
-writes ``{name}.rank-{rank}.json`` beside it for each job.
+"resume_tag", "start_fingerprint", "killed", "fault", "other_layout", "other_tag", "scores", "sigterm_at",
+"vocabulary"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each job.
 
 - ``killed`` is the folder of a run. Its checkpoint ``resume_tag`` and its metrics are copied, as if it had been killed
   some steps after it saved.
@@ -12,6 +12,7 @@ writes ``{name}.rank-{rank}.json`` beside it for each job.
 - With ``is_fused``, weights are updated by the fused update.
 - ``dispatch`` is how tokens get to their experts, as on a GPU.
 - ``scores`` is the token accuracy that validations find instead of the real one, by step.
+- ``vocabulary`` is the content of ``spiece.model``, in Base64.
 - ``sigterm_at`` is the step during which the ranks are asked to stop.
 - With ``ranks_a_node``, each node has its own folder within the run folder.
 - ``brought_from`` is the folder of a run on such nodes. Its checkpoint is gathered, and each node gets the files that
@@ -61,6 +62,7 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
         entry,
         node_local="ranks_a_node" in entry,
         resume_tag=entry.get("resume_tag"),
+        vocabulary=entry.get("vocabulary"),
         consolidated=_consolidated(entry),
         start_fingerprint=entry.get("start_fingerprint", "5" * 64) if entry["spec"]["model"]["start_from"] else None,
     )

@@ -1,0 +1,143 @@
+"""Real DeepSpeed training whose best checkpoint is chosen by the text that it generates, on any layout and resumed."""
+
+from base64 import b64encode
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sacrebleu.metrics.chrf import CHRF
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
+
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.consolidate import consolidate
+from t5train.data.pairs.pair_samples import PairSamples
+from t5train.data.pairs.pair_shards import build_pair_shards
+from t5train.data.pairs.pairs import build_pairs, read_pairs
+from t5train.files.run_folder import tag_of
+from t5train.records.metrics import read
+from t5train.records.stage_records import Pairs, PairShards, TokenizerFiles
+from t5train.records.witness import Witness
+from tests.support.training.launched import Trained, job, spec_of, train
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = {
+    "pairs.train": ["reverse_digits"],
+    "pairs.input_tokens": 48,
+    "pairs.target_tokens": 48,
+    "optimizer.num_steps": 9,
+    "optimizer.peak_learning_rate": 0.02,
+    "evaluate.best_metric": "validation_chrf",
+    "evaluate.best_pairs": 7,
+    "evaluate.num_beams": 2,
+    "storage.validate_every_steps": 2,
+    "storage.checkpoint_every_steps": 3,
+    "storage.keep_last": 9,
+}
+JUDGED = [2, 4, 6, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    return build_pairs(spec_of("zero1-fp32").with_settings(SETTINGS).pairs, tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="module")
+def pair_shards(tmp_path_factory: pytest.TempPathFactory, pairs: Pairs, pydocs_tokenizer: TokenizerFiles) -> PairShards:
+    spec = spec_of("zero1-fp32").with_settings(SETTINGS).pairs
+    return build_pair_shards(spec, pairs, pydocs_tokenizer, tmp_path_factory.mktemp("shards"), workers=1)
+
+
+@pytest.fixture(scope="module")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, pair_shards: PairShards, pydocs_tokenizer: TokenizerFiles
+) -> Trained:
+    root = tmp_path_factory.mktemp("trained") / "runs"
+    told = {"vocabulary": b64encode((pydocs_tokenizer.path / "spiece.model").read_bytes()).decode()}
+    jobs = [job(f"zero{stage}", f"zero{stage}-fp32", SETTINGS, **told) for stage in range(4)]
+    patient = SETTINGS | {"evaluate.patience": 1}
+    jobs.append(job("patient", "zero1-fp32", patient, **told))
+    for step in (3, 6):
+        killed = {"killed": f"{root}/at-{step}", "resume_tag": tag_of(step)}
+        jobs.append(job(f"at-{step}", "zero1-fp32", SETTINGS, stop_at=step, **told))
+        jobs.append(job(f"resumed-{step}", "zero1-fp32", SETTINGS, **told, **killed))
+    jobs.append(job("other-vocabulary", "zero1-fp32", SETTINGS, vocabulary=b64encode(b"other").decode()))
+    return train(root, jobs, pair_shards)
+
+
+def scores(trained: Trained, name: str) -> dict[int, float]:
+    lines = [line for line in read(trained.root / name / "metrics.jsonl") if "predict_seconds" in line]
+    return {int(line["step"] or 0): float(line["validation_chrf"] or 0) for line in lines}
+
+
+def best_step(found: dict[int, float]) -> int:
+    return min(found, key=lambda step: (-found[step], step))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.filterwarnings("ignore:.*tie:UserWarning")
+def test_the_scores_are_those_of_plain_transformers_with_the_weights_of_each_checkpoint(
+    trained: Trained,
+    pairs: Pairs,
+    pair_shards: PairShards,
+    pydocs_tokenizer: TokenizerFiles,
+    tmp_path: Path,
+    stage: int,
+) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(pydocs_tokenizer.path)
+    samples = PairSamples(pair_shards, "validation", spec_of("zero1-fp32").with_settings(SETTINGS).pairs, 0)
+    every = list(read_pairs(pairs, "validation", 0))
+    chosen = [every[number] for number in samples.batch(0, 7).sample_ids]
+    folder = trained.root / f"zero{stage}" / "checkpoints"
+    expected = {}
+    for step in JUDGED:
+        weights = consolidate(folder, tmp_path / str(step), tag=tag_of(step))
+        config = T5Config.from_dict(sidecar.read(folder / tag_of(step), 0).huggingface_config)
+        model = T5ForConditionalGeneration(config).eval()
+        model.load_state_dict(load_file(weights.path / "model.safetensors"), strict=False)
+        written = []
+        for pair in chosen:
+            inputs = tokenizer(pair.source, return_tensors="pt")
+            longest = max(len(tokenizer(each.target)["input_ids"]) for each in chosen)
+            with torch.inference_mode():
+                (ids,) = model.generate(**inputs, num_beams=2, max_new_tokens=longest + max(8, longest // 4))
+            written.append(tokenizer.decode(ids, skip_special_tokens=True))
+        expected[step] = CHRF().corpus_score(written, [[pair.target for pair in chosen]]).score
+    assert scores(trained, f"zero{stage}") == pytest.approx(expected, abs=1e-9)
+    assert len(set(expected.values())) > 1
+    best = sidecar.read(folder / tag_of(9), 0).best
+    assert best is not None
+    assert best.step == best_step(expected)
+    assert Witness.load(folder / tag_of(best.step)).validation["validation_chrf"] == best.value
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_killed_run_resumes_with_the_same_scores_weights_and_best_checkpoint(trained: Trained, step: int) -> None:
+    whole, resumed = trained.found("zero1"), trained.found(f"resumed-{step}")
+    assert whole["masters"] == resumed["masters"]
+    assert scores(trained, "zero1") == scores(trained, f"resumed-{step}")
+    last = [
+        sidecar.read(trained.root / name / "checkpoints" / tag_of(9), 0).best for name in ("zero1", f"resumed-{step}")
+    ]
+    assert last[0] == last[1] is not None
+
+
+def test_training_stops_when_generated_text_has_not_improved(trained: Trained) -> None:
+    found = scores(trained, "zero1")
+    worse = (
+        step for place, step in enumerate(JUDGED) if place and found[step] <= max(found[s] for s in JUDGED[:place])
+    )
+    assert trained.found("patient")["step"] == next(islice(worse, 1), 9)
+
+
+def test_predicting_leaves_training_as_it_is(trained: Trained, pair_shards: PairShards) -> None:
+    silent = SETTINGS | {"evaluate.best_metric": "validation_loss", "evaluate.best_pairs": 100, "evaluate.num_beams": 1}
+    plain = train(trained.root / "plain", [job("plain", "zero1-fp32", silent)], pair_shards)
+    assert plain.found("plain")["masters"] == trained.found("zero1")["masters"]
+
+
+def test_another_vocabulary_is_refused(trained: Trained) -> None:
+    assert trained.found("other-vocabulary")["error"] == "DigestMismatch"
