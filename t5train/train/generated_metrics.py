@@ -111,10 +111,10 @@ class GeneratedMetrics:
         from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 
         with quiet_transformers():
-            with torch.device("meta"):  # draws no random numbers
-                model = T5ForConditionalGeneration(T5Config.from_dict(self._config))
-            model.load_state_dict(weights, strict=False, assign=True)
-            model.tie_weights()
+            # Copies no weights and draws no random numbers. Unlike load_state_dict, it leaves an output layer untied.
+            model = T5ForConditionalGeneration.from_pretrained(
+                None, config=T5Config.from_dict(self._config), state_dict=weights, dtype=torch.float32
+            )
             model.generation_config = GenerationConfig(**generation_config(self._config))
         return model.eval()
 
