@@ -44,9 +44,9 @@ class EvaluateSpec(SpecPart):
     best_pairs: int = Field(
         100,
         ge=1,
-        description="With an evaluate.best_metric of generated text, each validation predicts so many validation pairs, "
-        "chosen by a hash, with the settings below, none of which can then be changed later. Rank 0 does so while the "
-        "others wait: this and storage.validate_every_steps bound the share of the time that training pauses",
+        description="With an evaluate.best_metric of generated text, each validation predicts so many pairs, chosen by "
+        "a hash, as the settings below say; none of these can then be changed later. Rank 0 does so, and the others "
+        "wait: this and storage.validate_every_steps bound the share of time that training pauses",
     )
 
     max_pairs: int = Field(
