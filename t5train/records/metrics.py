@@ -137,6 +137,8 @@ LOSSES_OF_PAIRS = {
 """The same of a run on pairs, where every target token counts."""
 EXACT_MATCH = "validation_exact_match"
 """The share of the pairs of the validation split of which every target token is predicted right."""
+PREDICT_SHARE, PREDICTED_PAIRS = "predict_share", "predicted_pairs"
+"""The share of an attempt's time that went into predictions of its validations so far, and how many pairs each has."""
 _SHARES = {
     "token_accuracy": "target tokens that are predicted right, given those before them",
     "exact_match": "exact match, pairs of which every target token is predicted right",
@@ -219,6 +221,7 @@ COLUMNS = (
     *("real_tokens_per_second", "validation_token_accuracy", "validation_exact_match", "unigram_loss", "shuffled_loss"),
     *("test_token_accuracy", "test_exact_match"),
     *("validation_bleu", "validation_chrf", "validation_rougeL", "validation_generated_exact_match", "predict_seconds"),
+    *(PREDICT_SHARE, PREDICTED_PAIRS),
 )
 """The columns, in order. Later versions add new ones at the end only. Single experts and tasks have no column."""
 

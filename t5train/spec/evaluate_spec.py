@@ -16,8 +16,14 @@ Metric = Literal[
     "validation_rougeL",
     "validation_generated_exact_match",
 ]
-GENERATED = ("validation_bleu", "validation_chrf", "validation_rougeL", "validation_generated_exact_match")
-"""The metrics of validations that are scores of generated text, from 0 to 100."""
+GENERATED = {
+    "validation_bleu": "BLEU",
+    "validation_chrf": "chrF",
+    "validation_rougeL": "ROUGE-L",
+    "validation_generated_exact_match": "generated exact match",
+}
+"""The metrics of validations that are scores of generated text, from 0 to 100, and their names for people."""
+_OF_GENERATED = ("best_pairs", "pause_share")
 _DECODING = ("num_beams", "max_new_tokens", "length_penalty")
 PREDICTION = ("max_pairs", *_DECODING)
 """The settings of predictions, which only runs on pairs make. They do not change the model."""
@@ -26,7 +32,7 @@ PREDICTION = ("max_pairs", *_DECODING)
 class EvaluateSpec(SpecPart):
     """Which checkpoint is the result of a run, when training stops early, and what the result is measured on."""
 
-    execution = frozenset((*PREDICTION, "best_pairs"))
+    execution = frozenset((*PREDICTION, "pause_share"))
 
     best_metric: Metric | None = Field(
         None,
@@ -44,9 +50,16 @@ class EvaluateSpec(SpecPart):
     best_pairs: int = Field(
         100,
         ge=1,
-        description="With an evaluate.best_metric of generated text, each validation predicts so many pairs, chosen by "
-        "a hash, as the settings below say; none of these can then be changed later. Rank 0 does so, and the others "
-        "wait: this and storage.validate_every_steps bound the share of time that training pauses",
+        description="With an evaluate.best_metric of generated text, each validation predicts so many validation "
+        "pairs, drawn from the whole split, as evaluate.num_beams, max_new_tokens and length_penalty say: these are "
+        "then part of the run's identity, too. With storage.validate_every_steps, it bounds how long training pauses",
+    )
+    pause_share: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description="Share of training's time that these predictions may take. If they take more, a warning says how "
+        "many pairs would not. All are made, as the best checkpoint would otherwise depend on how fast a machine is",
     )
 
     max_pairs: int = Field(
@@ -76,17 +89,19 @@ class EvaluateSpec(SpecPart):
 
     @check
     def _best_pairs_are_predicted(self) -> None:
-        usual = type(self).model_fields["best_pairs"].default
-        if self.best_pairs != usual and not self.generates:
+        fields = type(self).model_fields
+        given = [name for name in _OF_GENERATED if getattr(self, name) != fields[name].default]
+        if given and not self.generates:
             raise ValueError(
-                f"evaluate.best_pairs is {self.best_pairs}, but evaluate.best_metric is not a score of generated text: "
-                "set it, for instance to validation_chrf, or leave evaluate.best_pairs out"
+                f"evaluate.{given[0]} is {getattr(self, given[0])}, but evaluate.best_metric is not a score of "
+                f"generated text: set it, for instance to validation_chrf, or leave evaluate.{given[0]} out"
             )
 
     def identity(self) -> dict[str, Any]:
         """Return the identity settings: those that are set. How text is generated counts if it decides."""
-        deciding = super().identity() | (self.model_dump(include={"best_pairs", *_DECODING}) if self.generates else {})
-        return {name: value for name, value in deciding.items() if value is not None}
+        deciding = super().identity() | {name: getattr(self, name) for name in _DECODING}
+        unused = () if self.generates else ("best_pairs", *_DECODING)
+        return {name: value for name, value in deciding.items() if value is not None and name not in unused}
 
     @property
     def generates(self) -> bool:

@@ -1,11 +1,13 @@
 """Scores of what the model generates for held-out pairs while training pauses, by which the best checkpoint is chosen.
 
-Rank 0 decodes with transformers, from the fp32 weights that the witness of this step would record. Nothing is read from
-disk, and nothing is drawn at random, so a run that resumes finds the same scores.
+All ranks decode with transformers, from the fp32 weights that the witness of this step would record. Nothing is read
+from disk, and nothing is drawn at random or decided by the clock, so a run that resumes finds the same scores.
 """
 
 import logging
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from t5train.data.pairs.pair_samples import PairSamples
 from t5train.data.vocabulary.tokenizer import Tokenizer
-from t5train.engine.collectives import gather_floats, rank
+from t5train.engine.collectives import gather, gather_floats, rank, ranks_of_node, world_size
 from t5train.errors import DigestMismatch
 from t5train.inference.model_folder import quiet_transformers
 from t5train.inference.predict.batch_plan import batch_plan, with_margin
@@ -25,13 +27,15 @@ from t5train.inference.score.row_statistics import EXACT_MATCH, metrics_of, scor
 from t5train.inference.text.decoding import GenerationSpec
 from t5train.model.model_shape import T5Shape, generation_config
 from t5train.progress import silent
-from t5train.records.metrics import Values
+from t5train.records.metrics import PREDICT_SHARE, PREDICTED_PAIRS, Values
 from t5train.spec.evaluate_spec import GENERATED
 from t5train.spec.rank_job import TrainJob
 from t5train.train.witness_recording import published
 
-_BATCH_TOKENS = 1 << 13
-_WARNING_SHARE = 0.1
+_BATCH_TOKENS, _BATCH_TOKENS_ON_CPU = 1 << 13, 1 << 10
+"""A large batch takes an accelerator hardly longer than a small one. For a CPU it does, so ranks share small ones."""
+_NAMES = ("bleu", "chrf", "rougeL", EXACT_MATCH)
+"""What ``t5train.inference.score`` calls the scores in GENERATED."""
 _log = logging.getLogger(__name__)
 
 
@@ -68,69 +72,88 @@ class GeneratedMetrics:
         references = self._vocabulary.texts_of(batch.targets.tolist(), unknown=True)
         return _Sample(batch.inputs, lengths, references, int((batch.segments.targets > 0).sum(axis=1).max()))
 
-    def measure(self, engine: Any) -> Values:
-        """Return the scores of the engine's weights. A collective of all ranks, which wait for rank 0."""
+    def measure(self, engine: Any) -> tuple[Values, Values]:
+        """Return the scores of the engine's weights, and how long training paused for how many pairs.
+
+        A collective of all ranks, which share the batches out.
+        """
         started = time.perf_counter()
-        masters = published(engine, self._job, self._shape)
-        weights = {name: master for name, master in masters if rank() == 0}  # all ranks take part in each
-        scores = self._scores(weights) if rank() == 0 else [0.0] * len(GENERATED)
-        found = dict(zip(GENERATED, gather_floats(scores)[0], strict=True))
-        self._note_pause(time.perf_counter() - started)
-        return dict(found)
-
-    def _note_pause(self, seconds: float) -> None:
-        self._paused += seconds
-        share = self._paused / (time.perf_counter() - self._began)
-        level = logging.WARNING if share > _WARNING_SHARE and rank() == 0 else logging.INFO
-        _log.log(
-            level,
-            "predicting took %.1f s, and %.0f%% of the time so far: evaluate.best_pairs and "
-            "storage.validate_every_steps bound it",
-            *(seconds, 100 * share),
-        )
-
-    def _scores(self, weights: dict[str, Tensor]) -> list[float]:
-        hypotheses = self._vocabulary.texts_of(self._generated(weights))
-        references = self._sample.references
-        sums = statistics_of(self._metrics, hypotheses, references, silent).sum(axis=0)
-        names = chain.from_iterable(metric.names for metric in self._metrics)
-        found = dict(zip(names, scores_of(self._metrics, sums, len(references)), strict=True))
-        return [found[name] for name in ("bleu", "chrf", "rougeL", EXACT_MATCH)]
-
-    def _generated(self, weights: dict[str, Tensor]) -> list[list[int]]:
-        model, device = self._model(weights), get_accelerator().current_device_name()
-        try:
-            return self._decoded(model.to(device))
-        except torch.OutOfMemoryError:
+        device = get_accelerator().current_device_name()
+        if (sums := self._sums(engine, device, range(world_size()))) is None:
             _log.warning("%s has too little memory for predictions beside training: they are made on the CPU", device)
-        model.to("cpu")
-        get_accelerator().empty_cache()
-        return self._decoded(model)
+            of_nodes = {first for (first,) in gather([min(ranks_of_node())])}  # a host may not hold a model per rank
+            sums = self._sums(engine, "cpu", sorted(of_nodes))
+        names = chain.from_iterable(metric.names for metric in self._metrics)
+        found = dict(zip(names, scores_of(self._metrics, sums, len(self._sample.references)), strict=True))
+        scores: Values = {of: found[name] for of, name in zip(GENERATED, _NAMES, strict=True)}
+        ended = time.perf_counter()
+        self._paused += ended - started
+        pairs, share = len(self._sample.references), self._paused / (ended - self._began)
+        return scores, {"predict_seconds": ended - started, PREDICT_SHARE: share, PREDICTED_PAIRS: pairs}
 
-    def _model(self, weights: dict[str, Tensor]) -> Any:
+    def _sums(self, engine: Any, device: str, decoders: Sequence[int]) -> Any:
+        """Return the sums of the sample's statistics, [columns], or None if a device had too little memory.
+
+        The statistics are whole numbers, so it does not matter which of the ranks ``decoders`` adds which.
+        """
+        weights = self._weights(engine, device if rank() in decoders else None)
+        own, is_complete = np.zeros(sum(metric.columns for metric in self._metrics)), rank() not in decoders
+        if weights is not None:
+            with suppress(torch.OutOfMemoryError):
+                own, is_complete = self._of_share(weights, device, decoders.index(rank()), len(decoders)), True
+        del weights
+        get_accelerator().empty_cache()
+        everybody = gather_floats([is_complete, *own])
+        return np.sum(everybody, axis=0)[1:] if all(row[0] for row in everybody) else None
+
+    def _weights(self, engine: Any, device: str | None) -> dict[str, Tensor] | None:
+        """Copy each weight to a device at once, so that host memory never holds the model. All ranks take part in each.
+
+        Returns None without a device, or if it has too little memory.
+        """
+        weights: dict[str, Tensor] | None = None if device is None else {}
+        for name, master in published(engine, self._job, self._shape, on_all_ranks=True):
+            if weights is not None:
+                try:
+                    weights[name] = master.to(device)
+                except torch.OutOfMemoryError:
+                    weights = None
+        return weights
+
+    def _of_share(self, weights: dict[str, Tensor], device: str, part: int, parts: int) -> np.ndarray:
+        """Return the sums of the statistics of every batch whose number, modulo ``parts``, is ``part``."""
+        sums, references = np.zeros(sum(metric.columns for metric in self._metrics)), self._sample.references
+        for rows, ids in self._decoded(self._model(weights, device), part, parts):
+            of_rows = [references[row] for row in rows]
+            sums += statistics_of(self._metrics, self._vocabulary.texts_of(ids), of_rows, silent).sum(axis=0)
+        return sums
+
+    def _model(self, weights: dict[str, Tensor], device: str) -> Any:
         from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 
-        with quiet_transformers():
-            # Copies no weights and draws no random numbers. Unlike load_state_dict, it leaves an output layer untied.
-            model = T5ForConditionalGeneration.from_pretrained(
-                None, config=T5Config.from_dict(self._config), state_dict=weights, dtype=torch.float32
-            )
-            model.generation_config = GenerationConfig(**generation_config(self._config))
-        return model.eval()
+        with quiet_transformers(), torch.device("meta"):  # draws no random numbers
+            model = T5ForConditionalGeneration(T5Config.from_dict(self._config))
+        missing = model.load_state_dict(weights, strict=False, assign=True).missing_keys
+        model.tie_weights(missing_keys=set(missing), recompute_mapping=False)  # an untied output layer is not missing
+        model.generation_config = GenerationConfig(**generation_config(self._config))
+        return model.eval().to(device)
 
-    def _decoded(self, model: Any) -> list[list[int]]:
-        """Return the ids generated for each source, up to EOS. Batches do not depend on the number of ranks."""
+    def _decoded(self, model: Any, part: int, parts: int) -> Iterator[tuple[list[int], list[list[int]]]]:
+        """Yield the pairs of each batch of a part, and the ids generated for them, up to EOS.
+
+        Batches depend on the kind of device, but not on the number of parts.
+        """
         settings, sample, pad = self._job.spec.evaluate, self._sample, self._config["pad_token_id"]
         most = settings.max_new_tokens or with_margin(sample.longest_reference)
-        spec = GenerationSpec(num_beams=settings.num_beams, length_penalty=settings.length_penalty)
-        plan, found = batch_plan(sample.lengths, _BATCH_TOKENS, spec.num_beams, most), dict[int, list[int]]()
-        for number in range(len(plan.starts) - 1):
+        spec = GenerationSpec(most, num_beams=settings.num_beams, length_penalty=settings.length_penalty)
+        batch_tokens = _BATCH_TOKENS_ON_CPU if model.device.type == "cpu" else _BATCH_TOKENS
+        plan = batch_plan(sample.lengths, batch_tokens, spec.num_beams, most)
+        for number in range(part, len(plan.starts) - 1, parts):
             rows = plan.rows_of(number)
             sources = torch.from_numpy(sample.sources[rows, : sample.lengths[rows].max()]).long().to(model.device)
             with quiet_transformers(), torch.inference_mode():
-                ids = model.generate(sources, attention_mask=(sources != pad).long(), **spec.options(most))
-            found.update(zip(rows.tolist(), map(self._until_eos, ids[:, 1:].tolist()), strict=True))
-        return [found[row] for row in range(len(found))]
+                ids = model.generate(sources, attention_mask=(sources != pad).long(), **spec.options())
+            yield rows.tolist(), list(map(self._until_eos, ids[:, 1:].tolist()))
 
     def _until_eos(self, ids: list[int]) -> list[int]:
         eos = self._config["eos_token_id"]

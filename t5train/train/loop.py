@@ -171,11 +171,10 @@ class Trainer:
         validated = self._validate()
         seconds: Values = {"validate_seconds": time.perf_counter() - started}
         if self.generated is not None:
-            self.heart.enter("validate", self.step)
-            started = time.perf_counter()
-            values = {**validated.found.values, **self.generated.measure(self.engine)}
-            validated = validated._replace(found=validated.found._replace(values=values))
-            seconds["predict_seconds"] = time.perf_counter() - started
+            self.heart.enter("predict", self.step)
+            scores, paused = self.generated.measure(self.engine)
+            seconds |= paused
+            validated = validated._replace(found=validated.found._replace(values=validated.found.values | scores))
         self._report(metrics, validated.found.values | seconds | validated.routing)
         self._report_experts(metrics)
         evaluate = self.spec.evaluate

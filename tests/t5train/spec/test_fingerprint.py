@@ -95,6 +95,7 @@ OTHER: dict[str, Any] = {
     "cluster.deadlines.step_seconds": 7.0,
     "cluster.deadlines.save_seconds": 7.0,
     "cluster.deadlines.validate_seconds": 7.0,
+    "cluster.deadlines.predict_seconds": 7.0,
     "monitor.csv": True,
     "monitor.wandb": True,
     "monitor.wandb_mode": "offline",
@@ -140,7 +141,10 @@ NEEDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"evaluate.best_metric": "validation_loss", "pairs.train": ["pairs.jsonl"]},
         {"evaluate.best_metric": "validation_exact_match", "evaluate.patience": 2},
     ),
-    ({"pairs.train": ["pairs.jsonl"], "evaluate.best_metric": "validation_chrf"}, {"evaluate.best_pairs": 50}),
+    (
+        {"pairs.train": ["pairs.jsonl"], "evaluate.best_metric": "validation_chrf"},
+        {"evaluate.best_pairs": 50, "evaluate.pause_share": 0.3},
+    ),
     ({"pairs.train": ["pairs.jsonl"]}, {"optimizer.label_smoothing": 0.1, "optimizer.z_loss": 1e-4}),
     (
         {"pairs.train": ["pairs.jsonl"], "evaluate.best_metric": "validation_loss"},
@@ -198,6 +202,7 @@ EXECUTION = {
     "shards.executor",
     "model.activation_checkpointing",
     "model.compile",
+    "evaluate.pause_share",
     "evaluate.max_pairs",
     "evaluate.num_beams",
     "evaluate.max_new_tokens",
