@@ -16,6 +16,7 @@ from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, METRICS, step_of
 from t5train.progress import Progress
 from t5train.records.metrics import (
     EXACT_MATCH,
+    GENERATED,
     PREDICT_SHARE,
     PREDICTED_PAIRS,
     TRAINING_LOSS,
@@ -26,7 +27,6 @@ from t5train.records.metrics import (
     MetricsSeries,
 )
 from t5train.spec import EvaluateSpec, RunSpec
-from t5train.spec.evaluate_spec import GENERATED
 from t5train.spec.rank_job import TrainJob
 
 _PREDICTING = heartbeat.PHASE_DESCRIPTIONS["predict"]

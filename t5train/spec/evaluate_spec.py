@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from t5train.records.best_so_far import BestSoFar
+from t5train.records.metrics import GENERATED
 from t5train.spec.settings import SpecPart, check
 
 Metric = Literal[
@@ -16,13 +17,6 @@ Metric = Literal[
     "validation_rougeL",
     "validation_generated_exact_match",
 ]
-GENERATED = {
-    "validation_bleu": "BLEU",
-    "validation_chrf": "chrF",
-    "validation_rougeL": "ROUGE-L",
-    "validation_generated_exact_match": "generated exact match",
-}
-"""The metrics of validations that are scores of generated text, from 0 to 100, and their names for people."""
 _OF_GENERATED = ("best_pairs", "pause_share")
 _DECODING = ("num_beams", "max_new_tokens", "length_penalty")
 PREDICTION = ("max_pairs", *_DECODING)

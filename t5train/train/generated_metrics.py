@@ -27,8 +27,7 @@ from t5train.inference.score.row_statistics import EXACT_MATCH, metrics_of, scor
 from t5train.inference.text.decoding import GenerationSpec
 from t5train.model.model_shape import T5Shape, generation_config
 from t5train.progress import silent
-from t5train.records.metrics import PREDICT_SHARE, PREDICTED_PAIRS, Values
-from t5train.spec.evaluate_spec import GENERATED
+from t5train.records.metrics import GENERATED, PREDICT_SHARE, PREDICTED_PAIRS, Values
 from t5train.spec.rank_job import TrainJob
 from t5train.train.witness_recording import published
 

@@ -49,9 +49,9 @@ def software(spec: str) -> Software:
 def _asked_for(spec: str) -> tuple[str, ...]:
     """The packages that only this spec needs."""
     try:
-        from t5train.spec.evaluate_spec import GENERATED  # as in spec_digest
-
         settings = json.loads(spec)
+        from t5train.records.metrics import GENERATED  # needs what ranks import
+
         asked = {WANDB: settings["monitor"]["wandb"], DASK: settings["shards"]["executor"] == "dask"}
         asked |= dict.fromkeys(SCORING, settings["evaluate"]["best_metric"] in GENERATED)
         return tuple(package for package, is_needed in asked.items() if is_needed)

@@ -50,6 +50,7 @@ from t5train.train import loop, sanity_checks, wandb_sync
 from t5train.train.witness_recording import full_masters
 from tests.support.training import rank_main
 from tests.support.training.fused_ranks import fused
+from tests.support.training.little_memory import too_little_memory_to_predict
 
 
 def _run(entry: dict[str, Any]) -> dict[str, Any]:
@@ -345,6 +346,7 @@ FAULTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[None]]] 
     "unused": _rank_0_has_only_unused_rows,
     "skipped": _every_step_is_skipped,
     "disagree": _rank_one_has_no_resume_tag,
+    "too little memory to predict": too_little_memory_to_predict,
 }
 
 if __name__ == "__main__":
