@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from typing import Any, NamedTuple
@@ -52,7 +53,10 @@ class GeneratedMetrics:
 
     def __init__(self, job: TrainJob, shape: T5Shape, held_out: PairSamples, config: dict[str, Any]) -> None:
         """Take the sample. ``config`` is the content of config.json. Raises DigestMismatch for another vocabulary."""
+        from transformers import T5Config, T5ForConditionalGeneration  # slow, so not while training pauses
+
         self._job, self._shape, self._config = job, shape, config
+        self._new_model = partial(T5ForConditionalGeneration, T5Config.from_dict(config))
         proto = job.vocabulary or b""
         if sha256(proto).hexdigest() != job.shards().inputs["vocabulary"]:
             raise DigestMismatch(
@@ -128,10 +132,10 @@ class GeneratedMetrics:
         return sums
 
     def _model(self, weights: dict[str, Tensor], device: str) -> Any:
-        from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
+        from transformers import GenerationConfig
 
         with quiet_transformers(), torch.device("meta"):  # draws no random numbers
-            model = T5ForConditionalGeneration(T5Config.from_dict(self._config))
+            model = self._new_model()
         missing = model.load_state_dict(weights, strict=False, assign=True).missing_keys
         model.tie_weights(missing_keys=set(missing), recompute_mapping=False)  # an untied output layer is not missing
         model.generation_config = GenerationConfig(**generation_config(self._config))

@@ -73,6 +73,7 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
         with FAULTS[entry.get("fault")](), update, _dispatching(entry.get("dispatch")):
             _OPENED.clear()
             trainer = loop.Trainer(job)
+            found["phases"] = _recorded_phases(trainer)
             if "brought_from" in entry:
                 found["opened"] = sorted({path.name for path in map(Path, _OPENED) if path.suffix == ".pt"})
             if job.consolidated or (job.start_fingerprint and job.resume_tag is None):
@@ -170,6 +171,13 @@ def _consolidated(entry: dict[str, Any]) -> Consolidated | None:
         result_file.write_text(found.model_dump_json())
     comm.barrier()
     return Consolidated.model_validate_json(result_file.read_text())
+
+
+def _recorded_phases(trainer: loop.Trainer) -> list[tuple[str, int]]:
+    """Return a list that gets each phase that the rank enters, and its step."""
+    phases = list[tuple[str, int]]()
+    trainer.heart.enter = lambda *phase: phases.append(phase)  # type: ignore[method-assign]  # nobody reads heartbeats
+    return phases
 
 
 def _stop_after(trainer: loop.Trainer, step: int) -> None:

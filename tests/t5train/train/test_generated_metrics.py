@@ -184,6 +184,12 @@ def test_one_rank_finds_what_two_find(trained: Trained) -> None:
     assert len({chosen(trained, name).step for name in ("one-rank", "zero1", "little-memory")}) == 1
 
 
+def test_predicting_is_a_phase_of_its_own_after_each_validation_and_before_the_save(trained: Trained) -> None:
+    phases = trained.found("zero1")["phases"]
+    of_step = [phase for phase, step in phases if step == 4]
+    assert of_step[:4] == ["step", "validate", "predict", "save"]
+
+
 def test_training_stops_when_generated_text_has_not_improved(trained: Trained) -> None:
     found = scores(trained, "zero1")
     worse = (
