@@ -45,6 +45,7 @@ from t5train.report.result_reports import (
     earlier_lines,
     evaluation_report,
     metrics_lines,
+    predicting_lines,
     proof_report,
     publication_report,
     saving_line,
@@ -126,6 +127,7 @@ def show_summary(spec: RunSpec, stages: dict[str, Record], publication: Publicat
         *loss_lines(witness.validation, witness.trained.task_names, is_trial=is_trial),
         *earlier_lines(witness.validation, metrics),
         saving_line(metrics),
+        *predicting_lines(metrics),
         data_wait_line(metrics),
     ]
     for line in results:

@@ -31,7 +31,7 @@ LAZY_IMPORTS = {  # imported only inside functions, when the head or a rank need
     "infra.node.compiled_operators": {"deepspeed"},
     "infra.node.inspection.hardware": {"torch"},
     "infra.node.inspection.all_reduce": {"torch"},
-    "infra.node.inspection.software": {"t5train.spec", "t5train.records.identity"},
+    "infra.node.inspection.software": {"t5train.spec", "t5train.records.identity", "t5train.records.metrics"},
     "infra.node.inspection.network_interfaces": {"psutil"},
     "infra.node.tokenising.dask_settings": {"dask", "distributed"},
     "infra.node.tokenising.dask_worker": {

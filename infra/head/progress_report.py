@@ -6,6 +6,7 @@ attempt has trained a step, its own state is.
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from infra.node.attempts.attempt import HEAD, rank_name
@@ -15,6 +16,9 @@ from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, METRICS, step_of
 from t5train.progress import Progress
 from t5train.records.metrics import (
     EXACT_MATCH,
+    GENERATED,
+    PREDICT_SHARE,
+    PREDICTED_PAIRS,
     TRAINING_LOSS,
     UNIGRAM,
     UNIGRAM_OF_TARGETS,
@@ -22,11 +26,16 @@ from t5train.records.metrics import (
     VALIDATION_OF_TARGETS,
     MetricsSeries,
 )
-from t5train.spec import RunSpec
+from t5train.spec import EvaluateSpec, RunSpec
 from t5train.spec.rank_job import TrainJob
 
-_BETWEEN_STEPS = {"save": "saving a checkpoint", "validate": "validating"}
-_AFTER_STEPS = {"save": "saving the last checkpoint and the witness", "validate": "validating the result"}
+_PREDICTING = heartbeat.PHASE_DESCRIPTIONS["predict"]
+_BETWEEN_STEPS = {"save": "saving a checkpoint", "validate": "validating", "predict": _PREDICTING}
+_AFTER_STEPS = {
+    "save": "saving the last checkpoint and the witness",
+    "validate": "validating the result",
+    "predict": _PREDICTING,
+}
 _log = logging.getLogger(__name__)
 
 
@@ -44,7 +53,7 @@ class ProgressReport:
         self._metrics = MetricsSeries(self._path)
         self._attempt: Path | None = None
         self._resumed_from = 0
-        self._slow_phases = _SlowPhases()
+        self._slow_phases, self._pauses = _SlowPhases(), _Pauses(spec.evaluate)
         self._began_at, self._has_beaten = 0.0, False
 
     def report(self) -> None:
@@ -61,7 +70,9 @@ class ProgressReport:
             since = f", resuming after step {self._resumed_from:,}" if self._resumed_from else ""
             doing = before_first_step(self._spec) if phase == "compile" else "ranks are starting"
             self._progress(f"steps, {doing}{lasting}{since}", self._resumed_from, total)
-        elif self._metrics.last_step == total and phase in _AFTER_STEPS:
+            return
+        self._pauses.note(self._attempt, self._metrics.newest)
+        if self._metrics.last_step == total and phase in _AFTER_STEPS:
             # wall-clock time, as that of the file is
             seconds = max(0, int(time.time() - self._path.stat().st_mtime))
             self._progress(f"s since the last step, {_AFTER_STEPS[phase]}", seconds, None)
@@ -114,9 +125,11 @@ class ProgressReport:
         newest = self._metrics.newest
         baseline = newest.get(UNIGRAM_OF_TARGETS)
         beside = "" if baseline is None else f" (unigram baseline {baseline:.3f})"
+        metric = self._spec.evaluate.best_metric or ""
+        generated = f", {GENERATED[metric]} {newest[metric]:.1f}" if metric in GENERATED and metric in newest else ""
         return (
             f"validation loss after step {self._metrics.validated_step:,}: {newest[VALIDATION_OF_TARGETS]:.3f}{beside}"
-            f", exact match {newest[EXACT_MATCH]:.1%}"
+            f", exact match {newest[EXACT_MATCH]:.1%}{generated}"
         )
 
     def _validation(self) -> str:
@@ -127,6 +140,28 @@ class ProgressReport:
         return (
             f"validation loss after step {self._metrics.validated_step:,}: {same_tokens}"
             f"{newest[VALIDATION]:.3f} (masked tokens{beside})"
+        )
+
+
+class _Pauses:
+    """Warns, once for each attempt, if predictions of validations take more than their share of the time."""
+
+    def __init__(self, spec: EvaluateSpec) -> None:
+        self._spec = spec
+        self._warned_of: Path | None = None
+
+    def note(self, attempt: Path | None, newest: Mapping[str, float]) -> None:
+        """Note the share of the time so far. It changes nothing: choices must not depend on how fast a machine is."""
+        share, allowed = newest.get(PREDICT_SHARE, 0.0), self._spec.pause_share
+        if share <= allowed or attempt == self._warned_of:
+            return
+        self._warned_of = attempt
+        fitting = newest[PREDICTED_PAIRS] * (allowed / (1 - allowed)) / (share / (1 - share))
+        _log.warning(
+            "predicting held-out pairs has taken %.0f%% of the time of training, and evaluate.pause_share is %.0f%%. "
+            "This run keeps its %d pairs, which decide what its best checkpoint is: for the next one, set "
+            "evaluate.best_pairs=%d, or a higher storage.validate_every_steps",
+            *(100 * share, 100 * allowed, newest[PREDICTED_PAIRS], max(1, fitting)),
         )
 
 

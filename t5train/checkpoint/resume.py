@@ -6,6 +6,7 @@ Nothing here imports torch.
 import json
 import logging
 import secrets
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from t5train.checkpoint.continuation import later_ends, name_of_version, refuse_
 from t5train.checkpoint.reshard import consolidated_for, discard_consolidated
 from t5train.checkpoint.resume_point import is_asked_to_begin_again, resume_tag, tags_in
 from t5train.data.samples.loader import ORDER_VERSION
+from t5train.data.vocabulary.tokenizer import stored_spiece
 from t5train.errors import IncompleteCheckpoint, LaunchError, RecordError, RunChanged, SpecError
 from t5train.files.atomic import replacing, write_json, write_text
 from t5train.files.presence import ABSENT, is_there, reading
@@ -286,6 +288,9 @@ def write_job(spec: RunSpec, shards: Shards, attempt_folder: Path, progress: Pro
         start_name=start_name(spec.model),
         unique_id=unique_id(spec.run_folder),
         decays_all=decays_all(spec),
+        vocabulary=b64encode(stored_spiece(spec.storage.root, shards.inputs["vocabulary"]))
+        if spec.evaluate.generates
+        else None,
     )
     write_text(spec.run_folder / CONFIG, config_text(spec))
     path = attempt_folder / ATTEMPT_SPEC

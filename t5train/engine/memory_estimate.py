@@ -119,7 +119,9 @@ def host_bytes(spec: RunSpec, shape: T5Shape, ranks: range | None = None) -> int
     on_cpu = spec.cluster.accelerator == "cpu"
     held = {one.what: one.host + on_cpu * one.accelerator for one in held_by_a_rank(spec, shape)}
     witness = held.pop(WITNESS) // (1 + on_cpu)  # it is never in both kinds of memory at once
-    return len(ranks) * sum(held.values()) + witness * (0 in ranks)
+    # To predict, every rank has the whole model: where there are accelerators, in their memory, else one for all ranks.
+    predicting = (len(ranks) if on_cpu else 1) if spec.evaluate.generates else 0
+    return len(ranks) * sum(held.values()) + witness * max(predicting, 0 in ranks)
 
 
 def _batches(spec: RunSpec) -> int:

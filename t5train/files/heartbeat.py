@@ -19,13 +19,14 @@ from typing import Literal, Self
 
 from t5train.files.run_folder import RANK_FILES
 
-Phase = Literal["start", "compile", "step", "save", "validate"]
+Phase = Literal["start", "compile", "step", "save", "validate", "predict"]
 PHASE_DESCRIPTIONS: Mapping[Phase, str] = {
     "start": "starting",
     "compile": "preparing the first step",
     "step": "training",
     "save": "saving",
     "validate": "validating",
+    "predict": "predicting held-out pairs",
 }
 BEAT_SECONDS = 1.0
 FRESH_SECONDS = 10.0

@@ -137,6 +137,15 @@ LOSSES_OF_PAIRS = {
 """The same of a run on pairs, where every target token counts."""
 EXACT_MATCH = "validation_exact_match"
 """The share of the pairs of the validation split of which every target token is predicted right."""
+GENERATED = {
+    "validation_bleu": "BLEU",
+    "validation_chrf": "chrF",
+    "validation_rougeL": "ROUGE-L",
+    "validation_generated_exact_match": "exact match of generated text",
+}
+"""The metrics of validations that are scores of generated text, from 0 to 100, and their names for people."""
+PREDICT_SHARE, PREDICTED_PAIRS = "predict_share", "predicted_pairs"
+"""The share of an attempt's time that went into predictions of its validations so far, and how many pairs each has."""
 _SHARES = {
     "token_accuracy": "target tokens that are predicted right, given those before them",
     "exact_match": "exact match, pairs of which every target token is predicted right",
@@ -218,6 +227,7 @@ COLUMNS = (
     "validate_seconds",
     *("real_tokens_per_second", "validation_token_accuracy", "validation_exact_match", "unigram_loss", "shuffled_loss"),
     *("test_token_accuracy", "test_exact_match"),
+    *(*GENERATED, "predict_seconds", PREDICT_SHARE, PREDICTED_PAIRS),
 )
 """The columns, in order. Later versions add new ones at the end only. Single experts and tasks have no column."""
 
@@ -261,7 +271,7 @@ LOWEST_EXPERT, HIGHEST_EXPERT = "lowest_expert", "highest_expert"
 """Series of how many tokens the least and the most used expert of any layer got, relative to an even share."""
 PLOTTED = (
     "loss", "validation_loss", "validation_content_loss", "learning_rate", "tokens_per_second", "mfu", "skipped_steps",
-    "dropped_tokens", "data_wait_seconds", "validation_token_accuracy", "validation_exact_match",
+    "dropped_tokens", "data_wait_seconds", "validation_token_accuracy", "validation_exact_match", *GENERATED,
 )  # fmt: skip
 
 
@@ -357,7 +367,7 @@ class MetricsSeries:
         self.baseline = values.get(UNIGRAM) or values.get(UNIGRAM_OF_TARGETS) or self.baseline
         if values.get(VALIDATION_OF_TARGETS) is not None:
             self.validated_step = step
-        named = (*PLOTTED, UNIGRAM, UNIGRAM_OF_TARGETS)
+        named = (*PLOTTED, UNIGRAM, UNIGRAM_OF_TARGETS, PREDICT_SHARE, PREDICTED_PAIRS)
         self.newest |= {name: value for name in named if (value := values.get(name)) is not None}
         plotted = [(name, value) for name in PLOTTED if (value := values.get(name)) is not None]
         shares = _expert_shares(values) if STARVING in values else ()

@@ -171,14 +171,25 @@ def saving_line(lines: Iterable[Values]) -> str:
 
     Steps that were lost and trained again are counted once.
     """
-    saved, trained = [], 0.0
+    return _paused(lines, "save_seconds", "checkpoint")
+
+
+def predicting_lines(lines: Sequence[Values]) -> list[str]:
+    """Return the same of the predictions that chose the best checkpoint; nothing if none did."""
+    if not any("predict_seconds" in line for line in lines):
+        return []
+    return [_paused(lines, "predict_seconds", "prediction", " of held-out pairs")]
+
+
+def _paused(lines: Iterable[Values], name: str, counted: str, rest: str = "") -> str:
+    pauses, trained = [], 0.0
     for line in lines:
         trained += line.get("seconds") or 0.0
-        if (seconds := line.get("save_seconds")) is not None:
-            saved.append(seconds)
-    stood = sum(saved)
-    share = stood / (stood + trained) if saved else 0.0
-    return f"{quantity(len(saved), 'checkpoint')}, which paused training for {stood:.1f} s: {share:.2%} of its time"
+        if (seconds := line.get(name)) is not None:
+            pauses.append(seconds)
+    stood = sum(pauses)
+    share = stood / (stood + trained) if pauses else 0.0
+    return f"{quantity(len(pauses), counted)}{rest}, which paused training for {stood:.1f} s: {share:.2%} of its time"
 
 
 _MUCH_LOWER = 0.95

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from t5train.records.metrics import HIGHEST_EXPERT, LOWEST_EXPERT, UNIGRAM_OF_TARGETS, MetricsSeries, Series
+from t5train.records.metrics import GENERATED, HIGHEST_EXPERT, LOWEST_EXPERT, UNIGRAM_OF_TARGETS, MetricsSeries, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,6 +42,7 @@ _SMALL = (
         "Share of held-out pairs that is predicted right",
         (_Line("validation_exact_match", "whole targets"), _Line("validation_token_accuracy", "target tokens")),
     ),
+    _Panel("Scores of generated text (0 to 100)", tuple(_Line(name, label) for name, label in GENERATED.items())),
     _Panel("Learning rate", (_Line("learning_rate", ""),)),
     _Panel(_RATE, (_Line("tokens_per_second", ""),)),
     _Panel("MFU (share of the accelerators' peak)", (_Line("mfu", ""),)),

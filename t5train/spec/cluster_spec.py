@@ -21,6 +21,9 @@ class DeadlinesSpec(SpecPart):
     step_seconds: float = Field(60, gt=0, description="One step, in seconds; 10 median steps if that is longer")
     save_seconds: float = Field(1800, gt=0, description="Saving one checkpoint, in seconds")
     validate_seconds: float = Field(1800, gt=0, description="One validation, in seconds")
+    predict_seconds: float = Field(
+        1800, gt=0, description="Predicting for one validation (evaluate.best_metric), in seconds"
+    )
 
 
 class ClusterSpec(SpecPart):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Base64Bytes, BaseModel, ConfigDict
 
 from t5train.errors import SpecError
 from t5train.files.run_folder import CHECKPOINTS, METRICS, METRICS_CSV, PROFILES, TENSORBOARD, WITNESS_FOLDER
@@ -69,7 +69,7 @@ class TrainJob(BaseModel):
     ``start_name`` is the user's name of their folder. ``unique_id`` is the id of the run, which tells it from others
     with the same fingerprint. With ``node_local``, folders are on each node's own disk, and hold only what its ranks
     wrote or what was staged there. With ``decays_all``, weight decay also shrinks norms and position biases, as in the
-    version that began the run.
+    version that began the run. ``vocabulary`` is the content of ``spiece.model`` if validations predict text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -84,6 +84,7 @@ class TrainJob(BaseModel):
     start_name: str | None = None
     unique_id: str | None = None
     decays_all: bool = False
+    vocabulary: Base64Bytes | None = None
 
     @classmethod
     def read(cls, path: Path) -> "TrainJob":

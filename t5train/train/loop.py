@@ -37,6 +37,7 @@ from t5train.spec.rank_job import TrainJob
 from t5train.train import sanity_checks, witness_recording
 from t5train.train.datasets.dataset import Dataset, Measured
 from t5train.train.datasets.opening import open_dataset
+from t5train.train.generated_metrics import GeneratedMetrics
 from t5train.train.learning_rate import learning_rate
 from t5train.train.peak_flops import accelerator_peak_flops, utilization
 from t5train.train.step_profile import StepProfile
@@ -63,6 +64,9 @@ class Trainer:
         self.shape: T5Shape = resolve(self.spec.model, int(self.shards.counts["vocab_size"]))
         pad_id, eos_id = int(self.shards.counts["pad_id"]), int(self.shards.counts["eos_id"])
         self.huggingface_config = huggingface_config(self.shape, pad_id, eos_id)
+        self.generated = None
+        if self.spec.evaluate.generates and isinstance(self.dataset.held_out, PairSamples):
+            self.generated = GeneratedMetrics(job, self.shape, self.dataset.held_out, self.huggingface_config)
         read_held_out(job.shards_folder)  # needed only for the witness at the end, but any error should be raised now
         # For dropout: different on every rank, the same in every run. Weights and samples have their own seeds.
         torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
@@ -166,6 +170,11 @@ class Trainer:
         started = time.perf_counter()
         validated = self._validate()
         seconds: Values = {"validate_seconds": time.perf_counter() - started}
+        if self.generated is not None:
+            self.heart.enter("predict", self.step)
+            scores, paused = self.generated.measure(self.engine)
+            seconds |= paused
+            validated = validated._replace(found=validated.found._replace(values=validated.found.values | scores))
         self._report(metrics, validated.found.values | seconds | validated.routing)
         self._report_experts(metrics)
         evaluate = self.spec.evaluate

@@ -57,8 +57,10 @@ def full_masters(engine: Any) -> Iterator[tuple[str, Tensor]]:
     return _of_all_stages(engine) if engine.pipeline_parallelism else _of_whole_model(engine)
 
 
-def merged_masters(engine: Any, frozen: StoredTensors, scaling: float) -> Iterator[tuple[str, Tensor]]:
-    """On rank 0, yield (Hugging Face name, fp32 value on the CPU) of every parameter, merged with its adapter.
+def merged_masters(
+    engine: Any, frozen: StoredTensors, scaling: float, on_all_ranks: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, fp32 value on the CPU) of every parameter, merged with its adapter; else on rank 0.
 
     A collective of all ranks. ``frozen`` are the start model's weights. Raises RanksDisagree if those of the engine are
     not their rounding.
@@ -68,7 +70,7 @@ def merged_masters(engine: Any, frozen: StoredTensors, scaling: float) -> Iterat
         if parameter.requires_grad:
             continue
         rounded = _whole(parameter)
-        if rank() > 0:
+        if rank() > 0 and not on_all_ranks:
             continue
         weight = frozen.whole(name)
         if not torch.equal(weight.to(rounded.dtype), rounded):
@@ -175,7 +177,7 @@ def record(
     model = T5(shape, decoder_start_id=huggingface_config["decoder_start_token_id"]) if rank() == 0 else None
     places = _places(model) if model is not None else {}
     digests = {}
-    for name, master in _published(engine, job, shape):
+    for name, master in published(engine, job, shape):
         if model is not None:
             places[name].data.copy_(master)
             digests[name] = _digest(master)
@@ -211,12 +213,17 @@ def _digest(master: Tensor) -> TensorDigest:
     return TensorDigest(shape=tuple(master.shape), sha256=digest_tensor(master))
 
 
-def _published(engine: Any, job: TrainJob, shape: T5Shape) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, fp32 value) of every parameter of the model that is published."""
+def published(
+    engine: Any, job: TrainJob, shape: T5Shape, *, on_all_ranks: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, fp32 value) of every parameter of the model that is published.
+
+    A collective of all ranks. With adapters, only rank 0 reads the start model, unless all ranks need the values.
+    """
     lora = job.spec.finetune.lora
     if lora.rank is None:
         return full_masters(engine)
-    return merged_masters(engine, frozen_weights(job, shape), lora.scaling)
+    return merged_masters(engine, frozen_weights(job, shape), lora.scaling, on_all_ranks)
 
 
 def _trained(job: TrainJob, dataset: Dataset) -> TrainedModel:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from infra.head.preflight.findings import HostReplies, names, outliers
 from infra.node.inspection.facts import Facts, Software
-from infra.node.inspection.software import DASK, PACKAGES, WANDB
+from infra.node.inspection.software import DASK, PACKAGES, SCORING, WANDB
 
 _DIGITS = 12
 
@@ -44,17 +44,31 @@ def same_packages(replies: HostReplies, head: Software) -> Iterator[str]:
 
 def same_dask(replies: HostReplies, head: Software) -> Iterator[str]:
     """Versions of the package distributed, with which hosts tokenise, that differ from the head's."""
-    right = head.packages.get(DASK)
     otherwise = "or set shards.executor=local"
+    yield from _as_on_head(replies, head, DASK, "dask", "shards.executor is dask", otherwise)
+
+
+def same_scoring(replies: HostReplies, head: Software) -> Iterator[str]:
+    """Versions of the packages with which ranks score generated text that differ from the head's."""
+    why, otherwise = "evaluate.best_metric is a score of generated text", "or set evaluate.best_metric=validation_loss"
+    for package in SCORING:
+        yield from _as_on_head(replies, head, package, "score", why, otherwise)
+
+
+def _as_on_head(
+    replies: HostReplies, head: Software, package: str, extra: str, why: str, otherwise: str
+) -> Iterator[str]:
+    """Hosts that lack the head's version of a package of an extra. Nothing if the spec does not ask for it."""
+    right = head.packages.get(package)
     if right == "":
-        yield f"{DASK} missing on this machine, but shards.executor is dask. Install t5-pretrain[dask], {otherwise}"
+        yield f"{package} missing on this machine, but {why}. Install t5-pretrain[{extra}], {otherwise}"
     elif right is not None:
-        values = {host: reply.facts.software.packages.get(DASK, "") for host, reply in replies.items()}
+        values = {host: reply.facts.software.packages.get(package, "") for host, reply in replies.items()}
         for value in sorted({*values.values()} - {right}):
             hosts = [host for host, its in values.items() if its == value]
             yield (
-                f"{names(hosts)}: {DASK} {value or 'missing'}, the head has {right}, and shards.executor is dask. "
-                f"Install {DASK}=={right} there, {otherwise}"
+                f"{names(hosts)}: {package} {value or 'missing'}, the head has {right}, and {why}. "
+                f"Install t5-pretrain[{extra}] with {package}=={right} there, {otherwise}"
             )
 
 

@@ -148,7 +148,7 @@ def _problems(
         "machines": agreement.distinct_machines(replies),
         PORT: _port(replies, requirements),
         "python": agreement.same_python(replies, head),
-        "packages": chain(agreement.same_packages(replies, head), dask),
+        "packages": chain(agreement.same_packages(replies, head), agreement.same_scoring(replies, head), dask),
         "runtime": agreement.same_runtime(replies),
         "code": agreement.same_code(replies, head, requirements.code is not None),
         "spec": agreement.same_spec(replies, head),

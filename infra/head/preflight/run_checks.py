@@ -15,6 +15,7 @@ from t5train.engine import memory_estimate
 from t5train.errors import SpecError
 from t5train.files.run_folder import CHECKPOINTS, PUBLICATIONS
 from t5train.host_resources import require_host_memory
+from t5train.inference.score.row_statistics import metrics_of
 from t5train.model import model_shape, starting_model
 from t5train.model.model_shape import T5Shape
 from t5train.model.pipeline.pipeline_split import stage_bounds
@@ -35,6 +36,8 @@ def require_possible(spec: RunSpec) -> T5Shape:
     require_exportable(spec.model)
     of_model = require_model(spec)
     _require_vocabulary_of_start(spec)
+    if spec.evaluate.generates:
+        metrics_of(0, 0)  # raises InputError if a package is missing
     return of_model
 
 

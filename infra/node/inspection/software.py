@@ -24,6 +24,8 @@ PACKAGES = (
 """The packages that ranks import; others may differ between hosts."""
 WANDB = "wandb"
 """The package that ranks import if ``monitor.wandb`` is true."""
+SCORING = ("sacrebleu", "rouge-score")
+"""The packages that ranks import if the best checkpoint is chosen by a score of generated text."""
 DASK = "distributed"
 """The package that hosts import to tokenise if ``shards.executor`` is dask."""
 _CODE = Path(__file__).parents[3]
@@ -48,9 +50,12 @@ def _asked_for(spec: str) -> tuple[str, ...]:
     """The packages that only this spec needs."""
     try:
         settings = json.loads(spec)
+        from t5train.records.metrics import GENERATED  # needs what ranks import
+
         asked = {WANDB: settings["monitor"]["wandb"], DASK: settings["shards"]["executor"] == "dask"}
+        asked |= dict.fromkeys(SCORING, settings["evaluate"]["best_metric"] in GENERATED)
         return tuple(package for package, is_needed in asked.items() if is_needed)
-    except (ValueError, KeyError, TypeError):  # no spec, or one that ``spec_digest`` refuses
+    except (ImportError, ValueError, KeyError, TypeError):  # no spec, or one that ``spec_digest`` refuses
         return ()
 
 

@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from hashlib import sha256
 from pathlib import Path
@@ -67,6 +67,24 @@ class Tokenizer(Encoder):
     def load(cls, folder: Path) -> Self:
         """Load the tokenizer of a folder with a ``spiece.model``."""
         return cls(folder / SPIECE)
+
+    def texts_of(self, ids: Sequence[Sequence[int]], *, unknown: bool = False) -> list[str]:
+        """Return the texts of sequences of ids. Only pieces are spelled and, with ``unknown``, the unknown one."""
+        first = UNK_ID if unknown else UNK_ID + 1
+        spelled = [[each for each in row if first <= each < self.num_pieces] for row in ids]
+        texts: list[str] = self._processor.decode(spelled)
+        return texts
+
+
+def stored_spiece(root: Path, digest: str) -> bytes:
+    """Return the content of the vocabulary below a root that has this sha256. Raises InputError if there is none."""
+    contents = (path.read_bytes() for path in sorted((root / "tokenizer").glob(f"*/{SPIECE}")))
+    if (found := next((each for each in contents if sha256(each).hexdigest() == digest), None)) is None:
+        raise InputError(
+            f"{root / 'tokenizer'} lacks the vocabulary of the shards, with which evaluate.best_metric reads what the "
+            "model generates: start `t5-pretrain finetune` again, which makes it"
+        )
+    return found
 
 
 def build_tokenizer(

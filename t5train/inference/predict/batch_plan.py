@@ -7,6 +7,7 @@ import numpy as np
 PART_BATCHES = 8
 """A part is so many consecutive batches: what is lost, at most, of each process that is killed."""
 _LEAST_TARGET_TOKENS = 64
+_LEAST_MARGIN_TOKENS = 8
 
 
 class BatchPlan(NamedTuple):
@@ -51,3 +52,8 @@ def batch_plan(lengths: np.ndarray, batch_tokens: int, num_beams: int, max_new_t
         width = longest + min(max_new_tokens, max(longest, _LEAST_TARGET_TOKENS))
         starts.append(min(len(order), starts[-1] + max(1, batch_tokens // (width * num_beams))))
     return BatchPlan(order, np.array(starts, np.int64))
+
+
+def with_margin(longest: int) -> int:
+    """Return the most tokens of a hypothesis where the longest reference has ``longest``: a quarter more."""
+    return longest + max(_LEAST_MARGIN_TOKENS, longest // 4)

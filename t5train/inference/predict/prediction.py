@@ -25,7 +25,7 @@ from t5train.files.atomic import replacing, write_json
 from t5train.files.output_folder import making
 from t5train.host_resources import host_memory_bytes, num_cores, require_free_space, require_writable
 from t5train.inference.model_folder import ModelFolder, chosen_device
-from t5train.inference.predict.batch_plan import BatchPlan, batch_plan
+from t5train.inference.predict.batch_plan import BatchPlan, batch_plan, with_margin
 from t5train.inference.predict.prediction_worker import (
     OFFSETS,
     ORDER,
@@ -59,7 +59,6 @@ _VERSION = 1  # incremented when the same job would give another result
 _WORKER = "t5train.inference.predict.prediction_worker:predict_parts"
 _ROWS_AT_ONCE = 1024
 _OF_SAMPLING = ("sample", "temperature", "top_p", "seed")
-_LEAST_MARGIN_TOKENS = 8
 _COPIES = 2  # of the weights in memory while a process loads them
 _FROM = {
     "references": "those of the longest reference, and a quarter",
@@ -280,14 +279,10 @@ def _limit(prepared: _Prepared, rows: _Rows) -> tuple[int, str]:
     if (chosen := prepared.job.decoding.max_new_tokens) is not None:
         return chosen, "setting"
     if all(each.has_references for each in prepared.inputs):
-        return _with_margin(rows.longest_reference), "references"
+        return with_margin(rows.longest_reference), "references"
     folder = prepared.folder
     recorded = folder.run.data.get(LONGEST_TRAIN_TARGET)
-    return (folder.target_tokens if recorded is None else _with_margin(int(recorded))), "training"
-
-
-def _with_margin(longest: int) -> int:
-    return longest + max(_LEAST_MARGIN_TOKENS, longest // 4)
+    return (folder.target_tokens if recorded is None else with_margin(int(recorded))), "training"
 
 
 def _predict_parts(prepared: _Prepared, plan: BatchPlan, limit: int, progress: Progress, workers: Workers) -> None:

@@ -114,6 +114,37 @@ def test_of_a_run_on_pairs_the_loss_and_the_share_of_exact_matches_are_shown(run
     assert run.now() == (f"{FIGURES}, {shown}", 10, 100)
 
 
+@pytest.fixture
+def run_by_chrf(spec: RunSpec) -> Run:
+    settings = {"pairs.train": ["pairs.jsonl"], "evaluate.best_metric": "validation_chrf", "evaluate.pause_share": 0.2}
+    return Run(spec.with_settings(settings))
+
+
+def test_predicting_is_told_from_validating_and_the_score_is_shown(run_by_chrf: Run) -> None:
+    run_by_chrf.begin(1, None)
+    validated = {"step": 100, "validation_loss": 0.5, "validation_exact_match": 0.875, "validation_chrf": 45.06}
+    run_by_chrf.write(step(99), validated | {"step": 99})
+    run_by_chrf.beat("predict")
+    shown = "validation loss after step 99: 0.500, exact match 87.5%, chrF 45.1, predicting held-out pairs"
+    assert run_by_chrf.now() == (f"{FIGURES}, {shown}", 99, 100)
+    run_by_chrf.write(step(100), validated)
+    assert run_by_chrf.now()[0] == "s since the last step, predicting held-out pairs"
+
+
+def test_predictions_above_their_share_are_warned_of_once_with_how_many_would_keep_to_it(
+    run_by_chrf: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_by_chrf.begin(1, None)
+    for share in (0.2, 0.5, 0.6):
+        run_by_chrf.write(step(99), {"step": 99, "predict_share": share, "predicted_pairs": 100})
+        run_by_chrf.beat("step")
+        run_by_chrf.now()
+    (found,) = warnings(caplog)
+    assert found.startswith("predicting held-out pairs has taken 50% of the time of training, and evaluate.pause_share")
+    assert "is 20%. This run keeps its 100 pairs" in found
+    assert "evaluate.best_pairs=25, or" in found, "25 in the place of 100 take a fifth of the time"
+
+
 def test_a_validation_without_a_loss_of_masked_tokens_is_left_out(run: Run) -> None:
     run.begin(1, None)
     run.write({"step": 3, "validation_loss": 3.0}, step(4))
@@ -174,6 +205,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
         ("compile", (1800, 900), "no step has ended for 15 min: ranks are preparing the first step"),
         ("save", (1800, 300), "no step has ended for 5 min: ranks are saving"),
         ("validate", (1800, 900), "no step has ended for 15 min: ranks are validating"),
+        ("predict", (1800, 900), "no step has ended for 15 min: ranks are predicting held-out pairs"),
     ],
 )
 def test_a_phase_that_takes_unusually_long_is_reported_once_and_then_rarely(

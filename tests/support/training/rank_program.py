@@ -1,8 +1,8 @@
 """The program that ranks run in training tests: many small trainings per launch, as a launch takes seconds.
 
 ``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
-"resume_tag", "start_fingerprint", "killed", "fault", "other_layout", "other_tag", "scores", "sigterm_at"}]``, and
-writes ``{name}.rank-{rank}.json`` beside it for each job.
+"resume_tag", "start_fingerprint", "killed", "fault", "other_layout", "other_tag", "scores", "sigterm_at",
+"vocabulary"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each job.
 
 - ``killed`` is the folder of a run. Its checkpoint ``resume_tag`` and its metrics are copied, as if it had been killed
   some steps after it saved.
@@ -12,6 +12,7 @@ writes ``{name}.rank-{rank}.json`` beside it for each job.
 - With ``is_fused``, weights are updated by the fused update.
 - ``dispatch`` is how tokens get to their experts, as on a GPU.
 - ``scores`` is the token accuracy that validations find instead of the real one, by step.
+- ``vocabulary`` is the content of ``spiece.model``, in Base64.
 - ``sigterm_at`` is the step during which the ranks are asked to stop.
 - With ``ranks_a_node``, each node has its own folder within the run folder.
 - ``brought_from`` is the folder of a run on such nodes. Its checkpoint is gathered, and each node gets the files that
@@ -49,6 +50,7 @@ from t5train.train import loop, sanity_checks, wandb_sync
 from t5train.train.witness_recording import full_masters
 from tests.support.training import rank_main
 from tests.support.training.fused_ranks import fused
+from tests.support.training.little_memory import too_little_memory_to_predict
 
 
 def _run(entry: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +63,7 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
         entry,
         node_local="ranks_a_node" in entry,
         resume_tag=entry.get("resume_tag"),
+        vocabulary=entry.get("vocabulary"),
         consolidated=_consolidated(entry),
         start_fingerprint=entry.get("start_fingerprint", "5" * 64) if entry["spec"]["model"]["start_from"] else None,
     )
@@ -70,6 +73,7 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
         with FAULTS[entry.get("fault")](), update, _dispatching(entry.get("dispatch")):
             _OPENED.clear()
             trainer = loop.Trainer(job)
+            found["phases"] = _recorded_phases(trainer)
             if "brought_from" in entry:
                 found["opened"] = sorted({path.name for path in map(Path, _OPENED) if path.suffix == ".pt"})
             if job.consolidated or (job.start_fingerprint and job.resume_tag is None):
@@ -167,6 +171,13 @@ def _consolidated(entry: dict[str, Any]) -> Consolidated | None:
         result_file.write_text(found.model_dump_json())
     comm.barrier()
     return Consolidated.model_validate_json(result_file.read_text())
+
+
+def _recorded_phases(trainer: loop.Trainer) -> list[tuple[str, int]]:
+    """Return a list that gets each phase that the rank enters, and its step."""
+    phases = list[tuple[str, int]]()
+    trainer.heart.enter = lambda *phase: phases.append(phase)  # type: ignore[method-assign]  # nobody reads heartbeats
+    return phases
 
 
 def _stop_after(trainer: loop.Trainer, step: int) -> None:
@@ -343,6 +354,7 @@ FAULTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[None]]] 
     "unused": _rank_0_has_only_unused_rows,
     "skipped": _every_step_is_skipped,
     "disagree": _rank_one_has_no_resume_tag,
+    "too little memory to predict": too_little_memory_to_predict,
 }
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import resource
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +20,7 @@ from t5train.checkpoint.resume import (
 )
 from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
-from t5train.errors import NothingVerifies, RunChanged, SpecError, UnknownVersion, UnlistedFile, Unreadable
+from t5train.errors import InputError, NothingVerifies, RunChanged, SpecError, UnknownVersion, UnlistedFile, Unreadable
 from t5train.files.run_folder import tag_of
 from t5train.records.digests import digest_file
 from t5train.records.identity import fingerprint
@@ -61,6 +62,21 @@ def test_the_ranks_of_a_run_on_pairs_load_pair_shards(spec: RunSpec, tmp_path: P
     tuned = spec.with_settings({"pairs.train": ["a.jsonl"]})
     open_run(tuned, shards)
     assert TrainJob.read(write_job(tuned, shards, tmp_path)).shards() == shards
+
+
+def test_ranks_that_generate_text_get_the_vocabulary_of_the_shards_and_no_other(spec: RunSpec, tmp_path: Path) -> None:
+    for name, content in (("old", b"old"), ("new", b"new")):
+        (tmp_path / "tokenizer" / name).mkdir(parents=True)
+        (tmp_path / "tokenizer" / name / "spiece.model").write_bytes(content)
+    shards = PairShards(
+        path=tmp_path, fingerprint="6" * 64, files={}, inputs={"vocabulary": sha256(b"new").hexdigest()}
+    )
+    tuned = spec.with_settings({"pairs.train": ["a.jsonl"], "evaluate.best_metric": "validation_chrf"})
+    open_run(tuned, shards)
+    assert TrainJob.read(write_job(tuned, shards, tmp_path)).vocabulary == b"new"
+    (tmp_path / "tokenizer/new/spiece.model").write_bytes(b"damaged")
+    with pytest.raises(InputError, match=r"lacks the vocabulary of the shards, with which evaluate\.best_metric reads"):
+        write_job(tuned, shards, tmp_path)
 
 
 def _checkpoint(spec: RunSpec, step: int, fingerprint: str) -> Path:

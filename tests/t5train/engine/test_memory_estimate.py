@@ -102,6 +102,18 @@ def test_recipes_need_the_expected_host_memory(name: str, gigabytes: float) -> N
     assert RECIPES[name].__doc__
 
 
+@pytest.mark.parametrize(("accelerator", "models"), [("cpu", 4), ("cuda", 1)])
+def test_to_predict_every_rank_on_a_cpu_has_the_model_and_one_of_those_on_accelerators(
+    accelerator: str, models: int
+) -> None:
+    spec = spec_of("zero1-fp32", ranks=4).with_settings({"pairs.train": ["a"], "cluster.accelerator": accelerator})
+    shape = resolve(spec.model, 32_100)
+    by_text = spec.with_settings({"evaluate.best_metric": "validation_bleu"})
+    others = range(4, 8)  # of another host, which records no witness
+    needed = [host_bytes(each, shape, others) for each in (spec, by_text)]
+    assert needed[1] - needed[0] == models * 4 * count_parameters(shape)
+
+
 def test_the_states_of_large_and_3b_leave_room_for_activations_on_80_gigabytes() -> None:
     large, of_3b = (
         sum(one.accelerator for one in held_by_a_rank(spec, resolve(spec.model, 32_100)) if one.what != WITNESS)

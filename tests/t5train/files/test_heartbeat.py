@@ -8,7 +8,11 @@ from t5train.files.heartbeat import Beat, Heartbeat
 from t5train.files.run_folder import RANK_FILES
 from t5train.spec import DeadlinesSpec
 
-DEADLINES = dict(DeadlinesSpec(start_seconds=1, compile_seconds=2, step_seconds=3, save_seconds=4, validate_seconds=5))
+DEADLINES = dict(
+    DeadlinesSpec(
+        start_seconds=1, compile_seconds=2, step_seconds=3, save_seconds=4, validate_seconds=5, predict_seconds=6
+    )
+)
 
 
 @pytest.fixture
@@ -32,11 +36,12 @@ def test_each_phase_has_its_deadline_and_the_first_step_has_the_compile_deadline
     writer.enter("compile", 0)
     assert read_beat(path) == Beat(1000.0, "compile", 1000.0, 2, 0)
     seen = []
-    for step, phase in ((5, "step"), (6, "step"), (6, "validate"), (6, "save"), (7, "step")):
+    for step, phase in ((5, "step"), (6, "step"), (6, "validate"), (6, "predict"), (6, "save"), (7, "step")):
         clock[0] += 0.1
         writer.enter(phase, step)  # type: ignore[arg-type] - each is a phase
         seen.append((read_beat(path).phase, read_beat(path).limit, read_beat(path).step))
-    assert seen == [("compile", 2, 5), ("step", 3, 6), ("validate", 5, 6), ("save", 4, 6), ("step", 3, 7)]
+    between = [("validate", 5, 6), ("predict", 6, 6), ("save", 4, 6)]
+    assert seen == [("compile", 2, 5), ("step", 3, 6), *between, ("step", 3, 7)]
 
 
 def test_a_step_may_take_ten_times_the_median_of_earlier_steps(tmp_path: Path, clock: list[float]) -> None:

@@ -15,6 +15,7 @@ from t5train.release.publication import publish
 from t5train.report.result_reports import (
     data_wait_line,
     earlier_lines,
+    predicting_lines,
     proof_report,
     publication_report,
     saving_line,
@@ -89,6 +90,10 @@ def test_saving_and_waiting_for_data_are_shares_of_the_time_without_validation()
     lines = steps + validation + saves
     assert saving_line(lines) == "2 checkpoints, which paused training for 2.0 s: 2.00% of its time"
     assert saving_line(validation).endswith("0.0 s: 0.00% of its time")
+    generated: list[Values] = [{"step": 100, "predict_seconds": 2.0}]
+    shown = "1 prediction of held-out pairs, which paused training for 2.0 s: 2.00% of its time"
+    assert predicting_lines(steps + generated) == [shown]
+    assert predicting_lines(steps) == []
     assert data_wait_line(lines) == "waiting for data: 0.2 s, 0.20% of the time of all steps"
     assert data_wait_line([]) == "waiting for data: 0.0 s, 0.00% of the time of all steps"
 

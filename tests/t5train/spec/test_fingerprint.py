@@ -95,6 +95,7 @@ OTHER: dict[str, Any] = {
     "cluster.deadlines.step_seconds": 7.0,
     "cluster.deadlines.save_seconds": 7.0,
     "cluster.deadlines.validate_seconds": 7.0,
+    "cluster.deadlines.predict_seconds": 7.0,
     "monitor.csv": True,
     "monitor.wandb": True,
     "monitor.wandb_mode": "offline",
@@ -139,6 +140,10 @@ NEEDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         {"evaluate.best_metric": "validation_loss", "pairs.train": ["pairs.jsonl"]},
         {"evaluate.best_metric": "validation_exact_match", "evaluate.patience": 2},
+    ),
+    (
+        {"pairs.train": ["pairs.jsonl"], "evaluate.best_metric": "validation_chrf"},
+        {"evaluate.best_pairs": 50, "evaluate.pause_share": 0.3},
     ),
     ({"pairs.train": ["pairs.jsonl"]}, {"optimizer.label_smoothing": 0.1, "optimizer.z_loss": 1e-4}),
     (
@@ -197,6 +202,7 @@ EXECUTION = {
     "shards.executor",
     "model.activation_checkpointing",
     "model.compile",
+    "evaluate.pause_share",
     "evaluate.max_pairs",
     "evaluate.num_beams",
     "evaluate.max_new_tokens",
@@ -229,6 +235,13 @@ def test_what_validations_measure_is_identity_where_they_choose_the_best_checkpo
     changed = base.with_settings({setting: EVERY[setting]})
     assert changed.fingerprint() != base.fingerprint()
     assert str(differences(base.identity(), changed.identity())).count(setting) == 1
+
+
+@pytest.mark.parametrize("setting", ["num_beams", "max_new_tokens", "length_penalty"])
+def test_how_text_is_generated_is_identity_where_it_chooses_the_best_checkpoint(setting: str) -> None:
+    base = smoke().with_settings({"pairs.train": ["pairs.jsonl"], "evaluate.best_metric": "validation_bleu"})
+    changed = base.with_settings({f"evaluate.{setting}": EVERY[f"evaluate.{setting}"]})
+    assert changed.fingerprint() != base.fingerprint()
 
 
 @pytest.mark.parametrize("setting", sorted(EXECUTION))

@@ -96,6 +96,16 @@ IN_ROOT = {"storage.root": "/data/t5", "storage.scratch": "/data/t5"}
         ),
         (
             {},
+            {"evaluate.best_metric": "validation_chrf", "evaluate.best_pairs": 50},
+            r"is validation_chrf, but only fine-tuning measures it",
+        ),
+        (
+            PAIRS,
+            {"evaluate.best_metric": "validation_loss", "evaluate.best_pairs": 50},
+            r"best_pairs is 50, but evaluate\.best_metric is not a score of generated text: set it, for instance",
+        ),
+        (
+            {},
             {"evaluate.num_beams": 4},
             r"num_beams is 4, but only fine-tuning predicts held-out pairs: leave evaluate\.num_beams out",
         ),

@@ -45,7 +45,7 @@ def test_every_host_needs_the_heads_version_of_dask() -> None:
     found = problems({**same, "node1": "", "node3": ""}, "2026.8.0")
     assert len(found) == 1
     assert found[0].startswith("packages: node1, node3: distributed missing, the head has 2026.8.0")
-    assert "Install distributed==2026.8.0 there, or set shards.executor=local" in found[0]
+    assert "Install t5-pretrain[dask] with distributed==2026.8.0 there, or set shards.executor=local" in found[0]
 
 
 def test_the_head_needs_dask_itself_until_the_shards_exist() -> None:

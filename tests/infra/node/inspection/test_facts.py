@@ -59,9 +59,11 @@ def test_a_node_reports_its_versions_clock_resources_and_the_nonce_that_the_head
     assert facts.network.interfaces["lo"][0] == "127.0.0.1/8"
 
 
-def test_a_node_reports_whether_it_has_wandb_and_dask_only_if_the_run_asks_for_it() -> None:
+def test_a_node_reports_whether_it_has_packages_of_extras_only_if_the_run_asks_for_it() -> None:
     dask = {"cluster.hostfile": "hosts", "shards.executor": "dask"}
-    for package, settings in (("wandb", {"monitor.wandb": True}), (software.DASK, dask)):
+    scored = {"pairs.train": ["pairs.jsonl"], "evaluate.best_metric": "validation_bleu"}
+    of_scoring = ((package, scored) for package in software.SCORING)
+    for package, settings in (("wandb", {"monitor.wandb": True}), (software.DASK, dask), *of_scoring):
         assert package in software.software(recipe("smoke", settings).model_dump_json()).packages
         assert package not in software.software(recipe("smoke").model_dump_json()).packages
         assert package not in software.software("").packages
