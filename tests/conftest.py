@@ -16,6 +16,7 @@ from zlib import crc32
 import pytest
 from hypothesis import settings
 
+from infra.node import ports
 from infra.node.attempts.rank_environment import search_path
 from infra.node.operator_folder import VARIABLE, operator_folder
 from infra.testcluster import namespaces
@@ -37,6 +38,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Let tests that start ranks by themselves use the operators that `make setup` compiled.
 os.environ[VARIABLE] = str(operator_folder())
+# A port that is free may be another's before a server of a test has it, so workers of pytest share out all ports.
+ports._CANDIDATES = ports._CANDIDATES[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8 :: 8]
 
 pytest_plugins = ["tests.support.durations"]
 _OF_RANKS = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}

@@ -1,7 +1,6 @@
 """``t5-pretrain preflight`` over real ssh names every fault of the hosts and leaves nothing on them."""
 
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -70,7 +69,6 @@ def test_every_fault_is_reported_in_one_preflight(cluster: Cluster, preflight: P
     run_on("node1", "mkdir", small := "/var/tmp/small")
     run_on("node1", "mount", "-t", "tmpfs", "-o", "size=1200m,mode=700", "tmpfs", small)
     alias_line = f"{cluster.address('node0')} slots=1\n"
-    started_at = time.monotonic()
     result = preflight(
         f"{TWO_NODES}nowhere slots=1\n{alias_line}",
         *("--set", "model.preset=11b", "--set", "model.version=v1.1", "--set", f"storage.scratch={small}"),
@@ -80,7 +78,6 @@ def test_every_fault_is_reported_in_one_preflight(cluster: Cluster, preflight: P
     found = rows(result)
     assert result.returncode == 1
     assert f"node1: {small} has 1.3 GB free, but the checkpoints and token shards that go there need " in result.stdout
-    assert time.monotonic() - started_at < 90
     assert found["reachable"][1].startswith("nowhere: its name does not resolve")
     assert found["machines"][1].startswith(f"node0, {cluster.address('node0')}: these names refer to the same machine")
     assert found["root"][0] == "note"

@@ -8,6 +8,7 @@ import threading
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 from uuid import uuid4
 
 import pytest
@@ -99,7 +100,7 @@ def test_a_new_server_has_a_new_key_even_while_flows_of_the_last_one_run(
     home = private_folder(tmp_path / "home")
     shown = api_key.renew(home)
     run_records.hold(run_records.folder_of(home, None), uuid4(), uuid4())
-    monkeypatch.setattr(prefect_server, "START_SECONDS", -1.0)
+    monkeypatch.setattr(prefect_server, "serving", Mock(side_effect=LaunchError("it did not start")))
     with pytest.raises(LaunchError, match="did not start"), own_server(home, free_port(), silent):
         pass
     assert api_key.read(home) != shown

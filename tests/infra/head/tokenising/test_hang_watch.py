@@ -24,7 +24,7 @@ def given_up(begun: list[int], waiting: list[int], progress: int | None, capsys:
         is_given_up.set()
 
     scheduler = SimpleNamespace(workers={worker.address: worker}, remove_worker=remove_worker)
-    watch = _HangWatch(scheduler, JOBS, hang_seconds=0.2)
+    watch = _HangWatch(scheduler, JOBS, hang_seconds=0.1)
 
     async def report() -> None:
         while progress is not None:
@@ -36,7 +36,7 @@ def given_up(begun: list[int], waiting: list[int], progress: int | None, capsys:
             watch.note_progress(worker.address, number)
         tasks = [asyncio.create_task(each) for each in (watch.watch(), report())]
         with suppress(TimeoutError):
-            await asyncio.wait_for(is_given_up.wait(), 1 if progress is not None or not jobs else 60)
+            await asyncio.wait_for(is_given_up.wait(), 0.3 if progress is not None or not jobs else 60)
         for task in tasks:
             task.cancel()
 
@@ -46,7 +46,7 @@ def given_up(begun: list[int], waiting: list[int], progress: int | None, capsys:
 
 def test_shards_that_wait_on_a_host_that_hangs_are_not_blamed(capsys: pytest.CaptureFixture[str]) -> None:
     assert given_up([3, 1], [2], None, capsys).startswith(
-        "shard-00001, shard-00003 made no progress for 0.2 s. If its d"
+        "shard-00001, shard-00003 made no progress for 0.1 s. If its d"
     )
 
 
