@@ -147,6 +147,8 @@ def test_the_scores_are_those_of_plain_transformers_with_the_weights_of_each_che
     every = list(read_pairs(pairs, "validation", 0))
     sample = [every[number] for number in samples.batch(0, PAIRS).sample_ids]
     folder = trained.root / name / "checkpoints"
+    inputs = tokenizer([pair.source for pair in sample], return_tensors="pt", padding=True)
+    longest = max(len(tokenizer(pair.target)["input_ids"]) for pair in sample)
     expected = {}
     for step in JUDGED[::2]:
         start = f"{trained.root / START}" if "lora" in name else None
@@ -154,13 +156,9 @@ def test_the_scores_are_those_of_plain_transformers_with_the_weights_of_each_che
         config = sidecar.read(folder / tag_of(step), 0).huggingface_config
         (weights.path / "config.json").write_text(json.dumps(config))
         model: Any = T5ForConditionalGeneration.from_pretrained(weights.path, dtype="float32").eval()
-        written = []
-        for pair in sample:
-            inputs = tokenizer(pair.source, return_tensors="pt")
-            longest = max(len(tokenizer(each.target)["input_ids"]) for each in sample)
-            with torch.inference_mode():
-                (ids,) = model.generate(**inputs, num_beams=2, max_new_tokens=longest + max(8, longest // 4))
-            written.append(tokenizer.decode(ids, skip_special_tokens=True))
+        with torch.inference_mode():
+            ids = model.generate(**inputs, num_beams=2, max_new_tokens=longest + max(8, longest // 4))
+        written = tokenizer.batch_decode(ids, skip_special_tokens=True)
         expected[step] = CHRF().corpus_score(written, [[pair.target for pair in sample]]).score
     found = scores(trained, name)
     assert list(found) == JUDGED
