@@ -12,7 +12,7 @@
     remove    remove the folder of an attempt
     install   make an environment from wheels
 
-For tokenising on several hosts (infra.node.tokenising)::
+For tokenising on several hosts (infra.node.stages)::
 
     tokenise  run a worker of Dask for the head's scheduler, until stdin ends
 
@@ -58,7 +58,7 @@ ACTIONS = {
     "logs": "infra.node.attempts.attempt_actions:logs",
     "remove": "infra.node.attempts.attempt_actions:remove",
     "install": "infra.node.environment_installer:install",
-    "tokenise": "infra.node.tokenising.dask_worker:tokenise",
+    "tokenise": "infra.node.stages.dask_worker:tokenise",
     "claim": "infra.node.attempts.run_ownership:claim",
     "disown": "infra.node.attempts.run_ownership:disown",
     "inventory": "infra.node.storage.stored_checkpoints:inventory",

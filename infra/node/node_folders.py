@@ -9,7 +9,7 @@
         wheels/                         wheels of the last installation (infra.node.environment_installer)
         code/{digest}/                  code that a head has sent here (infra.head.hosts.code_shipping)
         operators/{key}/                operators that DeepSpeed has compiled (infra.node.operator_folder)
-        dask/                           folders of Dask's workers, with nothing but locks (infra.node.tokenising)
+        dask/                           folders of Dask's workers, with nothing but locks (infra.node.stages)
         inductor/{key}/, triton/{key}/  what torch.compile and Triton have generated
 
     {scratch}/                          ``storage.scratch``, by default within the node folder
