@@ -20,7 +20,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import IO, Any
 
@@ -79,6 +80,32 @@ def in_processes(
             worker.communicate()
 
 
+@contextmanager
+def lasting_process(function: str) -> Iterator[Callable[[Json, Advance], Json]]:
+    """Yield a function that does a job as ``in_processes`` does, always in the same worker, and raises its errors.
+
+    The worker is killed at the end of the block. A job that it has begun then raises WorkerLost.
+    """
+    worker = _start(function, OWN_UMASK)
+    try:
+        yield partial(_do, worker)
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def _do(worker: _Worker, job: Json, advance: Advance) -> Json:
+    _send(worker, job)
+    for message in _messages(worker):
+        if "error" in message:
+            raise _as_error(message)
+        if "advance" not in message:
+            result: Json = message["result"]
+            return result
+        advance(message["advance"])
+    raise WorkerLost(_obituary(worker))
+
+
 def _share(
     jobs: Sequence[Json], running: list[_Worker], events: "SimpleQueue[tuple[_Worker, Json | None]]", advance: Advance
 ) -> Iterator[Json]:
@@ -116,10 +143,15 @@ def _start(function: str, umask: int) -> _Worker:
 
 
 def _listen(worker: _Worker, events: "SimpleQueue[tuple[_Worker, Json | None]]") -> None:
+    for message in _messages(worker):
+        events.put((worker, message))
+    events.put((worker, None))
+
+
+def _messages(worker: _Worker) -> Iterator[Json]:
     for line in _pipe(worker.stdout):
         if line.endswith("\n"):  # a worker that is killed while it writes leaves half a line
-            events.put((worker, json.loads(line)))
-    events.put((worker, None))
+            yield json.loads(line)
 
 
 def _send(worker: _Worker, job: Json) -> None:
