@@ -20,8 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import IO, Any
 
@@ -80,30 +79,33 @@ def in_processes(
             worker.communicate()
 
 
-@contextmanager
-def lasting_process(function: str) -> Iterator[Callable[[Json, Advance], Json]]:
-    """Yield a function that does a job as ``in_processes`` does, always in the same worker, and raises its errors.
+class LastingProcess:
+    """A worker that does one job after another, and keeps what it has loaded for them."""
 
-    The worker is killed at the end of the block. A job that it has begun then raises WorkerLost.
-    """
-    worker = _start(function, OWN_UMASK)
-    try:
-        yield partial(_do, worker)
-    finally:
-        worker.kill()
-        worker.wait()
+    def __init__(self, function: str) -> None:
+        """Start a worker for ``function``, as ``in_processes`` does."""
+        self._worker = _start(function, OWN_UMASK)
 
+    def do(self, job: Json, advance: Advance) -> Json:
+        """Return the result of a job. Raises the errors of ``in_processes``; WorkerLost also if it was killed here."""
+        _send(self._worker, job)
+        for message in _messages(self._worker):
+            if "error" in message:
+                raise _as_error(message)
+            if "advance" not in message:
+                result: Json = message["result"]
+                return result
+            advance(message["advance"])
+        raise WorkerLost(_obituary(self._worker))
 
-def _do(worker: _Worker, job: Json, advance: Advance) -> Json:
-    _send(worker, job)
-    for message in _messages(worker):
-        if "error" in message:
-            raise _as_error(message)
-        if "advance" not in message:
-            result: Json = message["result"]
-            return result
-        advance(message["advance"])
-    raise WorkerLost(_obituary(worker))
+    def kill(self) -> None:
+        """Kill the worker. Another thread that has it do a job is no longer kept waiting."""
+        self._worker.kill()
+
+    def close(self) -> None:
+        """Kill the worker, and wait for its end. No thread may have it do a job then."""
+        self.kill()
+        self._worker.communicate()
 
 
 def _share(
@@ -171,7 +173,8 @@ def _obituary(worker: _Worker) -> str:
     if status < 0:
         return (
             f"a worker process was killed by {signal.Signals(-status).name}. If memory ran out (see `dmesg`), free "
-            "some, or lower the number of workers (corpus.workers, shards.workers, --workers or --processes)"
+            "some, or lower the number of workers (corpus.workers, shards.workers, --workers, --processes, or the "
+            "slots of the host)"
         )
     return f"a worker process failed with exit status {status}. The standard error output of this program shows why"
 

@@ -87,9 +87,9 @@ def test_a_host_is_cut_off_half_way_and_the_file_is_that_of_one_machine(predicti
     predicting.cluster.power_cut("node1")
     assert process.wait(50) == 0, predicting.log("cut")  # before the connection to that host is given up
     assert predicting.predictions("cut") == predicting.expected
-    assert not predicting.rows_on("node0")
     predicting.cluster.boot("node1")
     assert not predicting.left()
+    assert not predicting.rows_on("node0")
 
 
 def test_nothing_is_left_on_hosts_when_the_head_is_killed_and_a_rerun_predicts_the_rest(predicting: Predicting) -> None:

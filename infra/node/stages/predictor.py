@@ -7,13 +7,13 @@ a host but what it has begun. The rows are removed at the end; the model stays, 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from infra.node.channel import Channel
 from infra.node.messages import Query, Request
@@ -22,6 +22,9 @@ from infra.node.stages.makers import Makers, require_same
 from infra.node.storage.disk_usage import pin, remove_unused, unpin
 from t5train.errors import AcceleratorBusy, HostMisconfigured
 from t5train.files.locks import try_lock
+
+if TYPE_CHECKING:
+    from t5train.data.worker_processes import LastingProcess
 
 PREDICTING_PACKAGES = (
     *("torch", "transformers", "tokenizers", "sentencepiece", "safetensors", "numpy", "orjson", "pydantic"),
@@ -128,19 +131,19 @@ class PartPredicted(FromPredictor):
 
 def predict(request: PredictParts, head: Channel) -> None:
     """Predict the parts that the head gives. Ends with the first error: the head gives the parts to other hosts."""
-    scratch, parts = scratch_folder(request.scratch), SimpleQueue[GivenPart | None]()
-    from t5train.data.worker_processes import lasting_process
+    from t5train.data.worker_processes import LastingProcess
 
+    scratch, parts = scratch_folder(request.scratch), SimpleQueue[GivenPart | None]()
     with ExitStack() as stack:
         stack.callback(_clean_up, scratch, request)
         stack.enter_context(_locked(request))
-        threads = stack.enter_context(ThreadPoolExecutor(len(request.slots), thread_name_prefix="predict"))
+        processes = [stack.enter_context(closing(LastingProcess(request.function))) for _ in request.slots]
+        threads = stack.enter_context(ThreadPoolExecutor(len(processes), thread_name_prefix="predict"))
         running = []
-        for slot in request.slots:
-            # At the end, a thread that waits for a part gets None, the processes are killed, and then all threads end.
-            perform = stack.enter_context(lasting_process(request.function))
+        for slot, process in zip(request.slots, processes, strict=True):
             stack.callback(parts.put, None)
-            running.append(threads.submit(_work, perform, _Predicting(scratch, request, slot, head), parts))
+            stack.callback(process.kill)
+            running.append(threads.submit(_work, _Predictor(scratch, request, slot, process, head), parts))
         while not head.at_end:
             for given in head.receive_within(_ALIVE_SECONDS, GivenPart):
                 pin(scratch, request.rows, request.run_name)
@@ -152,32 +155,31 @@ def predict(request: PredictParts, head: Channel) -> None:
 
 
 @dataclass(frozen=True)
-class _Predicting:
-    """What a process predicts with."""
+class _Predictor:
+    """A process, and what it predicts with."""
 
     scratch: Path
     request: PredictParts
     slot: int
+    process: "LastingProcess"
     head: Channel
 
-    def part(self, perform: "Callable[..., dict[str, Any]]", given: GivenPart) -> None:
-        """Have a process predict a part, and send it to the head."""
+    def predict(self, given: GivenPart) -> None:
+        """Have the process predict a part, and send it to the head."""
         folder, kind = within(self.scratch, self.request.rows), self.request.device
         job = json.loads(given.job) | {
             "model": str(within(self.scratch, self.request.model)),
             "folder": str(folder),
             "device": kind if kind == _CPU else f"{kind}:{self.slot}",
         }
-        perform(job, lambda rows: self.head.send(RowsPredicted(given.number, rows)))
+        self.process.do(job, lambda rows: self.head.send(RowsPredicted(given.number, rows)))
         content = within(folder, given.file).read_bytes()
         self.head.send(PartPredicted(given.number, content, hashlib.sha256(content).hexdigest()))
 
 
-def _work(
-    perform: "Callable[..., dict[str, Any]]", predicting: _Predicting, parts: "SimpleQueue[GivenPart | None]"
-) -> None:
+def _work(predictor: _Predictor, parts: "SimpleQueue[GivenPart | None]") -> None:
     while (given := parts.get()) is not None:
-        predicting.part(perform, given)
+        predictor.predict(given)
 
 
 @contextmanager
