@@ -7,7 +7,7 @@ same bytes. So one process that hangs, or a slow host, does not hold up the othe
 import hashlib
 import json
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +38,7 @@ class SharedParts:
     def __init__(self, jobs: Sequence[Json], processes: Mapping[str, int], advance: Advance) -> None:
         """``processes`` are those of each host. ``advance`` is called with how many more rows are predicted."""
         self._jobs, self._processes, self._advance = jobs, processes, advance
-        self._waiting, self._unfinished = deque(range(len(jobs))), set(range(len(jobs)))
+        self._unfinished = set(range(len(jobs)))
         self._held: dict[str, set[int]] = {host: set() for host in processes}
         self._channels = dict[str, Channel]()
         self._lost = dict[str, HostError]()
@@ -48,6 +48,8 @@ class SharedParts:
         """Yield a result for each part once its file is written. Raises WorkerLost when no host is left."""
         while self._unfinished:
             host, what = heard.get()
+            if host in self._lost:
+                continue  # it was given up, but does not know that yet
             if isinstance(what, Channel):
                 self._channels[host] = what
             elif isinstance(what, HostError):
@@ -90,23 +92,19 @@ class SharedParts:
                 self._channels[host].send(given)
 
     def _next(self, host: str) -> int | None:
-        if self._waiting:
-            return self._waiting.popleft()
+        """Return a part that no host has or, if there is none, one that another host has begun; the first of them."""
         holders = Counter(number for held in self._held.values() for number in held)
-        others = self._unfinished - self._held[host]
-        return min((number for number in others if holders[number] < _MOST_HOLDERS), default=None)
+        free = (number for number in self._unfinished - self._held[host] if holders[number] < _MOST_HOLDERS)
+        return min(free, key=lambda number: (holders[number], number), default=None)
 
     def _path(self, number: int) -> Path:
         (part,) = self._jobs[number]["parts"]
         return Path(self._jobs[number]["folder"]) / part_name(part)
 
     def _lose(self, host: str, error: HostError) -> None:
-        if host in self._lost:
-            return
         self._lost[host] = error
         self._channels.pop(host, None)
-        begun = self._held.pop(host) & self._unfinished
-        self._waiting.extendleft(sorted(begun - set().union(*self._held.values()), reverse=True))
+        self._held.pop(host)
         if len(self._lost) == len(self._processes):
             raise WorkerLost(
                 f"no host is left to predict: {'; '.join(map(str, self._lost.values()))}. Parts that are done are "

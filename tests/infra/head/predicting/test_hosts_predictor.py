@@ -12,7 +12,7 @@ from infra.head.hosts.node_client import Nodes
 from infra.head.predicting import hosts_predictor
 from infra.head.predicting.hosts_predictor import HostsPredictor, predicting_hosts
 from infra.head.predicting.shared_parts import Heard, SharedParts
-from infra.node.stages.predictor import FoundDevice, PartPredicted, PredictParts, RowsPredicted
+from infra.node.stages.predictor import FoundDevice, FromPredictor, PartPredicted, PredictParts, RowsPredicted
 from t5train.errors import HostError, HostTimeout, SpecError, WorkerLost
 from t5train.inference.predict.prediction_worker import part_name
 from t5train.progress import silent
@@ -103,31 +103,45 @@ class Sent:
         self.numbers.append(given.number)
 
 
-def test_a_part_that_arrives_damaged_is_predicted_by_another_host(
-    jobs: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+def shared(
+    jobs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, *heard: tuple[str, FromPredictor]
+) -> tuple[list[int], list[int], list[int]]:
+    """Return which parts the hosts a and b are given, each with one process, and the reports of rows."""
     monkeypatch.setattr("infra.head.predicting.shared_parts.Channel", Sent)
-    heard, a, b, empty = (
-        SimpleQueue[Heard](),
-        Sent(),
-        Sent(),
-        "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
-    )
-    for each in (
-        Heard("a", a),  # type: ignore[arg-type]  it stands for a Channel
-        Heard("b", b),  # type: ignore[arg-type]  as above
-        Heard("a", RowsPredicted(0, 8)),
-        Heard("a", PartPredicted(0, b"damaged", empty)),
-        Heard("b", PartPredicted(1, b"", empty)),
-        Heard("b", RowsPredicted(0, 10)),
-        Heard("b", PartPredicted(0, b"", empty)),
-    ):
-        heard.put(each)
-    rows = list[int]()
-    assert len(list(SharedParts(jobs[:2], {"a": 1, "b": 1}, rows.append).results(heard))) == 2
-    assert (a.numbers, b.numbers) == ([0], [1, 0])
+    a, b, all_heard, rows = Sent(), Sent(), SimpleQueue[Heard](), list[int]()
+    for host, what in (("a", a), ("b", b), *heard):
+        all_heard.put(Heard(host, what))  # type: ignore[arg-type]  Sent stands for a Channel
+    assert len(list(SharedParts(jobs, {"a": 1, "b": 1}, rows.append).results(all_heard))) == len(jobs)
+    return a.numbers, b.numbers, rows
+
+
+def test_a_part_that_arrives_damaged_is_predicted_by_another_host(
+    jobs: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[tuple[str, FromPredictor]] = [
+        ("a", RowsPredicted(0, 8)),
+        ("a", PartPredicted(0, b"damaged", EMPTY)),
+        ("a", RowsPredicted(0, 9)),
+        ("b", PartPredicted(1, b"", EMPTY)),
+        ("b", RowsPredicted(0, 10)),
+        ("b", PartPredicted(0, b"", EMPTY)),
+    ]
+    assert shared(jobs[:2], monkeypatch, *heard) == ([0], [1, 0], [8, 2])
     assert (tmp_path / "out" / part_name(0)).read_bytes() == b""
-    assert rows == [8, 2]
+    assert caplog.messages == [
+        "a: a part arrived damaged. Check its memory and its network. The other hosts predict its parts"
+    ]
+
+
+def test_an_idle_host_gets_parts_that_nobody_has_then_those_that_others_have_begun(
+    jobs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = [("b", PartPredicted(1, b"", EMPTY)), ("b", PartPredicted(2, b"", EMPTY))]
+    last = [("a", PartPredicted(0, b"", EMPTY)), ("b", PartPredicted(0, b"", EMPTY))]
+    assert shared(jobs[:3], monkeypatch, *heard, *last)[:2] == ([0], [1, 2, 0])
 
 
 class Silent:
@@ -140,8 +154,8 @@ class Silent:
 def test_a_host_that_is_silent_for_the_lease_is_given_up() -> None:
     heard, request = SimpleQueue[Heard](), PredictParts(None, "run", "", "", "", "cpu", (0,))
     with hosts_predictor._sessions(Nodes(Silent(), ("a",)), {"a": request}, 0.0, heard):
-        assert heard.get().host == "a"
-        error = heard.get().what
+        assert heard.get(timeout=30).host == "a"
+        error = heard.get(timeout=30).what
     assert isinstance(error, HostTimeout)
     assert "a: nothing was heard" in str(error)
 
