@@ -6,6 +6,7 @@ from pydantic import Field
 
 from t5train.records.best_so_far import BestSoFar
 from t5train.spec.settings import SpecPart, check
+from t5train.spec.storage_spec import HomePath
 
 PREDICTION = ("max_pairs", "num_beams", "max_new_tokens", "length_penalty")
 """The settings of predictions, which only runs on pairs make. They do not change the model."""
@@ -14,7 +15,7 @@ PREDICTION = ("max_pairs", "num_beams", "max_new_tokens", "length_penalty")
 class EvaluateSpec(SpecPart):
     """Which checkpoint is the result of a run, when training stops early, and what the result is measured on."""
 
-    execution = frozenset(PREDICTION)
+    execution = frozenset((*PREDICTION, "hostfile"))
 
     best_metric: Literal["validation_loss", "validation_token_accuracy", "validation_exact_match"] | None = Field(
         None,
@@ -44,6 +45,12 @@ class EvaluateSpec(SpecPart):
     )
     length_penalty: float = Field(
         1.0, description="With several beams: above 1, longer predictions are preferred; below 1, shorter ones"
+    )
+
+    hostfile: HomePath | None = Field(
+        None,
+        description="File of the hosts that predict these pairs, with a process for each slot; they need not be those "
+        "that train. null: this machine predicts",
     )
 
     @check

@@ -33,7 +33,7 @@ from t5train.progress import Progress, relayed
 from t5train.records.changed_files import recorded_files
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import MANIFEST
-from t5train.spec import MachinesSpec
+from t5train.spec import MachinesSpec, RunSpec
 
 _DEVICE_SECONDS = 120.0  # enough to import torch from a slow disk
 _POLL_SECONDS = 0.25
@@ -61,6 +61,19 @@ def predicting_hosts(machines: MachinesSpec, device: str | None, progress: Progr
             raise error
         kind = _device_of(nodes, slots, device)
         yield OtherMachines(kind, HostsPredictor(nodes, slots, kind, machines.cluster.lease_seconds, progress))
+
+
+@contextmanager
+def evaluating_hosts(spec: RunSpec, progress: Progress) -> Iterator[OtherMachines | None]:
+    """Yield the hosts that predict the held-out pairs of a run; None if this machine does. Raises the same errors."""
+    if spec.evaluate.hostfile is None:
+        yield None
+        return
+    chosen = {"hostfile": spec.evaluate.hostfile, "include": None, "exclude": None, "num_nodes": None, "spares": 0}
+    machines = MachinesSpec(storage=spec.storage, cluster=spec.cluster.model_copy(update=chosen))
+    device = "cpu" if spec.cluster.accelerator == "cpu" else None
+    with predicting_hosts(machines, device, progress) as found:
+        yield found
 
 
 def _device_of(nodes: Nodes, slots: Mapping[str, tuple[int, ...]], device: str | None) -> str:

@@ -2,21 +2,24 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from infra.head.hosts.node_client import Nodes
 from infra.head.predicting import hosts_predictor
-from infra.head.predicting.hosts_predictor import HostsPredictor, predicting_hosts
+from infra.head.predicting.hosts_predictor import HostsPredictor, evaluating_hosts, predicting_hosts
 from infra.head.predicting.shared_parts import Heard, SharedParts
 from infra.node.stages.predictor import FoundDevice, FromPredictor, PartPredicted, PredictParts, RowsPredicted
 from t5train.errors import HostError, HostTimeout, SpecError, WorkerLost
 from t5train.inference.predict.prediction_worker import part_name
 from t5train.progress import silent
 from t5train.spec import MachinesSpec
+from t5train.spec.recipes import recipe
 from tests.support.parts_of_hosts import GIVEN_UP, ROWS_OF_PART
 from tests.support.simulated_nodes import LocalHosts
 
@@ -172,6 +175,23 @@ def test_hosts_must_have_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> 
         found(monkeypatch, a=cuda, b=cpu)
     with pytest.raises(HostError, match=r"^b: down$"):
         found(monkeypatch, a=cuda, b=HostError("b: down"))
+
+
+def test_the_hosts_of_an_evaluation_are_its_own_and_reached_as_those_that_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Mock(side_effect=lambda *_: nullcontext())
+    monkeypatch.setattr(hosts_predictor, "predicting_hosts", asked)
+    of_training = {"hostfile": "/training", "include": "a", "spares": 1, "ssh_user": "me", "accelerator": "cpu"}
+    spec = recipe("smoke").with_settings({f"cluster.{name}": value for name, value in of_training.items()})
+    with evaluating_hosts(spec, silent) as machines:
+        assert machines is None
+    asked.assert_not_called()
+    with evaluating_hosts(spec.with_settings({"evaluate.hostfile": str(tmp_path / "own")}), silent):
+        machines, device, _ = asked.call_args.args
+    cluster = machines.cluster
+    assert (cluster.hostfile, cluster.include, cluster.spares) == (tmp_path / "own", None, 0)
+    assert (cluster.ssh_user, device) == ("me", "cpu")
 
 
 def test_a_numbered_device_is_refused_before_the_hostfile_is_read() -> None:
