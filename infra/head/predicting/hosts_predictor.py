@@ -87,8 +87,8 @@ def _device_of(nodes: Nodes, slots: Mapping[str, tuple[int, ...]], device: str |
     if len(kinds) > 1:
         found = ", ".join(f"{host} predicts on {kind}" for kind, host in kinds.items())
         raise SpecError(
-            f"{found}, but all hosts must use one kind of device, as each rounds differently. Set --device cpu, or "
-            "leave hosts out with --exclude"
+            f"{found}, but all hosts must use one kind of device, as each rounds differently. Leave the others out of "
+            "the hostfile, or have all use their CPUs (--device cpu)"
         )
     return next(iter(kinds))
 

@@ -108,6 +108,6 @@ class SharedParts:
         if len(self._lost) == len(self._processes):
             raise WorkerLost(
                 f"no host is left to predict: {'; '.join(map(str, self._lost.values()))}. Parts that are done are "
-                "kept: run the same command again, without such hosts (--exclude)"
+                "kept: run the same command again, without such hosts in the hostfile"
             )
         _log.warning("%s. The other hosts predict its parts", error)

@@ -31,7 +31,7 @@ PREDICTING_PACKAGES = (
 )
 """The packages that predictions need, and that their bytes depend on."""
 _CPU = "cpu"
-_REMEDY = "or leave the host out with --exclude"
+_REMEDY = "or leave the host out of the hostfile"
 _LOCK_WAIT_SECONDS = 0.5  # a process that looks up the holder takes a shared lock for a moment
 _ALIVE_SECONDS = 1.0
 
@@ -66,8 +66,8 @@ def device(request: FindDevice) -> FoundDevice:
     count = torch.accelerator.device_count() if kind != _CPU else 1 + max(request.slots)
     if max(request.slots) >= count:
         raise HostMisconfigured(
-            f"the hostfile has its slot {max(request.slots)}, but the host has {count} of {kind}. Write slots={count} "
-            f"into the hostfile, {_REMEDY}"
+            f"slot {max(request.slots)} of this host is chosen, but it has {count} of {kind}. Write slots={count}, "
+            f"{_REMEDY}"
         )
     return FoundDevice(kind)
 
@@ -192,10 +192,7 @@ def _locked(request: PredictParts) -> Iterator[None]:
             stack.callback(os.close, descriptor)
             if not try_lock(descriptor, _LOCK_WAIT_SECONDS):
                 holder = path.read_text("utf-8") or "another run"
-                raise AcceleratorBusy(
-                    f"accelerator {path.stem} is in use by {holder}. Wait for it to end, or choose other slots with "
-                    "--include"
-                )
+                raise AcceleratorBusy(f"accelerator {path.stem} is in use by {holder}. Wait for it to end, {_REMEDY}")
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"predict, process {os.getpid()}".encode(), 0)
         yield

@@ -171,7 +171,7 @@ def found(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> str:
 def test_hosts_must_have_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu = FoundDevice("cuda"), FoundDevice("cpu")
     assert found(monkeypatch, a=cuda, b=cuda) == "cuda"
-    with pytest.raises(SpecError, match=r"^a predicts on cuda, b predicts on cpu, but .*--device cpu.*--exclude$"):
+    with pytest.raises(SpecError, match=r"^a predicts on cuda, b predicts on cpu, but .*hostfile.*--device cpu\)$"):
         found(monkeypatch, a=cuda, b=cpu)
     with pytest.raises(HostError, match=r"^b: down$"):
         found(monkeypatch, a=cuda, b=HostError("b: down"))
