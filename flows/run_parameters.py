@@ -49,7 +49,7 @@ LOCATIONS = (
 )
 """Settings that name files, of which some can be URLs, and all could be given one. Some are lists."""
 
-PATHS = ("cluster.hostfile", "cluster.known_hosts", "storage.root")
+PATHS = ("cluster.hostfile", "cluster.known_hosts", "evaluate.hostfile", "storage.root")
 """Settings that name local files or folders only."""
 
 _LOCATION = {"type": "string", "minLength": 1, "pattern": _ALLOWED}

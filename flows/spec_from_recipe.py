@@ -46,6 +46,7 @@ def resolve(
     for setting, path in (
         ("cluster.hostfile", spec.cluster.hostfile),
         ("cluster.known_hosts", spec.cluster.known_hosts),
+        ("evaluate.hostfile", spec.evaluate.hostfile),
     ):
         if path is not None:
             places[setting] = json.dumps(str(path.absolute()))

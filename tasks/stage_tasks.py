@@ -6,12 +6,14 @@ complete checkpoint. Weights and the export are in the run's own folder and can 
 damaged one is moved aside and made again. A checkpoint or a publication is never moved aside here.
 """
 
+from functools import partial
 from typing import Any
 
 from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 
 from infra.head.launch.held_run import HeldRun
+from infra.head.predicting.hosts_predictor import evaluating_hosts
 from infra.head.preflight.remote_starts import complete_start
 from infra.head.tokenising.hosts_executor import shard_workers
 from infra.head.training_run import train_run
@@ -145,7 +147,9 @@ def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles, wat
 def evaluate_on_pairs(spec: RunSpec, exported: Export, pairs: Pairs, watcher: Progress = silent) -> Export:
     """Predict held-out pairs with the export, add predictions and metrics to it, and report on them."""
     progress = StageProgress(stages.EVALUATE, watcher)
-    evaluated = evaluate_export(exported, pairs, spec, spec.run_folder, progress)
+    evaluated = evaluate_export(
+        exported, pairs, spec, spec.run_folder, progress, partial(evaluating_hosts, spec, progress)
+    )
     reports.show_evaluation(spec, evaluated)
     return evaluated
 

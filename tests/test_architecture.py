@@ -33,10 +33,11 @@ LAZY_IMPORTS = {  # imported only inside functions, when the head or a rank need
     "infra.node.inspection.all_reduce": {"torch"},
     "infra.node.inspection.software": {"t5train.spec", "t5train.records.identity", "t5train.records.metrics"},
     "infra.node.inspection.network_interfaces": {"psutil"},
-    "infra.node.tokenising.dask_settings": {"dask", "distributed"},
-    "infra.node.tokenising.dask_worker": {
+    "infra.node.stages.dask_settings": {"dask", "distributed"},
+    "infra.node.stages.dask_worker": {
         *("distributed", "t5train.data.worker_processes", "t5train.data.native.segmenter_build")
     },
+    "infra.node.stages.predictor": {"torch", "t5train.data.worker_processes", "t5train.inference.model_folder"},
 }
 KERNELS = ("t5train.engine.fused_update", "t5train.engine.partition_update", "t5train.engine.update_kernels")
 KERNELS += ("t5train.model.kernels.",)

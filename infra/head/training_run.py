@@ -18,6 +18,7 @@ from infra.head.hosts.ssh import Ssh
 from infra.head.launch.cluster_launch import ClusterLaunchSpec, launch_on_hosts
 from infra.head.launch.held_run import HeldRun, end_all, hold_run
 from infra.head.launch.local_launch import LaunchSpec, launch
+from infra.head.predicting.hosts_predictor import evaluating_hosts
 from infra.head.preflight.launch_requirements import LaunchRequirements, operators_of
 from infra.head.preflight.monitor_checks import require_wandb, wandb_environment
 from infra.head.preflight.pair_checks import require_data
@@ -259,6 +260,9 @@ def require_ready(spec: RunSpec, run: HeldRun | None = None, text: TextFacts | N
     of_model, text = require_startable_now(spec, run, text)
     make_root(spec.storage.root)
     require_destination(spec, of_model)
+    if spec.predicts_held_out:
+        with evaluating_hosts(spec, silent):
+            pass
     running_hosts, silent_hosts = (run.running_hosts, run.silent_hosts) if run else (None, set[str]())
     if spec.cluster.hostfile is None or has_finished(spec):
         return silent_hosts

@@ -12,9 +12,14 @@
     remove    remove the folder of an attempt
     install   make an environment from wheels
 
-For tokenising on several hosts (infra.node.tokenising)::
+For tokenising on several hosts (infra.node.stages)::
 
     tokenise  run a worker of Dask for the head's scheduler, until stdin ends
+
+For predicting on several hosts (infra.node.stages)::
+
+    device    report which kind of device this node would predict on
+    predict   predict the parts that the head gives, until stdin ends
 
 For hosts that share no storage (infra.node.storage)::
 
@@ -58,7 +63,9 @@ ACTIONS = {
     "logs": "infra.node.attempts.attempt_actions:logs",
     "remove": "infra.node.attempts.attempt_actions:remove",
     "install": "infra.node.environment_installer:install",
-    "tokenise": "infra.node.tokenising.dask_worker:tokenise",
+    "tokenise": "infra.node.stages.dask_worker:tokenise",
+    "device": "infra.node.stages.predictor:device",
+    "predict": "infra.node.stages.predictor:predict",
     "claim": "infra.node.attempts.run_ownership:claim",
     "disown": "infra.node.attempts.run_ownership:disown",
     "inventory": "infra.node.storage.stored_checkpoints:inventory",

@@ -9,12 +9,13 @@
         wheels/                         wheels of the last installation (infra.node.environment_installer)
         code/{digest}/                  code that a head has sent here (infra.head.hosts.code_shipping)
         operators/{key}/                operators that DeepSpeed has compiled (infra.node.operator_folder)
-        dask/                           folders of Dask's workers, with nothing but locks (infra.node.tokenising)
+        dask/                           folders of Dask's workers, with nothing but locks (infra.node.stages)
         inductor/{key}/, triton/{key}/  what torch.compile and Triton have generated
 
     {scratch}/                          ``storage.scratch``, by default within the node folder
         shards/{name}/                  staged token shards, with the same name as under the root
-        staged/{name}-{fingerprint}/    other staged folders that a run begins from
+        staged/{name}-{fingerprint}/    other staged folders that a run begins from, and models that predict
+        staged/predict-{number}/        rows and parts while this node predicts
         runs/{name}/checkpoints/        what this node's ranks wrote, one folder per tag
         runs/{name}/owner.json          which run these files belong to (infra.node.attempts.run_ownership)
         set-aside/{name}/               files of a run that must be neither used nor deleted; nothing removes them

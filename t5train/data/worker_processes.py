@@ -79,6 +79,35 @@ def in_processes(
             worker.communicate()
 
 
+class LastingProcess:
+    """A worker that does one job after another, and keeps what it has loaded for them."""
+
+    def __init__(self, function: str) -> None:
+        """Start a worker for ``function``, as ``in_processes`` does."""
+        self._worker = _start(function, OWN_UMASK)
+
+    def do(self, job: Json, advance: Advance) -> Json:
+        """Return the result of a job. Raises the errors of ``in_processes``; WorkerLost also if it was killed here."""
+        _send(self._worker, job)
+        for message in _messages(self._worker):
+            if "error" in message:
+                raise _as_error(message)
+            if "advance" not in message:
+                result: Json = message["result"]
+                return result
+            advance(message["advance"])
+        raise WorkerLost(_obituary(self._worker))
+
+    def kill(self) -> None:
+        """Kill the worker. Another thread that has it do a job is no longer kept waiting."""
+        self._worker.kill()
+
+    def close(self) -> None:
+        """Kill the worker, and wait for its end. No thread may have it do a job then."""
+        self.kill()
+        self._worker.communicate()
+
+
 def _share(
     jobs: Sequence[Json], running: list[_Worker], events: "SimpleQueue[tuple[_Worker, Json | None]]", advance: Advance
 ) -> Iterator[Json]:
@@ -116,10 +145,15 @@ def _start(function: str, umask: int) -> _Worker:
 
 
 def _listen(worker: _Worker, events: "SimpleQueue[tuple[_Worker, Json | None]]") -> None:
+    for message in _messages(worker):
+        events.put((worker, message))
+    events.put((worker, None))
+
+
+def _messages(worker: _Worker) -> Iterator[Json]:
     for line in _pipe(worker.stdout):
         if line.endswith("\n"):  # a worker that is killed while it writes leaves half a line
-            events.put((worker, json.loads(line)))
-    events.put((worker, None))
+            yield json.loads(line)
 
 
 def _send(worker: _Worker, job: Json) -> None:
@@ -139,7 +173,8 @@ def _obituary(worker: _Worker) -> str:
     if status < 0:
         return (
             f"a worker process was killed by {signal.Signals(-status).name}. If memory ran out (see `dmesg`), free "
-            "some, or lower the number of workers (corpus.workers, shards.workers, --workers or --processes)"
+            "some, or lower the number of workers (corpus.workers, shards.workers, --workers, --processes, or the "
+            "slots of the host)"
         )
     return f"a worker process failed with exit status {status}. The standard error output of this program shows why"
 

@@ -38,7 +38,6 @@ _READ = re.compile(
     r"(config|adapter_config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json|"
     r"(vocab|tekken)\.json"
 )
-"""Names of files that transformers reads because they are in the folder."""
 
 
 class Vocabulary(NamedTuple):
@@ -163,8 +162,7 @@ class ModelFolder(NamedTuple):
 
     def digests(self) -> dict[str, FileDigest | SafetensorsDigest]:
         """Return the digests of all files that transformers reads: the recorded ones, or else computed."""
-        names = sorted(each.name for each in self.path.iterdir() if _READ.fullmatch(each.name) and each.is_file())
-        return {name: self.recorded.get(name) or _digest(self.path / name) for name in names}
+        return {name: self.recorded.get(name) or _digest(self.path / name) for name in names_read(self.path)}
 
     @property
     def trained_tokens(self) -> int:
@@ -234,6 +232,11 @@ class ModelFolder(NamedTuple):
             return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
 
 
+def names_read(folder: Path) -> list[str]:
+    """Return the names of the files in a folder that transformers reads because they are there."""
+    return sorted(each.name for each in folder.iterdir() if _READ.fullmatch(each.name) and each.is_file())
+
+
 def _require_recorded(folder: Path, recorded: Mapping[str, FileDigest | SafetensorsDigest]) -> None:
     """Raise DigestMismatch, naming the file, if one is missing, changed, or was added where transformers may read it.
 
@@ -247,8 +250,7 @@ def _require_recorded(folder: Path, recorded: Mapping[str, FileDigest | Safetens
             _warn_if_changed(path, digest)
         elif not _is_weights(name) or not path.is_file() or path.stat().st_size != digest.size:
             verify_file(path, digest)
-    extra = (path.name for path in folder.iterdir() if _READ.fullmatch(path.name) and path.is_file())
-    if added := sorted(set(extra) - {*recorded}):
+    if added := sorted({*names_read(folder)} - {*recorded}):
         raise DigestMismatch(
             f"{folder / added[0]} is not among the files in {folder / MANIFEST}: it was added later, and transformers "
             "reads it, so it can change what the model computes. Remove it"

@@ -7,6 +7,7 @@ from pydantic import Field
 from t5train.records.best_so_far import BestSoFar
 from t5train.records.metrics import GENERATED
 from t5train.spec.settings import SpecPart, check
+from t5train.spec.storage_spec import HomePath
 
 Metric = Literal[
     "validation_loss",
@@ -26,7 +27,7 @@ PREDICTION = ("max_pairs", *_DECODING)
 class EvaluateSpec(SpecPart):
     """Which checkpoint is the result of a run, when training stops early, and what the result is measured on."""
 
-    execution = frozenset((*PREDICTION, "pause_share"))
+    execution = frozenset((*PREDICTION, "pause_share", "hostfile"))
 
     best_metric: Metric | None = Field(
         None,
@@ -71,6 +72,12 @@ class EvaluateSpec(SpecPart):
     )
     length_penalty: float = Field(
         1.0, description="With several beams: above 1, longer predictions are preferred; below 1, shorter ones"
+    )
+
+    hostfile: HomePath | None = Field(
+        None,
+        description="File of the hosts that predict these pairs, with a process for each slot; they need not be those "
+        "that train. null: this machine predicts",
     )
 
     @check

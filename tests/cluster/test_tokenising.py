@@ -30,7 +30,7 @@ CLIENT = """
 import socket, sys
 from distributed import Client, Security
 from infra.head.tokenising.dask_scheduler import new_credentials
-from infra.node.tokenising.dask_settings import security
+from infra.node.stages.dask_settings import security
 
 socket.create_connection(("head", int(sys.argv[1])), timeout=4).close()
 print("reached")

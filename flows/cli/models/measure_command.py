@@ -1,11 +1,13 @@
 """``measure``: what an export predicts for the held-out pairs of its run."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flows.cli.terminal import say, stage_display
+from infra.head.predicting.hosts_predictor import evaluating_hosts
 from infra.head.preflight.remote_starts import with_start_here
 from t5train.checkpoint.resume import load_run_spec
 from t5train.errors import InputError
@@ -31,7 +33,8 @@ def measure(
             "the folder of a run of `finetune`"
         )
     with stage_display() as progress:
-        made = evaluate_export(Export.load(exported), Pairs.load(pairs), with_start_here(spec), run, progress)
+        hosts, stages = partial(evaluating_hosts, spec, progress), (Export.load(exported), Pairs.load(pairs))
+        made = evaluate_export(*stages, with_start_here(spec), run, progress, hosts)
     metrics = recorded_metrics(made.path, made.files)
     for line in metrics_lines(metrics) if metrics is not None else []:
         say(line)

@@ -3,9 +3,11 @@
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,17 +19,24 @@ from flows.cli.models.model_commands import (
     TemperatureOption,
     TopPOption,
 )
-from flows.cli.options import JsonOption, RootOption
+from flows.cli.options import HostOptions, JsonOption, RootOption, with_options
 from flows.cli.stage_commands import require_finished
 from flows.cli.terminal import say, stage_display
 from t5train.errors import InputError, SpecError
+from t5train.progress import Progress
+from t5train.spec import MachinesSpec
 from t5train.spec.pairs_spec import location_of
+
+if TYPE_CHECKING:
+    from t5train.inference.predict.prediction import OtherMachines
 
 _STANDARD = ("-", "/dev/stdin")
 """Names of standard input. The shell's words that begin with ``-#`` would be options."""
 
 
+@with_options
 def predict(  # noqa: PLR0913, PLR0917 - one for each option
+    hosts: HostOptions,
     path: ModelArgument,
     files: Annotated[
         list[str],
@@ -68,12 +77,17 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
 ) -> None:
     """Predict what a model writes for each row of files, on all devices. The same command continues after a kill.
 
+    With --hostfile, all its hosts do so, with a process for each slot. They need not share any folder.
+
     $ t5-pretrain predict work/published/digits 'rows.txt#task=sort_digits'
     $ t5-pretrain predict MODEL 'wmt.tsv#source=en&target=de' --out predicted
+    $ t5-pretrain predict MODEL rows.txt --out predicted --hostfile hosts
     $ t5-pretrain predict MODEL - --num-beams 4 --max-new-tokens 100 < rows.txt
     """
     if as_json and out is None:
         raise typer.BadParameter("it needs --out: without it, what is printed is JSON already", param_hint="--json")
+    spec = MachinesSpec.of(hosts.settings())
+    _require_together(spec.cluster.hostfile, out, processes)
     require_finished(os.fspath(path.absolute()))
     if out is None and sys.stdout is None:  # it was closed when Python started
         raise SpecError("predictions are written to standard output, but it is closed. Set --out to a folder")
@@ -91,10 +105,14 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
         seed=seed,
         length_penalty=length_penalty,
     )
-    with TemporaryDirectory(prefix="t5-predict-") as temporary, stage_display() as progress:
+    with (
+        TemporaryDirectory(prefix="t5-predict-") as temporary,
+        stage_display() as progress,
+        _machines(spec, device, progress) as machines,
+    ):
         folder = Path(temporary, "predictions") if out is None else out
         named = [_without_standard_input(each, Path(temporary)) for each in files]
-        job = PredictJob(path, named, folder, decoding, batch_tokens, device, processes, root)
+        job = PredictJob(path, named, folder, decoding, batch_tokens, device, processes, root, machines=machines)
         predicted = predict_rows(job, progress)
         if out is None:
             with open(folder / PREDICTIONS, "rb") as lines:
@@ -105,6 +123,25 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
         say(predicted.model_dump_json(indent=1))
     else:
         say(f"{predicted.rows:,} predictions: {out / PREDICTIONS}")
+
+
+def _require_together(hostfile: Path | None, out: Path | None, processes: int | None) -> None:
+    if hostfile is not None and out is None:
+        raise typer.BadParameter("it needs --out: a folder keeps what hosts have predicted", param_hint="--hostfile")
+    if hostfile is not None and processes is not None:
+        raise typer.BadParameter("with --hostfile, its slots are the processes of each host", param_hint="--processes")
+
+
+@contextmanager
+def _machines(spec: MachinesSpec, device: str | None, progress: Progress) -> "Iterator[OtherMachines | None]":
+    """Yield the hosts that predict; None if this machine does."""
+    if spec.cluster.hostfile is None:
+        yield None
+        return
+    from infra.head.predicting.hosts_predictor import predicting_hosts
+
+    with predicting_hosts(spec, device, progress) as machines:
+        yield machines
 
 
 def _without_standard_input(named: str, folder: Path) -> str:

@@ -33,8 +33,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 from distributed import Client, Scheduler, SchedulerPlugin, as_completed
 
-from infra.node.tokenising.dask_settings import Credentials, configure, security, without_http
-from infra.node.tokenising.dask_worker import PROGRESS, JobFailed, perform
+from infra.node.stages.dask_settings import Credentials, configure, security, without_http
+from infra.node.stages.dask_worker import PROGRESS, JobFailed, perform
 from t5train.data.download.source_listing import few
 from t5train.data.worker_processes import end_with_parent
 from t5train.errors import WorkerLost

@@ -20,7 +20,8 @@ from infra.head.hosts.hostfile import chosen_hosts
 from infra.head.hosts.node_client import Nodes, conversation, reached_nodes
 from infra.head.tokenising.scheduler_process import require_packages, scheduler_process
 from infra.node.channel import BrokenOff
-from infra.node.tokenising.dask_worker import WorkerReady, WorkerStart, own_makers
+from infra.node.stages.dask_worker import MAKING_PACKAGES, WorkerReady, WorkerStart
+from infra.node.stages.makers import own_makers
 from t5train.data.native import segmenter_build
 from t5train.data.segments import stretches_of
 from t5train.data.worker_processes import Advance, Json, Workers
@@ -82,7 +83,7 @@ def _on_hosts(
         nodes, lacking = stack.enter_context(reached_nodes(MachinesSpec(cluster=cluster), names))
         for error in lacking.values():
             raise error
-        makers, lease_seconds = own_makers(nodes.code), cluster.lease_seconds
+        makers, lease_seconds = own_makers(MAKING_PACKAGES, nodes.code), cluster.lease_seconds
         scheduler = stack.enter_context(scheduler_process(lease_seconds, lambda message: events.put(_Event(message))))
         nonce, probe = stack.enter_context(_probe(Path(jobs[0]["folder"])))
         start = WorkerStart(

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import IO
 
-from infra.node.tokenising.dask_settings import Credentials, unconfigured
+from infra.node.stages.dask_settings import Credentials, unconfigured
 from t5train.data.worker_processes import Json
 from t5train.errors import InputError, WorkerLost
 

@@ -5,7 +5,8 @@ was killed continues.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from t5train.files.atomic import replacing, write_json
 from t5train.files.run_folder import PREDICTIONS, WITNESS_FOLDER
 from t5train.inference.evaluation.held_out_metrics import can_score, measure
 from t5train.inference.evaluation.held_out_sample import SampledPair, num_held_out, sampled_pairs
-from t5train.inference.predict.prediction import PredictJob, predict
+from t5train.inference.predict.prediction import OtherMachines, PredictJob, predict
 from t5train.inference.predict.predictions import Predicted, Prediction, read_predictions
 from t5train.inference.text.decoding import GenerationSpec
 from t5train.progress import Progress, silent
@@ -41,12 +42,24 @@ from t5train.spec import EvaluateSpec, RunSpec
 from t5train.spec.evaluate_spec import PREDICTION
 
 _SAMPLE = "sample.jsonl"
+_FILES = {PREDICTED: "predictions.jsonl", PREDICTED_BY_START: "start_predictions.jsonl"}
 _BATCH_TOKENS = 1 << 13
 """A sample is small: in batches of this size, several accelerators share it, and a killed stage loses little."""
 _log = logging.getLogger(__name__)
 
 
-def evaluate_export(export: Export, pairs: Pairs, spec: RunSpec, run: Path, progress: Progress = silent) -> Export:
+Machines = Callable[[], AbstractContextManager[OtherMachines | None]]
+"""Makes a context with the machines that predict; None: this machine."""
+
+
+def evaluate_export(
+    export: Export,
+    pairs: Pairs,
+    spec: RunSpec,
+    run: Path,
+    progress: Progress = silent,
+    machines: Machines = nullcontext,
+) -> Export:
     """Predict held-out pairs with an export, and add the predictions and their metrics to its folder and its card.
 
     An export that has them, with the same settings, is returned as it is. So is a certified one, whatever it has.
@@ -57,6 +70,7 @@ def evaluate_export(export: Export, pairs: Pairs, spec: RunSpec, run: Path, prog
         spec: The spec of the run, whose settings ``evaluate`` say how many pairs are predicted, and how.
         run: The folder of the run, with its witness.
         progress: Called with the number of sources predicted, then of sets of predictions measured.
+        machines: The machines that predict. They are asked only if there is something to predict.
 
     Returns:
         The record of the export.
@@ -80,16 +94,40 @@ def evaluate_export(export: Export, pairs: Pairs, spec: RunSpec, run: Path, prog
     # Predictions of other weights, or with other settings or libraries, are not continued.
     identity = {"weights": weights, **wanted, "versions": installed_versions(("torch", "transformers"))}
     witness = Witness.load(run / WITNESS_FOLDER)
-    made = _evaluated(export, pairs, spec, run / PREDICTIONS / fingerprint(identity)[:12], progress)
+    made = _evaluated(export, pairs, spec, run / PREDICTIONS / fingerprint(identity)[:12], progress, machines)
     return with_evaluation(export, made, witness)
 
 
-def _evaluated(export: Export, pairs: Pairs, spec: RunSpec, folder: Path, progress: Progress) -> dict[str, Path]:
+def _evaluated(
+    export: Export, pairs: Pairs, spec: RunSpec, folder: Path, progress: Progress, machines: Machines
+) -> dict[str, Path]:
     """Predict and measure in a folder, and return the files for the export by their names in it."""
     sample = list(sampled_pairs(pairs, spec.evaluate.max_pairs))
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / _SAMPLE) as file:
         file.writelines(orjson.dumps(row.pair._asdict()) + b"\n" for row in sample)
+    with machines() as found:
+        predicted, rows = _predicted(export, spec, sample, folder, found, progress)
+    made = {name: folder / _FILES[name] for name in rows}
+    for name, path in made.items():
+        with replacing(path) as file:
+            file.writelines(row.line() for row in rows[name])
+    digests = {name: digest_file(path).sha256 for name, path in made.items()}
+    metrics = _metrics(export, pairs, spec, predicted, rows, digests, progress)
+    made[EVALUATION_METRICS] = folder / "metrics.json"
+    write_json(made[EVALUATION_METRICS], metrics.model_dump(mode="json"))
+    return made
+
+
+def _predicted(
+    export: Export,
+    spec: RunSpec,
+    sample: Sequence[SampledPair],
+    folder: Path,
+    machines: OtherMachines | None,
+    progress: Progress,
+) -> tuple[Predicted, dict[str, list[Prediction]]]:
+    """Predict the sample with the export and the start model, and return the rows by their names in the export."""
     job = PredictJob(
         model=export.path,
         files=[f"{folder / _SAMPLE}#prefix="],  # sources have theirs
@@ -100,24 +138,17 @@ def _evaluated(export: Export, pairs: Pairs, spec: RunSpec, folder: Path, progre
         tokens_setting="evaluate.max_new_tokens",
         less_memory="Set a lower evaluate.num_beams or evaluate.max_new_tokens",
         root=spec.storage.root,
+        machines=machines,
     )
     predicted = _predict(job, progress)
-    made, rows = {PREDICTED: folder / "predictions.jsonl"}, {PREDICTED: _rows(job.out, sample)}
+    rows = {PREDICTED: _rows(job.out, sample)}
     if spec.model.start_from is not None and not Path(spec.model.start_from).is_dir():
         _log.warning("%s, which training started from, is gone: it is not measured", spec.model.start_from)
     elif spec.model.start_from is not None:
         of_start = job._replace(model=Path(spec.model.start_from), out=folder / "start")
         _predict(of_start, progress)
-        made[PREDICTED_BY_START] = folder / "start_predictions.jsonl"
         rows[PREDICTED_BY_START] = _rows(of_start.out, sample)
-    for name, path in made.items():
-        with replacing(path) as file:
-            file.writelines(row.line() for row in rows[name])
-    digests = {name: digest_file(path).sha256 for name, path in made.items()}
-    metrics = _metrics(export, pairs, spec, predicted, rows, digests, progress)
-    made[EVALUATION_METRICS] = folder / "metrics.json"
-    write_json(made[EVALUATION_METRICS], metrics.model_dump(mode="json"))
-    return made
+    return predicted, rows
 
 
 def _predict(job: PredictJob, progress: Progress) -> Predicted:

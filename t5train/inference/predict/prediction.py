@@ -67,6 +67,15 @@ _FROM = {
 _log = logging.getLogger(__name__)
 
 
+class OtherMachines(NamedTuple):
+    """Machines that predict in place of this one. They change no result, if they have the same kind of device."""
+
+    device: str
+    """The kind of device that all of them use, such as ``cuda`` or ``cpu``."""
+    workers: Workers
+    """Does jobs there, of which each is one part. It adds their device, and replaces folders by those there."""
+
+
 class PredictJob(NamedTuple):
     """What to predict, and how. ``device`` and ``processes`` change no result on one kind of device."""
 
@@ -89,6 +98,8 @@ class PredictJob(NamedTuple):
     """What sets the most tokens of a hypothesis, for messages."""
     less_memory: str = "Set a lower --batch-tokens"
     """What to do if a batch is too large for a device, for messages."""
+    machines: OtherMachines | None = None
+    """Who predicts, if not this machine. Then ``device`` and ``processes`` do not count."""
 
 
 class _Prepared(NamedTuple):
@@ -98,7 +109,7 @@ class _Prepared(NamedTuple):
     folder: ModelFolder
     inputs: list[SourceFiles]
     devices: list[str]
-    """One for each process."""
+    """One for each process; of other machines, one for all."""
 
     def files(self) -> list[SourceFile]:
         """Return all files, each once."""
@@ -139,7 +150,8 @@ def predict(job: PredictJob, progress: Progress = silent, *, workers: Workers | 
     Args:
         job: What to predict.
         progress: Called with the number of files hashed, of rows read, then of sources predicted.
-        workers: Calls the function that predicts parts; processes on this machine if left out.
+        workers: Calls the function that predicts parts; if left out, those of ``job.machines``, or processes on this
+            machine.
 
     Returns:
         What was written to ``prediction.json``.
@@ -161,7 +173,8 @@ def predict(job: PredictJob, progress: Progress = silent, *, workers: Workers | 
             require_free_space(job.out, 4 * sum(each.size for each in digests.values()), "the predictions")
             rows = _written_rows(prepared, progress)
             require_unchanged(stamps, digests)
-            predicted = _predicted(prepared, rows, {"fingerprint": key, **identity}, progress, workers or _here)
+            workers = workers or (job.machines.workers if job.machines else _here)
+            predicted = _predicted(prepared, rows, {"fingerprint": key, **identity}, progress, workers)
         for name in (ROWS, OFFSETS, ORDER, STARTS):
             (job.out / name).unlink(missing_ok=True)
         for part in job.out.glob(PARTS):
@@ -187,6 +200,8 @@ def _prepared(job: PredictJob, progress: Progress) -> _Prepared:
 
 def _devices(job: PredictJob, folder: ModelFolder) -> list[str]:
     """Return the device of each process: every accelerator, or as often the CPU as its cores and memory allow."""
+    if job.machines is not None:
+        return [job.machines.device]
     import torch  # slow to import, and only needed here
 
     chosen = chosen_device(job.device)
@@ -286,7 +301,10 @@ def _limit(prepared: _Prepared, rows: _Rows) -> tuple[int, str]:
 
 
 def _predict_parts(prepared: _Prepared, plan: BatchPlan, limit: int, progress: Progress, workers: Workers) -> None:
-    """Share the parts that are missing out to the processes, every one of them parts of all lengths."""
+    """Share the parts that are missing out to the processes, every one of them parts of all lengths.
+
+    Other machines may be slow or lost, so they get each part as a job of its own.
+    """
     out, devices = prepared.job.out, prepared.devices
     missing = [part for part in range(plan.num_parts) if not (out / part_name(part)).exists()]
     common = {
@@ -295,6 +313,8 @@ def _predict_parts(prepared: _Prepared, plan: BatchPlan, limit: int, progress: P
         "spec": prepared.job.decoding._replace(max_new_tokens=limit)._asdict(),
         "less_memory": prepared.job.less_memory,
     }
+    if prepared.job.machines is not None:
+        devices = devices * len(missing)
     shares = [missing[number :: len(devices)] for number in range(len(devices))]
     jobs = [common | {"device": device, "parts": share} for device, share in zip(devices, shares, strict=True) if share]
     left, total = sum(map(plan.rows_in, missing)), len(plan.order)

@@ -1,6 +1,7 @@
 """A process that predicts parts of all rows on one device."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def predict_parts(job: Json, advance: Advance) -> Json:
     folder, spec = Path(job["folder"]), GenerationSpec(**job["spec"])
     plan = BatchPlan(np.load(folder / ORDER, mmap_mode="r"), np.load(folder / STARTS))
     offsets = np.load(folder / OFFSETS, mmap_mode="r")
-    decoder = Decoder(ModelFolder.open(Path(job["model"])), job["device"])
+    decoder = _decoder(job["model"], job["device"])
     for part in job["parts"]:
         with replacing(folder / part_name(part)) as written:
             for batch in plan.batches_of(part):
@@ -60,6 +61,12 @@ def predict_parts(job: Json, advance: Advance) -> Json:
                     written.write(orjson.dumps([number, *hypothesis], option=orjson.OPT_APPEND_NEWLINE))
                 advance(len(rows))
     return {"parts": len(job["parts"])}
+
+
+@lru_cache(maxsize=1)
+def _decoder(model: str, device: str) -> Decoder:
+    """Load a model once for all jobs of this process."""
+    return Decoder(ModelFolder.open(Path(model)), device)
 
 
 def _rows(file: Path, offsets: np.ndarray) -> Iterator[SourceRow]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -98,6 +99,47 @@ def test_wrong_inputs_of_predict_are_refused_in_one_line(
     assert output.err.count("\n") == 1
     assert said in output.err
     assert output.out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--hostfile", "hosts"), "--hostfile: it needs --out"),
+        (
+            ("--hostfile", "hosts", "--out", "predicted", "--processes", "2"),
+            "--processes: with --hostfile, its slots are",
+        ),
+        (
+            ("--hostfile", "hosts", "--out", "predicted", "--device", "cuda:1"),
+            "--device is cuda:1, but with --hostfile it",
+        ),
+        (("--hostfile", "none", "--out", "predicted"), "none: No such file or directory; check the path"),
+        (("--hostfile", "hosts", "--out", "predicted"), "nowhere: its name does not resolve. Correct the hostfile"),
+        (("--include", "nowhere", "--out", "predicted"), "cluster.include selects hosts of a hostfile, but"),
+    ],
+)
+def test_wrong_hosts_are_refused_in_one_line_before_a_folder_is_made(
+    t5_pretrain: T5Pretrain,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    model: str,
+    options: tuple[str, ...],
+    said: str,
+) -> None:
+    (tmp_path / "hosts").write_text("nowhere slots=1\n")
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(
+        "#!/bin/sh\necho 'ssh: Could not resolve hostname nowhere: Name or service not known' >&2\nexit 255\n"
+    )
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}{os.pathsep}{os.environ['PATH']}")
+    assert t5_pretrain("predict", model, "rows.txt#prefix=", *options) != 0
+    output = capsys.readouterr()
+    assert said in output.err
+    assert output.err.count("\n") == 1
+    assert not (tmp_path / "predicted").exists()
 
 
 @pytest.mark.parametrize(

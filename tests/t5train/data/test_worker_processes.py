@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
-from t5train.data.worker_processes import Advance, Json, in_processes
+from t5train.data.worker_processes import Advance, Json, LastingProcess, in_processes
 from t5train.errors import InputError, WorkerLost
 from tests.support.waiting import await_that
 
@@ -125,3 +127,25 @@ def test_a_worker_whose_results_nobody_reads_ends_without_an_exception_that_coul
         "except OSError: os._exit(2)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
+
+
+def test_a_lasting_process_does_one_job_after_another_and_reports_their_errors() -> None:
+    advanced: list[int] = []
+    with closing(LastingProcess("test_worker_processes:double")) as process:
+        first, second = (process.do({"number": number}, advanced.append) for number in (3, 4))
+    assert (first["twice"], second["twice"], advanced) == (6, 8, [3, 4])
+    assert first["process"] == second["process"] != os.getpid()
+    with (
+        closing(LastingProcess("test_worker_processes:refuse")) as process,
+        pytest.raises(InputError, match="is wrong with 5"),
+    ):
+        process.do({"number": 5}, advanced.append)
+
+
+def test_a_lasting_process_that_is_killed_keeps_no_thread_waiting(tmp_path: Path) -> None:
+    begun = tmp_path / "pid"
+    with closing(LastingProcess("test_worker_processes:wait")) as process, ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(process.do, {"pid_file": str(begun)}, int)
+        await_that(begun.exists)
+        process.kill()
+        assert isinstance(waiting.exception(), WorkerLost)

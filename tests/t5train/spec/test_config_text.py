@@ -90,7 +90,7 @@ def test_the_file_says_which_settings_are_execution_settings() -> None:
     text = recipe_text(recipe("smoke"), needs_source=False)
     marked = re.findall(r"\(execution\)\n *([a-z_]+):", text)
     of_corpus, of_shards = ["license", "languages", "workers"], ["workers", "executor", "max_unknown_share"]
-    of_predictions = ["pause_share", "max_pairs", "num_beams", "max_new_tokens", "length_penalty"]
+    of_predictions = ["pause_share", "max_pairs", "num_beams", "max_new_tokens", "length_penalty", "hostfile"]
     assert marked == ["name", *of_corpus, *of_shards, "activation_checkpointing", "compile", *of_predictions]
     sentence = "Settings in layout, storage, cluster, monitor and profile, and those marked (execution)"
     assert sentence in " ".join(text.split("\n# "))

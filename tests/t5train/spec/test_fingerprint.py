@@ -86,6 +86,7 @@ OTHER: dict[str, Any] = {
     "cluster.ssh_user": "trainer",
     "cluster.ssh_port": 2222,
     "cluster.known_hosts": "known_hosts",
+    "evaluate.hostfile": "hosts",
     "cluster.master_address": "10.0.0.1",
     "cluster.environment": ["HF_TOKEN"],
     "cluster.lease_seconds": 20.0,
@@ -207,6 +208,7 @@ EXECUTION = {
     "evaluate.num_beams",
     "evaluate.max_new_tokens",
     "evaluate.length_penalty",
+    "evaluate.hostfile",
     *(name for name in EVERY if name.startswith(("layout.", "storage.", "cluster.", "monitor.", "profile."))),
 }
 

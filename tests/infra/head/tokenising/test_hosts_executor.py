@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.node.tokenising.dask_worker import Makers, own_makers
+from infra.node.stages.makers import Makers, own_makers
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import build_tokenizer
@@ -26,7 +26,7 @@ Do = Callable[..., list[dict[str, object]]]
 
 @pytest.fixture(scope="module")
 def python_with_dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    modules = ["infra.node.__main__", "infra.node.tokenising.dask_worker", "infra.head.tokenising.dask_scheduler"]
+    modules = ["infra.node.__main__", "infra.node.stages.dask_worker", "infra.head.tokenising.dask_scheduler"]
     modules += ["distributed", "distributed.worker", "distributed.scheduler", "t5train.data.shards"]
     with prepared_python(tmp_path_factory.mktemp("python"), modules, {}) as python:
         yield python
@@ -128,8 +128,9 @@ def test_a_host_that_reads_other_files_is_refused_before_anything_begins(do: Do,
 def test_a_host_with_another_dask_or_other_code_is_refused_with_the_remedy(
     do: Do, site: Site, monkeypatch: pytest.MonkeyPatch, code: str, versions: dict[str, str], words: str
 ) -> None:
-    makers = Makers(code or own_makers().code, own_makers().versions | versions)
-    monkeypatch.setattr("infra.head.tokenising.hosts_executor.own_makers", lambda _: makers)
+    own = own_makers(["distributed"])
+    makers = Makers(code or own.code, {**own.versions, **versions})
+    monkeypatch.setattr("infra.head.tokenising.hosts_executor.own_makers", lambda *_: makers)
     with pytest.raises(RemoteFailed, match=words):
         do("finish", site.jobs(1))
     assert not site.begun()

@@ -21,8 +21,8 @@ from tests.infra.head.tokenising.conftest import Site
 CLIENTS = """
 import json, sys
 from distributed import Client, Security
-from infra.node.tokenising.dask_settings import security
-from infra.node.tokenising.dask_settings import Credentials
+from infra.node.stages.dask_settings import security
+from infra.node.stages.dask_settings import Credentials
 
 for given, seconds in json.loads(sys.argv[2]):
     scheme, secure = ("tls", security(Credentials(**given))) if given else ("tcp", Security())

@@ -13,9 +13,10 @@ from cryptography.x509 import load_pem_x509_certificate
 
 from infra.head.tokenising import hosts_executor
 from infra.head.tokenising.dask_scheduler import new_credentials
-from infra.node.tokenising import dask_worker
-from infra.node.tokenising.dask_settings import Credentials
-from infra.node.tokenising.dask_worker import WorkerStart, own_makers
+from infra.node.stages import dask_worker
+from infra.node.stages.dask_settings import Credentials
+from infra.node.stages.dask_worker import WorkerStart
+from infra.node.stages.makers import own_makers
 from t5train.errors import HostMisconfigured, HostUnreachable, StorageError
 from t5train.files.output_folder import making
 from t5train.spec import ClusterSpec, ShardsSpec
@@ -57,7 +58,7 @@ def test_a_host_that_cannot_write_shards_is_refused(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(dask_worker, "try_writing", refuse)
     with hosts_executor._probe(tmp_path) as (nonce, probe):
-        start = WorkerStart("one", 1, Credentials("", ""), 5, own_makers(), 0o022, 1, probe, nonce, {})
+        start = WorkerStart("one", 1, Credentials("", ""), 5, own_makers([]), 0o022, 1, probe, nonce, {})
         with pytest.raises(HostMisconfigured, match=r"shards cannot be written: .*Read-only file system"):
             dask_worker._require_shared_files(start)
 

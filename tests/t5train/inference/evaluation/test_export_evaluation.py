@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,19 @@ from torch import OutOfMemoryError
 
 from flows.cli.models import measure_command
 from infra.head.runs.run_state import last_finished_stage
+from t5train.data.worker_processes import Advance, Json
 from t5train.errors import InputError
 from t5train.inference.evaluation import export_evaluation
+from t5train.inference.evaluation.export_evaluation import evaluate_export
 from t5train.inference.evaluation.held_out_sample import sampled_pairs
+from t5train.inference.predict.prediction import OtherMachines, predict
 from t5train.inference.predict.predictions import read_predictions
 from t5train.inference.text.decoding import Decoder
 from t5train.records.stage_records import Export, TokenizerFiles, Weights
 from t5train.release.export import export
 from t5train.release.model_card import read_front_matter
 from t5train.spec.recipes import recipe
-from tests.support.evaluated_exports import Evaluable, evaluable
+from tests.support.evaluated_exports import Evaluable, evaluable, predict_here
 
 PREDICTIONS, METRICS = "evaluation/predictions.jsonl", "evaluation/metrics.json"
 GROUPS = [f"{split}/{task}" for split in ("validation", "test") for task in ("reverse_digits", "sort_digits")]
@@ -159,6 +164,29 @@ def test_the_start_model_predicts_the_same_pairs(tmp_path: Path, caplog: pytest.
     shutil.rmtree(tmp_path / "start")
     assert "evaluation/start_predictions.jsonl" not in found.evaluate(max_new_tokens=4).files
     assert f"{tmp_path / 'start'}, which training started from, is gone: it is not measured" in caplog.text
+
+
+def test_other_machines_predict_and_are_asked_only_if_there_is_something_to_predict(
+    of_pairs: Evaluable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, jobs = list[str](), list[Json]()
+
+    def there(function: str, given: Sequence[Json], advance: Advance) -> Iterator[Json]:
+        jobs.extend(given)
+        return predict_here(function, given, advance)
+
+    @contextmanager
+    def machines() -> Iterator[OtherMachines]:
+        asked.append("asked")
+        yield OtherMachines("cpu", there)
+
+    monkeypatch.setattr(export_evaluation, "predict", predict)
+    for reused in (False, True):
+        made = evaluate_export(of_pairs.export, of_pairs.pairs, of_pairs.spec, of_pairs.run, machines=machines)
+        assert made.reused == reused
+    assert len(list(read_predictions(made.path / PREDICTIONS))) == 12
+    assert {job["model"] for job in jobs} == {str(of_pairs.folder)}
+    assert asked == ["asked"]
 
 
 def test_a_model_that_cannot_predict_names_the_setting_that_publishes_without(

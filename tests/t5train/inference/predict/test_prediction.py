@@ -15,7 +15,7 @@ from t5train.data.worker_processes import Advance, Json
 from t5train.errors import InputError, SpecError, StorageError
 from t5train.inference.model_folder import ModelFolder
 from t5train.inference.predict import prediction
-from t5train.inference.predict.prediction import PredictJob, predict
+from t5train.inference.predict.prediction import OtherMachines, PredictJob, predict
 from t5train.inference.predict.prediction_worker import predict_parts
 from t5train.inference.predict.predictions import PREDICTION, PREDICTIONS, read_predictions
 from t5train.inference.text.decoding import Decoder, GenerationSpec
@@ -61,7 +61,7 @@ def run(model: Path, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def run(out: str = "out", workers: Here | None = None, **changes: Any) -> Any:
         job = PredictJob(model, [file], tmp_path / out, SHORT, batch_tokens=400, device="cpu", processes=1)
-        return predict(job._replace(**changes), workers=workers or Here())
+        return predict(job._replace(**changes), workers=workers or (None if "machines" in changes else Here()))
 
     return run
 
@@ -83,6 +83,20 @@ def test_another_number_of_processes_gives_the_same_file(run: Run, tmp_path: Pat
     one, three = run("one", decoding=decoding), run("three", decoding=decoding, processes=3)
     assert one == three
     assert (tmp_path / "one" / PREDICTIONS).read_bytes() == (tmp_path / "three" / PREDICTIONS).read_bytes()
+
+
+def test_other_machines_get_each_part_as_a_job_and_give_the_same_file(run: Run, tmp_path: Path) -> None:
+    given = list[Json]()
+
+    def there(function: str, jobs: Sequence[Json], advance: Advance) -> Iterator[Json]:
+        given.extend(jobs)
+        return Here()(function, jobs, advance)
+
+    machines = OtherMachines("cpu", there)
+    assert run("there", machines=machines, device="not of this machine", processes=None) == run("one")
+    assert [job["parts"] for job in given] == [[part] for part in range(len(given))]
+    assert len(given) > 1
+    assert (tmp_path / "one" / PREDICTIONS).read_bytes() == (tmp_path / "there" / PREDICTIONS).read_bytes()
 
 
 def test_an_interrupted_job_predicts_only_the_other_parts_and_the_same_file(run: Run, tmp_path: Path) -> None:

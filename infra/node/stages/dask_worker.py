@@ -9,23 +9,20 @@ write the same bytes, each to a file of its own, which then replaces the shard's
 
 import asyncio
 import os
-import platform
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from socket import create_connection
 from typing import Any, ClassVar, NoReturn
 
 from infra.node.channel import Channel
-from infra.node.code_bundle import own_bundle
 from infra.node.messages import Request
 from infra.node.node_folders import node_folder
-from infra.node.tokenising.dask_settings import Credentials, configure, security, unconfigured_import, without_http
+from infra.node.stages.dask_settings import Credentials, configure, security, unconfigured_import, without_http
+from infra.node.stages.makers import Makers, require_same
 from t5train.errors import HostMisconfigured, HostUnreachable, T5TrainError, WorkerLost
 from t5train.files.atomic import try_writing
 from t5train.files.locks import private_folder
@@ -34,19 +31,11 @@ from t5train.host_resources import num_cores
 
 PROGRESS = "progress"
 """The topic of Dask's events about the progress of jobs."""
-_MAKING_PACKAGES = ("distributed", "isal", "numpy", "pyarrow", "sentencepiece")
+MAKING_PACKAGES = ("distributed", "isal", "numpy", "pyarrow", "sentencepiece")
+"""The packages that the bytes of shards depend on, and Dask."""
+_REMEDY = "leave the host out with cluster.exclude, or set shards.executor=local"
 _REPORT_SECONDS = 0.5
 _START_SECONDS = 30
-
-
-@dataclass(frozen=True)
-class Makers:
-    """What the bytes of shards depend on, so the head and all hosts must have the same."""
-
-    code: str
-    """The digest of this project's code."""
-    versions: Mapping[str, str]
-    """The versions of Python and of packages; empty for a package that is missing."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +78,7 @@ class JobFailed(Exception):
 
 def tokenise(request: WorkerStart, head: Channel) -> None:
     """Join the scheduler, and work for it until it is gone or the head closes the connection."""
-    require_same(request.makers)
+    require_same(request.makers, _REMEDY)
     _require_shared_files(request)
     here, there = _addresses()
     _require_reachable(there, request.port)
@@ -129,43 +118,6 @@ async def _work(request: WorkerStart, head: Channel, folder: Path, here: str, sc
     return own
 
 
-def own_makers(code: str | None = None) -> Makers:
-    """Return what this process would make shards with; ``code`` is the digest of code that is used in its place."""
-    versions = {"Python": platform.python_version()} | {package: _version(package) for package in _MAKING_PACKAGES}
-    return Makers(code or own_bundle().digest, versions)
-
-
-def require_same(makers: Makers) -> None:
-    """Raise HostMisconfigured unless this host has what the head has."""
-    own = own_makers()
-    different = [name for name, wanted in makers.versions.items() if own.versions.get(name) != wanted]
-    if different:
-        raise HostMisconfigured(_difference(different, own, makers))
-    if own.code != makers.code:
-        raise HostMisconfigured(
-            "the code of this project is not the head's, and could make other shards. Install the head's version "
-            "there, or use --ship-code"
-        )
-
-
-def _difference(different: list[str], own: Makers, head: Makers) -> str:
-    found = ", ".join(f"{name} {own.versions.get(name) or 'missing'}" for name in different)
-    wanted = ", ".join(f"{name} {head.versions[name] or 'missing'}" for name in different)
-    packages = [f"{name}=={head.versions[name]}" for name in different if name != "Python" and head.versions[name]]
-    command = f" ({sys.executable} -m pip install {' '.join(packages)})" if packages else ""
-    return (
-        f"{found}, the head has {wanted}. Install the head's versions there{command}, leave the host out with "
-        "cluster.exclude, or set shards.executor=local"
-    )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
 def _require_shared_files(request: WorkerStart) -> None:
     """Raise HostMisconfigured unless this host shares the folder of the shards with the head, and the text."""
     folder = request.probe.parent
@@ -180,8 +132,7 @@ def _require_shared_files(request: WorkerStart) -> None:
         try_writing(folder)
     except OSError as error:
         raise HostMisconfigured(
-            f"shards cannot be written: {folder}: {explain(error)}. Let this user write there, leave the host out with "
-            "cluster.exclude, or set shards.executor=local"
+            f"shards cannot be written: {folder}: {explain(error)}. Let this user write there, {_REMEDY}"
         ) from error
     for path, size in request.sources.items():
         try:

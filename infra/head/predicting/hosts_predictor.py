@@ -1,0 +1,195 @@
+"""Predicts parts on all hosts of a hostfile, which need not share any storage.
+
+The model and the rows are copied to the hosts, and verified there. A part that is done is sent to the head at once.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from infra.head.hosts.hostfile import chosen_hosts
+from infra.head.hosts.node_client import Nodes, conversation, reached_nodes
+from infra.head.predicting.shared_parts import Heard, SharedParts
+from infra.head.storage.provisioning import stage_folder
+from infra.head.storage.staged_bytes import StagingReports
+from infra.node.channel import BrokenOff
+from infra.node.node_folders import staged_path
+from infra.node.stages.makers import own_makers
+from infra.node.stages.predictor import PREDICTING_PACKAGES, FindDevice, FoundDevice, FromPredictor, PredictParts
+from infra.node.storage.pull import listed
+from t5train.data.worker_processes import Advance, Json
+from t5train.errors import HostError, HostTimeout, SpecError
+from t5train.inference.model_folder import names_read
+from t5train.inference.predict.prediction import OtherMachines
+from t5train.inference.predict.prediction_worker import OFFSETS, ORDER, ROWS, STARTS
+from t5train.progress import Progress, relayed
+from t5train.records.changed_files import recorded_files
+from t5train.records.identity import fingerprint
+from t5train.records.stage_records import MANIFEST
+from t5train.spec import MachinesSpec, RunSpec
+
+_DEVICE_SECONDS = 120.0  # enough to import torch from a slow disk
+_POLL_SECONDS = 0.25
+
+
+@contextmanager
+def predicting_hosts(machines: MachinesSpec, device: str | None, progress: Progress) -> Iterator[OtherMachines]:
+    """Yield the hosts that the settings choose, to predict with a process for each slot.
+
+    ``device`` is the kind of device, such as ``cuda`` or ``cpu``; None: what all hosts have. ``progress`` is called
+    with the bytes that are copied to them.
+
+    Raises SpecError if the hostfile or the device is not valid, or hosts have different kinds of devices; and the
+    HostError of a host that cannot predict, or has other packages or other code than this machine.
+    """
+    if device is not None and ":" in device:
+        raise SpecError(
+            f"--device is {device}, but with --hostfile it must be a kind, such as {device.partition(':')[0]}: the "
+            "slots of hosts are chosen with --include"
+        )
+    hosts = chosen_hosts(machines.cluster)
+    slots = {host.name: host.slots for host in hosts.all}
+    with reached_nodes(machines, hosts.names) as (nodes, lacking):
+        for error in lacking.values():
+            raise error
+        kind = _device_of(nodes, slots, device)
+        yield OtherMachines(kind, HostsPredictor(nodes, slots, kind, machines.cluster.lease_seconds, progress))
+
+
+@contextmanager
+def evaluating_hosts(spec: RunSpec, progress: Progress) -> Iterator[OtherMachines | None]:
+    """Yield the hosts that predict the held-out pairs of a run; None if this machine does. Raises the same errors."""
+    if spec.evaluate.hostfile is None:
+        yield None
+        return
+    chosen = {"hostfile": spec.evaluate.hostfile, "include": None, "exclude": None, "num_nodes": None, "spares": 0}
+    machines = MachinesSpec(storage=spec.storage, cluster=spec.cluster.model_copy(update=chosen))
+    device = "cpu" if spec.cluster.accelerator == "cpu" else None
+    with predicting_hosts(machines, device, progress) as found:
+        yield found
+
+
+def _device_of(nodes: Nodes, slots: Mapping[str, tuple[int, ...]], device: str | None) -> str:
+    makers = own_makers(PREDICTING_PACKAGES, nodes.code)
+    queries = {host: FindDevice(makers, device, slots[host]) for host in nodes.hosts}
+    kinds = dict[str, str]()
+    for host, answer in nodes.ask_each(queries, _DEVICE_SECONDS).items():
+        if not isinstance(answer, FoundDevice):
+            raise answer
+        kinds.setdefault(answer.kind, host)
+    if len(kinds) > 1:
+        found = ", ".join(f"{host} predicts on {kind}" for kind, host in kinds.items())
+        raise SpecError(
+            f"{found}, but all hosts must use one kind of device, as each rounds differently. Leave the others out of "
+            "the hostfile, or have all use their CPUs (--device cpu)"
+        )
+    return next(iter(kinds))
+
+
+class _Staged(NamedTuple):
+    """Where hosts have what they predict with, relative to their scratch folders."""
+
+    run_name: str
+    model: str
+    rows: str
+
+
+@dataclass(frozen=True)
+class HostsPredictor:
+    """Hosts with the accelerators that each of them uses. Called as ``Workers`` are."""
+
+    nodes: Nodes
+    slots: Mapping[str, tuple[int, ...]]
+    device: str
+    """The kind of device that all of them have."""
+    lease_seconds: float
+    """A host that is silent for so long is given up."""
+    progress: Progress
+
+    def __call__(self, function: str, jobs: Sequence[Json], advance: Advance) -> Iterator[Json]:
+        """Yield a result for each part once its file is written to the folder of the job.
+
+        Raises HostError if a host cannot get the model, and WorkerLost when no host is left.
+        """
+        if not jobs:
+            return
+        model, folder = Path(jobs[0]["model"]), Path(jobs[0]["folder"])
+        staged = relayed(partial(_stage, self.nodes, model, folder), self.progress, "copying the model to the hosts")
+        start = PredictParts(
+            *(self.nodes.scratch, staged.run_name, function, staged.model, staged.rows, self.device), slots=()
+        )
+        requests = {host: replace(start, slots=self.slots[host]) for host in self.nodes.hosts}
+        heard, processes = SimpleQueue[Heard](), {host: len(self.slots[host]) for host in self.nodes.hosts}
+        with _sessions(self.nodes, requests, self.lease_seconds, heard):
+            yield from SharedParts(jobs, processes, advance).results(heard)
+
+
+def _stage(nodes: Nodes, model: Path, folder: Path, progress: Progress) -> _Staged:
+    """Copy the model and the rows to all hosts. A model that hosts have already is not copied again."""
+    names = sorted({*names_read(model), *(recorded_files(model) or ()), MANIFEST})
+    files, token = listed(model, names), secrets.token_hex(6)
+    path = staged_path("model", fingerprint({each.name: each.sha256 for each in files}))
+    staged = _Staged(f"predict-{token}", path, staged_path("predict", token))
+    reports = StagingReports(progress)
+    stage_folder(nodes, model, files, staged.model, staged.run_name, reports)
+    stage_folder(nodes, folder, listed(folder, (ROWS, OFFSETS, ORDER, STARTS)), staged.rows, staged.run_name, reports)
+    return staged
+
+
+@contextmanager
+def _sessions(
+    nodes: Nodes, requests: Mapping[str, PredictParts], lease_seconds: float, heard: "SimpleQueue[Heard]"
+) -> Iterator[None]:
+    """Hold a connection to each host until the block ends, and pass on what is heard from it, or why it has ended."""
+    ended = threading.Event()
+
+    def attend(host: str) -> None:
+        try:
+            _attend(nodes, host, requests[host], lease_seconds, heard, ended)
+        except HostError as error:
+            heard.put(Heard(host, error))
+
+    threads = [threading.Thread(target=attend, args=[host], name=f"predict-{host}", daemon=True) for host in requests]
+    try:
+        for thread in threads:
+            thread.start()
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+
+def _attend(
+    nodes: Nodes,
+    host: str,
+    request: PredictParts,
+    lease_seconds: float,
+    heard: "SimpleQueue[Heard]",
+    ended: threading.Event,
+) -> None:
+    heard_at = time.monotonic()
+    with conversation(nodes, host, request) as channel:
+        heard.put(Heard(host, channel))
+        while not ended.is_set():
+            received = channel.receive_within(_POLL_SECONDS, FromPredictor)
+            for message in received:
+                heard.put(Heard(host, message))
+            if received:
+                heard_at = time.monotonic()
+            elif channel.at_end:
+                raise BrokenOff("the process that predicts there has ended")
+            elif time.monotonic() - heard_at > lease_seconds:
+                raise HostTimeout(
+                    f"{host}: nothing was heard from the process that predicts there for {lease_seconds:g} s. Check "
+                    "whether the host is overloaded or one of its disks hangs",
+                    [host],
+                )
