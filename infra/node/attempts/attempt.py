@@ -204,7 +204,7 @@ def is_saving(run_folder: Path) -> bool:
     for path in this.folder.glob("rank-*.pid"):
         beat = heartbeat.read(heartbeat.beat_file(this.rank_files(path.stem)))
         rank = ProcessIdentity(**json.loads(path.read_text("utf-8"))["process"])
-        if this.is_stop_ordered and beat is not None and beat.phase == "save" and rank.is_alive():
+        if this.is_stop_ordered and beat is not None and beat.is_saving and rank.is_alive():
             return True
     return False
 
