@@ -28,7 +28,8 @@ class RunningSave:
 
     def begin(self, step: int, write: Callable[[], None]) -> None:
         """Call ``write``, which must use no collective, in the thread. No other save may be running."""
-        self._step, self._work = step, self._thread.submit(self._write, step, write)
+        self._heart.note_writing(step)
+        self._step, self._work = step, self._thread.submit(self._write, write)
 
     def is_written(self) -> bool:
         """Whether this rank has written its part, and that was not yet concluded. Raises the error that ended it."""
@@ -56,6 +57,8 @@ class RunningSave:
             self.conclude()
             self.finish()
 
-    def _write(self, step: int, write: Callable[[], None]) -> None:
-        with self._heart.saving(step):
+    def _write(self, write: Callable[[], None]) -> None:
+        try:
             write()
+        finally:
+            self._heart.note_writing(None)

@@ -11,8 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -108,18 +107,11 @@ class Heartbeat:
             self._phase, self._since, self._step, self._limit = phase, now, step, self._limit_of(phase)
         self._write()  # at once: the phase may keep the heartbeat thread from running for long
 
-    @contextmanager
-    def saving(self, step: int) -> Iterator[None]:
-        """Report, whatever the phase, that the checkpoint of a step is written within the block, in another thread."""
+    def note_writing(self, step: int | None) -> None:
+        """Report, beside the phase, that a thread begins to write a step's checkpoint or, with None, has ended."""
         with self._lock:
-            self._save = step, time.monotonic(), self._deadlines["save_seconds"]
+            self._save = _NO_SAVE if step is None else (step, time.monotonic(), self._deadlines["save_seconds"])
         self._write()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._save = _NO_SAVE
-            self._write()
 
     def __enter__(self) -> Self:
         if self._path is not None:

@@ -68,7 +68,8 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         update = fused() if entry.get("is_fused") else contextlib.nullcontext()
-        with FAULTS[entry.get("fault")](), update, _dispatching(entry.get("dispatch")), late_writes() as late:
+        late_writing = late_writes(rank_1_waits=entry.get("rank_1_waits", False))
+        with FAULTS[entry.get("fault")](), update, _dispatching(entry.get("dispatch")), late_writing as late:
             _OPENED.clear()
             found["late"] = late
             trainer = loop.Trainer(job)

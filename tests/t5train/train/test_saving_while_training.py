@@ -26,6 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
     for layout in LAYOUTS:
         jobs += [job(f"{layout}.copied", layout), job(f"{layout}.direct", layout, fault="short-memory")]
     jobs.append(job("stopped", "zero1-fp32", sigterm_at=3))
+    jobs.append(job("slow", "zero1-fp32", rank_1_waits=True))
     return train(tmp_path_factory.mktemp("trained"), jobs, pydocs_shards)
 
 
@@ -56,6 +57,11 @@ def test_an_ordered_save_waits_for_the_one_that_is_running(trained: Trained) -> 
     for tag in (TAG, "step-00000003"):
         require_complete(trained.root / "stopped" / "checkpoints" / tag)
     assert json.loads((trained.root / "stopped" / LAST_COMPLETE).read_text())["tag"] == "step-00000003"
+
+
+def test_a_checkpoint_is_recorded_only_when_the_slowest_rank_has_written_its_part(trained: Trained) -> None:
+    assert [trained.found("slow", rank)["late"] for rank in (0, 1)] == [[2], []]
+    assert json.loads((trained.root / "slow" / LAST_COMPLETE).read_text())["tag"] == "step-00000004"
 
 
 def test_the_time_that_training_waited_is_reported_for_each_checkpoint(trained: Trained) -> None:
