@@ -10,6 +10,7 @@ import copy
 import logging
 import resource
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def fit_in_memory(spec: RunSpec, shape: T5Shape, *, records_witness: bool) -> bo
     ranks = ranks_of_node()
     spare = available_host_memory_bytes() - round(_SPARE_SHARE * host_memory_bytes())
     witness = 4 * count_parameters(shape) if records_witness and rank() == 0 else 0
-    rows = gather([_peak_bytes() - _resident_bytes() + witness, spare])
+    rows = gather([_growth_bytes() + witness, spare])
     needed = bytes_written(spec, shape, range(ranks[0], ranks[-1] + 1)) + sum(rows[other][0] for other in ranks)
     spare = min(rows[other][1] for other in ranks)
     is_short = needed > spare
@@ -89,12 +90,14 @@ def fit_in_memory(spec: RunSpec, shape: T5Shape, *, records_witness: bool) -> bo
     return not any(row[0] for row in gather([is_short]))
 
 
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+@cache
+def _growth_bytes() -> int:
+    """How much more memory a step of this rank takes at its peak than between steps.
 
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    This is measured once, as copies raise the peak.
+    """
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return peak_bytes - int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def copied(state: Any) -> Any:

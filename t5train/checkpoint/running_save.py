@@ -14,11 +14,7 @@ from t5train.spec.rank_job import TrainJob
 
 
 class RunningSave:
-    """This rank's part of the checkpoint that is being written, if there is one.
-
-    If a rank fails for another reason, its process still completes its part before it ends, as Python waits for threads
-    of a pool.
-    """
+    """This rank's part of the checkpoint that is being written, if there is one."""
 
     def __init__(self, job: TrainJob, heart: Heartbeat) -> None:
         self._job, self._heart = job, heart

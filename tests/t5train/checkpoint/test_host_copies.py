@@ -71,8 +71,7 @@ def test_copies_are_made_only_if_every_host_keeps_a_tenth_of_its_memory_free(
     needed += 4 * host_copies.count_parameters(SHAPE) if witness else 0
     free = 10_000 + needed
     ranks = {"available_host_memory_bytes": lambda: free, "host_memory_bytes": lambda: 100_000}
-    ranks |= {"_peak_bytes": lambda: 800, "_resident_bytes": lambda: 300}
-    ranks |= {"ranks_of_node": lambda: [0, 1], "rank": lambda: 0}
+    ranks |= {"_growth_bytes": lambda: 500, "ranks_of_node": lambda: [0, 1], "rank": lambda: 0}
     for name, value in ranks.items():
         monkeypatch.setattr(host_copies, name, value)
     other = {2: [500, 10**12], 1: [0]}  # rank 1 has as much to grow by, and sees no limit of its own
