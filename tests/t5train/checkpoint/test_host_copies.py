@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from t5train.checkpoint import host_copies
 from t5train.checkpoint.host_copies import copied, fit_in_memory
@@ -54,6 +55,16 @@ def test_a_copy_of_an_accelerators_tensor_is_saved_with_its_device(monkeypatch: 
     monkeypatch.undo()
     assert b"cuda:1" in saved(copy)
     assert b"cuda:1" not in saved({"weight": torch.ones(3)})
+
+
+@pytest.mark.gpu
+def test_the_state_of_an_accelerator_is_copied_to_host_memory_and_saved_as_the_state_itself() -> None:
+    flat = torch.randn(host_copies._STAGED_BYTES // 4 + 5, device=get_accelerator().current_device_name())
+    state = {"flat": flat, "part": flat[3:7], "weight": flat.bfloat16()}
+    before, copy = saved(state), copied(state)
+    flat.zero_()
+    assert {tensor.device.type for tensor in copy.values()} == {"cpu"}
+    assert saved(copy) == before
 
 
 def test_what_is_larger_than_the_page_locked_buffer_is_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
