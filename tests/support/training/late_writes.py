@@ -8,7 +8,7 @@ from unittest import mock
 
 from deepspeed import comm
 
-from t5train.checkpoint import running_save, tags
+from t5train.checkpoint import host_copies, running_save, tags
 from t5train.checkpoint.running_save import RunningSave
 from t5train.files.run_folder import tag_of
 from t5train.spec.rank_job import TrainJob
@@ -19,7 +19,7 @@ _SECONDS = 300.0
 
 @contextmanager
 def late_writes(*, rank_1_waits: bool = False) -> Iterator[list[int]]:
-    """Make ranks write a checkpoint after the next step, and before the step after that.
+    """Make ranks write a checkpoint after the next step, and before the step after that, with memory for copies.
 
     If ``rank_1_waits``, rank 1 writes only when it waits for the checkpoint. Yields the steps whose checkpoints were
     written after a later step. Raises AssertionError if a checkpoint is recorded that is not complete.
@@ -55,6 +55,7 @@ def late_writes(*, rank_1_waits: bool = False) -> Iterator[list[int]]:
         note_saved(job, step)
 
     with (
+        mock.patch.object(host_copies, "available_host_memory_bytes", return_value=1 << 50),
         mock.patch.object(RunningSave, "begin", begin_late),
         mock.patch.object(RunningSave, "finish", finish_now),
         mock.patch.object(loop.Trainer, "_take_step", take_step_first),
