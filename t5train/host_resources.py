@@ -16,6 +16,9 @@ from t5train.quantities import format_bytes
 _LEAST_INODES = 100
 _GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
+_GROUP_USAGE = (("memory.current", ""), ("memory.usage_in_bytes", "total_"))
+_MEMORY = Path("/proc/meminfo")
+
 
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
@@ -27,6 +30,18 @@ def host_memory_bytes() -> int:
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     limits += [int(text) for path in _GROUP_LIMITS if path.exists() and (text := path.read_text().strip()) != "max"]
     return min(limits)
+
+
+def available_host_memory_bytes() -> int:
+    """Return how much more memory this process can use now: what is free, and what the kernel would free for it."""
+    facts = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
+    found = [int(facts["MemAvailable"].split()[0]) << 10]
+    for path, (used, prefix) in zip(_GROUP_LIMITS, _GROUP_USAGE, strict=True):
+        if path.exists() and (limit := path.read_text().strip()) != "max":
+            held = dict(line.split() for line in path.with_name("memory.stat").read_text().splitlines())
+            cached = sum(int(held[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+            found.append(int(limit) - int(path.with_name(used).read_text()) + cached)
+    return max(0, min(found))
 
 
 def require_host_memory(needed_bytes: int, decided_by: str) -> None:

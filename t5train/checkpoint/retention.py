@@ -96,6 +96,11 @@ def bytes_of_one(spec: RunSpec, shape: T5Shape) -> int:
     return _bytes(spec, shape, range(spec.cluster.ranks))
 
 
+def bytes_written(spec: RunSpec, shape: T5Shape, ranks: range) -> int:
+    """The size in bytes of the files of one checkpoint that ``ranks``, which share a disk, write to it."""
+    return _bytes(spec, shape, ranks)
+
+
 def _bytes(spec: RunSpec, shape: T5Shape, ranks: range, is_read: bool = False) -> int:
     """The size in bytes of the files of one checkpoint that ``ranks`` write or, if ``is_read``, read."""
     weight = 4 if spec.optimizer.precision == "fp32" else 2

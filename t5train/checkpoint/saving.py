@@ -5,14 +5,16 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from t5train.checkpoint import resume_point, sidecar, tags
 from t5train.checkpoint.archive_writing import fill_in, naming_folder, no_checksums
+from t5train.checkpoint.host_copies import SavedFiles
 from t5train.checkpoint.reshard import discard_consolidated
 from t5train.checkpoint.resume_point import is_unfinished
 from t5train.checkpoint.retention import kept
@@ -46,19 +48,34 @@ _log = logging.getLogger(__name__)
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def save(
+class Described(NamedTuple):
+    """What a checkpoint's sidecars record of a run that neither its engine nor its job has.
+
+    ``best`` is the best checkpoint so far.
+    """
+
+    huggingface_config: dict[str, Any]
+    shards_fingerprint: str
+    best: BestSoFar | None = None
+
+
+def begin(
     engine: Any,
     job: TrainJob,
     step: int,
-    huggingface_config: dict[str, Any],
-    shards_fingerprint: str,
-    best: BestSoFar | None = None,
+    described: Described,
     record_witness: Callable[[Path], None] | None = None,
-) -> str:
-    """Write the checkpoint of ``step`` on all ranks. When this returns, the checkpoint is complete and durable.
+    *,
+    is_copied: bool = False,
+) -> Callable[[], None]:
+    """Begin the checkpoint of ``step`` on all ranks. Returns the function that writes the rest of this rank's part.
 
-    ``best`` is the best checkpoint so far. If it is this one, ``record_witness`` writes the witness of the weights into
-    the folder that it is given, as a part of the checkpoint.
+    That function uses no collective. With ``is_copied``, training may go on before it is called: this rank's state is
+    copied to host memory, and the files are written from there. The checkpoint is complete when all ranks have written
+    their parts; then call ``note_saved``.
+
+    If this is the best checkpoint so far, ``record_witness`` writes the witness of the weights into the folder that it
+    is given, as a part of the checkpoint.
 
     On nodes that do not share a disk, the checkpoint consists of the folders of all nodes.
     """
@@ -71,53 +88,82 @@ def save(
     if job.node_local and engine.pipeline_parallelism:
         _save_every_stage(engine, sharers[0])
     barrier()
-    with no_checksums(), naming_folder(folder):
-        engine.save_checkpoint(
-            str(job.checkpoints_folder),
-            tag=tag,
-            save_latest=False,
-            exclude_frozen_parameters=job.spec.finetune.lora.rank is not None,
-        )
+    saved = _save_or_copy(engine, job, tag, is_copied)
     if record_witness:
         record_witness(folder)
-    barrier()
+    describe = partial(
+        Sidecar,
+        run_fingerprint=job.run_fingerprint,
+        step=step,
+        tag=tag,
+        saving=f"{gather([secrets.randbits(32)])[0][0]:08x}",  # drawn by rank 0
+        rank=rank(),
+        world_size=world_size(),
+        layout=_layout(job),
+        groups=named_groups(engine),
+        expert_layers=expert_layers(model_of(engine)),
+        huggingface_config=described.huggingface_config,
+        pipeline_layers=dict(model_of(engine).pipeline_layers),
+        skipped_steps=int(engine.skipped_steps),
+        loss_scaler=_loss_scaler(engine),
+        best=described.best,
+        adapted=_adapted(job),
+        data=DataState(
+            samples_consumed=step * job.spec.optimizer.global_batch_sequences,
+            shards_fingerprint=described.shards_fingerprint,
+        ),
+        generator_states=_generator_states(),
+        versions=current_provenance().versions,
+    )
     writers = Writers(
         ranks_a_stage=job.spec.data_parallel_size,
         experts_a_rank=job.spec.model.moe.num_experts // job.spec.layout.expert_parallel_size,
         stage_of_layer=engine.module.stage_owner if engine.pipeline_parallelism else None,
     )
-    own, replicas = _files_to_record(folder, writers, sharers)
+    return partial(_write, folder, saved, writers, describe)
+
+
+def note_saved(job: TrainJob, step: int) -> None:
+    """On rank 0, record that the checkpoint of ``step`` is complete. If hosts do not share a disk, the head does it."""
+    if rank() == 0 and not job.node_local:
+        resume_point.note_complete(job.run_folder, tag_of(step))
+
+
+def _save_or_copy(engine: Any, job: TrainJob, tag: str, is_copied: bool) -> SavedFiles:
+    """Let DeepSpeed save: to its files or, if ``is_copied``, to copies that are written later. A collective."""
+    writer = engine.checkpoint_engine
+    engine.checkpoint_engine = saved = SavedFiles(writer, is_deferred=is_copied)
+    try:
+        with no_checksums(), naming_folder(job.checkpoints_folder / tag):
+            engine.save_checkpoint(
+                str(job.checkpoints_folder),
+                tag=tag,
+                save_latest=False,
+                exclude_frozen_parameters=job.spec.finetune.lora.rank is not None,
+            )
+    finally:
+        engine.checkpoint_engine = writer
+    return saved
+
+
+def _write(folder: Path, saved: SavedFiles, writers: Writers, describe: Callable[..., Sidecar]) -> None:
+    """Write this rank's part: the files that were copied and, when all its files are on disk, its sidecar.
+
+    Each rank records the files that it wrote. On nodes that do not share a disk, some are replicas of files that ranks
+    of other folders wrote.
+    """
+    with no_checksums(), naming_folder(folder):
+        saved.write()
+    names = sorted(saved.names) + [name for name in WITNESS_FILES if rank() == 0 and is_there(folder / name)]
+    is_own = {name: writers.of(name) == rank() for name in names}
+    digests = _durable_digests(folder, names)
     sidecar.write(
         folder,
-        Sidecar(
-            run_fingerprint=job.run_fingerprint,
-            step=step,
-            tag=tag,
-            saving=f"{gather([secrets.randbits(32)])[0][0]:08x}",  # drawn by rank 0
-            rank=rank(),
-            world_size=world_size(),
-            layout=_layout(job),
-            files=_durable_digests(folder, own),
-            replicas=_durable_digests(folder, replicas),
-            groups=named_groups(engine),
-            expert_layers=expert_layers(model_of(engine)),
-            huggingface_config=huggingface_config,
-            pipeline_layers=dict(model_of(engine).pipeline_layers),
-            skipped_steps=int(engine.skipped_steps),
-            loss_scaler=_loss_scaler(engine),
-            best=best,
-            adapted=_adapted(job),
-            data=DataState(
-                samples_consumed=step * job.spec.optimizer.global_batch_sequences, shards_fingerprint=shards_fingerprint
-            ),
-            generator_states=_generator_states(),
-            versions=current_provenance().versions,
+        describe(
+            files={name: digest for name, digest in digests.items() if is_own[name]},
+            replicas={name: digest for name, digest in digests.items() if not is_own[name]},
         ),
     )
-    barrier()
-    if rank() == 0 and not job.node_local:  # if hosts do not share a disk, the head keeps this record
-        resume_point.note_complete(job.run_folder, tag)
-    return tag
 
 
 def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
@@ -234,14 +280,6 @@ def _save_every_stage(engine: Any, first_of_node: int) -> None:
     """Make DeepSpeed save each stage's model states once per node, not only those of the node's first rank."""
     first_of_stage = engine.stage_id * engine.dp_world_size
     engine.save_non_zero_checkpoint = rank() == max(first_of_stage, first_of_node)
-
-
-def _files_to_record(folder: Path, writers: Writers, sharers: Sequence[int]) -> tuple[list[str], list[str]]:
-    """The files this rank wrote and, on a folder's first rank, replicas of files that ranks of other folders wrote."""
-    names = sorted(path.name for path in folder.iterdir() if path.suffix == ".pt" or path.name in WITNESS_FILES)
-    found = {name: writers.of(name) for name in names}
-    own = [name for name, writer in found.items() if writer == rank()]
-    return own, [name for name, writer in found.items() if writer not in sharers and rank() == sharers[0]]
 
 
 def _durable_digests(folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:

@@ -1,8 +1,9 @@
 """Heartbeats of a rank, for the guard that watches it.
 
 A thread writes a heartbeat every second, so a stopped rank writes none. A rank that hangs still does, so each heartbeat
-also records the phase of the rank's work, when the phase began, and how long it may take. The file is overwritten in
-place, in 256 bytes, because a full disk must not end a run. Standard library only, as guards import it.
+also records the phase of the rank's work, when the phase began, and how long it may take; and the same of a checkpoint
+that is written meanwhile. The file is overwritten in place, in 256 bytes, because a full disk must not end a run.
+Standard library only, as guards import it.
 """
 
 import json
@@ -32,6 +33,7 @@ BEAT_SECONDS = 1.0
 FRESH_SECONDS = 10.0
 """A heartbeat that is older says nothing about the present."""
 _BYTES = 256
+_NO_SAVE = (None, 0.0, 0.0)
 _STEPS_REMEMBERED = 101
 _MEDIANS = 10
 _LEAST_UNUSUAL_SECONDS = 180.0
@@ -49,6 +51,20 @@ class Beat:
     limit: float
     """How long the phase may take."""
     step: int
+    save_step: int | None = None
+    """The step whose checkpoint is being written while training goes on; None if there is none."""
+    save_since: float = 0.0
+    save_limit: float = 0.0
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a thread of the rank is writing a checkpoint."""
+        return self.save_step is not None
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether the rank is saving a checkpoint, as its only work or while it trains."""
+        return self.phase == "save" or self.is_writing
 
 
 def unusual_seconds(beat: Beat) -> float:
@@ -72,6 +88,7 @@ class Heartbeat:
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._phase: Phase = "start"
         self._since, self._step, self._limit = time.monotonic(), 0, deadlines["start_seconds"]
+        self._save: tuple[int | None, float, float] = _NO_SAVE
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     @classmethod
@@ -90,6 +107,12 @@ class Heartbeat:
         with self._lock:
             self._phase, self._since, self._step, self._limit = phase, now, step, self._limit_of(phase)
         self._write()  # at once: the phase may keep the heartbeat thread from running for long
+
+    def note_writing(self, step: int | None) -> None:
+        """Report, beside the phase, that a thread begins to write a step's checkpoint or, with None, has ended."""
+        with self._lock:
+            self._save = _NO_SAVE if step is None else (step, time.monotonic(), self._deadlines["save_seconds"])
+        self._write()
 
     def __enter__(self) -> Self:
         if self._path is not None:
@@ -116,7 +139,7 @@ class Heartbeat:
         if self._path is None:
             return
         with self._lock:
-            beat = Beat(time.monotonic(), self._phase, self._since, self._limit, self._step)
+            beat = Beat(time.monotonic(), self._phase, self._since, self._limit, self._step, *self._save)
             write(self._path, beat)
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -65,9 +66,11 @@ def main() -> int:
             _log.error("%s: %s", type(reported).__name__, reported)
         if rank_files := os.environ.get(RANK_FILES):
             report(Path(rank_files), error)
-        if reported is not None:
-            return 1
-        raise
+        if not isinstance(error, Exception):
+            raise
+        if reported is None:
+            traceback.print_exc()
+        return 1
     return 0
 
 
@@ -90,4 +93,7 @@ def _train(job: TrainJob, heart: Heartbeat, stop_request: StopRequest) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if (code := main()) != 0:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # at once: Python would first wait until a thread has written its part of a checkpoint

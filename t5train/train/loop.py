@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from t5train.checkpoint import saving
+from t5train.checkpoint.host_copies import fit_in_memory
+from t5train.checkpoint.running_save import RunningSave
 from t5train.checkpoint.state_loading import StoredState, fill_of
 from t5train.data.pairs.pair_samples import PairSamples
 from t5train.data.samples.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
@@ -76,6 +78,7 @@ class Trainer:
         self.step = saving.resume(self.engine, job, stored)
         self.best = saving.best_so_far(job) if self.spec.evaluate.best_metric else None
         self._validated: _Validated | None = None
+        self._running_save = RunningSave(job, self.heart)
         self.peak_flops = accelerator_peak_flops(self.spec.optimizer.precision)
         self.routing = Routing(model_of(self.engine))
         self.passes: Passes = passes_of(self.engine, self.spec, self.routing)
@@ -129,11 +132,14 @@ class Trainer:
         set_learning_rate(self.engine, rate)
         seen, real_tokens = list[bytes](), list[int]()
         result = self.passes.step(self._taken(batches, seen, real_tokens))
-        everybody = gather([bits_of(result.loss), digest64(b"".join(seen)), self.is_stop_requested(), sum(real_tokens)])
+        own = [bits_of(result.loss), digest64(b"".join(seen)), self.is_stop_requested(), sum(real_tokens)]
+        everybody = gather([*own, self._running_save.is_written()])
         loss = sum(float_of(row[0]) for row in everybody) / len(everybody)
         sanity_checks.require_finite(self.step, loss, result.gradient_norm)
         sanity_checks.require_distinct_batches(self.step, [row[1] for row in everybody], self.spec.data_parallel_size)
         sanity_checks.require_few_skips(self.step, self.engine.skipped_steps)
+        if all(row[4] for row in everybody):
+            self._running_save.conclude()
         seconds = time.perf_counter() - started
         values: Values = {
             "loss": loss,
@@ -197,19 +203,32 @@ class Trainer:
     def _save_when_due(self, metrics: Metrics | None) -> None:
         last = self.step == self.spec.optimizer.num_steps
         if last or self._is_judged() or self.step % self.spec.storage.checkpoint_every_steps == 0:
-            self._save(metrics)
+            self._save(metrics, may_go_on=not last)
 
-    def _save(self, metrics: Metrics | None) -> None:
-        """Save a checkpoint. Training waits until the slowest rank has saved, and this time is reported."""
+    def _save(self, metrics: Metrics | None, *, may_go_on: bool) -> None:
+        """Save a checkpoint, and report how long training waited.
+
+        If training ``may_go_on`` while files are written, it only waits until all ranks have copied their states. It
+        also waits for the checkpoint before this one.
+        """
         started = time.perf_counter()
+        self._finish_save()
         self.heart.enter("save", self.step)
         self.movement.require(self.step, self._applied_steps())
         is_best = self.best is not None and self.best.step == self.step
         record = partial(self._record_witness, metrics, self._validated) if is_best and self._validated else None
-        data = self.shards.fingerprint
-        saving.save(self.engine, self.job, self.step, self.huggingface_config, data, self.best, record)
-        saving.prune(self.job, self.step)
+        is_copied = may_go_on and fit_in_memory(self.spec, self.shape, records_witness=record is not None)
+        described = saving.Described(self.huggingface_config, self.shards.fingerprint, self.best)
+        write = saving.begin(self.engine, self.job, self.step, described, record, is_copied=is_copied)
+        self._running_save.begin(self.step, write)
+        if not is_copied:
+            self._running_save.finish()
         self._report(metrics, {"save_seconds": time.perf_counter() - started})
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, for as long as a save may take."""
+        self.heart.enter("save", self.step)
+        self._running_save.finish()
 
     def _write(self, profile: StepProfile) -> None:
         """Write rank 0's trace. The others wait here, where they are allowed as much time as for a save."""
@@ -220,13 +239,14 @@ class Trainer:
     def _end_early(self, metrics: Metrics | None) -> NoReturn:
         if self._is_judged():  # training that resumes after this step does not return to it
             self._validate_when_due(metrics)
-        self._save(metrics)
+        self._save(metrics, may_go_on=False)
         raise Preempted(
             f"the ranks were asked to stop (SIGTERM). They stopped after step {self.step} and saved it: run the same "
             "command again to resume from it"
         )
 
     def _conclude(self, metrics: Metrics | None) -> None:
+        self._finish_save()
         if self.best is None:  # otherwise the best checkpoint has its witness
             validated = self._validate()
             self._record_witness(metrics, validated, self.job.witness_folder)

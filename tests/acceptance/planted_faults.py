@@ -211,7 +211,7 @@ FAULTS = {
     ),
     "lost-moments": Planted(f"{_CHECKPOINT}.saving", lose_moments, "smoke", "failure", "resuming loses momentum"),
     "slow-save": Planted(
-        f"{_CHECKPOINT}.saving", delayed("save", SAVE_SECONDS),
+        f"{_CHECKPOINT}.saving", delayed("begin", SAVE_SECONDS),
         "smoke", "time", "a save takes 4 s longer", "saving a checkpoint",
     ),
     "slow-validation": Planted(

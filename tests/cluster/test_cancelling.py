@@ -126,7 +126,7 @@ def is_saving(runner: ClusterRunner) -> bool:
     """Whether a rank is saving a checkpoint."""
     disks = (runner.cluster.disk(node, f"{node_path()}/attempts") for node in runner.cluster.nodes)
     beats = (heartbeat.read(path) for disk in disks for path in disk.glob("*/rank-*.beat"))
-    return any(beat is not None and beat.phase == "save" for beat in beats)
+    return any(beat is not None and beat.is_saving for beat in beats)
 
 
 def test_a_run_that_is_cancelled_or_whose_worker_stops_saves_ends_everywhere_and_resumes(

@@ -10,7 +10,13 @@ import pytest
 
 from t5train import host_resources
 from t5train.errors import SpecError, StorageError
-from t5train.host_resources import host_memory_bytes, require_host_memory, require_space, require_writable
+from t5train.host_resources import (
+    available_host_memory_bytes,
+    host_memory_bytes,
+    require_host_memory,
+    require_space,
+    require_writable,
+)
 
 
 def test_too_little_host_memory_is_reported_with_both_sizes_and_the_setting() -> None:
@@ -26,6 +32,21 @@ def test_the_memory_limit_of_a_control_group_is_respected(
     (tmp_path / "memory.max").write_text(text)
     monkeypatch.setattr(host_resources, "_GROUP_LIMITS", (tmp_path / "memory.max", tmp_path / "absent"))
     assert (host_memory_bytes() == limit) if limit else (host_memory_bytes() > 1 << 20)
+
+
+@pytest.mark.parametrize(("prefix", "used"), [("", "memory.current"), ("total_", "memory.usage_in_bytes")])
+def test_memory_that_can_still_be_used_is_what_the_control_group_leaves_and_its_cached_files(
+    prefix: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, absent = tmp_path / "limit", tmp_path / "absent"
+    monkeypatch.setattr(host_resources, "_GROUP_LIMITS", (absent, limit) if prefix else (limit, absent))
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 2000 kB\n")
+    monkeypatch.setattr(host_resources, "_MEMORY", tmp_path / "meminfo")
+    assert available_host_memory_bytes() == 2000 << 10
+    limit.write_text("1000000\n")
+    (tmp_path / used).write_text("900000\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\n{prefix}active_file 20000\n{prefix}inactive_file 3000\n")
+    assert available_host_memory_bytes() == 123_000
 
 
 def test_the_space_check_creates_the_root_and_leaves_it_empty(tmp_path: Path) -> None:

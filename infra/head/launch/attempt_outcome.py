@@ -68,7 +68,7 @@ class ClusterWatch:
 
     def _stop_seconds(self) -> float:
         """How long ranks may take to end. Guards end those that have not begun to save after the grace period."""
-        return self.this.grace_seconds + _STOP_SECONDS + (0 if self._supervision.failed else self.this.save_seconds)
+        return self.this.grace_seconds + _STOP_SECONDS + (0 if self._supervision.failed else self.this.saving_seconds)
 
     def end(self) -> None:
         """End the attempt on every host that can be reached, and collect what its ranks have written."""

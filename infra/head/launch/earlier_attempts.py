@@ -111,7 +111,7 @@ def _wait(this: Attempt, unreachable: list[str], on_tick: Callable[[], None]) ->
     """Wait until ranks without contact with a head must have ended."""
     most = (this.lease_seconds or 0) + this.grace_seconds + END_SECONDS
     if this.is_stop_ordered:
-        most += this.save_seconds
+        most += this.saving_seconds
     # If the last head was on this machine, this is how long ago it renewed the lease. Otherwise, it is infinite: that
     # head may have been running until now.
     known = head_lease.age_seconds(head_folder(this.run_id))

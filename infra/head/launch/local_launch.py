@@ -182,7 +182,7 @@ def _stop(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> b
     with suppress(OSError):  # on a full disk, a save is cut off if this process is killed
         this.order_stop()
     # Guards enforce these limits. They get some more time to record how their ranks ended.
-    seconds = this.grace_seconds + this.save_seconds + _GUARDS_SECONDS
+    seconds = this.grace_seconds + this.saving_seconds + _GUARDS_SECONDS
     signalled, deadline = set[ProcessIdentity](), time.monotonic() + seconds
     while (succeeded := _outcome(this, num_ranks, launcher)) is None and time.monotonic() < deadline:
         for guard in set(this.guards()) - signalled:  # including guards that have started since

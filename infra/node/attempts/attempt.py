@@ -65,7 +65,7 @@ class Attempt:
     grace_seconds: float = 30.0
     """How long ranks that are told to stop may take until they begin to save."""
     save_seconds: float = 0.0
-    """How long that save may take."""
+    """How long a save may take."""
     beat_seconds: float = 10.0
     """How long a rank may go without a sign of life."""
     accelerator: str | None = None
@@ -133,6 +133,11 @@ class Attempt:
         The guard of the launcher does so to ask the head.
         """
         (self.folder / STOP).touch(mode=0o600)
+
+    @property
+    def saving_seconds(self) -> float:
+        """How long ranks that are told to stop may save: first a checkpoint that is being written, then their last."""
+        return 2 * self.save_seconds
 
     @property
     def is_stop_ordered(self) -> bool:
@@ -204,7 +209,7 @@ def is_saving(run_folder: Path) -> bool:
     for path in this.folder.glob("rank-*.pid"):
         beat = heartbeat.read(heartbeat.beat_file(this.rank_files(path.stem)))
         rank = ProcessIdentity(**json.loads(path.read_text("utf-8"))["process"])
-        if this.is_stop_ordered and beat is not None and beat.phase == "save" and rank.is_alive():
+        if this.is_stop_ordered and beat is not None and beat.is_saving and rank.is_alive():
             return True
     return False
 

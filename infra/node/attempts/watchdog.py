@@ -104,6 +104,9 @@ class Watchdog:
         if beat is not None and (seconds := time.monotonic() - beat.since) > beat.limit:
             where = f"phase {beat.phase!r} of step {beat.step}"
             return Cause.PHASE, f"{where} took {seconds:.0f} s; its deadline is {beat.limit:.0f} s"
+        if beat is not None and beat.is_writing and (seconds := time.monotonic() - beat.save_since) > beat.save_limit:
+            where = f"writing the checkpoint of step {beat.save_step}"
+            return Cause.PHASE, f"{where} took {seconds:.0f} s; its deadline is {beat.save_limit:.0f} s"
         return None
 
     def _is_silent(self, beat: Beat | None) -> bool:
@@ -140,7 +143,7 @@ class Watchdog:
     def _is_saving(self) -> bool:
         """Whether the rank is saving a checkpoint. How long it may take is checked with the other phases."""
         beat = self._last_beat()
-        return beat is not None and beat.phase == "save"
+        return beat is not None and beat.is_saving
 
     @property
     def _has_lost_parent(self) -> bool:

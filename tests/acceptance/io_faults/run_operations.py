@@ -75,9 +75,13 @@ class Save(_OnTags):
         job = SmallRun(folder).job()
         become_only_rank()
         trainer = train_one_step(job)
-        return lambda: saving.save(
-            trainer.engine, job, UNFINISHED, trainer.huggingface_config, trainer.shards.fingerprint
-        )
+        described = saving.Described(trainer.huggingface_config, trainer.shards.fingerprint)
+
+        def save() -> None:
+            saving.begin(trainer.engine, job, UNFINISHED, described)()
+            saving.note_saved(job, UNFINISHED)
+
+        return save
 
     def problems(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
         """If the save succeeded, the checkpoint is complete. The project takes it for complete only if it is."""

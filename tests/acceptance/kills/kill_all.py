@@ -61,7 +61,7 @@ def certify_run(site: Site, tag: str, tokenizer: TokenizerFiles, folder: Path) -
 
 def kill_all(folder: Path, seed: int, kills: int, recipe: str, *, lora: bool) -> list[Tally]:
     """Run the stages in order, each on the results of the previous one; return their tallies."""
-    site, tokenizer = make_site(folder, recipe, num_steps=3 * kills // 2 + 6, lora=lora)
+    site, tokenizer = make_site(folder, recipe, num_steps=3 * kills + 6, lora=lora)
     tallies, trial = [train_with_kills(site, folder, seed, kills)], folder / "trial"
     tallies.append(kill_stage("gather", seed, kills, trial, lambda into: GatherTrial(site, into)))
     site.storage.take_home()

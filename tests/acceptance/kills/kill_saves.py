@@ -6,7 +6,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -160,18 +160,23 @@ def _train(rank: int, job: str, rendezvous_folder: str, connection: Connection) 
     import deepspeed
     from torch import distributed
 
-    from t5train.checkpoint import saving
+    from t5train.checkpoint import running_save, saving
     from t5train.train import loop
 
     distributed.init_process_group("gloo", f"file://{rendezvous_folder}/meet", rank=rank, world_size=len(HOSTS))
     deepspeed.init_distributed("gloo")
-    save = saving.save
+    begin, note_saved = saving.begin, saving.note_saved
 
-    def save_and_report(engine: Any, job: TrainJob, step: int, *rest: Any) -> str:
+    def report_and_begin(engine: Any, job: TrainJob, step: int, *rest: Any, **options: Any) -> Callable[[], None]:
         connection.send(("saving", step, time.monotonic()))
-        tag = save(engine, job, step, *rest)
-        connection.send(("saved", step, time.monotonic()))
-        return tag
+        return begin(engine, job, step, *rest, **options)
 
-    with mock.patch.object(saving, "save", save_and_report):
+    def note_and_report(job: TrainJob, step: int) -> None:
+        note_saved(job, step)
+        connection.send(("saved", step, time.monotonic()))
+
+    with (
+        mock.patch.object(saving, "begin", report_and_begin),
+        mock.patch.object(running_save, "note_saved", note_and_report),
+    ):
         loop.Trainer(TrainJob.model_validate_json(job)).run()

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import deepspeed
 from deepspeed import comm
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import groups
 
 from t5train.spec import build
@@ -42,10 +43,14 @@ def run_jobs(report: Callable[[dict[str, Any]], Any]) -> NoReturn:
 
 
 def forget_groups() -> None:
-    """Make DeepSpeed forget the groups of earlier engines. It would use the largest, and the grid of a pipeline."""
+    """Make DeepSpeed forget the groups of earlier engines. It would use the largest, and the grid of a pipeline.
+
+    It also numbers parameters from 0 again, as checkpoints of ZeRO 3 have these numbers.
+    """
     groups._EXPERT_PARALLEL_GROUP.clear()
     groups._EXPERT_DATA_PARALLEL_GROUP.clear()
     groups.mpu = None
+    Init.param_id = 0
 
 
 def job_of(entry: dict[str, Any], **more: Any) -> TrainJob:

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from deepspeed import comm
 
-from t5train.checkpoint import saving, sidecar, state_loading
+from t5train.checkpoint import host_copies, saving, sidecar, state_loading
 from t5train.checkpoint.reshard import consolidated_for
 from t5train.checkpoint.state_loading import StoredState
 from t5train.checkpoint.tags import files_read_by
@@ -50,6 +50,7 @@ from t5train.train import loop, sanity_checks, wandb_sync
 from t5train.train.witness_recording import full_masters
 from tests.support.training import rank_main
 from tests.support.training.fused_ranks import fused
+from tests.support.training.late_writes import late_writes
 from tests.support.training.little_memory import too_little_memory_to_predict
 
 
@@ -70,15 +71,20 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         update = fused() if entry.get("is_fused") else contextlib.nullcontext()
-        with FAULTS[entry.get("fault")](), update, _dispatching(entry.get("dispatch")):
+        late_writing = late_writes(rank_1_waits=entry.get("rank_1_waits", False))
+        with FAULTS[entry.get("fault")](), update, _dispatching(entry.get("dispatch")), late_writing as late:
             _OPENED.clear()
+            found["late"] = late
             trainer = loop.Trainer(job)
             found["phases"] = _recorded_phases(trainer)
             if "brought_from" in entry:
                 found["opened"] = sorted({path.name for path in map(Path, _OPENED) if path.suffix == ".pt"})
             if job.consolidated or (job.start_fingerprint and job.resume_tag is None):
                 found["begun"] = _digests(trainer)
-                saving.save(trainer.engine, job, trainer.step, {}, trainer.shards.fingerprint)
+                described = saving.Described({}, trainer.shards.fingerprint)
+                saving.begin(trainer.engine, job, trainer.step, described)()
+                comm.barrier()
+                saving.note_saved(job, trainer.step)
             if "scores" in entry:
                 _find_scores(trainer, {int(step): score for step, score in entry["scores"].items()})
             if "sigterm_at" in entry:
@@ -331,6 +337,12 @@ def _every_step_is_skipped() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _host_memory_is_short() -> Iterator[None]:
+    with mock.patch.object(host_copies, "host_memory_bytes", return_value=1 << 60):  # of which a tenth must stay free
+        yield
+
+
+@contextlib.contextmanager
 def _rank_one_has_no_resume_tag() -> Iterator[None]:
     original = saving.resume
 
@@ -355,6 +367,7 @@ FAULTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[None]]] 
     "skipped": _every_step_is_skipped,
     "disagree": _rank_one_has_no_resume_tag,
     "too little memory to predict": too_little_memory_to_predict,
+    "short-memory": _host_memory_is_short,
 }
 
 if __name__ == "__main__":

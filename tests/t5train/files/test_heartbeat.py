@@ -69,6 +69,19 @@ def test_the_heartbeat_is_renewed_every_second_while_the_rank_works(tmp_path: Pa
     assert path.stat().st_size == 256
 
 
+def test_a_save_in_another_thread_is_reported_beside_the_phase_with_its_own_deadline(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    writer, path = Heartbeat(tmp_path / "beat", DEADLINES), tmp_path / "beat"
+    writer.note_writing(7)
+    clock[0] += 1
+    writer.enter("validate", 8)
+    assert read_beat(path) == Beat(1001.0, "validate", 1001.0, 5, 8, save_step=7, save_since=1000.0, save_limit=4)
+    assert path.stat().st_size == 256
+    writer.note_writing(None)
+    assert read_beat(path) == Beat(1001.0, "validate", 1001.0, 5, 8)
+
+
 def test_a_rank_without_a_guard_writes_no_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(RANK_FILES, raising=False)
     with Heartbeat.of_rank(DEADLINES) as writer:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,6 +40,32 @@ def test_a_failed_rank_reports_its_error_and_ends_without_waiting_for_others(
     monkeypatch.setattr(deepspeed.comm, "destroy_process_group", wait_for_ever)
     monkeypatch.setattr(loop, "Trainer", fail)
     assert program.main() == 1
+    assert isinstance(error_report.read(job.parent / "rank-00000"), WeightsDidNotMove)
+
+
+FAILING_WHILE_IT_SAVES = """
+import runpy, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import deepspeed
+from t5train.errors import WeightsDidNotMove
+from t5train.train import loop
+
+def fail(*_):
+    ThreadPoolExecutor(1).submit(threading.Event().wait)
+    raise WeightsDidNotMove("3 steps, same weights")
+
+deepspeed.init_distributed, loop.Trainer = lambda: None, fail
+sys.argv = ["t5train.train", "--spec", sys.argv[1]]
+runpy.run_module("t5train.train", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_failed_rank_does_not_wait_for_the_checkpoint_that_it_is_writing(job: Path) -> None:
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "T5_RANK_FILES": str(job.parent / "rank-00000")}
+    command = [sys.executable, "-c", FAILING_WHILE_IT_SAVES, str(job)]
+    ended = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1, ended.stderr
     assert isinstance(error_report.read(job.parent / "rank-00000"), WeightsDidNotMove)
 
 

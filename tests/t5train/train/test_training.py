@@ -83,9 +83,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
         jobs += [_one_batch(layout, passes) for passes in (1, PASSES)]
     jobs.append(job("to-zero", "zero1-fp32", {"optimizer.final_learning_rate": 0}))
     jobs.append(_epoch_ends_within_a_step())
-    jobs.append(job("unused", "zero1-fp32", fault="unused"))
+    jobs.append(job("unused", "zero1-fp32", {"storage.checkpoint_every_steps": 1}, fault="unused"))
     for fault in FAULTS:
-        of_skips = {"optimizer.num_steps": 6, "storage.checkpoint_every_steps": 1}
+        of_skips = {"optimizer.num_steps": 6}
         tag = "step-00000002" if fault == "disagree" else None
         jobs.append(job(fault, "zero1-fp32", of_skips if fault == "skipped" else {}, fault=fault, resume_tag=tag))
     return train(root, jobs, pydocs_shards)
@@ -275,8 +275,8 @@ def test_what_only_resembles_a_fault_is_allowed(trained: Trained, name: str, ste
 
 
 def test_old_checkpoints_are_pruned(trained: Trained) -> None:
-    kept = sorted(path.name for path in (trained.root / "skipped/checkpoints").iterdir() if path.is_dir())
-    assert kept == ["step-00000002", "step-00000003"]
+    kept = sorted(path.name for path in (trained.root / "unused/checkpoints").iterdir() if path.is_dir())
+    assert kept == ["step-00000003", "step-00000004"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

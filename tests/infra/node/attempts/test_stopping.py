@@ -53,11 +53,17 @@ def test_a_rank_still_running_after_the_grace_period_is_killed_with_its_children
     assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM; it was still running after 1 s", -signal.SIGKILL)
 
 
-def test_a_save_that_began_within_the_grace_period_is_completed(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trains_on", [False, True])
+def test_a_save_that_began_within_the_grace_period_is_completed(
+    this: Attempt, monkeypatch: pytest.MonkeyPatch, trains_on: bool
+) -> None:
     monkeypatch.setattr(os, "kill", lambda *_: None)  # the rank begins to save
     watchdog = Watchdog(replace(this, grace_seconds=0.0), "rank-00000", os.getpid(), None)
     beat_file = heartbeat.beat_file(this.rank_files("rank-00000"))
-    heartbeat.write(beat_file, Beat(0.0, "save", time.monotonic(), 600.0, 7))
+    saving = Beat(0.0, "save", time.monotonic(), 600.0, 7)
+    if trains_on:
+        saving = Beat(0.0, "step", time.monotonic(), 600.0, 8, 7, time.monotonic(), 600.0)
+    heartbeat.write(beat_file, saving)
     assert watchdog.handle_signals(bytes([signal.SIGTERM])) is None
     assert watchdog.check() is None
     heartbeat.write(beat_file, Beat(0.0, "step", time.monotonic(), 600.0, 8))
