@@ -58,12 +58,12 @@ def full_masters(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def merged_masters(
-    engine: Any, frozen: StoredTensors, scaling: float, on_all_ranks: bool
+    engine: Any, frozen: StoredTensors, scaling: float, *, on_all_ranks: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, fp32 value on the CPU) of every parameter, merged with its adapter; else on rank 0.
+    """On rank 0, yield (Hugging Face name, fp32 value on the CPU) of every parameter, merged with its adapter.
 
-    A collective of all ranks. ``frozen`` are the start model's weights. Raises RanksDisagree if those of the engine are
-    not their rounding.
+    A collective of all ranks, which all yield them with ``on_all_ranks``. ``frozen`` are the start model's weights.
+    Raises RanksDisagree if those of the engine are not their rounding.
     """
     factors, model = dict(full_masters(engine)), model_of(engine)
     for name, parameter in model.named_parameters():
@@ -223,7 +223,7 @@ def published(
     lora = job.spec.finetune.lora
     if lora.rank is None:
         return full_masters(engine)
-    return merged_masters(engine, frozen_weights(job, shape), lora.scaling, on_all_ranks)
+    return merged_masters(engine, frozen_weights(job, shape), lora.scaling, on_all_ranks=on_all_ranks)
 
 
 def _trained(job: TrainJob, dataset: Dataset) -> TrainedModel:
