@@ -1,5 +1,6 @@
 """Fixtures and switches that every test may use."""
 
+import atexit
 import fcntl
 import gc
 import os
@@ -64,12 +65,9 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # modules stay: neither tests nor their forks look through them again
+    gc.freeze()  # modules stay: neither tests nor their forks look through them again, nor pytest when it ends
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or Triton would report everything as leaked
+    atexit.register(gc.unfreeze)  # or Triton would report everything as leaked
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,6 +21,7 @@ from t5train.data.vocabulary.tokenizer import build_tokenizer
 from t5train.spec import CorpusSpec, ShardsSpec, TokenizerSpec
 from tests.support.cluster_runs import ClusterRunner
 from tests.support.generated_text import write_jsonl
+from tests.support.waiting import await_that
 
 pytestmark = pytest.mark.cluster
 
@@ -99,6 +100,9 @@ def test_half_of_the_hosts_is_killed_half_way_and_strangers_are_refused(tokenisi
     out, cluster = tokenising.share / "killed", tokenising.cluster
     process = tokenising.start(out)
     tokenising.await_shards(out, 1, process)
+    await_that(lambda: jobs_on(cluster, "node1"))
+    for job in jobs_on(cluster, "node1"):  # it keeps its shard, or all might be made before the host is killed
+        os.kill(job, signal.SIGSTOP)
     client = cluster.start("node0", [sys.executable, "-c", CLIENT, tokenising.port()], subprocess.PIPE)
     tokenising.await_shards(out, SHARDS // 2, process)
     cluster.power_cut("node1")
@@ -110,6 +114,11 @@ def test_half_of_the_hosts_is_killed_half_way_and_strangers_are_refused(tokenisi
     assert files(out) == {name: digest.model_dump() for name, digest in tokenising.expected.items()}
     assert not ClusterRunner(cluster, tokenising.share).left()
     cluster.boot("node1")
+
+
+def jobs_on(cluster: Cluster, host: str) -> list[int]:
+    """The processes that make shards on a host."""
+    return [each.pid for each in cluster.processes(host) if "t5train.data.worker_processes" in each.argv]
 
 
 def end_head(cluster: Cluster, signal_number: int) -> None:

@@ -87,6 +87,7 @@ def kept(root: Path) -> dict[str, str]:
     return {path.name: sha256(path.read_bytes()).hexdigest() for path in root.glob("cache/*/*.passages.zst")}
 
 
+@pytest.mark.slow
 def test_rows_of_a_split_are_streamed_once_to_the_same_bytes_for_any_number_of_workers(
     hub: Hub, tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_configuration_split_and_column_are_chosen(hub: Hub, tmp_path: Path) -> 
     assert mixture["passages"][SHARDS * ROWS :] == held_out["passages"] + german["passages"]
 
 
+@pytest.mark.slow
 def test_the_commit_of_the_first_download_is_used_from_then_on(hub: Hub, tmp_path: Path) -> None:
     before = build_one(hub, tmp_path / "a", EN)
     first = hub.main
