@@ -24,7 +24,7 @@ def test_library_log_lines_are_shown_only_while_a_stage_runs(
     )
 
 
-def test_escape_sequences_from_stores_and_hosts_are_removed_from_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_sequences_from_stores_and_hosts_are_removed_and_a_cell_of_a_table_stays_one(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "b\x1b[2Jucket\x1b]0;title\x07 \x9b5mis\r gone\x08\n\tfor good"
     with stage_display():
         logging.getLogger("t5train.records.stage_records").warning("%s", hostile)
@@ -34,7 +34,7 @@ def test_escape_sequences_from_stores_and_hosts_are_removed_from_output(capsys: 
     captured = capsys.readouterr()
     fit = "bucket 5mis gone\n\tfor good\n"
     assert captured.err == fit.expandtabs(8) + fit
-    assert captured.out == fit + "what\n" + fit
+    assert captured.out == fit + "what\n" + "bucket 5mis gone\\n\\tfor good\n"
 
 
 def test_lines_of_progress_say_how_long_the_rest_takes(
