@@ -183,8 +183,8 @@ def _with_references(predictions: Iterable[Prediction]) -> list[Prediction]:
     for number, row in enumerate(rows, start=1):
         if (first := of_id.setdefault(row.id, number)) != number:
             raise InputError(
-                f"rows {first:,} and {number:,} have the same id ({_shown(row.id)}), but each row is scored once. Remove "
-                "one of them, or predict again"
+                f"rows {first:,} and {number:,} have the same id ({_shown(row.id)}), but each row is scored once. "
+                "Remove one of them, or predict again"
             )
         if row.reference is None:
             raise InputError(

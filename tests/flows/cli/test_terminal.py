@@ -24,7 +24,9 @@ def test_library_log_lines_are_shown_only_while_a_stage_runs(
     )
 
 
-def test_escape_sequences_from_stores_and_hosts_are_removed_and_a_cell_of_a_table_stays_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_sequences_are_removed_from_output_and_cells_of_tables_stay_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     hostile = "b\x1b[2Jucket\x1b]0;title\x07 \x9b5mis\r gone\x08\n\tfor good"
     with stage_display():
         logging.getLogger("t5train.records.stage_records").warning("%s", hostile)
