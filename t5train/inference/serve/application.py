@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from concurrent.futures import Future
 from hashlib import sha256
+from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +29,9 @@ _RETRY = {"Retry-After": "1"}
 
 class Model(Protocol):
     """What reads questions."""
+
+    tasks: Sequence[str]
+    """The names of the tasks that it was fine-tuned with."""
 
     def asked(self, question: Question) -> Sequence[Asked]:
         """Return the texts that the model reads. Raises InputError if it does not read them."""
@@ -51,8 +55,11 @@ def application(model: Model, queue: TextQueue, access: Access, limits: Limits) 
 
     handlers: dict[Any, Any] = {404: _refused, 405: _refused, HTTPException: _refused}
     handlers |= {T5TrainError: _failed, Exception: _failed}
-    app = FastAPI(openapi_url=None, exception_handlers=handlers, dependencies=[Depends(own_host)])
-    html = (files(__package__) / "page.html").read_text("utf-8")
+    # A redirection to a path without a slash at its end would lead to whatever host the client names.
+    app = FastAPI(
+        openapi_url=None, redirect_slashes=False, exception_handlers=handlers, dependencies=[Depends(own_host)]
+    )
+    html = _page(model.tasks)
 
     @app.get("/")
     async def page() -> HTMLResponse:
@@ -85,6 +92,13 @@ def _failed(_: "Request", error: Exception) -> "JSONResponse":
     status = 422 if isinstance(error, InputError) else 503 if isinstance(error, T5TrainError) else 500
     reason = "an error of the server: its log has more" if status == 500 else str(error)
     return JSONResponse({"error": reason}, status, _RETRY if isinstance(error, QueueFull) else None)
+
+
+def _page(tasks: Sequence[str]) -> str:
+    """Return the page, on which one of the tasks is chosen if there are any."""
+    options = "".join(f"<option>{escape(each)}" for each in tasks)
+    choice = f'<label>Task <select name="task">{options}</select></label>' if tasks else ""
+    return (files(__package__) / "page.html").read_text("utf-8").replace("<!-- task -->", choice)
 
 
 def _policy(html: str) -> str:
