@@ -55,7 +55,7 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
         ),
     ] = None,
     num_beams: BeamsOption = 1,
-    length_penalty: Annotated[float, typer.Option(help="Of beams: more prefers longer texts")] = 1.0,
+    length_penalty: Annotated[float, typer.Option(min=-100, max=100, help="Of beams: more prefers longer texts")] = 1.0,
     sample: SampleOption = False,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
