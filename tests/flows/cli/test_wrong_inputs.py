@@ -100,6 +100,8 @@ OPTIONS = [
     Wrong("evaluate t5 --corpus good.txt --seed 18446744073709551616", 2, "--seed is '18446744073709551616': it must"),
     Wrong("predict t5 good.txt --length-penalty nan", 2, "--length-penalty is 'nan': it must be less than or equal to"),
     Wrong("serve t5 --timeout nan", 2, "--timeout is 'nan': it must be less than or equal to 86400"),
+    Wrong("score 'no\nwhere'", 4, r"no\nwhere is not a file of predictions"),
+    Wrong("generate 'a/no\nwhere' text", 4, r"a/no\nwhere, which is not a folder on this machine"),
     Wrong("generate t5 text --temperature=hot", 2, "--temperature is 'hot': it must be a number. See"),
     Wrong("generate t5 text --num-beams 0", 2, "--num-beams"),
     Wrong("generate t5 text --top-p 1.5", 2, "--top-p"),
