@@ -133,6 +133,7 @@ async def _first(request: "Request", answers: "Sequence[Future[Generated]]", lim
     from fastapi import HTTPException
 
     gathered = asyncio.gather(*map(asyncio.wrap_future, answers))
+    gathered.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs that nobody did
     gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
     seconds = limits.answer_seconds
     try:

@@ -160,6 +160,15 @@ def test_a_slow_client_is_cut_also_after_a_request_that_was_answered(hasty: Stub
     assert answers.endswith('{"error": "the request was not complete within 0.2 seconds"}')
 
 
+def test_requests_that_are_given_up_leave_nothing_on_standard_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with stub_server(tmp_path, answer_seconds=0.2) as server:
+        refused(server.ask([server.hold("never"), "a"]), 503)
+        await_that(lambda: server.ask("b").is_success)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.slow
 def test_a_client_that_does_not_take_its_answer_is_cut(tmp_path: Path) -> None:
     body = json.dumps({"text": "a" * 1_000_000})
