@@ -11,6 +11,9 @@ from t5train.inference.serve.text_queue import Asked
 from t5train.inference.text.decoding import Decoder, GenerationSpec
 from t5train.inference.text.generation import Generated, generate_batch, usual_new_tokens
 
+_CHARACTERS_A_TOKEN = 64
+"""No text has so many on average. To count the tokens of a megabyte would keep all others waiting for seconds."""
+
 
 class ServedModel:
     """A loaded model. Questions may be read by several threads at once, while one decodes."""
@@ -28,10 +31,15 @@ class ServedModel:
 
         Raises InputError if the model has no such task, if none is named and it has several, or if a text is too long.
         """
-        texts = [self._with_prefix(text, question.task) for text in question.text]
+        texts, most = [self._with_prefix(text, question.task) for text in question.text], self._limits.input_tokens
+        for number, text in enumerate(texts, start=1):
+            if len(text) > most * _CHARACTERS_A_TOKEN:
+                raise InputError(
+                    f"text {number} has {len(text)} characters with its prefix: it must have at most "
+                    f"{most * _CHARACTERS_A_TOKEN}, and {most} tokens"
+                )
         with self._lock:
             lengths = [len(ids) for ids in self._counting(texts, verbose=False)["input_ids"]]
-        most = self._limits.input_tokens
         for number, length in enumerate(lengths, start=1):
             if length > most:
                 raise InputError(f"text {number} has {length} tokens with its prefix: it must have at most {most}")

@@ -93,6 +93,7 @@ def test_the_only_task_of_a_model_need_not_be_named(folder: Callable[[str], Path
         ("v1.1", {"text": "3 1", "task": "en-de"}, "must be left out: no task is recorded of this model"),
         ("pairs", {"text": "3 1", "task": "x" * 99}, f"task is '{'x' * 60}': it must be one of"),
         ("v1.1", {"text": ["a", "word " * 60]}, "text 2 has "),
+        ("v1.1", {"text": ["a", "x" * 2561]}, "text 2 has 2561 characters with its prefix: it must have at most 2560,"),
     ],
 )
 def test_a_text_that_the_model_would_read_wrongly_is_refused(
