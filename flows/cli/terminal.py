@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from infra.node.attempts.log_tail import printable
 from t5train.errors import printable as one_line
+from t5train.files.os_errors import naming
 from t5train.progress import Progress as ProgressCallback
 from t5train.report.time_left import TimeLeft
 
@@ -120,14 +122,17 @@ def progress_display() -> Iterator[LineProgress | BarProgress]:
 
 def say(line: str) -> None:
     """Print one line of a result on standard output, without wrapping, markup or terminal control sequences."""
-    sys.stdout.write(printable(line) + "\n")
-    sys.stdout.flush()
+    if sys.stdout is not None:  # as it is if it was closed when Python started
+        with naming(PurePath("standard output")):
+            sys.stdout.write(printable(line) + "\n")
+            sys.stdout.flush()
 
 
 def complain(line: str) -> None:
     """Print one line on standard error, sanitised like ``say``, because errors may quote hosts and stores."""
-    sys.stderr.write(printable(line) + "\n")
-    sys.stderr.flush()
+    if sys.stderr is not None:
+        sys.stderr.write(printable(line) + "\n")
+        sys.stderr.flush()
 
 
 def show_json(value: object) -> None:

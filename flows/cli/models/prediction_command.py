@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
@@ -25,6 +25,7 @@ from flows.cli.options import JsonOption, RootOption
 from flows.cli.stage_commands import require_finished
 from flows.cli.terminal import say, stage_display
 from t5train.errors import InputError, SpecError, T5TrainError
+from t5train.files.os_errors import naming
 from t5train.spec.pairs_spec import location_of
 
 _STANDARD = ("-", "/dev/stdin")
@@ -103,7 +104,7 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
         job = PredictJob(path, named, folder, decoding, batch_tokens, device, processes, root)
         predicted = predict_rows(job, progress)
         if out is None:
-            with open(folder / PREDICTIONS, "rb") as lines:
+            with open(folder / PREDICTIONS, "rb") as lines, naming(PurePath("standard output")):
                 shutil.copyfileobj(lines, sys.stdout.buffer)
             sys.stdout.buffer.flush()
             return

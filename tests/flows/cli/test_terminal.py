@@ -1,7 +1,9 @@
 """What a user sees when a stage is run by itself."""
 
+import errno
 import io
 import logging
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -68,3 +70,16 @@ def test_a_bar_shows_the_amount_of_work_if_it_is_known_and_disappears_at_the_end
         assert "12 s since the last step, saving" in screen.getvalue()
         assert "12/?" not in screen.getvalue()
     assert screen.getvalue().endswith("\x1b[1A\x1b[2K"), "the line of the bar is erased"
+
+
+def test_standard_output_is_named_if_its_disk_is_full_and_left_alone_if_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr("sys.stdout", full)
+    with pytest.raises(OSError, match="No space left on device: 'standard output'"):
+        terminal.say("a line")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}", None)
+    terminal.say("nobody reads this")
+    terminal.complain("nor this")
