@@ -94,8 +94,6 @@ def show_evaluation(spec: RunSpec, exported: Export) -> None:
         metrics = recorded_metrics(exported.path, exported.files)
         if metrics is None:
             return
-        for line in metrics_lines(metrics):
-            _log.info("%s", line)
         text = evaluation_report(metrics)
         write_report(spec.run_folder, EVALUATION, text)
         shown_markdown("evaluation").show(text, "Predictions of held-out pairs")

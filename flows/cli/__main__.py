@@ -12,7 +12,7 @@ import typer
 
 from flows.cli.command_help import Group
 from flows.cli.terminal import complain, say
-from t5train.errors import SpecError, StorageError, T5TrainError
+from t5train.errors import SpecError, StorageError, T5TrainError, printable
 from t5train.files.os_errors import explain
 
 app = typer.Typer(
@@ -73,7 +73,7 @@ def main() -> NoReturn:
     try:
         code = app(standalone_mode=False)
     except T5TrainError as error:
-        complain(f"error: {error}")
+        complain(f"error: {_shown(str(error))}")
         sys.exit(error.exit_code)
     except _USAGE_ERROR as error:
         if said := _usage(error):  # empty if typer has printed help because there were no words
@@ -88,13 +88,18 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        complain(f"error: {explain(error)}")
+        complain(f"error: {_shown(explain(error))}")
         sys.exit(StorageError.exit_code)
     except Exception as error:
         raise _exit_of_bug(error) from error
     if code == _INTERRUPTED:  # typer returns it for Ctrl-C
         complain("interrupted")
     sys.exit(code or 0)
+
+
+def _shown(error: str) -> str:
+    """Return an error in one line if the command has a name of several, which it may repeat."""
+    return printable(error) if any("\n" in word for word in sys.argv) else error
 
 
 def _exit_of_bug(error: BaseException) -> SystemExit:

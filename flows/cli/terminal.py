@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
@@ -13,6 +14,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from infra.node.attempts.log_tail import printable
+from t5train.errors import printable as one_line
+from t5train.files.os_errors import naming
 from t5train.progress import Progress as ProgressCallback
 from t5train.report.time_left import TimeLeft
 
@@ -119,14 +122,17 @@ def progress_display() -> Iterator[LineProgress | BarProgress]:
 
 def say(line: str) -> None:
     """Print one line of a result on standard output, without wrapping, markup or terminal control sequences."""
-    sys.stdout.write(printable(line) + "\n")
-    sys.stdout.flush()
+    if sys.stdout is not None:  # as it is if it was closed when Python started
+        with naming(PurePath("standard output")):
+            sys.stdout.write(printable(line) + "\n")
+            sys.stdout.flush()
 
 
 def complain(line: str) -> None:
     """Print one line on standard error, sanitised like ``say``, because errors may quote hosts and stores."""
-    sys.stderr.write(printable(line) + "\n")
-    sys.stderr.flush()
+    if sys.stderr is not None:
+        sys.stderr.write(printable(line) + "\n")
+        sys.stderr.flush()
 
 
 def show_json(value: object) -> None:
@@ -134,16 +140,21 @@ def show_json(value: object) -> None:
     say(json.dumps(value, indent=1))
 
 
+def _cell(text: str) -> str:
+    """Return the text of a cell in one line: a tab or line end in it would begin another cell or row."""
+    return one_line(printable(text))
+
+
 def show_rows(rows: list[list[str]]) -> None:
     """Print aligned columns on standard output, tab-separated if that is not a terminal. The last column wraps."""
     console = Console(emoji=False, highlight=False)
     if not console.is_terminal:
         for row in rows:
-            say("\t".join(row))
+            say("\t".join(map(_cell, row)))
         return
     table = Table.grid(padding=(0, 2))
     for row in rows:
-        table.add_row(*map(printable, row))
+        table.add_row(*map(_cell, row))
     console.print(table, markup=False)
 
 
@@ -152,9 +163,9 @@ def show_table(columns: list[str], rows: list[list[str]]) -> None:
     console = Console(emoji=False)
     if not console.is_terminal:
         for row in [columns, *rows]:
-            say("\t".join(row))
+            say("\t".join(map(_cell, row)))
         return
     table = Table(*columns)
     for row in rows:
-        table.add_row(*map(printable, row))
+        table.add_row(*map(_cell, row))
     console.print(table, markup=False)

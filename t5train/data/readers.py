@@ -24,6 +24,7 @@ from t5train.data.formats.passage_frames import frame_rows, is_framed
 from t5train.data.native import segmenter_build
 from t5train.data.passages import READ_COLUMNS, Passage, Row, SourceFile, id_at, title_of
 from t5train.errors import InputError
+from t5train.files.os_errors import reason
 from t5train.quantities import format_bytes, quantity
 
 PLAIN_FORMATS = (".txt", ".jsonl", ".tsv", ".csv")
@@ -138,6 +139,8 @@ def read_to_end(source: SourceFile, file: OpenFile) -> Iterator[None]:
             raise
     except DecompressionError as error:
         raise InputError(f"{source.shown} cannot be read to its end ({error}). {error.remedy}") from error
+    except PermissionError as error:
+        raise InputError(f"{source.shown} cannot be read: {reason(error)}") from error
     except (OSError, EOFError, zstd.ZstdError) as error:
         raise InputError(
             f"{source.shown} cannot be read to its end ({error}). If the file is damaged, fetch or write it again"

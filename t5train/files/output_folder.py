@@ -9,8 +9,8 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import TextIO
 
 from t5train.errors import StorageError
 from t5train.files.locks import flock, try_lock
@@ -50,19 +50,20 @@ def lock_or_wait(descriptor: int, result: Path) -> None:
         flock(descriptor, fcntl.LOCK_EX)
 
 
-def _open_claim(folder: Path) -> TextIO:
+def _open_claim(folder: Path) -> FileIO:
+    """Open the claim without a buffer, which would be written again, and fail again, when the file is closed."""
     try:
         _refuse_foreign(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        return open(folder / CLAIM, "a+", encoding="ascii", errors="replace")
+        return open(folder / CLAIM, "ab+", buffering=0)
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {explain(error)}") from error
 
 
-def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:
+def _own(claim: FileIO, folder: Path, fingerprint: str) -> None:
     """Record the fingerprint in the claim. A folder that was claimed but holds no result can be claimed again."""
     claim.seek(0)
-    if claim.read() == fingerprint:
+    if claim.read() == fingerprint.encode():
         return
     if any(each.name != CLAIM for each in folder.iterdir()):
         raise StorageError(
@@ -70,8 +71,7 @@ def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:
             "remove this one"
         )
     claim.truncate(0)
-    claim.write(fingerprint)
-    claim.flush()
+    claim.write(fingerprint.encode())
 
 
 def _refuse_foreign(folder: Path) -> None:

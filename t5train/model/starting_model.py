@@ -16,6 +16,7 @@ from t5train.data.vocabulary.t5_form import in_t5_form
 from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, Tokenizer, differing_piece
 from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.confined import child
+from t5train.files.os_errors import in_one_line
 from t5train.model.model_shape import T5Shape, huggingface_config, preset_of, resolve, sparse_step
 from t5train.model.parameters import parameter_shapes
 from t5train.model.tensor_files import FLOATING, StoredTensor, StoredTensors, list_tensors
@@ -211,7 +212,7 @@ def _read_json(path: Path, named: str) -> dict[str, Any]:
         raise InputError(f"{path} does not exist. Set {named} to the folder of a complete model") from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
-            f"{path} cannot be read ({error}). If the file is damaged, copy it again from where you got the model"
+            f"{path} cannot be read ({in_one_line(error)}). If it is damaged, copy it again from where you got it"
         ) from error
     if not isinstance(found, dict):
         raise InputError(f"{path} holds no JSON object. Copy the file again from where you got the model")

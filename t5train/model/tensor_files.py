@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from t5train.errors import InputError
+from t5train.files.os_errors import reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,10 +77,13 @@ class StoredTensors:
 
 def _tensors_in(file: Path) -> list[StoredTensor]:
     try:
-        with safe_open(file, framework="np") as opened:
+        # To safetensors, a file that it may not open does not exist.
+        with open(file, "rb"), safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is not a mapping
             return [
                 StoredTensor(file, name, tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()
             ]
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {reason(error)}") from error
+    except SafetensorError as error:
         raise InputError(f"{file} cannot be read as safetensors ({error}). Restore the file") from error

@@ -96,9 +96,9 @@ class EvaluationMetrics(_Part):
         return {EVALUATION_METRICS, PREDICTED, *by_start}
 
 
-def is_weights(name: str) -> bool:
-    """Return whether a file of an export has weights of the model itself."""
-    return name.endswith(".safetensors") and "/" not in name
+def weights_of(files: Mapping[str, FileDigest]) -> dict[str, str]:
+    """Return the sha256 of each file of an export that has weights of the model itself."""
+    return {name: digest.sha256 for name, digest in files.items() if name.endswith(".safetensors") and "/" not in name}
 
 
 def recorded_metrics(folder: Path, files: Mapping[str, FileDigest]) -> EvaluationMetrics | None:

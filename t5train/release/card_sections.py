@@ -97,7 +97,7 @@ class Words(NamedTuple):
 
 def table(headings: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
     """Return a table. Texts in the first column are as they are; numbers and texts in the second are formatted."""
-    lines = [f"| {' | '.join((str(row[0]), cell(row[1]), *row[2:]))} |" for row in rows]
+    lines = [f"| {' | '.join((str(row[0]), cell(row[1], str(row[0])), *row[2:]))} |" for row in rows]
     return "\n".join([f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *lines])
 
 
@@ -300,6 +300,8 @@ def measurements(recorded: Mapping[str, Any]) -> str:
     return table(("measurement", "", "meaning"), [(name, recorded[name], MEANINGS.get(name, "")) for name in names])
 
 
-def cell(value: Any) -> str:
-    """Return a measurement as Markdown."""
-    return f"{value:.4f}" if isinstance(value, float) else code(value)
+def cell(value: Any, name: str = "") -> str:
+    """Return a measurement of a name as Markdown: in percent if it can be compared with metrics of predictions."""
+    if isinstance(value, float):
+        return f"{value:.2%}" if name.endswith(("exact_match", "token_accuracy")) else f"{value:.4f}"
+    return code(value)

@@ -18,6 +18,7 @@ _SPECIAL = re.compile(
     """,
     re.VERBOSE,
 )
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _URL = re.compile(r"""((?:https?|ftp)://[^\s<]*[\\`*\[\]~&_][^\s<]*)""")
 _ITEM_NUMBER = re.compile(r"^([0-9]{1,9})([.)])(?= |$)")
 
@@ -43,8 +44,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def page(*parts: str) -> str:
-    """Return the parts as paragraphs of one text; empty parts are left out."""
-    return encodable("\n\n".join(filter(None, parts)) + "\n")
+    """Return the parts as paragraphs of one text; empty parts are left out. Control characters become U+FFFD."""
+    return _CONTROLS.sub("\ufffd", encodable("\n\n".join(filter(None, parts)) + "\n"))
 
 
 def code(text: object) -> str:

@@ -139,8 +139,9 @@ def measurements_of_tasks(witness: Witness) -> str:
     rows = []
     for split in _SPLITS[1:]:
         for number, task in enumerate(witness.trained.task_names):
-            values = [witness.validation.get(of_task(f"{split}_{what}", number)) for what in _OF_TASKS]
-            rows.append((code(task), split, *("not measured" if value is None else cell(value) for value in values)))
+            values = {what: witness.validation.get(of_task(f"{split}_{what}", number)) for what in _OF_TASKS}
+            shown = ("not measured" if value is None else cell(value, what) for what, value in values.items())
+            rows.append((code(task), split, *shown))
     header = ("task", "split", *(what.replace("_", " ") for what in _OF_TASKS))
     return table(header, rows) if len(witness.trained.tasks) > 1 else ""
 

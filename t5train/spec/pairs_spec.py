@@ -19,10 +19,10 @@ from t5train.spec.training_spec import MixingLimit, MixingSpec, MixingTemperatur
 
 GENERATED = {"reverse_digits": "reverse: ", "sort_digits": "sort: "}
 """The prefixes of pairs that are made on this machine, by their names."""
+TASK_NAME = r"^\w[\w .+-]{0,63}$"
 _COLUMNS, _NAMES = ("source", "target"), ("prefix", "task")
 _OF_THE_HUB = ("config", "split", "revision")
 _CHOICES = re.compile(r"#(?=[A-Za-z_]*=)")
-_TASK = re.compile(r"\w[\w .+-]{0,63}")
 _TRAIN: Literal["train"] = "train"
 HeldOut = Literal["validation", "test"]
 
@@ -213,7 +213,7 @@ def _pair_source(
         )
     if not re.fullmatch(HUB_SPLIT, source.split):
         raise ValueError(f"{setting} names {named!r}: {source.split!r} cannot be the name of a split")
-    if not _TASK.fullmatch(source.task):
+    if not re.fullmatch(TASK_NAME, source.task):
         raise ValueError(
             f"{setting} names the task {source.task!r}: it must be at most 64 letters, digits and . + - _ or spaces. "
             "Name it with #task=NAME"

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from t5train.errors import SpecError
+from t5train.errors import SpecError, printable
 
 _PATTERN = re.compile(r"\^\[([^\]]+)\]\[([^\]]+)\]\{0,(\d+)\}\$")
 _NUMBERS = {"integer": "whole number", "number": "number"}
@@ -235,7 +235,7 @@ def _problem(detail: Mapping[str, Any], spec: type[BaseModel] | None) -> str:
         return str(detail["msg"]).removeprefix("Value error, ")
     if kind == "missing" and isinstance(loc[-1], int):
         loc = loc[:-1]  # the list is too short, and is what was given
-    where = ".".join(map(str, loc))
+    where = printable(".".join(map(str, loc)))
     known = [] if spec is None else list(settings_of(spec))
     if kind == "missing" and loc == detail["loc"]:
         return f"{where} is missing: set it{_takes(spec, where, ', it must be ')}"

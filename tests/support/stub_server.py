@@ -1,7 +1,7 @@
 """The server of ``t5-pretrain serve`` in a process of its own, with a stub in place of the model.
 
-The stub answers with the text in capitals. It holds a text that is the path of a file until that file exists, fails at
-"fail", and writes what it decodes into a file, a batch on each line.
+The stub answers with the text in capitals. It holds a text that is the path of a file until that file exists or nobody
+waits for its batch, fails at "fail", and writes what it decodes into a file, a batch on each line.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,19 +71,21 @@ def stub_server(folder: Path, key: str | None = None, **limits: float) -> Iterat
 
 
 class _Stub:
+    tasks = ("a<b", "en-de")
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def asked(self, question: Question) -> list[Asked]:
         return [Asked(text, question.spec(1)) for text in question.text]
 
-    def decode(self, texts: Sequence[str], _: GenerationSpec) -> list[Generated]:
+    def decode(self, texts: Sequence[str], _: GenerationSpec, is_wanted: Callable[[], bool]) -> list[Generated]:
         with open(self._folder / "decoded", "a", encoding="utf-8") as file:
             file.write(f"{json.dumps(texts)}\n")
         for text in texts:
             if text == "fail":
                 raise ValueError("as it was told to")
-            while text.startswith(str(self._folder)) and not Path(text).exists():
+            while text.startswith(str(self._folder)) and not Path(text).exists() and is_wanted():
                 time.sleep(0.01)
         return [Generated(text, {}, text.upper(), text, 1, 1, True, ()) for text in texts]
 

@@ -56,7 +56,9 @@ def generate(  # noqa: PLR0913, PLR0917 - one for each option
     sample: SampleOption = False,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling; the same seed gives the same result")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Of sampling; the same seed gives the same result")
+    ] = 0,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -107,7 +109,9 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
     max_sequences: Annotated[
         int | None, typer.Option(min=1, help="At most so many: the first, or those validated on", show_default="all")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides which spans are masked; 0 as in validation")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Decides which spans are masked; 0 as in validation")
+    ] = 0,
     device: DeviceOption = None,
     root: RootOption = None,
     as_json: JsonOption = False,

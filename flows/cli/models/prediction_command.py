@@ -1,16 +1,18 @@
 """``predict``: what a model writes for each row of files."""
 
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.cli.interruption import interrupt_on_stop
 from flows.cli.models.model_commands import (
     BeamsOption,
     DeviceOption,
@@ -22,7 +24,8 @@ from flows.cli.models.model_commands import (
 from flows.cli.options import HostOptions, JsonOption, RootOption, with_options
 from flows.cli.stage_commands import require_finished
 from flows.cli.terminal import say, stage_display
-from t5train.errors import InputError, SpecError
+from t5train.errors import InputError, SpecError, T5TrainError
+from t5train.files.os_errors import naming
 from t5train.progress import Progress
 from t5train.spec import MachinesSpec
 from t5train.spec.pairs_spec import location_of
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 _STANDARD = ("-", "/dev/stdin")
 """Names of standard input. The shell's words that begin with ``-#`` would be options."""
+_COPY = "standard-input"
 
 
 @with_options
@@ -59,7 +63,7 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
         ),
     ] = None,
     num_beams: BeamsOption = 1,
-    length_penalty: Annotated[float, typer.Option(help="Of beams: more prefers longer texts")] = 1.0,
+    length_penalty: Annotated[float, typer.Option(min=-100, max=100, help="Of beams: more prefers longer texts")] = 1.0,
     sample: SampleOption = False,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
@@ -105,17 +109,19 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
         seed=seed,
         length_penalty=length_penalty,
     )
+    interrupt_on_stop()  # so that no text stays in a temporary folder
     with (
         TemporaryDirectory(prefix="t5-predict-") as temporary,
+        _naming_input(temporary),
         stage_display() as progress,
         _machines(spec, device, progress) as machines,
     ):
         folder = Path(temporary, "predictions") if out is None else out
-        named = [_without_standard_input(each, Path(temporary)) for each in files]
+        named = _without_standard_input(files, Path(temporary))
         job = PredictJob(path, named, folder, decoding, batch_tokens, device, processes, root, machines=machines)
         predicted = predict_rows(job, progress)
         if out is None:
-            with open(folder / PREDICTIONS, "rb") as lines:
+            with open(folder / PREDICTIONS, "rb") as lines, naming(PurePath("standard output")):
                 shutil.copyfileobj(lines, sys.stdout.buffer)
             sys.stdout.buffer.flush()
             return
@@ -144,17 +150,36 @@ def _machines(spec: MachinesSpec, device: str | None, progress: Progress) -> "It
         yield machines
 
 
-def _without_standard_input(named: str, folder: Path) -> str:
-    """Return the name of a file; that of standard input after copying it to a folder.
+@contextmanager
+def _naming_input(folder: str) -> Iterator[None]:
+    """Let errors speak of standard input instead of its copy in a folder, which is gone when they are read."""
+    try:
+        yield
+    except T5TrainError as error:
+        copy = re.compile(re.escape(f"{folder}/{_COPY}") + r"\.[a-z]+")
+        if (said := copy.sub("standard input", str(error))) == str(error):
+            raise
+        raise type(error)(said) from error.__cause__
 
-    With a column (``/dev/stdin#source=en``), it has lines of JSON, else of text.
+
+def _without_standard_input(files: Sequence[str], folder: Path) -> list[str]:
+    """Return the names of files; that of standard input after copying it to a folder.
+
+    With a column (``/dev/stdin#source=en``), it has lines of JSON, else of text. Raises InputError if it is closed, or
+    named more than once.
     """
-    if (location := location_of(named)) not in _STANDARD:
-        return named
-    choices = named.removeprefix(location)
-    if sys.stdin is None:  # it was closed when Python started
+    standard = [each for each in files if location_of(each) in _STANDARD]
+    if len(standard) > 1:
+        raise InputError(f"FILE is standard input {len(standard)} times, but it can be read only once. Name it once")
+    if standard and sys.stdin is None:  # it was closed when Python started
+        location = location_of(standard[0])
         raise InputError(f"FILE is {location}, but standard input is closed. Redirect a file to it (< FILE)")
-    copied = folder / f"standard-input{'.jsonl' if 'source=' in choices else '.txt'}"
-    with open(copied, "wb") as file:
+    return [_copied(each, folder) if each in standard else each for each in files]
+
+
+def _copied(named: str, folder: Path) -> str:
+    choices = named.removeprefix(location_of(named))
+    copy = folder / f"{_COPY}{'.jsonl' if 'source=' in choices else '.txt'}"
+    with open(copy, "wb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)
-    return f"{copied}{choices}"
+    return f"{copy}{choices}"

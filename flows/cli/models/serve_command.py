@@ -46,7 +46,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one for each option
     ] = _USUAL.batch_sequences,
     max_waiting: Annotated[int, typer.Option(min=1, help="Most texts that may wait")] = _USUAL.waiting_texts,
     timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="Longest time until a request is answered")
+        float, typer.Option(min=1, max=86400, metavar="SECONDS", help="Longest time until a request is answered")
     ] = _USUAL.answer_seconds,
     device: DeviceOption = None,
 ) -> None:

@@ -30,8 +30,8 @@ from t5train.records.evaluation_metrics import (
     PREDICTED_BY_START,
     EvaluationMetrics,
     Predicting,
-    is_weights,
     recorded_metrics,
+    weights_of,
 )
 from t5train.records.identity import fingerprint, installed_versions
 from t5train.records.stage_records import Export, Pairs
@@ -90,9 +90,12 @@ def evaluate_export(
         )  # fmt: skip
     if CERTIFICATE in export.files or is_as_wanted:
         return export.model_copy(update={"reused": True})
-    weights = {name: digest.sha256 for name, digest in export.files.items() if is_weights(name)}
     # Predictions of other weights, or with other settings or libraries, are not continued.
-    identity = {"weights": weights, **wanted, "versions": installed_versions(("torch", "transformers"))}
+    identity = {
+        "weights": weights_of(export.files),
+        **wanted,
+        "versions": installed_versions(("torch", "transformers")),
+    }
     witness = Witness.load(run / WITNESS_FOLDER)
     made = _evaluated(export, pairs, spec, run / PREDICTIONS / fingerprint(identity)[:12], progress, machines)
     return with_evaluation(export, made, witness)
@@ -192,7 +195,7 @@ def _metrics(
     )
     settings: dict[str, Any] = spec.evaluate.model_dump(include=set(PREDICTION))
     return EvaluationMetrics(
-        weights={name: digest.sha256 for name, digest in export.files.items() if is_weights(name)},
+        weights=weights_of(export.files),
         predictions=digests,
         predicting=Predicting(
             **settings, most_tokens=predicted.max_new_tokens, device=predicted.device, dtype=predicted.dtype

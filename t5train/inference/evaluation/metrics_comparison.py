@@ -17,7 +17,7 @@ from t5train.records.evaluation_metrics import (
     PREDICTED,
     PREDICTED_BY_START,
     EvaluationMetrics,
-    is_weights,
+    weights_of,
 )
 from t5train.records.stage_records import Export
 from t5train.records.witness import Witness
@@ -47,7 +47,7 @@ def _differing(
     predicted: Sequence[Prediction],
     by_start: Sequence[Prediction],
 ) -> Iterator[str]:
-    if recorded.weights != {name: digest.sha256 for name, digest in export.files.items() if is_weights(name)}:
+    if recorded.weights != weights_of(export.files):
         yield f"{PREDICTED} was predicted with other weights than those in the folder"
     predictions = {PREDICTED, PREDICTED_BY_START} & export.files.keys()
     if recorded.predictions != {name: export.files[name].sha256 for name in predictions}:

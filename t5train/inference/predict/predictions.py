@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from t5train.errors import InputError
+from t5train.spec.pairs_spec import TASK_NAME
 from t5train.spec.settings import explain
 
 PREDICTIONS, PREDICTION = "predictions.jsonl", "prediction.json"
@@ -19,7 +20,7 @@ class Prediction(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     id: str
-    task: str | None
+    task: Annotated[str, Field(pattern=TASK_NAME)] | None
     source: str
     """As the model read it, with the prefix of its task."""
     reference: str | None

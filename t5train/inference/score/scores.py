@@ -135,7 +135,7 @@ def score(predictions: Iterable[Prediction], spec: ScoreSpec = _USUAL, progress:
         All scores, with intervals.
 
     Raises:
-        InputError: A row has no reference, there is no row, or a package is not installed.
+        InputError: A row has no reference, two have the same id, there is no row, or a package is not installed.
 
     """
     metrics = metrics_of(spec.resamples, spec.seed)
@@ -179,7 +179,13 @@ def _with_references(predictions: Iterable[Prediction]) -> list[Prediction]:
     rows = list(predictions)
     if not rows:
         raise InputError("there are no predictions to score. Predict some first")
+    of_id = dict[str, int]()
     for number, row in enumerate(rows, start=1):
+        if (first := of_id.setdefault(row.id, number)) != number:
+            raise InputError(
+                f"rows {first:,} and {number:,} have the same id ({_shown(row.id)}), but each row is scored once. "
+                "Remove one of them, or predict again"
+            )
         if row.reference is None:
             raise InputError(
                 f"row {number:,} (id {_shown(row.id)}) has no reference, so it cannot be scored. Predict from a file "

@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from concurrent.futures import Future
 from hashlib import sha256
+from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +29,9 @@ _RETRY = {"Retry-After": "1"}
 
 class Model(Protocol):
     """What reads questions."""
+
+    tasks: Sequence[str]
+    """The names of the tasks that it was fine-tuned with."""
 
     def asked(self, question: Question) -> Sequence[Asked]:
         """Return the texts that the model reads. Raises InputError if it does not read them."""
@@ -51,8 +55,11 @@ def application(model: Model, queue: TextQueue, access: Access, limits: Limits) 
 
     handlers: dict[Any, Any] = {404: _refused, 405: _refused, HTTPException: _refused}
     handlers |= {T5TrainError: _failed, Exception: _failed}
-    app = FastAPI(openapi_url=None, exception_handlers=handlers, dependencies=[Depends(own_host)])
-    html = (files(__package__) / "page.html").read_text("utf-8")
+    # A redirection to a path without a slash at its end would lead to whatever host the client names.
+    app = FastAPI(
+        openapi_url=None, redirect_slashes=False, exception_handlers=handlers, dependencies=[Depends(own_host)]
+    )
+    html = _page(model.tasks)
 
     @app.get("/")
     async def page() -> HTMLResponse:
@@ -87,6 +94,13 @@ def _failed(_: "Request", error: Exception) -> "JSONResponse":
     return JSONResponse({"error": reason}, status, _RETRY if isinstance(error, QueueFull) else None)
 
 
+def _page(tasks: Sequence[str]) -> str:
+    """Return the page, on which one of the tasks is chosen if there are any."""
+    options = "".join(f"<option>{escape(each)}" for each in tasks)
+    choice = f'<label>Task <select name="task">{options}</select></label>' if tasks else ""
+    return (files(__package__) / "page.html").read_text("utf-8").replace("<!-- task -->", choice)
+
+
 def _policy(html: str) -> str:
     """Return a policy that allows only the style and the script inside a page, and requests to this server."""
     allowed = {
@@ -119,6 +133,7 @@ async def _first(request: "Request", answers: "Sequence[Future[Generated]]", lim
     from fastapi import HTTPException
 
     gathered = asyncio.gather(*map(asyncio.wrap_future, answers))
+    gathered.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs that nobody did
     gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
     seconds = limits.answer_seconds
     try:

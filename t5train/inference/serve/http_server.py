@@ -6,6 +6,7 @@ uvicorn is imported when a server starts.
 import json
 import logging
 import socket
+import struct
 from asyncio import TimerHandle, Transport
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,13 @@ def serve(app: "FastAPI", listening: socket.socket, read_seconds: float, answer_
     """Serve on a bound socket until SIGTERM or Ctrl-C, which are raised again after the last answer.
 
     A request, with its headers and its body, must be there within ``read_seconds``. Requests that were read are
-    answered, as the application does within ``answer_seconds``.
+    answered, as the application does within ``answer_seconds``. A client must take its answer in as much time again.
     """
     import uvicorn
 
     config = uvicorn.Config(
         app,
-        http=_protocol(read_seconds),
+        http=_protocol(read_seconds, answer_seconds),
         ws="none",
         lifespan="off",
         log_level=logging.ERROR,
@@ -39,8 +40,11 @@ def serve(app: "FastAPI", listening: socket.socket, read_seconds: float, answer_
     uvicorn.Server(config).run(sockets=[listening])
 
 
-def _protocol(read_seconds: float) -> "type[H11Protocol]":  # noqa: C901 - its methods are counted together
-    """Return uvicorn's protocol with a limit to the time of reading: uvicorn limits only idle time after an answer."""
+def _protocol(read_seconds: float, take_seconds: float) -> "type[H11Protocol]":  # noqa: C901 - of all its methods
+    """Return uvicorn's protocol with limits to the time in which a request is read, and its answer is taken.
+
+    uvicorn limits only idle time after an answer.
+    """
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -50,6 +54,7 @@ def _protocol(read_seconds: float) -> "type[H11Protocol]":  # noqa: C901 - its m
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
             self._timer: TimerHandle | None = None
+            self._take_timer: TimerHandle | None = None
 
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # uvicorn narrows it, too
             super().connection_made(transport)
@@ -63,8 +68,18 @@ def _protocol(read_seconds: float) -> "type[H11Protocol]":  # noqa: C901 - its m
             elif self._timer is None or (state is h11.IDLE and not next_request):
                 self._start_timer()
 
+        def on_response_complete(self) -> None:
+            """Give the client time to take the answer, and time the next request if a part of it is there already."""
+            self._stop_take_timer()
+            self._take_timer = self.loop.call_later(take_seconds, self._cut_if_not_taken)
+            super().on_response_complete()
+            state, (next_request, _) = self.conn.their_state, self.conn.trailing_data
+            if self._timer is None and (state is h11.SEND_BODY or (state is h11.IDLE and next_request)):
+                self._start_timer()
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
+            self._stop_take_timer()
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
@@ -78,6 +93,17 @@ def _protocol(read_seconds: float) -> "type[H11Protocol]":  # noqa: C901 - its m
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
+
+        def _stop_take_timer(self) -> None:
+            if self._take_timer is not None:
+                self._take_timer.cancel()
+
+        def _cut_if_not_taken(self) -> None:
+            if self.transport.get_write_buffer_size():
+                # Otherwise, the kernel would go on offering the rest of the answer.
+                at_once = struct.pack("ii", 1, 0)
+                self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+                self.transport.abort()
 
         def _cut(self) -> None:
             self._refuse("408 Request Timeout", f"the request was not complete within {read_seconds:g} seconds")

@@ -11,7 +11,8 @@ from t5train.inference.text.decoding import GenerationSpec
 from t5train.spec.settings import explain
 
 _EXAMPLE = 'an object such as {"text": "..."}'
-_SHOWN = 60  # characters of an unknown name
+SHOWN = 60
+"""Characters of an unknown name in an error."""
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -45,7 +46,7 @@ class Question(BaseModel):
             raise InputError(f"the body is not an object: send {_EXAMPLE}")
         # A body has room for very many unknown names, and all other requests wait while an error describes them.
         if unknown := found.keys() - cls.model_fields.keys():
-            name = f"{min(unknown)[:_SHOWN]!r}"
+            name = f"{min(unknown)[:SHOWN]!r}"
             raise InputError(f"{name} is an unknown setting: it must be one of {', '.join(cls.model_fields)}")
         try:
             question = cls.model_validate(found)

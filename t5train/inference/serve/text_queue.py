@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from threading import Condition, Thread
 from typing import NamedTuple, Self
 
@@ -9,7 +10,8 @@ from t5train.errors import T5TrainError
 from t5train.inference.text.decoding import GenerationSpec
 from t5train.inference.text.generation import Generated
 
-Decode = Callable[[Sequence[str], GenerationSpec], Sequence[Generated]]
+Decode = Callable[[Sequence[str], GenerationSpec, Callable[[], bool]], Sequence[Generated]]
+"""Generates for texts. It may stop as soon as the last argument says that nobody waits for any of them."""
 
 
 class QueueFull(T5TrainError):
@@ -25,16 +27,26 @@ class Asked(NamedTuple):
     spec: GenerationSpec
 
 
+class _Answer(Future[Generated]):
+    """The answer to a text. That it was cancelled is known also of one that is being decoded."""
+
+    is_wanted = True
+
+    def cancel(self) -> bool:
+        self.is_wanted = False
+        return super().cancel()
+
+
 class _Waiting(NamedTuple):
     asked: Asked
-    answer: "Future[Generated]"
+    answer: _Answer
 
 
 class TextQueue:
     """Decodes texts in a thread of its own. What waits when it is free, and has the same settings, makes a batch.
 
-    A text whose future is cancelled while it waits is dropped. As a context manager, it ends when the last text that it
-    has taken is decoded.
+    A text whose future is cancelled while it waits is dropped, and decoding stops when all futures of a batch are. As
+    a context manager, it ends when the last text that it has taken is decoded.
     """
 
     def __init__(self, decode: Decode, batch_sequences: int, most_waiting: int) -> None:
@@ -56,7 +68,7 @@ class TextQueue:
 
     def add(self, asked: Sequence[Asked]) -> "list[Future[Generated]]":
         """Add the texts of a request, all or none. Raises QueueFull if too many would wait."""
-        added = [_Waiting(each, Future()) for each in asked]
+        added = [_Waiting(each, _Answer()) for each in asked]
         with self._changed:
             self._forget()
             if len(self._waiting) + len(added) > self._most_waiting:
@@ -80,7 +92,9 @@ class TextQueue:
     def _work(self) -> None:
         while batch := self._next_batch():
             try:
-                answers = self._decode([each.asked.text for each in batch], batch[0].asked.spec)
+                answers = self._decode(
+                    [each.asked.text for each in batch], batch[0].asked.spec, partial(_is_wanted, batch)
+                )
             except Exception as error:  # it is raised to those who wait for it
                 for each in batch:
                     each.answer.set_exception(error)
@@ -107,3 +121,7 @@ class TextQueue:
         taken = [each for each in self._waiting if each.asked.spec == spec][:most]
         self._waiting = [each for each in self._waiting if each not in taken]
         return [each for each in taken if each.answer.set_running_or_notify_cancel()]
+
+
+def _is_wanted(batch: Sequence[_Waiting]) -> bool:
+    return any(each.answer.is_wanted for each in batch)

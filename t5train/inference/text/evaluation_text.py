@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, gettempdir
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from t5train.data.samples.loader import drawn_held_out
 from t5train.data.segments import FileSegments, Stretch, passages_in, scan
 from t5train.data.shards import plan_shards
 from t5train.errors import InputError
+from t5train.files.os_errors import naming
 from t5train.inference.model_folder import Vocabulary
 from t5train.progress import Progress, silent
 
@@ -109,7 +110,7 @@ def read_windows(
     counts = np.zeros(vocabulary.size, dtype=np.int64)
     rest = np.empty(0, np.int32)
     passages = windows = 0
-    with TemporaryFile() as file:
+    with TemporaryFile() as file, naming(Path(gettempdir())):
         for batch, begins in _batches(sequences):
             ids = np.concatenate(vocabulary.encode([passage.text for passage in batch]))
             counts += np.bincount(ids, minlength=len(counts))

@@ -77,20 +77,22 @@ def usual_new_tokens(folder: ModelFolder, text: str) -> int:
     return folder.target_tokens or max(_LEAST_NEW_TOKENS, _TOKENS_A_SPAN * len(sentinels_in(text)))
 
 
-def generate_batch(decoder: Decoder, texts: Sequence[str], spec: GenerationSpec) -> list[Generated]:
+def generate_batch(decoder: Decoder, texts: Sequence[str], spec: GenerationSpec, **options: Any) -> list[Generated]:
     """Return what a loaded model generates for each text, with at most ``spec.max_new_tokens`` each.
 
     Padding changes logits by rounding, so a result can differ from that for the text alone where two tokens are about
-    equally likely. With sampling, it depends on the other texts.
+    equally likely. With sampling, it depends on the other texts. ``options`` are more arguments of ``generate()``.
     """
-    outputs = decoder.outputs(texts, spec)
+    outputs = decoder.outputs(texts, spec, **options)
     return [
-        _described(decoder, text, *_until_last_gap(decoder, text, output, spec))
+        _described(decoder, text, *_until_last_gap(decoder, text, output, spec, options))
         for text, output in zip(texts, outputs, strict=True)
     ]
 
 
-def _until_last_gap(decoder: Decoder, text: str, output: Output, spec: GenerationSpec) -> tuple[Output, bool | None]:
+def _until_last_gap(
+    decoder: Decoder, text: str, output: Output, spec: GenerationSpec, options: Mapping[str, Any]
+) -> tuple[Output, bool | None]:
     """Generate again if the output ends before the last gap. Returns whether that ends early, too; else None."""
     sentinels = sentinels_in(text)
     if not (sentinels and is_as_trained(sentinels)):
@@ -99,7 +101,7 @@ def _until_last_gap(decoder: Decoder, text: str, output: Output, spec: Generatio
     if not output.ended or last in output.ids:
         return output, None
     processors = [partial(_without_early_end, last=last, eos=eos)]
-    (again,) = decoder.outputs([text], spec, logits_processor=processors)
+    (again,) = decoder.outputs([text], spec, logits_processor=processors, **options)
     return (again, False) if last in again.ids else (output, True)
 
 

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -159,3 +161,43 @@ def test_closed_streams_are_refused_before_anything_is_predicted(
     output = capfd.readouterr()
     assert said in output.err
     assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "said"),
+    [
+        (["-"], b"a", "FILE is 'standard input', but the model was fine-tuned on 2 tasks"),
+        (["/dev/stdin#prefix="], b"a\n\xff\n", "error: standard input line 2 is not UTF-8"),
+        (["/dev/stdin#source=s&prefix="], b"a\n", "error: standard input line 1 is not JSON"),
+        (["/dev/stdin#prefix="], b"", "error: standard input has no rows"),
+        (["/dev/stdin#prefix=", "-"], b"a\n", "FILE is standard input 2 times, but it can be read only once"),
+    ],
+)
+def test_errors_name_standard_input_and_not_its_copy(
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    names: Sequence[str],
+    given: bytes,
+    said: str,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
+    assert said in refused(2 if "tasks" in said else 4, "predict", model, *names, *SHORT)
+
+
+def test_texts_do_not_stay_in_a_temporary_folder_after_sigterm(
+    t5_pretrain: T5Pretrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str
+) -> None:
+    def stopped(*_: object) -> None:
+        assert len(list(tmp_path.glob("t5-predict-*/standard-input.txt"))) == 1
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a")))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("t5train.inference.predict.prediction.predict", stopped)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert t5_pretrain("predict", model, "/dev/stdin#prefix=", *SHORT) == 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert list(tmp_path.glob("t5-predict-*")) == []

@@ -1,7 +1,9 @@
 """What a user sees when a stage is run by itself."""
 
+import errno
 import io
 import logging
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -24,7 +26,9 @@ def test_library_log_lines_are_shown_only_while_a_stage_runs(
     )
 
 
-def test_escape_sequences_from_stores_and_hosts_are_removed_from_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_sequences_are_removed_from_output_and_cells_of_tables_stay_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     hostile = "b\x1b[2Jucket\x1b]0;title\x07 \x9b5mis\r gone\x08\n\tfor good"
     with stage_display():
         logging.getLogger("t5train.records.stage_records").warning("%s", hostile)
@@ -34,7 +38,7 @@ def test_escape_sequences_from_stores_and_hosts_are_removed_from_output(capsys: 
     captured = capsys.readouterr()
     fit = "bucket 5mis gone\n\tfor good\n"
     assert captured.err == fit.expandtabs(8) + fit
-    assert captured.out == fit + "what\n" + fit
+    assert captured.out == fit + "what\n" + "bucket 5mis gone\\n\\tfor good\n"
 
 
 def test_lines_of_progress_say_how_long_the_rest_takes(
@@ -66,3 +70,16 @@ def test_a_bar_shows_the_amount_of_work_if_it_is_known_and_disappears_at_the_end
         assert "12 s since the last step, saving" in screen.getvalue()
         assert "12/?" not in screen.getvalue()
     assert screen.getvalue().endswith("\x1b[1A\x1b[2K"), "the line of the bar is erased"
+
+
+def test_standard_output_is_named_if_its_disk_is_full_and_left_alone_if_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr("sys.stdout", full)
+    with pytest.raises(OSError, match="No space left on device: 'standard output'"):
+        terminal.say("a line")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}", None)
+    terminal.say("nobody reads this")
+    terminal.complain("nor this")

@@ -1,6 +1,7 @@
 """Rows of every format, and the errors for malformed files."""
 
 import bz2
+import errno
 import gzip
 import io
 import json
@@ -378,3 +379,12 @@ def test_csv_is_read_back_as_written_from_every_record(
     assert [row.passage for row in found] == [Passage(*passage) for passage in passages]
     for row in found:
         assert next(rows(source(path), row.number, row.offset)) == row
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(readers, "open", forbid, raising=False)
+    with pytest.raises(InputError, match=r"a\.txt cannot be read: Permission denied; give this user permission"):
+        list(rows(source(tmp_path / "a.txt", b"a")))

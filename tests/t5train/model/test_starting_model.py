@@ -1,5 +1,6 @@
 """Which folders a run may continue from, and how others are refused before anything starts."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -202,6 +203,14 @@ def _with_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> C
     return lambda folder: _rewrite(folder, lambda tensors: tensors.update({name: change(tensors[SHARED])}))
 
 
+def _folder_instead(name: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return change
+
+
 def _with_config(**values: Any) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -223,6 +232,7 @@ def _with_config(**values: Any) -> Callable[[Path], object]:
             r"pytorch_model\.bin, which can run code .* save_pretrained",
         ),
         (_truncated, "cannot be read as safetensors"),
+        (_folder_instead("config.json"), r"config\.json cannot be read \(.*Is a directory; a file is expected there"),
         (_with_index("../other.safetensors"), "names '../other.safetensors', which is not the plain name"),
         (_with_index("manifest.json"), "names the weight file 'manifest.json', but only safetensors are read"),
         (
@@ -247,6 +257,16 @@ def test_an_unusable_starting_model_is_refused(tmp_path: Path, damage: Callable[
     _t5(tmp_path / "model")
     damage(tmp_path / "model")
     with pytest.raises(T5TrainError, match=message):
+        require_fit(_spec(tmp_path / "model", V10), IDS)
+
+
+def test_weights_that_may_not_be_read_are_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    _t5(tmp_path / "model")
+    monkeypatch.setattr("t5train.model.tensor_files.open", forbid, raising=False)
+    with pytest.raises(InputError, match=r"model\.safetensors cannot be read: Permission denied; give this user"):
         require_fit(_spec(tmp_path / "model", V10), IDS)
 
 

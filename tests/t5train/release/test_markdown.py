@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from t5train.release.markdown import code, escaped, page, table
+from t5train.release.markdown import code, code_block, escaped, page, table
 
 RENDERER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 SPECIAL = st.text(
@@ -54,3 +54,9 @@ def test_a_url_is_shown_without_backslashes_also_where_urls_become_links(url: st
 
 def test_bytes_that_are_not_utf8_are_visible_and_can_be_written() -> None:
     assert page(escaped("caf\udce9.pdf")).encode() == b"caf\\udce9.pdf\n"
+
+
+def test_control_characters_of_texts_are_not_passed_on_to_terminals() -> None:
+    assert page(escaped("a\x1b[31mb\tc"), code_block("d\0\x9be\n\tf")) == (
+        "a\ufffd\\[31mb c\n\n```\nd\ufffd\ufffde\n\tf\n```\n"
+    )

@@ -26,6 +26,9 @@ def test_predictions_are_read_as_they_were_written(tmp_path: Path) -> None:
         (b"[]", "must be"),
         (MADE.line().replace(b'"tokens":4', b'"tokens":"4"'), "tokens is '4': it must be a whole number"),
         (MADE.line().replace(b'"hypothesis"', b'"hypothesys"'), "hypothesis is missing"),
+        (MADE.line().replace(b"{", b'{"a\\n\\u001b[31m":1,'), r"a\n\x1b[31m is 1: unknown setting"),
+        (MADE.line().replace(b'"task":null', b'"task":"a\\tb"'), r"task is 'a\tb': it must be text of the form"),
+        (MADE.line().replace(b'"task":null', b'"task":""'), "task is '': it must be text of the form"),
     ],
 )
 def test_the_line_that_is_not_a_prediction_is_named(tmp_path: Path, line: bytes, said: str) -> None:

@@ -156,7 +156,7 @@ def test_exact_match_and_token_f1_of_a_row(hypothesis: str, reference: str, exac
 
 def test_classes_are_the_few_references_of_a_task_that_repeat(make_rows: MakeRows) -> None:
     labels = [("yes", "yes"), ("no", "yes"), (" no", "no "), ("maybe", "no"), ("yes", "yes")] * 2
-    rows = [prediction(n, *each, task="verdict") for n, each in enumerate(labels)]
+    rows = [prediction(100 + n, *each, task="verdict") for n, each in enumerate(labels)]
     scores = score([*rows, *make_rows(0.8)], QUICK)
     assert [each.model_dump() for each in scores.classes] == [
         {"task": "verdict", "label": "yes", "rows": 6, "predicted": 4, "accuracy": pytest.approx(100 * 4 / 6)},
@@ -216,5 +216,7 @@ def test_files_of_different_lengths_and_rows_that_cannot_be_scored_are_refused(m
         compare(rows, rows[:-1], QUICK)
     with pytest.raises(InputError, match=r"row 41 \(id '50'\) has no reference, so it cannot be scored"):
         score([*rows, prediction(50, "x", None)], QUICK)
+    with pytest.raises(InputError, match=r"rows 3 and 41 have the same id \('2'\), but each row is scored once"):
+        score([*rows, rows[2]], QUICK)
     with pytest.raises(InputError, match="there are no predictions to score"):
         score([], QUICK)

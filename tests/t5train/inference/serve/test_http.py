@@ -1,6 +1,7 @@
 """The server of a model as clients see it: who may ask, what is refused in one line, and what happens at its end."""
 
 import json
+import select
 import signal
 import socket
 from collections.abc import Iterator
@@ -65,6 +66,7 @@ def test_texts_are_answered_in_their_order(server: StubServer) -> None:
         ({"content": b"{}", "headers": {"Host": "evil.example"}}, 421, "'evil.example'"),
         ({"content": b"{}", "headers": {"Host": "127.0.0.1.evil.example:80"}}, 421, "this server is localhost"),
         ({"url": "/nothing"}, 404, "Not Found"),
+        ({"url": "/generate/", "headers": {"Host": "evil.example"}}, 404, "Not Found"),
         ({"method": "GET"}, 405, "Method Not Allowed"),
         ({"content": b" " * 10_000_000}, 413, f"the body has more than {BODY_BYTES} bytes"),
         ({"content": iter([b" "] * (BODY_BYTES + 1))}, 413, f"the body has more than {BODY_BYTES} bytes"),
@@ -152,6 +154,44 @@ def test_a_slow_client_cannot_go_on_after_it_was_refused(hasty: StubServer) -> N
     assert answer.count("HTTP/1.1") == 1
 
 
+def test_a_slow_client_is_cut_also_after_a_request_that_was_answered(hasty: StubServer) -> None:
+    body = '{"text": "a"}'
+    first = f"{BEGUN}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+    answers = LATE
+    while not answers.startswith("HTTP/1.1 200 "):  # the first one can be late itself
+        with closing(socket.create_connection(("127.0.0.1", httpx.URL(hasty.url).port or 0), 60)) as client:
+            client.sendall(f"{first}{BEGUN}Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{{".encode())
+            answers = client.makefile("rb").read().decode()
+    assert answers.count("HTTP/1.1") == 2
+    assert answers.endswith('{"error": "the request was not complete within 0.2 seconds"}')
+
+
+def test_requests_that_are_given_up_leave_nothing_on_standard_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with stub_server(tmp_path, answer_seconds=0.2) as server:
+        refused(server.ask([server.hold("never"), "a"]), 503)
+        await_that(lambda: server.ask("b").is_success)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_take_its_answer_is_cut(tmp_path: Path) -> None:
+    body = json.dumps({"text": "a" * 1_000_000})
+    with stub_server(tmp_path, answer_seconds=3) as server, closing(socket.socket()) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", httpx.URL(server.url).port or 0))
+        client.sendall(f"{BEGUN}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        reset = select.poll()
+        reset.register(client, 0)
+        assert reset.poll(60_000) == [(client.fileno(), select.POLLERR | select.POLLHUP)]
+
+
+def test_the_page_offers_the_tasks_of_the_model(server: StubServer) -> None:
+    page = httpx.get(server.url, timeout=600).text
+    assert '<select name="task"><option>a&lt;b<option>en-de</select>' in page
+
+
 def test_what_is_no_http_is_refused_in_one_line(server: StubServer) -> None:
     with closing(socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), 60)) as client:
         client.sendall(b"hello\r\n\r\n")
@@ -185,6 +225,6 @@ def test_at_sigterm_what_was_taken_is_answered_and_nothing_else_is_taken(tmp_pat
 def _refuses(server: StubServer) -> bool:
     try:
         httpx.get(f"{server.url}/health", timeout=600)
-    except httpx.ConnectError:
+    except httpx.TransportError:  # also if it had just connected when the server ended
         return True
     return False

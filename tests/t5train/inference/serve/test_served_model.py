@@ -42,6 +42,10 @@ def model(folder: Callable[[str], Path]) -> MakeModel:
     return lambda version: ServedModel(ModelFolder.open(folder(version)), "cpu", LIMITS)
 
 
+def wanted() -> bool:
+    return True
+
+
 def question(**body: Any) -> Question:
     return Question.of(json.dumps(body).encode(), LIMITS)
 
@@ -55,7 +59,7 @@ def test_answers_of_a_batch_are_those_of_single_requests(
     texts = [f"{'word ' * length}<extra_id_0> of a <extra_id_1>" for length in (0, 2, 7, 11)] + ["no gap"]
     for num_beams in (1, 3):
         spec = GenerationSpec(max_new_tokens=9, num_beams=num_beams)
-        batch = model(version).decode(texts, spec)
+        batch = model(version).decode(texts, spec, wanted)
         assert batch == list(generate(folder(version), texts, spec, "cpu"))
         assert len({each.generated for each in batch}) > 1
 
@@ -87,7 +91,9 @@ def test_the_only_task_of_a_model_need_not_be_named(folder: Callable[[str], Path
         ("pairs", {"text": "3 1"}, "set task, to one of reverse_digits, sort_digits"),
         ("pairs", {"text": "3 1", "task": "en-de"}, "task is 'en-de': it must be one of reverse_digits, sort_digits"),
         ("v1.1", {"text": "3 1", "task": "en-de"}, "must be left out: no task is recorded of this model"),
+        ("pairs", {"text": "3 1", "task": "x" * 99}, f"task is '{'x' * 60}': it must be one of"),
         ("v1.1", {"text": ["a", "word " * 60]}, "text 2 has "),
+        ("v1.1", {"text": ["a", "x" * 2561]}, "text 2 has 2561 characters with its prefix: it must have at most 2560,"),
     ],
 )
 def test_a_text_that_the_model_would_read_wrongly_is_refused(
@@ -132,12 +138,19 @@ def test_as_many_tokens_are_generated_as_by_the_command_unless_it_is_said_or_bey
 
 
 def test_too_little_memory_is_said_in_one_line(model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_memory(*_: object) -> None:
+    def out_of_memory(*_: object, **__: object) -> None:
         raise OutOfMemoryError
 
     monkeypatch.setattr(served_model, "generate_batch", out_of_memory)
     with pytest.raises(T5TrainError, match=r"^cpu has too little memory for 2 texts .* --batch-sequences$"):
-        model("v1.1").decode(["a", "b"], GenerationSpec())
+        model("v1.1").decode(["a", "b"], GenerationSpec(), wanted)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_what_nobody_wants_any_more_is_not_decoded_to_its_end(model: MakeModel, num_beams: int) -> None:
+    spec = GenerationSpec(max_new_tokens=50, num_beams=num_beams)
+    (answer,) = model("v1.1").decode(["a <extra_id_0>"], spec, lambda: False)
+    assert answer.new_tokens == 1
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Texts that wait are decoded in batches of the same settings, the oldest first, and dropped if nobody waits."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -26,7 +26,7 @@ class Decoding:
         self.batches: list[list[str]] = []
         self.began, self.may = threading.Event(), threading.Event()
 
-    def __call__(self, texts: Sequence[str], _: GenerationSpec) -> list[Generated]:
+    def __call__(self, texts: Sequence[str], *_: object) -> list[Generated]:
         self.batches.append(list(texts))
         self.began.set()
         assert self.may.wait(60)
@@ -86,6 +86,23 @@ def test_a_batch_that_nobody_waits_for_is_not_decoded() -> None:
         (only,) = queue.add(asked("a"))
         only.cancel()
     assert decoding.batches == [["first"]]
+
+
+def test_decoding_learns_when_nobody_waits_for_its_batch_any_more() -> None:
+    answers, wanted = list["Future[Generated]"](), list[bool]()
+
+    def decode(texts: Sequence[str], _: GenerationSpec, is_wanted: Callable[[], bool]) -> list[Generated]:
+        for each in answers:
+            wanted.append(is_wanted())
+            each.cancel()
+        wanted.append(is_wanted())
+        return [generated(text) for text in texts]
+
+    queue = TextQueue(decode, 4, 99)
+    answers += queue.add(asked("a b"))
+    with queue:
+        pass
+    assert wanted == [True, True, False]
 
 
 def test_an_error_reaches_the_texts_of_its_batch_and_no_others() -> None:
