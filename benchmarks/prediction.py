@@ -4,7 +4,7 @@
 
     python -m benchmarks.prediction 'rows.jsonl#source=en&target=de&prefix=' --root DIR
         (--model FOLDER | --recipe t5_3b --tokenizer spiece.model [--set model.num_layers=2])
-        [--rows 500] [--beams 1,4] [--max-new-tokens 64] [--batch-tokens 32768] [--dtype float32] [--device cuda]
+        [--rows 500] [--beams 1,4] [--max-new-tokens 64] [--dtype float32] [--device cuda]
         [--rounds 3] [--into benchmarks/results/NAME.json]
 
 - predict: what the command does in one process: it reads rows, forms batches of similar length, decodes, and merges.
@@ -13,8 +13,7 @@
 Both predict the first rows of the file with the same model, from the beginning in each round and in turn, with as many
 beams and tokens, and on a CPU in one thread. The time to load the model counts in neither. Tokens are generated ones,
 with EOS. Both outputs are compared: padding changes rounding, so that a few differ where two tokens are about equally
-likely. A model of a recipe has random weights, of which no hypothesis ends: all have the most tokens. ``predict``
-itself decodes in float32; bfloat16 shows what another type would change, for both.
+likely. A model of a recipe has random weights, of which no hypothesis ends: all have the most tokens.
 """
 
 import argparse
@@ -26,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 from unittest import mock
 
 from benchmarks.measured_conditions import device_name, versions
@@ -35,8 +34,8 @@ from benchmarks.random_model import random_model
 from t5train.data.vocabulary.tokenizer import given_tokenizer
 from t5train.data.worker_processes import Advance, Json
 from t5train.errors import T5TrainError
-from t5train.inference.model_folder import ModelFolder, chosen_device, quiet_transformers
-from t5train.inference.predict.prediction import BATCH_TOKENS, PredictJob, predict
+from t5train.inference.model_folder import DType, ModelFolder, chosen_device, quiet_transformers
+from t5train.inference.predict.prediction import PredictJob, predict
 from t5train.inference.predict.prediction_worker import predict_parts
 from t5train.inference.predict.predictions import read_predictions
 from t5train.inference.predict.source_rows import source_files, source_rows
@@ -45,7 +44,7 @@ from t5train.progress import silent
 from t5train.spec.recipes import recipe
 
 LOOP_ROWS = 32
-DTYPES = ("float32", "bfloat16")
+DTYPES = get_args(DType)
 _LOAD = ModelFolder.load
 
 
@@ -58,8 +57,8 @@ class Subject(NamedTuple):
     out: Path
     num_beams: int
     most: int
-    batch_tokens: int
-    dtype: str
+    batch_tokens: int | None
+    dtype: DType
     device: str
 
     @property
@@ -77,14 +76,12 @@ class Measured(NamedTuple):
     memory_bytes: int
 
 
-def _loading(dtype: str, seconds: list[float]) -> Callable[[ModelFolder, str], Any]:
-    """Return ``ModelFolder.load`` with another type, which adds to a list how long it took."""
+def _loading(seconds: list[float]) -> Callable[[ModelFolder, str, DType], Any]:
+    """Return a ``ModelFolder.load`` that adds to a list how long it took."""
 
-    def load(folder: ModelFolder, device: str) -> Any:
-        import torch
-
+    def load(folder: ModelFolder, device: str, dtype: DType) -> Any:
         began = time.perf_counter()
-        model = _LOAD(folder, device).to(getattr(torch, dtype))
+        model = _LOAD(folder, device, dtype)
         _begin_to_measure(device)
         seconds.append(time.perf_counter() - began)
         return model
@@ -96,9 +93,9 @@ def by_predict(subject: Subject) -> Measured:
     """Predict as the command does, in this process."""
     shutil.rmtree(subject.out, ignore_errors=True)
     job = PredictJob(subject.model, [f"{subject.rows}#prefix="], subject.out, subject.spec)
-    job = job._replace(batch_tokens=subject.batch_tokens, device=subject.device, processes=1)
+    job = job._replace(batch_tokens=subject.batch_tokens, device=subject.device, processes=1, dtype=subject.dtype)
     loading = list[float]()
-    with mock.patch.object(ModelFolder, "load", _loading(subject.dtype, loading)):
+    with mock.patch.object(ModelFolder, "load", _loading(loading)):
         began = time.perf_counter()
         predict(job, workers=_here)
         seconds = time.perf_counter() - began - sum(loading)
@@ -118,7 +115,7 @@ def by_loop(subject: Subject) -> Measured:
     if subject.device == "cpu":
         torch.set_num_threads(1)  # as predict does
     folder = ModelFolder.open(subject.model)
-    model = _loading(subject.dtype, [])(folder, subject.device)
+    model = _loading([])(folder, subject.device, subject.dtype)
     began = time.perf_counter()
     tokenizer = folder.load_tokenizer()
     sources = [json.loads(line)["source"] for line in subject.rows.read_text("utf-8").splitlines()]
@@ -206,7 +203,7 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--rows", type=int, default=500, help="rows to predict, the first of the file")
     made.add_argument("--beams", default="1,4", help="comma-separated numbers of beams; 1 is greedy")
     made.add_argument("--max-new-tokens", type=int, default=64)
-    made.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="of predict")
+    made.add_argument("--batch-tokens", type=int, help="of predict")
     made.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights, for both")
     made.add_argument("--device", help="such as cuda:0 or cpu; an accelerator, if there is one, if left out")
     made.add_argument("--rounds", type=int, default=3, help="measurements of each, in turn, after one of each")

@@ -289,6 +289,15 @@ def chosen_device(device: str | None) -> str:
     return device
 
 
+def require_dtype(dtype: DType, device: str) -> None:
+    """Raise SpecError if a model is not computed in that type on a device."""
+    if dtype == "float16" and device == "cpu":
+        raise SpecError(
+            "--dtype is float16, but a CPU has hardly any instructions for it: it must be float32 or bfloat16, or "
+            "--device an accelerator"
+        )
+
+
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence transformers' progress bars and remarks, and restore its settings.

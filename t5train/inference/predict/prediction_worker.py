@@ -45,7 +45,7 @@ def predict_parts(job: Json, advance: Advance) -> Json:
     folder, spec = Path(job["folder"]), GenerationSpec(**job["spec"])
     plan = BatchPlan(np.load(folder / ORDER, mmap_mode="r"), np.load(folder / STARTS))
     offsets = np.load(folder / OFFSETS, mmap_mode="r")
-    decoder = Decoder(ModelFolder.open(Path(job["model"])), job["device"])
+    decoder = Decoder(ModelFolder.open(Path(job["model"])), job["device"], job["dtype"])
     for part in job["parts"]:
         with replacing(folder / part_name(part)) as written:
             for batch in plan.batches_of(part):
