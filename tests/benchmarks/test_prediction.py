@@ -26,7 +26,7 @@ def test_both_predict_the_first_rows_of_a_file_with_equal_texts(
     command = [f"{rows}#prefix=", "--root", str(tmp_path / "root"), "--recipe", "smoke", "--tokenizer", str(vocabulary)]
     command += [part for name, value in SHAPE.items() for part in ("--set", f"model.{name}={value}")]
     command += ["--rows", "36", "--beams", "1,2", "--max-new-tokens", "3", "--rounds", "1", "--into", str(into)]
-    monkeypatch.setattr(sys, "argv", ["prediction", *command, "--batch-tokens", "500", "--device", "cpu"])
+    monkeypatch.setattr(sys, "argv", ["prediction", *command, "--batch-tokens", "500", "--device", "cpu", *ends])
 
     assert prediction.main() == 0
 
