@@ -31,7 +31,7 @@ BATCHES = "batches.json"
 _MOST_SEQUENCES = {"cpu": 64}
 _MOST_ON_ACCELERATORS = 1024
 _SHARES = 32
-"""A small file makes so many batches, if they need not be smaller than a quarter: so that many processes have work."""
+"""A small file makes so many batches, if they are at least half as large: so that many processes have work."""
 _CPU_BYTES = 4 << 30
 """For each process, of which a machine may have many: 64 sequences of 900 tokens with base."""
 _UNKNOWN_BYTES = 16 << 30
@@ -55,7 +55,7 @@ class BatchSize(NamedTuple):
     def sequences(self, rows: int) -> int:
         """Return how many sequences, those of all beams counted, a batch has at most, of so many rows in all."""
         most = _MOST_SEQUENCES.get(self.device, _MOST_ON_ACCELERATORS)
-        return min(most, max(most // 4, rows * self.num_beams // _SHARES))
+        return min(most, max(most // 2, rows * self.num_beams // _SHARES))
 
     def tokens(self, longest: int) -> int:
         """Return how many tokens of sources and hypotheses, once for each beam, fit into the memory of a device.

@@ -79,7 +79,7 @@ def test_a_core_decodes_as_many_sequences_as_pay(
     assert _rows(_size(monkeypatch, "base", num_beams, device="cpu")) == expected
 
 
-@pytest.mark.parametrize(("device", "rows", "batches"), [("cpu", 500, 32), ("cpu", 100, 7), ("cuda", 5000, 20)])
+@pytest.mark.parametrize(("device", "rows", "batches"), [("cpu", 1280, 32), ("cpu", 500, 16), ("cuda", 5000, 10)])
 def test_a_small_file_is_several_batches_but_none_is_much_smaller_than_pays(
     monkeypatch: pytest.MonkeyPatch, device: str, rows: int, batches: int
 ) -> None:
