@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from t5train.files.atomic import write_json
 from t5train.host_resources import host_memory_bytes
-from t5train.inference.model_folder import DType, ModelFolder
-from t5train.model.tensor_files import list_tensors
+from t5train.inference.model_folder import PATH, DType, ModelFolder
+from t5train.model.starting_model import HuggingFaceFolder
 
 BATCHES = "batches.json"
 """In the folder of predictions until it is complete: the most tokens of a batch."""
@@ -91,7 +91,7 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _num_parameters(folder: ModelFolder) -> int:
-    return sum(prod(each.shape) for each in list_tensors(folder.path.glob("*.safetensors")).values())
+    return sum(prod(each.shape) for each in HuggingFaceFolder.open(folder.path, PATH).tensors.values())
 
 
 def _device_bytes(device: str) -> int:

@@ -8,7 +8,7 @@ from t5train.inference.model_folder import ModelFolder
 from t5train.inference.predict import batch_size
 from t5train.inference.predict.batch_plan import BatchLimits
 from t5train.inference.predict.batch_size import BatchSize
-from t5train.model.model_shape import count_parameters, huggingface_config, resolve
+from t5train.model.model_shape import T5Shape, count_parameters, huggingface_config, resolve
 from t5train.spec import ModelSpec
 
 GIB = 1 << 30
@@ -90,3 +90,10 @@ def test_a_configuration_that_leaves_sizes_out_has_the_usual_ones(monkeypatch: p
     size = _size(monkeypatch, "base", device="cpu")
     bare = size._replace(folder=size.folder._replace(config={"num_layers": 6, "num_decoder_layers": None}))
     assert bare.tokens(8) == (4 * GIB) // (3 * (2048 + 8 * 8) * 4)
+
+
+def test_parameters_are_counted_in_the_files(model: Path) -> None:
+    folder = ModelFolder.open(model)
+    shape = {name: folder.config[name] for name in T5Shape.model_fields if name in folder.config}
+    counted = T5Shape(**shape, gated=True, tied=False)
+    assert batch_size._num_parameters(folder) == count_parameters(counted)
