@@ -147,7 +147,8 @@ def by_loop(subject: Subject) -> Measured:
         with quiet_transformers(), torch.inference_mode():
             found = model.generate(**inputs, **options)
         texts += tokenizer.batch_decode(found, skip_special_tokens=True)
-        tokens += int((found[:, 1:] != tokenizer.pad_token_id).sum())
+        eos = model.generation_config.eos_token_id
+        tokens += sum((ids.index(eos) if eos in ids else len(ids) - 1) + 1 for ids in found[:, 1:].tolist())
     return Measured(texts, tokens, _seconds(subject.device) - began, _memory(subject.device))
 
 

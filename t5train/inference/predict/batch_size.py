@@ -31,7 +31,7 @@ BATCHES = "batches.json"
 _MOST_SEQUENCES = {"cpu": 64}
 _MOST_ON_ACCELERATORS = 1024
 _SHARES = 32
-"""A small file makes so many batches, if they are at least half as large: so that many processes have work."""
+"""A small file makes so many batches, if they need not be less than half as large, so that many processes have work."""
 _CPU_BYTES = 4 << 30
 """For each process, of which a machine may have many: 64 sequences of 900 tokens with base."""
 _UNKNOWN_BYTES = 16 << 30
