@@ -4,10 +4,10 @@ A step of the decoder reads all weights once, and starts some 35 kernels a layer
 time hardly depends on their number until arithmetic fills the device. On a core of a CPU, a step of T5 small takes
 12 ms and 1.9 ms for each sequence: 32 of them reach 86% of the rate of many, and 64 reach 93%.
 
-On a GPU with about 60 TFLOPS in fp32 (H100, H200), each sequence costs the decoder and the output two operations for
-each of their parameters: 0.3 GFLOP of base, 3.4 of 3B. Where a step is bound by starting kernels, at 25 ms (base) and
-50 ms (3B), arithmetic fills it from 5,000 and from 900 sequences on. 1,024 sequences are 8 times as many as those of
-32 rows with 4 beams, and 32 times as many as without.
+Of GPUs, this is arithmetic, not yet measured. With about 60 TFLOPS in fp32 (H100, H200), each sequence costs the
+decoder and the output two operations for each of their parameters: 0.3 GFLOP of base, 3.4 of 3B. Where a step is bound
+by starting kernels, at 25 ms (base) and 50 ms (3B), arithmetic fills it from 5,000 and from 900 sequences on. 1,024
+sequences are 8 times as many as those of 32 rows with 4 beams, and 32 times as many as without.
 
 What they keep in memory are keys and values of all layers of the decoder, of sources and of hypotheses: 73,728 bytes a
 token of base, and 786,432 of 3B (v1.0, in fp32). With sources and hypotheses of 64 tokens, 1,024 sequences of base take
