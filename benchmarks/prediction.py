@@ -3,8 +3,8 @@
 ::
 
     python -m benchmarks.prediction 'rows.jsonl#source=en&target=de&prefix=' --root DIR
-        (--model FOLDER | --recipe t5_3b --tokenizer spiece.model [--set model.num_layers=2])
-        [--rows 500] [--beams 1,4] [--max-new-tokens 64] [--batch-tokens 32768] [--dtype float32] [--device cuda]
+        (--model FOLDER | --recipe t5_3b --tokenizer spiece.model [--set model.num_layers=2] [--ends])
+        [--rows 500] [--beams 1,4] [--max-new-tokens 64] [--dtype float32] [--device cuda]
         [--rounds 3] [--into benchmarks/results/NAME.json]
 
 - predict: what the command does in one process: it reads rows, forms batches of similar length, decodes, and merges.
@@ -13,8 +13,9 @@
 Both predict the first rows of the file with the same model, from the beginning in each round and in turn, with as many
 beams and tokens, and on a CPU in one thread. The time to load the model counts in neither. Tokens are generated ones,
 with EOS. Both outputs are compared: padding changes rounding, so that a few differ where two tokens are about equally
-likely. A model of a recipe has random weights, of which no hypothesis ends: all have the most tokens. ``predict``
-itself decodes in float32; bfloat16 shows what another type would change, for both.
+likely. A model of a recipe has random weights, of which no hypothesis ends: all have the most tokens. With --ends, each
+ends as a translation does: after 1.3 tokens for each of its source, or up to a fifth fewer or more. On a CPU, seconds
+are those of the process itself.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 from unittest import mock
 
 from benchmarks.measured_conditions import device_name, versions
@@ -35,8 +36,8 @@ from benchmarks.random_model import random_model
 from t5train.data.vocabulary.tokenizer import given_tokenizer
 from t5train.data.worker_processes import Advance, Json
 from t5train.errors import T5TrainError
-from t5train.inference.model_folder import ModelFolder, chosen_device, quiet_transformers
-from t5train.inference.predict.prediction import BATCH_TOKENS, PredictJob, predict
+from t5train.inference.model_folder import DType, ModelFolder, chosen_device, quiet_transformers
+from t5train.inference.predict.prediction import PredictJob, predict
 from t5train.inference.predict.prediction_worker import predict_parts
 from t5train.inference.predict.predictions import read_predictions
 from t5train.inference.predict.source_rows import source_files, source_rows
@@ -45,7 +46,7 @@ from t5train.progress import silent
 from t5train.spec.recipes import recipe
 
 LOOP_ROWS = 32
-DTYPES = ("float32", "bfloat16")
+DTYPES = get_args(DType)
 _LOAD = ModelFolder.load
 
 
@@ -58,9 +59,10 @@ class Subject(NamedTuple):
     out: Path
     num_beams: int
     most: int
-    batch_tokens: int
-    dtype: str
+    batch_tokens: int | None
+    dtype: DType
     device: str
+    ends: bool
 
     @property
     def spec(self) -> GenerationSpec:
@@ -77,31 +79,48 @@ class Measured(NamedTuple):
     memory_bytes: int
 
 
-def _loading(dtype: str, seconds: list[float]) -> Callable[[ModelFolder, str], Any]:
-    """Return ``ModelFolder.load`` with another type, which adds to a list how long it took."""
+def _loading(subject: Subject, seconds: list[float]) -> Callable[[ModelFolder, str, DType], Any]:
+    """Return a ``ModelFolder.load`` that adds to a list how long it took."""
 
-    def load(folder: ModelFolder, device: str) -> Any:
-        import torch
-
-        began = time.perf_counter()
-        model = _LOAD(folder, device).to(getattr(torch, dtype))
+    def load(folder: ModelFolder, device: str, dtype: DType) -> Any:
+        began = _seconds(device)
+        model = _LOAD(folder, device, dtype)
+        if subject.ends:
+            _let_end(model)
         _begin_to_measure(device)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(_seconds(device) - began)
         return model
 
     return load
+
+
+def _let_end(model: Any) -> None:
+    """Let a random model write EOS when a hypothesis has so many tokens for each of its source."""
+    due: Any = None
+
+    def before(_: Any, __: Any, given: dict[str, Any]) -> None:
+        nonlocal due
+        spread = 0.8 + 0.4 * (1000 * given["encoder_hidden_states"][:, 0, 0] % 1)
+        lengths = 1.3 * spread * given["encoder_attention_mask"].sum(1)
+        due = lengths <= 1 + given["past_key_values"].get_seq_length()
+
+    def after(_: Any, __: Any, logits: Any) -> None:
+        logits[due, :, model.generation_config.eos_token_id] = 1e4
+
+    model.decoder.register_forward_pre_hook(before, with_kwargs=True)
+    model.lm_head.register_forward_hook(after)
 
 
 def by_predict(subject: Subject) -> Measured:
     """Predict as the command does, in this process."""
     shutil.rmtree(subject.out, ignore_errors=True)
     job = PredictJob(subject.model, [f"{subject.rows}#prefix="], subject.out, subject.spec)
-    job = job._replace(batch_tokens=subject.batch_tokens, device=subject.device, processes=1)
+    job = job._replace(batch_tokens=subject.batch_tokens, device=subject.device, processes=1, dtype=subject.dtype)
     loading = list[float]()
-    with mock.patch.object(ModelFolder, "load", _loading(subject.dtype, loading)):
-        began = time.perf_counter()
+    with mock.patch.object(ModelFolder, "load", _loading(subject, loading)):
+        began = _seconds(subject.device)
         predict(job, workers=_here)
-        seconds = time.perf_counter() - began - sum(loading)
+        seconds = _seconds(subject.device) - began - sum(loading)
     rows = list(read_predictions(subject.out))
     return Measured([row.hypothesis for row in rows], sum(row.tokens for row in rows), seconds, _memory(subject.device))
 
@@ -118,8 +137,8 @@ def by_loop(subject: Subject) -> Measured:
     if subject.device == "cpu":
         torch.set_num_threads(1)  # as predict does
     folder = ModelFolder.open(subject.model)
-    model = _loading(subject.dtype, [])(folder, subject.device)
-    began = time.perf_counter()
+    model = _loading(subject, [])(folder, subject.device, subject.dtype)
+    began = _seconds(subject.device)
     tokenizer = folder.load_tokenizer()
     sources = [json.loads(line)["source"] for line in subject.rows.read_text("utf-8").splitlines()]
     texts, tokens, options = list[str](), 0, subject.spec.options()
@@ -128,11 +147,17 @@ def by_loop(subject: Subject) -> Measured:
         with quiet_transformers(), torch.inference_mode():
             found = model.generate(**inputs, **options)
         texts += tokenizer.batch_decode(found, skip_special_tokens=True)
-        tokens += int((found[:, 1:] != tokenizer.pad_token_id).sum())
-    return Measured(texts, tokens, time.perf_counter() - began, _memory(subject.device))
+        eos = model.generation_config.eos_token_id
+        tokens += sum((ids.index(eos) if eos in ids else len(ids) - 1) + 1 for ids in found[:, 1:].tolist())
+    return Measured(texts, tokens, _seconds(subject.device) - began, _memory(subject.device))
 
 
 CONTENDERS = {"predict": by_predict, "loop": by_loop}
+
+
+def _seconds(device: str) -> float:
+    """Return the time or, on a CPU, that of this process alone: others may use its cores."""
+    return time.process_time() if device == "cpu" else time.perf_counter()
 
 
 def _begin_to_measure(device: str) -> None:
@@ -192,7 +217,9 @@ def _subjects(given: argparse.Namespace) -> Iterator[Subject]:
     lines = (json.dumps({"source": row.source}) for row in itertools.islice(rows, given.rows))
     file.write_text("".join(f"{line}\n" for line in lines), "utf-8")
     for beams in map(int, given.beams.split(",")):
-        yield Subject(model, file, root / "out", beams, given.max_new_tokens, given.batch_tokens, given.dtype, device)
+        yield Subject(
+            model, file, root / "out", beams, given.max_new_tokens, given.batch_tokens, given.dtype, device, given.ends
+        )
 
 
 def _arguments() -> argparse.Namespace:
@@ -203,10 +230,11 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--recipe", help="recipe whose model gets random weights, instead of --model")
     made.add_argument("--tokenizer", help="spiece.model, or folder with one, of such a model")
     made.add_argument("--set", action="append", default=[], metavar="PART.KEY=VALUE", help="setting of such a model")
+    made.add_argument("--ends", action="store_true", help="let hypotheses of such a model end")
     made.add_argument("--rows", type=int, default=500, help="rows to predict, the first of the file")
     made.add_argument("--beams", default="1,4", help="comma-separated numbers of beams; 1 is greedy")
     made.add_argument("--max-new-tokens", type=int, default=64)
-    made.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="of predict")
+    made.add_argument("--batch-tokens", type=int, help="of predict")
     made.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights, for both")
     made.add_argument("--device", help="such as cuda:0 or cpu; an accelerator, if there is one, if left out")
     made.add_argument("--rounds", type=int, default=3, help="measurements of each, in turn, after one of each")
@@ -227,7 +255,8 @@ def main() -> int:
         raise SystemExit(str(error)) from None
     device = subjects[0].device
     used = ", ".join(f"{name} {version}" for name, version in versions() if name in {"python", "torch", "transformers"})
-    made = "" if given.model else f" Random weights of {given.recipe}: no hypothesis ends."
+    ends = "hypotheses end after 1.04 to 1.56 tokens for each of the source" if given.ends else "no hypothesis ends"
+    made = "" if given.model else f" Random weights of {given.recipe}: {ends}."
     notes = f"{used}; {device if device == 'cpu' else device_name(device.partition(':')[0])}, {given.dtype}."
     what = "Predicting next to the loop that people write, on one device"
     measured_here(what, rows, f"{notes}{made}").show(given.into)

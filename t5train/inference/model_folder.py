@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from t5train.release.model_card import CARD_FILES, README, RecordedRun, recorded
 from t5train.spec import NUM_SENTINELS
 
 PATH = "PATH"
+DType = Literal["float32", "bfloat16", "float16"]
+"""torch's name of the type of the weights, and of what is computed."""
 _log = logging.getLogger(__name__)
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 _TRAINED_TOKENS = 512  # T5's own input length, where a folder does not say otherwise
@@ -190,8 +192,8 @@ class ModelFolder(NamedTuple):
             )
         return found
 
-    def load(self, device: str) -> Any:
-        """Return the model in fp32 on a device, ready for inference.
+    def load(self, device: str, dtype: DType = "float32") -> Any:
+        """Return the model on a device, ready for inference.
 
         Raises InputError if its weights do not fit, and DigestMismatch if they are not as recorded.
         """
@@ -199,7 +201,7 @@ class ModelFolder(NamedTuple):
 
         with quiet_transformers(), self._verifying_weights():
             model, loading = AutoModelForSeq2SeqLM.from_pretrained(
-                self.path, dtype="float32", use_safetensors=True, local_files_only=True, output_loading_info=True
+                self.path, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
             )
         wrong = {kind: sorted(map(str, loading[kind])) for kind in ("missing_keys", "mismatched_keys") if loading[kind]}
         for kind, names in wrong.items():
@@ -287,6 +289,15 @@ def chosen_device(device: str | None) -> str:
         has = f"one of {', '.join(available)}" if len(available) > 1 else "cpu: this machine has no accelerator"
         raise SpecError(f"device is {device!r}, but it must be {has}")
     return device
+
+
+def require_dtype(dtype: DType, device: str) -> None:
+    """Raise SpecError if a model is not computed in that type on a device."""
+    if dtype == "float16" and device == "cpu":
+        raise SpecError(
+            "--dtype is float16, but a CPU has hardly any instructions for it: it must be float32 or bfloat16, or "
+            "--device an accelerator"
+        )
 
 
 @contextmanager

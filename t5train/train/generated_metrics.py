@@ -23,7 +23,7 @@ from t5train.data.vocabulary.tokenizer import Tokenizer
 from t5train.engine.collectives import gather, gather_floats, rank, ranks_of_node, world_size
 from t5train.errors import DigestMismatch
 from t5train.inference.model_folder import quiet_transformers
-from t5train.inference.predict.batch_plan import batch_plan, with_margin
+from t5train.inference.predict.batch_plan import BatchLimits, batch_plan, with_margin
 from t5train.inference.score.row_statistics import EXACT_MATCH, metrics_of, scores_of, statistics_of
 from t5train.inference.text.decoding import GenerationSpec
 from t5train.model.model_shape import T5Shape, generation_config
@@ -150,7 +150,8 @@ class GeneratedMetrics:
         most = settings.max_new_tokens or with_margin(sample.longest_reference)
         spec = GenerationSpec(most, num_beams=settings.num_beams, length_penalty=settings.length_penalty)
         batch_tokens = _BATCH_TOKENS_ON_CPU if model.device.type == "cpu" else _BATCH_TOKENS
-        plan = batch_plan(sample.lengths, batch_tokens, spec.num_beams, most)
+        limits = BatchLimits(batch_tokens, len(sample.lengths) * spec.num_beams, spec.num_beams, most)
+        plan = batch_plan(sample.lengths, limits)
         for number in range(part, len(plan.starts) - 1, parts):
             rows = plan.rows_of(number)
             sources = torch.from_numpy(sample.sources[rows, : sample.lengths[rows].max()]).long().to(model.device)

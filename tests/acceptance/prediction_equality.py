@@ -30,7 +30,7 @@ import orjson
 
 from benchmarks.measured_conditions import commit
 from benchmarks.measured_result import Figure, Result, add_into
-from t5train.inference.predict.batch_plan import batch_plan
+from t5train.inference.predict.batch_plan import BatchLimits, batch_plan
 from t5train.inference.predict.prediction_worker import PARTS
 from t5train.inference.predict.predictions import PREDICTIONS, Prediction, read_predictions
 from tests.acceptance.finetuning_trial import Trial
@@ -80,7 +80,7 @@ class Plain:
     def parts(self, predictions: Sequence[Prediction], num_beams: int) -> int:
         """Return in how many parts the command predicts."""
         lengths = np.array([len(self._tokenizer(row.source).input_ids) for row in predictions])
-        return batch_plan(lengths, _BATCH_TOKENS * num_beams, num_beams, MOST).num_parts
+        return batch_plan(lengths, BatchLimits(_BATCH_TOKENS * num_beams, len(lengths), num_beams, MOST)).num_parts
 
     def _greedy(self, found: Any, ours: str) -> bool:
         """Whether our text goes on with a token of about the same logit where it leaves the plain one."""

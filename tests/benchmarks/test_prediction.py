@@ -16,8 +16,9 @@ SHAPE = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 2, "num_layers": 1, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("most", "ends"), [(3, []), (200, ["--ends"])])
 def test_both_predict_the_first_rows_of_a_file_with_equal_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, ends: list[str]
 ) -> None:
     texts = [" ".join(text.split()[: 3 + number % 7]) for number, text in enumerate(list(topics.values())[:40])]
     rows, vocabulary, into = tmp_path / "rows.jsonl", tmp_path / "spiece.model", tmp_path / "result.json"
@@ -25,8 +26,8 @@ def test_both_predict_the_first_rows_of_a_file_with_equal_texts(
     vocabulary.write_bytes(train(TokenizerSpec(vocab_size=200), texts))
     command = [f"{rows}#prefix=", "--root", str(tmp_path / "root"), "--recipe", "smoke", "--tokenizer", str(vocabulary)]
     command += [part for name, value in SHAPE.items() for part in ("--set", f"model.{name}={value}")]
-    command += ["--rows", "36", "--beams", "1,2", "--max-new-tokens", "3", "--rounds", "1", "--into", str(into)]
-    monkeypatch.setattr(sys, "argv", ["prediction", *command, "--batch-tokens", "500", "--device", "cpu"])
+    command += ["--rows", "36", "--beams", "1,2", "--max-new-tokens", str(most), "--rounds", "1", "--into", str(into)]
+    monkeypatch.setattr(sys, "argv", ["prediction", *command, "--batch-tokens", "500", "--device", "cpu", *ends])
 
     assert prediction.main() == 0
 
@@ -35,5 +36,6 @@ def test_both_predict_the_first_rows_of_a_file_with_equal_texts(
         (beams, program) for beams in (1, 2) for program in ("predict", "loop")
     ]
     assert ours["rows"] == loop["rows"] == 36
-    assert ours["tokens"] == loop["tokens"] == 36 * 3
+    assert ours["tokens"] == loop["tokens"]
+    assert (ours["tokens"] == 36 * most) == (not ends)
     assert ours["equal texts"] == 36

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -68,9 +68,17 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of sampling; the same seed, the same result")] = 0,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="What to compute in; half is faster on GPUs")
+    ] = "float32",
     batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens decoded at once, with padding, once for each beam")
-    ] = 32768,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most tokens of sources and hypotheses in memory at once, once for each beam",
+            show_default="as memory allows",
+        ),
+    ] = None,
     processes: Annotated[
         int | None,
         typer.Option(min=1, help="Processes; changes no result", show_default="one for each accelerator, else core"),
@@ -118,7 +126,9 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
     ):
         folder = Path(temporary, "predictions") if out is None else out
         named = _without_standard_input(files, Path(temporary))
-        job = PredictJob(path, named, folder, decoding, batch_tokens, device, processes, root, machines=machines)
+        job = PredictJob(
+            *(path, named, folder, decoding, batch_tokens, device, processes, root), dtype=dtype, machines=machines
+        )
         predicted = predict_rows(job, progress)
         if out is None:
             with open(folder / PREDICTIONS, "rb") as lines, naming(PurePath("standard output")):

@@ -59,8 +59,9 @@ def predicting_hosts(machines: MachinesSpec, device: str | None, progress: Progr
     with reached_nodes(machines, hosts.names) as (nodes, lacking):
         for error in lacking.values():
             raise error
-        kind = _device_of(nodes, slots, device)
-        yield OtherMachines(kind, HostsPredictor(nodes, slots, kind, machines.cluster.lease_seconds, progress))
+        found = _device_of(nodes, slots, device)
+        workers = HostsPredictor(nodes, slots, found.kind, machines.cluster.lease_seconds, progress)
+        yield OtherMachines(found.kind, found.device_bytes, workers)
 
 
 @contextmanager
@@ -76,21 +77,23 @@ def evaluating_hosts(spec: RunSpec, progress: Progress) -> Iterator[OtherMachine
         yield found
 
 
-def _device_of(nodes: Nodes, slots: Mapping[str, tuple[int, ...]], device: str | None) -> str:
+def _device_of(nodes: Nodes, slots: Mapping[str, tuple[int, ...]], device: str | None) -> FoundDevice:
+    """Return the kind of device of all hosts, and the least memory that one has."""
     makers = own_makers(PREDICTING_PACKAGES, nodes.code)
     queries = {host: FindDevice(makers, device, slots[host]) for host in nodes.hosts}
-    kinds = dict[str, str]()
+    kinds, memory = dict[str, str](), list[int]()
     for host, answer in nodes.ask_each(queries, _DEVICE_SECONDS).items():
         if not isinstance(answer, FoundDevice):
             raise answer
         kinds.setdefault(answer.kind, host)
+        memory.append(answer.device_bytes)
     if len(kinds) > 1:
         found = ", ".join(f"{host} predicts on {kind}" for kind, host in kinds.items())
         raise SpecError(
             f"{found}, but all hosts must use one kind of device, as each rounds differently. Leave the others out of "
             "the hostfile, or have all use their CPUs (--device cpu)"
         )
-    return next(iter(kinds))
+    return FoundDevice(next(iter(kinds)), min(memory))
 
 
 class _Staged(NamedTuple):

@@ -41,6 +41,8 @@ class FoundDevice:
     """The kind of device that a host predicts on, such as ``cuda`` or ``cpu``."""
 
     kind: str
+    device_bytes: int
+    """See ``t5train.inference.predict.batch_size.device_bytes``."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def device(request: FindDevice) -> FoundDevice:
     import torch
 
     from t5train.inference.model_folder import chosen_device
+    from t5train.inference.predict.batch_size import device_bytes
 
     kind = chosen_device(request.device)
     count = torch.accelerator.device_count() if kind != _CPU else 1 + max(request.slots)
@@ -69,7 +72,7 @@ def device(request: FindDevice) -> FoundDevice:
             f"slot {max(request.slots)} of this host is chosen, but it has {count} of {kind}. Write slots={count}, "
             f"{_REMEDY}"
         )
-    return FoundDevice(kind)
+    return FoundDevice(kind, device_bytes(kind))
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,6 @@ from t5train.spec.evaluate_spec import PREDICTION
 
 _SAMPLE = "sample.jsonl"
 _FILES = {PREDICTED: "predictions.jsonl", PREDICTED_BY_START: "start_predictions.jsonl"}
-_BATCH_TOKENS = 1 << 13
-"""A sample is small: in batches of this size, several accelerators share it, and a killed stage loses little."""
 _log = logging.getLogger(__name__)
 
 
@@ -136,7 +134,6 @@ def _predicted(
         files=[f"{folder / _SAMPLE}#prefix="],  # sources have theirs
         out=folder / "model",
         decoding=_decoding(spec.evaluate),
-        batch_tokens=_BATCH_TOKENS,
         device="cpu" if spec.cluster.accelerator == "cpu" else None,
         tokens_setting="evaluate.max_new_tokens",
         less_memory="Set a lower evaluate.num_beams or evaluate.max_new_tokens",

@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-PART_BATCHES = 8
-"""A part is so many consecutive batches: what is lost, at most, of each process that is killed."""
-_LEAST_TARGET_TOKENS = 64
+MOST_PARTS = 4096
+"""A part is one batch, or as many consecutive ones as keep the number of files of parts below this."""
 _LEAST_MARGIN_TOKENS = 8
 
 
@@ -22,7 +21,11 @@ class BatchPlan(NamedTuple):
     @property
     def num_parts(self) -> int:
         """The number of parts."""
-        return -(-(len(self.starts) - 1) // PART_BATCHES)
+        return -(-(len(self.starts) - 1) // self._part_batches)
+
+    @property
+    def _part_batches(self) -> int:
+        return -(-(len(self.starts) - 1) // MOST_PARTS)
 
     def rows_of(self, batch: int) -> np.ndarray:
         """Return the numbers of the rows of a batch, int64 [n]."""
@@ -30,7 +33,7 @@ class BatchPlan(NamedTuple):
 
     def batches_of(self, part: int) -> range:
         """Return the numbers of the batches of a part."""
-        return range(part * PART_BATCHES, min((part + 1) * PART_BATCHES, len(self.starts) - 1))
+        return range(part * self._part_batches, min((part + 1) * self._part_batches, len(self.starts) - 1))
 
     def rows_in(self, part: int) -> int:
         """Return how many rows a part has."""
@@ -38,19 +41,33 @@ class BatchPlan(NamedTuple):
         return int(self.starts[batches.stop] - self.starts[batches.start])
 
 
-def batch_plan(lengths: np.ndarray, batch_tokens: int, num_beams: int, max_new_tokens: int) -> BatchPlan:
+class BatchLimits(NamedTuple):
+    """How large a batch may be. A row that is longer is a batch of its own."""
+
+    tokens: int
+    """Of sources, padded, and of hypotheses, if all have the most tokens; once for each beam."""
+    sequences: int
+    """Those of all beams."""
+    num_beams: int
+    max_new_tokens: int
+
+    def most_rows(self, longest: int) -> int:
+        """Return how many rows may be a batch whose longest source has so many tokens."""
+        sequences = min(self.sequences, self.tokens // (longest + self.max_new_tokens))
+        return max(1, sequences // self.num_beams)
+
+
+def batch_plan(lengths: np.ndarray, limits: BatchLimits) -> BatchPlan:
     """Form batches of sources with ``lengths`` int64 [rows] in tokens, those of similar length together.
 
-    The sources and targets of a batch, padded and once for each beam, have at most ``batch_tokens``, where a target is
-    taken to be as long as the longest source, and 64 tokens at least, but no longer than ``max_new_tokens``. A row that
-    is longer is a batch of its own. The longest are first: if memory is too small, that shows at once.
+    So their hypotheses are of similar length, too, and few rows wait for others. The longest are first: if memory is
+    too small, that shows at once.
     """
     order = np.argsort(-lengths, kind="stable")
     starts = [0]
     while starts[-1] < len(order):
         longest = int(lengths[order[starts[-1]]])
-        width = longest + min(max_new_tokens, max(longest, _LEAST_TARGET_TOKENS))
-        starts.append(min(len(order), starts[-1] + max(1, batch_tokens // (width * num_beams))))
+        starts.append(min(len(order), starts[-1] + limits.most_rows(longest)))
     return BatchPlan(order, np.array(starts, np.int64))
 
 

@@ -24,8 +24,9 @@ from t5train.errors import InputError, SpecError, StorageError
 from t5train.files.atomic import replacing, write_json
 from t5train.files.output_folder import making
 from t5train.host_resources import host_memory_bytes, num_cores, require_free_space, require_writable
-from t5train.inference.model_folder import ModelFolder, chosen_device
-from t5train.inference.predict.batch_plan import BatchPlan, batch_plan, with_margin
+from t5train.inference.model_folder import DType, ModelFolder, chosen_device, require_dtype
+from t5train.inference.predict.batch_plan import BatchLimits, BatchPlan, batch_plan, with_margin
+from t5train.inference.predict.batch_size import BATCHES, BatchSize, device_bytes
 from t5train.inference.predict.prediction_worker import (
     OFFSETS,
     ORDER,
@@ -53,9 +54,7 @@ from t5train.records.identity import fingerprint, installed_versions
 from t5train.records.witness import LONGEST_TRAIN_TARGET
 from t5train.spec import StorageSpec
 
-BATCH_TOKENS = 1 << 15
-"""Of a T5 with 3B parameters, so many tokens take 25 GB at most: 24 layers of keys and values of 2 times 4,096 fp32."""
-_VERSION = 1  # incremented when the same job would give another result
+_VERSION = 2  # incremented when the same job would give another result
 _WORKER = "t5train.inference.predict.prediction_worker:predict_parts"
 _ROWS_AT_ONCE = 1024
 _OF_SAMPLING = ("sample", "temperature", "top_p", "seed")
@@ -72,6 +71,8 @@ class OtherMachines(NamedTuple):
 
     device: str
     """The kind of device that all of them use, such as ``cuda`` or ``cpu``."""
+    device_bytes: int
+    """See ``t5train.inference.predict.batch_size.device_bytes``: the least of all machines."""
     workers: Workers
     """Does jobs there, of which each is one part. It adds their device, and replaces folders by those there."""
 
@@ -86,8 +87,8 @@ class PredictJob(NamedTuple):
     out: Path
     """Folder of the result."""
     decoding: GenerationSpec = GenerationSpec()
-    batch_tokens: int = BATCH_TOKENS
-    """Tokens of the sources and targets of a batch, with padding, once for each beam."""
+    batch_tokens: int | None = None
+    """Most tokens of the sources and hypotheses of a batch, once for each beam; what fits into memory if left out."""
     device: str | None = None
     """Such as ``cuda:1``, ``cuda`` (all of them) or ``cpu``; if left out, this machine's accelerators, if any."""
     processes: int | None = None
@@ -98,6 +99,8 @@ class PredictJob(NamedTuple):
     """What sets the most tokens of a hypothesis, for messages."""
     less_memory: str = "Set a lower --batch-tokens"
     """What to do if a batch is too large for a device, for messages."""
+    dtype: DType = "float32"
+    """Of the weights, and of what is computed."""
     machines: OtherMachines | None = None
     """Who predicts, if not this machine. Then ``device`` and ``processes`` do not count."""
 
@@ -110,6 +113,11 @@ class _Prepared(NamedTuple):
     inputs: list[SourceFiles]
     devices: list[str]
     """One for each process; of other machines, one for all."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of all devices, such as cpu."""
+        return self.devices[0].partition(":")[0]
 
     def files(self) -> list[SourceFile]:
         """Return all files, each once."""
@@ -126,7 +134,8 @@ class _Prepared(NamedTuple):
             "decoding": {name: value for name, value in decoding._asdict().items() if name in kept},
             "max_new_tokens": decoding.max_new_tokens,
             "batch_tokens": self.job.batch_tokens,
-            "device": self.devices[0].partition(":")[0],
+            "device": self.kind,
+            "dtype": self.job.dtype,
             "versions": installed_versions(("torch", "transformers")),
         }
 
@@ -175,7 +184,7 @@ def predict(job: PredictJob, progress: Progress = silent, *, workers: Workers | 
             require_unchanged(stamps, digests)
             workers = workers or (job.machines.workers if job.machines else _here)
             predicted = _predicted(prepared, rows, {"fingerprint": key, **identity}, progress, workers)
-        for name in (ROWS, OFFSETS, ORDER, STARTS):
+        for name in (ROWS, OFFSETS, ORDER, STARTS, BATCHES):
             (job.out / name).unlink(missing_ok=True)
         for part in job.out.glob(PARTS):
             part.unlink()
@@ -195,7 +204,9 @@ def _prepared(job: PredictJob, progress: Progress) -> _Prepared:
             f"nothing says how long hypotheses may be: {job.model} does not record the lengths of targets in training, "
             f"and not all rows have references. Set {job.tokens_setting}"
         )
-    return _Prepared(job, folder, inputs, _devices(job, folder))
+    devices = _devices(job, folder)
+    require_dtype(job.dtype, devices[0])
+    return _Prepared(job, folder, inputs, devices)
 
 
 def _devices(job: PredictJob, folder: ModelFolder) -> list[str]:
@@ -257,7 +268,11 @@ def _predicted(
     """Predict the parts that are missing, merge them, and record the result."""
     job, folder = prepared.job, prepared.folder
     limit, limit_from = _limit(prepared, rows)
-    plan = batch_plan(rows.lengths, job.batch_tokens, job.decoding.num_beams, limit)
+    memory = job.machines.device_bytes if job.machines else device_bytes(prepared.kind)
+    size = BatchSize(folder, prepared.kind, job.dtype, job.decoding.num_beams, memory)
+    tokens = job.batch_tokens or size.recorded_tokens(job.out / BATCHES, int(rows.lengths.max()))
+    limits = BatchLimits(tokens, size.sequences(len(rows.lengths)), job.decoding.num_beams, limit)
+    plan = batch_plan(rows.lengths, limits)
     write_plan(job.out, plan, rows.offsets)
     _predict_parts(prepared, plan, limit, progress, workers)
     not_ended = _merge(job.out, plan)
@@ -271,6 +286,7 @@ def _predicted(
             "tasks": {each["task"]: each["prefix"] for each in inputs if each["task"] is not None},
             "max_new_tokens": limit,
             "max_new_tokens_from": limit_from,
+            "batch_tokens": tokens,
             "rows": len(rows.lengths),
             "long_sources": int((rows.lengths > folder.trained_tokens).sum()),
             DOUBLED: rows.counts[DOUBLED],
@@ -312,6 +328,7 @@ def _predict_parts(prepared: _Prepared, plan: BatchPlan, limit: int, progress: P
         "folder": str(out.absolute()),
         "spec": prepared.job.decoding._replace(max_new_tokens=limit)._asdict(),
         "less_memory": prepared.job.less_memory,
+        "dtype": prepared.job.dtype,
     }
     if prepared.job.machines is not None:
         devices = devices * len(missing)

@@ -10,7 +10,7 @@ import orjson
 from t5train.data.worker_processes import Advance, Json
 from t5train.errors import InputError
 from t5train.files.atomic import replacing
-from t5train.inference.model_folder import ModelFolder
+from t5train.inference.model_folder import DType, ModelFolder
 from t5train.inference.predict.batch_plan import BatchPlan
 from t5train.inference.predict.source_rows import SourceRow
 from t5train.inference.text.decoding import Decoder, GenerationSpec, Hypothesis
@@ -46,7 +46,7 @@ def predict_parts(job: Json, advance: Advance) -> Json:
     folder, spec = Path(job["folder"]), GenerationSpec(**job["spec"])
     plan = BatchPlan(np.load(folder / ORDER, mmap_mode="r"), np.load(folder / STARTS))
     offsets = np.load(folder / OFFSETS, mmap_mode="r")
-    decoder = _decoder(job["model"], job["device"])
+    decoder = _decoder(job["model"], job["device"], job["dtype"])
     for part in job["parts"]:
         with replacing(folder / part_name(part)) as written:
             for batch in plan.batches_of(part):
@@ -64,9 +64,9 @@ def predict_parts(job: Json, advance: Advance) -> Json:
 
 
 @lru_cache(maxsize=1)
-def _decoder(model: str, device: str) -> Decoder:
+def _decoder(model: str, device: str, dtype: DType) -> Decoder:
     """Load a model once for all jobs of this process."""
-    return Decoder(ModelFolder.open(Path(model)), device)
+    return Decoder(ModelFolder.open(Path(model)), device, dtype)
 
 
 def _rows(file: Path, offsets: np.ndarray) -> Iterator[SourceRow]:

@@ -8,6 +8,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from t5train.errors import InputError
+from t5train.inference.model_folder import DType
 from t5train.spec.pairs_spec import TASK_NAME
 from t5train.spec.settings import explain
 
@@ -53,7 +54,7 @@ class Predicted(BaseModel):
     batch_tokens: int
     device: str
     """Its kind, such as cpu."""
-    dtype: Literal["float32"] = "float32"
+    dtype: DType
     versions: dict[str, str]
     rows: int
     long_sources: int

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
-from t5train.inference.model_folder import ModelFolder, quiet_transformers
+from t5train.inference.model_folder import DType, ModelFolder, quiet_transformers
+from t5train.inference.text.shrinking_batch import can_shrink, generate_shrinking
 
 
 class GenerationSpec(NamedTuple):
@@ -64,9 +65,9 @@ class Hypothesis(NamedTuple):
 class Decoder:
     """The model and the tokenizer of a folder, on a device."""
 
-    def __init__(self, folder: ModelFolder, device: str) -> None:
+    def __init__(self, folder: ModelFolder, device: str, dtype: DType = "float32") -> None:
         """Load both. Raises InputError if they do not fit together, DigestMismatch if they are not as recorded."""
-        self.folder, self.tokenizer, self._model = folder, folder.load_tokenizer(), folder.load(device)
+        self.folder, self.tokenizer, self._model = folder, folder.load_tokenizer(), folder.load(device, dtype)
         eos = self._model.generation_config.eos_token_id
         self._eos_ids = frozenset(eos if isinstance(eos, list) else [eos])
 
@@ -82,9 +83,21 @@ class Decoder:
 
         with quiet_transformers(), _seeded(spec, self._model.device), torch.inference_mode():
             inputs = self.tokenizer(list(texts), return_tensors="pt", padding=True).to(self._model.device)
-            generated = self._model.generate(**inputs, **spec.options(), **options)
+            generated = self._generated(inputs, spec, options)
         lengths = inputs["attention_mask"].sum(1).tolist()
-        return [self._output(ids[1:], tokens) for ids, tokens in zip(generated.tolist(), lengths, strict=True)]
+        return [self._output(ids, tokens) for ids, tokens in zip(generated, lengths, strict=True)]
+
+    def _generated(self, inputs: Any, spec: GenerationSpec, options: dict[str, Any]) -> list[list[int]]:
+        """Return ids without the start.
+
+        Beams of a text that is done cannot leave their batch. More options, such as criteria that stop all texts, are
+        for one call of ``generate()``.
+        """
+        given, may_shrink = spec.options(), spec.num_beams == 1 and not options
+        if len(inputs["input_ids"]) > 1 and may_shrink and can_shrink(self._model.generation_config):
+            return generate_shrinking(self._model, inputs, given.pop("max_new_tokens"), [*self._eos_ids], given)
+        found: list[list[int]] = self._model.generate(**inputs, **given, **options)[:, 1:].tolist()
+        return found
 
     def decode(self, sources: Sequence[str], spec: GenerationSpec) -> list[Hypothesis]:
         """Return what the model writes for each source, as ``outputs`` does, as text."""

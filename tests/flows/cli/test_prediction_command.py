@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from t5train.data.worker_processes import Advance, Json
-from t5train.inference.predict.prediction import BATCH_TOKENS
 from t5train.inference.predict.prediction_worker import predict_parts
 from t5train.inference.predict.predictions import read_predictions
 from t5train.release.export import export
@@ -46,7 +45,7 @@ def test_predict_writes_a_folder_and_says_where(
     assert t5_pretrain("predict", model, file, "--out", "made-here", "--num-beams", "2", *SHORT, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     require_documented("predict", found)
-    assert found["batch_tokens"] == BATCH_TOKENS
+    assert found["dtype"] == "float32"
     assert found["decoding"] == {"num_beams": 2, "length_penalty": 1.0}
 
 

@@ -163,14 +163,14 @@ def test_a_host_that_is_silent_for_the_lease_is_given_up() -> None:
     assert "a: nothing was heard" in str(error)
 
 
-def found(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> str:
+def found(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> FoundDevice:
     monkeypatch.setattr(Nodes, "ask_each", lambda *_: answers)
     return hosts_predictor._device_of(Nodes(Silent(), tuple(answers)), dict.fromkeys(answers, (0,)), None)
 
 
 def test_hosts_must_have_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, cpu = FoundDevice("cuda"), FoundDevice("cpu")
-    assert found(monkeypatch, a=cuda, b=cuda) == "cuda"
+    cuda, cpu = FoundDevice("cuda", 80), FoundDevice("cpu", 4)
+    assert found(monkeypatch, a=cuda, b=FoundDevice("cuda", 40)) == FoundDevice("cuda", 40)
     with pytest.raises(SpecError, match=r"^a predicts on cuda, b predicts on cpu, but .*hostfile.*--device cpu\)$"):
         found(monkeypatch, a=cuda, b=cpu)
     with pytest.raises(HostError, match=r"^b: down$"):

@@ -20,6 +20,7 @@ from infra.node.stages.predictor import (
 from infra.node.storage.disk_usage import pin, users
 from t5train.errors import AcceleratorBusy, HostMisconfigured
 from t5train.files.locks import try_lock
+from t5train.inference.predict.batch_size import device_bytes
 
 OWN = own_makers(PREDICTING_PACKAGES)
 
@@ -40,7 +41,7 @@ def test_a_host_without_the_packages_or_the_code_of_the_head_is_refused(makers: 
 
 
 def test_a_host_has_a_device_for_each_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert device(FindDevice(OWN, "cpu", (0, 7))) == FoundDevice("cpu")
+    assert device(FindDevice(OWN, "cpu", (0, 7))) == FoundDevice("cpu", device_bytes("cpu"))
     monkeypatch.setattr("t5train.inference.model_folder.chosen_device", lambda _: "cuda")
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     with pytest.raises(HostMisconfigured, match=r"slot 7 of this host is chosen, but it has 4 of cuda\. Write slots=4"):

@@ -178,7 +178,7 @@ def test_other_machines_predict_and_are_asked_only_if_there_is_something_to_pred
     @contextmanager
     def machines() -> Iterator[OtherMachines]:
         asked.append("asked")
-        yield OtherMachines("cpu", there)
+        yield OtherMachines("cpu", 1 << 32, there)
 
     monkeypatch.setattr(export_evaluation, "predict", predict)
     for reused in (False, True):

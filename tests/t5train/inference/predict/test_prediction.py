@@ -14,7 +14,8 @@ import torch
 from t5train.data.worker_processes import Advance, Json
 from t5train.errors import InputError, SpecError, StorageError
 from t5train.inference.model_folder import ModelFolder
-from t5train.inference.predict import prediction
+from t5train.inference.predict import batch_size, prediction
+from t5train.inference.predict.batch_size import device_bytes
 from t5train.inference.predict.prediction import OtherMachines, PredictJob, predict
 from t5train.inference.predict.prediction_worker import predict_parts
 from t5train.inference.predict.predictions import PREDICTION, PREDICTIONS, read_predictions
@@ -55,9 +56,8 @@ class Here:
 
 
 @pytest.fixture
-def run(model: Path, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``run(out, workers, **changes)`` predicts the file in small batches, of which two are a part."""
-    monkeypatch.setattr("t5train.inference.predict.batch_plan.PART_BATCHES", 2)
+def run(model: Path, file: str, tmp_path: Path) -> Run:
+    """``run(out, workers, **changes)`` predicts the file in small batches."""
 
     def run(out: str = "out", workers: Here | None = None, **changes: Any) -> Any:
         job = PredictJob(model, [file], tmp_path / out, SHORT, batch_tokens=400, device="cpu", processes=1)
@@ -92,7 +92,7 @@ def test_other_machines_get_each_part_as_a_job_and_give_the_same_file(run: Run, 
         given.extend(jobs)
         return Here()(function, jobs, advance)
 
-    machines = OtherMachines("cpu", there)
+    machines = OtherMachines("cpu", device_bytes("cpu"), there)
     assert run("there", machines=machines, device="not of this machine", processes=None) == run("one")
     assert [job["parts"] for job in given] == [[part] for part in range(len(given))]
     assert len(given) > 1
@@ -110,6 +110,36 @@ def test_an_interrupted_job_predicts_only_the_other_parts_and_the_same_file(run:
     assert none.parts == 0
     assert (tmp_path / "out" / PREDICTIONS).read_bytes() == (tmp_path / "whole" / PREDICTIONS).read_bytes()
     assert {each.name for each in (tmp_path / "out").iterdir()} == {".claim", PREDICTIONS, PREDICTION}
+
+
+def test_a_job_that_is_continued_with_other_memory_keeps_its_batches(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_size, "_CPU_BYTES", 1 << 16)
+    whole = run("whole", all_parts := Here(), batch_tokens=None)
+    with pytest.raises(KeyboardInterrupt):
+        run(workers=Here(most_rows=25), batch_tokens=None)
+    monkeypatch.setattr(batch_size, "_CPU_BYTES", 1 << 30)
+    assert run(workers=(rest := Here()), batch_tokens=None) == whole
+    assert 0 < rest.parts < all_parts.parts
+    assert (tmp_path / "out" / PREDICTIONS).read_bytes() == (tmp_path / "whole" / PREDICTIONS).read_bytes()
+    assert run("larger", batch_tokens=None).batch_tokens > whole.batch_tokens
+
+
+def test_half_precision_is_computed_and_recorded_and_refused_where_it_is_slow(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, load = list[torch.dtype](), ModelFolder.load
+    monkeypatch.setattr(
+        ModelFolder, "load", lambda *given: [found := load(*given), loaded.append(found.lm_head.weight.dtype)][0]
+    )
+    assert run(dtype="bfloat16").dtype == "bfloat16"
+    assert loaded == [torch.bfloat16]
+    with pytest.raises(StorageError, match="holds a result of other inputs or settings"):
+        run()
+    with pytest.raises(SpecError, match=r"--dtype is float16, but a CPU .* must be float32 or bfloat16"):
+        run("none", dtype="float16")
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("damaged", [b"", b"[0,", b"[0]\n", b"\0" * 9, b'"a"\n'])

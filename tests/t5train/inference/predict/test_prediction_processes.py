@@ -32,14 +32,14 @@ predict(PredictJob(Path(model), [file], Path(out), spec, int(batch_tokens), "cpu
 
 @pytest.fixture
 def job(model: Path, tmp_path: Path) -> Callable[[str, int], PredictJob]:
-    """``job(out, processes)``: 600 short sources in about 15 parts."""
+    """``job(out, processes)``: 600 short sources in 19 parts."""
     words = " ".join(topics.values()).split()
     rows = [{"source": " ".join(words[3 * number : 3 * number + 2 + number % 6])} for number in range(ROWS)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
     def job(out: str, processes: int) -> PredictJob:
         file, spec = f"{tmp_path}/rows.jsonl#prefix=", GenerationSpec(max_new_tokens=8)
-        return PredictJob(model, [file], tmp_path / out, spec, 100, "cpu", processes)
+        return PredictJob(model, [file], tmp_path / out, spec, 400, "cpu", processes)
 
     return job
 

@@ -1,5 +1,7 @@
 """A batch is decoded as plain transformers decodes its sources one by one."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from t5train.inference.model_folder import ModelFolder
@@ -67,3 +70,42 @@ def test_sampling_a_batch_again_gives_the_same_and_another_seed_does_not(model: 
     first = decoder.decode(SOURCES[:4], spec)
     assert decoder.decode(SOURCES[:4], spec) == first
     assert decoder.decode(SOURCES[:4], spec._replace(seed=4)) != first
+
+
+@pytest.fixture
+def ending(model: Path, tmp_path: Path) -> Path:
+    """The same model, most of whose hypotheses end before the most tokens."""
+    folder = tmp_path / "ending"
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][1] *= 3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _decoded(folder: Path) -> tuple[list[Hypothesis], list[int]]:
+    """Return the hypotheses of a batch, and how many rows each step of the decoder computed."""
+    decoder, rows = Decoder(ModelFolder.open(folder), "cpu"), list[int]()
+    layers: Any = decoder._model.decoder
+    layers.register_forward_hook(lambda _, __, found: rows.append(len(found.last_hidden_state)))
+    return decoder.decode(SOURCES, GenerationSpec(MOST)), rows
+
+
+def test_rows_that_ended_leave_their_batch_once_they_are_half_of_it(ending: Path) -> None:
+    found, rows = _decoded(ending)
+    ends = sorted(each.tokens for each in found)
+    half, three_quarters = ends[len(ends) // 2 - 1], ends[len(ends) * 3 // 4 - 1]
+    going = len([each for each in ends if each > half])
+    assert rows[: half + 1] == [len(SOURCES)] * half + [going]
+    assert rows[three_quarters] <= going // 2
+    plain = Plain(ending)
+    assert [each.text for each in found] == [plain.generate(source, 1)[0] for source in SOURCES]
+
+
+@pytest.mark.parametrize("setting", [{"min_new_tokens": 2}, {"begin_suppress_tokens": [5]}, {"use_cache": False}])
+def test_a_batch_is_not_stopped_where_settings_of_its_model_count_from_its_start(
+    ending: Path, setting: dict[str, object]
+) -> None:
+    config = json.loads((ending / "generation_config.json").read_text())
+    (ending / "generation_config.json").write_text(json.dumps(config | setting))
+    assert {*_decoded(ending)[1]} == {len(SOURCES)}

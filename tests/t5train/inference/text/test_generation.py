@@ -64,8 +64,8 @@ def _scripted(monkeypatch: pytest.MonkeyPatch, *preferred: list[str]) -> None:
     """Let the model prefer these pieces at each place, the first one most."""
     load = ModelFolder.load
 
-    def loaded(folder: ModelFolder, device: str) -> Any:
-        model, tokenizer, places = load(folder, device), folder.load_tokenizer(), list[list[str]]()
+    def loaded(folder: ModelFolder, *given: Any) -> Any:
+        model, tokenizer, places = load(folder, *given), folder.load_tokenizer(), list[list[str]]()
 
         def begin(*_: object) -> None:
             places[:] = preferred
