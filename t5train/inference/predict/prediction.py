@@ -7,8 +7,8 @@ if predicting is interrupted, the next call predicts the other parts.
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +76,10 @@ class OtherMachines(NamedTuple):
     """Does jobs there, of which each is one part. It adds their device, and replaces folders by those there."""
 
 
+Machines = Callable[[], AbstractContextManager[OtherMachines | None]]
+"""Makes a context with the machines that predict; None: this machine."""
+
+
 class PredictJob(NamedTuple):
     """What to predict, and how. ``device`` and ``processes`` change no result on one kind of device."""
 
@@ -98,8 +102,8 @@ class PredictJob(NamedTuple):
     """What sets the most tokens of a hypothesis, for messages."""
     less_memory: str = "Set a lower --batch-tokens"
     """What to do if a batch is too large for a device, for messages."""
-    machines: OtherMachines | None = None
-    """Who predicts, if not this machine. Then ``device`` and ``processes`` do not count."""
+    machines: Machines = nullcontext
+    """Who predicts. They are asked once the model and files are checked. Of others, ``processes`` does not count."""
 
 
 class _Prepared(NamedTuple):
@@ -108,12 +112,13 @@ class _Prepared(NamedTuple):
     job: PredictJob
     folder: ModelFolder
     inputs: list[SourceFiles]
+    machines: OtherMachines | None
     devices: list[str]
     """One for each process; of other machines, one for all."""
 
     def files(self) -> list[SourceFile]:
         """Return all files, each once."""
-        return list(dict.fromkeys(file for each in self.inputs for file in each.files))
+        return _files(self.inputs)
 
     def identity(self, digests: Mapping[SourceFile, FileDigest]) -> dict[str, Any]:
         """Return all that decides the predictions."""
@@ -129,6 +134,10 @@ class _Prepared(NamedTuple):
             "device": self.devices[0].partition(":")[0],
             "versions": installed_versions(("torch", "transformers")),
         }
+
+
+def _files(inputs: Sequence[SourceFiles]) -> list[SourceFile]:
+    return list(dict.fromkeys(file for each in inputs for file in each.files))
 
 
 class _Rows(NamedTuple):
@@ -163,8 +172,17 @@ def predict(job: PredictJob, progress: Progress = silent, *, workers: Workers | 
         WorkerLost: A process was killed. What is done is kept.
 
     """
-    prepared = _prepared(job, progress)
-    files = prepared.files()
+    folder, inputs = _checked(job, progress)
+    with job.machines() as machines:
+        prepared = _Prepared(job, folder, inputs, machines, _devices(job, folder, machines))
+        predicted = _found_or_predicted(prepared, progress, workers)
+    for line in _warnings(predicted, folder, job.tokens_setting):
+        _log.warning("%s", line)
+    return predicted
+
+
+def _found_or_predicted(prepared: _Prepared, progress: Progress, workers: Workers | None) -> Predicted:
+    job, files = prepared.job, prepared.files()
     stamps, digests = stamps_of(files), digests_of(files, progress)
     identity = prepared.identity(digests)
     key = fingerprint({"kind": "predictions", "version": _VERSION, **identity})
@@ -173,18 +191,17 @@ def predict(job: PredictJob, progress: Progress = silent, *, workers: Workers | 
             require_free_space(job.out, 4 * sum(each.size for each in digests.values()), "the predictions")
             rows = _written_rows(prepared, progress)
             require_unchanged(stamps, digests)
-            workers = workers or (job.machines.workers if job.machines else _here)
+            workers = workers or (prepared.machines.workers if prepared.machines else _here)
             predicted = _predicted(prepared, rows, {"fingerprint": key, **identity}, progress, workers)
         for name in (ROWS, OFFSETS, ORDER, STARTS):
             (job.out / name).unlink(missing_ok=True)
         for part in job.out.glob(PARTS):
             part.unlink()
-    for line in _warnings(predicted, prepared.folder, job.tokens_setting):
-        _log.warning("%s", line)
     return predicted
 
 
-def _prepared(job: PredictJob, progress: Progress) -> _Prepared:
+def _checked(job: PredictJob, progress: Progress) -> tuple[ModelFolder, list[SourceFiles]]:
+    """Open the model and the files, and read the first rows of these."""
     require_writable(job.out)
     folder = ModelFolder.open(job.model)
     root = (job.root or StorageSpec().root).absolute()
@@ -195,13 +212,15 @@ def _prepared(job: PredictJob, progress: Progress) -> _Prepared:
             f"nothing says how long hypotheses may be: {job.model} does not record the lengths of targets in training, "
             f"and not all rows have references. Set {job.tokens_setting}"
         )
-    return _Prepared(job, folder, inputs, _devices(job, folder))
+    if next(source_rows(inputs, folder.run.tasks, Counter()), None) is None:
+        raise InputError(f"{', '.join(file.shown for file in _files(inputs))} has no rows. Name a file with sources")
+    return folder, inputs
 
 
-def _devices(job: PredictJob, folder: ModelFolder) -> list[str]:
+def _devices(job: PredictJob, folder: ModelFolder, machines: OtherMachines | None) -> list[str]:
     """Return the device of each process: every accelerator, or as often the CPU as its cores and memory allow."""
-    if job.machines is not None:
-        return [job.machines.device]
+    if machines is not None:
+        return [machines.device]
     import torch  # slow to import, and only needed here
 
     chosen = chosen_device(job.device)
@@ -233,7 +252,7 @@ def _finished(out: Path) -> Predicted | None:
 
 
 def _written_rows(prepared: _Prepared, progress: Progress) -> _Rows:
-    """Write all rows to one file, and return what was found in them. Raises InputError if there is none."""
+    """Write all rows to one file, and return what was found in them."""
     lengths, offsets, longest, counts, done = list[int](), list[int](), 0, Counter[str](), 0
     encode = prepared.folder.vocabulary().encode
     rows = source_rows(prepared.inputs, prepared.folder.run.tasks, counts)
@@ -246,8 +265,6 @@ def _written_rows(prepared: _Prepared, progress: Progress) -> _Rows:
             references = [row.reference for row in some if row.reference is not None]
             longest = max(longest, *map(len, encode(references)), 0)
             progress("rows read", len(offsets), None)
-    if not offsets:
-        raise InputError(f"{', '.join(file.shown for file in prepared.files())} has no rows. Name a file with sources")
     return _Rows(np.array(lengths, np.int64), np.array(offsets, np.int64), longest, counts)
 
 
@@ -313,7 +330,7 @@ def _predict_parts(prepared: _Prepared, plan: BatchPlan, limit: int, progress: P
         "spec": prepared.job.decoding._replace(max_new_tokens=limit)._asdict(),
         "less_memory": prepared.job.less_memory,
     }
-    if prepared.job.machines is not None:
+    if prepared.machines is not None:
         devices = devices * len(missing)
     shares = [missing[number :: len(devices)] for number in range(len(devices))]
     jobs = [common | {"device": device, "parts": share} for device, share in zip(devices, shares, strict=True) if share]
