@@ -40,6 +40,7 @@ from t5train.report.report_folder import (
     write_table,
 )
 from t5train.report.result_reports import (
+    best_lines,
     counts_text,
     data_wait_line,
     earlier_lines,
@@ -123,6 +124,7 @@ def show_summary(spec: RunSpec, stages: dict[str, Record], publication: Publicat
     metrics = read(spec.run_folder / METRICS)
     results = [
         *loss_lines(witness.validation, witness.trained.task_names, is_trial=is_trial),
+        *best_lines(witness),
         *earlier_lines(witness.validation, metrics),
         saving_line(metrics),
         *predicting_lines(metrics),

@@ -268,6 +268,10 @@ def _loss_lines(losses: Losses) -> list[str]:
         of_tasks = ", ".join(f"{task} {share:.2%}" for task, share in losses.exact_match_of_tasks.items())
         of_each = f" ({of_tasks})" if of_tasks else ""
         lines.append(f"{losses.exact_match:.2%} of the pairs predicted exactly at the last validation{of_each}")
+    if losses.best is not None:
+        lines.append(
+            f"{losses.best:.4f} best {losses.best_metric}, which chooses the result, at step {losses.best_step:,}"
+        )
     return lines
 
 

@@ -9,6 +9,8 @@ from t5train.records.evaluation_metrics import SYSTEMS, EvaluationMetrics
 from t5train.records.locations import local_folder
 from t5train.records.metrics import OF_ONE_TASK, UNIGRAM_OF_TARGETS, VALIDATION_OF_TARGETS, Values
 from t5train.records.stage_records import Export, Publication, Record, Weights
+from t5train.records.witness import Witness
+from t5train.release.card_sections import measured_at
 from t5train.release.certificate import CERTIFICATE, Certificate, ProbeComparison
 from t5train.release.markdown import code, code_block, escaped, page, table
 from t5train.release.object_store.bucket import is_in_s3
@@ -179,6 +181,13 @@ def predicting_lines(lines: Sequence[Values]) -> list[str]:
     if not any("predict_seconds" in line for line in lines):
         return []
     return [_paused(lines, "predict_seconds", "prediction", " of held-out pairs")]
+
+
+def best_lines(witness: Witness) -> list[str]:
+    """Return which step is published, and the value that chose it; nothing if it is the last one."""
+    if (metric := witness.trained.settings.get("evaluate", {}).get("best_metric")) is None:
+        return []
+    return [f"published: the model {measured_at(witness)}: {witness.validation[metric]:.4f}"]
 
 
 def _paused(lines: Iterable[Values], name: str, counted: str, rest: str = "") -> str:

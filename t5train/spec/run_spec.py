@@ -99,7 +99,9 @@ class RunSpec(SpecPart):
 
     @check
     def _predictions_are_of_pairs(self) -> None:
-        chosen = [name for name in PREDICTION if getattr(self.evaluate, name) != getattr(EvaluateSpec(), name)]
+        chosen = [
+            name for name in (*PREDICTION, "hostfile") if getattr(self.evaluate, name) != getattr(EvaluateSpec(), name)
+        ]
         if chosen and not self.is_fine_tuning:
             raise ValueError(
                 f"evaluate.{chosen[0]} is {getattr(self.evaluate, chosen[0])}, but only fine-tuning predicts held-out "

@@ -6,9 +6,10 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,12 +27,8 @@ from flows.cli.stage_commands import require_finished
 from flows.cli.terminal import say, stage_display
 from t5train.errors import InputError, SpecError, T5TrainError
 from t5train.files.os_errors import naming
-from t5train.progress import Progress
 from t5train.spec import MachinesSpec
 from t5train.spec.pairs_spec import location_of
-
-if TYPE_CHECKING:
-    from t5train.inference.predict.prediction import OtherMachines
 
 _STANDARD = ("-", "/dev/stdin")
 """Names of standard input. The shell's words that begin with ``-#`` would be options."""
@@ -118,17 +115,14 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
         length_penalty=length_penalty,
     )
     interrupt_on_stop()  # so that no text stays in a temporary folder
-    with (
-        TemporaryDirectory(prefix="t5-predict-") as temporary,
-        _naming_input(temporary),
-        stage_display() as progress,
-        _machines(spec, device, progress) as machines,
-    ):
+    with TemporaryDirectory(prefix="t5-predict-") as temporary, _naming_input(temporary), stage_display() as progress:
         folder = Path(temporary, "predictions") if out is None else out
         named = _without_standard_input(files, Path(temporary))
-        job = PredictJob(
-            *(path, named, folder, decoding, batch_tokens, device, processes, root), dtype=dtype, machines=machines
-        )
+        job = PredictJob(path, named, folder, decoding, batch_tokens, device, processes, root, dtype=dtype)
+        if spec.cluster.hostfile is not None:
+            from infra.head.predicting.hosts_predictor import predicting_hosts
+
+            job = job._replace(machines=partial(predicting_hosts, spec, device, progress))
         predicted = predict_rows(job, progress)
         if out is None:
             with open(folder / PREDICTIONS, "rb") as lines, naming(PurePath("standard output")):
@@ -146,18 +140,6 @@ def _require_together(hostfile: Path | None, out: Path | None, processes: int | 
         raise typer.BadParameter("it needs --out: a folder keeps what hosts have predicted", param_hint="--hostfile")
     if hostfile is not None and processes is not None:
         raise typer.BadParameter("with --hostfile, its slots are the processes of each host", param_hint="--processes")
-
-
-@contextmanager
-def _machines(spec: MachinesSpec, device: str | None, progress: Progress) -> "Iterator[OtherMachines | None]":
-    """Yield the hosts that predict; None if this machine does."""
-    if spec.cluster.hostfile is None:
-        yield None
-        return
-    from infra.head.predicting.hosts_predictor import predicting_hosts
-
-    with predicting_hosts(spec, device, progress) as machines:
-        yield machines
 
 
 @contextmanager

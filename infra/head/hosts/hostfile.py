@@ -93,10 +93,10 @@ def _listed(cluster: ClusterSpec) -> Hosts:
     try:
         text = cluster.hostfile.read_text("utf-8")
     except OSError as error:
-        raise SpecError(f"cluster.hostfile cannot be read: {explain(error)}") from error
+        raise SpecError(f"the hostfile cannot be read: {explain(error)}") from error
     except UnicodeDecodeError as error:
         raise SpecError(
-            f"cluster.hostfile is {cluster.hostfile}, but that file is not text: its byte {error.start} is not UTF-8. "
+            f"the hostfile {cluster.hostfile} is not text: its byte {error.start} is not UTF-8. "
             "Correct the path or the file"
         ) from error
     return select(

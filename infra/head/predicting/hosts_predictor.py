@@ -27,7 +27,7 @@ from infra.node.storage.pull import listed
 from t5train.data.worker_processes import Advance, Json
 from t5train.errors import HostError, HostTimeout, SpecError
 from t5train.inference.model_folder import names_read
-from t5train.inference.predict.prediction import OtherMachines
+from t5train.inference.predict.devices import OtherMachines
 from t5train.inference.predict.prediction_worker import OFFSETS, ORDER, ROWS, STARTS
 from t5train.progress import Progress, relayed
 from t5train.records.changed_files import recorded_files

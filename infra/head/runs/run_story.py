@@ -24,10 +24,11 @@ from t5train.files import error_report, heartbeat
 from t5train.files.presence import file_size, files_below, names_in, visible_in
 from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS, EXPORT, METRICS, REPORT, RUN, step_of
 from t5train.records import metrics
+from t5train.records.best_so_far import BestSoFar
 from t5train.records.metrics import EXACT_MATCH, UNIGRAM, UNIGRAM_OF_TARGETS, VALIDATION_OF_TARGETS
 from t5train.records.stage_records import MANIFEST
 from t5train.release.certificate import CERTIFICATE
-from t5train.spec import PairsSpec
+from t5train.spec import EvaluateSpec, PairsSpec
 from t5train.spec.recipes import recipe
 
 _ELSEWHERE = {"name", "recipe", "storage.root"}
@@ -80,6 +81,10 @@ class Losses:
     """Of a run on pairs: the share of pairs with an exactly predicted target, at the last validation. Not a loss."""
     exact_match_of_tasks: Mapping[str, float] = field(default_factory=dict)
     """The same of each of several tasks, by name."""
+    best_metric: str | None = None
+    """What chooses the checkpoint that is the result; None: it is the last one. Only one of these metrics is a loss."""
+    best: float | None = None
+    best_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ def run_story(folder: Path) -> RunStory:
         last_start=start,
         attempts=reading.tried(lambda: attempt_history(folder, state.state == State.RUNNING), []),
         checkpoints=reading.tried(lambda: stored_checkpoints(folder), []),
-        losses=reading.tried(lambda: losses_of(folder, _tasks(spec)), Losses()),
+        losses=reading.tried(lambda: losses_of(folder, _tasks(spec), _chooses(spec)), Losses()),
         reports=reading.tried(lambda: visible_in(folder / REPORT), []),
         certificate=reading.tried(lambda: _certificate(folder), "unknown"),
         next_command=reading.tried(lambda: _next_command(folder, state, start, spec, settings), None),
@@ -259,7 +264,7 @@ def stored_checkpoints(folder: Path) -> list[StoredCheckpoint]:
     ]
 
 
-def losses_of(folder: Path, tasks: Sequence[str]) -> Losses:
+def losses_of(folder: Path, tasks: Sequence[str], evaluate: EvaluateSpec) -> Losses:
     """Return the losses of a run; ``tasks`` are the names of those of a run on pairs."""
     lines = metrics.read(folder / METRICS)
     steps = [loss for line in lines if (loss := line.get("loss")) is not None]
@@ -268,6 +273,9 @@ def losses_of(folder: Path, tasks: Sequence[str]) -> Losses:
     names = (VALIDATION_OF_TARGETS, UNIGRAM_OF_TARGETS) if of_pairs else (_VALIDATION, UNIGRAM)
     validated = [(loss, line["step"]) for line in lines if (loss := line.get(names[0])) is not None]
     unigram = [loss for line in lines if (loss := line.get(names[1])) is not None]
+    chosen = BestSoFar()
+    for line in lines:
+        chosen = chosen.after(int(line["step"] or 0), line.get(evaluate.best_metric or ""), evaluate.is_higher_better)
     best, step = min(validated, key=itemgetter(0), default=(None, None))
     return Losses(
         first=steps[0] if steps else None,
@@ -277,6 +285,9 @@ def losses_of(folder: Path, tasks: Sequence[str]) -> Losses:
         unigram_baseline=unigram[-1] if unigram else None,
         exact_match=matches[-1][EXACT_MATCH] if matches else None,
         exact_match_of_tasks=metrics.exact_matches(matches[-1], "validation", tasks) if matches else {},
+        best_metric=evaluate.best_metric,
+        best=chosen.value,
+        best_step=chosen.step,
     )
 
 
@@ -309,6 +320,11 @@ def _pairs(spec: Mapping[str, Any]) -> list[str]:
 def _tasks(spec: Mapping[str, Any]) -> list[str]:
     """The names of the tasks of a run on pairs; empty for one on text."""
     return [each.task for each in PairsSpec.model_validate(spec["pairs"]).tasks()] if _pairs(spec) else []
+
+
+def _chooses(spec: Mapping[str, Any]) -> EvaluateSpec:
+    """What chooses the checkpoint that is the result."""
+    return EvaluateSpec.model_validate({"best_metric": spec.get("evaluate", {}).get("best_metric")})
 
 
 def _counts(folder: Path) -> dict[str, int]:

@@ -42,7 +42,7 @@ class FoundDevice:
 
     kind: str
     device_bytes: int
-    """See ``t5train.inference.predict.batch_size.device_bytes``."""
+    """See ``t5train.inference.predict.devices.device_bytes``."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def device(request: FindDevice) -> FoundDevice:
     import torch
 
     from t5train.inference.model_folder import chosen_device
-    from t5train.inference.predict.batch_size import device_bytes
+    from t5train.inference.predict.devices import device_bytes
 
     kind = chosen_device(request.device)
     count = torch.accelerator.device_count() if kind != _CPU else 1 + max(request.slots)

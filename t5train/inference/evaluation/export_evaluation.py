@@ -5,8 +5,9 @@ was killed continues.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from t5train.files.atomic import replacing, write_json
 from t5train.files.run_folder import PREDICTIONS, WITNESS_FOLDER
 from t5train.inference.evaluation.held_out_metrics import can_score, measure
 from t5train.inference.evaluation.held_out_sample import SampledPair, num_held_out, sampled_pairs
-from t5train.inference.predict.prediction import OtherMachines, PredictJob, predict
+from t5train.inference.predict.devices import Machines, OtherMachines
+from t5train.inference.predict.prediction import PredictJob, predict
 from t5train.inference.predict.predictions import Predicted, Prediction, read_predictions
 from t5train.inference.text.decoding import GenerationSpec
 from t5train.progress import Progress, silent
@@ -44,10 +46,6 @@ from t5train.spec.evaluate_spec import PREDICTION
 _SAMPLE = "sample.jsonl"
 _FILES = {PREDICTED: "predictions.jsonl", PREDICTED_BY_START: "start_predictions.jsonl"}
 _log = logging.getLogger(__name__)
-
-
-Machines = Callable[[], AbstractContextManager[OtherMachines | None]]
-"""Makes a context with the machines that predict; None: this machine."""
 
 
 def evaluate_export(
@@ -138,7 +136,7 @@ def _predicted(
         tokens_setting="evaluate.max_new_tokens",
         less_memory="Set a lower evaluate.num_beams or evaluate.max_new_tokens",
         root=spec.storage.root,
-        machines=machines,
+        machines=partial(nullcontext, machines),
     )
     predicted = _predict(job, progress)
     rows = {PREDICTED: _rows(job.out, sample)}

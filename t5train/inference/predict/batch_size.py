@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from t5train.files.atomic import write_json
-from t5train.host_resources import host_memory_bytes
 from t5train.inference.model_folder import PATH, DType, ModelFolder
 from t5train.model.starting_model import HuggingFaceFolder
 
@@ -32,8 +31,6 @@ _MOST_SEQUENCES = {"cpu": 64}
 _MOST_ON_ACCELERATORS = 1024
 _SHARES = 32
 """A small file makes so many batches, if they need not be less than half as large, so that many processes have work."""
-_CPU_BYTES = 4 << 30
-"""For each process, of which a machine may have many: 64 sequences of 900 tokens with base."""
 _USED = 3 / 4
 """Of the memory beside the weights. The rest is for logits, activations and what is lost between blocks."""
 _USUAL = {"num_layers": 6, "num_heads": 8, "d_kv": 64, "d_ff": 2048}  # what transformers assumes
@@ -50,7 +47,7 @@ class BatchSize(NamedTuple):
     dtype: DType
     num_beams: int
     device_bytes: int
-    """What ``device_bytes`` returns; of several machines, the least."""
+    """What ``t5train.inference.predict.devices.device_bytes`` returns; of several machines, the least."""
 
     def sequences(self, rows: int) -> int:
         """Return how many sequences, those of all beams counted, a batch has at most, of so many rows in all."""
@@ -80,21 +77,6 @@ class BatchSize(NamedTuple):
         if not file.exists():
             write_json(file, {"batch_tokens": self.tokens(longest)})
         return int(json.loads(file.read_bytes())["batch_tokens"])
-
-
-def device_bytes(device: str) -> int:
-    """Return the memory of the smallest accelerator of this machine or, on a CPU, what a process may use for a batch.
-
-    ``device`` is its kind, such as cpu.
-    """
-    import torch  # slow to import, and only needed here
-
-    if device == "cpu":
-        return _CPU_BYTES
-    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-    if properties is None:  # Apple's share the memory of the host
-        return host_memory_bytes() // 2
-    return min(int(properties(number).total_memory) for number in range(torch.accelerator.device_count()))
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:

@@ -8,7 +8,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +23,11 @@ from t5train.data.worker_processes import Advance, Json, Workers, in_processes
 from t5train.errors import InputError, SpecError, StorageError
 from t5train.files.atomic import replacing, write_json
 from t5train.files.output_folder import making
-from t5train.host_resources import host_memory_bytes, num_cores, require_free_space, require_writable
-from t5train.inference.model_folder import DType, ModelFolder, chosen_device, require_dtype
+from t5train.host_resources import require_free_space, require_writable
+from t5train.inference.model_folder import DType, ModelFolder, require_dtype
 from t5train.inference.predict.batch_plan import BatchLimits, BatchPlan, batch_plan, with_margin
-from t5train.inference.predict.batch_size import BATCHES, BatchSize, device_bytes
+from t5train.inference.predict.batch_size import BATCHES, BatchSize
+from t5train.inference.predict.devices import Machines, OtherMachines, device_bytes, devices_of
 from t5train.inference.predict.prediction_worker import (
     OFFSETS,
     ORDER,
@@ -58,23 +59,11 @@ _VERSION = 2  # incremented when the same job would give another result
 _WORKER = "t5train.inference.predict.prediction_worker:predict_parts"
 _ROWS_AT_ONCE = 1024
 _OF_SAMPLING = ("sample", "temperature", "top_p", "seed")
-_COPIES = 2  # of the weights in memory while a process loads them
 _FROM = {
     "references": "those of the longest reference, and a quarter",
     "training": "by the longest targets in training",
 }
 _log = logging.getLogger(__name__)
-
-
-class OtherMachines(NamedTuple):
-    """Machines that predict in place of this one. They change no result, if they have the same kind of device."""
-
-    device: str
-    """The kind of device that all of them use, such as ``cuda`` or ``cpu``."""
-    device_bytes: int
-    """See ``t5train.inference.predict.batch_size.device_bytes``: the least of all machines."""
-    workers: Workers
-    """Does jobs there, of which each is one part. It adds their device, and replaces folders by those there."""
 
 
 class PredictJob(NamedTuple):
@@ -101,8 +90,8 @@ class PredictJob(NamedTuple):
     """What to do if a batch is too large for a device, for messages."""
     dtype: DType = "float32"
     """Of the weights, and of what is computed."""
-    machines: OtherMachines | None = None
-    """Who predicts, if not this machine. Then ``device`` and ``processes`` do not count."""
+    machines: Machines = nullcontext
+    """Who predicts. They are asked once the model and files are checked. Of others, ``processes`` does not count."""
 
 
 class _Prepared(NamedTuple):
@@ -111,6 +100,7 @@ class _Prepared(NamedTuple):
     job: PredictJob
     folder: ModelFolder
     inputs: list[SourceFiles]
+    machines: OtherMachines | None
     devices: list[str]
     """One for each process; of other machines, one for all."""
 
@@ -121,7 +111,7 @@ class _Prepared(NamedTuple):
 
     def files(self) -> list[SourceFile]:
         """Return all files, each once."""
-        return list(dict.fromkeys(file for each in self.inputs for file in each.files))
+        return _files(self.inputs)
 
     def identity(self, digests: Mapping[SourceFile, FileDigest]) -> dict[str, Any]:
         """Return all that decides the predictions."""
@@ -138,6 +128,10 @@ class _Prepared(NamedTuple):
             "dtype": self.job.dtype,
             "versions": installed_versions(("torch", "transformers")),
         }
+
+
+def _files(inputs: Sequence[SourceFiles]) -> list[SourceFile]:
+    return list(dict.fromkeys(file for each in inputs for file in each.files))
 
 
 class _Rows(NamedTuple):
@@ -172,8 +166,19 @@ def predict(job: PredictJob, progress: Progress = silent, *, workers: Workers | 
         WorkerLost: A process was killed. What is done is kept.
 
     """
-    prepared = _prepared(job, progress)
-    files = prepared.files()
+    folder, inputs = _checked(job, progress)
+    with job.machines() as machines:
+        devices = devices_of(folder, job.device, job.processes, machines)
+        require_dtype(job.dtype, devices[0])
+        prepared = _Prepared(job, folder, inputs, machines, devices)
+        predicted = _found_or_predicted(prepared, progress, workers)
+    for line in _warnings(predicted, folder, job.tokens_setting):
+        _log.warning("%s", line)
+    return predicted
+
+
+def _found_or_predicted(prepared: _Prepared, progress: Progress, workers: Workers | None) -> Predicted:
+    job, files = prepared.job, prepared.files()
     stamps, digests = stamps_of(files), digests_of(files, progress)
     identity = prepared.identity(digests)
     key = fingerprint({"kind": "predictions", "version": _VERSION, **identity})
@@ -182,18 +187,17 @@ def predict(job: PredictJob, progress: Progress = silent, *, workers: Workers | 
             require_free_space(job.out, 4 * sum(each.size for each in digests.values()), "the predictions")
             rows = _written_rows(prepared, progress)
             require_unchanged(stamps, digests)
-            workers = workers or (job.machines.workers if job.machines else _here)
+            workers = workers or (prepared.machines.workers if prepared.machines else _here)
             predicted = _predicted(prepared, rows, {"fingerprint": key, **identity}, progress, workers)
         for name in (ROWS, OFFSETS, ORDER, STARTS, BATCHES):
             (job.out / name).unlink(missing_ok=True)
         for part in job.out.glob(PARTS):
             part.unlink()
-    for line in _warnings(predicted, prepared.folder, job.tokens_setting):
-        _log.warning("%s", line)
     return predicted
 
 
-def _prepared(job: PredictJob, progress: Progress) -> _Prepared:
+def _checked(job: PredictJob, progress: Progress) -> tuple[ModelFolder, list[SourceFiles]]:
+    """Open the model and the files, and read the first rows of these."""
     require_writable(job.out)
     folder = ModelFolder.open(job.model)
     root = (job.root or StorageSpec().root).absolute()
@@ -204,28 +208,9 @@ def _prepared(job: PredictJob, progress: Progress) -> _Prepared:
             f"nothing says how long hypotheses may be: {job.model} does not record the lengths of targets in training, "
             f"and not all rows have references. Set {job.tokens_setting}"
         )
-    devices = _devices(job, folder)
-    require_dtype(job.dtype, devices[0])
-    return _Prepared(job, folder, inputs, devices)
-
-
-def _devices(job: PredictJob, folder: ModelFolder) -> list[str]:
-    """Return the device of each process: every accelerator, or as often the CPU as its cores and memory allow."""
-    if job.machines is not None:
-        return [job.machines.device]
-    import torch  # slow to import, and only needed here
-
-    chosen = chosen_device(job.device)
-    if chosen == "cpu":
-        weights = sum(each.stat().st_size for each in folder.path.glob("*.safetensors"))
-        fitting = host_memory_bytes() // (_COPIES * max(1, weights))
-        return [chosen] * (job.processes or max(1, min(num_cores(), fitting)))
-    count = 1 if ":" in chosen else torch.accelerator.device_count()
-    if (job.processes or 1) > count:
-        raise SpecError(
-            f"--processes is {job.processes}, but {chosen} is {quantity(count, 'device')}: it must be at most {count}"
-        )
-    return [chosen] if ":" in chosen else [f"{chosen}:{number}" for number in range(job.processes or count)]
+    if next(source_rows(inputs, folder.run.tasks, Counter()), None) is None:
+        raise InputError(f"{', '.join(file.shown for file in _files(inputs))} has no rows. Name a file with sources")
+    return folder, inputs
 
 
 def _finished(out: Path) -> Predicted | None:
@@ -244,7 +229,7 @@ def _finished(out: Path) -> Predicted | None:
 
 
 def _written_rows(prepared: _Prepared, progress: Progress) -> _Rows:
-    """Write all rows to one file, and return what was found in them. Raises InputError if there is none."""
+    """Write all rows to one file, and return what was found in them."""
     lengths, offsets, longest, counts, done = list[int](), list[int](), 0, Counter[str](), 0
     encode = prepared.folder.vocabulary().encode
     rows = source_rows(prepared.inputs, prepared.folder.run.tasks, counts)
@@ -257,8 +242,6 @@ def _written_rows(prepared: _Prepared, progress: Progress) -> _Rows:
             references = [row.reference for row in some if row.reference is not None]
             longest = max(longest, *map(len, encode(references)), 0)
             progress("rows read", len(offsets), None)
-    if not offsets:
-        raise InputError(f"{', '.join(file.shown for file in prepared.files())} has no rows. Name a file with sources")
     return _Rows(np.array(lengths, np.int64), np.array(offsets, np.int64), longest, counts)
 
 
@@ -268,7 +251,7 @@ def _predicted(
     """Predict the parts that are missing, merge them, and record the result."""
     job, folder = prepared.job, prepared.folder
     limit, limit_from = _limit(prepared, rows)
-    memory = job.machines.device_bytes if job.machines else device_bytes(prepared.kind)
+    memory = prepared.machines.device_bytes if prepared.machines else device_bytes(prepared.kind)
     size = BatchSize(folder, prepared.kind, job.dtype, job.decoding.num_beams, memory)
     tokens = job.batch_tokens or size.recorded_tokens(job.out / BATCHES, int(rows.lengths.max()))
     limits = BatchLimits(tokens, size.sequences(len(rows.lengths)), job.decoding.num_beams, limit)
@@ -330,7 +313,7 @@ def _predict_parts(prepared: _Prepared, plan: BatchPlan, limit: int, progress: P
         "less_memory": prepared.job.less_memory,
         "dtype": prepared.job.dtype,
     }
-    if prepared.job.machines is not None:
+    if prepared.machines is not None:
         devices = devices * len(missing)
     shares = [missing[number :: len(devices)] for number in range(len(devices))]
     jobs = [common | {"device": device, "parts": share} for device, share in zip(devices, shares, strict=True) if share]

@@ -6,7 +6,9 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -128,6 +130,7 @@ def test_wrong_hosts_are_refused_in_one_line_before_a_folder_is_made(
     options: tuple[str, ...],
     said: str,
 ) -> None:
+    (tmp_path / "rows.txt").write_text("a\n")
     (tmp_path / "hosts").write_text("nowhere slots=1\n")
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
@@ -141,6 +144,32 @@ def test_wrong_hosts_are_refused_in_one_line_before_a_folder_is_made(
     assert said in output.err
     assert output.err.count("\n") == 1
     assert not (tmp_path / "predicted").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere", "rows.txt"), "PATH is nowhere"),
+        (("MODEL", "nowhere.txt#prefix="), "'nowhere.txt' does not exist"),
+        (("MODEL", "empty.txt#prefix="), "empty.txt has no rows"),
+    ],
+)
+def test_wrong_inputs_are_refused_before_hosts_are_asked(
+    t5_pretrain: T5Pretrain,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    model: str,
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    asked = Mock(side_effect=lambda *_: nullcontext())
+    monkeypatch.setattr("infra.head.predicting.hosts_predictor.predicting_hosts", asked)
+    (tmp_path / "empty.txt").touch()
+    named = [model if each == "MODEL" else each for each in arguments]
+    assert t5_pretrain("predict", *named, "--out", "predicted", "--hostfile", "hosts") != 0
+    assert said in capsys.readouterr().err
+    asked.assert_not_called()
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ PLACES = [
     Wrong("run smoke --publish-to folder", 12, "folder exists and is not a publication"),
     Wrong("run smoke --set tokenizer.path=fake.model", 4, "fake.model is not a SentencePiece model, or is damaged"),
     Wrong("run smoke --set model.start_from=nowhere", 4, "is not a folder on this machine. Correct the path"),
-    Wrong("run smoke --hostfile nowhere", 2, "cluster.hostfile cannot be read: "),
+    Wrong("run smoke --hostfile nowhere", 2, "the hostfile cannot be read: "),
     Wrong("run smoke --hostfile twice", 2, "line 2: host 'node1' is listed twice"),
     Wrong("run smoke --hostfile no-slots", 2, "line 1: 'node1' is not of the form 'name slots=N'"),
     Wrong("run smoke --hostfile option", 2, "'-oProxyCommand=x' is not a plain host name"),

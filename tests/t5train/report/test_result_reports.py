@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +14,7 @@ from t5train.records.stage_records import Corpus, Export, Publication, Weights
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.publication import publish
 from t5train.report.result_reports import (
+    best_lines,
     data_wait_line,
     earlier_lines,
     predicting_lines,
@@ -81,6 +83,16 @@ def test_the_location_of_a_publication_is_shown_as_it_is(tmp_path: Path) -> None
     assert "\npublished: s3://models/\\_t5\\_\\`x\\`\n" in report
     assert f"\nt5-pretrain verify '{url}'\n" in report
     assert f"\nt5-pretrain fetch '{url}' mine\n" in report
+
+
+def test_the_summary_has_the_step_and_the_value_that_were_chosen() -> None:
+    settings = {"evaluate": {"best_metric": "validation_chrf"}, "optimizer": {"num_steps": 60}}
+    witness = Mock(step=40, validation={"validation_chrf": 32.5}, trained=Mock(settings=settings))
+    assert best_lines(witness) == [
+        "published: the model at step 40, the best by validation_chrf of a run of up to 60 steps: 32.5000"
+    ]
+    settings["evaluate"] = {}
+    assert best_lines(witness) == []
 
 
 def test_saving_and_waiting_for_data_are_shares_of_the_time_without_validation() -> None:

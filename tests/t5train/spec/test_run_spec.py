@@ -109,6 +109,7 @@ IN_ROOT = {"storage.root": "/data/t5", "storage.scratch": "/data/t5"}
             {"evaluate.num_beams": 4},
             r"num_beams is 4, but only fine-tuning predicts held-out pairs: leave evaluate\.num_beams out",
         ),
+        ({}, {"evaluate.hostfile": "hosts"}, r"evaluate\.hostfile is hosts, but only fine-tuning predicts"),
         (EXPERTS, {"model.moe.num_experts": 1}, r"num_experts is 1: it must be 0 \(a dense model\) or at least 2"),
         (EXPERTS, {"model.version": "v1.1"}, r"ReLU experts and a tied output; set model\.version=v1\.0"),
         (EXPERTS, {"model.feed_forward": "gated-gelu"}, r"'gated-gelu': .* leave model\.feed_forward out"),

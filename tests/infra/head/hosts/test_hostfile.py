@@ -144,8 +144,8 @@ def test_a_hostfile_that_was_changed_after_the_ranks_were_counted_is_refused(tmp
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, r"cluster\.hostfile cannot be read: .*/hosts: No such file or directory; check the path"),
-        (b"\xff\xfe slots=1", r"cluster\.hostfile is .*/hosts, but that file is not text: its byte 0 is not UTF-8"),
+        (None, r"the hostfile cannot be read: .*/hosts: No such file or directory; check the path"),
+        (b"\xff\xfe slots=1", r"the hostfile .*/hosts is not text: its byte 0 is not UTF-8"),
     ],
 )
 def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None, said: str) -> None:

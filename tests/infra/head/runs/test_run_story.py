@@ -211,7 +211,8 @@ def test_a_name_that_leads_out_of_the_runs_is_refused(tmp_path: Path, named: str
 
 
 def test_a_run_on_pairs_is_told_with_its_pairs_and_continues_with_the_command_for_pairs(tmp_path: Path) -> None:
-    spec = recipe("reverse_and_sort", {"storage.root": json.dumps(str(tmp_path)), "name": "mine"})
+    chosen_by = {"evaluate.best_metric": "validation_chrf"}
+    spec = recipe("reverse_and_sort", {"storage.root": json.dumps(str(tmp_path)), "name": "mine"} | chosen_by)
     shards = "e" * 64
     spec.run_folder.mkdir(parents=True)
     begun = {"fingerprint": "f" * 64, "identity": {"shards": shards}, "spec": spec.model_dump(mode="json")}
@@ -221,9 +222,11 @@ def test_a_run_on_pairs_is_told_with_its_pairs_and_continues_with_the_command_fo
     (made / "manifest.json").write_text(json.dumps({"counts": {"train_tokens": 77, "train_pairs": 9}}))
     lines = [
         {"step": 1, "loss": 5.0},
-        {"step": 250, "validation_loss": 0.5, "validation_exact_match": 0.9, "unigram_loss": 2.0},
+        {"step": 250, "validation_loss": 0.5, "validation_exact_match": 0.9, "unigram_loss": 2.0}
+        | {"validation_chrf": 31.5},
         {"step": 500, "validation_loss": 0.7, "validation_exact_match": 0.8}
-        | {"validation_exact_match_of_task_0": 0.75, "validation_exact_match_of_task_1": 0.9},
+        | {"validation_exact_match_of_task_0": 0.75, "validation_exact_match_of_task_1": 0.9}
+        | {"validation_chrf": 32.5},
     ]
     (spec.run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     story = run_story(spec.run_folder)
@@ -232,4 +235,5 @@ def test_a_run_on_pairs_is_told_with_its_pairs_and_continues_with_the_command_fo
     found = story.losses
     assert (found.best_validation, found.best_validation_step, found.exact_match) == (0.5, 250, 0.8)
     assert found.unigram_baseline == 2.0
+    assert (found.best_metric, found.best, found.best_step) == ("validation_chrf", 32.5, 500)
     assert found.exact_match_of_tasks == {"reverse_digits": 0.75, "sort_digits": 0.9}

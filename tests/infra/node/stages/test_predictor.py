@@ -20,7 +20,7 @@ from infra.node.stages.predictor import (
 from infra.node.storage.disk_usage import pin, users
 from t5train.errors import AcceleratorBusy, HostMisconfigured
 from t5train.files.locks import try_lock
-from t5train.inference.predict.batch_size import device_bytes
+from t5train.inference.predict.devices import device_bytes
 
 OWN = own_makers(PREDICTING_PACKAGES)
 

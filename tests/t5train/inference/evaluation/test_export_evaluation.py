@@ -19,7 +19,8 @@ from t5train.errors import InputError
 from t5train.inference.evaluation import export_evaluation
 from t5train.inference.evaluation.export_evaluation import evaluate_export
 from t5train.inference.evaluation.held_out_sample import sampled_pairs
-from t5train.inference.predict.prediction import OtherMachines, predict
+from t5train.inference.predict.devices import OtherMachines
+from t5train.inference.predict.prediction import predict
 from t5train.inference.predict.predictions import read_predictions
 from t5train.inference.text.decoding import Decoder
 from t5train.records.stage_records import Export, TokenizerFiles, Weights

@@ -7,7 +7,8 @@ import pytest
 from t5train.inference.model_folder import ModelFolder
 from t5train.inference.predict import batch_size
 from t5train.inference.predict.batch_plan import BatchLimits
-from t5train.inference.predict.batch_size import BatchSize, device_bytes
+from t5train.inference.predict.batch_size import BatchSize
+from t5train.inference.predict.devices import device_bytes
 from t5train.model.model_shape import T5Shape, count_parameters, huggingface_config, resolve
 from t5train.spec import ModelSpec
 

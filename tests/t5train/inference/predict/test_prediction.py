@@ -4,6 +4,8 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -14,9 +16,9 @@ import torch
 from t5train.data.worker_processes import Advance, Json
 from t5train.errors import InputError, SpecError, StorageError
 from t5train.inference.model_folder import ModelFolder
-from t5train.inference.predict import batch_size, prediction
-from t5train.inference.predict.batch_size import device_bytes
-from t5train.inference.predict.prediction import OtherMachines, PredictJob, predict
+from t5train.inference.predict import batch_size, devices
+from t5train.inference.predict.devices import OtherMachines, device_bytes
+from t5train.inference.predict.prediction import PredictJob, predict
 from t5train.inference.predict.prediction_worker import predict_parts
 from t5train.inference.predict.predictions import PREDICTION, PREDICTIONS, read_predictions
 from t5train.inference.text.decoding import Decoder, GenerationSpec
@@ -92,7 +94,7 @@ def test_other_machines_get_each_part_as_a_job_and_give_the_same_file(run: Run, 
         given.extend(jobs)
         return Here()(function, jobs, advance)
 
-    machines = OtherMachines("cpu", device_bytes("cpu"), there)
+    machines = partial(nullcontext, OtherMachines("cpu", device_bytes("cpu"), there))
     assert run("there", machines=machines, device="not of this machine", processes=None) == run("one")
     assert [job["parts"] for job in given] == [[part] for part in range(len(given))]
     assert len(given) > 1
@@ -232,7 +234,7 @@ def test_files_without_rows_are_refused(run: Run, tmp_path: Path) -> None:
 def test_devices_that_are_not_there_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SpecError, match="device is 'cuda'"):
         run(device="cuda")
-    monkeypatch.setattr(prediction, "chosen_device", lambda _: "cuda")
+    monkeypatch.setattr(devices, "chosen_device", lambda _: "cuda")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     with pytest.raises(SpecError, match="--processes is 3, but cuda is 2 devices: it must be at most 2"):
         run(processes=3)
