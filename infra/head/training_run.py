@@ -260,7 +260,7 @@ def require_ready(spec: RunSpec, run: HeldRun | None = None, text: TextFacts | N
     of_model, text = require_startable_now(spec, run, text)
     make_root(spec.storage.root)
     require_destination(spec, of_model)
-    if spec.predicts_held_out:
+    if spec.predicts_held_out and not has_finished(spec):
         with evaluating_hosts(spec, silent):
             pass
     running_hosts, silent_hosts = (run.running_hosts, run.silent_hosts) if run else (None, set[str]())

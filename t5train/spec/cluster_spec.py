@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator
@@ -115,13 +116,16 @@ class ClusterSpec(SpecPart):
                 f"cluster.spares is {self.spares}, but cluster.hostfile is not set: give --hostfile, or leave "
                 "cluster.spares out"
             )
-        if self.ship_code and self.hostfile is None:
+        if len(chosen) > 1:
+            raise ValueError(f"cluster.{chosen[0]} and cluster.{chosen[1]} cannot be combined: set only one of them")
+
+    def require_hosts_for_code(self, *others: Path | None) -> None:
+        """Raise ValueError if code is to be sent to hosts, but neither the hostfile nor one of ``others`` is set."""
+        if self.ship_code and not any((self.hostfile, *others)):
             raise ValueError(
                 "cluster.ship_code is true, but cluster.hostfile is not set: give --hostfile, or leave "
                 "cluster.ship_code out"
             )
-        if len(chosen) > 1:
-            raise ValueError(f"cluster.{chosen[0]} and cluster.{chosen[1]} cannot be combined: set only one of them")
 
 
 class MachinesSpec(SpecPart):
@@ -129,6 +133,10 @@ class MachinesSpec(SpecPart):
 
     storage: StorageSpec = StorageSpec()
     cluster: ClusterSpec = ClusterSpec()
+
+    @check
+    def _code_is_sent_to_hosts(self) -> None:
+        self.cluster.require_hosts_for_code()
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:

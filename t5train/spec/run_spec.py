@@ -146,6 +146,10 @@ class RunSpec(SpecPart):
             )
 
     @check
+    def _code_is_sent_to_hosts(self) -> None:
+        self.cluster.require_hosts_for_code(self.evaluate.hostfile)
+
+    @check
     def _dask_has_hosts(self) -> None:
         if self.shards.executor == "dask" and self.cluster.hostfile is None:
             raise ValueError(

@@ -67,6 +67,7 @@ def test_an_unknown_name_in_a_recorded_spec_is_refused_with_the_nearest_one() ->
         ("corpus.split", [1000, 0, 0], "the first two above zero"),
         ("model.vocab_size", 2100, r"multiple of 128 \(the next is 2176\)"),
         ("cluster.include", "node1", r"cluster\.include selects hosts of a hostfile, .* give --hostfile"),
+        ("cluster.ship_code", True, r"cluster\.ship_code is true, but cluster\.hostfile is not set: give --hostfile"),
         ("cluster.ssh_user", "-oProxyCommand=x", r"cluster\.ssh_user is '-oProxyCommand=x'"),
         ("cluster.ssh_user", "root\n", r"cluster\.ssh_user is 'root\\n'"),
         ("cluster.master_address", "$(reboot)", r"cluster\.master_address is '\$\(reboot\)'"),
@@ -210,6 +211,11 @@ def test_the_home_folder_is_expanded_in_paths(tmp_path: Path, monkeypatch: pytes
     assert (spec.storage.root, spec.tokenizer.path) == (tmp_path / "t5", str(tmp_path / "spiece.model"))
     hosts = recipe("smoke").with_settings({"cluster.hostfile": "~/hosts", "cluster.known_hosts": "~nobody-such/k"})
     assert (hosts.cluster.hostfile, hosts.cluster.known_hosts) == (tmp_path / "hosts", Path("~nobody-such/k"))
+
+
+def test_code_is_sent_to_hosts_that_only_evaluate() -> None:
+    hosts = {"evaluate.hostfile": "hosts", "cluster.ship_code": True}
+    assert recipe("reverse_and_sort", hosts).cluster.ship_code
 
 
 @pytest.mark.parametrize("value", ["\udcff", json.dumps("\udcff")])
