@@ -37,7 +37,10 @@ LAZY_IMPORTS = {  # imported only inside functions, when the head or a rank need
     "infra.node.stages.dask_worker": {
         *("distributed", "t5train.data.worker_processes", "t5train.data.native.segmenter_build")
     },
-    "infra.node.stages.predictor": {"torch", "t5train.data.worker_processes", "t5train.inference.model_folder"},
+    "infra.node.stages.predictor": {
+        *("torch", "t5train.data.worker_processes", "t5train.inference.model_folder"),
+        "t5train.inference.predict.devices",
+    },
 }
 KERNELS = ("t5train.engine.fused_update", "t5train.engine.partition_update", "t5train.engine.update_kernels")
 KERNELS += ("t5train.model.kernels.",)

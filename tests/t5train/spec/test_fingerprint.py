@@ -86,7 +86,6 @@ OTHER: dict[str, Any] = {
     "cluster.ssh_user": "trainer",
     "cluster.ssh_port": 2222,
     "cluster.known_hosts": "known_hosts",
-    "evaluate.hostfile": "hosts",
     "cluster.master_address": "10.0.0.1",
     "cluster.environment": ["HF_TOKEN"],
     "cluster.lease_seconds": 20.0,
@@ -154,6 +153,7 @@ NEEDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "evaluate.num_beams": 4,
             "evaluate.max_new_tokens": 64,
             "evaluate.length_penalty": 0.6,
+            "evaluate.hostfile": "hosts",
         },
     ),
     (

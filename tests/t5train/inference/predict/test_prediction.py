@@ -16,7 +16,7 @@ import torch
 from t5train.data.worker_processes import Advance, Json
 from t5train.errors import InputError, SpecError, StorageError
 from t5train.inference.model_folder import ModelFolder
-from t5train.inference.predict import batch_size, devices
+from t5train.inference.predict import devices
 from t5train.inference.predict.devices import OtherMachines, device_bytes
 from t5train.inference.predict.prediction import PredictJob, predict
 from t5train.inference.predict.prediction_worker import predict_parts
@@ -117,11 +117,11 @@ def test_an_interrupted_job_predicts_only_the_other_parts_and_the_same_file(run:
 def test_a_job_that_is_continued_with_other_memory_keeps_its_batches(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_size, "_CPU_BYTES", 1 << 16)
+    monkeypatch.setattr(devices, "_CPU_BYTES", 1 << 16)
     whole = run("whole", all_parts := Here(), batch_tokens=None)
     with pytest.raises(KeyboardInterrupt):
         run(workers=Here(most_rows=25), batch_tokens=None)
-    monkeypatch.setattr(batch_size, "_CPU_BYTES", 1 << 30)
+    monkeypatch.setattr(devices, "_CPU_BYTES", 1 << 30)
     assert run(workers=(rest := Here()), batch_tokens=None) == whole
     assert 0 < rest.parts < all_parts.parts
     assert (tmp_path / "out" / PREDICTIONS).read_bytes() == (tmp_path / "whole" / PREDICTIONS).read_bytes()
