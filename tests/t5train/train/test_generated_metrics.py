@@ -27,7 +27,7 @@ from tests.support.training.launched import Trained, job, spec_of, train
 pytestmark = pytest.mark.slow
 
 PAIRS = 13
-"""More than a batch, so that both ranks have some."""
+"""With 4 beams, of 7 tokens or more on either side, these are more than a batch of 1,024: both ranks have some."""
 SETTINGS: dict[str, Any] = {
     "pairs.input_tokens": 48,
     "pairs.target_tokens": 48,
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "optimizer.peak_learning_rate": 0.003,
     "evaluate.best_metric": "validation_chrf",
     "evaluate.best_pairs": PAIRS,
-    "evaluate.num_beams": 2,
+    "evaluate.num_beams": 4,
     "storage.validate_every_steps": 2,
     "storage.checkpoint_every_steps": 3,
     "storage.keep_last": 9,
@@ -157,7 +157,7 @@ def test_the_scores_are_those_of_plain_transformers_with_the_weights_of_each_che
         (weights.path / "config.json").write_text(json.dumps(config))
         model: Any = T5ForConditionalGeneration.from_pretrained(weights.path, dtype="float32").eval()
         with torch.inference_mode():
-            ids = model.generate(**inputs, num_beams=2, max_new_tokens=longest + max(8, longest // 4))
+            ids = model.generate(**inputs, num_beams=4, max_new_tokens=longest + max(8, longest // 4))
         written = tokenizer.batch_decode(ids, skip_special_tokens=True)
         expected[step] = CHRF().corpus_score(written, [[pair.target for pair in sample]]).score
     found = scores(trained, name)
