@@ -44,7 +44,7 @@ from t5train.records.evaluation_metrics import recorded_metrics
 from t5train.records.metrics import loss_lines, read
 from t5train.records.stage_records import Publication
 from t5train.records.witness import Witness
-from t5train.report.result_reports import earlier_lines, metrics_lines
+from t5train.report.result_reports import best_lines, earlier_lines, metrics_lines
 from t5train.spec import RunSpec
 from t5train.spec.config_file import recipe_text
 from t5train.spec.recipes import RECIPES, TRIAL_STEPS, summary
@@ -170,7 +170,7 @@ def _execute(parameters: RunParameters, lost: StoredRun | None, begin_again: boo
     witness, is_trial = Witness.load(spec.run_folder / WITNESS_FOLDER), spec.optimizer.num_steps <= TRIAL_STEPS
     for line in loss_lines(witness.validation, witness.trained.task_names, is_trial=is_trial):
         say(line)
-    for line in earlier_lines(witness.validation, read(spec.run_folder / METRICS)):
+    for line in (*best_lines(witness), *earlier_lines(witness.validation, read(spec.run_folder / METRICS))):
         say(line)
     metrics = recorded_metrics(spec.run_folder / EXPORT, publication.files)
     for line in metrics_lines(metrics) if metrics is not None else []:

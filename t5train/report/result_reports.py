@@ -184,10 +184,10 @@ def predicting_lines(lines: Sequence[Values]) -> list[str]:
 
 
 def best_lines(witness: Witness) -> list[str]:
-    """Return which step is published, and the value that chose it; nothing if it is the last one."""
+    """Return which step is published, and the value that chose it; nothing if the last one always is."""
     if (metric := witness.trained.settings.get("evaluate", {}).get("best_metric")) is None:
         return []
-    return [f"published: the model {measured_at(witness)}: {witness.validation[metric]:.4f}"]
+    return [f"chosen: the model {measured_at(witness)}: {witness.validation[metric]:.4f}"]
 
 
 def _paused(lines: Iterable[Values], name: str, counted: str, rest: str = "") -> str:

@@ -89,7 +89,7 @@ def test_the_summary_has_the_step_and_the_value_that_were_chosen() -> None:
     settings = {"evaluate": {"best_metric": "validation_chrf"}, "optimizer": {"num_steps": 60}}
     witness = Mock(step=40, validation={"validation_chrf": 32.5}, trained=Mock(settings=settings))
     assert best_lines(witness) == [
-        "published: the model at step 40, the best by validation_chrf of a run of up to 60 steps: 32.5000"
+        "chosen: the model at step 40, the best by validation_chrf of a run of up to 60 steps: 32.5000"
     ]
     settings["evaluate"] = {}
     assert best_lines(witness) == []
