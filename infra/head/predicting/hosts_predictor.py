@@ -190,6 +190,6 @@ def _attend(
             elif time.monotonic() - heard_at > lease_seconds:
                 raise HostTimeout(
                     f"{host}: nothing was heard from the process that predicts there for {lease_seconds:g} s. Check "
-                    "whether the host is overloaded or one of its disks hangs",
+                    "whether the host is reachable or overloaded, or one of its disks hangs",
                     [host],
                 )
