@@ -63,14 +63,20 @@ def predicting_hosts(machines: MachinesSpec, device: str | None, progress: Progr
         yield OtherMachines(kind, HostsPredictor(nodes, slots, kind, machines.cluster.lease_seconds, progress))
 
 
+def evaluating_machines(spec: RunSpec) -> MachinesSpec | None:
+    """Return how the hosts that predict the held-out pairs of a run are reached; None if this machine predicts."""
+    if spec.evaluate.hostfile is None:
+        return None
+    chosen = {"hostfile": spec.evaluate.hostfile, "include": None, "exclude": None, "num_nodes": None, "spares": 0}
+    return MachinesSpec(storage=spec.storage, cluster=spec.cluster.model_copy(update=chosen))
+
+
 @contextmanager
 def evaluating_hosts(spec: RunSpec, progress: Progress) -> Iterator[OtherMachines | None]:
     """Yield the hosts that predict the held-out pairs of a run; None if this machine does. Raises the same errors."""
-    if spec.evaluate.hostfile is None:
+    if (machines := evaluating_machines(spec)) is None:
         yield None
         return
-    chosen = {"hostfile": spec.evaluate.hostfile, "include": None, "exclude": None, "num_nodes": None, "spares": 0}
-    machines = MachinesSpec(storage=spec.storage, cluster=spec.cluster.model_copy(update=chosen))
     device = "cpu" if spec.cluster.accelerator == "cpu" else None
     with predicting_hosts(machines, device, progress) as found:
         yield found

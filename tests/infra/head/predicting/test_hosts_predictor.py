@@ -183,7 +183,7 @@ def test_the_hosts_of_an_evaluation_are_its_own_and_reached_as_those_that_train(
     asked = Mock(side_effect=lambda *_: nullcontext())
     monkeypatch.setattr(hosts_predictor, "predicting_hosts", asked)
     of_training = {"hostfile": "/training", "include": "a", "spares": 1, "ssh_user": "me", "accelerator": "cpu"}
-    spec = recipe("smoke").with_settings({f"cluster.{name}": value for name, value in of_training.items()})
+    spec = recipe("reverse_and_sort").with_settings({f"cluster.{name}": value for name, value in of_training.items()})
     with evaluating_hosts(spec, silent) as machines:
         assert machines is None
     asked.assert_not_called()
