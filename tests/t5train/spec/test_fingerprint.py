@@ -86,7 +86,6 @@ OTHER: dict[str, Any] = {
     "cluster.ssh_user": "trainer",
     "cluster.ssh_port": 2222,
     "cluster.known_hosts": "known_hosts",
-    "evaluate.hostfile": "hosts",
     "cluster.master_address": "10.0.0.1",
     "cluster.environment": ["HF_TOKEN"],
     "cluster.lease_seconds": 20.0,
@@ -150,6 +149,7 @@ NEEDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         {"pairs.train": ["pairs.jsonl"], "evaluate.best_metric": "validation_loss"},
         {
+            "evaluate.hostfile": "hosts",
             "evaluate.max_pairs": 50,
             "evaluate.num_beams": 4,
             "evaluate.max_new_tokens": 64,
