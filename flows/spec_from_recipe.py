@@ -121,6 +121,7 @@ def _ranks(recipe: str, changes: Mapping[str, Any]) -> dict[str, int]:
     """Return the setting ``cluster.ranks`` as determined by the hostfile; empty without a hostfile."""
     of_cluster = {name: value for name, value in changes.items() if name.startswith("cluster.")}
     asked = of_cluster.pop("cluster.ranks", None)
+    of_cluster.pop("cluster.ship_code", None)  # can be meant for the hosts of evaluate.hostfile alone
     cluster = recipe_spec(recipe).with_settings(of_cluster).cluster
     if cluster.hostfile is None:
         return {}

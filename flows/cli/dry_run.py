@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.cli.pairs_plan import epochs_of_pairs, packed_said, pairs_rows, start_said
+from flows.cli.pairs_plan import epochs_of_pairs, packed_said, pairs_rows, result_said, start_said
 from flows.cli.terminal import say, show_json
 from flows.run_parameters import RunParameters
 from infra.head.hosts.hostfile import read_hosts
@@ -136,7 +136,7 @@ def _plan(spec: RunSpec, shape: T5Shape, text: TextFacts | None, epochs: Epochs)
         f"tokens, {made_of}",
         "the run": f"{quantity(spec.optimizer.num_steps, 'step')}, {spec.optimizer.num_steps * per_step:,} tokens"
         f"{_early_end_said(spec)}",
-        **({"result": f"the checkpoint with the best {metric}"} if (metric := spec.evaluate.best_metric) else {}),
+        **({"result": result_said(spec)} if spec.evaluate.best_metric else {}),
         "epochs": epochs.said,
         **({"shares": _shares_said(spec, text)} if spec.corpus.mixed_with and not spec.is_fine_tuning else {}),
         "disk": f"up to {format_bytes(_disk_bytes(spec, shape, text))} under {spec.storage.root}, where "

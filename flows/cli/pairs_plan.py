@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from infra.head.hosts.hostfile import chosen_hosts
+from infra.head.predicting.hosts_predictor import evaluating_machines
 from infra.head.preflight.text_checks import TextFacts
 from infra.node.node_folders import PAIR_SHARDS
 from t5train.checkpoint.resume import begun_shards
@@ -42,7 +44,23 @@ def _evaluation_said(spec: RunSpec) -> str:
     lacking = "" if can_score() else ", measured by exact match only, as t5-pretrain[score] is not installed"
     by_start = ", also by the start model" if spec.model.start_from is not None else ""
     amount = f"at most {quantity(evaluate.max_pairs, 'pair')} of each held-out split"
-    return f"{amount} are predicted {how} after the export{by_start}{lacking}"
+    return f"{amount} are predicted {how} after the export{by_start}{_on_hosts(spec)}{lacking}"
+
+
+def _on_hosts(spec: RunSpec) -> str:
+    """Return where pairs are predicted, if not here. Raises SpecError if that hostfile is not valid."""
+    if (machines := evaluating_machines(spec)) is None:
+        return ""
+    names = chosen_hosts(machines.cluster).names
+    return f", on {quantity(len(names), 'host')} of {machines.cluster.hostfile}"
+
+
+def result_said(spec: RunSpec) -> str:
+    """Return which checkpoint is the result, and what is predicted to choose it."""
+    evaluate = spec.evaluate
+    how_often = f"every {quantity(spec.storage.validate_every_steps, 'step')}"
+    predicted = f": {quantity(evaluate.best_pairs, 'pair')} are predicted {how_often}" if evaluate.generates else ""
+    return f"the checkpoint with the best {evaluate.best_metric}{predicted}"
 
 
 def _task_said(task: PairSource) -> str:

@@ -187,7 +187,10 @@ def best_lines(witness: Witness) -> list[str]:
     """Return which step is published, and the value that chose it; nothing if the last one always is."""
     if (metric := witness.trained.settings.get("evaluate", {}).get("best_metric")) is None:
         return []
-    return [f"chosen: the model {measured_at(witness)}: {witness.validation[metric]:.4f}"]
+    value, remedy = witness.validation[metric], ""
+    if value == 0 and metric != "validation_loss":
+        remedy = ". All were 0, so the first one counted: train longer, or set another evaluate.best_metric"
+    return [f"chosen: the model {measured_at(witness)}: {value:.4f}{remedy}"]
 
 
 def _paused(lines: Iterable[Values], name: str, counted: str, rest: str = "") -> str:

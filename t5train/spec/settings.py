@@ -153,6 +153,7 @@ def _text(schema: Mapping[str, Any]) -> str:
 _SHOWN_CHARACTERS = 200
 
 NAMES_ELSEWHERE = {
+    "hostfile": "cluster.hostfile",
     "master_addr": "cluster.master_address",
     "checkpoint_dir": "storage.root",
     "tokenizer_name_or_dir": "tokenizer.path",
@@ -211,7 +212,8 @@ def nearest(word: str, known: list[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the known name that ends with ``word``, means the same or is similar."""
     key = word.rpartition(".")[2]
     elsewhere = NAMES_ELSEWHERE.get(key)
-    meant = [each for each in known if each.endswith(f".{word}") or each == elsewhere]
+    meant = [each for each in known if each == elsewhere]
+    meant = meant or [each for each in known if each.endswith(f".{word}")]
     meant = meant or [each for each in known if each.endswith(f".{key}")]
     match = meant or difflib.get_close_matches(word, known, 1, 0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""

@@ -64,14 +64,20 @@ def predicting_hosts(machines: MachinesSpec, device: str | None, progress: Progr
         yield OtherMachines(found.kind, found.device_bytes, workers)
 
 
+def evaluating_machines(spec: RunSpec) -> MachinesSpec | None:
+    """Return how the hosts that predict the held-out pairs of a run are reached; None if this machine predicts."""
+    if spec.evaluate.hostfile is None:
+        return None
+    chosen = {"hostfile": spec.evaluate.hostfile, "include": None, "exclude": None, "num_nodes": None, "spares": 0}
+    return MachinesSpec(storage=spec.storage, cluster=spec.cluster.model_copy(update=chosen))
+
+
 @contextmanager
 def evaluating_hosts(spec: RunSpec, progress: Progress) -> Iterator[OtherMachines | None]:
     """Yield the hosts that predict the held-out pairs of a run; None if this machine does. Raises the same errors."""
-    if spec.evaluate.hostfile is None:
+    if (machines := evaluating_machines(spec)) is None:
         yield None
         return
-    chosen = {"hostfile": spec.evaluate.hostfile, "include": None, "exclude": None, "num_nodes": None, "spares": 0}
-    machines = MachinesSpec(storage=spec.storage, cluster=spec.cluster.model_copy(update=chosen))
     device = "cpu" if spec.cluster.accelerator == "cpu" else None
     with predicting_hosts(machines, device, progress) as found:
         yield found
@@ -193,6 +199,6 @@ def _attend(
             elif time.monotonic() - heard_at > lease_seconds:
                 raise HostTimeout(
                     f"{host}: nothing was heard from the process that predicts there for {lease_seconds:g} s. Check "
-                    "whether the host is overloaded or one of its disks hangs",
+                    "whether the host is reachable or overloaded, or one of its disks hangs",
                     [host],
                 )

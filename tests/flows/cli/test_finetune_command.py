@@ -34,6 +34,18 @@ def test_a_dry_run_shows_tasks_splits_rows_and_where_the_weights_come_from(print
     assert "8 rows of 128 input and 64 target tokens, each packed with pairs of one task" in rows["a step"]
 
 
+def test_a_dry_run_says_which_hosts_evaluate_and_what_is_predicted_to_choose_the_result(
+    printed: Printed, refused: Refused, tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=2\n")
+    chosen = ("--set", "evaluate.best_metric=validation_chrf", "--set", "storage.validate_every_steps=50")
+    options = ("finetune", "reverse_and_sort", "--dry-run", "--ship-code", *chosen, "--set")
+    shown = printed(*options, f"evaluate.hostfile={tmp_path}/hosts")
+    assert f"after the export, on 2 hosts of {tmp_path}/hosts" in shown
+    assert "the checkpoint with the best validation_chrf: 100 pairs are predicted every 50 steps" in shown
+    assert "none: No such file or directory" in refused(2, *options, f"evaluate.hostfile={tmp_path}/none")
+
+
 def test_a_model_of_the_hub_that_is_here_is_used_without_asking_and_named_with_its_commit(
     printed: Printed, wmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

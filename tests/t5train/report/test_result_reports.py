@@ -91,6 +91,8 @@ def test_the_summary_has_the_step_and_the_value_that_were_chosen() -> None:
     assert best_lines(witness) == [
         "chosen: the model at step 40, the best by validation_chrf of a run of up to 60 steps: 32.5000"
     ]
+    witness.validation["validation_chrf"] = 0.0
+    assert "0.0000. All were 0, so the first one counted: train longer, or set another" in best_lines(witness)[0]
     settings["evaluate"] = {}
     assert best_lines(witness) == []
 

@@ -149,6 +149,7 @@ NEEDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         {"pairs.train": ["pairs.jsonl"], "evaluate.best_metric": "validation_loss"},
         {
+            "evaluate.hostfile": "hosts",
             "evaluate.max_pairs": 50,
             "evaluate.num_beams": 4,
             "evaluate.max_new_tokens": 64,
