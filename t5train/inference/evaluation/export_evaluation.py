@@ -21,7 +21,7 @@ from t5train.files.run_folder import PREDICTIONS, WITNESS_FOLDER
 from t5train.inference.evaluation.held_out_metrics import can_score, measure
 from t5train.inference.evaluation.held_out_sample import SampledPair, num_held_out, sampled_pairs
 from t5train.inference.predict.devices import Machines, OtherMachines
-from t5train.inference.predict.prediction import PredictJob, predict
+from t5train.inference.predict.prediction import VERSION, PredictJob, predict
 from t5train.inference.predict.predictions import Predicted, Prediction, read_predictions
 from t5train.inference.text.decoding import GenerationSpec
 from t5train.progress import Progress, silent
@@ -88,6 +88,7 @@ def evaluate_export(
         return export.model_copy(update={"reused": True})
     # Predictions of other weights, or with other settings or libraries, are not continued.
     identity = {
+        "version": VERSION,
         "weights": weights_of(export.files),
         **wanted,
         "versions": installed_versions(("torch", "transformers")),
