@@ -3,7 +3,8 @@
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,20 @@ def test_an_evaluation_that_an_earlier_version_began_is_made_again(
         patch.setattr(export_evaluation, "with_evaluation", stop)
         with pytest.raises(KeyboardInterrupt):
             of_pairs.evaluate()
+    assert of_pairs.evaluate().files.keys() >= {PREDICTIONS, METRICS}
+
+
+def test_an_evaluation_may_continue_on_another_kind_of_device(
+    of_pairs: Evaluable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> Iterator[Json]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export_evaluation, "predict", predict)
+        there = partial(nullcontext, OtherMachines("cuda", 1 << 36, stop))
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_export(of_pairs.export, of_pairs.pairs, of_pairs.spec, of_pairs.run, machines=there)
     assert of_pairs.evaluate().files.keys() >= {PREDICTIONS, METRICS}
 
 
