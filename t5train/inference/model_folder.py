@@ -19,6 +19,7 @@ from t5train.data.vocabulary.tokenizer import SPIECE, TOKENIZER_JSON, open_given
 from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.run_folder import EXPORT
 from t5train.host_resources import num_cores
+from t5train.model.model_shape import cache_whole_decoder
 from t5train.model.starting_model import CONFIG, HuggingFaceFolder, require_family
 from t5train.records.changed_files import recorded_files
 from t5train.records.digests import FileDigest, SafetensorsDigest, digest_file, digest_safetensors, verify_file
@@ -209,6 +210,7 @@ class ModelFolder(NamedTuple):
                 f"{self.path} is not a complete model: {kind.replace('_', ' ')} {', '.join(names[:3])}. Copy the "
                 "model again from where you got it"
             )
+        cache_whole_decoder(model.config)
         return model.eval().to(device)
 
     @contextmanager

@@ -200,6 +200,14 @@ def generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id")}
 
 
+def cache_whole_decoder(config: Any) -> None:
+    """Have ``generate()`` make a cache for all layers of the decoder: transformers counts those of the encoder.
+
+    ``config`` is that of a loaded model, whose layers are not changed.
+    """
+    config.num_layers = config.num_decoder_layers
+
+
 def _t5_config(shape: T5Shape) -> dict[str, Any]:
     return {
         "architectures": ["T5ForConditionalGeneration"],

@@ -26,7 +26,7 @@ from t5train.inference.model_folder import quiet_transformers
 from t5train.inference.predict.batch_plan import BatchLimits, batch_plan, with_margin
 from t5train.inference.score.row_statistics import EXACT_MATCH, metrics_of, scores_of, statistics_of
 from t5train.inference.text.decoding import GenerationSpec
-from t5train.model.model_shape import T5Shape, generation_config
+from t5train.model.model_shape import T5Shape, cache_whole_decoder, generation_config
 from t5train.progress import silent
 from t5train.records.metrics import GENERATED, PREDICT_SHARE, PREDICTED_PAIRS, Values
 from t5train.spec.rank_job import TrainJob
@@ -138,6 +138,7 @@ class GeneratedMetrics:
             model = self._new_model()
         missing = model.load_state_dict(weights, strict=False, assign=True).missing_keys
         model.tie_weights(missing_keys=set(missing), recompute_mapping=False)  # an untied output layer is not missing
+        cache_whole_decoder(model.config)
         model.generation_config = GenerationConfig(**generation_config(self._config))
         return model.eval().to(device)
 

@@ -149,6 +149,22 @@ def conversation(
         collector.join()
 
 
+@contextmanager
+def attended(hosts: Iterable[str], attend: Callable[[str, threading.Event], None]) -> Iterator[None]:
+    """Call ``attend`` for each host in a thread of its own. Its event is set when the block ends: then it returns."""
+    ended = threading.Event()
+    threads = [threading.Thread(target=attend, args=(host, ended), name=host, daemon=True) for host in hosts]
+    try:
+        for thread in threads:
+            thread.start()
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+
 def _collect(stderr: IO[bytes], lines: list[bytes]) -> None:
     with stderr:
         lines.extend(stderr)

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from infra.head.hosts.hostfile import chosen_hosts
-from infra.head.hosts.node_client import Nodes, conversation, reached_nodes
+from infra.head.hosts.node_client import Nodes, attended, conversation, reached_nodes
 from infra.head.predicting.shared_parts import Heard, SharedParts
 from infra.head.storage.provisioning import stage_folder
 from infra.head.storage.staged_bytes import StagingReports
@@ -136,7 +136,7 @@ class HostsPredictor:
         )
         requests = {host: replace(start, slots=self.slots[host]) for host in self.nodes.hosts}
         heard, processes = SimpleQueue[Heard](), {host: len(self.slots[host]) for host in self.nodes.hosts}
-        with _sessions(self.nodes, requests, self.lease_seconds, heard):
+        with attended(requests, partial(_attend, self.nodes, requests, self.lease_seconds, heard)):
             yield from SharedParts(jobs, processes, advance).results(heard)
 
 
@@ -152,53 +152,32 @@ def _stage(nodes: Nodes, model: Path, folder: Path, progress: Progress) -> _Stag
     return staged
 
 
-@contextmanager
-def _sessions(
-    nodes: Nodes, requests: Mapping[str, PredictParts], lease_seconds: float, heard: "SimpleQueue[Heard]"
-) -> Iterator[None]:
-    """Hold a connection to each host until the block ends, and pass on what is heard from it, or why it has ended."""
-    ended = threading.Event()
-
-    def attend(host: str) -> None:
-        try:
-            _attend(nodes, host, requests[host], lease_seconds, heard, ended)
-        except HostError as error:
-            heard.put(Heard(host, error))
-
-    threads = [threading.Thread(target=attend, args=[host], name=f"predict-{host}", daemon=True) for host in requests]
-    try:
-        for thread in threads:
-            thread.start()
-        yield
-    finally:
-        ended.set()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-
-
 def _attend(
     nodes: Nodes,
-    host: str,
-    request: PredictParts,
+    requests: Mapping[str, PredictParts],
     lease_seconds: float,
     heard: "SimpleQueue[Heard]",
+    host: str,
     ended: threading.Event,
 ) -> None:
+    """Hold a connection to a host, and pass on what is heard from it, or why it is lost."""
     heard_at = time.monotonic()
-    with conversation(nodes, host, request) as channel:
-        heard.put(Heard(host, channel))
-        while not ended.is_set():
-            received = channel.receive_within(_POLL_SECONDS, FromPredictor)
-            for message in received:
-                heard.put(Heard(host, message))
-            if received:
-                heard_at = time.monotonic()
-            elif channel.at_end:
-                raise BrokenOff("the process that predicts there has ended")
-            elif time.monotonic() - heard_at > lease_seconds:
-                raise HostTimeout(
-                    f"{host}: nothing was heard from the process that predicts there for {lease_seconds:g} s. Check "
-                    "whether the host is reachable or overloaded, or one of its disks hangs",
-                    [host],
-                )
+    try:
+        with conversation(nodes, host, requests[host]) as channel:
+            heard.put(Heard(host, channel))
+            while not ended.is_set():
+                received = channel.receive_within(_POLL_SECONDS, FromPredictor)
+                for message in received:
+                    heard.put(Heard(host, message))
+                if received:
+                    heard_at = time.monotonic()
+                elif channel.at_end:
+                    raise BrokenOff("the process that predicts there has ended")
+                elif time.monotonic() - heard_at > lease_seconds:
+                    raise HostTimeout(
+                        f"{host}: nothing was heard from the process that predicts there for {lease_seconds:g} s. "
+                        "Check whether the host is reachable or overloaded, or one of its disks hangs",
+                        [host],
+                    )
+    except HostError as error:
+        heard.put(Heard(host, error))

@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from infra.head.hosts.hostfile import chosen_hosts
-from infra.head.hosts.node_client import Nodes, conversation, reached_nodes
+from infra.head.hosts.node_client import Nodes, attended, conversation, reached_nodes
 from infra.head.tokenising.scheduler_process import require_packages, scheduler_process
 from infra.node.channel import BrokenOff
 from infra.node.stages.dask_worker import MAKING_PACKAGES, WorkerReady, WorkerStart
@@ -98,32 +98,14 @@ def _on_hosts(
             nonce=nonce,
             sources=_sources(jobs),
         )
-        stack.enter_context(_workers_on(nodes, start, events))
+        stack.enter_context(attended(names, partial(_attend, nodes, start, events)))
         _await_workers(names, events)
         scheduler.begin(function, jobs, _HANG_SECONDS)
         yield from _Progress(len(jobs), names, advance).results(events)
 
 
-@contextmanager
-def _workers_on(nodes: Nodes, start: WorkerStart, events: _Events) -> Iterator[None]:
-    """Run a worker on each host until the block ends. Reports when it is ready, could not start, or has ended."""
-    ended = threading.Event()
-    threads = [
-        threading.Thread(target=_attend, args=(nodes, host, start, events, ended), name=f"dask-{host}", daemon=True)
-        for host in nodes.hosts
-    ]
-    try:
-        for thread in threads:
-            thread.start()
-        yield
-    finally:
-        ended.set()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-
-
-def _attend(nodes: Nodes, host: str, start: WorkerStart, events: _Events, ended: threading.Event) -> None:
+def _attend(nodes: Nodes, start: WorkerStart, events: _Events, host: str, ended: threading.Event) -> None:
+    """Run a worker on a host. Reports when it is ready, could not start, or has ended."""
     deadline = time.monotonic() + _START_SECONDS
     is_ready = False
     try:

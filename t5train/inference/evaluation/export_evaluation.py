@@ -20,8 +20,9 @@ from t5train.files.atomic import replacing, write_json
 from t5train.files.run_folder import PREDICTIONS, WITNESS_FOLDER
 from t5train.inference.evaluation.held_out_metrics import can_score, measure
 from t5train.inference.evaluation.held_out_sample import SampledPair, num_held_out, sampled_pairs
+from t5train.inference.model_folder import chosen_device
 from t5train.inference.predict.devices import Machines, OtherMachines
-from t5train.inference.predict.prediction import PredictJob, predict
+from t5train.inference.predict.prediction import VERSION, PredictJob, predict
 from t5train.inference.predict.predictions import Predicted, Prediction, read_predictions
 from t5train.inference.text.decoding import GenerationSpec
 from t5train.progress import Progress, silent
@@ -88,6 +89,7 @@ def evaluate_export(
         return export.model_copy(update={"reused": True})
     # Predictions of other weights, or with other settings or libraries, are not continued.
     identity = {
+        "version": VERSION,
         "weights": weights_of(export.files),
         **wanted,
         "versions": installed_versions(("torch", "transformers")),
@@ -127,12 +129,14 @@ def _predicted(
     progress: Progress,
 ) -> tuple[Predicted, dict[str, list[Prediction]]]:
     """Predict the sample with the export and the start model, and return the rows by their names in the export."""
+    device = "cpu" if spec.cluster.accelerator == "cpu" else None
+    kind = machines.device if machines else chosen_device(device)  # it may be another than before an interruption
     job = PredictJob(
         model=export.path,
         files=[f"{folder / _SAMPLE}#prefix="],  # sources have theirs
-        out=folder / "model",
+        out=folder / f"model-{kind}",
         decoding=_decoding(spec.evaluate),
-        device="cpu" if spec.cluster.accelerator == "cpu" else None,
+        device=device,
         tokens_setting="evaluate.max_new_tokens",
         less_memory="Set a lower evaluate.num_beams or evaluate.max_new_tokens",
         root=spec.storage.root,
@@ -143,7 +147,7 @@ def _predicted(
     if spec.model.start_from is not None and not Path(spec.model.start_from).is_dir():
         _log.warning("%s, which training started from, is gone: it is not measured", spec.model.start_from)
     elif spec.model.start_from is not None:
-        of_start = job._replace(model=Path(spec.model.start_from), out=folder / "start")
+        of_start = job._replace(model=Path(spec.model.start_from), out=folder / f"start-{kind}")
         _predict(of_start, progress)
         rows[PREDICTED_BY_START] = _rows(of_start.out, sample)
     return predicted, rows

@@ -2,7 +2,7 @@
 
 A step of the decoder reads all weights once, and starts some 35 kernels a layer, for however many sequences: so its
 time hardly depends on their number until arithmetic fills the device. On a core of a CPU, a step of T5 small takes
-12 ms and 1.9 ms for each sequence: 32 of them reach 86% of the rate of many, and 64 reach 93%.
+12 ms and 1.9 ms for each sequence: 32 of them reach 84% of the rate of many, and 64 reach 91%.
 
 Of GPUs, this is arithmetic, not yet measured. With about 60 TFLOPS in fp32 (H100, H200), each sequence costs the
 decoder and the output two operations for each of their parameters: 0.3 GFLOP of base, 3.4 of 3B. Where a step is bound

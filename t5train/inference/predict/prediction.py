@@ -55,7 +55,7 @@ from t5train.records.identity import fingerprint, installed_versions
 from t5train.records.witness import LONGEST_TRAIN_TARGET
 from t5train.spec import StorageSpec
 
-_VERSION = 2  # incremented when the same job would give another result
+VERSION = 2  # incremented when the same job would give another result
 _WORKER = "t5train.inference.predict.prediction_worker:predict_parts"
 _ROWS_AT_ONCE = 1024
 _OF_SAMPLING = ("sample", "temperature", "top_p", "seed")
@@ -181,7 +181,7 @@ def _found_or_predicted(prepared: _Prepared, progress: Progress, workers: Worker
     job, files = prepared.job, prepared.files()
     stamps, digests = stamps_of(files), digests_of(files, progress)
     identity = prepared.identity(digests)
-    key = fingerprint({"kind": "predictions", "version": _VERSION, **identity})
+    key = fingerprint({"kind": "predictions", "version": VERSION, **identity})
     with making(job.out, key):
         if (predicted := _finished(job.out)) is None:
             require_free_space(job.out, 4 * sum(each.size for each in digests.values()), "the predictions")

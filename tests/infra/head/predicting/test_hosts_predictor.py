@@ -1,6 +1,7 @@
 """Hosts that share nothing predict all parts, and a lost, hanging or damaged one does not keep the others from it."""
 
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -156,9 +157,9 @@ class Silent:
 
 def test_a_host_that_is_silent_for_the_lease_is_given_up() -> None:
     heard, request = SimpleQueue[Heard](), PredictParts(None, "run", "", "", "", "cpu", (0,))
-    with hosts_predictor._sessions(Nodes(Silent(), ("a",)), {"a": request}, 0.0, heard):
-        assert heard.get(timeout=30).host == "a"
-        error = heard.get(timeout=30).what
+    hosts_predictor._attend(Nodes(Silent(), ("a",)), {"a": request}, 0.0, heard, "a", threading.Event())
+    assert heard.get(timeout=0).host == "a"
+    error = heard.get(timeout=0).what
     assert isinstance(error, HostTimeout)
     assert "a: nothing was heard" in str(error)
 

@@ -3,7 +3,8 @@
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from t5train.errors import InputError
 from t5train.inference.evaluation import export_evaluation
 from t5train.inference.evaluation.export_evaluation import evaluate_export
 from t5train.inference.evaluation.held_out_sample import sampled_pairs
+from t5train.inference.predict import prediction
 from t5train.inference.predict.devices import OtherMachines
 from t5train.inference.predict.prediction import predict
 from t5train.inference.predict.predictions import read_predictions
@@ -134,6 +136,35 @@ def test_a_killed_evaluation_leaves_the_export_as_it_was_and_continues(
     assert of_pairs.export == before
     before.verify()
     monkeypatch.setattr("tests.support.evaluated_exports.predict_parts", refuse)
+    assert of_pairs.evaluate().files.keys() >= {PREDICTIONS, METRICS}
+
+
+def test_an_evaluation_that_an_earlier_version_began_is_made_again(
+    of_pairs: Evaluable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prediction, "VERSION", 1)
+        patch.setattr(export_evaluation, "VERSION", 1)
+        patch.setattr(export_evaluation, "with_evaluation", stop)
+        with pytest.raises(KeyboardInterrupt):
+            of_pairs.evaluate()
+    assert of_pairs.evaluate().files.keys() >= {PREDICTIONS, METRICS}
+
+
+def test_an_evaluation_may_continue_on_another_kind_of_device(
+    of_pairs: Evaluable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> Iterator[Json]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export_evaluation, "predict", predict)
+        there = partial(nullcontext, OtherMachines("cuda", 1 << 36, stop))
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_export(of_pairs.export, of_pairs.pairs, of_pairs.spec, of_pairs.run, machines=there)
     assert of_pairs.evaluate().files.keys() >= {PREDICTIONS, METRICS}
 
 

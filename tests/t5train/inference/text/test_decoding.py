@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from t5train.inference.model_folder import ModelFolder
 from t5train.inference.text.decoding import Decoder, GenerationSpec, Hypothesis
@@ -70,6 +70,19 @@ def test_sampling_a_batch_again_gives_the_same_and_another_seed_does_not(model: 
     first = decoder.decode(SOURCES[:4], spec)
     assert decoder.decode(SOURCES[:4], spec) == first
     assert decoder.decode(SOURCES[:4], spec._replace(seed=4)) != first
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_the_decoder_may_have_more_layers_than_the_encoder(model: Path, tmp_path: Path, num_beams: int) -> None:
+    folder = tmp_path / "deep"
+    shutil.copytree(model, folder)
+    config = AutoConfig.from_pretrained(folder, num_layers=1, num_decoder_layers=3)
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(folder)
+    found = Decoder(ModelFolder.open(folder), "cpu").outputs(SOURCES[:4], GenerationSpec(3, num_beams=num_beams))
+    plain: Any = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    inputs = AutoTokenizer.from_pretrained(folder)(SOURCES[:4], return_tensors="pt", padding=True)
+    without_cache = plain.generate(**inputs, max_new_tokens=3, num_beams=num_beams, use_cache=False)
+    assert [each.ids for each in found] == without_cache[:, 1:].tolist()
 
 
 @pytest.fixture
